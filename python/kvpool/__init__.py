@@ -21,6 +21,7 @@ from kvpool._kvpool import (
     ChunkCopy,
     ChunkPool,
     Cleared,
+    Fetch,
     FileStore,
     GDNPool,
     HostPlan,
@@ -60,6 +61,7 @@ from kvpool.errors import (
     WorkspaceExhaustedError,
 )
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
+from kvpool.store import Store
 from kvpool.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ __all__ = [
     "Cleared",
     "ConfigError",
     "DriverError",
+    "Fetch",
     "FileStore",
     "GDNPool",
     "HostPlan",
@@ -99,6 +102,7 @@ __all__ = [
     "ReqToTokenPool",
     "Segment",
     "StaleBufferError",
+    "Store",
     "StoreTransfer",
     "Stored",
     "Tensor",

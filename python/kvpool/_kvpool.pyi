@@ -31,6 +31,7 @@ from kvpool._typing import (
     UnitStats,
 )
 from kvpool.observe.leaks import ExpectBalanced, Leak
+from kvpool.store import Store
 
 __all__ = [
     "_ERROR_CLASSES",
@@ -44,6 +45,7 @@ __all__ = [
     "ChunkCopy",
     "ChunkPool",
     "Cleared",
+    "Fetch",
     "FileStore",
     "FreeGroup",
     "GDNPool",
@@ -77,7 +79,9 @@ __all__ = [
     "TreeInsertion",
     "TreeMatch",
     "TreeNode",
+    "_Errand",
     "_PageLocking",
+    "_StoreQueue",
     "_Workspace",
     "__version__",
     "_footprint",
@@ -2192,16 +2196,22 @@ class PrefixCache(Pool):
             prefix is then found only up to a snapshot of the state at its end.
         policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
             prefixes are evicted, never what other cached prefixes continue.
-        tiers: What lies below the device: a `HostTier` for this cache alone, or nothing. `Lease.load` brings back
-            what is evicted.
+        tiers: What lies below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
+            or another `Store`. `Lease.load` brings back from the first what is evicted, `fetch` brings there what the
+            second has.
+        model: Names, for a store, what the bytes of K and V depend on beside the tokens, the namespace and the shape of
+            the pools: the model and its revision, and the part of it if there are several, such as a rank.
+            Caches with the same name share pages. Needed with a store, and only then.
         max_pinned: The share of the allocator's capacity that `pin` may retain.
         events: Whether to list what comes and goes for `events`.
         name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
             name and a number, such as "PrefixCache-0".
 
     Raises:
-        ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], the pools are on different devices, or
-            the tier is for other pools or belongs to another cache.
+        ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], the pools are on different devices,
+            the tier is for other pools or belongs to another cache, or only one of a store and `model` is given.
+        RuntimeError: If the store is closed.
+        TypeError: If `tiers` has something else.
     """
 
     def __new__(
@@ -2210,7 +2220,8 @@ class PrefixCache(Pool):
         *,
         states: GDNPool | None = None,
         policy: str = "adaptive",
-        tiers: Sequence[HostTier] = (),
+        tiers: Sequence[HostTier | FileStore | Store] = (),
+        model: str | None = None,
         max_pinned: float = 0.5,
         events: bool = False,
         name: str | None = None,
@@ -2222,8 +2233,11 @@ class PrefixCache(Pool):
     def states(self) -> GDNPool | None:
         """The pool of states, if there is one."""
     @property
-    def tiers(self) -> tuple[HostTier, ...]:
+    def tiers(self) -> tuple[()] | tuple[HostTier] | tuple[HostTier, FileStore | Store]:
         """What lies below the device: a tuple."""
+    @property
+    def model(self) -> str | None:
+        """The name of what the K and V are of, if there is a store."""
     @property
     def policy(self) -> str:
         """The name of the policy."""
@@ -2245,6 +2259,30 @@ class PrefixCache(Pool):
         Raises:
             ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
             TypeError: If `tokens` are no ints, or `namespace` is of another type.
+        """
+    def fetch(
+        self,
+        tokens: IndicesLike,
+        *,
+        namespace: Namespace = None,
+        limit: SupportsIndex | None = None,
+    ) -> Fetch:
+        """Begins to bring to the host tier what the store below it has of a prompt. Returns at once: a thread looks, and
+        prompts come one after the other. Call it when a request arrives, and `match` when it is its turn: that finds
+        what came until then.
+
+        Args:
+            tokens: As in `match`.
+            namespace: As in `match`.
+            limit: Maximum length of the prefix in tokens.
+
+        Returns:
+            A `Fetch`; without a store one that is over.
+
+        Raises:
+            ConfigError: As in `match`.
+            OutOfMemoryError: If no thread can be started.
+            TypeError: As in `match`.
         """
     def insert(self, tokens: IndicesLike, slots: IndicesLike, *, namespace: Namespace = None) -> Published:
         """Adds a prompt: matches it, publishes the rest, and releases the lease. The caller's slots of tokens
@@ -2295,7 +2333,7 @@ class PrefixCache(Pool):
 
         What was evicted is remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
         and one where an eviction ended, so fewer tokens if pages go one by one. A look at every namespace makes
-        this a call for debugging.
+        this a call for debugging. A store is asked, and waited for.
 
         Args:
             tokens: As in `match`.
@@ -2729,7 +2767,7 @@ class Segment:
         """One past the last position."""
     @property
     def state(self) -> str:
-        """Where it is cached, "device" or "host", or the reason why it is not found: "no snapshot" (cached, but without
+        """Where it is cached, "device", "host" or "store", or the reason why it is not found: "no snapshot" (cached, but without
         a snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
         """
     @property
@@ -3689,6 +3727,73 @@ class StoreTransfer:
         Raises:
             RuntimeError: As in `query`.
         """
+
+@final
+class Fetch:
+    """A prompt on its way from a store to the `HostTier` above it, made by `PrefixCache.fetch`. Keeps there what the prompt
+    needs as long as it lives: drop it when the request has its lease and `Load`.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens that came from the store so far, in whole pages. `PrefixCache.match` tells what a request can load."""
+    def __len__(self) -> int:
+        """Return len(self)."""
+    def __bool__(self) -> bool:
+        """True if self else False"""
+    def query(self) -> bool:
+        """Returns whether no more will come. Does not wait."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until no more will come, without the GIL. An interrupt ends the wait only.
+
+        Args:
+            timeout: Maximum wait in seconds; unlimited by default.
+
+        Returns:
+            Whether no more will come.
+
+        Raises:
+            ConfigError: If `timeout` is negative or NaN.
+        """
+    def cancel(self) -> None:
+        """Brings no more. What came stays."""
+
+@final
+class _StoreQueue:
+    """The calls of a `Store`, for threads that answer them.
+
+    Args:
+        queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
+    """
+
+    def __new__(cls, queue_bytes: SupportsIndex) -> _StoreQueue: ...
+    def next(self, writes: bool) -> _Errand | None:
+        """Returns the next call, of those that write or of the others, or `None` after a while without one. Waits without
+        the GIL.
+
+        Raises:
+            RuntimeError: Once it is closed, and in the child of a fork.
+        """
+    def close(self) -> None:
+        """Takes no more calls, and drops those that are not being answered."""
+    def stats(self) -> dict[str, int]:
+        """Returns `queued_bytes` and `dropped` pages."""
+
+@final
+class _Errand:
+    """A call of a store. One that is dropped has failed."""
+
+    @property
+    def kind(self) -> str | None:
+        """What it asks for: "find", "read" or "write"; `None` once it is finished."""
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of the pages."""
+    @property
+    def places(self) -> tuple[list[int], list[int]]:
+        """The address and the bytes of each page in memory."""
+    def finish(self, present: Sequence[bool]) -> None:
+        """Answers for each page whether it is where it was to go; without an answer, it is not."""
 
 @final
 class _PageLocking:

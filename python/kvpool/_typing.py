@@ -147,6 +147,7 @@ class TierStats(PoolStats):
     evicted: int
     skipped: int
     failed: int
+    fetched: int
     registered: int
 
 

@@ -3,6 +3,7 @@
 //! A binding installs the hook once, for example to release the lock of its interpreter. Without one,
 //! [`blocking`] calls the closure directly.
 
+use std::cell::Cell;
 use std::sync::OnceLock;
 
 /// Runs a section that may block its thread, for example with the lock of an interpreter released.
@@ -12,6 +13,15 @@ pub type Section = fn(section: &mut (dyn FnMut() + Send));
 pub const LONG_COPY: usize = 64 << 10;
 
 static SECTION: OnceLock<Section> = OnceLock::new();
+
+thread_local! {
+    static IS_OURS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Takes note that no interpreter runs on this thread: its [`blocking`] sections need no hook.
+pub fn on_own_thread() {
+    IS_OURS.set(true);
+}
 
 /// Installs `section` around every later call of [`blocking`] in this process. Later installations have no
 /// effect.
@@ -28,7 +38,7 @@ pub fn on_blocking(section: Section) {
 /// assert_eq!(blocking(move || receiver.recv()), Ok(7));
 /// ```
 pub fn blocking<T: Send>(wait: impl FnOnce() -> T + Send) -> T {
-    let Some(section) = SECTION.get() else { return wait() };
+    let Some(section) = SECTION.get().filter(|_| !IS_OURS.get()) else { return wait() };
     let (mut wait, mut answer) = (Some(wait), None);
     section(&mut || answer = wait.take().map(|wait| wait()));
     answer.expect("a section runs its body once")

@@ -15,7 +15,7 @@ mod reserve;
 mod shape;
 pub(crate) mod sync;
 
-pub use blocking::{LONG_COPY, Section, blocking, on_blocking};
+pub use blocking::{LONG_COPY, Section, blocking, on_blocking, on_own_thread};
 pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};

@@ -68,6 +68,8 @@ pub enum Whereabouts {
     NoSnapshot,
     /// In host memory, from where it can be loaded.
     Host,
+    /// In a store below, from where it can be fetched to host memory.
+    Store,
     /// It was cached.
     Evicted(Gone),
     /// Another namespace has it.
@@ -95,6 +97,24 @@ pub struct Segment {
     pub range: Range<usize>,
     /// Where they are.
     pub whereabouts: Whereabouts,
+}
+
+impl Segment {
+    /// Takes note that what follows the parts that a request can use or load is in a store, up to token `end`.
+    pub fn note_stored(segments: &mut Vec<Self>, end: usize) {
+        let is_usable = |part: &&Self| matches!(part.whereabouts, Whereabouts::Device | Whereabouts::Host);
+        let front = segments.iter().take_while(is_usable).count();
+        let begin = front.checked_sub(1).map_or(0, |last| segments[last].range.end);
+        if end <= begin {
+            return;
+        }
+        segments.retain_mut(|part| {
+            part.range.start =
+                if part.range.end > begin { part.range.start.max(end) } else { part.range.start };
+            part.range.start < part.range.end
+        });
+        segments.insert(front, Self { range: begin..end, whereabouts: Whereabouts::Store });
+    }
 }
 
 /// The ends of prefixes that went last, in the order in which they went: noting one is an append. They are

@@ -28,6 +28,8 @@ pub type Digest = fn(&[&[u8]]) -> PageHash;
 pub struct KeyChain {
     digest: Digest,
     before: PageHash,
+    /// Whether that is the key of a page.
+    has_page: bool,
     bytes: Vec<u8>,
 }
 
@@ -35,7 +37,7 @@ impl KeyChain {
     /// A chain that goes on from the page with this key.
     #[must_use]
     pub const fn behind(digest: Digest, before: PageHash) -> Self {
-        Self { digest, before, bytes: Vec::new() }
+        Self { digest, before, has_page: true, bytes: Vec::new() }
     }
 
     /// A chain before the first page of a prompt.
@@ -48,7 +50,14 @@ impl KeyChain {
             Namespace::Text(text) => (2, text.clone().into_bytes()),
             Namespace::Bytes(bytes) => (3, bytes.clone()),
         };
-        Self::behind(digest, digest(&[&(page_size as u64).to_le_bytes(), &[kind], &name]))
+        let before = digest(&[&(page_size as u64).to_le_bytes(), &[kind], &name]);
+        Self { digest, before, has_page: false, bytes: Vec::new() }
+    }
+
+    /// The key of the page before the next one, if there is one.
+    #[must_use]
+    pub fn last(&self) -> Option<PageHash> {
+        self.has_page.then_some(self.before)
     }
 
     /// The key of the next page, which has these tokens.
@@ -56,7 +65,42 @@ impl KeyChain {
         self.bytes.clear();
         self.bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
         self.before = (self.digest)(&[&self.before, &self.bytes]);
+        self.has_page = true;
         self.before
+    }
+}
+
+/// The names of pieces in stores that many caches use, also those of other models: hashes of the key of a page and
+/// of all else that the bytes depend on.
+///
+/// ```
+/// use kvpool::cache::StoreKeys;
+/// let digest = |parts: &[&[u8]]| [parts.concat().iter().fold(7, |sum: u8, byte| sum.wrapping_mul(31) ^ byte); 32];
+/// let of = |model: &str| StoreKeys::new(digest, &[model.as_bytes(), b"float16"]);
+/// assert_eq!(of("one").piece(&[1; 32], 0), of("one").piece(&[1; 32], 0));
+/// assert_ne!(of("one").piece(&[1; 32], 0), of("other").piece(&[1; 32], 0));
+/// ```
+#[derive(Clone, Debug)]
+pub struct StoreKeys {
+    digest: Digest,
+    context: PageHash,
+}
+
+impl StoreKeys {
+    /// Names that depend on `parts`, which say of what the pieces are and how they lie in memory.
+    #[must_use]
+    pub fn new(digest: Digest, parts: &[&[u8]]) -> Self {
+        // Lengths, so that no two lists of parts are one.
+        let lengths: Vec<u8> = parts.iter().flat_map(|part| (part.len() as u64).to_le_bytes()).collect();
+        let mut all: Vec<&[u8]> = vec![b"kvpool pieces 1", &lengths];
+        all.extend(parts);
+        Self { digest, context: digest(&all) }
+    }
+
+    /// The name of part `part` of the piece of a page.
+    #[must_use]
+    pub fn piece(&self, page: &PageHash, part: u32) -> PageHash {
+        (self.digest)(&[&self.context, page, &part.to_le_bytes()])
     }
 }
 

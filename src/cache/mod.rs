@@ -13,7 +13,7 @@
 //! | users whose prefixes stay apart | [`Namespace`] |
 //! | why a prompt is not found | [`Tree::explain`], [`Segment`] |
 //! | what came and went | [`Tree::keep_journal`], [`Event`] |
-//! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`] |
+//! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
 //! | what an engine has offloaded by keys of its own, for engines that drive the transfers | [`OffloadTable`], [`OffloadOrder`] |
 //! | nodes with values of several kinds of attention, driven by an engine | [`hybrid`] |
@@ -34,7 +34,7 @@ mod tree;
 
 pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use journal::{Event, Tier};
-pub use keys::{Digest, KeyChain, PageHash};
+pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub use offload_order::{ChunkId, OffloadKey, OffloadOrder, RequestRank};
 pub use offload_table::{
@@ -48,6 +48,6 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Evicted, Found, Hold, Insertion, Lower, NodeHandle, NodeInfo, Offered, OfferedPages,
+    AGE_BUCKETS, Beyond, Evicted, Found, Hold, Insertion, Lower, NodeHandle, NodeInfo, Offered, OfferedPages,
     OfferedState, Offering, Place, Tree, TreeStats,
 };

@@ -61,6 +61,7 @@ pub struct Residency<P> {
     /// Those that are ready and not held: what the device has not, and what it has, too.
     order: [RecencyList; 2],
     ready: usize,
+    clears: u64,
 }
 
 impl<P> Default for Residency<P> {
@@ -71,6 +72,7 @@ impl<P> Default for Residency<P> {
             by_key: HashMap::new(),
             order: Default::default(),
             ready: 0,
+            clears: 0,
         }
     }
 }
@@ -117,6 +119,12 @@ impl<P: Copy> Residency<P> {
     #[must_use]
     pub fn key(&self, entry: EntryId) -> &PageHash {
         &self.entry(entry.0).key
+    }
+
+    /// How often [`Self::clear`] was called.
+    #[must_use]
+    pub const fn clears(&self) -> u64 {
+        self.clears
     }
 
     /// Places that pages have, those that are given up but held included.
@@ -216,6 +224,7 @@ impl<P: Copy> Residency<P> {
     /// Gives up the pages of a namespace, or all: they are found no more. Returns their keys, and the places of
     /// those that nothing uses.
     pub fn clear(&mut self, namespace: Option<&Namespace>) -> (Vec<PageHash>, Vec<P>) {
+        self.clears += 1;
         let name = namespace.map(hash_of);
         let is_named = |entry: &Entry<P>| name.is_none_or(|name| name == entry.namespace);
         let named: Vec<u32> =

@@ -32,7 +32,7 @@ use snapshots::Snapshots;
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeHandle, NodeInfo};
-pub use offers::{Lower, Offered, OfferedPages, OfferedState, Offering};
+pub use offers::{Beyond, Lower, Offered, OfferedPages, OfferedState, Offering};
 pub use publish::Found;
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended

@@ -1,5 +1,6 @@
 //! Rows in host memory of another owner, kept alive for work that outlasts a call.
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use crate::base::{DType, Device, Error, Result};
 
 use super::{Borrowed, Keep, Region};
 
-/// Rows of the same size, somewhere in host memory that they keep alive.
+/// Rows somewhere in host memory that they keep alive.
 ///
 /// Other threads may read and write the memory at any time, so it is accessed through raw copies only.
 ///
@@ -26,13 +27,19 @@ use super::{Borrowed, Keep, Region};
 #[derive(Debug)]
 pub struct HostRows {
     address: NonNull<u8>,
-    /// Bytes from one row to the next.
-    stride: isize,
-    /// The rows of the memory, and which of them these are if not all.
-    rows: usize,
+    places: Places,
+    /// Which of the places these are, if not all.
     chosen: Option<Vec<usize>>,
-    row_bytes: usize,
     _keep: Keep,
+}
+
+/// Where rows are, from an address on.
+#[derive(Debug)]
+enum Places {
+    /// Rows of one size, `stride` bytes apart.
+    Even { stride: isize, rows: usize, row_bytes: usize },
+    /// Ranges of bytes.
+    Listed(Vec<Range<usize>>),
 }
 
 // SAFETY: it is an address, numbers, and an owner that may be dropped on any thread; the memory is accessed by raw
@@ -79,7 +86,8 @@ impl HostRows {
             let text = format!("{name} has shape {shape:?} and strides {strides:?}; its pages overlap");
             return Err(Error::config(text));
         }
-        Ok(Self { address: tensor.address(), stride, rows, chosen: None, row_bytes, _keep: keep })
+        let places = Places::Even { stride, rows, row_bytes };
+        Ok(Self { address: tensor.address(), places, chosen: None, _keep: keep })
     }
 
     /// `rows` rows of `row_bytes` in host memory of `region`, one behind the other from `offset` on.
@@ -90,8 +98,23 @@ impl HostRows {
         let bytes = crate::base::bytes_of("rows", &[rows, row_bytes], DType::U8)?;
         let tensor = region.bytes_at(offset, bytes)?;
         tensor.expect_on(Device::Cpu, "the region")?;
-        let (address, stride) = (tensor.address(), row_bytes.cast_signed());
-        Ok(Self { address, stride, rows, chosen: None, row_bytes, _keep: Arc::new(Arc::clone(region)) })
+        let places = Places::Even { stride: row_bytes.cast_signed(), rows, row_bytes };
+        Ok(Self { address: tensor.address(), places, chosen: None, _keep: Arc::new(Arc::clone(region)) })
+    }
+
+    /// Ranges of bytes in host memory of `region`, with an owner that lives as long as the rows.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a range that is not within the region.
+    pub fn of_ranges(region: &Arc<Region>, ranges: Vec<Range<usize>>, owner: Keep) -> Result<Self> {
+        let all = region.bytes_at(0, region.bytes())?;
+        all.expect_on(Device::Cpu, "the region")?;
+        if let Some(range) = ranges.iter().find(|range| range.start > range.end || range.end > region.bytes())
+        {
+            return Err(Error::index(format!("bytes {range:?} are outside [0, {})", region.bytes())));
+        }
+        let keep: Keep = Arc::new((Arc::clone(region), owner));
+        Ok(Self { address: all.address(), places: Places::Listed(ranges), chosen: None, _keep: keep })
     }
 
     /// Of these rows the `chosen` ones, in this order.
@@ -102,8 +125,9 @@ impl HostRows {
     pub fn choose(mut self, chosen: &[i64]) -> Result<Self> {
         let mut places = Vec::with_capacity(chosen.len());
         for &row in chosen {
-            let place = usize::try_from(row).ok().filter(|place| *place < self.rows).ok_or_else(|| {
-                Error::index(format!("row {row} is outside [0, {})", self.rows)).at_index(row)
+            let place = usize::try_from(row).ok().filter(|place| *place < self.places.len());
+            let place = place.ok_or_else(|| {
+                Error::index(format!("row {row} is outside [0, {})", self.places.len())).at_index(row)
             })?;
             places.push(place);
         }
@@ -121,7 +145,7 @@ impl HostRows {
     /// The number of rows.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.chosen.as_ref().map_or(self.rows, Vec::len)
+        self.chosen.as_ref().map_or(self.places.len(), Vec::len)
     }
 
     /// Whether there are none.
@@ -131,24 +155,42 @@ impl HostRows {
     }
 
     /// Bytes of a row.
+    ///
+    /// # Panics
+    /// For a row that there is not.
     #[must_use]
-    pub const fn row_bytes(&self) -> usize {
-        self.row_bytes
+    pub fn bytes_of(&self, row: usize) -> usize {
+        self.row(row).1
     }
 
-    fn row(&self, row: usize) -> *mut u8 {
+    /// Where a row begins, for work that goes on as long as these rows live.
+    ///
+    /// # Panics
+    /// For a row that there is not.
+    #[must_use]
+    pub fn address_of(&self, row: usize) -> usize {
+        self.row(row).0.addr()
+    }
+
+    fn row(&self, row: usize) -> (*mut u8, usize) {
         assert!(row < self.len(), "row {row} of {}", self.len());
         let place = self.chosen.as_ref().map_or(row, |chosen| chosen[row]);
-        self.address.as_ptr().wrapping_offset(self.stride * place.cast_signed())
+        let begin = self.address.as_ptr();
+        match &self.places {
+            Places::Even { stride, row_bytes, .. } => {
+                (begin.wrapping_offset(stride * place.cast_signed()), *row_bytes)
+            }
+            Places::Listed(ranges) => (begin.wrapping_add(ranges[place].start), ranges[place].len()),
+        }
     }
 
     /// Copies a row to `bytes`.
     ///
     /// # Panics
-    /// For a row that there is not, and unless `bytes` is as long as a row.
+    /// For a row that there is not, and unless `bytes` is as long as it.
     pub fn read(&self, row: usize, bytes: &mut [u8]) {
-        assert_eq!(bytes.len(), self.row_bytes);
-        let row = self.row(row);
+        let (row, row_bytes) = self.row(row);
+        assert_eq!(bytes.len(), row_bytes);
         // SAFETY: the row lies in the memory that the owner keeps, and `bytes` is ours alone.
         unsafe { row.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
     }
@@ -158,9 +200,18 @@ impl HostRows {
     /// # Panics
     /// As [`HostRows::read`].
     pub fn write(&self, row: usize, bytes: &[u8]) {
-        assert_eq!(bytes.len(), self.row_bytes);
-        let row = self.row(row);
+        let (row, row_bytes) = self.row(row);
+        assert_eq!(bytes.len(), row_bytes);
         // SAFETY: the row lies in the memory that the owner keeps, which `bytes` is no part of.
         unsafe { row.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+}
+
+impl Places {
+    fn len(&self) -> usize {
+        match self {
+            Self::Even { rows, .. } => *rows,
+            Self::Listed(ranges) => ranges.len(),
+        }
     }
 }

@@ -1,9 +1,9 @@
 //! Pages in files: what survives the process.
 
+mod batch;
 mod layout;
 mod opening;
 mod slots;
-mod transfer;
 mod work;
 
 use std::collections::{HashSet, VecDeque};
@@ -19,13 +19,12 @@ use crate::cache::{Digest, PageHash};
 use crate::memory::HostRows;
 use crate::transfer::{AlignedBytes, BLOCK, Disk, Folder};
 
+use batch::{Batch, PageWork};
 use opening::Opening;
 use slots::{MOST_SLOTS, Slots};
-pub use transfer::StoreTransfer;
-use transfer::{Batch, PageWork};
 use work::Worker;
 
-use super::{Stats, at_least_one};
+use super::{Stats, Store, StoreTransfer, at_least_one};
 
 /// The shape of a [`FileStore`].
 #[derive(Clone, Copy, Debug)]
@@ -237,7 +236,13 @@ impl FileStore {
     /// # Errors
     /// As [`FileStore::exists`]; [`ErrorKind::Config`] unless there are as many rows as keys, of the size of a page.
     pub fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
-        self.check_rows(&keys, &rows)?;
+        self.check_rows(&rows)?;
+        self.begin_get(keys, rows)
+    }
+
+    /// Reads pages to rows, which may be shorter.
+    fn begin_get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
+        check_counts(&keys, &rows)?;
         let mut state = self.open_state()?;
         let found = |(page, key)| Some((page, state.slots.find(key)?));
         let (pages, slots): (Vec<usize>, Vec<u32>) = keys.iter().enumerate().filter_map(found).unzip();
@@ -259,7 +264,13 @@ impl FileStore {
     /// # Errors
     /// As [`FileStore::get`].
     pub fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
-        self.check_rows(&keys, &rows)?;
+        self.check_rows(&rows)?;
+        self.begin_put(keys, rows)
+    }
+
+    /// Writes pages from rows. What is behind a shorter row in its page is zero.
+    fn begin_put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
+        check_counts(&keys, &rows)?;
         let mut state = self.open_state()?;
         let most = self.shared.config.queue_bytes / self.shared.config.page_bytes;
         let (mut known, mut pages) = (Vec::new(), Vec::new());
@@ -431,16 +442,22 @@ impl FileStore {
         self.shared.state().slots.fault()
     }
 
-    fn check_rows(&self, keys: &[PageHash], rows: &HostRows) -> Result<()> {
+    /// Checks that rows are as large as pages.
+    fn check_rows(&self, rows: &HostRows) -> Result<()> {
         let page_bytes = self.shared.config.page_bytes;
-        if rows.row_bytes() != page_bytes {
-            let text = format!("pages have {} bytes each, those of the store {page_bytes}", rows.row_bytes());
-            return Err(Error::config(text));
-        }
-        if rows.len() != keys.len() {
-            return Err(Error::config(format!("there are {} keys for {} pages", keys.len(), rows.len())));
-        }
-        Ok(())
+        let other = (0..rows.len()).map(|row| rows.bytes_of(row)).find(|&bytes| bytes != page_bytes);
+        other.map_or(Ok(()), |bytes| {
+            Err(Error::config(format!("pages have {bytes} bytes each, those of the store {page_bytes}")))
+        })
+    }
+
+    /// Checks that rows fit in pages.
+    fn check_fit(&self, rows: &HostRows) -> Result<()> {
+        let page_bytes = self.shared.config.page_bytes;
+        let longer = (0..rows.len()).map(|row| rows.bytes_of(row)).find(|&bytes| bytes > page_bytes);
+        longer.map_or(Ok(()), |bytes| {
+            Err(Error::config(format!("a piece has {bytes} bytes, the pages of the store have {page_bytes}")))
+        })
     }
 
     fn check_process(&self) -> Result<()> {
@@ -465,6 +482,36 @@ impl FileStore {
     fn disk(&self) -> Result<Arc<dyn Disk>> {
         self.check_process()?;
         lock(&self.shared.disk).clone().ok_or_else(|| self.closed())
+    }
+}
+
+/// Checks that there is a row for each key.
+fn check_counts(keys: &[PageHash], rows: &HostRows) -> Result<()> {
+    if rows.len() == keys.len() {
+        return Ok(());
+    }
+    Err(Error::config(format!("there are {} keys for {} pages", keys.len(), rows.len())))
+}
+
+impl Store for FileStore {
+    fn most_bytes(&self) -> usize {
+        self.shared.config.page_bytes
+    }
+
+    /// Looks in memory only.
+    fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        let state = self.open_state()?;
+        Ok(keys.iter().map(|key| state.slots.find(key).is_some()).collect())
+    }
+
+    fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
+        self.check_fit(&rows)?;
+        self.begin_get(keys, rows)
+    }
+
+    fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
+        self.check_fit(&rows)?;
+        self.begin_put(keys, rows)
     }
 }
 

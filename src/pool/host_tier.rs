@@ -1,5 +1,6 @@
 //! Host memory below a prefix cache: pages of all layers, and snapshots of states.
 
+mod pieces;
 mod storage;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +9,7 @@ use std::time::Duration;
 
 use crate::base::sync::lock;
 use crate::base::{ChunkId, Error, Id, Page, Result, StateSlot};
-use crate::cache::{EntryId, Lower, Namespace, Offered, OfferedPages, Offering, PageHash, Residency};
+use crate::cache::{Lower, Namespace, Offered, OfferedPages, Offering, PageHash, Residency};
 use crate::index::Ticket;
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
@@ -16,6 +17,8 @@ use crate::transfer::{Lane, Transfer};
 
 use super::{GdnPool, KvPool, Stats, at_least_one};
 use storage::{Arrivals, Storage};
+
+pub(super) use pieces::{HeldPieces, Incoming, PieceKind};
 
 /// The shape of a [`HostTier`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +73,8 @@ pub struct HostTier {
     counts: Mutex<TierCounts>,
     /// Whether a prefix cache has it.
     is_taken: AtomicBool,
+    /// Of which model the pages are, as far as its caches have said.
+    model: Mutex<Option<String>>,
 }
 
 /// What a tier did, in pages and snapshots together.
@@ -85,6 +90,8 @@ pub(super) struct TierCounts {
     skipped: usize,
     /// Copies that failed.
     failed: usize,
+    /// Copied here from the store below.
+    fetched: usize,
 }
 
 /// Pages and snapshots on their way down, from places of the device that must not change meanwhile.
@@ -98,6 +105,14 @@ pub(super) struct Write {
 }
 
 impl Write {
+    /// The keys of what is copied.
+    pub(super) fn keys(&self, kind: PieceKind) -> &[PageHash] {
+        match kind {
+            PieceKind::Page => &self.pages.keys,
+            PieceKind::State => &self.states.keys,
+        }
+    }
+
     /// Where the pages are on the device.
     pub(super) fn pages(&self) -> impl Iterator<Item = Page> + '_ {
         self.pages.pairs.iter().map(|pair| Page::new(pair.page))
@@ -123,14 +138,6 @@ impl Lower for Contents<'_> {
     fn has_state(&self, key: &PageHash) -> bool {
         self.states.as_ref().is_some_and(|states| states.find(key).is_some())
     }
-}
-
-/// Pages and a snapshot that keep their places for a copy.
-#[derive(Debug)]
-pub(super) struct HeldPieces {
-    tier: Arc<HostTier>,
-    pages: Vec<EntryId>,
-    state: Vec<EntryId>,
 }
 
 impl HostTier {
@@ -181,6 +188,7 @@ impl HostTier {
             up: Lane::new(SideStream::In, gpu),
             counts: Mutex::default(),
             is_taken: AtomicBool::new(false),
+            model: Mutex::default(),
         })
     }
 
@@ -242,7 +250,8 @@ impl HostTier {
     }
 
     /// The statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and `state_capacity`; what
-    /// was `written` and `loaded`, `evicted`, `skipped` for want of a place, and `failed`, with snapshots; `bytes`.
+    /// was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`, and `fetched` from a store, with
+    /// snapshots; `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *lock(&self.counts);
@@ -259,6 +268,7 @@ impl HostTier {
             ("evicted", counts.evicted),
             ("skipped", counts.skipped),
             ("failed", counts.failed),
+            ("fetched", counts.fetched),
             ("registered", self.storages().map(Storage::registered).sum()),
             ("bytes", self.mem_bytes()),
         ])
@@ -276,17 +286,29 @@ impl HostTier {
         })
     }
 
+    /// The memory of one kind of pieces. A tier without states has none of theirs.
+    fn storage(&self, kind: PieceKind) -> Option<&Storage> {
+        match kind {
+            PieceKind::Page => Some(&self.pages),
+            PieceKind::State => self.states.as_ref(),
+        }
+    }
+
     fn storages(&self) -> impl Iterator<Item = &Storage> {
         std::iter::once(&self.pages).chain(&self.states)
     }
 
-    /// Makes it the tier of a prefix cache, until [`Self::let_go`].
+    /// Makes it the tier of a prefix cache, until [`Self::let_go`]. Pages of another `model` are given up.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if another one has it.
-    pub(super) fn take(&self) -> Result<()> {
+    pub(super) fn take(&self, model: Option<&str>) -> Result<()> {
         if self.is_taken.swap(true, Ordering::AcqRel) {
             return Err(Error::config("the host tier belongs to another prefix cache"));
+        }
+        let before = std::mem::replace(&mut *lock(&self.model), model.map(str::to_owned));
+        if before.as_deref() != model {
+            self.clear(None);
         }
         Ok(())
     }
@@ -359,17 +381,6 @@ impl HostTier {
         }
     }
 
-    /// Holds pages and a snapshot for a copy; `None` if one of them is not here. It is a use of them.
-    pub(super) fn hold(self: &Arc<Self>, keys: &[PageHash], state: Option<&PageHash>) -> Option<HeldPieces> {
-        let pages = self.pages.hold(keys)?;
-        // From here on a drop releases them.
-        let mut held = HeldPieces { tier: Arc::clone(self), pages, state: Vec::new() };
-        if let Some(key) = state {
-            held.state = self.states.as_ref()?.hold(std::slice::from_ref(key))?;
-        }
-        Some(held)
-    }
-
     /// Starts to copy held pages to pages of the device, layer by layer, and a held snapshot before them, behind what
     /// is enqueued on `after`.
     ///
@@ -382,9 +393,9 @@ impl HostTier {
         state: Option<StateSlot>,
         after: Stream,
     ) -> Result<Arc<Transfer>> {
-        let pages = self.pages.pairs(&held.pages, pages.iter().map(|page| page.number()));
+        let pages = self.pages.pairs(held.pages(), pages.iter().map(|page| page.number()));
         let states = match &self.states {
-            Some(storage) => storage.pairs(&held.state, state.iter().map(|slot| slot.number())),
+            Some(storage) => storage.pairs(held.states(), state.iter().map(|slot| slot.number())),
             None => Vec::new(),
         };
         let transfer = self.copy(PageCopy::In, &pages, &states, &[after])?;
@@ -432,12 +443,6 @@ impl HostTier {
         counts.evicted += more.evicted;
         counts.skipped += more.skipped;
         counts.failed += more.failed;
-    }
-}
-
-impl Drop for HeldPieces {
-    fn drop(&mut self) {
-        self.tier.pages.release(&self.pages);
-        self.tier.states.iter().for_each(|storage| storage.release(&self.state));
+        counts.fetched += more.fetched;
     }
 }

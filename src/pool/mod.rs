@@ -22,10 +22,12 @@ mod mirror;
 mod page_pool;
 mod prefix_cache;
 mod prefix_tree;
+mod remote_store;
 mod req_to_token_pool;
 mod shortage;
 mod slot_tensors;
 mod stage;
+mod store;
 mod table_mirror;
 mod token_to_kv_pool_allocator;
 mod workspace;
@@ -36,18 +38,21 @@ pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
 pub use deferred::FreedAs;
 pub use fences::Fence;
-pub use file_store::{FileStore, FileStoreConfig, StoreTransfer};
+pub use file_store::{FileStore, FileStoreConfig};
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use host_tier::{HostTier, HostTierConfig};
 pub use kv_pool::{BufferInfo, KvConfig, KvLayout, KvPool, Scales};
 pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{
-    CachedSizes, Lease, Load, LowerTier, Offer, PrefixCache, PrefixCacheConfig, PrefixCounts, Published,
+    CachedSizes, Fetch, Lease, Load, LowerStore, LowerTier, Offer, PrefixCache, PrefixCacheConfig,
+    PrefixCounts, Published,
 };
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
+pub use remote_store::{Errand, ErrandKind, ErrandQueue, RemoteStore};
 pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
 pub use shortage::{Obtainable, Reclaim};
+pub use store::{Store, StoreTransfer};
 pub use token_to_kv_pool_allocator::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator};
 pub use workspace::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
 

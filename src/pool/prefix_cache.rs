@@ -1,6 +1,8 @@
 //! The prefix cache: cached pages of a [`TokenToKvPoolAllocator`], found by their tokens.
 
+mod backing;
 mod below;
+mod fetch;
 mod lease;
 mod load;
 mod lock;
@@ -13,20 +15,23 @@ use std::time::{Duration, Instant};
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Error, Id, IndexVec, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Lower, Namespace, Offering, PolicyKind,
-    Pressure, Segment, Tokens, Tree, TreeStats,
+    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Lower, Namespace, OfferedPages, Offering,
+    PageHash, PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
 
 use super::fences::Fence;
-use super::host_tier::HeldPieces;
+use super::host_tier::{HeldPieces, PieceKind};
 use super::token_to_kv_pool_allocator::Changing;
-use super::{GdnPool, HostTier, Obtainable, Reclaim, TokenToKvPoolAllocator};
+use super::{GdnPool, HostTier, Obtainable, Reclaim, Store, TokenToKvPoolAllocator};
 use crate::transfer::Transfer;
+use backing::Visits;
 use below::{Below, Given, Parting, free_states};
+use fetch::Sought;
 use load::{Loadable, Tail};
 
+pub use fetch::Fetch;
 pub use lease::{Lease, Offer, Published};
 pub use load::Load;
 pub(super) use lock::Parked;
@@ -52,6 +57,18 @@ pub struct LowerTier {
     pub host: Arc<HostTier>,
     /// Hashes the keys of pages.
     pub digest: Digest,
+    /// What is below host memory.
+    pub store: Option<LowerStore>,
+}
+
+/// A store below a [`HostTier`], which other caches may use, too.
+#[derive(Clone, Debug)]
+pub struct LowerStore {
+    /// The store.
+    pub store: Arc<dyn Store>,
+    /// The model, and all else that K and V depend on beside the tokens and the shape of the pools, such as the rank of a
+    /// part of it: caches with the same name share pages.
+    pub model: String,
 }
 
 /// Counts of a [`PrefixCache`] since it was made, in tokens unless the name says otherwise.
@@ -114,6 +131,8 @@ pub struct CachedSizes {
 pub struct PrefixCache {
     shared: Arc<Shared>,
     allocator: Arc<TokenToKvPoolAllocator>,
+    /// Those of threads that work for its store.
+    visits: Option<Arc<Visits>>,
 }
 
 /// What a cache and its leases share.
@@ -170,9 +189,9 @@ impl PrefixCache {
                 states.device()
             )));
         }
-        let below = tier.map(|LowerTier { host, digest }| {
-            fits_tier(&host, &allocator, states.as_ref())?;
-            Below::new(host, digest)
+        let below = tier.map(|tier| {
+            fits_tier(&tier.host, &allocator, states.as_ref())?;
+            Below::new(tier)
         });
         let below = below.transpose()?;
         let tree = new_tree(&config, &allocator, states.is_some(), below.as_ref());
@@ -189,9 +208,13 @@ impl PrefixCache {
         let owner = Owner::Text(config.name.clone());
         let weak = Arc::downgrade(&allocator);
         let shared = Arc::new(Shared { allocator: weak, states, config, owner, kept: Mutex::new(kept) });
+        let visits = lock(&shared.kept).visits();
+        if let Some(visits) = &visits {
+            visits.begin(&shared);
+        }
         let reclaim: Arc<dyn Reclaim> = Arc::clone(&shared) as _;
         allocator.on_shortage(&reclaim);
-        Ok(Self { shared, allocator })
+        Ok(Self { shared, allocator, visits })
     }
 
     /// The allocator of the pages.
@@ -311,7 +334,7 @@ impl PrefixCache {
         self.open(stream).current().tree.cached_len(namespace, tokens)
     }
 
-    /// Where the parts of a prompt are cached, or why they are not. Changes nothing.
+    /// Where the parts of a prompt are cached, or why they are not. Changes nothing. Waits for the store, if there is one.
     ///
     /// # Errors
     /// As [`Self::acquire`].
@@ -324,7 +347,54 @@ impl PrefixCache {
         let open = self.open(stream);
         let kept = open.current();
         let lower = kept.below.as_ref().map(|below| below.tier.contents());
-        kept.tree.explain(namespace, tokens, lower.as_ref().map(|lower| lower as &dyn Lower))
+        let mut parts =
+            kept.tree.explain(namespace, tokens, lower.as_ref().map(|lower| lower as &dyn Lower))?;
+        drop(lower);
+        let backing = kept.below.as_ref().and_then(|below| below.backing.as_ref());
+        let depot = backing.map(|backing| Arc::clone(backing.depot()));
+        let beyond = kept.tree.beyond(namespace, tokens, usize::MAX)?;
+        drop(kept);
+        if let (Some(depot), Some(beyond)) = (depot, beyond) {
+            let usable = beyond.usable;
+            let rest = tokens.to_vec(usable..tokens.count())?;
+            // A store that fails has nothing, and says so itself.
+            let survey = depot.survey(beyond, &rest, || true).unwrap_or_default();
+            let page_size = self.allocator.page_size();
+            Segment::note_stored(&mut parts, usable + survey.keys.len() * page_size);
+        }
+        Ok(parts)
+    }
+
+    /// Begins to bring to the host tier what the store below has of `tokens`, at most of the first `limit`. Waits for
+    /// nothing; prompts come one after the other. When it is over, or at any time before, [`Self::acquire`] tells how
+    /// much can be loaded.
+    ///
+    /// # Errors
+    /// As [`Self::acquire`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when no thread can be
+    /// started.
+    pub fn fetch(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        stream: Stream,
+    ) -> Result<Fetch> {
+        let open = self.open(stream);
+        let kept = open.current();
+        let Some(below) = &kept.below else { return Ok(Fetch::nothing()) };
+        let Some(backing) = &below.backing else { return Ok(Fetch::nothing()) };
+        let Some(beyond) = kept.tree.beyond(namespace, tokens, limit)? else { return Ok(Fetch::nothing()) };
+        let page_size = kept.tree.page_size();
+        let pages = (limit.min(tokens.count()) - beyond.usable) / page_size;
+        let pages = pages.min(below.tier.config().size / page_size);
+        let sought = Sought {
+            namespace: namespace.clone(),
+            tokens: tokens.to_vec(beyond.usable..beyond.usable + pages * page_size)?,
+            beyond,
+            clears: [PieceKind::Page, PieceKind::State].map(|kind| below.tier.clears(kind)),
+            has_events: self.shared.config.events.is_some(),
+        };
+        Fetch::begin(backing, sought)
     }
 
     /// The tier below, if there is one.
@@ -405,6 +475,12 @@ impl Kept {
         }
     }
 
+    /// The visits of threads, if there is a store.
+    fn visits(&self) -> Option<Arc<Visits>> {
+        let backing = self.below.as_ref()?.backing.as_ref()?;
+        Some(Arc::clone(backing.visits()))
+    }
+
     /// Prefixes that may be on their way from the tier below. Drop them without locks.
     fn tails(&self) -> Vec<Arc<Tail>> {
         self.below.as_ref().map_or(Vec::new(), Below::tails)
@@ -435,6 +511,14 @@ impl Shared {
         if kept.clears == clears {
             kept.coming = change(kept.coming);
         }
+    }
+
+    /// Takes note of pages that came to the tier below from a store, and of what went for them.
+    fn note_below(&self, arrived: &[OfferedPages], gone: Vec<PageHash>) {
+        let mut kept = lock(&self.kept);
+        let Kept { below: Some(below), tree, .. } = &mut *kept else { return };
+        tree.note_dropped_below(gone);
+        below.tell(tree, arrived);
     }
 
     /// Returns snapshots to their pool.
@@ -606,6 +690,12 @@ impl Reclaim for Shared {
         drop(kept);
         pages.extend(tails.iter().flat_map(|tail| tail.coming()));
         pages
+    }
+}
+
+impl Drop for PrefixCache {
+    fn drop(&mut self) {
+        self.visits.iter().for_each(|visits| visits.end());
     }
 }
 

@@ -45,7 +45,7 @@ use super::wait_in_slices;
 ///     OutOfMemoryError: If the index does not fit in memory.
 #[pyclass(frozen, module = "kvpool", name = "FileStore", weakref)]
 pub(super) struct FileStore {
-    store: Store,
+    pub(super) store: Arc<Store>,
 }
 
 #[pymethods]
@@ -73,7 +73,7 @@ impl FileStore {
             queue_bytes: queue_bytes.size("queue_bytes", QUEUE_BYTES.max(page_bytes))?,
             digest,
         };
-        Ok(Self { store: py.detach(|| Store::at(&path, &config, direct))? })
+        Ok(Self { store: Arc::new(py.detach(|| Store::at(&path, &config, direct))?) })
     }
 
     /// Returns how many of the keys are there before the first that is not. Looks in memory only.

@@ -14,17 +14,21 @@ use crate::cache::{Namespace, PolicyKind};
 use crate::index::ActGuard;
 use crate::memory::Stream;
 use crate::pool::{
-    Lease as PoolLease, LowerTier, Offer, PrefixCache as Cache, PrefixCacheConfig, Published as PoolPublished,
+    HostTier as HostTierOfPool, Lease as PoolLease, LowerStore, LowerTier, Offer, PrefixCache as Cache,
+    PrefixCacheConfig, Published as PoolPublished, Store,
 };
 
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
+use super::fetch::Fetch;
+use super::file_store::FileStore;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::host_tier::{HostTier, Load};
 use super::prefix_report::{Segment, digest, event_to_py};
+use super::store_queue::StoreQueue;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 
@@ -53,22 +57,29 @@ use super::tokens::with_tokens;
 ///         prefix is then found only up to a snapshot of the state at its end.
 ///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
 ///         prefixes are evicted, never what other cached prefixes continue.
-///     tiers: What lies below the device: a `HostTier` for this cache alone, or nothing. `Lease.load` brings back
-///         what is evicted.
+///     tiers: What lies below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
+///         or another `Store`. `Lease.load` brings back from the first what is evicted, `fetch` brings there what the
+///         second has.
+///     model: Names, for a store, what the bytes of K and V depend on beside the tokens, the namespace and the shape of
+///         the pools: the model and its revision, and the part of it if there are several, such as a rank.
+///         Caches with the same name share pages. Needed with a store, and only then.
 ///     max_pinned: The share of the allocator's capacity that `pin` may retain.
 ///     events: Whether to list what comes and goes for `events`.
 ///     name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
 ///         name and a number, such as "PrefixCache-0".
 ///
 /// Raises:
-///     ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], the pools are on different devices, or
-///         the tier is for other pools or belongs to another cache.
+///     ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], the pools are on different devices,
+///         the tier is for other pools or belongs to another cache, or only one of a store and `model` is given.
+///     RuntimeError: If the store is closed.
+///     TypeError: If `tiers` has something else.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "PrefixCache")]
 pub(super) struct PrefixCache {
     cache: Cache,
     allocator: Py<TokenToKvPoolAllocator>,
     states: Option<Py<GdnPool>>,
-    tiers: Vec<Py<HostTier>>,
+    tiers: Vec<Py<PyAny>>,
+    model: Option<String>,
     policy: String,
     device: Device,
 }
@@ -118,6 +129,77 @@ pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namesp
     Err(PyTypeError::new_err(format!("namespace must be a str, bytes or an int, not {kind}")))
 }
 
+/// What lies below the device.
+fn lower_tier(tiers: &[Bound<'_, PyAny>], model: Option<&str>) -> PyResult<Option<LowerTier>> {
+    let (host, store) = match tiers {
+        [] => (None, None),
+        [host] => (Some(host), None),
+        [host, store] => (Some(host), Some(store)),
+        more => {
+            let text =
+                format!("{} tiers were given; there can be a HostTier and a store below it", more.len());
+            return Err(Error::config(text).into());
+        }
+    };
+    let Some(given) = host else {
+        return model.map_or(Ok(None), |model| Err(without_store(model)));
+    };
+    let host = given.cast::<HostTier>().map_err(|_| {
+        PyTypeError::new_err(format!("tiers[0] must be a HostTier, not {}", args::kind_of(given)))
+    })?;
+    let host = Arc::clone(&host.get().tier);
+    let store = match (store.map(GivenStore::of).transpose()?, model) {
+        (None, None) => None,
+        (Some(store), Some(model)) => {
+            Some(LowerStore { store: store.attached(&host)?, model: model.to_owned() })
+        }
+        (Some(_), None) => {
+            return Err(Error::config("a store needs the name of the model whose pages it has: model").into());
+        }
+        (None, Some(model)) => return Err(without_store(model)),
+    };
+    Ok(Some(LowerTier { host, digest, store }))
+}
+
+#[cold]
+fn without_store(model: &str) -> PyErr {
+    Error::config(format!("model is {model:?}, but there is no store whose pages it would name")).into()
+}
+
+/// A store as its user gave it.
+enum GivenStore<'a, 'py> {
+    Files(&'a Bound<'py, FileStore>),
+    Python { store: &'a Bound<'py, PyAny>, queue: Bound<'py, StoreQueue> },
+}
+
+impl<'a, 'py> GivenStore<'a, 'py> {
+    fn of(object: &'a Bound<'py, PyAny>) -> PyResult<Self> {
+        if let Ok(files) = object.cast::<FileStore>() {
+            return Ok(Self::Files(files));
+        }
+        let queue = object.getattr_opt("_queue")?.and_then(|queue| queue.cast_into::<StoreQueue>().ok());
+        let queue = queue.ok_or_else(|| {
+            let kind = args::kind_of(object);
+            PyTypeError::new_err(format!("tiers[1] must be a FileStore or another Store, not {kind}"))
+        })?;
+        Ok(Self::Python { store: object, queue })
+    }
+
+    /// The store, which takes note of the memory of the tier above it.
+    fn attached(self, host: &HostTierOfPool) -> PyResult<Arc<dyn Store>> {
+        match self {
+            Self::Files(files) => Ok(Arc::clone(&files.get().store) as _),
+            Self::Python { store, queue } => {
+                let memory = host.memory()?;
+                let memory: Vec<_> =
+                    memory.iter().map(|rows| (rows.address_of(0), rows.bytes_of(0))).collect();
+                store.call_method1("attach", (memory,))?;
+                Ok(Arc::clone(&queue.get().store) as _)
+            }
+        }
+    }
+}
+
 impl PrefixCache {
     fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
         current_stream(py, self.device)
@@ -136,16 +218,18 @@ impl PrefixCache {
 #[pymethods]
 impl PrefixCache {
     #[new]
-    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", tiers=Vec::new(), max_pinned=0.5, events=false,
-                        name=None),
-           text_signature = "(allocator, *, states=None, policy=\"adaptive\", tiers=(), max_pinned=0.5, \
-                             events=False, name=None)")]
+    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", tiers=Vec::new(), model=None, max_pinned=0.5,
+                        events=false, name=None),
+           text_signature = "(allocator, *, states=None, policy=\"adaptive\", tiers=(), model=None, \
+                             max_pinned=0.5, events=False, name=None)")]
+    #[expect(clippy::too_many_arguments, reason = "the parameters of Python")]
     fn new(
         py: Python<'_>,
         allocator: Py<TokenToKvPoolAllocator>,
         states: Option<Py<GdnPool>>,
         policy: &str,
-        tiers: Vec<Py<HostTier>>,
+        tiers: Vec<Bound<'_, PyAny>>,
+        model: Option<String>,
         max_pinned: f64,
         events: bool,
         name: Option<String>,
@@ -160,16 +244,10 @@ impl PrefixCache {
         let pool = Arc::clone(&allocator.get().pool);
         let device = pool.device();
         let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
-        let tier = match &tiers[..] {
-            [] => None,
-            [host] => Some(LowerTier { host: Arc::clone(&host.get().tier), digest }),
-            more => {
-                let text = format!("{} tiers were given; there can be one of host memory", more.len());
-                return Err(Error::config(text).into());
-            }
-        };
+        let tier = lower_tier(&tiers, model.as_deref())?;
         let cache = py.detach(|| Cache::new(config, pool, states_of, tier))?;
-        let this = Self { cache, allocator, states, tiers, policy: policy.to_owned(), device };
+        let tiers = tiers.into_iter().map(Bound::unbind).collect();
+        let this = Self { cache, allocator, states, tiers, model, policy: policy.to_owned(), device };
         Ok(BasePool::named(name, Debug::OFF, this))
     }
 
@@ -198,6 +276,36 @@ impl PrefixCache {
         let lease =
             with_tokens(tokens, |tokens| Ok(this.cache.acquire(&namespace, tokens, limit, stream)?))?;
         Ok(Self::lease(slf, lease))
+    }
+
+    /// Begins to bring to the host tier what the store below it has of a prompt. Returns at once: a thread looks, and
+    /// prompts come one after the other. Call it when a request arrives, and `match` when it is its turn: that finds
+    /// what came until then.
+    ///
+    /// Args:
+    ///     tokens: As in `match`.
+    ///     namespace: As in `match`.
+    ///     limit: Maximum length of the prefix in tokens.
+    ///
+    /// Returns:
+    ///     A `Fetch`; without a store one that is over.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `match`.
+    ///     OutOfMemoryError: If no thread can be started.
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (tokens, *, namespace=None, limit=None))]
+    fn fetch(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+        limit: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Fetch> {
+        let (namespace, stream) = (namespace_of(namespace)?, self.stream(py)?);
+        let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
+        let fetch = with_tokens(tokens, |tokens| Ok(self.cache.fetch(&namespace, tokens, limit, stream)?))?;
+        Ok(Fetch { fetch })
     }
 
     /// Adds a prompt: matches it, publishes the rest, and releases the lease. The caller's slots of tokens
@@ -295,7 +403,7 @@ impl PrefixCache {
     ///
     /// What was evicted is remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
     /// and one where an eviction ended, so fewer tokens if pages go one by one. A look at every namespace makes
-    /// this a call for debugging.
+    /// this a call for debugging. A store is asked, and waited for.
     ///
     /// Args:
     ///     tokens: As in `match`.
@@ -383,6 +491,12 @@ impl PrefixCache {
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.tiers)
+    }
+
+    /// The name of what the K and V are of, if there is a store.
+    #[getter]
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
     }
 
     /// The name of the policy.

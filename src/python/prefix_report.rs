@@ -34,13 +34,14 @@ impl Segment {
         self.0.range.end
     }
 
-    /// Where it is cached, "device" or "host", or the reason why it is not found: "no snapshot" (cached, but without
+    /// Where it is cached, "device", "host" or "store", or the reason why it is not found: "no snapshot" (cached, but without
     /// a snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
     #[getter]
     const fn state(&self) -> &'static str {
         match &self.0.whereabouts {
             Whereabouts::Device => Tier::Device.name(),
             Whereabouts::Host => Tier::Host.name(),
+            Whereabouts::Store => "store",
             Whereabouts::NoSnapshot => "no snapshot",
             Whereabouts::Evicted(_) => "evicted",
             Whereabouts::Elsewhere(_) => "other namespace",

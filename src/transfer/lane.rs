@@ -1,13 +1,12 @@
 //! A queue of copies in one direction.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use crate::base::sync::lock;
-use crate::base::{Error, ErrorKind, Result};
+use crate::base::Result;
 use crate::memory::{Event, Gpu, SideStream, Stream};
 
+use super::JobThread;
 use super::steps::{Note, Transfer};
 
 /// Copies in one direction, one after the other, beside their callers: on a thread or, with a device, on a stream of
@@ -32,30 +31,25 @@ use super::steps::{Note, Transfer};
 pub struct Lane {
     direction: SideStream,
     gpu: Option<Arc<Gpu>>,
-    /// The process that has the thread, and its queue. Started by the first copy.
-    thread: Mutex<Option<(u32, Sender<Job>)>>,
-}
-
-/// A step of a copy, on a stream.
-type Step = Box<dyn FnMut(usize, Stream) -> Result<()> + Send>;
-
-struct Job {
-    transfer: Arc<Transfer>,
-    step: Step,
+    thread: JobThread,
 }
 
 impl Lane {
     /// A lane without copies, on a stream of `gpu` if there is one.
     #[must_use]
     pub const fn new(direction: SideStream, gpu: Option<Arc<Gpu>>) -> Self {
-        Self { direction, gpu, thread: Mutex::new(None) }
+        let name = match direction {
+            SideStream::In => "kvpool-copy-in",
+            SideStream::Out => "kvpool-copy-out",
+        };
+        Self { direction, gpu, thread: JobThread::new(name) }
     }
 
     /// Copies in `steps`, at least 1, behind the copies before and behind what is enqueued on the streams `after`. Calls `step`
     /// for each, which enqueues its copy on the stream that it is given, or copies at once. Does not wait.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when no thread can be started; [`ErrorKind::Driver`] while one of `after` is being
+    /// As [`JobThread::run`]; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of `after` is being
     /// captured; the error of a step on a device, after waiting for the steps before. Nothing is on its way then.
     pub fn run(
         &self,
@@ -64,7 +58,7 @@ impl Lane {
         step: impl FnMut(usize, Stream) -> Result<()> + Send + 'static,
     ) -> Result<Arc<Transfer>> {
         match &self.gpu {
-            None => self.hand_over(steps, Box::new(step)),
+            None => self.hand_over(steps, step),
             Some(gpu) => self.enqueue(gpu, steps, after, step),
         }
     }
@@ -91,44 +85,30 @@ impl Lane {
         Ok(Arc::new(Transfer::on_device(gpu, enqueued?)))
     }
 
-    fn hand_over(&self, steps: usize, step: Step) -> Result<Arc<Transfer>> {
+    fn hand_over(
+        &self,
+        steps: usize,
+        step: impl FnMut(usize, Stream) -> Result<()> + Send + 'static,
+    ) -> Result<Arc<Transfer>> {
         let transfer = Arc::new(Transfer::on_thread(steps));
-        let job = Job { transfer: Arc::clone(&transfer), step };
-        let mut thread = lock(&self.thread);
-        let process = std::process::id();
-        if thread.as_ref().is_none_or(|(owner, _)| *owner != process) {
-            let (sender, jobs) = channel();
-            let name = match self.direction {
-                SideStream::In => "kvpool-copy-in",
-                SideStream::Out => "kvpool-copy-out",
-            };
-            let started = std::thread::Builder::new().name(name.to_owned()).spawn(move || serve(&jobs));
-            started.map_err(|cause| {
-                Error::new(ErrorKind::OutOfMemory, format!("no thread can be started to copy: {cause}"))
-            })?;
-            *thread = Some((process, sender));
-        }
-        let (_, queue) = thread.as_ref().expect("it was started");
-        // The thread ends with the lane, after what was handed over.
-        assert!(queue.send(job).is_ok(), "the thread takes every job");
+        let theirs = Arc::clone(&transfer);
+        self.thread.run(move || work(&theirs, step))?;
         Ok(transfer)
     }
 }
 
-/// Does jobs until the lane is gone.
-fn serve(jobs: &Receiver<Job>) {
-    while let Ok(Job { transfer, mut step }) = jobs.recv() {
-        let mut number = 0;
-        while transfer.goes_on() {
-            let done = catch_unwind(AssertUnwindSafe(|| step(number, Stream::DEFAULT)));
-            if !matches!(done, Ok(Ok(()))) {
-                break;
-            }
-            transfer.note(Note::Done);
-            number += 1;
+/// Copies step by step, as far as the transfer goes on.
+fn work(transfer: &Transfer, mut step: impl FnMut(usize, Stream) -> Result<()>) {
+    let mut number = 0;
+    while transfer.goes_on() {
+        let done = catch_unwind(AssertUnwindSafe(|| step(number, Stream::DEFAULT)));
+        if !matches!(done, Ok(Ok(()))) {
+            break;
         }
-        // What the step keeps alive goes before those that wait learn that it is over.
-        drop(step);
-        transfer.note(Note::Over);
+        transfer.note(Note::Done);
+        number += 1;
     }
+    // What the step keeps alive goes before those that wait learn that it is over.
+    drop(step);
+    transfer.note(Note::Over);
 }

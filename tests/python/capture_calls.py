@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from common import some
+from memory_store import Memory
 
 import kvpool
 from kvpool import _kvpool, lmcache
@@ -172,6 +173,8 @@ class World:
         self.pinned = lmcache.LocalCPUBufferPool(LMCACHE)
         self.offloaded = Offloaded()
         self.files = Files()
+        self.memory = Memory()
+        self.fetch = self.tiered.fetch([7, 8])
         self.spare: list[object] = []
 
     def _loads(self) -> tuple[kvpool.Lease, kvpool.Lease, kvpool.Load]:
@@ -671,6 +674,17 @@ ENTRIES: dict[str, Entry] = {
     "FileStore.close": Entry(_close, WORKS),
     "FileStore.stats": Entry(lambda w: w.files.store.stats(), WORKS),
     "FileStore.with": Entry(_with_store, WORKS),
+    "Store()": Entry(lambda _: Memory().close(), WORKS),
+    "Store.attach": Entry(lambda w: w.memory.attach([]), WORKS),
+    "Store.close": Entry(lambda w: w.memory.close(), WORKS),
+    "Store.find": Entry(lambda w: w.memory.find([]), WORKS),
+    "Store.read": Entry(lambda w: w.memory.read([], [], []), WORKS),
+    "Store.with": Entry(lambda w: _with(w.memory), WORKS),
+    "Store.write": Entry(lambda w: w.memory.write([], [], []), WORKS),
+    "PrefixCache.fetch": Entry(lambda w: w.tiered.fetch([7, 8]), WORKS),
+    "Fetch.query": Entry(lambda w: w.fetch.query(), WORKS),
+    "Fetch.wait": Entry(lambda w: w.fetch.wait(), WORKS),
+    "Fetch.cancel": Entry(lambda w: w.fetch.cancel(), WORKS),
     "StoreTransfer.query": Entry(lambda w: w.files.stored.query(), WORKS),
     "StoreTransfer.wait": Entry(lambda w: w.files.stored.wait(), WORKS),
     "ChunkCopy.query": Entry(lambda w: w.copy.query(), WORKS),
@@ -719,6 +733,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "BufferPool": lambda w: w.buffers,
     "Chunk": lambda w: w.chunk,
     "ChunkPool": lambda w: w.gpu_chunks,
+    "Fetch": lambda w: w.fetch,
     "FileStore": lambda w: w.files.store,
     "GDNPool": lambda w: w.gdn,
     "HostPlan": lambda w: w.plan.host,

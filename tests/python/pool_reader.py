@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import devices
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from common import some
 from devices import here
 
-from kvpool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool import HostTier, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool.sampling import sample
 
 if TYPE_CHECKING:
@@ -100,13 +100,12 @@ class PoolReader:
 def settle(engine: Engine) -> None:
     """Waits for the copies to the tiers of an engine, and from there."""
     cache, deadline = some(engine.prefix_cache), time.monotonic() + 30
-    arriving = [cast("dict[str, int]", tier.stats())["arriving"] for tier in cache.tiers]
-    while any(arriving) or engine.model.allocator.stats()["fenced"]:
+    tiers = [tier for tier in cache.tiers if isinstance(tier, HostTier)]
+    while any(tier.stats()["arriving"] for tier in tiers) or engine.model.allocator.stats()["fenced"]:
         assert time.monotonic() < deadline
         time.sleep(0.0005)
         cache.obtainable_size()  # takes note of what is over
-        arriving = [cast("dict[str, int]", tier.stats())["arriving"] for tier in cache.tiers]
-    for tier in cache.tiers:
+    for tier in tiers:
         tier.verify()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +25,8 @@ from kvpool.tools.serve.service import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typer.testing import Result
 
 SMALL = ServeConfig(requests=12, per_step=6, pool_size=300)
@@ -82,10 +87,50 @@ def test_evicted_conversations_come_back_from_host_memory(model: str) -> None:
     assert computed["load"] < computed["compute"]
 
 
-def test_the_report_has_host_memory() -> None:
-    result = invoke("--requests", "12", "--per-step", "6", "--pool-size", "300", "--host-tokens", "2000")
+@pytest.mark.parametrize("model", ["qwen3", "qwen3-next"])
+def test_a_restarted_service_finds_its_conversations(model: str, tmp_path: Path) -> None:
+    small = ("--model", model, "--conversations", "6", "--pool-size", "512", "--page-size", "4")
+    below = ("--host-tokens", "4096", "--swap", "load", "--store", str(tmp_path / "store"))
+    runs = []
+    for _ in range(2):
+        result = invoke("--json", *small, *below)
+        assert result.exit_code == 0, result.output
+        runs.append(json.loads(result.stdout))
+    first, again = runs
+    assert first["fetched_tokens"] == 0
+    assert 0 < first["stored_pages"] <= again["stored_pages"]
+    assert again["fetched_tokens"] > 0
+    assert again["computed_tokens"] < 0.8 * first["computed_tokens"]
+    other = invoke("--json", *small, *below, "--seed", "1")
+    assert json.loads(other.stdout)["fetched_tokens"] == 0  # of other weights
+    wrong = invoke(*small, "--store", str(tmp_path / "store"))
+    assert wrong.exit_code == 1
+    assert "there are 0 host tokens" in wrong.stderr
+
+
+def test_a_killed_service_finds_its_conversations(tmp_path: Path) -> None:
+    """Killed in the middle of a run, while pages are written."""
+    store = tmp_path / "store"
+    options = ["--json", "--conversations", "12", "--pool-size", "512", "--page-size", "4", "--swap", "load"]
+    options += ["--host-tokens", "4096", "--store", str(store)]
+    command = [sys.executable, "-m", "kvpool", "serve", *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (store / "pages").exists() or (store / "pages").stat().st_size < 40 * 4096:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.kill()
+    result = invoke(*options)
     assert result.exit_code == 0, result.output
-    for row in ("host memory", "of 2,000 pages", "loaded from there", "swap auto"):
+    assert json.loads(result.stdout)["fetched_tokens"] > 0
+
+
+def test_the_report_has_host_memory(tmp_path: Path) -> None:
+    small = ("--requests", "12", "--per-step", "6", "--pool-size", "300", "--host-tokens", "2000")
+    result = invoke(*small, "--store", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    for row in ("host memory", "of 2,000 pages", "loaded from there", "swap auto", "store", "fetched"):
         assert row in result.stdout
 
 

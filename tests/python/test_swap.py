@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, cast, get_args
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from common import NEVER, Fence, cuda_only, some
 from engine_interrupts import Interrupts, Place
+from memory_store import Memory
 from pool_reader import VOCAB, PoolReader, alone, is_whole, settle
 
 from kvpool import ConfigError, GDNPool, HostTier, KVPool, OutOfMemoryError, PrefixCache
@@ -91,7 +93,7 @@ def tiered(
 
 
 def the_tier(engine: Engine) -> HostTier:
-    return some(engine.prefix_cache).tiers[0]
+    return next(tier for tier in some(engine.prefix_cache).tiers if isinstance(tier, HostTier))
 
 
 def assert_served(engine: Engine, requests: list[Request]) -> None:
@@ -633,3 +635,123 @@ def test_a_swap_has_one_of_three_names() -> None:
     assert [Swap(mode).pays(1) for mode in get_args(SwapMode)] == [False, True, False]
     with pytest.raises(ConfigError, match="swap is 'sometimes'; it is 'auto', 'load' or 'compute'"):
         Engine(PoolReader(60), 16, swap=cast("SwapMode", "sometimes"))
+
+
+class Shelf(Memory):
+    """A store whose answers may wait."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.is_open.set()
+        super().__init__()
+
+    def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        assert self.is_open.wait(30)
+        return super().find(keys)
+
+
+def with_store(reader: str, store: Shelf, swap: SwapMode = "load") -> Engine:
+    model = READERS[reader](64, page_size=4)
+    tier = HostTier(model.pool, 4096, states=model.gdn_pool)
+    cache = PrefixCache(model.allocator, states=model.gdn_pool, tiers=(tier, store), model=reader)
+    return Engine(model, 64, prefix_cache=cache, swap=swap)
+
+
+def stored(engine: Engine, store: Shelf, prompts: Iterable[list[int]]) -> list[Request]:
+    """Serves requests, and waits until the store has what they have computed."""
+    requests = [engine.submit(prompt, 6) for prompt in prompts]
+    engine.run()
+    settle(engine)
+    queue = store._queue
+    while queue.stats()["queued_bytes"]:
+        time.sleep(0.0005)
+    return requests
+
+
+def prompts_of(seed: int, count: int = 6) -> list[list[int]]:
+    chance = random.Random(seed)  # noqa: S311
+    return [[chance.randrange(VOCAB) for _ in range(chance.randint(9, 30))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_another_engine_goes_on_with_what_the_store_has(reader: str) -> None:
+    with Shelf() as store:
+        one, other = with_store(reader, store), with_store(reader, store)
+        first = stored(one, store, prompts_of(1))
+        assert_served(one, first)
+        again = [other.submit(r.prompt + r.tokens + [1, 2], 6) for r in first]
+        assert other.stats()["waiting"] == len(again)
+        other.run()
+        assert_served(other, again)
+        stats = other.stats()
+        assert 0 < stats["loaded_tokens"] <= stats["found_tokens"]
+        assert 0 < stats["fetched_tokens"] <= sum(len(r.prompt) for r in again)
+        settle(other)
+        assert is_whole(other)
+        lonely = with_store(reader, store, "compute")
+        requests = stored(lonely, store, prompts_of(1))
+        assert_served(lonely, requests)
+        assert lonely.stats()["fetched_tokens"] == 0
+
+
+def test_others_run_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Shelf() as store:
+        engine = with_store("dense", store)
+        stored(engine, store, prompts_of(1, 2))
+        running = engine.submit(prompts_of(2)[0], 30)
+        engine.step()
+        store.is_open.clear()
+        late, gone = engine.submit(prompts_of(3)[0], 3), engine.submit(prompts_of(4)[0], 3)
+        for _ in range(10):
+            engine.step()
+        assert (running.state, late.state, len(running.tokens)) == ("running", "waiting", 11)
+        engine.abort(gone)
+        assert (gone.state, engine.stats()["waiting"]) == ("aborted", 1)
+        store.is_open.set()
+        engine.run()
+        assert_served(engine, [running, late])
+        # A store that does not answer is given up.
+        monkeypatch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.05)
+        store.is_open.clear()
+        last = engine.submit(prompts_of(5)[0], 3)
+        engine.run()
+        assert_served(engine, [last])
+        store.is_open.set()
+
+
+def serve_fetched(store: Shelf, prompts: list[list[int]], at: int) -> list[Place]:
+    """Serves prompts that are fetched, with an interrupt at an event, and goes on; all events up to it."""
+    engine, interrupts = with_store("dense", store), Interrupts(at)
+    requests: list[Request] = []
+    raised = 0
+    while len(requests) < len(prompts) or not all(request.is_over for request in requests):
+        try:
+            with interrupts.traced():
+                if len(requests) < len(prompts):
+                    requests.append(engine.submit(prompts[len(requests)], 3))
+                else:
+                    engine.step()
+        except KeyboardInterrupt:
+            raised += 1
+        for request, _ in engine._scheduler.fetching:
+            assert some(request.fetch).wait(30)
+        settle(engine)
+    assert raised == (at > 0)
+    assert_served(engine, requests)
+    engine.run()
+    settle(engine)
+    assert is_whole(engine)
+    assert at > 0 or engine.stats()["fetched_tokens"] > 0
+    return interrupts.places
+
+
+@devices.cpu_only
+def test_an_interrupt_while_prompts_are_fetched_loses_nothing() -> None:
+    with Shelf() as store:
+        first = stored(with_store("dense", store), store, prompts_of(1, 3))
+        prompts = [request.prompt + request.tokens for request in first]
+        places = serve_fetched(store, prompts, 0)
+        names = {"submit", "_line_up"}
+        assert {name for name, *_ in places} >= names
+        for at in {place: at for at, place in enumerate(places, 1) if place[0] in names}.values():
+            serve_fetched(store, prompts, at)

@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from kvpool._kvpool import BatchPlan, GDNPool, Lease, Load, ReqToTokenPool, TokenToKVPoolAllocator
+    from kvpool._kvpool import (
+        BatchPlan,
+        Fetch,
+        GDNPool,
+        Lease,
+        Load,
+        ReqToTokenPool,
+        TokenToKVPoolAllocator,
+    )
     from kvpool.serving.scheduler import State, Step
     from kvpool.serving.swap import SwapMode
 
@@ -102,6 +110,8 @@ class Request:
     cached: int = 0
     lease: Lease | None = None
     load: Load | None = None
+    # While waiting: what comes from a store.
+    fetch: Fetch | None = None
     # What is left to call `on_token` with.
     untold: Iterator[int] = field(init=False, repr=False)
 
@@ -177,7 +187,9 @@ class Engine:
             prefix_cache = PrefixCache(model.allocator, states=model.gdn_pool)
         self.prefix_cache: PrefixCache | None = prefix_cache or None
         self._swap = Swap(swap)
-        self._scheduler: Scheduler[Request] = Scheduler(planner, self.prefix_cache, self._swap.pays)
+        self._scheduler: Scheduler[Request] = Scheduler(
+            planner, self.prefix_cache, self._swap.pays, fetches=swap != "compute"
+        )
         tiers = () if self.prefix_cache is None else self.prefix_cache.tiers
         self._layers = tiers[0].kv.layer_num if tiers else 0  # that may come back
         self._overlaps = "wait_layer" in signature(model.forward).parameters
@@ -245,7 +257,7 @@ class Engine:
             owner,
             namespace,
         )
-        self._scheduler.waiting.append(request)
+        self._scheduler.submit(request)
         return request
 
     def fork(
@@ -348,7 +360,7 @@ class Engine:
                 return
             if request.state == "waiting":
                 request.state = "aborted"
-                self._scheduler.waiting.remove(request)
+                self._scheduler.withdraw(request)
             else:
                 self._scheduler.release([request], "aborted")
             self._counts["aborted"] += 1
@@ -359,6 +371,7 @@ class Engine:
         `running`, `waiting`, `finished` and `aborted` requests, `retractions`, `steps`, `computed_tokens`
         (those recomputed after a retraction included), `found_tokens` (of prefixes that were cached when a
         request was admitted), `loaded_tokens` (those of them that came back from the tier below),
+        `fetched_tokens` (those that came to that tier from a store),
         `generated_tokens`, and slots: `in_use` by requests, or by a copy to or from the tier, and `cached`,
         which requests may use as well, of `capacity`. A step that an exception has ended may be missing from
         the cumulative ones.
@@ -367,10 +380,11 @@ class Engine:
         obtainable = allocator.available_size() if cache is None else cache.obtainable_size()
         return {
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
+            "waiting": len(scheduler.waiting) + len(scheduler.fetching),
             "retractions": scheduler.retractions,
             "finished": scheduler.released["finished"],
             **self._counts,
+            "fetched_tokens": scheduler.fetched_tokens,
             "in_use": self._capacity - obtainable,
             "cached": 0 if cache is None else cache.cached_size(),
             "capacity": self._capacity,

@@ -13,7 +13,7 @@ from kvpool.errors import ConfigError, IndexOwnershipError, OutOfMemoryError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvpool._kvpool import BatchPlan, BatchPlanner, Lease, Load, PrefixCache
+    from kvpool._kvpool import BatchPlan, BatchPlanner, Fetch, Lease, Load, PrefixCache
 
 State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
 
@@ -24,7 +24,7 @@ _WORTH_WAITING = 32
 _NAP_S = 0.0002
 """Between two looks at whether a copy is over."""
 _PATIENCE_S = 10.0
-"""How long a step waits for copies before it makes room in other ways."""
+"""How long a step waits for copies before it makes room in other ways, and a request for its fetch."""
 
 
 class Schedulable(Protocol):
@@ -38,6 +38,7 @@ class Schedulable(Protocol):
         prefix_len: Number of tokens that were found in the prefix cache at its admission, while running.
         lease: Its lease of the prefix cache, while running with one.
         load: What comes back of its prefix from the tier below, up to the end of its first step.
+        fetch: What comes of its prompt to that tier from a store, up to its admission.
     """
 
     state: State
@@ -47,6 +48,7 @@ class Schedulable(Protocol):
     prefix_len: int
     lease: Lease | None
     load: Load | None
+    fetch: Fetch | None
 
     @property
     def seq_len(self) -> int:
@@ -112,7 +114,8 @@ class Scheduler(Generic[R]):
 
     What a tier below the cache has of a prefix comes back while the first step of its request runs, if that
     pays. Slots that are copied are free when the copy is over: a step leaves out the youngest requests
-    meanwhile rather than retract them, and waits only if it has room for none.
+    meanwhile rather than retract them, and waits only if it has room for none. If there is a store, a request
+    that is submitted is not in the queue before the store's part of its prompt has come.
 
     If an exception ends a call early, such as an interrupt, call `retract_all` before the next.
 
@@ -121,6 +124,7 @@ class Scheduler(Generic[R]):
         cache: A prefix cache of the planner's allocator.
         pays_to_load: Whether to load so many tokens of a prefix from the tier below, in place of computing
             them; by default always.
+        fetches: Whether to ask the cache's store, if it has one.
 
     Attributes:
         planner: The planner.
@@ -128,10 +132,12 @@ class Scheduler(Generic[R]):
         max_step_tokens: The most new tokens in a step; at least one per request, at most those of the
             planner.
         waiting: The queue of waiting requests.
+        fetching: Those that are not in the queue yet, with the time at which their fetch is given up.
         running: The requests with a row, oldest first. Only the last may have several steps of its prompt
             left.
         released: By state, the number of requests that came to it from running.
         waits: How often `plan` has waited for a copy.
+        fetched_tokens: Tokens that came from the store.
     """
 
     def __init__(
@@ -139,18 +145,24 @@ class Scheduler(Generic[R]):
         planner: BatchPlanner,
         cache: PrefixCache | None = None,
         pays_to_load: Callable[[int], bool] = lambda _: True,
+        *,
+        fetches: bool = True,
     ) -> None:
         self.planner = planner
         self.cache = cache
         self.max_step_tokens = planner.max_tokens
         self.waiting: deque[R] = deque()
+        self.fetching: deque[tuple[R, float]] = deque()
         self.running: list[R] = []
         self.released: dict[State, int] = {"waiting": 0, "finished": 0, "aborted": 0}
         self.waits = 0
         # Rows that no request has: one is about to start, or some are about to be freed.
         self._spare: list[list[int]] = []
         self._too_long: R | None = None
-        self._tier = None if cache is None else next(iter(cache.tiers), None)
+        tiers = () if cache is None else cache.tiers
+        self._tier = tiers[0] if tiers else None
+        self._fetches = fetches and len(tiers) > 1
+        self.fetched_tokens = 0
         self._pays_to_load = pays_to_load
         # Whether the first in the queue waits for the slots of its load, and whether loads are tried at all:
         # after one that failed only when a step was computed.
@@ -172,7 +184,39 @@ class Scheduler(Generic[R]):
     @property
     def is_idle(self) -> bool:
         """Whether nothing is waiting or running."""
-        return not self.waiting and not self.running
+        return not self.waiting and not self.running and not self.fetching
+
+    def submit(self, request: R) -> None:
+        """Let a request wait, first for what a store has of its prompt."""
+        if self.cache is None or not self._fetches:
+            self.waiting.append(request)
+            return
+        tokens = request.between(0, request.seq_len)
+        request.fetch = self.cache.fetch(tokens, namespace=request.namespace, limit=len(tokens) - 1)
+        self.fetching.append((request, monotonic() + _PATIENCE_S))
+
+    def withdraw(self, request: R) -> None:
+        """Take a waiting request out of the queue."""
+        request.fetch = None
+        kept = [entry for entry in self.fetching if entry[0] is not request]
+        if len(kept) < len(self.fetching):
+            self.fetching = deque(kept)
+        else:
+            self.waiting.remove(request)
+
+    def _line_up(self) -> None:
+        """Let those wait in the queue whose fetch is over. Wait for it if there is nothing else to do."""
+        while self.fetching:
+            request, patience = self.fetching[0]
+            left = max(patience - monotonic(), 0.0)
+            fetch = request.fetch
+            if fetch is not None and left and not fetch.query():
+                if self.running or self.waiting:
+                    return
+                fetch.wait(left)
+            # It is in a list at any time; `retract_all` looks at both.
+            self.waiting.append(request)
+            self.fetching.popleft()
 
     def plan(self) -> Step[R] | None:
         """Admit requests, and allocate slots for the new tokens of a step.
@@ -185,6 +229,7 @@ class Scheduler(Generic[R]):
         Raises:
             OutOfMemoryError: If slots with other owners leave no room for any request.
         """
+        self._line_up()
         self._admit()
         patience = monotonic() + _PATIENCE_S
         while self.running or self._is_held_back:
@@ -350,6 +395,8 @@ class Scheduler(Generic[R]):
         for request in self.waiting:
             request.lease = request.load = None
         self.running = [request for request in self.running if _is_open(request)]
+        lined_up = {*self.waiting, *self.running}
+        self.fetching = deque(entry for entry in self.fetching if entry[0] not in lined_up)
         known = dict.fromkeys([*self.running, *self.waiting])
         self.waiting = deque(r for r in known if _is_open(r) and not r.is_complete)
         try:
@@ -409,6 +456,9 @@ class Scheduler(Generic[R]):
             left -= request.seq_len - request.prefix_len
             # It is in a list at any time, and so is its row.
             self.running.append(request)
+            if request.fetch is not None:
+                self.fetched_tokens += request.fetch.length
+                request.fetch = None
             [request.row] = self._spare[0]
             request.cached = request.prefix_len
             request.state = "running"

@@ -28,6 +28,17 @@ pub trait Lower {
     fn has_state(&self, key: &PageHash) -> bool;
 }
 
+/// How a prompt goes on behind what the device has of it.
+#[derive(Clone, Debug)]
+pub struct Beyond {
+    /// Makes the keys of the pages from `usable` on.
+    pub chain: KeyChain,
+    /// Tokens that a request could use.
+    pub usable: usize,
+    /// Tokens whose pages are there: more than `usable` where a snapshot is missing.
+    pub cached: usize,
+}
+
 /// Pages that follow each other, offered to the tier below.
 #[derive(Clone, Debug)]
 pub struct OfferedPages {
@@ -125,6 +136,20 @@ impl Tree {
         let pages = self.node(hold.node).pages.len();
         let begin = Place { node: hold.node, pages, len: hold.len };
         self.keys_behind(namespace, (Some(begin), hold.found()), (tokens, limit), lower)
+    }
+
+    /// How `tokens`, of which the first `limit` are looked at, go on behind what is found of them; `None` if there are
+    /// no keys.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read or are none.
+    pub fn beyond(&self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Option<Beyond>> {
+        let whole = limit.min(tokens.count()) / self.page_size * self.page_size;
+        tokens.check(0..whole)?;
+        let place = self.place_of(namespace, tokens, whole)?;
+        let (cached, usable) = (place.map_or(0, Place::len), place.map(|place| self.usable_place(place)));
+        let chain = self.chain_behind(namespace, usable);
+        Ok(chain.map(|chain| Beyond { chain, usable: usable.map_or(0, Place::len), cached }))
     }
 
     /// The same behind `begin`, of which the device has `found` tokens.

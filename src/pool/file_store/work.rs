@@ -7,9 +7,9 @@ use std::sync::{Arc, PoisonError};
 use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
 
 use super::Shared;
+use super::batch::PageWork;
 use super::layout::{ENTRY_BYTES, Record, entry_offset, page_offset, page_sum};
 use super::opening::clear_entries;
-use super::transfer::PageWork;
 
 /// One thread: it takes pages from the queues, those to read first, until the store closes and they are empty.
 pub(super) struct Worker {
@@ -74,7 +74,8 @@ impl Worker {
         let page = &self.bytes.get()[..shared.config.page_bytes];
         let is_right = read.is_ok() && page_sum(shared.config.digest, &record.key, page) == record.sum;
         if is_right {
-            work.batch.rows.write(work.page, page);
+            let rows = &work.batch.rows;
+            rows.write(work.page, &page[..rows.bytes_of(work.page)]);
             work.is_present = true;
         }
         let mut state = shared.state();
@@ -120,9 +121,10 @@ impl Worker {
         let shared = Arc::clone(&self.shared);
         let pending = Pending { shared: &shared, work: &mut work };
         let (batch, at) = (Arc::clone(&pending.work.batch), pending.work.page);
-        let (page, rest) = self.bytes.get().split_at_mut(shared.config.page_bytes);
-        batch.rows.read(at, page);
+        let (row, rest) = self.bytes.get().split_at_mut(batch.rows.bytes_of(at));
+        batch.rows.read(at, row);
         rest.fill(0);
+        let page = &self.bytes.get()[..shared.config.page_bytes];
         let key = batch.keys[at];
         let record = Record { key, sum: page_sum(shared.config.digest, &key, page), tick: batch.tick(at) };
         let mut state = shared.state();

@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
-use crate::base::{ChunkId, DType, Device, Id, Result};
+use crate::base::{ChunkId, DType, Device, Id, Result, widen};
 use crate::cache::{EntryId, Namespace, PageHash, Residency};
 use crate::index::Ticket;
 use crate::kernels::{LayerRows, PagePair, Pieces, Reach, piece_bytes};
-use crate::memory::{Backend, PageLocking, Report};
+use crate::memory::{Backend, PageLocking, Region, Report};
 use crate::pool::{ChunkConfig, ChunkPool};
 
 use super::HostTierConfig;
@@ -30,6 +30,7 @@ pub(super) struct Storage {
 #[derive(Debug, Default)]
 pub(super) struct Arrivals {
     pub(super) entries: Vec<EntryId>,
+    pub(super) keys: Vec<PageHash>,
     /// Where it comes from, and its pieces.
     pub(super) pairs: Vec<PagePair>,
     /// The keys of what went for it.
@@ -138,7 +139,35 @@ impl Storage {
         namespace: &Namespace,
         arrivals: &mut Arrivals,
     ) -> Vec<Range<usize>> {
+        self.begin_in(&mut self.resident(), numbered, namespace, arrivals)
+    }
+
+    /// Lets what is not here begin to arrive from elsewhere than the device; nothing, if anything was cleared since
+    /// there had been `clears`.
+    pub(super) fn begin_since(
+        &self,
+        clears: u64,
+        keys: &[PageHash],
+        namespace: &Namespace,
+    ) -> Option<Arrivals> {
+        let mut arrivals = Arrivals::default();
         let mut resident = self.resident();
+        if resident.clears() != clears {
+            return None;
+        }
+        let numbered: Vec<_> =
+            keys.iter().filter(|key| !resident.contains(key)).map(|key| (key, 0)).collect();
+        self.begin_in(&mut resident, numbered.into_iter(), namespace, &mut arrivals);
+        Some(arrivals)
+    }
+
+    fn begin_in<'a>(
+        &self,
+        resident: &mut Residency<Ticket<ChunkId>>,
+        numbered: impl Iterator<Item = (&'a PageHash, u32)>,
+        namespace: &Namespace,
+        arrivals: &mut Arrivals,
+    ) -> Vec<Range<usize>> {
         let mut begun: Vec<Range<usize>> = Vec::new();
         let mut is_full = false;
         for (at, (key, page)) in numbered.enumerate() {
@@ -146,7 +175,7 @@ impl Storage {
                 resident.set_above([key], true);
                 continue;
             }
-            let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.gone) };
+            let place = if is_full { None } else { self.place(resident, &mut arrivals.gone) };
             let Some(place) = place else {
                 // Nothing behind it would be found.
                 is_full = true;
@@ -154,6 +183,7 @@ impl Storage {
                 continue;
             };
             arrivals.entries.push(resident.begin(*key, namespace, place));
+            arrivals.keys.push(*key);
             arrivals.pairs.push(PagePair { page, piece: place.index().number() });
             match begun.last_mut().filter(|last| last.end == at) {
                 Some(last) => last.end += 1,
@@ -213,6 +243,29 @@ impl Storage {
             resident.hold(entry);
         }
         Some(entries)
+    }
+
+    /// Holds what is here of `keys`, and returns which of them that is.
+    pub(super) fn hold_found(&self, keys: &[PageHash]) -> (Vec<PageHash>, Vec<EntryId>) {
+        let mut resident = self.resident();
+        let found = keys.iter().filter_map(|key| Some((*key, resident.find(key)?)));
+        let (keys, entries): (Vec<_>, Vec<_>) = found.unzip();
+        for &entry in &entries {
+            resident.hold(entry);
+        }
+        (keys, entries)
+    }
+
+    /// Where entries that are held, or arrive, are in [`Self::region`].
+    pub(super) fn ranges(&self, entries: &[EntryId]) -> Vec<Range<usize>> {
+        let resident = self.resident();
+        let begin = |&entry: &EntryId| widen(resident.place(entry).index().number()) * self.chunks.stride();
+        entries.iter().map(begin).map(|begin| begin..begin + self.piece_bytes()).collect()
+    }
+
+    /// The memory of all pieces.
+    pub(super) fn region(&self) -> &Arc<Region> {
+        self.chunks.region()
     }
 
     /// Ends a hold. The first is used last.

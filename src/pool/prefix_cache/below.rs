@@ -11,13 +11,17 @@ use crate::pool::host_tier::{HeldPieces, Write};
 use crate::pool::{GdnPool, HostTier};
 use crate::transfer::Transfer;
 
+use super::backing::Backing;
 use super::load::{Loadable, Tail};
+use super::{LowerStore, LowerTier};
 
 /// A cache's tier, and the copies between both.
 #[derive(Debug)]
 pub(super) struct Below {
     pub(super) tier: Arc<HostTier>,
     pub(super) digest: Digest,
+    /// What is below the tier.
+    pub(super) backing: Option<Backing>,
     /// In the order of their copies.
     writes: VecDeque<InFlight>,
     /// Pages and snapshots that are copied down.
@@ -37,14 +41,16 @@ struct InFlight {
 }
 
 impl Below {
-    /// Takes the tier, with keys made by `digest`.
+    /// Takes the tier, and puts its pages in the store below if there is one.
     ///
     /// # Errors
-    /// As [`HostTier::take`].
-    pub(super) fn new(tier: Arc<HostTier>, digest: Digest) -> Result<Self> {
-        tier.take()?;
+    /// As [`HostTier::take`]; the error of a store that is closed.
+    pub(super) fn new(LowerTier { host: tier, digest, store }: LowerTier) -> Result<Self> {
+        tier.take(store.as_ref().map(|store| &*store.model))?;
+        let backing = store.map(|LowerStore { store, model }| Backing::new(&tier, store, (&model, digest)));
+        let backing = backing.transpose().inspect_err(|_| tier.let_go())?;
         let (writes, pages, states) = (VecDeque::new(), HashMap::new(), HashMap::new());
-        Ok(Self { tier, digest, writes, pages, states, publishers: Vec::new(), tails: Vec::new() })
+        Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), tails: Vec::new() })
     }
 
     /// The number of writes that are over. Those behind them are not looked at.
@@ -55,7 +61,8 @@ impl Below {
 
     /// Ends the first `count` writes, which are over.
     pub(super) fn settle(&mut self, count: usize, tree: &mut Tree) {
-        for InFlight { write, is_void } in self.writes.drain(..count) {
+        let over: Vec<_> = self.writes.drain(..count).collect();
+        for InFlight { write, is_void } in over {
             // Its places may have been used again since, and be copied again.
             for page in write.pages() {
                 remove_if(&mut self.pages, &page, &write.transfer);
@@ -65,11 +72,20 @@ impl Below {
             }
             let is_right = !is_void && write.transfer.is_complete().unwrap_or(false);
             self.tier.settle(&write, is_right, |page, key| tree.key_of(page) == Some(*key));
-            // What was given up meanwhile is not told.
-            let contents = self.tier.contents();
-            let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| contents.has_page(key));
-            write.runs.iter().filter(|run| is_right && is_there(run)).for_each(|run| tree.note_copied(run));
+            if let Some(backing) = self.backing.as_ref().filter(|_| is_right) {
+                backing.put(|kind| write.keys(kind));
+            }
+            if is_right {
+                self.tell(tree, &write.runs);
+            }
         }
+    }
+
+    /// Takes note of pages that came to the tier, but for what was given up meanwhile.
+    pub(super) fn tell(&self, tree: &mut Tree, arrived: &[OfferedPages]) {
+        let contents = self.tier.contents();
+        let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| contents.has_page(key));
+        arrived.iter().filter(is_there).for_each(|run| tree.note_copied(run));
     }
 
     /// Takes note that pages were published whose contents are those of `stream`'s order.
@@ -91,6 +107,9 @@ impl Below {
         if let Some(write) = write {
             self.pages.extend(write.pages().map(|page| (page, Arc::clone(&write.transfer))));
             self.states.extend(write.states().map(|state| (state, Arc::clone(&write.transfer))));
+            if let Some(backing) = &self.backing {
+                backing.await_copy(&write.transfer, stream);
+            }
             self.writes.push_back(InFlight { write, is_void: false });
             // Later copies are behind this one.
             self.publishers.clear();

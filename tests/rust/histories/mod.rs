@@ -20,6 +20,7 @@ mod planner;
 mod planner_model;
 mod prefixes;
 mod rows;
+mod served;
 mod slot_model;
 mod slots;
 mod stored;

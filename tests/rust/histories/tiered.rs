@@ -1,4 +1,4 @@
-//! A prefix cache with host memory below: what is found or loaded is right to the byte, nothing is written to slots
+//! A prefix cache with host memory below, and perhaps a store below that, which outlives both: what is found or loaded is right to the byte, nothing is written to slots
 //! that have a new owner, and nothing is lost.
 //!
 //! Copies run on threads, so that each run has its own order of events. The contents of a row tell all tokens up to its
@@ -13,12 +13,13 @@ use kvpool::base::{DType, ErrorKind, Id, IndexVec};
 use kvpool::cache::{Namespace, Offering, PolicyKind};
 use kvpool::kernels::Indices;
 use kvpool::pool::{
-    AllocatorConfig, GdnConfig, GdnPool, HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, Lease, Load,
-    LowerTier, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator,
+    AllocatorConfig, Fetch, GdnConfig, GdnPool, HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, Lease,
+    Load, LowerStore, LowerTier, Offer, PrefixCache, PrefixCacheConfig, Store, TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
 
 use super::prefixes::digest;
+use super::served::Served;
 use super::{STREAM, Source, host, ints_of, size};
 
 const LAYERS: usize = 3;
@@ -40,8 +41,15 @@ struct World {
     kv: Arc<KvPool>,
     allocator: Arc<TokenToKvPoolAllocator>,
     states: Option<Arc<GdnPool>>,
+    of_tier: HostTierConfig,
     tier: Arc<HostTier>,
-    cache: PrefixCache,
+    of_cache: PrefixCacheConfig,
+    /// `None` in between two caches.
+    cache: Option<PrefixCache>,
+    served: Option<Served>,
+    fetches: Vec<Fetch>,
+    /// The contents of pages depend on it.
+    model: i64,
     page_size: usize,
     held: Vec<Held>,
     /// Slots that this owns.
@@ -113,40 +121,102 @@ impl World {
             Arc::new(GdnPool::new(&config, &host()).expect("memory"))
         });
         let is_large = source.flip();
-        let config = HostTierConfig {
+        let of_tier = HostTierConfig {
             size: page_size * if is_large { 1 << 12 } else { 1 + source.below(30) },
             max_states: states.as_ref().map_or(0, |_| if is_large { 1 << 10 } else { 1 + source.below(8) }),
             write: source.of(&[Offering::Published, Offering::SecondUse, Offering::Evicted]),
             pin_memory: false,
             page_lock_threads: 1,
         };
-        let tier = Arc::new(HostTier::new(&config, &kv, states.as_ref(), &host()).expect("memory"));
-        let is_complete = is_large && config.write == Offering::Published && states.is_none();
+        let tier = Arc::new(HostTier::new(&of_tier, &kv, states.as_ref(), &host()).expect("memory"));
+        let is_complete = is_large && of_tier.write == Offering::Published && states.is_none();
         let config = PrefixCacheConfig {
             policy: source.of(&PolicyKind::ALL),
             max_pinned: 0.5,
             name: "cache".into(),
             events: source.flip().then_some(digest),
         };
-        let below = LowerTier { host: Arc::clone(&tier), digest };
-        let cache =
-            PrefixCache::new(config, Arc::clone(&allocator), states.clone(), Some(below)).expect("they fit");
-        let (held, own, published) = (Vec::new(), Vec::new(), BTreeSet::new());
-        Self { kv, allocator, states, tier, cache, page_size, held, own, is_complete, published, loaded: 0 }
+        let served = source.flip().then(|| Served::new(source.flip()));
+        // What a fetch brings is not copied down, too, and such a store may fail to bring it.
+        let is_complete = is_complete && !served.as_ref().is_some_and(Served::fails);
+        let mut world = Self {
+            kv,
+            allocator,
+            states,
+            of_tier,
+            tier,
+            of_cache: config,
+            cache: None,
+            served,
+            fetches: Vec::new(),
+            model: 0,
+            page_size,
+            held: Vec::new(),
+            own: Vec::new(),
+            is_complete,
+            published: BTreeSet::new(),
+            loaded: 0,
+        };
+        world.open();
+        world
+    }
+
+    fn cache(&self) -> &PrefixCache {
+        self.cache.as_ref().expect("there is one")
+    }
+
+    /// A cache on the tier.
+    fn open(&mut self) {
+        let store = self.served.as_ref().map(|served| LowerStore {
+            store: Arc::clone(&served.store) as Arc<dyn Store>,
+            model: format!("model {}", self.model),
+        });
+        let below = LowerTier { host: Arc::clone(&self.tier), digest, store };
+        let (config, states) = (self.of_cache.clone(), self.states.clone());
+        let cache = PrefixCache::new(config, Arc::clone(&self.allocator), states, Some(below));
+        self.cache = Some(cache.expect("they fit"));
+    }
+
+    /// Ends the cache, and begins another one, perhaps on another tier or with another model.
+    fn restart(&mut self, source: &mut Source<'_>) {
+        self.held.clear();
+        if source.flip() {
+            self.fetches.clear();
+        }
+        self.settle();
+        self.cache = None;
+        if self.served.is_some() && source.flip() {
+            self.model += 1;
+            self.published.clear();
+        }
+        if source.flip() {
+            let states = self.states.as_ref();
+            let tier = HostTier::new(&self.of_tier, &self.kv, states, &host()).expect("memory");
+            self.tier = Arc::new(tier);
+            if !self.has_all_below() {
+                self.published.clear();
+            }
+        }
+        self.open();
+    }
+
+    /// Whether the store keeps everything.
+    fn has_all_below(&self) -> bool {
+        self.is_complete && self.served.is_some()
     }
 
     fn step(&mut self, source: &mut Source<'_>) {
-        match source.below(16) {
+        match source.below(20) {
             0..=4 => self.start(source),
             5 | 6 => self.go_on(source),
             7 | 8 => self.look(source),
-            9 => drop(self.cache.evict(source.below(12), STREAM)),
+            9 => drop(self.cache().evict(source.below(12), STREAM)),
             10 => self.scribble(source),
             11 => self.free_own(),
             12 => self.drain(),
             13 if source.rarely(4) => {
                 let name = source.flip().then(|| Namespace::Number(source.within(0, NAMESPACES - 1)));
-                self.cache.clear(name.as_ref(), STREAM);
+                self.cache().clear(name.as_ref(), STREAM);
                 let is_named =
                     |number: i64| name.as_ref().is_none_or(|name| *name == Namespace::Number(number));
                 self.published.retain(|(number, _)| !is_named(*number));
@@ -161,6 +231,19 @@ impl World {
                 self.held.clear();
             }
             15 => self.audit(),
+            16 | 17 => self.fetch(source),
+            18 => {
+                if !self.fetches.is_empty() {
+                    let at = source.below(self.fetches.len());
+                    let fetch = self.fetches.swap_remove(at);
+                    match source.below(3) {
+                        0 => assert!(fetch.wait(Duration::from_secs(60)), "it ends"),
+                        1 => fetch.cancel(),
+                        _ => (),
+                    }
+                }
+            }
+            19 if source.rarely(4) => self.restart(source),
             _ => {
                 if !self.held.is_empty() {
                     let at = source.below(self.held.len());
@@ -175,8 +258,10 @@ impl World {
         let name = source.within(0, NAMESPACES - 1);
         let tokens: Vec<i32> = (0..=source.below(28)).map(|_| i32::from(source.rarely(4))).collect();
         let limit = tokens.len() - usize::from(source.flip());
-        let lease =
-            self.cache.acquire(&Namespace::Number(name), &tokens.as_slice(), limit, STREAM).expect("tokens");
+        let lease = self
+            .cache()
+            .acquire(&Namespace::Number(name), &tokens.as_slice(), limit, STREAM)
+            .expect("tokens");
         let (len, loadable) = (lease.len().expect("a lease"), lease.loadable().expect("a lease"));
         assert!((len + loadable) % self.page_size == 0 && len + loadable <= limit);
         let mut held = Held { lease, name, tokens, load: None, is_cleared: false };
@@ -201,6 +286,37 @@ impl World {
             let at = self.held.len() - 1;
             self.wait(at, source.below(LAYERS));
             self.compute(source, at);
+        }
+    }
+
+    /// Looks for a prompt in the store.
+    fn fetch(&mut self, source: &mut Source<'_>) {
+        if self.served.is_some() && source.rarely(4) {
+            // What it had is in the store alone.
+            self.cache().evict(usize::MAX, STREAM);
+            self.settle();
+            self.tier.clear(None);
+            if !self.has_all_below() {
+                self.published.clear();
+            }
+        }
+        let known = (!self.published.is_empty()).then(|| source.below(self.published.len()));
+        let (name, tokens) = match known.and_then(|at| self.published.iter().nth(at)) {
+            Some(prompt) if source.flip() => prompt.clone(),
+            _ => {
+                let name = source.within(0, NAMESPACES - 1);
+                (name, (0..=source.below(28)).map(|_| i32::from(source.rarely(4))).collect())
+            }
+        };
+        let name = Namespace::Number(name);
+        let limit = if source.rarely(3) { source.below(29) } else { usize::MAX };
+        let fetch = self.cache().fetch(&name, &tokens.as_slice(), limit, STREAM).expect("tokens");
+        if source.flip() {
+            assert!(fetch.wait(Duration::from_secs(60)), "it ends");
+            assert!(fetch.len() <= limit.min(tokens.len()));
+        }
+        if source.flip() {
+            self.fetches.push(fetch);
         }
     }
 
@@ -239,7 +355,7 @@ impl World {
                 let views = self.kv.kv_buffer(layer).expect("a layer");
                 for (kind, view) in views.iter().enumerate() {
                     let is = view.region().read::<i64>(row_of(view, slot), 1).expect("a row")[0];
-                    let expected = content(*name, &tokens[..=position], layer, kind);
+                    let expected = content(self.salted(*name), &tokens[..=position], layer, kind);
                     assert_eq!(is, expected, "position {position} of {len}, layer {layer}, kind {kind}");
                 }
             }
@@ -249,8 +365,13 @@ impl World {
             && lease.state_slot().expect("a lease").is_some()
         {
             lease.restore(2, STREAM).expect("a snapshot");
-            assert_eq!(Self::state(states, 2), Self::expected_state(*name, &tokens[..len]));
+            assert_eq!(Self::state(states, 2), self.expected_state(*name, &tokens[..len]));
         }
+    }
+
+    /// The name of contents in a namespace.
+    const fn salted(&self, name: i64) -> i64 {
+        self.model * NAMESPACES + name
     }
 
     fn state(states: &GdnPool, slot: usize) -> Vec<i64> {
@@ -262,8 +383,12 @@ impl World {
         views.iter().flat_map(|view| (0..LAYERS).map(move |layer| of(view, layer))).collect()
     }
 
-    fn expected_state(name: i64, tokens: &[i32]) -> Vec<i64> {
-        (0..2).flat_map(|kind| (0..LAYERS).map(move |layer| content(name, tokens, layer, 7 + kind))).collect()
+    fn expected_state(&self, name: i64, tokens: &[i32]) -> Vec<i64> {
+        (0..2)
+            .flat_map(|kind| {
+                (0..LAYERS).map(move |layer| content(self.salted(name), tokens, layer, 7 + kind))
+            })
+            .collect()
     }
 
     /// Computes some tokens behind a lease, and publishes them.
@@ -277,7 +402,7 @@ impl World {
         for (&slot, position) in slots.iter().zip(len..) {
             for layer in 0..LAYERS {
                 for (kind, view) in self.kv.kv_buffer(layer).expect("a layer").iter().enumerate() {
-                    let value = content(*name, &tokens[..=position], layer, kind);
+                    let value = content(self.salted(*name), &tokens[..=position], layer, kind);
                     view.region().write(row_of(view, size(slot)), &[value]).expect("a row");
                 }
             }
@@ -285,7 +410,7 @@ impl World {
         let new = &tokens[len..len + count];
         let slots = IndexVec::I32(slots);
         let state = self.states.as_ref().filter(|_| len + count > 0 && !source.rarely(3)).map(|states| {
-            let values = Self::expected_state(*name, &tokens[..len + count]);
+            let values = self.expected_state(*name, &tokens[..len + count]);
             let views = [states.recurrent_state(), states.conv_state()];
             let places = views.iter().flat_map(|view| (0..LAYERS).map(move |layer| (view, layer)));
             for ((view, layer), value) in places.zip(values) {
@@ -372,8 +497,10 @@ impl World {
     fn drain(&self) {
         let begin = Instant::now();
         loop {
-            let _ = self.cache.sizes(STREAM);
+            let _ = self.cache().sizes(STREAM);
             if self.tier.stats().get("arriving") == Some(0) {
+                // A thread that takes note of it holds the lock until the store has it, too.
+                let _ = self.cache().sizes(STREAM);
                 return;
             }
             assert!(begin.elapsed() < Duration::from_secs(60), "copies end");
@@ -381,16 +508,37 @@ impl World {
         }
     }
 
+    /// Waits until nothing is put any more.
+    fn settle(&self) {
+        self.drain();
+        let begin = Instant::now();
+        while self.served.as_ref().is_some_and(|served| !served.is_idle()) {
+            assert!(begin.elapsed() < Duration::from_secs(60), "errands end");
+            std::thread::yield_now();
+        }
+    }
+
     /// What was published is on the device or below, if the tier is large enough.
-    fn audit(&self) {
+    fn audit(&mut self) {
         if !self.is_complete {
             return;
         }
-        self.drain();
-        self.cache.evict(usize::MAX, STREAM);
+        self.settle();
+        self.cache().evict(usize::MAX, STREAM);
+        self.fetches.clear();
+        if self.has_all_below() {
+            self.tier.clear(None);
+            for (name, tokens) in &self.published {
+                let name = Namespace::Number(*name);
+                let fetch =
+                    self.cache().fetch(&name, &tokens.as_slice(), usize::MAX, STREAM).expect("tokens");
+                assert!(fetch.wait(Duration::from_secs(60)), "it ends");
+            }
+        }
         for (name, tokens) in &self.published {
             let name = Namespace::Number(*name);
-            let lease = self.cache.acquire(&name, &tokens.as_slice(), tokens.len(), STREAM).expect("tokens");
+            let lease =
+                self.cache().acquire(&name, &tokens.as_slice(), tokens.len(), STREAM).expect("tokens");
             assert_eq!(
                 lease.len().expect("a lease") + lease.loadable().expect("a lease"),
                 tokens.len(),
@@ -400,7 +548,7 @@ impl World {
     }
 
     fn check(&self) {
-        self.cache.verify(STREAM).expect("consistent");
+        self.cache().verify(STREAM).expect("consistent");
         self.tier.verify().expect("consistent");
         self.allocator.verify().expect("consistent");
         for slots in &self.own {
@@ -411,15 +559,16 @@ impl World {
                 }
             }
         }
-        let (sizes, stats) = (self.cache.sizes(STREAM), self.allocator.stats());
+        let (sizes, stats) = (self.cache().sizes(STREAM), self.allocator.stats());
         assert_eq!(sizes.evictable + sizes.locked, stats.cached, "every cached page is counted");
     }
 
     fn end(mut self) {
         self.free_own();
         self.held.clear();
+        self.fetches.clear();
         self.drain();
-        self.cache.clear(None, STREAM);
+        self.cache().clear(None, STREAM);
         // Fences of loads and of copies.
         let begin = Instant::now();
         let is_back = || {

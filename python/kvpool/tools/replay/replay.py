@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvpool._kvpool import Lease, Load
+    from kvpool._kvpool import Fetch, Lease, Load
     from kvpool.serving.scheduler import State, Step
     from kvpool.tools.replay.config import ReplayConfig
     from kvpool.tools.replay.traces import Trace
@@ -154,6 +154,7 @@ class _Request:
     prefix_len: int = 0
     lease: Lease | None = None
     load: Load | None = None
+    fetch: Fetch | None = None
 
     def between(self, begin: int, end: int) -> Sequence[int]:
         """Tokens from position `begin` to `end`: an array, which the prefix cache reads in place."""

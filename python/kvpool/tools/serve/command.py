@@ -30,6 +30,14 @@ def serve(  # noqa: PLR0913 - one parameter per option
     host_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of host memory below the prefix cache; 0 for none.")
     ] = 0,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Keep pages in files there, below host memory: a later run with the same model finds them.",
+        ),
+    ] = "",
+    store_mib: Annotated[int, typer.Option(min=1, help="The most MiB of these files.")] = 1024,
     swap: Annotated[
         str, typer.Option(help="What happens to evicted prefixes there: auto, load or compute.")
     ] = "auto",
@@ -47,8 +55,9 @@ def serve(  # noqa: PLR0913 - one parameter per option
     Streams a few requests, serves a burst of them with continuous batching in a pool that is too small for
     all, and generates each again with the model alone. With --conversations, serves users instead who share a
     system prompt and whose turns repeat the earlier ones: with the prefix cache and without it. With
-    --host-tokens, what the cache evicts comes back from host memory. Exits with status 1 if one token differs
-    or one slot is missing at the end.
+    --host-tokens, what the cache evicts comes back from host memory, and with --store as well what an earlier
+    run has computed, however that ended. Exits with status 1 if one token differs or one slot is missing at
+    the end.
     """
     need("transformers", "numpy", "torch", "transformers")
     from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
@@ -63,6 +72,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
         pool_size=pool_size,
         page_size=page_size,
         host_tokens=host_tokens,
+        store=store,
+        store_mib=store_mib,
         swap=cast("SwapMode", swap),
         prefill_budget=prefill_budget,
         device=device or service.default_device(),

@@ -34,6 +34,7 @@ def as_json(result: ServeResult) -> dict[str, Any]:
         "hit_rate": result.hit_rate,
         "host_pages": result.host_pages,
         "host_capacity": result.host_capacity,
+        "stored_pages": result.stored_pages,
         "peak_in_use": result.peak_in_use,
         "peak_running": result.peak_running,
         "differences": [{**found._asdict(), "is_tie": found.is_tie} for found in result.differences],
@@ -61,7 +62,7 @@ def run(config: ServeConfig, console: Console) -> ServeResult:
     try:
         result = served(config, console)
         if config.conversations:
-            result.uncached = served(replace(config, prefix_cache=False, host_tokens=0), console)
+            result.uncached = served(replace(config, prefix_cache=False, host_tokens=0, store=""), console)
     finally:
         torch.set_num_threads(threads)
         log.set_verbosity(verbosity)
@@ -120,7 +121,7 @@ def print_report(result: ServeResult, console: Console) -> None:
     table.add_column()
     for header in ("with the prefix cache", "without")[: len(columns)]:
         table.add_column(header, justify="right")
-    rows = [_rows(column, has_tier=result.host_capacity > 0) for column in columns]
+    rows = [_rows(column, of=result) for column in columns]
     for row in zip(*rows, strict=True):
         table.add_row(row[0][0], *(value for _, value in row))
     console.print(table)
@@ -131,8 +132,8 @@ def print_report(result: ServeResult, console: Console) -> None:
         )
 
 
-def _rows(result: ServeResult, *, has_tier: bool) -> list[tuple[str, str]]:
-    """Names and values."""
+def _rows(result: ServeResult, *, of: ServeResult) -> list[tuple[str, str]]:
+    """Names and values, in the same rows as those of another result."""
     stats = result.stats
     share = 100 * result.peak_in_use / stats["capacity"]
     ties = sum(found.is_tie for found in result.differences)
@@ -140,6 +141,11 @@ def _rows(result: ServeResult, *, has_tier: bool) -> list[tuple[str, str]]:
         ("host memory", f"{result.host_pages:,} of {result.host_capacity:,} pages"),
         ("loaded from there", f"{stats['loaded_tokens']:,} tokens, swap {result.config.swap}"),
     ]
+    if of.config.store:
+        host += [
+            ("store", f"{result.stored_pages:,} pages"),
+            ("fetched from there", f"{stats['fetched_tokens']:,} tokens"),
+        ]
     return [
         ("pool", f"{stats['capacity']:,} slots, pages of {result.config.page_size}"),
         ("peak occupancy", f"{result.peak_in_use:,} slots, {share:.0f} %"),
@@ -149,7 +155,7 @@ def _rows(result: ServeResult, *, has_tier: bool) -> list[tuple[str, str]]:
         ("tokens generated", f"{stats['generated_tokens']:,}"),
         ("tokens computed", f"{stats['computed_tokens']:,}"),
         ("found in the cache", f"{stats['found_tokens']:,} tokens, {100 * result.hit_rate:.0f} %"),
-        *(host if has_tier else []),
+        *(host if of.host_capacity else []),
         ("first token", f"after {1000 * result.first_token_s:,.0f} ms (median)"),
         ("served in", f"{result.served_s:,.1f} s"),
         ("one after the other in", f"{result.alone_s:,.1f} s"),

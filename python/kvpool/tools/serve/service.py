@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
 
-from kvpool._kvpool import HostTier, PrefixCache
+from kvpool._kvpool import FileStore, HostTier, PrefixCache
+from kvpool.errors import ConfigError
 from kvpool.integrations.transformers import PooledModel
 from kvpool.serving import Engine
 
@@ -89,6 +90,8 @@ class ServeConfig:
         seed: Seed of weights and requests.
         prefix_cache: Whether the engine has a prefix cache.
         host_tokens: Tokens of host memory below the cache; 0 for none.
+        store: A directory for a `FileStore` below that, empty for none.
+        store_mib: Its capacity in MiB.
         swap: What the engine does with what is only there.
     """
 
@@ -103,6 +106,8 @@ class ServeConfig:
     seed: int = 0
     prefix_cache: bool = True
     host_tokens: int = 0
+    store: str = ""
+    store_mib: int = 1024
     swap: SwapMode = "auto"
 
 
@@ -140,6 +145,7 @@ class ServeResult:
         differences: Differences from the model alone.
         host_pages: Pages in host memory at the end.
         host_capacity: Pages that host memory has room for; 0 without any.
+        stored_pages: Pages and snapshots in the store at the end.
         uncached: The result of the same conversations without the prefix cache.
     """
 
@@ -153,6 +159,7 @@ class ServeResult:
     differences: tuple[Difference, ...] = ()
     host_pages: int = 0
     host_capacity: int = 0
+    stored_pages: int = 0
     uncached: ServeResult | None = None
 
     @property
@@ -181,16 +188,28 @@ class Service:
             self.model, config.pool_size, MAX_REQS, MAX_CONTEXT_LEN, page_size=config.page_size
         )
         self.tier: HostTier | None = None
+        self.store: FileStore | None = None
         prefix_cache: bool | PrefixCache = config.prefix_cache
         if config.prefix_cache and config.host_tokens:
-            pooled, states = self.pooled, self.pooled.gdn_pool
-            self.tier = HostTier(pooled.kv_pool, config.host_tokens, states=states)
-            prefix_cache = PrefixCache(pooled.allocator, states=states, tiers=(self.tier,))
+            prefix_cache = self._tiered(config)
+        elif config.prefix_cache and config.store:
+            raise ConfigError("a store needs host memory above it, and there are 0 host tokens")
         self.engine = Engine(self.pooled, config.prefill_budget, prefix_cache=prefix_cache, swap=config.swap)
         self.requests: list[Request] = []
         self._random = random.Random(config.seed)  # noqa: S311 - prompts are not secret
         self._system_prompt = _tokens(self._random, SYSTEM_PROMPT)
         self._first_tokens_s: list[float] = []
+
+    def _tiered(self, config: ServeConfig) -> PrefixCache:
+        """A cache with host memory below, and perhaps a store."""
+        pooled, states = self.pooled, self.pooled.gdn_pool
+        self.tier = HostTier(pooled.kv_pool, config.host_tokens, states=states)
+        if not config.store:
+            return PrefixCache(pooled.allocator, states=states, tiers=(self.tier,))
+        self.store = FileStore(config.store, config.store_mib << 20, page_bytes=self.tier.page_bytes)
+        # The weights are random: the seed is their revision.
+        model = f"kvpool serve {config.model} of seed {config.seed}, torch {torch.__version__}"
+        return PrefixCache(pooled.allocator, states=states, tiers=(self.tier, self.store), model=model)
 
     def submit(self) -> Request:
         """Submit a request of random length."""
@@ -257,14 +276,21 @@ class Service:
             result.stats = self.engine.stats()
             tier = cast("dict[str, int]", self.tier.stats())
             result.host_pages, result.host_capacity = tier["pages"], tier["capacity"]
+        if self.store is not None:
+            # What is in host memory only is put, too.
+            self.store.close()
+            result.stored_pages = self.store.stats()["pages"]
         result.first_token_s = median(self._first_tokens_s)
         return result
 
     def _settle(self) -> None:
         """Wait for the copies to host memory: slots may be in use by them alone."""
         deadline = perf_counter() + _SETTLE_S
-        while self.engine.stats()["in_use"] and perf_counter() < deadline:
+        while (self.engine.stats()["in_use"] or self._arriving()) and perf_counter() < deadline:
             sleep(0.001)
+
+    def _arriving(self) -> int:
+        return 0 if self.tier is None else cast("dict[str, int]", self.tier.stats())["arriving"]
 
     def check(self, result: ServeResult, update: Callable[[], object] | None = None) -> None:
         """Generate every request again with the model alone, and record the differences.

@@ -1,13 +1,42 @@
-//! One call of a store for many pages, while threads work on it.
+//! What lies below host memory: pieces by key, in files or on other machines.
 
-use std::sync::{Condvar, Mutex};
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result};
 use crate::cache::PageHash;
 use crate::memory::HostRows;
-use crate::transfer::wide;
+
+/// Keeps pieces of memory by their keys, in a place that is slower and larger than host memory.
+///
+/// A key names all that its bytes depend on. What is found has the bytes that were put; a piece that was damaged or
+/// given up is missing. Calls may come from any thread.
+pub trait Store: fmt::Debug + Send + Sync {
+    /// Bytes of the largest piece that it takes.
+    fn most_bytes(&self) -> usize;
+
+    /// Which of the keys are there. May wait for other machines; the caller holds no locks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
+    fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>>;
+
+    /// Begins to copy pieces to `rows`, one for each key, which must not be used before they are done. A row whose
+    /// piece is not found has any bytes.
+    ///
+    /// # Errors
+    /// As [`Store::find`]; [`ErrorKind::Config`] for sizes that do not fit.
+    fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
+
+    /// Begins to copy pieces from `rows`, one for each key, which must not change before they are done. Never waits:
+    /// what is too much is dropped.
+    ///
+    /// # Errors
+    /// As [`Store::get`].
+    fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
+}
 
 /// The pages of a `get` or a `put`, on their way.
 #[derive(Debug)]
@@ -88,49 +117,13 @@ impl StoreTransfer {
         ))
     }
 
-    fn finish(&self, page: usize, is_present: bool) {
+    /// Takes note that a page is done.
+    pub(super) fn finish(&self, page: usize, is_present: bool) {
         let mut state = lock(&self.state);
         state.present[page] = is_present;
         state.left -= 1;
         if state.left == 0 {
             self.over.notify_all();
         }
-    }
-}
-
-/// What a transfer moves, and between where.
-#[derive(Debug)]
-pub(super) struct Batch {
-    pub(super) keys: Vec<PageHash>,
-    pub(super) rows: HostRows,
-    pub(super) transfer: std::sync::Arc<StoreTransfer>,
-    /// Of the last page, if pages are put.
-    pub(super) first_tick: u64,
-}
-
-impl Batch {
-    /// The place of a page in the order of use.
-    pub(super) fn tick(&self, page: usize) -> u64 {
-        self.first_tick + wide(self.keys.len() - 1 - page)
-    }
-}
-
-/// A page of a transfer at work. It is done when this drops.
-#[derive(Debug)]
-pub(super) struct PageWork {
-    pub(super) batch: std::sync::Arc<Batch>,
-    pub(super) page: usize,
-    pub(super) is_present: bool,
-}
-
-impl PageWork {
-    pub(super) fn key(&self) -> &PageHash {
-        &self.batch.keys[self.page]
-    }
-}
-
-impl Drop for PageWork {
-    fn drop(&mut self) {
-        self.batch.transfer.finish(self.page, self.is_present);
     }
 }

@@ -1,0 +1,45 @@
+//! Pages of a transfer, for the threads of a store.
+
+use std::sync::Arc;
+
+use crate::cache::PageHash;
+use crate::memory::HostRows;
+use crate::pool::StoreTransfer;
+use crate::transfer::wide;
+
+/// What a transfer moves, and between where.
+#[derive(Debug)]
+pub(super) struct Batch {
+    pub(super) keys: Vec<PageHash>,
+    pub(super) rows: HostRows,
+    pub(super) transfer: Arc<StoreTransfer>,
+    /// Of the last page, if pages are put.
+    pub(super) first_tick: u64,
+}
+
+impl Batch {
+    /// The place of a page in the order of use.
+    pub(super) fn tick(&self, page: usize) -> u64 {
+        self.first_tick + wide(self.keys.len() - 1 - page)
+    }
+}
+
+/// A page of a transfer at work. It is done when this drops.
+#[derive(Debug)]
+pub(super) struct PageWork {
+    pub(super) batch: Arc<Batch>,
+    pub(super) page: usize,
+    pub(super) is_present: bool,
+}
+
+impl PageWork {
+    pub(super) fn key(&self) -> &PageHash {
+        &self.batch.keys[self.page]
+    }
+}
+
+impl Drop for PageWork {
+    fn drop(&mut self) {
+        self.batch.transfer.finish(self.page, self.is_present);
+    }
+}

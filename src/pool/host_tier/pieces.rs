@@ -1,0 +1,202 @@
+//! Pieces of a tier that keep their places for a copy.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use crate::base::Result;
+use crate::base::sync::lock;
+use crate::cache::{EntryId, Namespace, PageHash};
+use crate::memory::{HostRows, Region};
+
+use super::storage::{Arrivals, Storage};
+use super::{HostTier, TierCounts};
+
+/// What a piece holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::pool) enum PieceKind {
+    /// The K and V of a page.
+    Page,
+    /// A snapshot of a state.
+    State,
+}
+
+impl PieceKind {
+    /// Both.
+    pub(in crate::pool) const ALL: [Self; 2] = [Self::Page, Self::State];
+}
+
+/// Pieces that are complete and keep their places, as long as this lives.
+#[derive(Debug)]
+pub(in crate::pool) struct HeldPieces {
+    tier: Arc<HostTier>,
+    pages: Vec<EntryId>,
+    states: Vec<EntryId>,
+}
+
+impl HeldPieces {
+    pub(super) fn pages(&self) -> &[EntryId] {
+        &self.pages
+    }
+
+    pub(super) fn states(&self) -> &[EntryId] {
+        &self.states
+    }
+
+    /// Where the pieces of one kind are in their memory.
+    pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
+        let entries = match kind {
+            PieceKind::Page => &self.pages,
+            PieceKind::State => &self.states,
+        };
+        self.tier.storage(kind).map_or(Vec::new(), |storage| storage.ranges(entries))
+    }
+}
+
+impl Drop for HeldPieces {
+    fn drop(&mut self) {
+        self.tier.pages.release(&self.pages);
+        self.tier.states.iter().for_each(|storage| storage.release(&self.states));
+    }
+}
+
+/// Pieces on their way from a store. What has not [arrived](Self::arrive) when this drops is given up.
+#[derive(Debug)]
+pub(in crate::pool) struct Incoming {
+    tier: Arc<HostTier>,
+    kind: PieceKind,
+    keys: Vec<PageHash>,
+    ranges: Vec<Range<usize>>,
+    /// Keys of what went for them, and what had no place.
+    pub(in crate::pool) gone: Vec<PageHash>,
+    pub(in crate::pool) skipped: usize,
+    arrivals: Mutex<Arrivals>,
+}
+
+impl Incoming {
+    /// The keys of the pieces.
+    pub(in crate::pool) fn keys(&self) -> &[PageHash] {
+        &self.keys
+    }
+
+    /// Where they are in their memory.
+    pub(in crate::pool) fn ranges(&self) -> &[Range<usize>] {
+        &self.ranges
+    }
+
+    fn storage(&self) -> Option<&Storage> {
+        self.tier.storage(self.kind)
+    }
+
+    /// Makes the first `count` of them complete, and gives up the others. Nothing is copied there any more.
+    pub(in crate::pool) fn arrive(&self, count: usize) {
+        let mut arrivals = std::mem::take(&mut *lock(&self.arrivals));
+        let (count, Some(storage)) = (count.min(arrivals.entries.len()), self.storage()) else { return };
+        storage.fail(&arrivals.entries.split_off(count));
+        arrivals.pairs.truncate(count);
+        storage.arrive(&arrivals, |_, _| false);
+        self.tier.count(TierCounts { fetched: count, ..TierCounts::default() });
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        let arrivals = std::mem::take(&mut *lock(&self.arrivals));
+        self.storage().iter().for_each(|storage| storage.fail(&arrivals.entries));
+    }
+}
+
+impl HostTier {
+    /// Holds pages and a snapshot for a copy; `None` if one of them is not here. It is a use of them.
+    pub(in crate::pool) fn hold(
+        self: &Arc<Self>,
+        keys: &[PageHash],
+        state: Option<&PageHash>,
+    ) -> Option<HeldPieces> {
+        let pages = self.pages.hold(keys)?;
+        // From here on a drop releases them.
+        let mut held = HeldPieces { tier: Arc::clone(self), pages, states: Vec::new() };
+        if let Some(key) = state {
+            held.states = self.states.as_ref()?.hold(std::slice::from_ref(key))?;
+        }
+        Some(held)
+    }
+
+    /// Holds those pieces that are here, and returns their keys.
+    pub(in crate::pool) fn hold_found(
+        self: &Arc<Self>,
+        kind: PieceKind,
+        keys: &[PageHash],
+    ) -> (Vec<PageHash>, HeldPieces) {
+        let found = self.storage(kind).map(|storage| storage.hold_found(keys));
+        let (keys, entries) = found.unwrap_or_default();
+        let (pages, states) = match kind {
+            PieceKind::Page => (entries, Vec::new()),
+            PieceKind::State => (Vec::new(), entries),
+        };
+        (keys, HeldPieces { tier: Arc::clone(self), pages, states })
+    }
+
+    /// Makes places for pieces from a store, as far as there can be; those that are here or on their way are left out.
+    /// `None` if anything was cleared since there had been `clears`.
+    pub(in crate::pool) fn expect(
+        self: &Arc<Self>,
+        kind: PieceKind,
+        keys: &[PageHash],
+        namespace: &Namespace,
+        clears: u64,
+    ) -> Option<Incoming> {
+        let storage = self.storage(kind)?;
+        let mut arrivals = storage.begin_since(clears, keys, namespace)?;
+        let (gone, skipped) = (std::mem::take(&mut arrivals.gone), arrivals.skipped);
+        self.count(TierCounts { evicted: gone.len(), skipped, ..TierCounts::default() });
+        let (keys, ranges) = (std::mem::take(&mut arrivals.keys), storage.ranges(&arrivals.entries));
+        let (tier, arrivals) = (Arc::clone(self), Mutex::new(arrivals));
+        Some(Incoming { tier, kind, keys, ranges, gone, skipped, arrivals })
+    }
+
+    /// How often pieces of a kind were cleared.
+    pub(in crate::pool) fn clears(&self, kind: PieceKind) -> u64 {
+        self.storage(kind).map_or(0, |storage| storage.resident().clears())
+    }
+
+    /// Bytes of a piece of a kind, 0 if it has none.
+    pub(in crate::pool) fn piece_bytes(&self, kind: PieceKind) -> usize {
+        self.storage(kind).map_or(0, Storage::piece_bytes)
+    }
+
+    /// The memory of all pieces, for stores that want to know it before they copy: one row for each kind.
+    ///
+    /// # Errors
+    /// As [`HostRows::of_ranges`].
+    pub fn memory(&self) -> Result<Vec<HostRows>> {
+        let regions = self.storages().map(Storage::region);
+        let all = |region: &Arc<Region>| std::iter::once(0..region.bytes()).collect();
+        regions.map(|region| HostRows::of_ranges(region, all(region), Arc::new(()))).collect()
+    }
+
+    /// The memory of pieces of a kind, if it has them.
+    pub(in crate::pool) fn region(&self, kind: PieceKind) -> Option<&Arc<Region>> {
+        self.storage(kind).map(Storage::region)
+    }
+
+    /// What the bytes of a piece depend on, beside the model and the tokens.
+    pub(in crate::pool) fn geometry(&self, kind: PieceKind) -> Vec<Vec<u8>> {
+        let (name, dtype, numbers) = match kind {
+            PieceKind::Page => {
+                let kv = self.kv.config();
+                let heads = [kv.k_head_num, kv.k_head_dim, kv.v_head_num, kv.v_head_dim];
+                ("pages", kv.dtype, [&[kv.page_size, kv.layer_num], &heads[..]].concat())
+            }
+            PieceKind::State => {
+                self.gdn.as_ref().map_or(("states", crate::base::DType::U8, Vec::new()), |gdn| {
+                    let gdn = gdn.config();
+                    let heads = [gdn.num_v_heads, gdn.head_k_dim, gdn.head_v_dim];
+                    let conv = [gdn.conv_dim, gdn.conv_kernel_size];
+                    ("states", gdn.dtype, [&[gdn.num_gdn_layers], &heads[..], &conv].concat())
+                })
+            }
+        };
+        let numbers = numbers.iter().map(|&number| (number as u64).to_le_bytes().to_vec());
+        [name, dtype.name()].iter().map(|text| text.as_bytes().to_vec()).chain(numbers).collect()
+    }
+}

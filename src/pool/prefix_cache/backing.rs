@@ -1,0 +1,286 @@
+//! The store below the host tier of a cache.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::base::Result;
+use crate::base::sync::lock;
+use crate::cache::{Beyond, Digest, Lower, PageHash, StoreKeys};
+use crate::memory::{HostRows, Keep, Stream};
+use crate::pool::host_tier::{Incoming, PieceKind};
+use crate::pool::{HostTier, Store, StoreTransfer};
+use crate::transfer::{JobThread, Transfer};
+
+use super::Shared;
+
+/// Pages that are looked for in a store at once.
+const SURVEYED: usize = 512;
+
+/// A store, and how the pieces of a tier are named there.
+#[derive(Debug)]
+pub(super) struct Backing {
+    /// What threads need of it.
+    depot: Arc<Depot>,
+    visits: Arc<Visits>,
+    /// Waits for copies to the tier, so that the store gets them without a call of the cache.
+    waits: JobThread,
+    fetches: JobThread,
+}
+
+/// How threads reach the cache, until it goes.
+#[derive(Debug, Default)]
+pub(super) struct Visits(Mutex<Weak<Shared>>);
+
+impl Visits {
+    pub(super) fn begin(&self, cache: &Arc<Shared>) {
+        *lock(&self.0) = Arc::downgrade(cache);
+    }
+
+    /// Lets no thread reach the cache from now on, and waits for one that has.
+    pub(super) fn end(&self) {
+        *lock(&self.0) = Weak::new();
+    }
+
+    /// Calls `work` with the cache, if it is there.
+    pub(super) fn visit(&self, work: impl FnOnce(&Shared)) {
+        // Held until the thread has let go of the cache, so that it ends where its owner drops it.
+        let cache = lock(&self.0);
+        if let Some(shared) = cache.upgrade() {
+            work(&shared);
+        }
+    }
+}
+
+/// A store below a tier.
+#[derive(Debug)]
+pub(super) struct Depot {
+    tier: Arc<HostTier>,
+    store: Arc<dyn Store>,
+    pages: Names,
+    states: Names,
+}
+
+/// The names of the pieces of one kind, and the parts in which they are stored.
+#[derive(Debug)]
+struct Names {
+    keys: StoreKeys,
+    /// Bytes of a piece, and the most of a part.
+    piece_bytes: usize,
+    part_bytes: usize,
+}
+
+/// What can be had of a prompt behind what the device has: in the tier already, or from the store.
+#[derive(Debug, Default)]
+pub(super) struct Survey {
+    /// The keys of the pages that a request could go on from, behind `usable` tokens of the device.
+    pub(super) keys: Vec<PageHash>,
+    /// Which of them the store alone has.
+    pub(super) missing: Vec<usize>,
+    /// Whether the store alone has the snapshot at their end.
+    pub(super) lacks_state: bool,
+}
+
+impl Names {
+    fn new(tier: &HostTier, kind: PieceKind, part_bytes: usize, (model, digest): (&str, Digest)) -> Self {
+        let geometry = tier.geometry(kind);
+        let parts: Vec<&[u8]> =
+            std::iter::once(model.as_bytes()).chain(geometry.iter().map(Vec::as_slice)).collect();
+        let piece_bytes = tier.piece_bytes(kind);
+        Self {
+            keys: StoreKeys::new(digest, &parts),
+            piece_bytes,
+            part_bytes: part_bytes.min(piece_bytes).max(1),
+        }
+    }
+
+    /// In how many parts a piece is stored.
+    const fn parts(&self) -> usize {
+        self.piece_bytes.div_ceil(self.part_bytes)
+    }
+
+    /// The names of the parts of pieces.
+    fn of(&self, keys: &[PageHash]) -> Vec<PageHash> {
+        let parts = 0..crate::base::bounded::narrow(self.parts());
+        keys.iter().flat_map(|key| parts.clone().map(|part| self.keys.piece(key, part))).collect()
+    }
+
+    /// The parts of pieces in `ranges` of their memory.
+    fn rows(
+        &self,
+        tier: &HostTier,
+        kind: PieceKind,
+        ranges: &[Range<usize>],
+        owner: Keep,
+    ) -> Result<HostRows> {
+        let part = |range: &Range<usize>, part: usize| {
+            let begin = range.start + part * self.part_bytes;
+            begin..(begin + self.part_bytes).min(range.end)
+        };
+        let parts = ranges.iter().flat_map(|range| (0..self.parts()).map(move |number| part(range, number)));
+        let region = tier.region(kind).expect("there are pieces of this kind");
+        HostRows::of_ranges(region, parts.collect(), owner)
+    }
+}
+
+impl Depot {
+    const fn names(&self, kind: PieceKind) -> &Names {
+        match kind {
+            PieceKind::Page => &self.pages,
+            PieceKind::State => &self.states,
+        }
+    }
+
+    /// Which pieces the store has. Waits for it.
+    fn find(&self, kind: PieceKind, keys: &[PageHash]) -> Result<Vec<bool>> {
+        if keys.is_empty() {
+            return Ok(Vec::new());
+        }
+        let names = self.names(kind);
+        let present = self.store.find(&names.of(keys))?;
+        Ok(present.chunks(names.parts()).map(|parts| parts.iter().all(|part| *part)).collect())
+    }
+
+    /// Begins to put those pieces that the tier has.
+    fn put(&self, kind: PieceKind, keys: &[PageHash]) -> Result<()> {
+        let (keys, held) = self.tier.hold_found(kind, keys);
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let names = self.names(kind);
+        let ranges = held.ranges(kind);
+        self.store.put(names.of(&keys), names.rows(&self.tier, kind, &ranges, Arc::new(held))?)?;
+        Ok(())
+    }
+
+    /// Begins to get pieces that are expected.
+    pub(super) fn get(&self, kind: PieceKind, incoming: &Arc<Incoming>) -> Result<Arc<StoreTransfer>> {
+        let names = self.names(kind);
+        let rows = names.rows(&self.tier, kind, incoming.ranges(), Arc::clone(incoming) as Keep)?;
+        self.store.get(names.of(incoming.keys()), rows)
+    }
+
+    /// The number of pieces before the first that a transfer did not bring whole.
+    pub(super) fn leading(&self, kind: PieceKind, transfer: &StoreTransfer) -> Result<usize> {
+        Ok(transfer.leading()? / self.names(kind).parts())
+    }
+
+    pub(super) const fn tier(&self) -> &Arc<HostTier> {
+        &self.tier
+    }
+
+    /// Looks for pages of `tokens`, which go on behind the usable tokens of `beyond`, as long as `goes_on` says so.
+    /// Waits for the store.
+    ///
+    /// # Errors
+    /// The error of the store.
+    pub(super) fn survey(
+        &self,
+        beyond: Beyond,
+        tokens: &[i32],
+        goes_on: impl Fn() -> bool,
+    ) -> Result<Survey> {
+        let Beyond { mut chain, usable, cached } = beyond;
+        let page_size = self.tier.kv().config().page_size;
+        let on_device = (cached - usable) / page_size;
+        let (mut keys, mut missing) = (Vec::new(), Vec::new());
+        for tokens in tokens.chunks(SURVEYED * page_size) {
+            if !goes_on() {
+                return Ok(Survey::default());
+            }
+            let begin = keys.len();
+            keys.extend(tokens.chunks_exact(page_size).map(|page| chain.next(page)));
+            let contents = self.tier.contents();
+            let is_absent = |&at: &usize| at >= on_device && !contents.has_page(&keys[at]);
+            let absent: Vec<usize> = (begin..keys.len()).filter(is_absent).collect();
+            drop(contents);
+            let names: Vec<PageHash> = absent.iter().map(|&at| keys[at]).collect();
+            let found = self.find(PieceKind::Page, &names)?.iter().take_while(|is_there| **is_there).count();
+            missing.extend_from_slice(&absent[..found]);
+            if let Some(&end) = absent.get(found) {
+                keys.truncate(end);
+                break;
+            }
+        }
+        let mut survey = Survey { keys, missing, lacks_state: false };
+        if self.tier.states().is_some() {
+            self.end_with_state(&mut survey)?;
+        }
+        Ok(survey)
+    }
+
+    /// Shortens what was found to the last page with a snapshot behind it.
+    fn end_with_state(&self, survey: &mut Survey) -> Result<()> {
+        let Survey { keys, missing, lacks_state } = survey;
+        let mut end = keys.len();
+        let mut usable = 0;
+        while end > 0 {
+            let begin = end.saturating_sub(SURVEYED);
+            let stored = self.find(PieceKind::State, &keys[begin..end])?;
+            let contents = self.tier.contents();
+            let is_here = |at: usize| contents.has_state(&keys[at]);
+            if let Some(last) = (begin..end).rev().find(|&at| is_here(at) || stored[at - begin]) {
+                (usable, *lacks_state) = (last + 1, !is_here(last));
+                break;
+            }
+            end = begin;
+        }
+        keys.truncate(usable);
+        missing.retain(|&at| at < usable);
+        Ok(())
+    }
+}
+
+impl Backing {
+    /// A store below `tier`, for pieces of `model`, with names made by `digest`.
+    ///
+    /// # Errors
+    /// The error of a store that is closed.
+    pub(super) fn new(
+        tier: &Arc<HostTier>,
+        store: Arc<dyn Store>,
+        (model, digest): (&str, Digest),
+    ) -> Result<Self> {
+        // One that is closed already says so.
+        store.find(&[])?;
+        let names = |kind| Names::new(tier, kind, store.most_bytes(), (model, digest));
+        let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
+        let depot = Arc::new(Depot { tier: Arc::clone(tier), store, pages, states });
+        let (waits, fetches) = (JobThread::new("kvpool-put"), JobThread::new("kvpool-fetch"));
+        Ok(Self { depot, visits: Arc::default(), waits, fetches })
+    }
+
+    pub(super) const fn visits(&self) -> &Arc<Visits> {
+        &self.visits
+    }
+
+    pub(super) const fn depot(&self) -> &Arc<Depot> {
+        &self.depot
+    }
+
+    /// The thread that fetches.
+    pub(super) const fn fetches(&self) -> &JobThread {
+        &self.fetches
+    }
+
+    /// Begins to put what a copy has brought to the tier. What the store does not take now, it has not.
+    pub(super) fn put<'a>(&self, keys: impl Fn(PieceKind) -> &'a [PageHash]) {
+        for kind in PieceKind::ALL {
+            // It tells of its failures itself.
+            let _ = self.depot.put(kind, keys(kind));
+        }
+    }
+
+    /// Lets a thread take note of a copy to the tier when it is over.
+    pub(super) fn await_copy(&self, copy: &Arc<Transfer>, stream: Stream) {
+        let (copy, visits) = (Arc::clone(copy), Arc::clone(&self.visits));
+        // Without a thread, the next call of the cache takes note.
+        let _ = self.waits.run(move || {
+            let _ = copy.wait();
+            visits.visit(|shared| {
+                if let Some(allocator) = shared.allocator.upgrade() {
+                    drop(shared.open(&allocator, stream).current());
+                }
+            });
+        });
+    }
+}

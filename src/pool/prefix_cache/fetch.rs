@@ -1,0 +1,289 @@
+//! Prefixes that come from the store to the host tier.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::base::Result;
+use crate::base::sync::lock;
+use crate::cache::{Beyond, Namespace, OfferedPages, PageHash};
+use crate::pool::StoreTransfer;
+use crate::pool::host_tier::{HeldPieces, Incoming, PieceKind};
+
+use super::backing::{Backing, Depot, Survey, Visits};
+
+/// Bytes that a store is asked for at once, if a page has no more.
+const BATCH_BYTES: usize = 16 << 20;
+
+/// How many such batches are on their way at a time: the next one waits when one is done.
+const BATCHES: usize = 3;
+
+/// How long a wait goes on without a look at whether it was given up.
+const SLICE: Duration = Duration::from_millis(20);
+
+/// A prefix on its way from the store to the host tier, which keeps it there as long as this lives.
+#[derive(Debug)]
+pub struct Fetch {
+    process: u32,
+    progress: Arc<Progress>,
+}
+
+/// How far a fetch is.
+#[derive(Debug, Default)]
+struct Progress {
+    now: Mutex<Now>,
+    moved: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Now {
+    /// Tokens whose pages came.
+    len: usize,
+    is_over: bool,
+    is_given_up: bool,
+    /// What is kept in the tier.
+    held: Option<HeldPieces>,
+}
+
+/// A prompt to be fetched.
+#[derive(Debug)]
+pub(super) struct Sought {
+    pub(super) namespace: Namespace,
+    /// Tokens behind what the device has and a request could use.
+    pub(super) tokens: Vec<i32>,
+    pub(super) beyond: Beyond,
+    /// How often pages and snapshots of the tier were cleared.
+    pub(super) clears: [u64; 2],
+    /// Whether the cache tells of what comes and goes.
+    pub(super) has_events: bool,
+}
+
+impl Fetch {
+    /// One that has nothing to bring.
+    pub(super) fn nothing() -> Self {
+        let now = Now { is_over: true, ..Now::default() };
+        let progress = Progress { now: Mutex::new(now), moved: Condvar::new() };
+        Self { process: std::process::id(), progress: Arc::new(progress) }
+    }
+
+    /// Begins to look for a prompt, and to bring what the store has of it.
+    ///
+    /// # Errors
+    /// As [`JobThread::run`](crate::transfer::JobThread::run).
+    pub(super) fn begin(backing: &Backing, sought: Sought) -> Result<Self> {
+        let progress = Arc::<Progress>::default();
+        let (depot, visits) = (Arc::clone(backing.depot()), Arc::clone(backing.visits()));
+        let end = End(Arc::clone(&progress));
+        backing.fetches().run(move || {
+            let courier = Courier { depot, visits, progress: &end.0, sought: &sought };
+            // A store that fails has nothing more, and says so itself.
+            let _ = courier.run();
+        })?;
+        Ok(Self { process: std::process::id(), progress })
+    }
+
+    /// Tokens whose pages came so far. Those of a page are found when it is complete, and the prompt's [`match`] tells
+    /// what a request can load.
+    ///
+    /// [`match`]: super::PrefixCache::acquire
+    #[must_use]
+    pub fn len(&self) -> usize {
+        if self.is_foreign() { 0 } else { lock(&self.progress.now).len }
+    }
+
+    /// Whether none came so far.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether no more will come. True in the child of a fork.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.is_foreign() || lock(&self.progress.now).is_over
+    }
+
+    /// Waits up to `timeout` until no more will come. Returns whether that is so.
+    #[must_use]
+    pub fn wait(&self, timeout: Duration) -> bool {
+        if self.is_foreign() {
+            return true;
+        }
+        let begin = Instant::now();
+        let mut now = lock(&self.progress.now);
+        while !now.is_over {
+            let left = timeout.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                return false;
+            }
+            now = self.progress.moved.wait_timeout(now, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// Brings no more. What came stays.
+    pub fn cancel(&self) {
+        if !self.is_foreign() {
+            lock(&self.progress.now).is_given_up = true;
+        }
+    }
+
+    /// Whether the thread that works on it is that of another process, which may have had the lock for ever.
+    fn is_foreign(&self) -> bool {
+        self.process != std::process::id()
+    }
+}
+
+impl Drop for Fetch {
+    fn drop(&mut self) {
+        if self.is_foreign() {
+            return;
+        }
+        let mut now = lock(&self.progress.now);
+        now.is_given_up = true;
+        let held = now.held.take();
+        drop(now);
+        drop(held);
+    }
+}
+
+/// Ends a fetch when it drops, also if it never began.
+struct End(Arc<Progress>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        lock(&self.0.now).is_over = true;
+        self.0.moved.notify_all();
+    }
+}
+
+/// Brings one prompt.
+struct Courier<'a> {
+    depot: Arc<Depot>,
+    visits: Arc<Visits>,
+    progress: &'a Progress,
+    sought: &'a Sought,
+}
+
+/// Pieces that a store was asked for.
+struct Batch {
+    incoming: Arc<Incoming>,
+    transfer: Arc<StoreTransfer>,
+}
+
+impl Courier<'_> {
+    fn goes_on(&self) -> bool {
+        !lock(&self.progress.now).is_given_up
+    }
+
+    fn run(&self) -> Result<()> {
+        let Sought { tokens, beyond, .. } = self.sought;
+        let survey = self.depot.survey(beyond.clone(), tokens, || self.goes_on())?;
+        let Survey { keys, missing, lacks_state } = &survey;
+        let tier = self.depot.tier();
+        // What is there shall not make room for the rest.
+        let held = tier.hold_found(PieceKind::Page, keys);
+        let state = keys.last().filter(|_| *lacks_state).map(std::slice::from_ref).unwrap_or_default();
+        if self.bring(PieceKind::State, state, |_| ())? < state.len() {
+            return Ok(());
+        }
+        let wanted: Vec<PageHash> = missing.iter().map(|&at| keys[at]).collect();
+        let mut told = missing.iter().copied();
+        let brought = self.bring(PieceKind::Page, &wanted, |arrived| {
+            // In their order, but perhaps not all.
+            let places: Vec<usize> =
+                arrived.iter().filter_map(|key| told.find(|&at| keys[at] == *key)).collect();
+            lock(&self.progress.now).len += arrived.len() * self.page_size();
+            self.tell(&self.runs(keys, &places), Vec::new());
+        });
+        // The first of all is used last.
+        let state = keys.last().filter(|_| tier.states().is_some());
+        let all = tier.hold(keys, state).unwrap_or_else(|| tier.hold_found(PieceKind::Page, keys).1);
+        drop(held);
+        let mut now = lock(&self.progress.now);
+        let unwanted = if now.is_given_up { Some(all) } else { now.held.replace(all) };
+        drop(now);
+        // Without the lock.
+        drop(unwanted);
+        brought.map(drop)
+    }
+
+    fn page_size(&self) -> usize {
+        self.depot.tier().kv().config().page_size
+    }
+
+    /// Brings pieces, in order and as far as they come, reports those of each batch, and returns how many came.
+    fn bring(
+        &self,
+        kind: PieceKind,
+        keys: &[PageHash],
+        mut report: impl FnMut(&[PageHash]),
+    ) -> Result<usize> {
+        let piece_bytes = self.depot.tier().piece_bytes(kind).max(1);
+        let mut left = keys.chunks((BATCH_BYTES / piece_bytes).max(1));
+        let (mut batches, mut count, mut has_room) = (VecDeque::<Batch>::new(), 0, true);
+        loop {
+            while has_room && batches.len() < BATCHES && self.goes_on() {
+                let Some(keys) = left.next() else { break };
+                has_room = self.ask(kind, keys, &mut batches)?;
+            }
+            let Some(Batch { incoming, transfer }) = batches.pop_front() else { return Ok(count) };
+            while !transfer.wait(SLICE)? {
+                if !self.goes_on() {
+                    // What the store still copies goes with its rows.
+                    return Ok(count);
+                }
+            }
+            let came = self.depot.leading(kind, &transfer)?;
+            incoming.arrive(came);
+            report(&incoming.keys()[..came]);
+            count += came;
+            if came < incoming.keys().len() {
+                return Ok(count);
+            }
+        }
+    }
+
+    /// Asks the store for pieces, as far as there are places for them, and tells whether there was one for all.
+    fn ask(&self, kind: PieceKind, keys: &[PageHash], batches: &mut VecDeque<Batch>) -> Result<bool> {
+        let Sought { namespace, clears, .. } = self.sought;
+        let incoming =
+            self.depot.tier().expect(kind, keys, namespace, clears[usize::from(kind == PieceKind::State)]);
+        let Some(mut incoming) = incoming else { return Ok(false) };
+        let (gone, has_room) = (std::mem::take(&mut incoming.gone), incoming.skipped == 0);
+        if kind == PieceKind::Page {
+            self.tell(&[], gone);
+        }
+        let incoming = Arc::new(incoming);
+        let transfer = self.depot.get(kind, &incoming)?;
+        batches.push_back(Batch { incoming, transfer });
+        Ok(has_room)
+    }
+
+    /// The pages at `places` of the prompt, as the cache's events tell of them.
+    fn runs(&self, keys: &[PageHash], places: &[usize]) -> Vec<OfferedPages> {
+        let Sought { namespace, tokens, beyond, .. } = self.sought;
+        let page_size = self.page_size();
+        places
+            .chunk_by(|one, next| one + 1 == *next)
+            .map(|run| {
+                let (begin, end) = (run[0], run[0] + run.len());
+                OfferedPages {
+                    pages: Vec::new(),
+                    keys: keys[begin..end].to_vec(),
+                    namespace: namespace.clone(),
+                    parent: begin.checked_sub(1).map_or(beyond.chain.last(), |before| Some(keys[before])),
+                    tokens: tokens[begin * page_size..end * page_size].to_vec(),
+                }
+            })
+            .collect()
+    }
+
+    /// Takes note in the cache's events of pages that arrived, and of what went for others.
+    fn tell(&self, arrived: &[OfferedPages], gone: Vec<PageHash>) {
+        if !self.sought.has_events || arrived.is_empty() && gone.is_empty() {
+            return;
+        }
+        self.visits.visit(|cache| cache.note_below(arrived, gone));
+    }
+}

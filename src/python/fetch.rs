@@ -1,0 +1,63 @@
+//! `kvpool.Fetch`.
+
+use pyo3::prelude::*;
+
+use crate::pool::Fetch as PoolFetch;
+
+use super::wait_in_slices;
+
+/// A prompt on its way from a store to the `HostTier` above it, made by `PrefixCache.fetch`. Keeps there what the prompt
+/// needs as long as it lives: drop it when the request has its lease and `Load`.
+#[pyclass(frozen, module = "kvpool", name = "Fetch", weakref)]
+pub(super) struct Fetch {
+    pub(super) fetch: PoolFetch,
+}
+
+#[pymethods]
+impl Fetch {
+    /// Tokens that came from the store so far, in whole pages. `PrefixCache.match` tells what a request can load.
+    #[getter]
+    fn length(&self) -> usize {
+        self.fetch.len()
+    }
+
+    fn __len__(&self) -> usize {
+        self.fetch.len()
+    }
+
+    /// A fetch is true, also one that has brought nothing.
+    #[expect(clippy::unused_self, reason = "of Python's protocol")]
+    const fn __bool__(&self) -> bool {
+        true
+    }
+
+    /// Returns whether no more will come. Does not wait.
+    fn query(&self) -> bool {
+        self.fetch.is_over()
+    }
+
+    /// Waits until no more will come, without the GIL. An interrupt ends the wait only.
+    ///
+    /// Args:
+    ///     timeout: Maximum wait in seconds; unlimited by default.
+    ///
+    /// Returns:
+    ///     Whether no more will come.
+    ///
+    /// Raises:
+    ///     ConfigError: If `timeout` is negative or NaN.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        wait_in_slices(py, timeout, |slice| Ok(self.fetch.wait(slice)))
+    }
+
+    /// Brings no more. What came stays.
+    fn cancel(&self) {
+        self.fetch.cancel();
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.fetch.is_over() { "over" } else { "on its way" };
+        format!("Fetch(length={}, {state})", self.fetch.len())
+    }
+}

@@ -1,0 +1,103 @@
+//! The calls of a store that is written in Python.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::base::sync::lock;
+use crate::pool::{Errand as PoolErrand, ErrandKind, ErrandQueue, RemoteStore};
+
+use super::args;
+
+/// The calls of a `Store`, for threads that answer them.
+///
+/// Args:
+///     queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "_StoreQueue")]
+pub(super) struct StoreQueue {
+    pub(super) store: Arc<RemoteStore>,
+}
+
+#[pymethods]
+impl StoreQueue {
+    #[new]
+    fn new(queue_bytes: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let queue_bytes = args::size("queue_bytes", queue_bytes)?;
+        Ok(Self { store: Arc::new(RemoteStore::new(queue_bytes)?) })
+    }
+
+    /// Returns the next call, of those that write or of the others, or `None` after a while without one. Waits without
+    /// the GIL.
+    ///
+    /// Raises:
+    ///     RuntimeError: Once it is closed, and in the child of a fork.
+    fn next(&self, py: Python<'_>, writes: bool) -> PyResult<Option<Errand>> {
+        /// The end of the program waits for it.
+        const WHILE: Duration = Duration::from_millis(100);
+        let queue = if writes { ErrandQueue::Writes } else { ErrandQueue::Reads };
+        let errand = py.detach(|| self.store.next(queue, WHILE))?;
+        Ok(errand.map(|errand| Errand { errand: Mutex::new(Some(errand)) }))
+    }
+
+    /// Takes no more calls, and drops those that are not being answered.
+    fn close(&self) {
+        self.store.close();
+    }
+
+    /// Returns `queued_bytes` and `dropped` pages.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for (name, value) in self.store.stats()?.iter() {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+}
+
+/// A call of a store. One that is dropped has failed.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "_Errand")]
+pub(super) struct Errand {
+    errand: Mutex<Option<PoolErrand>>,
+}
+
+#[pymethods]
+impl Errand {
+    /// What it asks for: "find", "read" or "write"; `None` once it is finished.
+    #[getter]
+    fn kind(&self) -> Option<&'static str> {
+        lock(&self.errand).as_ref().map(|errand| match errand.kind() {
+            ErrandKind::Find => "find",
+            ErrandKind::Read => "read",
+            ErrandKind::Write => "write",
+        })
+    }
+
+    /// The keys of the pages.
+    #[getter]
+    fn keys<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
+        let keys = lock(&self.errand).as_ref().map_or(Vec::new(), |errand| errand.keys().to_vec());
+        keys.iter().map(|key| PyBytes::new(py, key)).collect()
+    }
+
+    /// The address and the bytes of each page in memory.
+    #[getter]
+    fn places(&self) -> (Vec<usize>, Vec<usize>) {
+        let errand = lock(&self.errand);
+        let Some(rows) = errand.as_ref().and_then(PoolErrand::rows) else { return Default::default() };
+        let count = errand.as_ref().map_or(0, |errand| errand.keys().len());
+        (0..count).map(|row| (rows.address_of(row), rows.bytes_of(row))).unzip()
+    }
+
+    /// Answers for each page whether it is where it was to go; without an answer, it is not.
+    fn finish(&self, py: Python<'_>, present: Vec<bool>) {
+        let errand = lock(&self.errand).take();
+        // The pages' owners have locks.
+        py.detach(|| {
+            if let Some(errand) = errand {
+                errand.finish(&present);
+            }
+        });
+    }
+}

@@ -1,0 +1,71 @@
+//! A thread beside the callers of a pool.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use crate::base::sync::lock;
+use crate::base::{Error, ErrorKind, Result, on_own_thread};
+
+/// A thread that does jobs one after the other. The first job starts it, in the child of a fork again; it ends after
+/// its last job when this is dropped.
+///
+/// ```
+/// use kvpool::transfer::JobThread;
+/// let (sender, receiver) = std::sync::mpsc::channel();
+/// let thread = JobThread::new("an-example");
+/// for number in [1, 2] {
+///     let sender = sender.clone();
+///     thread.run(move || sender.send(number).unwrap()).unwrap();
+/// }
+/// assert_eq!([receiver.recv(), receiver.recv()], [Ok(1), Ok(2)]);
+/// ```
+#[derive(Debug)]
+pub struct JobThread {
+    name: &'static str,
+    /// The process that has the thread, and its queue.
+    thread: Mutex<Option<(u32, Sender<Job>)>>,
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+impl JobThread {
+    /// A thread with a name, which is not started yet.
+    #[must_use]
+    pub const fn new(name: &'static str) -> Self {
+        Self { name, thread: Mutex::new(None) }
+    }
+
+    /// Lets the thread do a job, behind those before it. If it panics, the thread goes on with the next one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when no thread can be started. The job is dropped then.
+    ///
+    /// # Panics
+    /// Never: the thread takes jobs as long as this lives.
+    pub fn run(&self, job: impl FnOnce() + Send + 'static) -> Result<()> {
+        let mut thread = lock(&self.thread);
+        let process = std::process::id();
+        if thread.as_ref().is_none_or(|(owner, _)| *owner != process) {
+            let (sender, jobs) = channel();
+            let started = std::thread::Builder::new().name(self.name.to_owned()).spawn(move || serve(&jobs));
+            started.map_err(|cause| {
+                let text = format!("no thread {} can be started: {cause}", self.name);
+                Error::new(ErrorKind::OutOfMemory, text)
+            })?;
+            *thread = Some((process, sender));
+        }
+        let (_, queue) = thread.as_ref().expect("it was started");
+        assert!(queue.send(Box::new(job)).is_ok(), "the thread takes every job");
+        Ok(())
+    }
+}
+
+/// Does jobs until there will be no more.
+fn serve(jobs: &Receiver<Job>) {
+    on_own_thread();
+    while let Ok(job) = jobs.recv() {
+        // A panic has been reported.
+        let _ = catch_unwind(AssertUnwindSafe(job));
+    }
+}

@@ -1,0 +1,492 @@
+"""Stores below a HostTier: what was written is found again, by this process and the next."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from common import needs_fork, some, together
+from memory_store import Memory
+from tier_scene import PROMPT, SIZE, Scene
+
+import kvpool
+from kvpool import ConfigError, FileStore, HostTier, PrefixCache, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kvpool import Fetch
+
+PAGE_BYTES = 4 * 3 * (2 * 4 + 3) * 4
+"""Of a page of four tokens of a `Scene`."""
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def fetched(scene: Scene, tokens: Sequence[int] | torch.Tensor, **options: object) -> Fetch:
+    fetch = scene.cache.fetch(tokens, **options)  # type: ignore[arg-type]
+    assert fetch.wait(30)
+    assert fetch.query()
+    return fetch
+
+
+def _has(store: FileStore, pages: int) -> bool:
+    return store.stats()["pages"] >= pages
+
+
+def files(path: Path, page_bytes: int = PAGE_BYTES, capacity: int = 1 << 22) -> FileStore:
+    return FileStore(path, capacity, page_bytes=page_bytes)
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize("page_bytes", [PAGE_BYTES, 100, 1 << 16])
+def test_a_new_process_finds_what_an_earlier_one_had(
+    device: str, tmp_path: Path, page_bytes: int, *, has_states: bool
+) -> None:
+    for turn in range(2):
+        with files(tmp_path, page_bytes) as store:
+            scene = Scene(device, store=store, has_states=has_states)
+            fetch = fetched(scene, PROMPT)
+            assert fetch.length == len(fetch) == turn * 24
+            lease = scene.cache.match([*PROMPT, 1])
+            assert (lease.length, lease.loadable) == (0, turn * 24)
+            if turn:
+                load = some(lease.load())
+                scene.finish(load)
+                scene.check(lease, PROMPT)
+                assert scene.tier.stats()["fetched"] == 6 + has_states
+            scene.compute(lease, PROMPT, state=1 if has_states else None)
+            lease.release()
+            del fetch
+            scene.settle()
+            until(partial(_has, store, 6 * -(-PAGE_BYTES // page_bytes) + has_states))
+            scene.end()
+        assert not store.stats()["errors"]
+
+
+def test_what_is_published_is_stored_without_another_call(device: str, tmp_path: Path) -> None:
+    with files(tmp_path) as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        until(lambda: store.stats()["pages"] == 6)
+        scene.end()
+
+
+def test_two_caches_share_a_store(device: str) -> None:
+    with Memory() as store:
+        one, other = Scene(device, store=store), Scene(device, store=store)
+        assert sorted(size for _, size in store.attached) == sorted(
+            [one.tier.mem_bytes(), other.tier.mem_bytes()]
+        )
+        one.keep(PROMPT)
+        until(lambda: len(store.pages) == 6)
+        assert fetched(other, PROMPT).length == 24
+        # What is there is not fetched again.
+        assert fetched(other, PROMPT).length == 0
+        assert fetched(one, PROMPT).length == 0
+        lease = other.cache.match(PROMPT)
+        assert lease.loadable == 24
+        other.finish(some(lease.load()))
+        other.check(lease, PROMPT)
+        lease.release()
+        assert {name for name, _ in store.calls} == {"find", "read", "write"}
+        one.end()
+        other.end()
+
+
+def test_only_pages_of_the_same_model_shape_and_namespace_are_found(device: str) -> None:
+    with Memory() as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        until(lambda: len(store.pages) == 6)
+        assert fetched(Scene(device, store=store), PROMPT).length == 24
+        for other in (
+            Scene(device, store=store, model="another model"),
+            Scene(device, store=store, page_size=2),
+            Scene(device, store=store, page_size=8),
+        ):
+            assert fetched(other, PROMPT).length == 0
+        other = Scene(device, store=store)
+        assert fetched(other, PROMPT, namespace="tenant").length == 0
+        assert fetched(other, [*PROMPT[:9], 1, 2, 3]).length == 8
+        assert fetched(other, PROMPT, limit=15).length == 4
+        assert fetched(other, PROMPT[::-1]).length == 0
+        assert fetched(other, torch.tensor(PROMPT, device=device)).length == 12
+
+
+def test_a_tier_with_another_model_is_empty(device: str) -> None:
+    with Memory() as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        scene.settle()
+        for model, pages in (("a model", 6), ("its next version", 0)):
+            del scene.cache
+            gc.collect()
+            scene.cache = PrefixCache(scene.allocator, tiers=(scene.tier, store), model=model)
+            assert scene.tier.stats()["pages"] == pages
+
+
+def test_a_hybrid_prompt_is_fetched_up_to_a_snapshot(device: str) -> None:
+    with Memory() as store:
+        scene = Scene(device, store=store, has_states=True)
+        with scene.cache.match(PROMPT) as lease:
+            scene.compute(lease, PROMPT[:16], state=1)
+            scene.compute(lease, PROMPT)
+        until(lambda: len(store.pages) == 7)
+        other = Scene(device, store=store, has_states=True)
+        assert fetched(other, PROMPT).length == 16
+        assert fetched(other, PROMPT[:15]).length == 0
+        lease = other.cache.match(PROMPT)
+        assert lease.loadable == 16
+        other.finish(some(lease.load()))
+        other.check(lease, PROMPT)
+        # On the device its pages are found, and only the snapshot is fetched.
+        lease.release()
+        scene.end()
+
+
+def test_a_fetch_keeps_what_it_brought(device: str) -> None:
+    with Memory() as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        until(lambda: len(store.pages) == 6)
+        other = Scene(device, store=store, host=32)
+        fetch = fetched(other, PROMPT)
+        other.keep(range(500, 524))  # has two places left
+        other.settle()
+        assert (other.cache.match(PROMPT).loadable, other.tier.stats()["skipped"]) == (24, 4)
+        del fetch
+        other.keep(range(600, 624))
+        other.settle()
+        assert other.cache.match(PROMPT).loadable < 24
+        # One that has no place for all of a prompt brings its beginning.
+        small = Scene(device, store=store, host=8)
+        assert fetched(small, PROMPT).length == 8
+
+
+def test_explain_and_events_tell_of_the_store(device: str) -> None:
+    with Memory() as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        until(lambda: len(store.pages) == 6)
+        other = Scene(device, store=store, events=True)
+        other.keep(PROMPT[:8])
+        other.settle()
+        other.cache.events()
+
+        def parts() -> list[tuple[str, int, int]]:
+            return [(part.state, part.begin, part.end) for part in other.cache.explain([*PROMPT, 7])]
+
+        rest = [("never published", 24, 24)] and [("page not full", 24, 25)]
+        assert parts() == [("device", 0, 8), ("store", 8, 24), *rest]
+        fetch = fetched(other, PROMPT)
+        assert parts() == [("device", 0, 8), ("host", 8, 24), *rest]
+        (stored,) = other.cache.events()
+        assert isinstance(stored, kvpool.Stored)
+        assert (stored.tier, stored.tokens, len(stored.pages)) == ("host", PROMPT[8:], 4)
+        scene_events = Scene(device, store=store, events=True)
+        scene_events.keep(PROMPT[:8])
+        (first,) = [e for e in scene_events.cache.events() if isinstance(e, kvpool.Stored)][:1]
+        assert stored.parent == first.pages[-1]
+        del fetch
+
+
+class Faulty(Memory):
+    """A store that does something else with every call of one kind."""
+
+    def __init__(self, kind: str, fault: Callable[[int], Sequence[bool]]) -> None:
+        self.kind, self.fault = kind, fault
+        super().__init__()
+
+    def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return self.fault(len(keys)) if self.kind == "find" else super().find(keys)
+
+    def read(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
+        if self.kind != "read":
+            return super().read(keys, addresses, sizes)
+        for address, size in zip(addresses, sizes, strict=True):
+            ctypes.memset(address, 0xEE, size)
+        return self.fault(len(keys))
+
+    def write(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
+        return self.fault(len(keys)) if self.kind == "write" else super().write(keys, addresses, sizes)
+
+
+def _raises(count: int) -> Sequence[bool]:
+    raise OSError(f"no {count} pages")
+
+
+@pytest.mark.parametrize("kind", ["find", "read", "write"])
+@pytest.mark.parametrize(
+    "fault",
+    [_raises, lambda _: [], lambda count: [False] * count, lambda _: None],
+    ids=["raises", "empty", "false", "none"],
+)
+def test_what_a_store_fails_to_do_is_missing(
+    device: str, kind: str, fault: Callable[[int], Sequence[bool]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Faulty(kind, fault) as store, caplog.at_level(logging.ERROR, "kvpool"):
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        scene.settle()
+        until(lambda: store._queue.stats()["queued_bytes"] == 0)
+        other = Scene(device, store=store)
+        assert fetched(other, PROMPT).length == 0
+        assert other.cache.match(PROMPT).loadable == 0
+        assert other.tier.stats()["arriving"] == 0
+        is_logged = any(f"{kind} of 6 pages has failed" in record.message for record in caplog.records)
+        assert is_logged == (fault is _raises or fault(1) is None)
+        # It computes, and goes on with what it has.
+        other.keep(PROMPT)
+        scene.end()
+        other.end()
+
+
+def test_some_pages_of_a_batch_may_be_missing(device: str) -> None:
+    with Memory() as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        until(lambda: len(store.pages) == 6)
+        del store.pages[list(store.pages)[3]]
+        assert fetched(Scene(device, store=store), PROMPT).length == 12
+
+    # Found, and gone when it is read.
+    with Faulty("read", lambda count: [True] * 2 + [False] + [True] * (count - 3)) as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        until(lambda: len(store.pages) == 6)
+        other = Scene(device, store=store)
+        assert fetched(other, PROMPT).length == 8
+        assert other.tier.stats()["pages"] == 2
+
+
+class Held(Memory):
+    """A store whose answers to one kind of call wait."""
+
+    def __init__(self, kind: str) -> None:
+        self.gate, self.kind = threading.Event(), kind
+        super().__init__()
+
+    def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        assert self.kind != "find" or self.gate.wait(30)
+        return super().find(keys)
+
+    def read(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
+        assert self.kind != "read" or self.gate.wait(30)
+        return super().read(keys, addresses, sizes)
+
+    def write(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
+        assert self.kind != "write" or self.gate.wait(30)
+        return super().write(keys, addresses, sizes)
+
+
+@pytest.mark.parametrize("kind", ["find", "read"])
+@pytest.mark.parametrize("end", ["cancel", "drop", "clear", "clear tier", "drop cache", "close"])
+def test_nothing_waits_for_a_store_and_a_fetch_can_end_early(device: str, kind: str, end: str) -> None:
+    with Held(kind) as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        until(lambda: len(store.pages) == 6)
+        other = Scene(device, store=store)
+        fetch: Fetch | None = other.cache.fetch(PROMPT)
+        # The cache goes on meanwhile.
+        other.keep(range(500, 524))
+        assert not some(fetch).query()
+        assert not some(fetch).wait(0.01)
+        if kind == "read":
+            until(lambda: other.tier.stats()["arriving"] == 6)
+        if end == "cancel":
+            some(fetch).cancel()
+        elif end == "drop":
+            fetch = None
+        elif end == "clear":
+            other.cache.clear()
+        elif end == "clear tier":
+            other.tier.clear()
+        elif end == "drop cache":
+            del other.cache
+        else:
+            store.close()
+        store.gate.set()
+        if fetch is not None:
+            assert fetch.wait(30)
+        if end == "drop cache":
+            gc.collect()
+            other.cache = PrefixCache(other.allocator, tiers=(other.tier, Memory()), model="a model")
+        until(lambda: other.cache.cached_size() >= 0 and other.tier.stats()["arriving"] == 0)
+        other.tier.verify()
+        # What came before it was cancelled stays; what was cleared is gone.
+        loadable = other.cache.match(PROMPT).loadable
+        assert loadable == 0 if "clear" in end else loadable in {0, 24}
+        other.end()
+        scene.end()
+
+
+def test_what_waits_to_be_written_is_bounded(device: str) -> None:
+    with Held("write") as store:
+        store._queue = None  # type: ignore[assignment]
+        Store.__init__(store, queue_bytes=3 * PAGE_BYTES + 1)
+        scene = Scene(device, store=store, host=28)
+        scene.keep(PROMPT)
+        scene.settle()
+        until(lambda: store._queue.stats() == {"queued_bytes": 3 * PAGE_BYTES, "dropped": 3})
+        # Their places are kept until they are written; the others are used again.
+        scene.keep(range(500, 524))
+        scene.settle()
+        assert scene.tier.stats()["pages"] == 7
+        store.gate.set()
+        until(lambda: len(store.pages) >= 3)
+        assert fetched(Scene(device, store=store), PROMPT).length == 12
+        scene.end()
+
+
+def test_a_store_of_files_may_be_damaged(device: str, tmp_path: Path) -> None:
+    with files(tmp_path) as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        until(lambda: store.stats()["pages"] == 6)
+        scene.end()
+    pages = tmp_path / "pages"
+    damaged = bytearray(pages.read_bytes())
+    damaged[2 * 4096 + 77] ^= 1
+    pages.write_bytes(damaged)
+    with files(tmp_path) as store:
+        scene = Scene(device, store=store)
+        assert fetched(scene, PROMPT).length == 8
+        lease = scene.cache.match(PROMPT)
+        scene.finish(some(lease.load()))
+        scene.check(lease, PROMPT)
+        assert store.stats()["damaged"] == 1
+        lease.release()
+        scene.end()
+
+
+def test_misuse_has_its_messages(device: str, tmp_path: Path) -> None:
+    scene = Scene(device)
+    tier, allocator = HostTier(scene.kv, 8), scene.allocator
+    with files(tmp_path) as store:
+        for tiers, model, kind, words in (
+            ((tier, store), None, ConfigError, "needs the name of the model"),
+            ((tier,), "m", ConfigError, 'model is "m", but there is no store'),
+            ((), "m", ConfigError, 'model is "m", but there is no store'),
+            ((store,), "m", TypeError, r"tiers\[0\] must be a HostTier, not FileStore"),
+            ((tier, tier), "m", TypeError, r"tiers\[1\] must be a FileStore or another Store, not HostTier"),
+            ((tier, store, store), "m", ConfigError, "3 tiers were given"),
+        ):
+            with pytest.raises(kind, match=words):
+                PrefixCache(allocator, tiers=tiers, model=model)
+        cache = PrefixCache(allocator, tiers=(tier, store), model="m")
+        assert (cache.tiers, cache.model) == ((tier, store), "m")
+        del cache
+        gc.collect()
+    with pytest.raises(RuntimeError, match="is closed"):
+        PrefixCache(allocator, tiers=(tier, store), model="m")
+    with pytest.raises(ConfigError, match="queue_bytes is 0"):
+        Memory(queue_bytes=0)
+    assert isinstance(store, Store)
+    cache = PrefixCache(allocator, tiers=(tier,))
+    fetch = cache.fetch(PROMPT)
+    assert (fetch.length, fetch.query(), fetch.wait(), bool(fetch)) == (0, True, True, True)
+    assert repr(fetch) == "Fetch(length=0, over)"
+    with pytest.raises(ConfigError, match="limit is -1"):
+        cache.fetch(PROMPT, limit=-1)
+    with pytest.raises(ConfigError, match="timeout is -1"):
+        fetch.wait(-1)
+    fetch.cancel()
+
+
+def test_a_refused_attachment_makes_no_cache(device: str) -> None:
+    class Refusing(Memory):
+        def attach(self, memory: Sequence[tuple[int, int]]) -> None:
+            raise ConfigError(f"{sum(size for _, size in memory)} bytes are too many")
+
+    scene = Scene(device)
+    tier = HostTier(scene.kv, 8)
+    with Refusing() as store, pytest.raises(ConfigError, match=f"{tier.mem_bytes()} bytes are too many"):
+        PrefixCache(scene.allocator, tiers=(tier, store), model="m")
+    PrefixCache(scene.allocator, tiers=(tier,))
+
+
+def test_threads_publish_and_fetch_at_once(device: str, tmp_path: Path) -> None:
+    with files(tmp_path) as store:
+        scene = Scene(device, store=store, size=4 * SIZE, host=64)
+        other = Scene(device, store=store, size=4 * SIZE, host=64)
+
+        def work(number: int) -> None:
+            for turn in range(10):
+                prompt = [number % 3, turn, *range(14)]
+                with (scene, other)[number % 2].cache.match(prompt) as lease:
+                    held = (scene, other)[number % 2]
+                    load = lease.load()
+                    if load is not None:
+                        load.wait_layer(2)
+                    if held.allocator.available_size() >= 16:
+                        held.check(lease, prompt)
+                fetch = (scene, other)[(number + 1) % 2].cache.fetch(prompt)
+                if turn % 3:
+                    fetch.wait(30)
+
+        for number in range(3):
+            for turn in range(10):
+                scene.keep([number, turn, *range(14)])
+        together(work)
+        scene.end()
+        other.end()
+
+
+@needs_fork
+def test_a_child_of_a_fork_has_nothing_to_wait_for(tmp_path: Path) -> None:
+    with files(tmp_path) as store:
+        scene = Scene("cpu", store=store)
+        scene.keep(PROMPT)
+        until(lambda: store.stats()["pages"] == 6)
+        fetch = scene.cache.fetch(range(7))
+        child = os.fork()
+        if child == 0:
+            is_right = fetch.query() and fetch.wait() and fetch.length == 0
+            fetch.cancel()
+            del fetch
+            os._exit(0 if is_right else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        del fetch
+        scene.end()
+
+
+def test_the_threads_of_a_store_end_with_it() -> None:
+    def threads() -> int:
+        return sum(thread.name == "kvpool-store" for thread in threading.enumerate())
+
+    before = threads()
+    store = Memory()
+    assert threads() == before + 2
+    store.close()
+    store.close()
+    until(lambda: threads() == before)
+    store = Memory()
+    del store
+    until(lambda: threads() == before)
+    # A program that closes nothing ends nevertheless.
+    program = "import kvpool, test_store; store = test_store.Memory()"
+    path = os.pathsep.join(map(str, sys.path))
+    begin = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=60
+    )
+    assert time.monotonic() - begin < 60

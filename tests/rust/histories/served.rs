@@ -1,0 +1,99 @@
+//! A store in memory, answered by threads, perhaps badly.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvpool::pool::{Errand, ErrandKind, ErrandQueue, RemoteStore};
+
+type Pieces = HashMap<[u8; 32], Vec<u8>>;
+
+/// A store that has everything that it was given, unless it `fails`.
+pub(super) struct Served {
+    pub(super) store: Arc<RemoteStore>,
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    pieces: Mutex<Pieces>,
+    fails: bool,
+    errands: AtomicUsize,
+}
+
+impl Shared {
+    fn pieces(&self) -> MutexGuard<'_, Pieces> {
+        self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the store does not do now what it is asked for.
+    fn fails(&self) -> bool {
+        self.fails && self.errands.fetch_add(1, Ordering::Relaxed).is_multiple_of(5)
+    }
+
+    fn answer(&self, errand: Errand) {
+        let mut answers = Vec::new();
+        for (at, key) in errand.keys().iter().enumerate() {
+            let row = |rows: &kvpool::memory::HostRows| vec![0xee; rows.bytes_of(at)];
+            let known = self.pieces().get(key).cloned();
+            answers.push(match (errand.kind(), errand.rows()) {
+                (ErrandKind::Write, Some(rows)) if !self.fails() => {
+                    let mut bytes = row(rows);
+                    rows.read(at, &mut bytes);
+                    let before = self.pieces().insert(*key, bytes.clone());
+                    // A key names its bytes.
+                    assert!(before.is_none_or(|before| before == bytes), "two pieces have one key");
+                    true
+                }
+                (ErrandKind::Read, Some(rows)) => {
+                    let is_right = known.is_some() && !self.fails();
+                    rows.write(at, &known.filter(|_| is_right).unwrap_or_else(|| row(rows)));
+                    is_right
+                }
+                (ErrandKind::Find, _) => known.is_some() != self.fails(),
+                _ => false,
+            });
+        }
+        errand.finish(&answers);
+    }
+}
+
+impl Served {
+    pub(super) fn new(fails: bool) -> Self {
+        let queue_bytes = if fails { 2000 } else { usize::MAX };
+        let store = Arc::new(RemoteStore::new(queue_bytes).expect("some bytes"));
+        let shared = Arc::new(Shared { pieces: Mutex::default(), fails, errands: AtomicUsize::new(0) });
+        let serve = |queue| {
+            let (store, shared) = (Arc::clone(&store), Arc::clone(&shared));
+            std::thread::spawn(move || {
+                while let Ok(errand) = store.next(queue, Duration::MAX) {
+                    if let Some(errand) = errand {
+                        shared.answer(errand);
+                    }
+                }
+            })
+        };
+        let threads = [ErrandQueue::Reads, ErrandQueue::Writes].map(serve).into();
+        Self { store, shared, threads }
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.store.stats().expect("this process").get("queued_bytes") == Some(0)
+    }
+
+    pub(super) fn fails(&self) -> bool {
+        self.shared.fails
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.store.close();
+        for thread in self.threads.drain(..) {
+            let served = thread.join();
+            assert!(served.is_ok() || std::thread::panicking(), "the store has answered");
+        }
+    }
+}
