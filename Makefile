@@ -15,6 +15,8 @@ CUDA_TOOLS := $(VENV)/cuda-tools
 PEERS := $(VENV)/peers
 ENGINES := $(VENV)/engines
 MOONCAKE := $(VENV)/mooncake
+VLLM := $(VENV)/vllm
+VLLM_PARTS := $(addprefix vllm-0.33.0/,vllm vllm.egg-info tests/__init__.py tests/v1/__init__.py tests/v1/kv_offload)
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
 SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
@@ -48,7 +50,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm bench-sglang chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm bench-sglang bench-vllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint stub-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -78,7 +80,7 @@ rust-test: $(DRIVER)
 python-test:
 	$(call at_once,machine-test software-test)
 
-machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(MOONCAKE)/.installed
+machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(MOONCAKE)/.installed $(VLLM)/.installed
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys
 
 software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
@@ -160,7 +162,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 	fi
 
 # Engines on kvpool, at length. Those that have no package for this machine are skipped with the reason.
-test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(SGLANG_TORCH)/.installed
+test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(VLLM)/.installed $(SGLANG_TORCH)/.installed
 	KVPOOL_REQUIRE_ENGINES=1 KVPOOL_ENGINE_REQUESTS=3000 KVPOOL_SGLANG_TORCH=$(abspath $(SGLANG_TORCH)) \
 	    $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
 
@@ -186,6 +188,19 @@ $(MOONCAKE)/.installed: $(VENV)/.test
 	rm -rf $(MOONCAKE)/debian/lists $(MOONCAKE)/debian/cache $(MOONCAKE)/debian/*.deb
 	touch $@
 
+# The Python part of vLLM and its tests, from its source. The index gives that only to those who could build it.
+$(VLLM)/.installed: $(ENGINES)/.installed
+	rm -rf $(VLLM)
+	mkdir -p $(VLLM)
+	if test -d $(ENGINES)/sglang; then \
+	    $(PIP) install --quiet --no-deps --no-compile --target $(VLLM) --group vllm && \
+	    $(PIP) install --quiet --no-compile --target $(VLLM)/build 'setuptools>=77,<81' setuptools-scm setuptools-rust wheel jinja2 && \
+	    PYTHONPATH=$(abspath $(VLLM)/build) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(PIP) download --quiet --no-deps \
+	        --no-build-isolation --no-binary vllm --dest $(VLLM)/build vllm==0.33.0 && \
+	    tar -xzf $(VLLM)/build/vllm-0.33.0.tar.gz -C $(VLLM) --strip-components=1 $(VLLM_PARTS) && \
+	    rm -r $(VLLM)/build; fi
+	touch $@
+
 $(SGLANG_TORCH)/.installed: $(BIN)/python
 	$(PIP) install --quiet --no-deps --no-compile --target $(SGLANG_TORCH) torch==2.14.1 nvidia-curand
 	touch $@
@@ -200,6 +215,10 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed $(SGLANG_TORCH)/.installed
 	PYTHONPATH=tests/engines/no_gpu:$(ENGINES) SGLANG_USE_CPU_ENGINE=1 SGLANG_PLUGINS=kvpool $(BIN)/python benches/bench_sglang.py
 	PYTHONPATH=tests/engines/no_gpu:$(SGLANG_TORCH):$(ENGINES) SGLANG_USE_CPU_ENGINE=1 $(BIN)/python benches/bench_sglang_cache.py
+
+# vLLM's managers of offloaded chunks, beside vLLM's own.
+bench-vllm: $(EXTENSION) $(VENV)/.tools $(VLLM)/.installed
+	PYTHONPATH=$(VLLM):$(ENGINES) VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benches/bench_vllm.py
 
 # The same beside pymllm's own, from the folder that PYMLLM_PATH names.
 bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test

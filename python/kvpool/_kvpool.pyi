@@ -59,6 +59,10 @@ __all__ = [
     "KVPool",
     "Lease",
     "Load",
+    "OffloadOrder",
+    "OffloadRequest",
+    "OffloadTable",
+    "OffloadTurn",
     "PagePool",
     "Pool",
     "PrefixCache",
@@ -84,6 +88,7 @@ __all__ = [
     "_noted",
     "_pools",
     "_report_leaks_with",
+    "_store_keys",
     "_use_stream",
     "_zeros",
     "get_num_threads",
@@ -3804,3 +3809,180 @@ class _PageLocking:
         """Reports every step. The interpreter waits for this thread, so no further step begins after the main
         thread has ended.
         """
+
+@final
+class OffloadRequest:
+    """The chunks that a request has used, for `OffloadTable`. With another table, or when that was cleared, it begins
+    anew.
+    """
+
+    def __new__(cls) -> OffloadRequest: ...
+
+@final
+class OffloadTable:
+    """Which chunk is in which place of host memory, for an engine that names chunks and moves them itself.
+
+    Keys are bytes of any length, compared whole; their last four bytes are the group of layers, as vLLM's
+    `OffloadKey` has it. Of what nothing uses, chunks of the request that is longest ago go first, and of a request
+    the end of its prompt before the beginning.
+
+    `position`, where a call takes it, is called with each key and gives where the chunk ends in the prompt, or `None`.
+    Arrays of places are int32 in host memory, in the order of the keys. Calls are atomic and thread-safe.
+
+    Args:
+        capacity: Places, below 2**31.
+        store_threshold: How often a chunk is offered until it is stored. Up to 1, each is stored at once.
+        max_tracked: Chunks whose offers are counted: those offered lately.
+        events: Whether `take_events` has something to return.
+
+    Raises:
+        ConfigError: If `capacity` is 2**31 or more, or a number is negative.
+    """
+
+    def __new__(
+        cls,
+        capacity: SupportsIndex,
+        *,
+        store_threshold: SupportsIndex = 0,
+        max_tracked: SupportsIndex = 64000,
+        events: bool = False,
+    ) -> OffloadTable: ...
+    def find(self, key: bytes) -> bool | None:
+        """Returns whether a chunk can be read: `None` if it is not here, False while it is being stored."""
+    def place(self, key: bytes) -> tuple[int, int] | None:
+        """Returns the place of a chunk, and how many loads read it, -1 while it is being stored. `None` if it is not here."""
+    def offers(self, key: bytes) -> int:
+        """Returns how often a chunk was offered, of those whose offers are counted."""
+    def begin_store(
+        self,
+        keys: Iterable[bytes],
+        request: OffloadRequest,
+        position: Callable[[bytes], int | None] | None = None,
+    ) -> tuple[list[bytes], npt.NDArray[np.int32], list[bytes]] | None:
+        """Takes places for those of the chunks that are not here, evicting others if need be: never one of `keys`.
+
+        Args:
+            keys: Keys of the request, in the order of its prompt. A key that is listed again is left out.
+            request: The request. It uses what it stores, and of the rest what can be read.
+            position: As above.
+
+        Returns:
+            The keys to store, their places, and the keys that were evicted. `None` if there are not enough places;
+            then nothing is evicted.
+
+        Raises:
+            RuntimeError: If the request is finished, and has not used one of them before.
+            TypeError: If a key is not bytes.
+        """
+    def end_store(self, keys: Iterable[bytes], success: bool = True) -> None:
+        """Ends the store of chunks: they can be read, or are gone if `success` is False. Others are left as they are."""
+    def begin_load(
+        self,
+        keys: Iterable[bytes],
+        request: OffloadRequest | None = None,
+        position: Callable[[bytes], int | None] | None = None,
+    ) -> npt.NDArray[np.int32]:
+        """Keeps chunks until `end_load`.
+
+        Args:
+            keys: Their keys.
+            request: The request that uses them; `None` for a copy that is no use.
+            position: As above.
+
+        Returns:
+            Their places.
+
+        Raises:
+            StaleBufferError: If a chunk is not here, or is being stored. Nothing is changed.
+            RuntimeError: As in `begin_store`.
+            TypeError: As in `begin_store`.
+        """
+    def end_load(self, keys: Iterable[bytes]) -> None:
+        """Ends a load of chunks.
+
+        Raises:
+            IndexOwnershipError: If a chunk is not loaded so often. Nothing is changed.
+            TypeError: As in `begin_store`.
+        """
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Takes note that chunks are used: the first of them is evicted last."""
+    def finish(self, request: OffloadRequest) -> None:
+        """Ends a request: what it used counts as used now, the beginning of its prompt last."""
+    def clear(self) -> None:
+        """Gives up all chunks, also those that transfers use."""
+    def take_events(self) -> list[tuple[Literal["stored", "evicted", "failed"], list[bytes]]]:
+        """Returns what came and went since the last call, in order: pairs of "stored", "evicted" or "failed", and keys.
+        A store that failed is left out if the chunk is here again.
+        """
+    def take_asked(self) -> list[int]:
+        """Returns how many chunks each call of `begin_store` was to store, for the calls since the last time."""
+    def take_skipped(self) -> int:
+        """Returns how many chunks were not stored as they were not offered often enough, since the last time."""
+    def stats(self) -> dict[Literal["capacity", "arriving", "loading", "idle"], int]:
+        """Returns numbers of chunks: `capacity`, `arriving` (being stored), `loading` and `idle`."""
+    def verify(self) -> None:
+        """Raises `AssertionError` if the bookkeeping is not consistent."""
+
+@final
+class OffloadTurn:
+    """The turn of a request in an `OffloadOrder`."""
+
+    def __new__(cls) -> OffloadTurn: ...
+
+@final
+class OffloadOrder:
+    """The order in which offloaded chunks are evicted, and an object of the engine for each chunk. `OffloadTable` has one
+    within; this is for engines that keep places and counts of loads themselves.
+
+    Keys and positions are those of `OffloadTable`.
+    """
+
+    def __new__(cls) -> OffloadOrder: ...
+    def get(self, key: bytes) -> Any:
+        """Returns the object of a chunk; `None` if it is not here."""
+    def insert(self, key: bytes, chunk: object, turn: OffloadTurn, position: int | None = None) -> None:
+        """Adds a chunk with its object, in the turn of the request if the position is known, or as the one used last. It
+        is not evicted before `set_evictable`.
+        """
+    def remove(self, key: bytes) -> Any:
+        """Takes a chunk out, and returns its object.
+
+        Raises:
+            KeyError: If it is not here.
+        """
+    def set_evictable(self, key: bytes, is_evictable: bool) -> None:
+        """Lets a chunk be evicted, or keeps it from it.
+
+        Raises:
+            KeyError: If it is not here.
+        """
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Takes note that chunks are used: the first of them is evicted last. Those that are not here are left out."""
+    def access(
+        self, keys: Iterable[bytes], turn: OffloadTurn, position: Callable[[bytes], int | None]
+    ) -> None:
+        """Takes note that a request at work uses chunks, which counts as its turn. Those that are not here, or have no
+        position, or were used later, are left as they are.
+        """
+    def evict(self, count: int, spared: Iterable[bytes]) -> list[tuple[bytes, Any]] | None:
+        """Takes out the chunks that go first, but for those that are spared. Returns pairs of keys and objects; `None`, and
+        nothing is changed, if there are not so many.
+        """
+    def clear(self) -> None:
+        """Takes all chunks out."""
+    def __len__(self) -> int:
+        """Return len(self)."""
+    def __bool__(self) -> bool:
+        """True if self else False"""
+
+def _store_keys(space: bytes, keys: Iterable[bytes]) -> list[bytes]:
+    """Names of 32 bytes for a store, of chunks that are of one space: BLAKE3 of the length of the space as uint64 in
+    little endian, the space, and the key.
+
+    Args:
+        space: What else the bytes of a chunk depend on: the model, its dtype, the layout.
+        keys: Bytes of any length.
+
+    Raises:
+        TypeError: If one of them is not bytes.
+    """

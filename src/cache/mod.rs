@@ -15,6 +15,7 @@
 //! | what came and went | [`Tree::keep_journal`], [`Event`] |
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
+//! | what an engine has offloaded by keys of its own, for engines that drive the transfers | [`OffloadTable`], [`OffloadOrder`] |
 //! | nodes with values of several kinds of attention, driven by an engine | [`hybrid`] |
 
 mod chain;
@@ -23,6 +24,8 @@ pub mod hybrid;
 mod journal;
 mod keys;
 mod namespace;
+mod offload_order;
+mod offload_table;
 mod policy;
 mod recency_list;
 mod residency;
@@ -33,6 +36,11 @@ pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use journal::{Event, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
+pub use offload_order::{ChunkId, OffloadKey, OffloadOrder, RequestRank};
+pub use offload_table::{
+    NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,
+    OffloadTable, OffloadedChunk, Storing,
+};
 pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
 pub use recency_list::RecencyList;
 pub use residency::{EntryId, Residency};

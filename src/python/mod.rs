@@ -33,6 +33,7 @@ mod hybrid_results;
 mod hybrid_tree;
 mod kv_pool;
 mod logging;
+mod offload;
 mod page_pool;
 mod prefix_cache;
 mod prefix_report;
@@ -185,6 +186,10 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hybrid_results::HybridStep>()?;
     module.add_class::<hybrid_results::HybridFrees>()?;
     module.add_class::<hybrid_results::HybridNode>()?;
+    module.add_class::<offload::OffloadTable>()?;
+    module.add_class::<offload::OffloadRequest>()?;
+    module.add_class::<offload::OffloadOrder>()?;
+    module.add_class::<offload::OffloadTurn>()?;
     module.add_class::<prefix_report::Segment>()?;
     module.add_class::<prefix_report::Stored>()?;
     module.add_class::<prefix_report::Removed>()?;
@@ -214,6 +219,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;
     module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
     module.add_function(wrap_pyfunction!(_noted, module)?)?;
+    module.add_function(wrap_pyfunction!(offload::_store_keys, module)?)?;
     module.add_function(wrap_pyfunction!(footprint::_footprint, module)?)?;
     module.add_function(wrap_pyfunction!(base_pool::_pools, module)?)?;
     module.add_function(wrap_pyfunction!(base_pool::_report_leaks_with, module)?)?;

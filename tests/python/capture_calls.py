@@ -92,6 +92,18 @@ def _hybrid() -> tuple[_kvpool.HybridTree, _kvpool.HybridStep, int]:
     return tree, step, some(step.node)
 
 
+class Offloaded:
+    """What an engine has offloaded: a chunk that is complete, and its order elsewhere."""
+
+    def __init__(self) -> None:
+        self.key, self.keys = b"chunk", [b"chunk"]
+        self.request, self.turn = _kvpool.OffloadRequest(), _kvpool.OffloadTurn()
+        self.table, self.order = _kvpool.OffloadTable(2, events=True), _kvpool.OffloadOrder()
+        assert self.table.begin_store(self.keys, self.request)
+        self.table.end_store(self.keys)
+        self.order.insert(self.key, object(), self.turn)
+
+
 class Files:
     """A store with one page, whose files go with it."""
 
@@ -159,6 +171,7 @@ class World:
         self.local = lmcache.LocalGPUPool(LMCACHE)
         self.kv_obj = some(self.local.allocate(inputs.kv_chunk))
         self.pinned = lmcache.LocalCPUBufferPool(LMCACHE)
+        self.offloaded = Offloaded()
         self.files = Files()
         self.memory = Memory()
         self.fetch = self.tiered.fetch([7, 8])
@@ -321,6 +334,46 @@ def _dropping(name: str) -> Entry:
     return Entry(
         lambda world: world.spare.clear(), WORKS, prepare=lambda world: world.spare.append(POOLS[name]())
     )
+
+
+OFFLOAD_CALLS: dict[str, Callable[[Offloaded], tuple[object, ...]]] = {
+    "find": lambda o: (o.key,),
+    "place": lambda o: (o.key,),
+    "offers": lambda o: (o.key,),
+    "begin_store": lambda o: ([b"other"], o.request),
+    "end_store": lambda o: (o.keys,),
+    "begin_load": lambda o: (o.keys, o.request),
+    "end_load": lambda _: ([],),
+    "touch": lambda o: (o.keys,),
+    "finish": lambda o: (o.request,),
+    "clear": lambda _: (),
+    "take_events": lambda _: (),
+    "take_asked": lambda _: (),
+    "take_skipped": lambda _: (),
+    "stats": lambda _: (),
+    "verify": lambda _: (),
+}
+"""Calls of `OffloadTable`, with their arguments."""
+
+ORDER_CALLS: dict[str, Callable[[Offloaded], tuple[object, ...]]] = {
+    "get": lambda o: (o.key,),
+    "insert": lambda o: (b"other", object(), o.turn, 16),
+    "remove": lambda o: (o.key,),
+    "set_evictable": lambda o: (o.key, True),
+    "touch": lambda o: (o.keys,),
+    "access": lambda o: (o.keys, o.turn, len),
+    "evict": lambda o: (1, o.keys),
+    "clear": lambda _: (),
+}
+"""Calls of `OffloadOrder`, with their arguments."""
+
+
+def _offload_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) -> Entry:
+    return Entry(lambda w: getattr(w.offloaded.table, name)(*args(w.offloaded)), WORKS)
+
+
+def _order_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) -> Entry:
+    return Entry(lambda w: getattr(w.offloaded.order, name)(*args(w.offloaded)), WORKS)
 
 
 TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
@@ -548,6 +601,13 @@ ENTRIES: dict[str, Entry] = {
     "PrefixTree.locked_size": Entry(lambda w: w.tree.locked_size(), WORKS),
     "PrefixTree.stats": Entry(lambda w: w.tree.stats(), WORKS),
     "PrefixTree.verify": Entry(lambda w: w.tree.verify(), WORKS),
+    # What an engine offloads: bookkeeping on the host.
+    "OffloadTable()": Entry(lambda w: w.spare.append(_kvpool.OffloadTable(1)), WORKS),
+    "OffloadRequest()": Entry(lambda w: w.spare.append(_kvpool.OffloadRequest()), WORKS),
+    "OffloadOrder()": Entry(lambda w: w.spare.append(_kvpool.OffloadOrder()), WORKS),
+    "OffloadTurn()": Entry(lambda w: w.spare.append(_kvpool.OffloadTurn()), WORKS),
+    **{f"OffloadTable.{name}": _offload_call(name, args) for name, args in OFFLOAD_CALLS.items()},
+    **{f"OffloadOrder.{name}": _order_call(name, args) for name, args in ORDER_CALLS.items()},
     # HybridTree: the tree is on the host, and so are its answers.
     "HybridTree()": Entry(lambda w: w.spare.append(_kvpool.HybridTree(1)), WORKS),
     "HybridTree.insert": Entry(lambda w: w.hybrid.insert([9], w.inputs.one, state=[4]), REFUSES),

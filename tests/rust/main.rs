@@ -14,6 +14,7 @@ mod hybrid;
 mod kernels;
 mod layering;
 mod leases;
+mod offload;
 mod oracle;
 mod pages;
 #[cfg(feature = "cuda")]

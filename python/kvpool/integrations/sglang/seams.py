@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from importlib import import_module
-from typing import Any
+from kvpool.integrations.seams import differences
 
 __all__ = ["SEAMS", "START", "EngineMismatchError", "check_seams"]
 
@@ -75,26 +73,6 @@ class EngineMismatchError(BaseException):
     """
 
 
-def signature(function: Any) -> str:  # noqa: ANN401 - a function of SGLang
-    """The signature of a function, without annotations."""
-    parameters = inspect.signature(function).parameters.values()
-    return str(inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters]))
-
-
 def check_seams() -> list[str]:
     """Compares the installed SGLang with `SEAMS`. Returns a line for each difference."""
-    problems = []
-    for target, methods in SEAMS.items():
-        module, _, name = target.rpartition(".")
-        try:
-            found: Any = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            problems.append(f"{target} is missing ({error})")
-            continue
-        for method, expected in methods.items():
-            function = getattr(found, method, None)
-            if function is None:
-                problems.append(f"{name}.{method}{expected} is missing")
-            elif signature(function) != expected:
-                problems.append(f"{name}.{method} is {signature(function)}, expected was {expected}")
-    return problems
+    return differences(SEAMS)

@@ -61,7 +61,7 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, mamba_c
 
 from kvpool._kvpool import HybridTree
 from kvpool.errors import ConfigError, IndexOwnershipError
-from kvpool.integrations.sglang.seams import signature
+from kvpool.integrations.seams import signature
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

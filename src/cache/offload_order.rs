@@ -1,0 +1,371 @@
+//! The order in which an engine's offloaded chunks go: those of the request used longest ago first, and of a request
+//! the end before its beginning.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::base::widen;
+
+/// The name of a chunk, of any length. Names are compared whole, never by a hash.
+pub type OffloadKey = Arc<[u8]>;
+
+/// A chunk of an [`OffloadOrder`], until it is removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkId(u32);
+
+/// When a chunk was used: the lower goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Rank {
+    at: u64,
+    /// Its position in the prompt of the request at work.
+    position: Reverse<i64>,
+}
+
+/// The rank that all chunks of a request at work share, so that batches of one request are one use.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RequestRank {
+    /// The order that gave it.
+    of: Option<Owner>,
+    at: Option<u64>,
+}
+
+/// An order since it was cleared last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Owner {
+    order: u64,
+    clears: u64,
+}
+
+#[derive(Debug)]
+struct Entry<P> {
+    key: OffloadKey,
+    value: P,
+    rank: Rank,
+    is_evictable: bool,
+    /// The eviction that spares it.
+    spared_by: u64,
+}
+
+/// An entry of the heap: outdated unless the chunk is evictable and still has the rank.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    rank: Rank,
+    key: OffloadKey,
+    number: u32,
+}
+
+/// Chunks by their keys, each with a value, and the order in which they go.
+///
+/// A chunk keeps its rank while transfers use it: when they end is no use of it.
+///
+/// ```
+/// use kvpool::cache::{OffloadOrder, RequestRank};
+/// let mut order = OffloadOrder::default();
+/// let mut request = RequestRank::default();
+/// for (key, position) in [(b"head", 16), (b"tail", 32)] {
+///     let chunk = order.insert(key, "place", Some(position), &mut request);
+///     order.set_evictable(chunk, true);
+/// }
+/// let gone = order.evict(1, []).unwrap();
+/// assert_eq!(&*gone[0].0, b"tail");
+/// assert!(order.evict(1, [&b"head"[..]]).is_none(), "it is spared");
+/// ```
+#[derive(Debug)]
+pub struct OffloadOrder<P> {
+    entries: Vec<Option<Entry<P>>>,
+    vacant: Vec<u32>,
+    by_key: HashMap<OffloadKey, u32>,
+    heap: BinaryHeap<Reverse<Candidate>>,
+    evictable: usize,
+    last_rank: u64,
+    evictions: u64,
+    owner: Owner,
+}
+
+impl<P> Default for OffloadOrder<P> {
+    fn default() -> Self {
+        static ORDERS: AtomicU64 = AtomicU64::new(0);
+        Self {
+            entries: Vec::new(),
+            vacant: Vec::new(),
+            by_key: HashMap::new(),
+            heap: BinaryHeap::new(),
+            evictable: 0,
+            last_rank: 0,
+            evictions: 0,
+            owner: Owner { order: ORDERS.fetch_add(1, Relaxed), clears: 0 },
+        }
+    }
+}
+
+impl<P> OffloadOrder<P> {
+    /// The number of chunks.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.by_key.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.by_key.is_empty()
+    }
+
+    /// Chunks that may be evicted.
+    #[must_use]
+    pub const fn evictable(&self) -> usize {
+        self.evictable
+    }
+
+    /// The chunk of a key.
+    #[must_use]
+    pub fn find(&self, key: &[u8]) -> Option<ChunkId> {
+        self.by_key.get(key).copied().map(ChunkId)
+    }
+
+    /// The value of a chunk.
+    #[must_use]
+    pub fn get(&self, chunk: ChunkId) -> &P {
+        &self.entry(chunk.0).value
+    }
+
+    /// The value of a chunk, to change it.
+    pub fn get_mut(&mut self, chunk: ChunkId) -> &mut P {
+        &mut self.entry_mut(chunk.0).value
+    }
+
+    /// The values of all chunks.
+    pub fn values(&self) -> impl Iterator<Item = &P> {
+        self.entries.iter().flatten().map(|entry| &entry.value)
+    }
+
+    /// The key of a chunk.
+    #[must_use]
+    pub fn key(&self, chunk: ChunkId) -> &OffloadKey {
+        &self.entry(chunk.0).key
+    }
+
+    /// Whether the rank was given by this order, since it was cleared last.
+    #[must_use]
+    pub fn gave(&self, rank: &RequestRank) -> bool {
+        rank.of == Some(self.owner)
+    }
+
+    /// A rank for a request. It takes its turn with the request's first use of a chunk.
+    #[must_use]
+    pub const fn rank_of_request(&self) -> RequestRank {
+        RequestRank { of: Some(self.owner), at: None }
+    }
+
+    /// Adds a chunk, which may not be evicted yet. With a position it has the rank of the request; without, it is
+    /// the one used last. A chunk that had the key makes way for it.
+    pub fn insert(
+        &mut self,
+        key: &[u8],
+        value: P,
+        position: Option<i64>,
+        request: &mut RequestRank,
+    ) -> ChunkId {
+        if let Some(chunk) = self.find(key) {
+            self.remove(chunk);
+        }
+        let rank = match position {
+            Some(position) => Rank { at: self.turn_of(request), position: Reverse(position) },
+            None => self.next_rank(),
+        };
+        let key = OffloadKey::from(key);
+        let entry = Entry { key: Arc::clone(&key), value, rank, is_evictable: false, spared_by: 0 };
+        let number = if let Some(number) = self.vacant.pop() {
+            self.entries[widen(number)] = Some(entry);
+            number
+        } else {
+            let number = u32::try_from(self.entries.len()).expect("places are numbered in 32 bits");
+            self.entries.push(Some(entry));
+            number
+        };
+        self.by_key.insert(key, number);
+        ChunkId(number)
+    }
+
+    /// Takes a chunk out.
+    pub fn remove(&mut self, chunk: ChunkId) -> P {
+        self.take(chunk.0).1
+    }
+
+    /// Lets a chunk be evicted, or keeps it from it.
+    pub fn set_evictable(&mut self, chunk: ChunkId, is_evictable: bool) {
+        let entry = self.entry_mut(chunk.0);
+        let was_evictable = std::mem::replace(&mut entry.is_evictable, is_evictable);
+        match (was_evictable, is_evictable) {
+            (false, true) => {
+                self.evictable += 1;
+                self.push(chunk.0);
+            }
+            (true, false) => self.evictable -= 1,
+            (false, false) | (true, true) => (),
+        }
+    }
+
+    /// Makes a chunk the one used last.
+    pub fn touch(&mut self, chunk: ChunkId) {
+        let rank = self.next_rank();
+        self.set_rank(chunk.0, rank);
+    }
+
+    /// Lets a request take its turn, if it has not.
+    pub fn take_turn(&mut self, request: &mut RequestRank) {
+        self.turn_of(request);
+    }
+
+    /// Takes note that a request at work uses a chunk, at a position in its prompt. A later use stays.
+    pub fn access(&mut self, chunk: ChunkId, position: i64, request: &mut RequestRank) {
+        let rank = Rank { at: self.turn_of(request), position: Reverse(position) };
+        if self.entry(chunk.0).rank < rank {
+            self.set_rank(chunk.0, rank);
+        }
+    }
+
+    /// Takes out the chunks that go first, but for those that are `spared`. Returns their keys and values; `None`,
+    /// and nothing is changed, if there are not so many.
+    pub fn evict<'a>(
+        &mut self,
+        count: usize,
+        spared: impl IntoIterator<Item = &'a [u8]>,
+    ) -> Option<Vec<(OffloadKey, P)>> {
+        self.evictions += 1;
+        let mut left = self.evictable;
+        for key in spared {
+            if let Some(ChunkId(number)) = self.find(key) {
+                let by = self.evictions;
+                let entry = self.entry_mut(number);
+                let was_spared = std::mem::replace(&mut entry.spared_by, by) == by;
+                left -= usize::from(entry.is_evictable && !was_spared);
+            }
+        }
+        if left < count {
+            return None;
+        }
+        let (mut gone, mut kept) = (Vec::with_capacity(count), Vec::new());
+        while gone.len() < count {
+            let Reverse(candidate) = self.heap.pop().expect("the heap has all that is evictable");
+            if !self.is_current(&candidate) {
+                continue;
+            }
+            if self.entry(candidate.number).spared_by == self.evictions {
+                kept.push(Reverse(candidate));
+            } else {
+                gone.push(self.take(candidate.number));
+            }
+        }
+        self.heap.extend(kept);
+        Some(gone)
+    }
+
+    /// Takes all chunks out, and returns their values. Requests at work begin anew.
+    pub fn drain(&mut self) -> impl Iterator<Item = P> + use<P> {
+        let owner = Owner { clears: self.owner.clears + 1, ..self.owner };
+        let before = std::mem::replace(self, Self { owner, ..Self::default() });
+        before.entries.into_iter().flatten().map(|entry| entry.value)
+    }
+
+    /// The turn of a request. A rank of another order is replaced.
+    fn turn_of(&mut self, request: &mut RequestRank) -> u64 {
+        if !self.gave(request) {
+            *request = self.rank_of_request();
+        }
+        *request.at.get_or_insert_with(|| {
+            self.last_rank += 1;
+            self.last_rank
+        })
+    }
+
+    const fn next_rank(&mut self) -> Rank {
+        self.last_rank += 1;
+        Rank { at: self.last_rank, position: Reverse(0) }
+    }
+
+    fn set_rank(&mut self, number: u32, rank: Rank) {
+        let entry = self.entry_mut(number);
+        entry.rank = rank;
+        if entry.is_evictable {
+            self.push(number);
+        }
+    }
+
+    fn push(&mut self, number: u32) {
+        let candidate = self.candidate(number);
+        self.heap.push(candidate);
+        // Outdated candidates are as many as the others at most.
+        if self.heap.len() > 64 + 2 * self.by_key.len() {
+            let entries = self.entries.iter().zip(0..);
+            let current = entries.filter(|(entry, _)| entry.as_ref().is_some_and(|entry| entry.is_evictable));
+            self.heap = current.map(|(_, number)| self.candidate(number)).collect();
+        }
+    }
+
+    fn candidate(&self, number: u32) -> Reverse<Candidate> {
+        let entry = self.entry(number);
+        Reverse(Candidate { rank: entry.rank, key: Arc::clone(&entry.key), number })
+    }
+
+    fn is_current(&self, candidate: &Candidate) -> bool {
+        self.entries[widen(candidate.number)].as_ref().is_some_and(|entry| {
+            entry.is_evictable && entry.rank == candidate.rank && Arc::ptr_eq(&entry.key, &candidate.key)
+        })
+    }
+
+    fn take(&mut self, number: u32) -> (OffloadKey, P) {
+        let entry = self.entries[widen(number)].take().expect("the chunk is here");
+        self.evictable -= usize::from(entry.is_evictable);
+        self.by_key.remove(&entry.key);
+        self.vacant.push(number);
+        (entry.key, entry.value)
+    }
+
+    fn entry(&self, number: u32) -> &Entry<P> {
+        self.entries[widen(number)].as_ref().expect("the chunk is here")
+    }
+
+    fn entry_mut(&mut self, number: u32) -> &mut Entry<P> {
+        self.entries[widen(number)].as_mut().expect("the chunk is here")
+    }
+
+    /// The size of the bookkeeping in bytes, without that of the keys.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Option<Entry<P>>>()
+            + self.vacant.capacity() * size_of::<u32>()
+            + self.by_key.capacity() * (size_of::<(OffloadKey, u32)>() + 1)
+            + self.heap.capacity() * size_of::<Reverse<Candidate>>()
+    }
+
+    /// Describes a broken invariant, if there is one.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        let entries = || self.entries.iter().flatten();
+        let lost = entries().find(|entry| {
+            let number = self.by_key.get(&entry.key).map(|&number| widen(number));
+            number.and_then(|number| self.entries[number].as_ref()).is_none_or(|found| found.key != entry.key)
+        });
+        if let Some(entry) = lost {
+            return Some(format!("{:?} is not found", entry.key));
+        }
+        let evictable = entries().filter(|entry| entry.is_evictable).count();
+        let mut current: Vec<u32> = self
+            .heap
+            .iter()
+            .map(|Reverse(candidate)| candidate)
+            .filter(|candidate| self.is_current(candidate))
+            .map(|candidate| candidate.number)
+            .collect();
+        current.sort_unstable();
+        current.dedup();
+        let counted = [entries().count(), self.entries.len() - self.vacant.len(), evictable, current.len()];
+        let known = [self.by_key.len(), self.by_key.len(), self.evictable, self.evictable];
+        (counted != known).then(|| {
+            format!("{counted:?} chunks are here, not vacant, evictable and in the heap; {known:?} are known")
+        })
+    }
+}

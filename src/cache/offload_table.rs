@@ -1,0 +1,561 @@
+//! What an engine has offloaded to host memory: which chunk is in which place, and what transfers use.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+use crate::base::{Error, ErrorKind, Result, widen};
+
+use super::RecencyList;
+use super::offload_order::{ChunkId, OffloadKey, OffloadOrder, RequestRank};
+
+/// A chunk that an engine offers or asks for.
+#[derive(Clone, Copy, Debug)]
+pub struct NamedChunk<'a> {
+    /// Its name. The last four bytes are its group of layers, as vLLM's `OffloadKey` has it.
+    pub key: &'a [u8],
+    /// Where it ends in the prompt of the request, if that is known.
+    pub position: Option<i64>,
+}
+
+/// The chunks that a request has used. It belongs to the first table that it is given to, until that is cleared;
+/// with another it begins anew.
+#[derive(Debug, Default)]
+pub struct OffloadRequest {
+    rank: RequestRank,
+    used: Vec<Used>,
+    by_key: HashMap<OffloadKey, usize>,
+    is_finished: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Used {
+    key: OffloadKey,
+    position: Option<i64>,
+}
+
+impl OffloadRequest {
+    /// The keys in the order of the prompt: by their positions if all are known; otherwise group by group, each by
+    /// its positions if they are known, or as the chunks were used first.
+    fn in_order(&self) -> Vec<&Used> {
+        let mut groups: BTreeMap<&[u8], Vec<&Used>> = BTreeMap::new();
+        for used in &self.used {
+            groups.entry(used.key.rchunks(4).next().unwrap_or_default()).or_default().push(used);
+        }
+        let mut ordered = Vec::with_capacity(self.used.len());
+        for mut group in groups.into_values() {
+            sort_if_known(&mut group);
+            ordered.extend(group);
+        }
+        sort_if_known(&mut ordered);
+        ordered
+    }
+}
+
+fn sort_if_known(chunks: &mut [&Used]) {
+    if chunks.iter().all(|used| used.position.is_some()) {
+        chunks.sort_by_key(|used| used.position);
+    }
+}
+
+/// Chunks that are to be stored.
+#[derive(Debug, Default)]
+pub struct Storing {
+    /// Which of those that were offered.
+    pub chosen: Vec<usize>,
+    /// The place of each.
+    pub places: Vec<u32>,
+    /// What makes way for them.
+    pub evicted: Vec<OffloadKey>,
+}
+
+/// How chunks came or went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OffloadChange {
+    /// They can be found.
+    Stored,
+    /// They were evicted.
+    Evicted,
+    /// They were to be stored, and that failed.
+    Failed,
+}
+
+/// Chunks that came or went together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OffloadEvent {
+    /// What happened.
+    pub change: OffloadChange,
+    /// To which chunks.
+    pub keys: Vec<OffloadKey>,
+}
+
+/// Whether a chunk can be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OffloadStage {
+    /// It is being stored.
+    Arriving,
+    /// It can be read.
+    Ready,
+}
+
+/// A chunk as it is now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OffloadedChunk {
+    /// Its place.
+    pub place: u32,
+    /// Whether it can be read.
+    pub stage: OffloadStage,
+    /// Loads that read it.
+    pub loads: u32,
+}
+
+/// How [`OffloadTable`] is made.
+#[derive(Clone, Copy, Debug)]
+pub struct OffloadConfig {
+    /// Places of chunks.
+    pub capacity: u32,
+    /// How often a chunk is offered until it is stored. Up to 1, each is stored at once.
+    pub store_threshold: usize,
+    /// Chunks whose offers are counted.
+    pub max_tracked: usize,
+    /// Whether to record events.
+    pub events: bool,
+}
+
+/// Numbers of chunks in an [`OffloadTable`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OffloadCounts {
+    /// Places.
+    pub capacity: u32,
+    /// Chunks that are being stored.
+    pub arriving: usize,
+    /// Chunks that are being loaded.
+    pub loading: usize,
+    /// Chunks that nothing uses.
+    pub idle: usize,
+}
+
+/// Which chunk is in which place of host memory.
+///
+/// What is stored is found when it is complete. What transfers use keeps its place. Of the rest goes first what
+/// [`OffloadOrder`] says, and never what the same call offers.
+///
+/// ```
+/// use kvpool::cache::{NamedChunk, OffloadConfig, OffloadRequest, OffloadTable};
+/// let config = OffloadConfig { capacity: 1, store_threshold: 0, max_tracked: 0, events: false };
+/// let (mut table, mut request) = (OffloadTable::new(config), OffloadRequest::default());
+/// let [old, new] = [b"old", b"new"].map(|key| [NamedChunk { key, position: None }]);
+/// assert_eq!(table.begin_store(&old, &mut request)?.unwrap().places, [0]);
+/// assert!(table.begin_store(&new, &mut request)?.is_none(), "the place is in use");
+/// table.end_store([&b"old"[..]]);
+/// let storing = table.begin_store(&new, &mut request)?.unwrap();
+/// assert_eq!((storing.places, &*storing.evicted[0]), (vec![0], &b"old"[..]));
+/// # Ok::<(), kvpool::base::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct OffloadTable {
+    capacity: u32,
+    order: OffloadOrder<OffloadedChunk>,
+    arriving: usize,
+    /// Places from here on were never used.
+    fresh: u32,
+    free: Vec<u32>,
+    offers: Option<Offers>,
+    events: Option<Vec<OffloadEvent>>,
+    asked: Vec<usize>,
+    skipped: usize,
+}
+
+impl OffloadTable {
+    /// A table without chunks.
+    #[must_use]
+    pub fn new(config: OffloadConfig) -> Self {
+        Self {
+            capacity: config.capacity,
+            order: OffloadOrder::default(),
+            arriving: 0,
+            fresh: 0,
+            free: Vec::new(),
+            offers: (config.store_threshold > 1).then(|| Offers::new(config)),
+            events: config.events.then(Vec::new),
+            asked: Vec::new(),
+            skipped: 0,
+        }
+    }
+
+    /// The chunk of a key.
+    #[must_use]
+    pub fn find(&self, key: &[u8]) -> Option<OffloadedChunk> {
+        self.order.find(key).map(|chunk| *self.order.get(chunk))
+    }
+
+    /// How often a chunk was offered lately, of those that are counted.
+    #[must_use]
+    pub fn offers_of(&self, key: &[u8]) -> usize {
+        self.offers.as_ref().map_or(0, |offers| offers.count(key))
+    }
+
+    /// Numbers of chunks.
+    #[must_use]
+    pub fn counts(&self) -> OffloadCounts {
+        let idle = self.order.evictable();
+        let loading = self.order.len() - self.arriving - idle;
+        OffloadCounts { capacity: self.capacity, arriving: self.arriving, loading, idle }
+    }
+
+    /// Takes places for those of the chunks that are not here, evicting others where none are free. `None`, and
+    /// nothing is evicted, if there are not enough. The request has used them in any case, and those that can be read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] if the request is finished, and has not used one of them before.
+    pub fn begin_store(
+        &mut self,
+        chunks: &[NamedChunk<'_>],
+        request: &mut OffloadRequest,
+    ) -> Result<Option<Storing>> {
+        self.adopt(request);
+        let stages: Vec<Option<ChunkId>> = chunks.iter().map(|chunk| self.order.find(chunk.key)).collect();
+        let arrives = |table: &Self, id| table.order.get(id).stage == OffloadStage::Arriving;
+        expect_unfinished(
+            chunks
+                .iter()
+                .zip(&stages)
+                .filter_map(|(chunk, id)| (!id.is_some_and(|id| arrives(self, id))).then_some(chunk)),
+            request,
+        )?;
+        if let Some(offers) = &mut self.offers {
+            offers.record(chunks);
+        }
+        let mut storing = Storing::default();
+        let mut chosen: HashSet<&[u8]> = HashSet::new();
+        let mut used = Vec::with_capacity(chunks.len());
+        for (at, (chunk, id)) in chunks.iter().zip(&stages).enumerate() {
+            match id {
+                Some(id) if arrives(self, *id) => continue,
+                Some(_) => (),
+                None if self.offers.as_ref().is_some_and(|offers| !offers.suffice(chunk.key)) => {
+                    self.skipped += 1;
+                    continue;
+                }
+                None if !chosen.insert(chunk.key) => continue,
+                None => storing.chosen.push(at),
+            }
+            used.push(*chunk);
+        }
+        self.record(&used, request);
+        if storing.chosen.is_empty() {
+            return Ok(Some(storing));
+        }
+        self.asked.push(storing.chosen.len());
+        let short = storing.chosen.len().saturating_sub(self.free.len() + widen(self.capacity - self.fresh));
+        if short > 0 {
+            let Some(evicted) = self.order.evict(short, chunks.iter().map(|chunk| chunk.key)) else {
+                return Ok(None);
+            };
+            for (key, chunk) in evicted {
+                self.free.push(chunk.place);
+                storing.evicted.push(key);
+            }
+            if self.events.is_some() {
+                self.note(OffloadChange::Evicted, storing.evicted.clone());
+            }
+        }
+        for &at in &storing.chosen {
+            let NamedChunk { key, position } = chunks[at];
+            let place = if self.fresh < self.capacity {
+                self.fresh += 1;
+                self.fresh - 1
+            } else {
+                self.free.pop().expect("there are enough")
+            };
+            let chunk = OffloadedChunk { place, stage: OffloadStage::Arriving, loads: 0 };
+            self.order.insert(key, chunk, position, &mut request.rank);
+            storing.places.push(place);
+        }
+        self.arriving += storing.chosen.len();
+        Ok(Some(storing))
+    }
+
+    /// Makes chunks complete that are being stored. Others are left as they are.
+    pub fn end_store<'a>(&mut self, keys: impl IntoIterator<Item = &'a [u8]>) {
+        let mut stored = Vec::new();
+        for key in keys {
+            if let Some(id) = self.find_arriving(key) {
+                self.order.get_mut(id).stage = OffloadStage::Ready;
+                self.order.set_evictable(id, true);
+                self.arriving -= 1;
+                stored.push(Arc::clone(self.order.key(id)));
+            }
+        }
+        self.note(OffloadChange::Stored, stored);
+    }
+
+    /// Gives up chunks that are being stored. Others are left as they are.
+    pub fn fail_store<'a>(&mut self, keys: impl IntoIterator<Item = &'a [u8]>) {
+        let mut failed = Vec::new();
+        for key in keys {
+            if let Some(id) = self.find_arriving(key) {
+                failed.push(Arc::clone(self.order.key(id)));
+                let chunk = self.order.remove(id);
+                self.free.push(chunk.place);
+                self.arriving -= 1;
+            }
+        }
+        self.note(OffloadChange::Failed, failed);
+    }
+
+    /// Keeps chunks until [`end_load`](Self::end_load). Returns their places. With a request, it uses them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] if a chunk is not here, or not complete; [`ErrorKind::State`] as for
+    /// [`begin_store`](Self::begin_store). Nothing is changed then.
+    pub fn begin_load(
+        &mut self,
+        chunks: &[NamedChunk<'_>],
+        request: Option<&mut OffloadRequest>,
+    ) -> Result<Vec<u32>> {
+        let mut ids = Vec::with_capacity(chunks.len());
+        for (at, chunk) in chunks.iter().enumerate() {
+            let id = self.order.find(chunk.key);
+            match id.map(|id| self.order.get(id).stage) {
+                Some(OffloadStage::Ready) => ids.extend(id),
+                Some(OffloadStage::Arriving) => {
+                    return Err(not_here(at, chunks.len(), "is still being stored"));
+                }
+                None => return Err(not_here(at, chunks.len(), "is not here")),
+            }
+        }
+        if let Some(request) = request {
+            self.adopt(request);
+            expect_unfinished(chunks, request)?;
+            self.record(chunks, request);
+        }
+        Ok(ids
+            .into_iter()
+            .map(|id| {
+                self.order.set_evictable(id, false);
+                let chunk = self.order.get_mut(id);
+                chunk.loads += 1;
+                chunk.place
+            })
+            .collect())
+    }
+
+    /// Ends a load of chunks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] if a chunk is not loaded so often. Nothing is changed then.
+    pub fn end_load(&mut self, keys: &[&[u8]]) -> Result<()> {
+        for (at, key) in keys.iter().enumerate() {
+            let id = self.order.find(key).filter(|&id| self.order.get(id).loads > 0);
+            let Some(id) = id else {
+                for key in &keys[..at] {
+                    let id = self.order.find(key).expect("it was just found");
+                    self.order.get_mut(id).loads += 1;
+                }
+                let text = format!("chunk {at} of {} is not being loaded", keys.len());
+                return Err(Error::new(ErrorKind::IndexOwnership, text));
+            };
+            self.order.get_mut(id).loads -= 1;
+        }
+        for key in keys {
+            let id = self.order.find(key).expect("it was just found");
+            if self.order.get(id).loads == 0 {
+                self.order.set_evictable(id, true);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes note that chunks are used: the first of them is the one used last.
+    pub fn touch(&mut self, keys: &[&[u8]]) {
+        for key in keys.iter().rev() {
+            if let Some(id) = self.order.find(key) {
+                self.order.touch(id);
+            }
+        }
+    }
+
+    /// Ends a request: what it used counts as used now, its beginning last. Does nothing the second time.
+    pub fn finish(&mut self, request: &mut OffloadRequest) {
+        if !self.order.gave(&request.rank) || std::mem::replace(&mut request.is_finished, true) {
+            return;
+        }
+        for used in request.in_order().into_iter().rev() {
+            if let Some(id) = self.order.find(&used.key) {
+                self.order.touch(id);
+            }
+        }
+    }
+
+    /// Gives up all chunks, also those that transfers use.
+    pub fn clear(&mut self) {
+        drop(self.order.drain());
+        (self.arriving, self.fresh) = (0, 0);
+        self.free.clear();
+    }
+
+    /// What came and went since the last call. Of what failed only that which is not here again.
+    pub fn take_events(&mut self) -> Vec<OffloadEvent> {
+        let mut events = self.events.as_mut().map(std::mem::take).unwrap_or_default();
+        for event in events.iter_mut().filter(|event| event.change == OffloadChange::Failed) {
+            event.keys.retain(|key| self.order.find(key).is_none());
+        }
+        events.retain(|event| !event.keys.is_empty());
+        events
+    }
+
+    /// The numbers of chunks that were to be stored, one for each call since the last time.
+    pub fn take_asked(&mut self) -> Vec<usize> {
+        std::mem::take(&mut self.asked)
+    }
+
+    /// The number of chunks that were not stored since they were not offered often enough, since the last time.
+    pub const fn take_skipped(&mut self) -> usize {
+        std::mem::replace(&mut self.skipped, 0)
+    }
+
+    /// Lets a request of another table begin anew.
+    fn adopt(&self, request: &mut OffloadRequest) {
+        if !self.order.gave(&request.rank) {
+            *request = OffloadRequest { rank: self.order.rank_of_request(), ..OffloadRequest::default() };
+        }
+    }
+
+    /// Takes note that a request uses chunks. Only the first use counts.
+    fn record(&mut self, chunks: &[NamedChunk<'_>], request: &mut OffloadRequest) {
+        for &NamedChunk { key, position } in chunks {
+            if let Some(&at) = request.by_key.get(key) {
+                let known = &mut request.used[at].position;
+                *known = position.or(*known);
+                continue;
+            }
+            self.order.take_turn(&mut request.rank);
+            let found = self.order.find(key);
+            if let (Some(id), Some(position)) = (found, position) {
+                self.order.access(id, position, &mut request.rank);
+            }
+            let key = found.map_or_else(|| OffloadKey::from(key), |id| Arc::clone(self.order.key(id)));
+            request.by_key.insert(Arc::clone(&key), request.used.len());
+            request.used.push(Used { key, position });
+        }
+    }
+
+    fn find_arriving(&self, key: &[u8]) -> Option<ChunkId> {
+        self.order.find(key).filter(|&id| self.order.get(id).stage == OffloadStage::Arriving)
+    }
+
+    fn note(&mut self, change: OffloadChange, keys: Vec<OffloadKey>) {
+        if let Some(events) = &mut self.events
+            && !keys.is_empty()
+        {
+            events.push(OffloadEvent { change, keys });
+        }
+    }
+
+    /// Describes a broken invariant, if there is one.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        if let Some(fault) = self.order.fault() {
+            return Some(fault);
+        }
+        let mut places: Vec<u32> =
+            self.order.values().map(|chunk| chunk.place).chain(self.free.clone()).collect();
+        places.sort_unstable();
+        if !places.iter().copied().eq(0..self.fresh) {
+            return Some(format!("places are {places:?}, of {} that were taken", self.fresh));
+        }
+        let arriving = self.order.values().filter(|chunk| chunk.stage == OffloadStage::Arriving).count();
+        let idle = self.order.values().filter(|chunk| chunk.stage == OffloadStage::Ready && chunk.loads == 0);
+        let (counted, known) = ([arriving, idle.count()], [self.arriving, self.order.evictable()]);
+        (counted != known).then(|| format!("{counted:?} chunks are arriving and idle; {known:?} are known"))
+    }
+}
+
+fn not_here(at: usize, count: usize, what: &str) -> Error {
+    Error::new(ErrorKind::StaleBuffer, format!("chunk {at} of {count} {what}"))
+}
+
+fn expect_unfinished<'a>(
+    chunks: impl IntoIterator<Item = &'a NamedChunk<'a>>,
+    request: &OffloadRequest,
+) -> Result<()> {
+    let is_new = |chunk: &NamedChunk<'_>| !request.by_key.contains_key(chunk.key);
+    if request.is_finished && chunks.into_iter().any(is_new) {
+        return Err(Error::new(ErrorKind::State, "the request is finished: it cannot use further chunks"));
+    }
+    Ok(())
+}
+
+/// How often chunks were offered: those offered lately.
+#[derive(Debug)]
+struct Offers {
+    threshold: usize,
+    capacity: usize,
+    by_key: HashMap<OffloadKey, u32>,
+    entries: Vec<Offered>,
+    order: RecencyList,
+}
+
+#[derive(Debug)]
+struct Offered {
+    key: OffloadKey,
+    count: usize,
+}
+
+impl Offers {
+    fn new(config: OffloadConfig) -> Self {
+        Self {
+            threshold: config.store_threshold,
+            capacity: config.max_tracked,
+            by_key: HashMap::new(),
+            entries: Vec::new(),
+            order: RecencyList::default(),
+        }
+    }
+
+    fn count(&self, key: &[u8]) -> usize {
+        self.by_key.get(key).map_or(0, |&number| self.entries[widen(number)].count)
+    }
+
+    fn suffice(&self, key: &[u8]) -> bool {
+        self.count(key) >= self.threshold
+    }
+
+    /// Counts an offer. What is offered is not forgotten for it.
+    fn record(&mut self, chunks: &[NamedChunk<'_>]) {
+        let mut known: Vec<u32> = Vec::new();
+        for chunk in chunks {
+            if let Some(&number) = self.by_key.get(chunk.key) {
+                self.order.remove(number);
+                self.order.push(number);
+                self.entries[widen(number)].count += 1;
+                known.push(number);
+            }
+        }
+        known.sort_unstable();
+        known.dedup();
+        let mut forgettable = self.entries.len() - known.len();
+        for chunk in chunks {
+            if self.by_key.contains_key(chunk.key) {
+                continue;
+            }
+            let offered = Offered { key: OffloadKey::from(chunk.key), count: 1 };
+            let key = Arc::clone(&offered.key);
+            let number = if self.entries.len() < self.capacity {
+                self.entries.push(offered);
+                u32::try_from(self.entries.len() - 1).expect("chunks are numbered in 32 bits")
+            } else if forgettable > 0 {
+                forgettable -= 1;
+                let oldest = self.order.oldest().expect("some can be forgotten");
+                self.order.remove(oldest);
+                let forgotten = std::mem::replace(&mut self.entries[widen(oldest)], offered);
+                self.by_key.remove(&forgotten.key);
+                oldest
+            } else {
+                continue;
+            };
+            self.order.push(number);
+            self.by_key.insert(key, number);
+        }
+    }
+}

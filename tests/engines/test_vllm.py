@@ -1,0 +1,27 @@
+"""All of vLLM's own tests of offloading that need no GPU, on vLLM's classes and on kvpool's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from vllm_runs import APART, OFFLOADING, Ran, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return run(tmp_path_factory.mktemp("own"), "none", OFFLOADING, *APART)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("mode", "inside"), [("manager", 7), ("policy", 2)])
+def test_all_tests_of_offloading_pass(tmp_path: Path, own: Ran, mode: str, inside: int) -> None:
+    ran = run(tmp_path, mode, OFFLOADING, *APART)
+    more = Counter(ran.skipped) - Counter(own.skipped)
+    assert more.total() == inside
+    assert all("within vLLM's own class" in reason for reason in more)
+    assert ran.passed + inside == own.passed > 400

@@ -1,0 +1,78 @@
+"""Runs vLLM's own tests, and `vllm_checks.py`, in a process that finds vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+import pytest
+from sglang_on_cpu import ENGINES, HAS_PACKAGES, HERE
+
+VLLM = Path(os.environ.get("KVPOOL_VLLM_PATH") or ENGINES.with_name("vllm"))
+"""Where `make` puts the Python part of vLLM and its tests."""
+
+OFFLOADING = "tests/v1/kv_offload"
+
+APART = [
+    f"--ignore={OFFLOADING}/{name}"
+    for name in ("cpu/test_gpu_worker.py", "cpu/test_shared_offload_region.py", "tiering/p2p")
+]
+"""What copies GPU memory, maps files and talks to peers, in which kvpool has no part. Some of it is timed."""
+
+
+class Ran(NamedTuple):
+    """How many tests passed, and why others were skipped."""
+
+    passed: int
+    skipped: list[str]
+
+
+def require() -> None:
+    """Skips the test where vLLM was not installed. `make test` says that it was."""
+    if not HAS_PACKAGES:
+        pytest.skip("what vLLM depends on is installed for Linux and Python 3.11 to 3.13")
+    if not (VLLM / "vllm").is_dir():
+        missing = f"vLLM is not in {VLLM}: `make test-engines` installs it"
+        if os.environ.get("KVPOOL_REQUIRE_ENGINES") or (VLLM / ".installed").exists():
+            pytest.fail(missing)
+        pytest.skip(missing)
+
+
+def run(folder: Path, mode: str, *arguments: str) -> Ran:
+    """Runs pytest within vLLM, with classes of kvpool as `vllm_on_kvpool` has them. All tests must pass."""
+    require()
+    package = find_spec("kvpool")
+    assert package is not None
+    assert package.origin is not None
+    report = folder / "report.xml"
+    options = ["-q", "-c", os.devnull, "--rootdir", str(VLLM), "-p", "no:cacheprovider", "--timeout=300"]
+    command = [sys.executable, "-m", "pytest", "-p", "vllm_on_kvpool", *options, f"--junitxml={report}"]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=VLLM,
+        env={
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("KVPOOL_", "PYTEST_"))
+            },
+            "KVPOOL_VLLM": mode,
+            "PYTHONPATH": os.pathsep.join(
+                str(place) for place in (HERE, VLLM, ENGINES, Path(package.origin).parents[1])
+            ),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    cases = ET.parse(report).getroot().iter("testcase")  # noqa: S314 - pytest wrote it
+    reasons = [[skip.get("message", "") for skip in case.iter("skipped")] for case in cases]
+    return Ran(sum(not reason for reason in reasons), [text for reason in reasons for text in reason])

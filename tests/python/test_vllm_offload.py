@@ -1,0 +1,42 @@
+"""vLLM's offloading on kvpool: a look at its own tests, and kvpool's within it.
+
+`make test-engines` runs all of vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import vllm_runs
+from sglang_on_cpu import HERE
+from vllm_runs import OFFLOADING, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BRIEFLY = [f"{OFFLOADING}/{name}.py" for name in ("cpu/test_manager", "tiering/test_tiering_offloading")]
+
+
+def test_vllm_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(vllm_runs, "VLLM", tmp_path)
+    monkeypatch.setattr(vllm_runs, "HAS_PACKAGES", True)
+    monkeypatch.setenv("KVPOOL_REQUIRE_ENGINES", "1")
+    with pytest.raises(pytest.fail.Exception, match="vLLM is not in"):
+        vllm_runs.require()
+    monkeypatch.delenv("KVPOOL_REQUIRE_ENGINES")
+    with pytest.raises(pytest.skip.Exception, match="vLLM is not in"):
+        vllm_runs.require()
+
+
+def test_the_classes_of_kvpool_within_vllm(tmp_path: Path) -> None:
+    ran = run(tmp_path, "none", str(HERE / "vllm_checks.py"))
+    assert ran.passed >= 15
+    assert not ran.skipped
+
+
+def test_tests_of_vllm_pass_with_the_manager_of_kvpool(tmp_path: Path) -> None:
+    ran = run(tmp_path, "manager", *BRIEFLY)
+    assert ran.passed >= 120
+    assert len(ran.skipped) == 7
+    assert all("within vLLM's own class" in reason for reason in ran.skipped)
