@@ -16,6 +16,7 @@ PEERS := $(VENV)/peers
 ENGINES := $(VENV)/engines
 MOONCAKE := $(VENV)/mooncake
 VLLM := $(VENV)/vllm
+LMCACHE := $(VENV)/lmcache
 VLLM_PARTS := $(addprefix vllm-0.33.0/,vllm vllm.egg-info tests/__init__.py tests/v1/__init__.py tests/v1/kv_offload)
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
 SGLANG_TORCH := $(VENV)/torch-2.14
@@ -50,7 +51,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm bench-sglang bench-vllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-cuda bench-lmcache bench-peers bench-pymllm bench-sglang bench-vllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint stub-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -157,6 +158,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_planner.py
 	$(BIN)/python benches/bench_prefix_cache.py
 	$(BIN)/python benches/bench_host_tier.py
+	$(BIN)/python benches/bench_store.py
 	if test -f $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
@@ -230,13 +232,22 @@ bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed $(SGLANG_TORCH)/.in
 	cargo build --quiet --release --manifest-path benches/peers/kvbm/Cargo.toml --target-dir $(PEERS)/kvbm || true
 	PYTHONPATH=$(PEERS):$(SGLANG_TORCH) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
 
+# Host memory beside LMCache's pool of it, whose dependencies are SGLang's and vLLM's but for a few.
+bench-lmcache: $(EXTENSION) $(VENV)/.tools $(VLLM)/.installed $(LMCACHE)/.installed
+	PYTHONPATH=$(LMCACHE):$(ENGINES):$(VLLM) $(BIN)/python benches/bench_host_tier.py
+
+$(LMCACHE)/.installed: $(BIN)/python
+	$(PIP) install --quiet --no-deps --no-compile --target $(LMCACHE) lmcache==0.5.6 aiofile caio cffi cryptography llvmlite \
+	    numba pycparser
+	touch $@
+
 $(PEERS)/.installed: $(BIN)/python
 	mkdir -p $(PEERS)
 	-$(PIP) install --quiet --no-deps --no-compile --target $(PEERS) sglang==0.5.23 \
 	    msgspec cloudpickle cachetools dill openai distro jiter
 	-$(PIP) install --quiet --no-compile --target $(PEERS)/build 'setuptools>=77,<81' setuptools-scm setuptools-rust \
 	    wheel jinja2 cmake
-	-PYTHONPATH=$(PEERS)/build VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(PIP) install --quiet --no-deps \
+	-PYTHONPATH=$(abspath $(PEERS)/build) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(PIP) install --quiet --no-deps \
 	    --no-compile --no-build-isolation --no-binary vllm --target $(PEERS) vllm==0.33.0
 	touch $@
 

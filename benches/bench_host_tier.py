@@ -1,14 +1,17 @@
 """Pages copied to host memory and back, beside copies of as many bytes; and decode steps beside that.
 
-The alternative is `torch.Tensor.copy_` of one contiguous tensor on one thread. A page is copied in pieces of
-each layer. `copied down` includes keys, places and the wait for its end.
+The alternative is `torch.Tensor.copy_` of one contiguous tensor, and LMCache's pool of host memory where
+that is installed, all on one thread. A page is copied in pieces of each layer. `copied down` includes keys,
+places and the wait for its end.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from harness import Case, Report
@@ -65,10 +68,26 @@ class Side:
 
     def copy(self, _: int) -> None:
         """The same bytes in one call."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         self.target.copy_(self.source)
-        torch.set_num_threads(threads)
+
+
+def beside_lmcache(report: Report, side: Side, page_size: int) -> None:
+    """The same copies in LMCache's pool, in chunks of 256 tokens of slots that follow each other."""
+    from peers.lmcache_side import Chunks  # noqa: PLC0415 - where it is installed
+
+    slots = side.slots.alloc(TOKENS)
+    assert slots is not None
+    chunks = Chunks(side.kv, TOKENS, int(slots[0]), 2 * side.bytes)
+    side.slots.free(slots)
+    chunks.down()
+    what = f"{TOKENS} tokens, {side.bytes >> 20} MiB, pages of {page_size}"
+    for name, cases in (
+        ("copied down", (Case(side.down, prepare=side.empty), Case(chunks.down, prepare=chunks.empty))),
+        ("loaded", (Case(side.up, prepare=side.away), Case(chunks.up))),
+    ):
+        ours, theirs = (replace(case, calls=1) for case in cases)
+        report.compare(f"{what} {name}", ours, theirs, alternative="LMCache 0.5")
+    chunks.empty()
 
 
 class Steps:
@@ -139,6 +158,8 @@ def usable(report: Report) -> None:
 def main() -> None:
     """Measures, and reports."""
     report = Report("Host memory below a prefix cache")
+    # A tier copies on one thread; the others belong to the model.
+    torch.set_num_threads(1)
     for page_size in (16, 1):
         side = Side(page_size)
         what = f"{TOKENS} tokens, {side.bytes >> 20} MiB, pages of {page_size}"
@@ -150,6 +171,8 @@ def main() -> None:
                 alternative="copy_",
                 least_ratio=LEAST,
             )
+        if find_spec("lmcache") is not None:
+            beside_lmcache(report, side, page_size)
         side.away()
         steps(report, side, page_size)
     usable(report)
