@@ -11,6 +11,7 @@ import devices
 import pytest
 import torch
 from common import some
+from memory_store import Memory
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +19,7 @@ from kvpool import (
     BufferPool,
     ChunkPool,
     DriverError,
+    FileStore,
     GDNPool,
     HostTier,
     KVPool,
@@ -32,6 +34,9 @@ from kvpool.observe import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvpool import Store
 
 Sample = tuple[str, str]
 
@@ -67,6 +72,12 @@ def scrape() -> Iterator[Callable[[], dict[Sample, float]]]:
 def named(pool: Any, name: str) -> Any:  # noqa: ANN401
     pool.name = name
     return pool
+
+
+def values_of(pool: str) -> dict[str, float]:
+    families = metrics.PoolCollector().collect()
+    samples = [sample for family in families for sample in family.samples if "le" not in sample.labels]
+    return {sample.name: sample.value for sample in samples if sample.labels["pool"] == pool}
 
 
 def test_a_scrape_has_the_numbers_of_every_pool(scrape: Callable[[], dict[Sample, float]]) -> None:
@@ -139,16 +150,11 @@ def test_the_numbers_of_host_tiers() -> None:
     tier = named(HostTier(kv, 32, states=states, max_states=5), "tier")
     cache = named(PrefixCache(slots, states=states, tiers=(tier,)), "cache")
 
-    def values(of: str) -> dict[str, float]:
-        families = metrics.PoolCollector().collect()
-        samples = [sample for family in families for sample in family.samples if "le" not in sample.labels]
-        return {sample.name: sample.value for sample in samples if sample.labels["pool"] == of}
-
     lease, new = cache.match(range(8)), slots.alloc(8)
     lease.publish(range(8), new, state=1)
     lease.release()
     deadline = time.monotonic() + 30
-    while values("tier")["kvpool_host_arriving"]:
+    while values_of("tier")["kvpool_host_arriving"]:
         assert time.monotonic() < deadline
         cache.evictable_size()
     cache.evict(8)
@@ -156,7 +162,7 @@ def test_the_numbers_of_host_tiers() -> None:
     load = some(lease.load())
     load.wait_layer(1)
     assert load.length == 8
-    assert values("tier") == {
+    assert values_of("tier") == {
         "kvpool_host_pages": 2,
         "kvpool_host_pages_capacity": 8,
         "kvpool_host_snapshots": 1,
@@ -168,9 +174,51 @@ def test_the_numbers_of_host_tiers() -> None:
         "kvpool_host_evicted_total": 0,
         "kvpool_host_skipped_total": 0,
         "kvpool_host_failed_total": 0,
+        "kvpool_host_fetched_total": 0,
         "kvpool_memory_bytes": tier.mem_bytes(),
     }
-    assert values("cache")["kvpool_prefix_loaded_tokens_total"] == 8
+    assert values_of("cache")["kvpool_prefix_loaded_tokens_total"] == 8
+
+
+def test_the_numbers_of_stores(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    device = devices.current()
+    kv = KVPool(16, 2, 1, 2, device, torch.float32, page_size=4)
+
+    def cache(name: str, store: FileStore | Store) -> PrefixCache:
+        tiers = (HostTier(kv, 32), store)
+        slots = TokenToKVPoolAllocator(16, device, 4)
+        return PrefixCache(slots, tiers=tiers, model="a model", name=name)
+
+    def values(of: str) -> dict[str, float]:
+        return {name: value for name, value in values_of(of).items() if name.startswith("kvpool_store_")}
+
+    class Broken(Memory):
+        def stats(self) -> dict[str, int]:
+            raise RuntimeError("nobody knows")
+
+    with FileStore(tmp_path, 1 << 20, page_bytes=128) as files, Memory() as memory, Broken() as broken:
+        stores: list[FileStore | Store] = [files, files, memory, broken]
+        caches = [cache(f"cache-{number}", store) for number, store in enumerate(stores)]
+        slots = caches[0].allocator.alloc(8)
+        caches[0].insert(range(8), some(slots))
+        deadline = time.monotonic() + 30
+        while values("cache-0")["kvpool_store_pages"] < 2:
+            assert time.monotonic() < deadline
+        assert values("cache-0") == {
+            "kvpool_store_pages": 2,
+            "kvpool_store_pages_capacity": 256,
+            "kvpool_store_queued": 0,
+            "kvpool_store_bytes": 256,
+            **{
+                f"kvpool_store_{name}_total": 0
+                for name in ("hits", "misses", "evicted", "damaged", "dropped", "errors", "read_bytes")
+            },
+            "kvpool_store_written_bytes_total": 256,
+        }
+        assert values("cache-1") == {}  # it is counted once
+        assert values("cache-2") == {"kvpool_store_queued_bytes": 0, "kvpool_store_dropped_total": 0}
+        assert values("cache-3") == {}
+        assert "cannot read the statistics of a Broken: nobody knows" in caplog.text
 
 
 def test_every_number_of_a_pool_is_exported_or_describes_it(

@@ -15,8 +15,9 @@ which neither waits for a GPU nor visits single units: it costs microseconds per
 Names follow the conventions of Prometheus: `kvpool_slots_in_use`, `kvpool_chunks_available` and so on are
 gauges that count units of the pool (`Pool.unit`), `kvpool_..._bytes` are gauges in bytes, and
 `kvpool_..._total` are counters. Those of a prefix cache begin with `kvpool_prefix_` and count tokens, those
-of a host tier with `kvpool_host_` and count pages and snapshots of states. Each has the labels `pool`
-(`Pool.name`, which you can set), `class` and `device`.
+of a host tier with `kvpool_host_` and count pages and snapshots of states, and those of a store below a cache
+with `kvpool_store_`. Each has the labels `pool` (`Pool.name`, which you can set; for a store that of its
+cache), `class` and `device`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from kvpool.observe.registry import pools
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvpool._kvpool import Pool
+    from kvpool._kvpool import FileStore, Pool
+    from kvpool.store import Store
 
 __all__ = ["PoolCollector", "register"]
 
@@ -111,6 +113,25 @@ _TIER_COUNTERS = {
     "evicted": ("kvpool_host_evicted", "Pages and snapshots given up for others"),
     "skipped": ("kvpool_host_skipped", "Pages and snapshots not copied, as copies used every place"),
     "failed": ("kvpool_host_failed", "Pages and snapshots whose copy failed"),
+    "fetched": ("kvpool_host_fetched", "Pages and snapshots that came from a store"),
+}
+# Of a store below a cache: key, name and help.
+_STORES = {
+    "pages": ("kvpool_store_pages", "Pages in the store"),
+    "capacity": ("kvpool_store_pages_capacity", "Pages that the store has room for"),
+    "queued": ("kvpool_store_queued", "Pages that wait to be written"),
+    "bytes": ("kvpool_store_bytes", "Bytes of pages in the store"),
+    "queued_bytes": ("kvpool_store_queued_bytes", "Bytes of pages that wait to be written, or are"),
+}
+_STORE_COUNTERS = {
+    "hits": ("kvpool_store_hits", "Pages that were read"),
+    "misses": ("kvpool_store_misses", "Pages that were to be read and not found"),
+    "evicted": ("kvpool_store_evicted", "Pages given up for others"),
+    "damaged": ("kvpool_store_damaged", "Pages, and entries of the index, whose checksum failed"),
+    "dropped": ("kvpool_store_dropped", "Pages not written, as too many waited"),
+    "errors": ("kvpool_store_errors", "Errors of the system"),
+    "read_bytes": ("kvpool_store_read_bytes", "Bytes read"),
+    "written_bytes": ("kvpool_store_written_bytes", "Bytes written"),
 }
 _AGES = (
     "kvpool_prefix_eviction_age_tokens",
@@ -129,6 +150,8 @@ class PoolCollector(Collector):
         """Collect the statistics of all pools as metric families."""
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         ages = HistogramMetricFamily(*_AGES, labels=_LABELS)
+        # Each with the first cache that has it.
+        stores: dict[FileStore | Store, str] = {}
         for pool in pools():
             labels = [pool.name, type(pool).__name__, pool.device]
             try:
@@ -143,9 +166,28 @@ class PoolCollector(Collector):
                     families.setdefault(family.name, family).add_metric(labels, value)
             if isinstance(pool, PrefixCache):
                 ages.add_metric(labels, _buckets(pool.eviction_ages()), None)
+                stores.update({store: pool.name for store in pool.tiers[1:] if store not in stores})
+        for store, name in stores.items():
+            for family, value in _of_store(store):
+                known = families.setdefault(family.name, family)
+                known.add_metric([name, type(store).__name__, "cpu"], value)
         yield from families.values()
         if ages.samples:
             yield ages
+
+
+def _of_store(store: FileStore | Store) -> Iterator[tuple[GaugeMetricFamily | CounterMetricFamily, int]]:
+    """The metric families of a store, and their values."""
+    try:
+        stats = cast("dict[str, int]", store.stats())
+    except RuntimeError as error:
+        _log.warning("cannot read the statistics of a %s: %s", type(store).__name__, error)
+        return
+    for key, value in stats.items():
+        if key in _STORES:
+            yield GaugeMetricFamily(*_STORES[key], labels=_LABELS), value
+        elif key in _STORE_COUNTERS:
+            yield CounterMetricFamily(*_STORE_COUNTERS[key], labels=_LABELS), value
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:
