@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -390,6 +391,48 @@ def test_a_full_disk_goes_on_with_the_pages_that_it_has_space_for(
         assert "cannot write a page: File too large" in record.getMessage(), record.getMessage()
         """
     )
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A file system of 80 KiB of its own: the pages that were stored stay, later ones evict the oldest."""
+    mount = f"mount -t tmpfs -o size=80k tmpfs {shlex.quote(str(tmp_path))}"
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]
+    try:
+        tried = subprocess.run([*alone, mount], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    if tried.returncode:
+        pytest.skip(f"needs a file system of its own: {tried.stderr.strip()}")
+    code = f"""
+        import logging
+        import numpy as np
+        import kvpool
+
+        said = []
+        handler = logging.Handler()
+        handler.emit = said.append
+        logging.getLogger("kvpool").addHandler(handler)
+        keys = [bytes([number]) * 32 for number in range(40)]
+        pages = np.arange(40, dtype=np.uint8)[:, None].repeat(4096, 1)
+        with kvpool.FileStore({str(tmp_path)!r}, 1 << 20, page_bytes=4096, threads=1) as store:
+            first = store.put(keys[:30], pages[:30])
+            # One finds the disk full. Those behind it evict others.
+            assert first.wait() and sum(first.present) == 29, first.present
+            held = len(store)
+            assert 10 <= held < 20 and store.stats()["errors"] == 1, store.stats()
+            later = store.put(keys[30:], pages[30:])
+            assert later.wait() and all(later.present) and len(store) == held
+        with kvpool.FileStore({str(tmp_path)!r}, 1 << 20, page_bytes=4096) as store:
+            out = np.full((40, 4096), 255, dtype=np.uint8)
+            get = store.get(keys, out)
+            assert get.wait() and sum(get.present) == held
+            assert (out == pages)[get.present].all()
+        [record] = said
+        assert "cannot write a page: No space left on device" in record.getMessage(), record.getMessage()
+    """
+    program = f"{mount}; exec {shlex.quote(sys.executable)} -c {shlex.quote(textwrap.dedent(code))}"
+    done = subprocess.run([*alone, program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_random_damage_is_never_believed(tmp_path: Path) -> None:
