@@ -329,9 +329,12 @@ def test_a_planner_takes_a_lease_that_loads(device: str) -> None:
     plan = some(planner.extend([row], [lease.length], [27], prefixes=[lease]))
     with pytest.raises(ConfigError, match=r"24 tokens of the lease are on their way|request row 1 already"):
         lease.load()
-    if not load.query():
-        with pytest.raises(ConfigError, match="row 1, which uses the pages"):
-            load.cancel()
+    try:
+        load.cancel()
+    except ConfigError as error:
+        assert "row 1, which uses the pages" in str(error)  # noqa: PT017 - a thread may be done with it
+    else:
+        assert load.query()
     slots = table.req_to_token[row, :27].clone()
     assert torch.equal(slots[:24].cpu(), lease.slots.cpu())
     for layer in range(LAYERS):
