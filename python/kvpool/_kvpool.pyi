@@ -84,6 +84,8 @@ __all__ = [
     "_StoreQueue",
     "_Workspace",
     "__version__",
+    "_after_fork",
+    "_before_fork",
     "_footprint",
     "_noted",
     "_pools",
@@ -148,6 +150,12 @@ def _report_leaks_with(reporter: Callable[[], ModuleType]) -> None:
     Args:
         reporter: Called for each report, so that the first report imports the module.
     """
+
+def _before_fork() -> None:
+    """Keeps threads of stores from holding locks while the process is forked, which a child would wait for."""
+
+def _after_fork() -> None:
+    """Ends `_before_fork`, in both processes."""
 
 def _zeros(shape: Sequence[int], dtype: str, device: str = "cpu") -> torch.Tensor:
     """Returns a tensor of zeros, made in the same way as the tensors of the pools. Tests use it to cover every
@@ -3730,17 +3738,14 @@ class StoreTransfer:
 
 @final
 class Fetch:
-    """A prompt on its way from a store to the `HostTier` above it, made by `PrefixCache.fetch`. Keeps there what the prompt
-    needs as long as it lives: drop it when the request has its lease and `Load`.
+    """A prompt on its way from a store to the `HostTier` above it, made by `PrefixCache.fetch`. As long as it lives, it keeps
+    there what it brought and what it found there: drop it when the request has its lease and `Load`. What the device
+    has of the prompt it does not keep.
     """
 
     @property
     def length(self) -> int:
         """Tokens that came from the store so far, in whole pages. `PrefixCache.match` tells what a request can load."""
-    def __len__(self) -> int:
-        """Return len(self)."""
-    def __bool__(self) -> bool:
-        """True if self else False"""
     def query(self) -> bool:
         """Returns whether no more will come. Does not wait."""
     def wait(self, timeout: float | None = None) -> bool:
@@ -3760,13 +3765,9 @@ class Fetch:
 
 @final
 class _StoreQueue:
-    """The calls of a `Store`, for threads that answer them.
+    """The calls of a `Store`, for threads that answer them."""
 
-    Args:
-        queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
-    """
-
-    def __new__(cls, queue_bytes: SupportsIndex) -> _StoreQueue: ...
+    def __new__(cls) -> _StoreQueue: ...
     def next(self, writes: bool) -> _Errand | None:
         """Returns the next call, of those that write or of the others, or `None` after a while without one. Waits without
         the GIL.
@@ -3782,8 +3783,6 @@ class _StoreQueue:
         """
     def abandon(self) -> None:
         """Takes no more calls, and drops those that are not being answered."""
-    def stats(self) -> dict[str, int]:
-        """Returns `queued_bytes` and `dropped` pages."""
 
 @final
 class _Errand:

@@ -148,6 +148,8 @@ class TierStats(PoolStats):
     skipped: int
     failed: int
     fetched: int
+    storing: int
+    unstored: int
     registered: int
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from kvpool._kvpool import FileStore, _StoreQueue
+from kvpool._kvpool import FileStore, _after_fork, _before_fork, _StoreQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,19 +37,22 @@ class Store(ABC):
     the pools, the page size, the namespace, and all tokens up to the page's end. What is there need never be
     written again, and many caches can share a store. A snapshot of a state is a page, too, of another size.
 
-    Args:
-        queue_bytes: Bytes of pages that wait to be written, or are. Further ones are dropped.
-
-    Raises:
-        ConfigError: If `queue_bytes` is below 1.
+    A cache lets at most half of the host tier wait to be written. The constructor of a subclass calls that of
+    this class at its end, when it can be asked.
     """
 
-    def __init__(self, *, queue_bytes: int = 256 << 20) -> None:
-        self._queue = _StoreQueue(queue_bytes)
-        for writes in (False, True):
-            # The threads let go of a store that nothing else holds.
-            target = (self._queue, weakref.ref(self), writes)
-            threading.Thread(target=_serve, args=target, name="kvpool-store").start()
+    def __init__(self) -> None:
+        self._queue = _StoreQueue()
+        self._threads = [
+            # They let go of a store that nothing else holds.
+            threading.Thread(
+                target=_serve, args=(self._queue, weakref.ref(self), writes), name="kvpool-store", daemon=True
+            )
+            for writes in (False, True)
+        ]
+        for thread in self._threads:
+            thread.start()
+        weakref.finalize(self, _end, self._queue, self._threads)
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
@@ -84,21 +88,17 @@ class Store(ABC):
                 the tier.
         """
 
-    def stats(self) -> dict[str, int]:
-        """Return `queued_bytes` of pages that wait to be written, or are, and `dropped` pages.
-
-        Raises:
-            RuntimeError: In the child of a fork.
-        """
-        return self._queue.stats()
-
     def close(self) -> None:
         """Take no more calls, and wait until those before are answered.
 
         Raises:
             RuntimeError: In the child of a fork.
         """
-        self._queue.close()
+        if threading.current_thread() in self._threads:
+            # It would wait for itself.
+            self._queue.abandon()
+        else:
+            self._queue.close()
 
     def __enter__(self) -> Self:
         return self
@@ -113,20 +113,28 @@ class Store(ABC):
 
 
 Store.register(FileStore)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+
+
+def _end(queue: _StoreQueue, threads: list[threading.Thread]) -> None:
+    """End the threads of a store that is gone, or at the end of the program."""
+    queue.abandon()
+    if not threading.main_thread().is_alive():
+        # They may not come back to the interpreter later. One that a store keeps does not.
+        for thread in threads:
+            thread.join(1.0)
 
 
 def _serve(queue: _StoreQueue, store: weakref.ref[Store], writes: bool) -> None:
-    """Answer the calls of a store until it is closed, or gone, or the program ends."""
-    while threading.main_thread().is_alive():
+    """Answer the calls of a store until it is closed, or gone."""
+    while True:
         try:
             errand = queue.next(writes)
         except RuntimeError:
             return
         here = store()
-        if here is None:
-            queue.abandon()
-            return
-        if errand is not None:
+        if here is not None and errand is not None:
             _answer(here, errand)
         # Not held while the next call is waited for.
         del here, errand
@@ -142,6 +150,6 @@ def _answer(store: Store, errand: _Errand) -> None:
         else:
             present = store.write(keys, addresses, sizes)
         errand.finish([bool(is_present) for is_present in present])
-    except Exception:
+    except BaseException:
         _logger.exception("%s: %s of %d pages has failed", type(store).__name__, kind, len(keys))
         errand.finish([])

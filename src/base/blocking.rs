@@ -23,6 +23,11 @@ pub fn on_own_thread() {
     IS_OURS.set(true);
 }
 
+/// Whether [`on_own_thread`] was called on this thread.
+pub(super) fn is_own_thread() -> bool {
+    IS_OURS.get()
+}
+
 /// Installs `section` around every later call of [`blocking`] in this process. Later installations have no
 /// effect.
 pub fn on_blocking(section: Section) {

@@ -8,6 +8,7 @@ pub(crate) mod bounded;
 mod device;
 mod dtype;
 mod error;
+mod fork_gate;
 mod ids;
 mod large;
 mod prefetch;
@@ -19,6 +20,7 @@ pub use blocking::{LONG_COPY, Section, blocking, on_blocking, on_own_thread};
 pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};
+pub use fork_gate::{ForkGate, close_fork_gate, open_fork_gate};
 pub use ids::{
     BufferId, ChunkId, Id, IndexNumber, IndexVec, PADDING, Page, PoolPage, RequestRow, Slot, StateSlot, widen,
 };

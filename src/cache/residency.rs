@@ -13,8 +13,10 @@ pub struct EntryId(u32);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// On its way here, and not to be found.
+    /// On its way here from the device, and not to be found.
     Arriving,
+    /// The same from further below: something else may bring it first.
+    Fetched,
     /// Complete.
     Ready,
     /// Given up, but held.
@@ -96,10 +98,20 @@ impl<P: Copy> Residency<P> {
         self.by_key.len() - self.ready
     }
 
-    /// Whether a page is here or on its way.
+    /// Whether a page is here, or on its way from the device.
     #[must_use]
     pub fn contains(&self, key: &PageHash) -> bool {
-        self.by_key.contains_key(key)
+        self.by_key.get(key).is_some_and(|&entry| self.entry(entry).stage != Stage::Fetched)
+    }
+
+    /// Gives up a page that is on its way from further below, if it is. Its place stays in use until
+    /// [`Self::arrive`] or [`Self::fail`].
+    pub fn give_up_fetch(&mut self, key: &PageHash) {
+        if let Some(&entry) = self.by_key.get(key)
+            && self.entry(entry).stage == Stage::Fetched
+        {
+            self.remove(entry);
+        }
     }
 
     /// The entry of a page that is complete.
@@ -133,10 +145,20 @@ impl<P: Copy> Residency<P> {
         self.entries.len() - self.vacant.len()
     }
 
-    /// Lets a page begin to arrive, which [contains](Self::contains) says is not here.
+    /// Lets a page begin to arrive from the device, which [contains](Self::contains) says is not here.
     pub fn begin(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
+        self.add(key, namespace, place, Stage::Arriving)
+    }
+
+    /// The same from further below. What the device has takes its place, if that begins to arrive meanwhile.
+    pub fn begin_fetch(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
+        self.add(key, namespace, place, Stage::Fetched)
+    }
+
+    fn add(&mut self, key: PageHash, namespace: &Namespace, place: P, stage: Stage) -> EntryId {
+        self.give_up_fetch(&key);
         let namespace = hash_of(namespace);
-        let entry = Entry { key, place, namespace, holders: 1, is_above: false, stage: Stage::Arriving };
+        let entry = Entry { key, place, namespace, holders: 1, is_above: false, stage };
         let number = if let Some(number) = self.vacant.pop() {
             self.entries[widen(number)] = entry;
             number
@@ -154,7 +176,7 @@ impl<P: Copy> Residency<P> {
     /// Returns its place if it was given up meanwhile.
     pub fn arrive(&mut self, entry: EntryId, is_above: bool) -> Option<P> {
         let here = self.entry_mut(entry.0);
-        if here.stage == Stage::Arriving {
+        if matches!(here.stage, Stage::Arriving | Stage::Fetched) {
             (here.stage, here.is_above) = (Stage::Ready, is_above);
             self.ready += 1;
         }
@@ -288,7 +310,7 @@ impl<P: Copy> Residency<P> {
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let of = |stage| self.entries.iter().filter(|entry| entry.stage == stage).count();
-        let counted = [of(Stage::Ready), of(Stage::Arriving), of(Stage::Vacant)];
+        let counted = [of(Stage::Ready), of(Stage::Arriving) + of(Stage::Fetched), of(Stage::Vacant)];
         let known = [self.ready, self.arriving(), self.vacant.len()];
         let mut ordered = 0;
         for (order, is_above) in self.order.iter().zip([false, true]) {

@@ -265,14 +265,13 @@ impl FileStore {
     /// As [`FileStore::get`].
     pub fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_rows(&rows)?;
-        self.begin_put(keys, rows)
+        self.begin_put(keys, rows, self.shared.config.queue_bytes / self.shared.config.page_bytes)
     }
 
-    /// Writes pages from rows. What is behind a shorter row in its page is zero.
-    fn begin_put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
+    /// Writes pages from rows, unless `most` wait already. What is behind a shorter row in its page is zero.
+    fn begin_put(&self, keys: Vec<PageHash>, rows: HostRows, most: usize) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
         let mut state = self.open_state()?;
-        let most = self.shared.config.queue_bytes / self.shared.config.page_bytes;
         let (mut known, mut pages) = (Vec::new(), Vec::new());
         let mut present = vec![false; keys.len()];
         for (page, key) in keys.iter().enumerate() {
@@ -511,7 +510,7 @@ impl Store for FileStore {
 
     fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_fit(&rows)?;
-        self.begin_put(keys, rows)
+        self.begin_put(keys, rows, usize::MAX)
     }
 }
 

@@ -4,21 +4,20 @@ mod pieces;
 mod storage;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::base::sync::lock;
-use crate::base::{ChunkId, Error, Id, Page, Result, StateSlot};
-use crate::cache::{Lower, Namespace, Offered, OfferedPages, Offering, PageHash, Residency};
-use crate::index::Ticket;
+use crate::base::{Error, ForkGate, Id, Page, Result, StateSlot};
+use crate::cache::{Lower, Namespace, Offered, OfferedPages, Offering, PageHash};
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
 use crate::transfer::{Lane, Transfer};
 
 use super::{GdnPool, KvPool, Stats, at_least_one};
-use storage::{Arrivals, Storage};
+use storage::{Arrivals, Resident, Storage};
 
-pub(super) use pieces::{HeldPieces, Incoming, PieceKind};
+pub(super) use pieces::{HeldPieces, Incoming, Outgoing, PieceKind};
 
 /// The shape of a [`HostTier`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +91,10 @@ pub(super) struct TierCounts {
     failed: usize,
     /// Copied here from the store below.
     fetched: usize,
+    /// On their way to the store below.
+    storing: usize,
+    /// Not taken by the store below.
+    unstored: usize,
 }
 
 /// Pages and snapshots on their way down, from places of the device that must not change meanwhile.
@@ -126,8 +129,8 @@ impl Write {
 
 /// What a tier has, under its locks.
 pub(super) struct Contents<'a> {
-    pages: MutexGuard<'a, Residency<Ticket<ChunkId>>>,
-    states: Option<MutexGuard<'a, Residency<Ticket<ChunkId>>>>,
+    pages: Resident<'a>,
+    states: Option<Resident<'a>>,
 }
 
 impl Lower for Contents<'_> {
@@ -250,8 +253,8 @@ impl HostTier {
     }
 
     /// The statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and `state_capacity`; what
-    /// was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`, and `fetched` from a store, with
-    /// snapshots; `bytes`.
+    /// was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`, and `fetched` from a store, what
+    /// is on its way to it (`storing`) and what it did not take (`unstored`), with snapshots; `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *lock(&self.counts);
@@ -269,6 +272,8 @@ impl HostTier {
             ("skipped", counts.skipped),
             ("failed", counts.failed),
             ("fetched", counts.fetched),
+            ("storing", counts.storing),
+            ("unstored", counts.unstored),
             ("registered", self.storages().map(Storage::registered).sum()),
             ("bytes", self.mem_bytes()),
         ])
@@ -298,19 +303,23 @@ impl HostTier {
         std::iter::once(&self.pages).chain(&self.states)
     }
 
-    /// Makes it the tier of a prefix cache, until [`Self::let_go`]. Pages of another `model` are given up.
+    /// Makes it the tier of a prefix cache, until [`Self::let_go`].
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if another one has it.
-    pub(super) fn take(&self, model: Option<&str>) -> Result<()> {
+    pub(super) fn take(&self) -> Result<()> {
         if self.is_taken.swap(true, Ordering::AcqRel) {
             return Err(Error::config("the host tier belongs to another prefix cache"));
         }
+        Ok(())
+    }
+
+    /// Takes note of which model the pages are from now on. Those of another one are given up.
+    pub(super) fn set_model(&self, model: Option<&str>) {
         let before = std::mem::replace(&mut *lock(&self.model), model.map(str::to_owned));
         if before.as_deref() != model {
             self.clear(None);
         }
-        Ok(())
     }
 
     /// Ends [`Self::take`]: the device has none of the pages any more.
@@ -437,6 +446,7 @@ impl HostTier {
     }
 
     fn count(&self, more: TierCounts) {
+        let _gate = ForkGate::enter_on_own_thread();
         let mut counts = lock(&self.counts);
         counts.written += more.written;
         counts.loaded += more.loaded;
@@ -444,5 +454,6 @@ impl HostTier {
         counts.skipped += more.skipped;
         counts.failed += more.failed;
         counts.fetched += more.fetched;
+        counts.unstored += more.unstored;
     }
 }

@@ -16,19 +16,19 @@ use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Error, Id, IndexVec, Page, Result, StateSlot};
 use crate::cache::{
     AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Lower, Namespace, OfferedPages, Offering,
-    PageHash, PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
+    PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
 
 use super::fences::Fence;
-use super::host_tier::{HeldPieces, PieceKind};
+use super::host_tier::{HeldPieces, Incoming};
 use super::token_to_kv_pool_allocator::Changing;
 use super::{GdnPool, HostTier, Obtainable, Reclaim, Store, TokenToKvPoolAllocator};
 use crate::transfer::Transfer;
 use backing::Visits;
 use below::{Below, Given, Parting, free_states};
-use fetch::Sought;
+use fetch::{Clears, Sought};
 use load::{Loadable, Tail};
 
 pub use fetch::Fetch;
@@ -387,11 +387,14 @@ impl PrefixCache {
         let page_size = kept.tree.page_size();
         let pages = (limit.min(tokens.count()) - beyond.usable) / page_size;
         let pages = pages.min(below.tier.config().size / page_size);
+        if pages == 0 {
+            return Ok(Fetch::nothing());
+        }
         let sought = Sought {
             namespace: namespace.clone(),
             tokens: tokens.to_vec(beyond.usable..beyond.usable + pages * page_size)?,
             beyond,
-            clears: [PieceKind::Page, PieceKind::State].map(|kind| below.tier.clears(kind)),
+            clears: Clears::now(&below.tier),
             has_events: self.shared.config.events.is_some(),
         };
         Fetch::begin(backing, sought)
@@ -513,12 +516,20 @@ impl Shared {
         }
     }
 
-    /// Takes note of pages that came to the tier below from a store, and of what went for them.
-    fn note_below(&self, arrived: &[OfferedPages], gone: Vec<PageHash>) {
+    /// Makes places in the tier below for pages from a store, and takes note of what went for them.
+    fn expect_below(&self, expect: impl FnOnce() -> Option<Incoming>) -> Option<Incoming> {
         let mut kept = lock(&self.kept);
-        let Kept { below: Some(below), tree, .. } = &mut *kept else { return };
-        tree.note_dropped_below(gone);
-        below.tell(tree, arrived);
+        let mut incoming = expect()?;
+        kept.tree.note_dropped_below(std::mem::take(&mut incoming.gone));
+        Some(incoming)
+    }
+
+    /// Takes note of pages that came to the tier below from a store.
+    fn note_below(&self, arrived: &[OfferedPages]) {
+        let mut kept = lock(&self.kept);
+        if let Kept { below: Some(below), tree, .. } = &mut *kept {
+            below.tell(tree, arrived);
+        }
     }
 
     /// Returns snapshots to their pool.

@@ -9,7 +9,7 @@ use crate::base::{Error, ErrorKind, Result, blocking};
 use crate::cache::PageHash;
 use crate::memory::HostRows;
 
-use super::{Stats, Store, StoreTransfer, at_least_one};
+use super::{Store, StoreTransfer};
 
 /// What an [`Errand`] asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +20,17 @@ pub enum ErrandKind {
     Read,
     /// Copies of memory as pieces.
     Write,
+}
+
+impl ErrandKind {
+    /// The queue of such errands.
+    #[must_use]
+    pub const fn queue(self) -> ErrandQueue {
+        match self {
+            Self::Find | Self::Read => ErrandQueue::Reads,
+            Self::Write => ErrandQueue::Writes,
+        }
+    }
 }
 
 /// The queue that an [`Errand`] waits in.
@@ -36,7 +47,7 @@ pub enum ErrandQueue {
 /// ```
 /// use std::time::Duration;
 /// use kvpool::pool::{ErrandKind, ErrandQueue, RemoteStore, Store};
-/// let store = RemoteStore::new(1 << 20).unwrap();
+/// let store = RemoteStore::default();
 /// std::thread::scope(|scope| {
 ///     scope.spawn(|| {
 ///         let errand = store.next(ErrandQueue::Reads, Duration::from_secs(60)).unwrap().expect("one was queued");
@@ -49,7 +60,12 @@ pub enum ErrandQueue {
 #[derive(Debug)]
 pub struct RemoteStore {
     process: u32,
-    queue_bytes: usize,
+    shared: Arc<Shared>,
+}
+
+/// What a store and its errands have in common.
+#[derive(Debug, Default)]
+struct Shared {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -58,24 +74,9 @@ pub struct RemoteStore {
 struct State {
     reads: VecDeque<Errand>,
     writes: VecDeque<Errand>,
-    busy: Arc<Busy>,
+    /// Errands that are not answered.
+    open: usize,
     is_closed: bool,
-    dropped: usize,
-}
-
-/// What is asked for and not answered.
-#[derive(Debug, Default)]
-struct Busy {
-    now: Mutex<Asked>,
-    /// Signals that there is nothing any more.
-    over: Condvar,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Asked {
-    errands: usize,
-    /// Bytes that are written, or wait to be.
-    writing: usize,
 }
 
 /// A call of a store. If it is dropped, nothing was there and nothing was done.
@@ -86,35 +87,24 @@ pub struct Errand {
     rows: Option<HostRows>,
     transfer: Arc<StoreTransfer>,
     present: Vec<bool>,
-    /// What it adds to the bytes that are written.
-    bytes: usize,
-    busy: Arc<Busy>,
+    shared: Arc<Shared>,
+}
+
+impl Default for RemoteStore {
+    /// A store without calls.
+    fn default() -> Self {
+        Self { process: std::process::id(), shared: Arc::default() }
+    }
 }
 
 impl RemoteStore {
-    /// A store without calls. Pieces of more than `queue_bytes` that wait to be written are dropped.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] for no bytes.
-    pub fn new(queue_bytes: usize) -> Result<Self> {
-        at_least_one(&[("queue_bytes", queue_bytes)])?;
-        let (state, changed) = (Mutex::default(), Condvar::new());
-        Ok(Self { process: std::process::id(), queue_bytes, state, changed })
-    }
-
-    /// Bytes of pieces that may wait to be written.
-    #[must_use]
-    pub const fn queue_bytes(&self) -> usize {
-        self.queue_bytes
-    }
-
     /// The next call of a queue; waits for one up to `timeout`. `None` if there is none.
     ///
     /// # Errors
     /// [`ErrorKind::State`] once the store is closed, or in the child of a fork.
     pub fn next(&self, queue: ErrandQueue, timeout: Duration) -> Result<Option<Errand>> {
         let begin = Instant::now();
-        let mut state = self.open()?;
+        let mut state = self.state()?;
         loop {
             if let Some(errand) = state.queue(queue).pop_front() {
                 return Ok(Some(errand));
@@ -126,7 +116,7 @@ impl RemoteStore {
             if left.is_zero() {
                 return Ok(None);
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -135,18 +125,16 @@ impl RemoteStore {
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.
     pub fn close(&self, timeout: Duration) -> Result<bool> {
+        let begin = Instant::now();
         let mut state = self.state()?;
         state.is_closed = true;
-        let busy = Arc::clone(&state.busy);
-        drop(state);
-        self.changed.notify_all();
-        let (begin, mut now) = (Instant::now(), lock(&busy.now));
-        while now.errands > 0 {
+        self.shared.changed.notify_all();
+        while state.open > 0 {
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
                 return Ok(false);
             }
-            now = busy.over.wait_timeout(now, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(true)
     }
@@ -156,22 +144,10 @@ impl RemoteStore {
         let Ok(mut state) = self.state() else { return };
         state.is_closed = true;
         let (reads, writes) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.writes));
-        state.dropped += writes.iter().map(|errand| errand.keys.len()).sum::<usize>();
         drop(state);
-        self.changed.notify_all();
-        // Without the lock: the owners of their memory have locks of their own.
+        self.shared.changed.notify_all();
+        // Without the lock, which they take.
         drop((reads, writes));
-    }
-
-    /// The statistics: `queued_bytes` that wait to be written or are, and `dropped` pieces for which there was no
-    /// room.
-    ///
-    /// # Errors
-    /// [`ErrorKind::State`] in the child of a fork.
-    pub fn stats(&self) -> Result<Stats> {
-        let state = self.state()?;
-        let writing = lock(&state.busy.now).writing;
-        Ok(Stats::from([("queued_bytes", writing), ("dropped", state.dropped)]))
     }
 
     fn state(&self) -> Result<MutexGuard<'_, State>> {
@@ -179,52 +155,32 @@ impl RemoteStore {
             let text = "the store belongs to the process that this one was forked from";
             return Err(Error::new(ErrorKind::State, text));
         }
-        Ok(lock(&self.state))
-    }
-
-    fn open(&self) -> Result<MutexGuard<'_, State>> {
-        let state = self.state()?;
-        if state.is_closed { Err(closed()) } else { Ok(state) }
+        Ok(lock(&self.shared.state))
     }
 
     fn queue(
         &self,
         kind: ErrandKind,
-        mut keys: Vec<PageHash>,
+        keys: Vec<PageHash>,
         rows: Option<HostRows>,
     ) -> Result<Arc<StoreTransfer>> {
         if let Some(rows) = rows.as_ref().filter(|rows| rows.len() != keys.len()) {
             return Err(Error::config(format!("there are {} keys for {} pieces", keys.len(), rows.len())));
         }
-        let count = keys.len();
-        let mut state = self.open()?;
-        let busy = Arc::clone(&state.busy);
-        let (mut now, mut bytes) = (lock(&busy.now), 0);
-        if let (Some(rows), ErrandKind::Write) = (&rows, kind) {
-            let sums = (0..count).scan(0, |sum: &mut usize, row| {
-                *sum = sum.saturating_add(rows.bytes_of(row));
-                Some(*sum)
-            });
-            // The first are what the others are no use without.
-            let fitting: Vec<_> =
-                sums.take_while(|sum| now.writing.saturating_add(*sum) <= self.queue_bytes).collect();
-            keys.truncate(fitting.len());
-            bytes = fitting.last().copied().unwrap_or(0);
+        let present = vec![false; keys.len()];
+        let transfer = Arc::new(StoreTransfer::new(present.clone(), keys.len()));
+        let mut state = self.state()?;
+        if state.is_closed {
+            return Err(closed());
         }
-        state.dropped += count - keys.len();
-        let transfer = Arc::new(StoreTransfer::new(vec![false; count], keys.len()));
         if keys.is_empty() {
             return Ok(transfer);
         }
-        now.errands += 1;
-        now.writing += bytes;
-        drop(now);
-        let (theirs, present) = (Arc::clone(&transfer), vec![false; keys.len()]);
-        let errand = Errand { kind, keys, rows, transfer: theirs, present, bytes, busy };
-        let queue = if kind == ErrandKind::Write { ErrandQueue::Writes } else { ErrandQueue::Reads };
-        state.queue(queue).push_back(errand);
+        state.open += 1;
+        let (theirs, shared) = (Arc::clone(&transfer), Arc::clone(&self.shared));
+        state.queue(kind.queue()).push_back(Errand { kind, keys, rows, transfer: theirs, present, shared });
         drop(state);
-        self.changed.notify_all();
+        self.shared.changed.notify_all();
         Ok(transfer)
     }
 }
@@ -271,8 +227,7 @@ impl Errand {
         &self.keys
     }
 
-    /// The memory of the pieces, until the errand is finished; perhaps of more, which were dropped, behind them.
-    /// `None` for [`ErrandKind::Find`].
+    /// The memory of the pieces, until the errand is finished. `None` for [`ErrandKind::Find`].
     #[must_use]
     pub const fn rows(&self) -> Option<&HostRows> {
         self.rows.as_ref()
@@ -286,18 +241,13 @@ impl Errand {
 
 impl Drop for Errand {
     fn drop(&mut self) {
-        // Before a caller can see that it is over.
-        let mut now = lock(&self.busy.now);
-        now.writing -= self.bytes;
-        drop(now);
         for (page, is_present) in self.present.iter().enumerate() {
             self.transfer.finish(page, *is_present);
         }
-        let mut now = lock(&self.busy.now);
-        now.errands -= 1;
-        if now.errands == 0 {
-            self.busy.over.notify_all();
-        }
+        // Its owners have locks of their own.
+        drop(self.rows.take());
+        lock(&self.shared.state).open -= 1;
+        self.shared.changed.notify_all();
     }
 }
 

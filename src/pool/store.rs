@@ -30,8 +30,8 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// As [`Store::find`]; [`ErrorKind::Config`] for sizes that do not fit.
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
 
-    /// Begins to copy pieces from `rows`, one for each key, which must not change before they are done. Never waits:
-    /// what is too much is dropped.
+    /// Begins to copy pieces from `rows`, one for each key, which must not change before they are done. Never waits; the
+    /// caller bounds what is on its way.
     ///
     /// # Errors
     /// As [`Store::get`].

@@ -6,8 +6,9 @@ use crate::pool::Fetch as PoolFetch;
 
 use super::wait_in_slices;
 
-/// A prompt on its way from a store to the `HostTier` above it, made by `PrefixCache.fetch`. Keeps there what the prompt
-/// needs as long as it lives: drop it when the request has its lease and `Load`.
+/// A prompt on its way from a store to the `HostTier` above it, made by `PrefixCache.fetch`. As long as it lives, it keeps
+/// there what it brought and what it found there: drop it when the request has its lease and `Load`. What the device
+/// has of the prompt it does not keep.
 #[pyclass(frozen, module = "kvpool", name = "Fetch", weakref)]
 pub(super) struct Fetch {
     pub(super) fetch: PoolFetch,
@@ -19,16 +20,6 @@ impl Fetch {
     #[getter]
     fn length(&self) -> usize {
         self.fetch.len()
-    }
-
-    fn __len__(&self) -> usize {
-        self.fetch.len()
-    }
-
-    /// A fetch is true, also one that has brought nothing.
-    #[expect(clippy::unused_self, reason = "of Python's protocol")]
-    const fn __bool__(&self) -> bool {
-        true
     }
 
     /// Returns whether no more will come. Does not wait.

@@ -54,7 +54,9 @@ use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Error, LONG_COPY, bytes_of, on_blocking, on_large_table};
+use crate::base::{
+    DType, Device, Error, LONG_COPY, bytes_of, close_fork_gate, on_blocking, on_large_table, open_fork_gate,
+};
 use crate::memory::{Region, Stream, prefer_huge_pages};
 use crate::tensor::TensorView;
 
@@ -79,6 +81,19 @@ fn copying<R: Send>(
 /// Runs a blocking section without the GIL.
 fn without_gil(section: &mut (dyn FnMut() + Send)) {
     Python::attach(|py| py.detach(section));
+}
+
+/// Keeps threads of stores from holding locks while the process is forked, which a child would wait for.
+#[pyfunction]
+fn _before_fork(py: Python<'_>) {
+    // A thread that is in may wait for the GIL.
+    py.detach(close_fork_gate);
+}
+
+/// Ends `_before_fork`, in both processes.
+#[pyfunction]
+fn _after_fork() {
+    open_fork_gate();
 }
 
 /// Longest wait between checks for signals and for the end of the program.
@@ -216,6 +231,8 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store_queue::Errand>()?;
     module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(_before_fork, module)?)?;
+    module.add_function(wrap_pyfunction!(_after_fork, module)?)?;
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;
     module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
     module.add_function(wrap_pyfunction!(_noted, module)?)?;

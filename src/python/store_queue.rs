@@ -4,17 +4,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::PyBytes;
 
+use crate::base::ForkGate;
 use crate::base::sync::lock;
 use crate::pool::{Errand as PoolErrand, ErrandKind, ErrandQueue, RemoteStore};
 
-use super::{args, wait_in_slices};
+use super::wait_in_slices;
 
 /// The calls of a `Store`, for threads that answer them.
-///
-/// Args:
-///     queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "_StoreQueue")]
 pub(super) struct StoreQueue {
     pub(super) store: Arc<RemoteStore>,
@@ -23,9 +21,8 @@ pub(super) struct StoreQueue {
 #[pymethods]
 impl StoreQueue {
     #[new]
-    fn new(queue_bytes: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let queue_bytes = args::size("queue_bytes", queue_bytes)?;
-        Ok(Self { store: Arc::new(RemoteStore::new(queue_bytes)?) })
+    fn new() -> Self {
+        Self { store: Arc::default() }
     }
 
     /// Returns the next call, of those that write or of the others, or `None` after a while without one. Waits without
@@ -34,7 +31,6 @@ impl StoreQueue {
     /// Raises:
     ///     RuntimeError: Once it is closed, and in the child of a fork.
     fn next(&self, py: Python<'_>, writes: bool) -> PyResult<Option<Errand>> {
-        /// The end of the program waits for it.
         const WHILE: Duration = Duration::from_millis(100);
         let queue = if writes { ErrandQueue::Writes } else { ErrandQueue::Reads };
         let errand = py.detach(|| self.store.next(queue, WHILE))?;
@@ -51,16 +47,10 @@ impl StoreQueue {
 
     /// Takes no more calls, and drops those that are not being answered.
     fn abandon(&self, py: Python<'_>) {
-        py.detach(|| self.store.abandon());
-    }
-
-    /// Returns `queued_bytes` and `dropped` pages.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = PyDict::new(py);
-        for (name, value) in self.store.stats()?.iter() {
-            dict.set_item(name, value)?;
-        }
-        Ok(dict)
+        py.detach(|| {
+            let _gate = ForkGate::enter();
+            self.store.abandon();
+        });
     }
 }
 
@@ -101,8 +91,9 @@ impl Errand {
     /// Answers for each page whether it is where it was to go; without an answer, it is not.
     fn finish(&self, py: Python<'_>, present: Vec<bool>) {
         let errand = lock(&self.errand).take();
-        // The pages' owners have locks.
         py.detach(|| {
+            // Owners of the pages have locks.
+            let _gate = ForkGate::enter();
             if let Some(errand) = errand {
                 errand.finish(&present);
             }

@@ -679,7 +679,6 @@ ENTRIES: dict[str, Entry] = {
     "Store.close": Entry(lambda w: w.memory.close(), WORKS),
     "Store.find": Entry(lambda w: w.memory.find([]), WORKS),
     "Store.read": Entry(lambda w: w.memory.read([], [], []), WORKS),
-    "Store.stats": Entry(lambda w: w.memory.stats(), WORKS),
     "Store.with": Entry(lambda w: _with(w.memory), WORKS),
     "Store.write": Entry(lambda w: w.memory.write([], [], []), WORKS),
     "PrefixCache.fetch": Entry(lambda w: w.tiered.fetch([7, 8]), WORKS),

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 class Memory(Store):
     """Has every page that was written, and knows what it was asked for."""
 
-    def __init__(self, queue_bytes: int = 1 << 30) -> None:
+    def __init__(self) -> None:
         self.pages: dict[bytes, bytes] = {}
         self.attached: list[tuple[int, int]] = []
         self.calls: list[tuple[str, int]] = []
-        super().__init__(queue_bytes=queue_bytes)
+        super().__init__()
 
     def attach(self, memory: Sequence[tuple[int, int]]) -> None:
         self.attached += memory

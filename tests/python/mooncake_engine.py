@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from pool_reader import PoolReader, alone, settle
@@ -19,14 +18,12 @@ if TYPE_CHECKING:
 MASTER, SEGMENT = sys.argv[1], int(sys.argv[2])
 
 
-def serve(engine: Engine, store: MooncakeStore, prompts: list[list[int]]) -> dict[str, object]:
+def serve(engine: Engine, prompts: list[list[int]]) -> dict[str, object]:
     """Serves prompts, and waits until the store has what it takes of them."""
     before = engine.stats()
     requests: list[Request] = [engine.submit(prompt, 6) for prompt in prompts]
     engine.run()
     settle(engine)
-    while store.stats()["queued_bytes"]:
-        time.sleep(0.001)
     after = engine.stats()
     return {
         "tokens": [request.tokens for request in requests],
@@ -44,7 +41,7 @@ def main() -> None:
         engine = Engine(model, 64, prefix_cache=cache, swap="load")
         print("{}", flush=True)  # noqa: T201 - it is ready
         for line in sys.stdin:
-            print(json.dumps(serve(engine, store, json.loads(line))), flush=True)  # noqa: T201
+            print(json.dumps(serve(engine, json.loads(line))), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -101,7 +101,10 @@ def settle(engine: Engine) -> None:
     """Waits for the copies to the tiers of an engine, and from there."""
     cache, deadline = some(engine.prefix_cache), time.monotonic() + 30
     tiers = [tier for tier in cache.tiers if isinstance(tier, HostTier)]
-    while any(tier.stats()["arriving"] for tier in tiers) or engine.model.allocator.stats()["fenced"]:
+    while (
+        any(tier.stats()["arriving"] + tier.stats()["storing"] for tier in tiers)
+        or engine.model.allocator.stats()["fenced"]
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.0005)
         cache.obtainable_size()  # takes note of what is over

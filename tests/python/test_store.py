@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -63,7 +64,7 @@ def test_a_new_process_finds_what_an_earlier_one_had(
         with files(tmp_path, page_bytes) as store:
             scene = Scene(device, store=store, has_states=has_states)
             fetch = fetched(scene, PROMPT)
-            assert fetch.length == len(fetch) == turn * 24
+            assert fetch.length == turn * 24
             lease = scene.cache.match([*PROMPT, 1])
             assert (lease.length, lease.loadable) == (0, turn * 24)
             if turn:
@@ -193,10 +194,10 @@ def test_explain_and_events_tell_of_the_store(device: str) -> None:
         def parts() -> list[tuple[str, int, int]]:
             return [(part.state, part.begin, part.end) for part in other.cache.explain([*PROMPT, 7])]
 
-        rest = [("never published", 24, 24)] and [("page not full", 24, 25)]
-        assert parts() == [("device", 0, 8), ("store", 8, 24), *rest]
+        rest = ("page not full", 24, 25)
+        assert parts() == [("device", 0, 8), ("store", 8, 24), rest]
         fetch = fetched(other, PROMPT)
-        assert parts() == [("device", 0, 8), ("host", 8, 24), *rest]
+        assert parts() == [("device", 0, 8), ("host", 8, 24), rest]
         (stored,) = other.cache.events()
         assert isinstance(stored, kvpool.Stored)
         assert (stored.tier, stored.tokens, len(stored.pages)) == ("host", PROMPT[8:], 4)
@@ -245,7 +246,7 @@ def test_what_a_store_fails_to_do_is_missing(
         scene = Scene(device, store=store)
         scene.keep(PROMPT)
         scene.settle()
-        until(lambda: store.stats()["queued_bytes"] == 0)
+        scene.stored()
         other = Scene(device, store=store)
         assert fetched(other, PROMPT).length == 0
         assert other.cache.match(PROMPT).loadable == 0
@@ -341,19 +342,18 @@ def test_nothing_waits_for_a_store_and_a_fetch_can_end_early(device: str, kind: 
 
 def test_what_waits_to_be_written_is_bounded(device: str) -> None:
     with Held("write") as store:
-        store._queue = None  # type: ignore[assignment]
-        Store.__init__(store, queue_bytes=3 * PAGE_BYTES + 1)
-        scene = Scene(device, store=store, host=28)
+        scene = Scene(device, store=store, host=28)  # seven pages: four may wait
         scene.keep(PROMPT)
         scene.settle()
-        until(lambda: store.stats() == {"queued_bytes": 3 * PAGE_BYTES, "dropped": 3})
+        stats = scene.tier.stats()
+        assert (stats["storing"], stats["unstored"], stats["pages"]) == (4, 2, 6)
         # Their places are kept until they are written; the others are used again.
         scene.keep(range(500, 524))
         scene.settle()
         assert scene.tier.stats()["pages"] == 7
         store.gate.set()
-        until(lambda: len(store.pages) >= 3)
-        assert fetched(Scene(device, store=store), PROMPT).length == 12
+        scene.stored()
+        assert fetched(Scene(device, store=store), PROMPT).length == 16
         scene.end()
 
 
@@ -398,12 +398,10 @@ def test_misuse_has_its_messages(device: str, tmp_path: Path) -> None:
         gc.collect()
     with pytest.raises(RuntimeError, match="is closed"):
         PrefixCache(allocator, tiers=(tier, store), model="m")
-    with pytest.raises(ConfigError, match="queue_bytes is 0"):
-        Memory(queue_bytes=0)
     assert isinstance(store, Store)
     cache = PrefixCache(allocator, tiers=(tier,))
     fetch = cache.fetch(PROMPT)
-    assert (fetch.length, fetch.query(), fetch.wait(), bool(fetch)) == (0, True, True, True)
+    assert (fetch.length, fetch.query(), fetch.wait()) == (0, True, True)
     assert repr(fetch) == "Fetch(length=0, over)"
     with pytest.raises(ConfigError, match="limit is -1"):
         cache.fetch(PROMPT, limit=-1)
@@ -483,11 +481,213 @@ def test_the_threads_of_a_store_end_with_it() -> None:
     store = Memory()
     del store
     until(lambda: threads() == before)
-    # A program that closes nothing ends nevertheless.
-    program = "import kvpool, test_store; store = test_store.Memory()"
+    # A program that closes nothing ends nevertheless, and so does one that closes at its end.
+    program = """
+import atexit, threading, time
+import test_store
+store, other = test_store.Memory(), test_store.Memory()
+atexit.register(other.close)
+
+def serve():  # goes on when the main thread has ended
+    time.sleep(0.3)
+    scene = test_store.Scene("cpu", store=store)
+    scene.keep(test_store.PROMPT)
+    scene.stored()
+    assert len(store.pages) == 6
+    print("served")
+
+threading.Thread(target=serve).start()
+"""
     path = os.pathsep.join(map(str, sys.path))
     begin = time.monotonic()
     subprocess.run(
         [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=60
     )
     assert time.monotonic() - begin < 60
+
+
+def test_a_store_may_close_itself_and_survives_any_exception(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Memory):
+        def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
+            if not self.calls:
+                self.calls.append(("find", 1))
+                raise SystemExit(3)
+            self.close()
+            return [False] * len(keys)
+
+    with Odd() as store, caplog.at_level(logging.ERROR, "kvpool"):
+        scene = Scene("cpu", store=store)
+        for _ in range(2):
+            assert fetched(scene, PROMPT).length == 0
+        assert "find of 6 pages has failed" in caplog.text
+        with pytest.raises(RuntimeError, match="is closed"):
+            PrefixCache(scene.allocator, tiers=(HostTier(scene.kv, 8), store), model="m")
+        scene.keep(PROMPT)
+        scene.stored()
+        assert scene.tier.stats()["unstored"] == 6
+        scene.end()
+
+
+def test_a_long_fetch_keeps_what_it_brought(device: str) -> None:
+    """In more batches than are on their way at once, to a tier full of pages that the device has, too."""
+    with Memory() as store:
+
+        def made(pages: int) -> tuple[kvpool.TokenToKVPoolAllocator, HostTier, PrefixCache]:
+            kv = kvpool.KVPool(64 * 16, 1, 16, 4096, device, torch.float32, page_size=16)  # 8 MiB a page
+            slots = kvpool.TokenToKVPoolAllocator(64 * 16, device, 16)
+            tier = HostTier(kv, 16 * pages)
+            return slots, tier, PrefixCache(slots, tiers=(tier, store), model="m")
+
+        def publish(prompt: Sequence[int]) -> None:
+            cache.insert(prompt, some(slots.alloc(len(prompt))))
+            until(lambda: cache.cached_size() and not tier.stats()["arriving"] + tier.stats()["storing"])
+
+        prompt = range(1000, 1000 + 16 * 9)
+        slots, tier, cache = made(18)
+        publish(prompt)
+        assert len(store.pages) == 9
+        slots, tier, cache = made(18)
+        for number in range(9):
+            publish(range(16 * number, 16 * number + 32))
+        assert tier.stats()["pages"] == 18
+        fetch = cache.fetch(prompt)
+        assert fetch.wait(30)
+        assert (fetch.length, cache.match(prompt).loadable) == (16 * 9, 16 * 9)
+
+
+@pytest.mark.parametrize("end", ["cancel", "drop"])
+def test_a_prompt_is_fetched_again_after_a_fetch_that_ended_early(device: str, end: str) -> None:
+    with Held("read") as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        scene.stored()
+        other = Scene(device, store=store)
+        first: Fetch | None = other.cache.fetch(PROMPT)
+        until(lambda: other.tier.stats()["arriving"] == 6)
+        if end == "cancel":
+            some(first).cancel()
+        first = None
+        # The thread that brings it looks now and then.
+        until(lambda: other.tier.stats()["arriving"] == 0)
+        again = other.cache.fetch(PROMPT)
+        until(lambda: other.tier.stats()["arriving"] == 6)
+        store.gate.set()
+        assert again.wait(30)
+        assert again.length == 24
+        lease = other.cache.match(PROMPT)
+        other.finish(some(lease.load()))
+        other.check(lease, PROMPT)
+        lease.release()
+        del again
+        other.end()
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_what_is_computed_while_it_is_fetched_goes_down_nevertheless(device: str, write: str) -> None:
+    with Held("read") as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        scene.stored()
+        other = Scene(device, store=store, write=write)
+        fetch = other.cache.fetch(PROMPT)
+        until(lambda: other.tier.stats()["arriving"] == 6)
+        other.keep(PROMPT)
+        store.pages.clear()  # the read fails
+        if write == "back":
+            other.cache.evict(24)
+        store.gate.set()
+        assert fetch.wait(30)
+        other.settle()
+        assert (fetch.length, other.tier.stats()["written"]) == (0, 6)
+        other.forget()
+        lease = other.cache.match(PROMPT)
+        assert lease.loadable == 24
+        other.finish(some(lease.load()))
+        other.check(lease, PROMPT)
+        lease.release()
+        del fetch
+        other.end()
+
+
+def test_a_fetched_snapshot_is_kept_beside_pages_of_the_device(device: str) -> None:
+    with Memory() as store:
+        scene = Scene(device, store=store, has_states=True)
+        scene.keep(PROMPT)
+        scene.stored()
+        other = Scene(device, store=store, has_states=True, write="selective", host=64, tracks=3)
+        with other.cache.match(PROMPT) as lease:
+            other.compute(lease, PROMPT[:16])  # without a snapshot
+        fetch = fetched(other, PROMPT)
+        assert fetch.length == 8
+        for number in range(3):
+            for _ in range(2):
+                other.keep(range(500 * number, 500 * number + 8))
+        other.settle()
+        lease = other.cache.match(PROMPT)
+        assert lease.loadable == 24
+        other.finish(some(lease.load()))
+        other.check(lease, PROMPT)
+
+
+def test_a_prompt_without_a_missing_page_waits_for_no_other(device: str) -> None:
+    with Held("find") as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        slow = scene.cache.fetch(range(500, 524))
+        for prompt in (PROMPT, PROMPT[:9], [1, 2, 3], []):
+            assert scene.cache.fetch(prompt).query()
+        assert not slow.query()
+        store.gate.set()
+        assert slow.wait(30)
+
+
+def test_a_refused_cache_leaves_the_tier_as_it_was(device: str, tmp_path: Path) -> None:
+    with files(tmp_path) as store:
+        scene = Scene(device, store=store)
+        scene.keep(PROMPT)
+        scene.stored()
+        del scene.cache
+        gc.collect()
+    with pytest.raises(RuntimeError, match="is closed"):
+        PrefixCache(scene.allocator, tiers=(scene.tier, store), model="another model")
+    assert scene.tier.stats()["pages"] == 6
+
+
+@needs_fork
+def test_a_child_of_a_fork_does_not_wait_for_threads_of_its_parent(tmp_path: Path) -> None:
+    """Forked again and again while they lock what the child locks, too."""
+    with files(tmp_path) as store:
+        scene = Scene("cpu", 1, size=256, host=512, store=store)
+        is_over = False
+
+        def work() -> None:
+            number = 0
+            while not is_over:
+                number += 1
+                prompt = [number % 7, *range(20)]
+                fetch = scene.cache.fetch(prompt)
+                with scene.cache.match(prompt) as lease:
+                    slots = scene.allocator.alloc(21 - lease.length)
+                    if slots is not None:
+                        lease.publish(prompt[lease.length :], slots)
+                scene.cache.evict(30)
+                fetch.wait(1)
+                scene.tier.clear()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            for _ in range(60):
+                child = os.fork()
+                if child == 0:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                    signal.alarm(20)
+                    scene.cache.match(range(9)).release()
+                    scene.cache.evict(5)
+                    assert scene.cache.fetch(range(9)).wait(10)
+                    os._exit(0)
+                _, status = os.waitpid(child, 0)
+                assert os.waitstatus_to_exitcode(status) == 0
+        finally:
+            is_over = True
+            thread.join()

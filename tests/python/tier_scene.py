@@ -96,9 +96,20 @@ class Scene:
         for _ in range(100_000):
             self.cache.evictable_size()
             if self.tier.stats()["arriving"] == 0:
+                # What a thread takes note of is counted as on its way to a store by then.
+                self.cache.evictable_size()
                 return
             time.sleep(0.0001)
         raise AssertionError("copies end")
+
+    def stored(self) -> None:
+        """Waits for what is copied down, and from there to the store."""
+        self.settle()
+        for _ in range(100_000):
+            if self.tier.stats()["storing"] == 0:
+                return
+            time.sleep(0.0001)
+        raise AssertionError("what is put is over")
 
     def forget(self, tokens: int = SIZE) -> int:
         """Evicts from the device, when all is copied, and lets the rows have other contents."""

@@ -168,7 +168,6 @@ class MooncakeStore(Store):
         timeout_s: How long a call waits for a master that does not answer, or for a process that has memory
             and sends nothing. Mooncake reads it from the environment of the process, as `MC_RPC_TIMEOUT_MS`
             and others, which are left alone if they are set.
-        queue_bytes: Bytes of pages that a cache may let wait to be written. Further ones are dropped.
 
     Raises:
         ConfigError: If the package or a library is missing, nothing answers at `master`, or an argument is
@@ -184,7 +183,6 @@ class MooncakeStore(Store):
         protocol: str = "tcp",
         devices: str = "",
         timeout_s: float = 5.0,
-        queue_bytes: int = 256 << 20,
     ) -> None:
         self._master, self._endpoint = master, _endpoint(master)
         if segment_bytes < 0:
@@ -225,7 +223,7 @@ class MooncakeStore(Store):
         self._try_at = 0.0
         self.damaged = 0
         """Values that were found and did not fit their keys, and were removed."""
-        super().__init__(queue_bytes=queue_bytes)
+        super().__init__()
 
     def attach(self, memory: Sequence[tuple[int, int]]) -> None:
         """Register host memory, from and to which pages are copied; before the first read or write.

@@ -15,9 +15,9 @@ which neither waits for a GPU nor visits single units: it costs microseconds per
 Names follow the conventions of Prometheus: `kvpool_slots_in_use`, `kvpool_chunks_available` and so on are
 gauges that count units of the pool (`Pool.unit`), `kvpool_..._bytes` are gauges in bytes, and
 `kvpool_..._total` are counters. Those of a prefix cache begin with `kvpool_prefix_` and count tokens, those
-of a host tier with `kvpool_host_` and count pages and snapshots of states, and those of a store below a cache
-with `kvpool_store_`. Each has the labels `pool` (`Pool.name`, which you can set; for a store that of its
-cache), `class` and `device`.
+of a host tier with `kvpool_host_` and count pages and snapshots of states, and those of a `FileStore` below a
+cache with `kvpool_store_`. Each has the labels `pool` (`Pool.name`, which you can set; for a store that of
+its cache), `class` and `device`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvpool._kvpool import HostTier, PrefixCache
+from kvpool._kvpool import FileStore, HostTier, PrefixCache
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvpool._kvpool import FileStore, Pool
-    from kvpool.store import Store
+    from kvpool._kvpool import Pool
 
 __all__ = ["PoolCollector", "register"]
 
@@ -104,6 +103,7 @@ _TIERS = {
     "capacity": ("kvpool_host_pages_capacity", "Pages that host memory has room for"),
     "states": ("kvpool_host_snapshots", "Snapshots of states in host memory"),
     "state_capacity": ("kvpool_host_snapshots_capacity", "Snapshots that host memory has room for"),
+    "storing": ("kvpool_host_storing", "Pages and snapshots that a store copies, or is about to"),
     "arriving": ("kvpool_host_arriving", "Pages and snapshots that are being copied to host memory"),
     "registered": ("kvpool_host_registered", "Pages and snapshots whose place is page-locked"),
 }
@@ -114,14 +114,14 @@ _TIER_COUNTERS = {
     "skipped": ("kvpool_host_skipped", "Pages and snapshots not copied, as copies used every place"),
     "failed": ("kvpool_host_failed", "Pages and snapshots whose copy failed"),
     "fetched": ("kvpool_host_fetched", "Pages and snapshots that came from a store"),
+    "unstored": ("kvpool_host_unstored", "Pages and snapshots that a store did not take"),
 }
-# Of a store below a cache: key, name and help.
+# Of a file store below a cache: key, name and help.
 _STORES = {
     "pages": ("kvpool_store_pages", "Pages in the store"),
     "capacity": ("kvpool_store_pages_capacity", "Pages that the store has room for"),
     "queued": ("kvpool_store_queued", "Pages that wait to be written"),
     "bytes": ("kvpool_store_bytes", "Bytes of pages in the store"),
-    "queued_bytes": ("kvpool_store_queued_bytes", "Bytes of pages that wait to be written, or are"),
 }
 _STORE_COUNTERS = {
     "hits": ("kvpool_store_hits", "Pages that were read"),
@@ -151,7 +151,7 @@ class PoolCollector(Collector):
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         ages = HistogramMetricFamily(*_AGES, labels=_LABELS)
         # Each with the first cache that has it.
-        stores: dict[FileStore | Store, str] = {}
+        stores: dict[FileStore, str] = {}
         for pool in pools():
             labels = [pool.name, type(pool).__name__, pool.device]
             try:
@@ -166,7 +166,11 @@ class PoolCollector(Collector):
                     families.setdefault(family.name, family).add_metric(labels, value)
             if isinstance(pool, PrefixCache):
                 ages.add_metric(labels, _buckets(pool.eviction_ages()), None)
-                stores.update({store: pool.name for store in pool.tiers[1:] if store not in stores})
+                stores.update(
+                    (store, pool.name)
+                    for store in pool.tiers[1:]
+                    if isinstance(store, FileStore) and store not in stores
+                )
         for store, name in stores.items():
             for family, value in _of_store(store):
                 known = families.setdefault(family.name, family)
@@ -176,12 +180,12 @@ class PoolCollector(Collector):
             yield ages
 
 
-def _of_store(store: FileStore | Store) -> Iterator[tuple[GaugeMetricFamily | CounterMetricFamily, int]]:
+def _of_store(store: FileStore) -> Iterator[tuple[GaugeMetricFamily | CounterMetricFamily, int]]:
     """The metric families of a store, and their values."""
     try:
         stats = cast("dict[str, int]", store.stats())
     except RuntimeError as error:
-        _log.warning("cannot read the statistics of a %s: %s", type(store).__name__, error)
+        _log.warning("cannot read the statistics of %s: %s", store.path, error)
         return
     for key, value in stats.items():
         if key in _STORES:

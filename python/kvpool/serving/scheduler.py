@@ -25,6 +25,8 @@ _NAP_S = 0.0002
 """Between two looks at whether a copy is over."""
 _PATIENCE_S = 10.0
 """How long a step waits for copies before it makes room in other ways, and a request for its fetch."""
+_SLICE_S = 0.02
+"""How long a step waits for a fetch when it has nothing else to do."""
 
 
 class Schedulable(Protocol):
@@ -132,7 +134,7 @@ class Scheduler(Generic[R]):
         max_step_tokens: The most new tokens in a step; at least one per request, at most those of the
             planner.
         waiting: The queue of waiting requests.
-        fetching: Those that are not in the queue yet, with the time at which their fetch is given up.
+        fetching: Those that are not in the queue yet, in order.
         running: The requests with a row, oldest first. Only the last may have several steps of its prompt
             left.
         released: By state, the number of requests that came to it from running.
@@ -152,7 +154,7 @@ class Scheduler(Generic[R]):
         self.cache = cache
         self.max_step_tokens = planner.max_tokens
         self.waiting: deque[R] = deque()
-        self.fetching: deque[tuple[R, float]] = deque()
+        self.fetching: deque[R] = deque()
         self.running: list[R] = []
         self.released: dict[State, int] = {"waiting": 0, "finished": 0, "aborted": 0}
         self.waits = 0
@@ -162,6 +164,9 @@ class Scheduler(Generic[R]):
         tiers = () if cache is None else cache.tiers
         self._tier = tiers[0] if tiers else None
         self._fetches = fetches and len(tiers) > 1
+        # When the first fetch of those that wait for one is given up, and one that was.
+        self._fetch_until = 0.0
+        self._overdue: Fetch | None = None
         self.fetched_tokens = 0
         self._pays_to_load = pays_to_load
         # Whether the first in the queue waits for the slots of its load, and whether loads are tried at all:
@@ -188,35 +193,58 @@ class Scheduler(Generic[R]):
 
     def submit(self, request: R) -> None:
         """Let a request wait, first for what a store has of its prompt."""
-        if self.cache is None or not self._fetches:
+        if self._fetches and not self._is_store_stuck():
+            self.fetching.append(request)
+            self._begin_fetches()
+        else:
             self.waiting.append(request)
-            return
-        tokens = request.between(0, request.seq_len)
-        request.fetch = self.cache.fetch(tokens, namespace=request.namespace, limit=len(tokens) - 1)
-        self.fetching.append((request, monotonic() + _PATIENCE_S))
 
     def withdraw(self, request: R) -> None:
         """Take a waiting request out of the queue."""
         request.fetch = None
-        kept = [entry for entry in self.fetching if entry[0] is not request]
-        if len(kept) < len(self.fetching):
-            self.fetching = deque(kept)
-        else:
-            self.waiting.remove(request)
+        (self.fetching if request in self.fetching else self.waiting).remove(request)
+
+    def _is_store_stuck(self) -> bool:
+        """Whether a fetch that was given up is not over yet: nothing else is asked of such a store."""
+        if self._overdue is not None and self._overdue.query():
+            self._overdue = None
+        return self._overdue is not None
+
+    def _begin_fetches(self) -> None:
+        """Ask the store for the prompts of the first requests: what comes takes at most half of the tier."""
+        if self.cache is None or self._tier is None:
+            return
+        # What is kept for those that are not admitted yet.
+        left = self._tier.size // 2 - sum(r.seq_len for r in self.waiting if r.fetch is not None)
+        for place, request in enumerate(self.fetching):
+            left -= request.seq_len
+            if left < 0 and place > 0:
+                return
+            if request.fetch is None:
+                if place == 0:
+                    self._fetch_until = monotonic() + _PATIENCE_S
+                tokens = request.between(0, request.seq_len)
+                request.fetch = self.cache.fetch(tokens, namespace=request.namespace, limit=len(tokens) - 1)
 
     def _line_up(self) -> None:
-        """Let those wait in the queue whose fetch is over. Wait for it if there is nothing else to do."""
+        """Let those wait in the queue whose fetch is over. Wait a little if there is nothing else to do."""
         while self.fetching:
-            request, patience = self.fetching[0]
-            left = max(patience - monotonic(), 0.0)
+            self._begin_fetches()
+            request = self.fetching[0]
             fetch = request.fetch
-            if fetch is not None and left and not fetch.query():
-                if self.running or self.waiting:
+            if fetch is not None and not fetch.query():
+                if monotonic() >= self._fetch_until:
+                    fetch.cancel()
+                    self._overdue = fetch
+                elif self.running or self.waiting or not fetch.wait(_SLICE_S):
                     return
-                fetch.wait(left)
             # It is in a list at any time; `retract_all` looks at both.
             self.waiting.append(request)
             self.fetching.popleft()
+            self._fetch_until = monotonic() + _PATIENCE_S
+            if self._is_store_stuck():
+                self.waiting.extend(self.fetching)
+                self.fetching.clear()
 
     def plan(self) -> Step[R] | None:
         """Admit requests, and allocate slots for the new tokens of a step.
@@ -396,7 +424,7 @@ class Scheduler(Generic[R]):
             request.lease = request.load = None
         self.running = [request for request in self.running if _is_open(request)]
         lined_up = {*self.waiting, *self.running}
-        self.fetching = deque(entry for entry in self.fetching if entry[0] not in lined_up)
+        self.fetching = deque(request for request in self.fetching if request not in lined_up)
         known = dict.fromkeys([*self.running, *self.waiting])
         self.waiting = deque(r for r in known if _is_open(r) and not r.is_complete)
         try:

@@ -4,6 +4,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 
+use crate::base::on_own_thread;
 use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
 
 use super::Shared;
@@ -30,6 +31,7 @@ impl Worker {
     }
 
     pub(super) fn run(mut self) {
+        on_own_thread();
         while let Some(job) = self.next() {
             let work = AssertUnwindSafe(|| match job {
                 Job::Get(work) => self.get(work),

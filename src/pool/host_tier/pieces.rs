@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use crate::base::Result;
 use crate::base::sync::lock;
+use crate::base::{ForkGate, Result};
 use crate::cache::{EntryId, Namespace, PageHash};
 use crate::memory::{HostRows, Region};
 
@@ -34,6 +34,14 @@ pub(in crate::pool) struct HeldPieces {
 }
 
 impl HeldPieces {
+    fn of(tier: &Arc<HostTier>, kind: PieceKind, entries: Vec<EntryId>) -> Self {
+        let (pages, states) = match kind {
+            PieceKind::Page => (entries, Vec::new()),
+            PieceKind::State => (Vec::new(), entries),
+        };
+        Self { tier: Arc::clone(tier), pages, states }
+    }
+
     pub(super) fn pages(&self) -> &[EntryId] {
         &self.pages
     }
@@ -59,6 +67,27 @@ impl Drop for HeldPieces {
     }
 }
 
+/// Pieces that are held for a store, which copies them. They are counted meanwhile.
+#[derive(Debug)]
+pub(in crate::pool) struct Outgoing {
+    pieces: HeldPieces,
+    count: usize,
+}
+
+impl Outgoing {
+    /// Where they are in their memory.
+    pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
+        self.pieces.ranges(kind)
+    }
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        let _gate = ForkGate::enter_on_own_thread();
+        lock(&self.pieces.tier.counts).storing -= self.count;
+    }
+}
+
 /// Pieces on their way from a store. What has not [arrived](Self::arrive) when this drops is given up.
 #[derive(Debug)]
 pub(in crate::pool) struct Incoming {
@@ -66,10 +95,10 @@ pub(in crate::pool) struct Incoming {
     kind: PieceKind,
     keys: Vec<PageHash>,
     ranges: Vec<Range<usize>>,
-    /// Keys of what went for them, and what had no place.
+    /// Keys of what went for them, and whether something had no place.
     pub(in crate::pool) gone: Vec<PageHash>,
-    pub(in crate::pool) skipped: usize,
-    arrivals: Mutex<Arrivals>,
+    pub(in crate::pool) is_cut: bool,
+    entries: Mutex<Vec<EntryId>>,
 }
 
 impl Incoming {
@@ -87,21 +116,25 @@ impl Incoming {
         self.tier.storage(self.kind)
     }
 
-    /// Makes the first `count` of them complete, and gives up the others. Nothing is copied there any more.
-    pub(in crate::pool) fn arrive(&self, count: usize) {
-        let mut arrivals = std::mem::take(&mut *lock(&self.arrivals));
-        let (count, Some(storage)) = (count.min(arrivals.entries.len()), self.storage()) else { return };
-        storage.fail(&arrivals.entries.split_off(count));
-        arrivals.pairs.truncate(count);
-        storage.arrive(&arrivals, |_, _| false);
-        self.tier.count(TierCounts { fetched: count, ..TierCounts::default() });
+    /// Makes the first `count` of them complete and holds them, and gives up the others. Nothing is copied there any
+    /// more.
+    pub(in crate::pool) fn arrive(&self, count: usize) -> HeldPieces {
+        let entries = std::mem::take(&mut *lock(&self.entries));
+        let held = self.storage().map_or(Vec::new(), |storage| storage.arrive_fetched(&entries, count));
+        self.tier.count(TierCounts { fetched: held.len(), ..TierCounts::default() });
+        HeldPieces::of(&self.tier, self.kind, held)
+    }
+
+    /// Lets others bring them. Their places stay in use as long as this lives: they may be written still.
+    pub(in crate::pool) fn give_up(&self) {
+        self.storage().iter().for_each(|storage| storage.give_up_fetch(&self.keys));
     }
 }
 
 impl Drop for Incoming {
     fn drop(&mut self) {
-        let arrivals = std::mem::take(&mut *lock(&self.arrivals));
-        self.storage().iter().for_each(|storage| storage.fail(&arrivals.entries));
+        let entries = std::mem::take(&mut *lock(&self.entries));
+        self.storage().iter().for_each(|storage| storage.fail(&entries));
     }
 }
 
@@ -129,15 +162,33 @@ impl HostTier {
     ) -> (Vec<PageHash>, HeldPieces) {
         let found = self.storage(kind).map(|storage| storage.hold_found(keys));
         let (keys, entries) = found.unwrap_or_default();
-        let (pages, states) = match kind {
-            PieceKind::Page => (entries, Vec::new()),
-            PieceKind::State => (Vec::new(), entries),
-        };
-        (keys, HeldPieces { tier: Arc::clone(self), pages, states })
+        (keys, HeldPieces::of(self, kind, entries))
     }
 
-    /// Makes places for pieces from a store, as far as there can be; those that are here or on their way are left out.
-    /// `None` if anything was cleared since there had been `clears`.
+    /// Holds those pieces that are here for a store, and returns their keys; the first ones only, if there is more to be
+    /// stored than half of what there is room for.
+    pub(in crate::pool) fn send_out(
+        self: &Arc<Self>,
+        kind: PieceKind,
+        keys: &[PageHash],
+    ) -> (Vec<PageHash>, Outgoing) {
+        let most = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
+        let mut counts = lock(&self.counts);
+        let count = keys.len().min(most.saturating_sub(counts.storing));
+        counts.storing += count;
+        counts.unstored += keys.len() - count;
+        drop(counts);
+        let (keys, pieces) = self.hold_found(kind, &keys[..count]);
+        (keys, Outgoing { pieces, count })
+    }
+
+    /// Takes note of pieces that a store did not take.
+    pub(in crate::pool) fn note_unstored(&self, count: usize) {
+        self.count(TierCounts { unstored: count, ..TierCounts::default() });
+    }
+
+    /// Makes places for pieces from a store, as far as there can be; those that are here or come from the device are
+    /// left out. `None` if anything was cleared since there had been `clears`.
     pub(in crate::pool) fn expect(
         self: &Arc<Self>,
         kind: PieceKind,
@@ -146,12 +197,11 @@ impl HostTier {
         clears: u64,
     ) -> Option<Incoming> {
         let storage = self.storage(kind)?;
-        let mut arrivals = storage.begin_since(clears, keys, namespace)?;
-        let (gone, skipped) = (std::mem::take(&mut arrivals.gone), arrivals.skipped);
+        let Arrivals { entries, keys, gone, skipped, .. } = storage.begin_fetch(clears, keys, namespace)?;
         self.count(TierCounts { evicted: gone.len(), skipped, ..TierCounts::default() });
-        let (keys, ranges) = (std::mem::take(&mut arrivals.keys), storage.ranges(&arrivals.entries));
-        let (tier, arrivals) = (Arc::clone(self), Mutex::new(arrivals));
-        Some(Incoming { tier, kind, keys, ranges, gone, skipped, arrivals })
+        let ranges = storage.ranges(&entries);
+        let (tier, is_cut, entries) = (Arc::clone(self), skipped > 0, Mutex::new(entries));
+        Some(Incoming { tier, kind, keys, ranges, gone, is_cut, entries })
     }
 
     /// How often pieces of a kind were cleared.

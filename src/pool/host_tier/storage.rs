@@ -1,11 +1,11 @@
 //! Pieces of host memory of one size, by key.
 
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
-use crate::base::{ChunkId, DType, Device, Id, Result, widen};
+use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
 use crate::cache::{EntryId, Namespace, PageHash, Residency};
 use crate::index::Ticket;
 use crate::kernels::{LayerRows, PagePair, Pieces, Reach, piece_bytes};
@@ -24,6 +24,26 @@ pub(super) struct Storage {
     resident: Mutex<Residency<Ticket<ChunkId>>>,
     /// Page-locking, until it is known to be over.
     locking: Mutex<Option<PageLocking>>,
+}
+
+/// What a storage has, under its lock.
+pub(super) struct Resident<'a> {
+    residency: MutexGuard<'a, Residency<Ticket<ChunkId>>>,
+    _gate: Option<ForkGate>,
+}
+
+impl Deref for Resident<'_> {
+    type Target = Residency<Ticket<ChunkId>>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.residency
+    }
+}
+
+impl DerefMut for Resident<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.residency
+    }
 }
 
 /// What begins to arrive.
@@ -78,8 +98,10 @@ impl Storage {
     }
 
     /// What is here, under its lock.
-    pub(super) fn resident(&self) -> MutexGuard<'_, Residency<Ticket<ChunkId>>> {
-        lock(&self.resident)
+    pub(super) fn resident(&self) -> Resident<'_> {
+        // Threads of stores lock it, too.
+        let gate = ForkGate::enter_on_own_thread();
+        Resident { residency: lock(&self.resident), _gate: gate }
     }
 
     pub(super) fn piece_bytes(&self) -> usize {
@@ -139,35 +161,7 @@ impl Storage {
         namespace: &Namespace,
         arrivals: &mut Arrivals,
     ) -> Vec<Range<usize>> {
-        self.begin_in(&mut self.resident(), numbered, namespace, arrivals)
-    }
-
-    /// Lets what is not here begin to arrive from elsewhere than the device; nothing, if anything was cleared since
-    /// there had been `clears`.
-    pub(super) fn begin_since(
-        &self,
-        clears: u64,
-        keys: &[PageHash],
-        namespace: &Namespace,
-    ) -> Option<Arrivals> {
-        let mut arrivals = Arrivals::default();
         let mut resident = self.resident();
-        if resident.clears() != clears {
-            return None;
-        }
-        let numbered: Vec<_> =
-            keys.iter().filter(|key| !resident.contains(key)).map(|key| (key, 0)).collect();
-        self.begin_in(&mut resident, numbered.into_iter(), namespace, &mut arrivals);
-        Some(arrivals)
-    }
-
-    fn begin_in<'a>(
-        &self,
-        resident: &mut Residency<Ticket<ChunkId>>,
-        numbered: impl Iterator<Item = (&'a PageHash, u32)>,
-        namespace: &Namespace,
-        arrivals: &mut Arrivals,
-    ) -> Vec<Range<usize>> {
         let mut begun: Vec<Range<usize>> = Vec::new();
         let mut is_full = false;
         for (at, (key, page)) in numbered.enumerate() {
@@ -175,7 +169,7 @@ impl Storage {
                 resident.set_above([key], true);
                 continue;
             }
-            let place = if is_full { None } else { self.place(resident, &mut arrivals.gone) };
+            let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.gone) };
             let Some(place) = place else {
                 // Nothing behind it would be found.
                 is_full = true;
@@ -191,6 +185,63 @@ impl Storage {
             }
         }
         begun
+    }
+
+    /// Lets what is not here begin to arrive from below, in order and as far as there are places; nothing, if anything
+    /// was cleared since there had been `clears`.
+    pub(super) fn begin_fetch(
+        &self,
+        clears: u64,
+        keys: &[PageHash],
+        namespace: &Namespace,
+    ) -> Option<Arrivals> {
+        let mut arrivals = Arrivals::default();
+        let mut resident = self.resident();
+        if resident.clears() != clears {
+            return None;
+        }
+        for key in keys {
+            if resident.contains(key) {
+                continue;
+            }
+            let Some(place) = self.place(&mut resident, &mut arrivals.gone) else {
+                // Nothing behind it would be found.
+                arrivals.skipped = 1;
+                break;
+            };
+            arrivals.entries.push(resident.begin_fetch(*key, namespace, place));
+            arrivals.keys.push(*key);
+        }
+        Some(arrivals)
+    }
+
+    /// Makes the first `count` of what was fetched complete, and holds them; gives up the others. Nothing is copied
+    /// there any more.
+    pub(super) fn arrive_fetched(&self, entries: &[EntryId], count: usize) -> Vec<EntryId> {
+        let mut resident = self.resident();
+        let (arrived, missing) = entries.split_at(count.min(entries.len()));
+        for &entry in missing {
+            self.free(resident.fail(entry));
+        }
+        let mut held = Vec::new();
+        for &entry in arrived {
+            // Something else may have brought it first.
+            if let Some(place) = resident.arrive(entry, false) {
+                self.free([place]);
+            } else {
+                resident.hold(entry);
+                held.push(entry);
+            }
+        }
+        held
+    }
+
+    /// Gives up what is on its way from below. Its places stay in use.
+    pub(super) fn give_up_fetch(&self, keys: &[PageHash]) {
+        let mut resident = self.resident();
+        for key in keys {
+            resident.give_up_fetch(key);
+        }
     }
 
     /// A place for one more: a free one, or that of what goes first.

@@ -3,18 +3,19 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::base::Result;
 use crate::base::sync::lock;
+use crate::base::{ForkGate, Result, blocking};
 use crate::cache::{Beyond, Digest, Lower, PageHash, StoreKeys};
 use crate::memory::{HostRows, Keep, Stream};
-use crate::pool::host_tier::{Incoming, PieceKind};
+use crate::pool::host_tier::{Incoming, Outgoing, PieceKind};
 use crate::pool::{HostTier, Store, StoreTransfer};
 use crate::transfer::{JobThread, Transfer};
 
 use super::Shared;
 
-/// Pages that are looked for in a store at once.
+/// Pages that are looked for in a store at once, and snapshots, which have more parts.
 const SURVEYED: usize = 512;
+const STATES_SURVEYED: usize = 16;
 
 /// A store, and how the pieces of a tier are named there.
 #[derive(Debug)]
@@ -24,6 +25,8 @@ pub(super) struct Backing {
     visits: Arc<Visits>,
     /// Waits for copies to the tier, so that the store gets them without a call of the cache.
     waits: JobThread,
+    /// Names and puts pieces, which takes longer than a call of the cache shall.
+    puts: JobThread,
     fetches: JobThread,
 }
 
@@ -38,11 +41,16 @@ impl Visits {
 
     /// Lets no thread reach the cache from now on, and waits for one that has.
     pub(super) fn end(&self) {
-        *lock(&self.0) = Weak::new();
+        match self.0.try_lock() {
+            Ok(mut cache) => *cache = Weak::new(),
+            // The thread may wait for what the caller's interpreter has.
+            Err(_) => blocking(|| *lock(&self.0) = Weak::new()),
+        }
     }
 
     /// Calls `work` with the cache, if it is there.
     pub(super) fn visit(&self, work: impl FnOnce(&Shared)) {
+        let _gate = ForkGate::enter();
         // Held until the thread has let go of the cache, so that it ends where its owner drops it.
         let cache = lock(&self.0);
         if let Some(shared) = cache.upgrade() {
@@ -140,16 +148,11 @@ impl Depot {
         Ok(present.chunks(names.parts()).map(|parts| parts.iter().all(|part| *part)).collect())
     }
 
-    /// Begins to put those pieces that the tier has.
-    fn put(&self, kind: PieceKind, keys: &[PageHash]) -> Result<()> {
-        let (keys, held) = self.tier.hold_found(kind, keys);
-        if keys.is_empty() {
-            return Ok(());
-        }
+    /// Begins to put pieces that are held for it.
+    fn put(&self, kind: PieceKind, keys: &[PageHash], outgoing: Outgoing) -> Result<()> {
         let names = self.names(kind);
-        let ranges = held.ranges(kind);
-        self.store.put(names.of(&keys), names.rows(&self.tier, kind, &ranges, Arc::new(held))?)?;
-        Ok(())
+        let rows = names.rows(&self.tier, kind, &outgoing.ranges(kind), Arc::new(outgoing))?;
+        self.store.put(names.of(keys), rows).map(drop)
     }
 
     /// Begins to get pieces that are expected.
@@ -214,7 +217,7 @@ impl Depot {
         let mut end = keys.len();
         let mut usable = 0;
         while end > 0 {
-            let begin = end.saturating_sub(SURVEYED);
+            let begin = end.saturating_sub(STATES_SURVEYED);
             let stored = self.find(PieceKind::State, &keys[begin..end])?;
             let contents = self.tier.contents();
             let is_here = |at: usize| contents.has_state(&keys[at]);
@@ -245,8 +248,8 @@ impl Backing {
         let names = |kind| Names::new(tier, kind, store.most_bytes(), (model, digest));
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
         let depot = Arc::new(Depot { tier: Arc::clone(tier), store, pages, states });
-        let (waits, fetches) = (JobThread::new("kvpool-put"), JobThread::new("kvpool-fetch"));
-        Ok(Self { depot, visits: Arc::default(), waits, fetches })
+        let [waits, puts, fetches] = ["kvpool-wait", "kvpool-put", "kvpool-fetch"].map(JobThread::new);
+        Ok(Self { depot, visits: Arc::default(), waits, puts, fetches })
     }
 
     pub(super) const fn visits(&self) -> &Arc<Visits> {
@@ -262,12 +265,31 @@ impl Backing {
         &self.fetches
     }
 
-    /// Begins to put what a copy has brought to the tier. What the store does not take now, it has not.
+    /// Lets a thread put what a copy has brought to the tier. What the store does not take is counted there.
     pub(super) fn put<'a>(&self, keys: impl Fn(PieceKind) -> &'a [PageHash]) {
         for kind in PieceKind::ALL {
-            // It tells of its failures itself.
-            let _ = self.depot.put(kind, keys(kind));
+            let (keys, outgoing) = self.depot.tier.send_out(kind, keys(kind));
+            if keys.is_empty() {
+                continue;
+            }
+            let (depot, count) = (Arc::clone(&self.depot), keys.len());
+            let put = move || {
+                if depot.put(kind, &keys, outgoing).is_err() {
+                    depot.tier.note_unstored(count);
+                }
+            };
+            if self.puts.run(put).is_err() {
+                self.depot.tier.note_unstored(count);
+            }
         }
+    }
+
+    /// Waits until the store was given all that it shall be given. For the end of a cache.
+    pub(super) fn finish(&self) {
+        let (sender, given) = std::sync::mpsc::channel::<()>();
+        // Without a thread nothing waits. When the job is done, or dropped, so is its end of the channel.
+        let _ = self.puts.run(move || drop(sender));
+        let _ = given.recv();
     }
 
     /// Lets a thread take note of a copy to the tier when it is over.

@@ -46,9 +46,11 @@ impl Below {
     /// # Errors
     /// As [`HostTier::take`]; the error of a store that is closed.
     pub(super) fn new(LowerTier { host: tier, digest, store }: LowerTier) -> Result<Self> {
-        tier.take(store.as_ref().map(|store| &*store.model))?;
+        let model = store.as_ref().map(|store| store.model.clone());
         let backing = store.map(|LowerStore { store, model }| Backing::new(&tier, store, (&model, digest)));
-        let backing = backing.transpose().inspect_err(|_| tier.let_go())?;
+        let backing = backing.transpose()?;
+        tier.take()?;
+        tier.set_model(model.as_deref());
         let (writes, pages, states) = (VecDeque::new(), HashMap::new(), HashMap::new());
         Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), tails: Vec::new() })
     }
@@ -214,6 +216,9 @@ impl Below {
         }
         if is_over {
             self.settle(self.writes.len(), tree);
+        }
+        if let Some(backing) = &self.backing {
+            backing.finish();
         }
         self.tier.let_go();
     }

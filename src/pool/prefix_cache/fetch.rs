@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use crate::base::Result;
 use crate::base::sync::lock;
 use crate::cache::{Beyond, Namespace, OfferedPages, PageHash};
-use crate::pool::StoreTransfer;
 use crate::pool::host_tier::{HeldPieces, Incoming, PieceKind};
+use crate::pool::{HostTier, StoreTransfer};
 
 use super::backing::{Backing, Depot, Survey, Visits};
 
@@ -41,8 +41,8 @@ struct Now {
     len: usize,
     is_over: bool,
     is_given_up: bool,
-    /// What is kept in the tier.
-    held: Option<HeldPieces>,
+    /// What is kept in the tier, in the order of the prompt.
+    held: Vec<HeldPieces>,
 }
 
 /// A prompt to be fetched.
@@ -52,10 +52,31 @@ pub(super) struct Sought {
     /// Tokens behind what the device has and a request could use.
     pub(super) tokens: Vec<i32>,
     pub(super) beyond: Beyond,
-    /// How often pages and snapshots of the tier were cleared.
-    pub(super) clears: [u64; 2],
+    /// How often pieces of the tier were cleared.
+    pub(super) clears: Clears,
     /// Whether the cache tells of what comes and goes.
     pub(super) has_events: bool,
+}
+
+/// How often the pieces of each kind were cleared.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clears {
+    pages: u64,
+    states: u64,
+}
+
+impl Clears {
+    /// Those of a tier now.
+    pub(super) fn now(tier: &HostTier) -> Self {
+        Self { pages: tier.clears(PieceKind::Page), states: tier.clears(PieceKind::State) }
+    }
+
+    const fn of(self, kind: PieceKind) -> u64 {
+        match kind {
+            PieceKind::Page => self.pages,
+            PieceKind::State => self.states,
+        }
+    }
 }
 
 impl Fetch {
@@ -141,9 +162,10 @@ impl Drop for Fetch {
         }
         let mut now = lock(&self.progress.now);
         now.is_given_up = true;
-        let held = now.held.take();
+        let mut held = std::mem::take(&mut now.held);
         drop(now);
-        drop(held);
+        // The first of all is used last.
+        while held.pop().is_some() {}
     }
 }
 
@@ -165,10 +187,17 @@ struct Courier<'a> {
     sought: &'a Sought,
 }
 
-/// Pieces that a store was asked for.
+/// Pieces that a store was asked for. What has not arrived when this drops may be brought by others, while the store
+/// still copies to its places.
 struct Batch {
     incoming: Arc<Incoming>,
     transfer: Arc<StoreTransfer>,
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        self.incoming.give_up();
+    }
 }
 
 impl Courier<'_> {
@@ -182,30 +211,36 @@ impl Courier<'_> {
         let Survey { keys, missing, lacks_state } = &survey;
         let tier = self.depot.tier();
         // What is there shall not make room for the rest.
-        let held = tier.hold_found(PieceKind::Page, keys);
-        let state = keys.last().filter(|_| *lacks_state).map(std::slice::from_ref).unwrap_or_default();
-        if self.bring(PieceKind::State, state, |_| ())? < state.len() {
-            return Ok(());
+        self.keep(tier.hold_found(PieceKind::Page, keys).1);
+        let state = keys.last().map(std::slice::from_ref).unwrap_or_default();
+        if *lacks_state {
+            if self.bring(PieceKind::State, state, |_| ())? < state.len() {
+                return Ok(());
+            }
+        } else {
+            self.keep(tier.hold_found(PieceKind::State, state).1);
         }
         let wanted: Vec<PageHash> = missing.iter().map(|&at| keys[at]).collect();
-        let mut told = missing.iter().copied();
-        let brought = self.bring(PieceKind::Page, &wanted, |arrived| {
+        let mut places = missing.iter().copied();
+        self.bring(PieceKind::Page, &wanted, |arrived| {
             // In their order, but perhaps not all.
-            let places: Vec<usize> =
-                arrived.iter().filter_map(|key| told.find(|&at| keys[at] == *key)).collect();
+            let arrived: Vec<usize> =
+                arrived.iter().filter_map(|key| places.find(|&at| keys[at] == *key)).collect();
             lock(&self.progress.now).len += arrived.len() * self.page_size();
-            self.tell(&self.runs(keys, &places), Vec::new());
-        });
-        // The first of all is used last.
-        let state = keys.last().filter(|_| tier.states().is_some());
-        let all = tier.hold(keys, state).unwrap_or_else(|| tier.hold_found(PieceKind::Page, keys).1);
-        drop(held);
+            self.tell(&self.runs(keys, &arrived));
+        })?;
+        Ok(())
+    }
+
+    /// Keeps pieces as long as the fetch lives.
+    fn keep(&self, pieces: HeldPieces) {
         let mut now = lock(&self.progress.now);
-        let unwanted = if now.is_given_up { Some(all) } else { now.held.replace(all) };
+        // Otherwise they go without the lock.
+        if !now.is_given_up {
+            return now.held.push(pieces);
+        }
         drop(now);
-        // Without the lock.
-        drop(unwanted);
-        brought.map(drop)
+        drop(pieces);
     }
 
     fn page_size(&self) -> usize {
@@ -227,18 +262,17 @@ impl Courier<'_> {
                 let Some(keys) = left.next() else { break };
                 has_room = self.ask(kind, keys, &mut batches)?;
             }
-            let Some(Batch { incoming, transfer }) = batches.pop_front() else { return Ok(count) };
-            while !transfer.wait(SLICE)? {
+            let Some(batch) = batches.pop_front() else { return Ok(count) };
+            while !batch.transfer.wait(SLICE)? {
                 if !self.goes_on() {
-                    // What the store still copies goes with its rows.
                     return Ok(count);
                 }
             }
-            let came = self.depot.leading(kind, &transfer)?;
-            incoming.arrive(came);
-            report(&incoming.keys()[..came]);
+            let came = self.depot.leading(kind, &batch.transfer)?;
+            self.keep(batch.incoming.arrive(came));
+            report(&batch.incoming.keys()[..came]);
             count += came;
-            if came < incoming.keys().len() {
+            if came < batch.incoming.keys().len() {
                 return Ok(count);
             }
         }
@@ -247,15 +281,18 @@ impl Courier<'_> {
     /// Asks the store for pieces, as far as there are places for them, and tells whether there was one for all.
     fn ask(&self, kind: PieceKind, keys: &[PageHash], batches: &mut VecDeque<Batch>) -> Result<bool> {
         let Sought { namespace, clears, .. } = self.sought;
-        let incoming =
-            self.depot.tier().expect(kind, keys, namespace, clears[usize::from(kind == PieceKind::State)]);
-        let Some(mut incoming) = incoming else { return Ok(false) };
-        let (gone, has_room) = (std::mem::take(&mut incoming.gone), incoming.skipped == 0);
-        if kind == PieceKind::Page {
-            self.tell(&[], gone);
-        }
-        let incoming = Arc::new(incoming);
+        let expect = || self.depot.tier().expect(kind, keys, namespace, clears.of(kind));
+        let incoming = if kind == PieceKind::Page && self.sought.has_events {
+            // What goes for it is told before anything can come back.
+            let mut incoming = None;
+            self.visits.visit(|cache| incoming = cache.expect_below(expect));
+            incoming
+        } else {
+            expect()
+        };
+        let Some(incoming) = incoming.map(Arc::new) else { return Ok(false) };
         let transfer = self.depot.get(kind, &incoming)?;
+        let has_room = !incoming.is_cut;
         batches.push_back(Batch { incoming, transfer });
         Ok(has_room)
     }
@@ -279,11 +316,10 @@ impl Courier<'_> {
             .collect()
     }
 
-    /// Takes note in the cache's events of pages that arrived, and of what went for others.
-    fn tell(&self, arrived: &[OfferedPages], gone: Vec<PageHash>) {
-        if !self.sought.has_events || arrived.is_empty() && gone.is_empty() {
-            return;
+    /// Takes note in the cache's events of pages that arrived.
+    fn tell(&self, arrived: &[OfferedPages]) {
+        if self.sought.has_events && !arrived.is_empty() {
+            self.visits.visit(|cache| cache.note_below(arrived));
         }
-        self.visits.visit(|cache| cache.note_below(arrived, gone));
     }
 }

@@ -62,8 +62,7 @@ impl Shared {
 
 impl Served {
     pub(super) fn new(fails: bool) -> Self {
-        let queue_bytes = if fails { 2000 } else { usize::MAX };
-        let store = Arc::new(RemoteStore::new(queue_bytes).expect("some bytes"));
+        let store = Arc::<RemoteStore>::default();
         let shared = Arc::new(Shared { pieces: Mutex::default(), fails, errands: AtomicUsize::new(0) });
         let serve = |queue| {
             let (store, shared) = (Arc::clone(&store), Arc::clone(&shared));
@@ -77,10 +76,6 @@ impl Served {
         };
         let threads = [ErrandQueue::Reads, ErrandQueue::Writes].map(serve).into();
         Self { store, shared, threads }
-    }
-
-    pub(super) fn is_idle(&self) -> bool {
-        self.store.stats().expect("this process").get("queued_bytes") == Some(0)
     }
 
     pub(super) fn fails(&self) -> bool {

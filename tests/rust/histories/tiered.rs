@@ -137,8 +137,6 @@ impl World {
             events: source.flip().then_some(digest),
         };
         let served = source.flip().then(|| Served::new(source.flip()));
-        // What a fetch brings is not copied down, too, and such a store may fail to bring it.
-        let is_complete = is_complete && !served.as_ref().is_some_and(Served::fails);
         let mut world = Self {
             kv,
             allocator,
@@ -202,7 +200,7 @@ impl World {
 
     /// Whether the store keeps everything.
     fn has_all_below(&self) -> bool {
-        self.is_complete && self.served.is_some()
+        self.is_complete && self.served.as_ref().is_some_and(|served| !served.fails())
     }
 
     fn step(&mut self, source: &mut Source<'_>) {
@@ -292,7 +290,8 @@ impl World {
     /// Looks for a prompt in the store.
     fn fetch(&mut self, source: &mut Source<'_>) {
         if self.served.is_some() && source.rarely(4) {
-            // What it had is in the store alone.
+            // What it had is in the store alone. Leases would publish behind what the tier has no more.
+            self.held.clear();
             self.cache().evict(usize::MAX, STREAM);
             self.settle();
             self.tier.clear(None);
@@ -512,7 +511,7 @@ impl World {
     fn settle(&self) {
         self.drain();
         let begin = Instant::now();
-        while self.served.as_ref().is_some_and(|served| !served.is_idle()) {
+        while self.tier.stats().get("storing") != Some(0) {
             assert!(begin.elapsed() < Duration::from_secs(60), "errands end");
             std::thread::yield_now();
         }

@@ -286,11 +286,14 @@ class Service:
     def _settle(self) -> None:
         """Wait for the copies to host memory: slots may be in use by them alone."""
         deadline = perf_counter() + _SETTLE_S
-        while (self.engine.stats()["in_use"] or self._arriving()) and perf_counter() < deadline:
+        while (self.engine.stats()["in_use"] or self._moving()) and perf_counter() < deadline:
             sleep(0.001)
 
-    def _arriving(self) -> int:
-        return 0 if self.tier is None else cast("dict[str, int]", self.tier.stats())["arriving"]
+    def _moving(self) -> int:
+        if self.tier is None:
+            return 0
+        stats = cast("dict[str, int]", self.tier.stats())
+        return stats["arriving"] + stats["storing"]
 
     def check(self, result: ServeResult, update: Callable[[], object] | None = None) -> None:
         """Generate every request again with the model alone, and record the differences.

@@ -1,0 +1,71 @@
+//! Keeps a process from being forked while a thread of ours holds locks that its child would wait for, for ever.
+
+use std::cell::{Cell, RefCell};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use super::blocking::is_own_thread;
+
+static GATE: RwLock<()> = RwLock::new(());
+
+thread_local! {
+    /// Entries of this thread, and what the first of them holds.
+    static ENTRIES: Cell<usize> = const { Cell::new(0) };
+    static ENTERED: RefCell<Option<RwLockReadGuard<'static, ()>>> = const { RefCell::new(None) };
+    static CLOSED: RefCell<Option<RwLockWriteGuard<'static, ()>>> = const { RefCell::new(None) };
+}
+
+/// A time in which the process is not forked by a thread that [closes](close_fork_gate) the gate before. Threads that
+/// have no callers enter before they lock anything that callers lock, too.
+#[derive(Debug)]
+pub struct ForkGate(());
+
+impl ForkGate {
+    /// Enters on a thread that [is ours](super::on_own_thread). The others may hold locks that such a thread waits for
+    /// within, and must not wait for the gate.
+    #[must_use]
+    pub fn enter_on_own_thread() -> Option<Self> {
+        is_own_thread().then(Self::enter)
+    }
+
+    /// Enters, again if this thread has before. Waits while the process is being forked. The caller holds no lock.
+    #[must_use]
+    pub fn enter() -> Self {
+        if ENTRIES.get() == 0 {
+            let entered = GATE.read().unwrap_or_else(PoisonError::into_inner);
+            ENTERED.set(Some(entered));
+        }
+        ENTRIES.set(ENTRIES.get() + 1);
+        Self(())
+    }
+}
+
+impl Drop for ForkGate {
+    fn drop(&mut self) {
+        ENTRIES.set(ENTRIES.get() - 1);
+        if ENTRIES.get() == 0 {
+            ENTERED.take();
+        }
+    }
+}
+
+/// Waits until no thread is in, and lets none in until [`open_fork_gate`]. Call it before a fork, without locks.
+///
+/// ```
+/// use kvpool::base::{ForkGate, close_fork_gate, open_fork_gate};
+/// close_fork_gate();
+/// // Fork here. Both processes go on with:
+/// open_fork_gate();
+/// drop(ForkGate::enter());
+/// ```
+pub fn close_fork_gate() {
+    // A thread that is in itself would wait for itself.
+    if ENTRIES.get() == 0 && CLOSED.with_borrow(Option::is_none) {
+        let closed = GATE.write().unwrap_or_else(PoisonError::into_inner);
+        CLOSED.set(Some(closed));
+    }
+}
+
+/// Ends [`close_fork_gate`], in the parent and in the child.
+pub fn open_fork_gate() {
+    CLOSED.take();
+}
