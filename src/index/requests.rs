@@ -362,30 +362,23 @@ impl Requests {
         if self.page_size.offset(growth.had) == 0 || growth.had == growth.seq {
             return Ok(());
         }
-        let open = widen(self.page_size.page(growth.had));
-        self.check_owned(position, growth.row, open..open + 1, slots)
+        let open = self.pages(growth.row).get(widen(self.page_size.page(growth.had)));
+        self.check_owned(position, growth.row, open, slots)
     }
 
-    /// Checks that a request still owns its pages.
-    fn check_owned(
-        &self,
-        position: usize,
-        row: RequestRow,
-        pages: Range<usize>,
-        slots: &SlotAllocator,
-    ) -> Result<()> {
-        match self.pages(row).runs(pages).flatten().find(|page| !slots.is_owned(**page)) {
-            None => Ok(()),
-            Some(page) => {
-                let slot = page.number() * self.page_size.slots();
-                Err(Error::new(
-                    ErrorKind::IndexOwnership,
-                    format!(
-                        "slot {slot} of request row {row} at position {position} was freed by another caller"
-                    ),
-                ))
-            }
-        }
+    /// Checks that a request still owns one of its pages.
+    #[inline]
+    fn check_owned(&self, position: usize, row: RequestRow, page: Page, slots: &SlotAllocator) -> Result<()> {
+        if slots.is_owned(page) { Ok(()) } else { Err(self.not_owned(position, row, page)) }
+    }
+
+    #[cold]
+    fn not_owned(&self, position: usize, row: RequestRow, page: Page) -> Error {
+        let slot = page.number() * self.page_size.slots();
+        Error::new(
+            ErrorKind::IndexOwnership,
+            format!("slot {slot} of request row {row} at position {position} was freed by another caller"),
+        )
     }
 
     /// Grows every request of a batch, or none: gives it the pages of its cached prefix, which are shared unless
@@ -499,7 +492,8 @@ impl Requests {
         leased: usize,
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<Option<[Range<u32>; 2]>> {
-        self.check_owned(0, src, 0..widen(self.page_size.pages(len)), slots)?;
+        let shared = self.pages(src).runs(0..widen(self.page_size.pages(len))).flatten();
+        shared.copied().try_for_each(|page| self.check_owned(0, src, page, slots))?;
         let full = widen(self.page_size.page(len));
         let rest = self.page_size.offset(len);
         let mut pages = self.pages(src).first(full, 1)?;
