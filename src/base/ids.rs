@@ -94,9 +94,6 @@ pub const fn widen(number: u32) -> usize {
 
 /// The element type of an index tensor.
 pub trait IndexNumber: Copy + Default + PartialEq + Into<i64> {
-    /// The dtype of its tensors.
-    const DTYPE: DType;
-
     /// An index, which is within `i32`.
     fn of(index: u32) -> Self;
 
@@ -108,8 +105,6 @@ pub trait IndexNumber: Copy + Default + PartialEq + Into<i64> {
 }
 
 impl IndexNumber for i32 {
-    const DTYPE: DType = DType::I32;
-
     #[inline]
     fn of(index: u32) -> Self {
         index.cast_signed()
@@ -126,8 +121,6 @@ impl IndexNumber for i32 {
 }
 
 impl IndexNumber for i64 {
-    const DTYPE: DType = DType::I64;
-
     #[inline]
     fn of(index: u32) -> Self {
         index.into()

@@ -371,15 +371,11 @@ impl<I: Id> FreeList<I> {
             if range.start == last.end {
                 last.end = range.end;
             } else {
-                if !last.is_empty() {
-                    self.queue.push_back(Run::of(&last));
-                }
+                self.queue.extend((!last.is_empty()).then(|| Run::of(&last)));
                 last = range;
             }
         }
-        if !last.is_empty() {
-            self.queue.push_back(Run::of(&last));
-        }
+        self.queue.extend((!last.is_empty()).then(|| Run::of(&last)));
     }
 
     /// Frees indices whose fence has passed.

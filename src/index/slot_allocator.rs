@@ -9,7 +9,7 @@ mod frees;
 mod page_runs;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen};
 
 use super::Bitmap;
 use super::extension::{Extension, LastLoc, Request, parse_requests};
@@ -202,13 +202,6 @@ impl SlotAllocator {
         let page_size = self.page_size;
         self.pages.alloc(pages, |run| push_slots(&mut slots, run, page_size, count));
         Ok(Some(slots))
-    }
-
-    /// [`SlotAllocator::alloc`] of one slot, without a list.
-    #[inline]
-    pub fn alloc_one(&mut self) -> Option<Slot> {
-        let mut page = [0_i32];
-        self.pages.alloc_into(&mut page).then(|| Slot::new(page[0].number() * self.page_size))
     }
 
     /// Whether taking `count` slots would first merge the released ones into the free ones.

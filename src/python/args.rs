@@ -1,7 +1,6 @@
 //! Conversion of Python arguments: tensors, indices, sizes, dtypes, devices, streams.
 
 use std::borrow::Cow;
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -331,13 +330,8 @@ pub(super) fn indices_apart<'a, 'py>(
         return ints(object);
     }
     if let Some(tensor) = tensor_or_none(object)? {
-        let found = match &tensor {
-            TensorArg::Torch(torch, tensor) => torch.only_index(tensor),
-            other => other.borrow().map(ControlFlow::Continue),
-        };
-        let found = match found {
-            Ok(ControlFlow::Break(index)) => return Ok(IndexArg::Host(index)),
-            Ok(ControlFlow::Continue(found)) => found,
+        let found = match tensor.borrow() {
+            Ok(found) => found,
             // Only the order of indices matters, so a shape of too many dimensions is flattened.
             Err(_) if has_more_dimensions(object) => {
                 let flat = object.call_method1("reshape", (-1,))?;

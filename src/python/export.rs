@@ -1,14 +1,13 @@
 //! Export of views as PyTorch tensors or, without PyTorch, as `kvpool.Tensor`.
 
 use std::ffi::c_void;
-use std::ptr::{self, NonNull};
+use std::ptr;
 
 use pyo3::prelude::*;
 
-use crate::base::{DType, Device, Id, IndexDType, IndexNumber};
-use crate::pool::Granted;
+use crate::base::{DType, Device};
 use crate::tensor::TensorView;
-use crate::tensor::dlpack::{Versioned, export_index, export_versioned, is_view};
+use crate::tensor::dlpack::{export_versioned, is_view};
 
 use super::framework::{Torch, fetch, torch};
 use super::tensor::Tensor;
@@ -19,23 +18,6 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
     match torch(py)? {
         Some(torch) => torch.import(py, view),
         None => Ok(Py::new(py, Tensor::new(view.clone()))?.into_any()),
-    }
-}
-
-/// [`to_tensor`] for slots.
-pub(super) fn slots_to_tensor(py: Python<'_>, granted: &Granted) -> PyResult<Py<PyAny>> {
-    match granted {
-        Granted::Tensor(view) => to_tensor(py, view),
-        Granted::One(slot, dtype) => match torch(py)?.and_then(Torch::importer) {
-            Some(import) => import(
-                py,
-                match dtype {
-                    IndexDType::I32 => export_index(i32::of(slot.number())),
-                    IndexDType::I64 => export_index(i64::of(slot.number())),
-                },
-            ),
-            None => to_tensor(py, &granted.view()),
-        },
     }
 }
 
@@ -89,25 +71,17 @@ impl Torch {
     }
 
     fn import_now(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        match self.importer() {
-            Some(import) => import(py, export_versioned(view)),
-            None => self.import_slowly(py, view),
+        let Some(import) = self.api.as_ref().and_then(|api| api.table().object_from_managed) else {
+            return self.import_slowly(py, view);
+        };
+        let managed = export_versioned(view);
+        let mut object: *mut c_void = ptr::null_mut();
+        // SAFETY: the GIL is held, `managed` is ours to give away, and `object` is room for one reference.
+        if unsafe { import(managed.as_ptr(), &raw mut object) } != 0 {
+            return Err(fetch(py));
         }
-    }
-
-    /// A function that makes a tensor of a managed one, if there is an exchange table.
-    #[inline]
-    fn importer(&self) -> Option<impl Fn(Python<'_>, NonNull<Versioned>) -> PyResult<Py<PyAny>> + use<>> {
-        let import = self.api.as_ref()?.table().object_from_managed?;
-        Some(move |py: Python<'_>, managed: NonNull<Versioned>| {
-            let mut object: *mut c_void = ptr::null_mut();
-            // SAFETY: the GIL is held, `managed` is ours to give away, and `object` is room for one reference.
-            if unsafe { import(managed.as_ptr(), &raw mut object) } != 0 {
-                return Err(fetch(py));
-            }
-            // SAFETY: the function succeeded, so `object` is a new reference.
-            Ok(unsafe { Bound::from_owned_ptr(py, object.cast()) }.unbind())
-        })
+        // SAFETY: the function succeeded, so `object` is a new reference.
+        Ok(unsafe { Bound::from_owned_ptr(py, object.cast()) }.unbind())
     }
 
     /// Through `torch.from_dlpack`, which every version has.

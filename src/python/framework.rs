@@ -4,7 +4,6 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::ops::ControlFlow;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -13,9 +12,9 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyType};
 
-use crate::base::{DType, Device, Dims, Error, IndexVec};
+use crate::base::{DType, Device, Dims, Error};
 use crate::memory::{Backend, Borrowed, Stream, backend_for};
-use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, only_index, raw_device};
+use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, raw_device};
 
 /// The parts of the installed PyTorch that kvpool uses.
 pub(super) struct Torch {
@@ -28,9 +27,6 @@ pub(super) struct Torch {
     /// Its DLPack exchange table; PyTorch before 2.10 has none.
     pub(super) api: Option<Api>,
 }
-
-/// What [`Torch::only_index`] finds.
-pub(super) type OnlyIndex<'a> = ControlFlow<IndexVec, Borrowed<'a>>;
 
 /// An exchange table, which lives as long as the process.
 pub(super) struct Api(NonNull<ExchangeApi>);
@@ -117,17 +113,6 @@ impl Torch {
         // SAFETY: the caller holds a reference to the tensor for 'a. Resizing its storage meanwhile would
         // break PyTorch's own operations as well.
         unsafe { borrow(&raw, PhantomData) }
-    }
-
-    /// The index of a 1-D tensor in host memory that has only one, or the description of any other tensor.
-    pub(super) fn only_index<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<OnlyIndex<'a>> {
-        let raw = self.describe_raw(tensor)?;
-        // SAFETY: as in `describe`.
-        match unsafe { only_index(&raw) } {
-            Some(index) => Ok(ControlFlow::Break(index)),
-            // SAFETY: as above.
-            None => unsafe { borrow(&raw, PhantomData) }.map(ControlFlow::Continue),
-        }
     }
 
     pub(super) fn describe_raw(&self, tensor: &Bound<'_, PyAny>) -> PyResult<RawTensor> {

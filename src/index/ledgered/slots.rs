@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::Ledgered;
-use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot};
+use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
 use crate::index::ledger::{Signatures, Span, State, spans};
 use crate::index::owners::Room;
 use crate::index::{Act, BadFrees, Extension, FenceId, LastLoc, Owner, Run, SlotAllocator};
@@ -36,14 +36,6 @@ impl Ledgered<SlotAllocator> {
         let taken = self.inner.alloc(count)?;
         self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
         Ok(taken)
-    }
-
-    /// Calls [`SlotAllocator::alloc_one`] and records it.
-    #[inline]
-    pub fn alloc_one(&mut self) -> Option<Slot> {
-        let taken = self.inner.alloc_one();
-        self.note_taken(taken.map(|slot| slot.number().cast_signed()).as_slice(), &[]);
-        taken
     }
 
     /// Calls [`SlotAllocator::alloc_contiguous`] and records it.
