@@ -93,6 +93,8 @@ pub(super) struct TierCounts {
     fetched: usize,
     /// On their way to the store below.
     storing: usize,
+    /// Calls that are about to send some there.
+    sending: usize,
     /// Not taken by the store below.
     unstored: usize,
 }
@@ -272,7 +274,7 @@ impl HostTier {
             ("skipped", counts.skipped),
             ("failed", counts.failed),
             ("fetched", counts.fetched),
-            ("storing", counts.storing),
+            ("storing", counts.storing + counts.sending),
             ("unstored", counts.unstored),
             ("registered", self.storages().map(Storage::registered).sum()),
             ("bytes", self.mem_bytes()),

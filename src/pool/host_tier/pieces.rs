@@ -67,6 +67,17 @@ impl Drop for HeldPieces {
     }
 }
 
+/// A time in which pieces that have arrived are about to be sent to a store: they are counted already.
+#[derive(Debug)]
+pub(in crate::pool) struct Sending(Arc<HostTier>);
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        let _gate = ForkGate::enter_on_own_thread();
+        lock(&self.0.counts).sending -= 1;
+    }
+}
+
 /// Pieces that are held for a store, which copies them. They are counted meanwhile.
 #[derive(Debug)]
 pub(in crate::pool) struct Outgoing {
@@ -163,6 +174,13 @@ impl HostTier {
         let found = self.storage(kind).map(|storage| storage.hold_found(keys));
         let (keys, entries) = found.unwrap_or_default();
         (keys, HeldPieces::of(self, kind, entries))
+    }
+
+    /// Begins to count pieces as on their way to a store, before they are found.
+    pub(in crate::pool) fn begin_sending(self: &Arc<Self>) -> Sending {
+        let _gate = ForkGate::enter_on_own_thread();
+        lock(&self.counts).sending += 1;
+        Sending(Arc::clone(self))
     }
 
     /// Holds those pieces that are here for a store, and returns their keys; the first ones only, if there is more to be

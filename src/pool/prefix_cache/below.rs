@@ -73,6 +73,7 @@ impl Below {
                 remove_if(&mut self.states, &state, &write.transfer);
             }
             let is_right = !is_void && write.transfer.is_complete().unwrap_or(false);
+            let _sending = self.backing.as_ref().map(|_| self.tier.begin_sending());
             self.tier.settle(&write, is_right, |page, key| tree.key_of(page) == Some(*key));
             if let Some(backing) = self.backing.as_ref().filter(|_| is_right) {
                 backing.put(|kind| write.keys(kind));
