@@ -423,7 +423,10 @@ class MooncakeStore(Store):
             moved = [False] * len(values)
             if client is None:
                 return moved
-            trailers = self._trailers.pop() if self._trailers else _Trailers(client)
+            try:
+                trailers = self._trailers.pop()
+            except IndexError:  # others have them all
+                trailers = _Trailers(client)
             try:
                 for part in _calls(values):
                     done = move(client, trailers, [values[i] for i in part])
