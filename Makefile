@@ -228,9 +228,9 @@ bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
 
 # The prefix cache beside those of other engines, which are installed into a folder of their own: without what they
 # depend on, and with the PyTorch that SGLang's compiled core wants. What cannot be had is skipped with the reason.
-bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed $(SGLANG_TORCH)/.installed
+bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed $(VLLM)/.installed $(SGLANG_TORCH)/.installed
 	cargo build --quiet --release --manifest-path benches/peers/kvbm/Cargo.toml --target-dir $(PEERS)/kvbm || true
-	PYTHONPATH=$(PEERS):$(SGLANG_TORCH) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
+	PYTHONPATH=$(PEERS):$(SGLANG_TORCH):$(VLLM) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
 
 # Host memory beside LMCache's pool of it, whose dependencies are SGLang's and vLLM's but for a few.
 bench-lmcache: $(EXTENSION) $(VENV)/.tools $(VLLM)/.installed $(LMCACHE)/.installed
@@ -245,10 +245,6 @@ $(PEERS)/.installed: $(BIN)/python
 	mkdir -p $(PEERS)
 	-$(PIP) install --quiet --no-deps --no-compile --target $(PEERS) sglang==0.5.23 \
 	    msgspec cloudpickle cachetools dill openai distro jiter
-	-$(PIP) install --quiet --no-compile --target $(PEERS)/build 'setuptools>=77,<81' setuptools-scm setuptools-rust \
-	    wheel jinja2 cmake
-	-PYTHONPATH=$(abspath $(PEERS)/build) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(PIP) install --quiet --no-deps \
-	    --no-compile --no-build-isolation --no-binary vllm --target $(PEERS) vllm==0.33.0
 	touch $@
 
 # All GPU checks, within ten minutes and in one report, target/gpu/report.md or in the folder OUT. It needs neither
