@@ -109,8 +109,9 @@ impl Segment {
             return;
         }
         segments.retain_mut(|part| {
-            part.range.start =
-                if part.range.end > begin { part.range.start.max(end) } else { part.range.start };
+            if part.range.start >= begin {
+                part.range.start = part.range.start.max(end);
+            }
             part.range.start < part.range.end
         });
         segments.insert(front, Self { range: begin..end, whereabouts: Whereabouts::Store });
