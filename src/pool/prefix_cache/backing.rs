@@ -23,9 +23,8 @@ pub(super) struct Backing {
     /// What threads need of it.
     depot: Arc<Depot>,
     visits: Arc<Visits>,
-    /// Waits for copies to the tier, so that the store gets them without a call of the cache.
-    waits: JobThread,
-    /// Names and puts pieces, which takes longer than a call of the cache shall.
+    /// Waits for copies to the tier, so that the store gets them without a call of the cache; and names and puts their
+    /// pieces, which takes longer than a call of the cache shall.
     puts: JobThread,
     fetches: JobThread,
 }
@@ -248,8 +247,8 @@ impl Backing {
         let names = |kind| Names::new(tier, kind, store.most_bytes(), (model, digest));
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
         let depot = Arc::new(Depot { tier: Arc::clone(tier), store, pages, states });
-        let [waits, puts, fetches] = ["kvpool-wait", "kvpool-put", "kvpool-fetch"].map(JobThread::new);
-        Ok(Self { depot, visits: Arc::default(), waits, puts, fetches })
+        let [puts, fetches] = ["kvpool-put", "kvpool-fetch"].map(JobThread::new);
+        Ok(Self { depot, visits: Arc::default(), puts, fetches })
     }
 
     pub(super) const fn visits(&self) -> &Arc<Visits> {
@@ -296,7 +295,7 @@ impl Backing {
     pub(super) fn await_copy(&self, copy: &Arc<Transfer>, stream: Stream) {
         let (copy, visits) = (Arc::clone(copy), Arc::clone(&self.visits));
         // Without a thread, the next call of the cache takes note.
-        let _ = self.waits.run(move || {
+        let _ = self.puts.run(move || {
             let _ = copy.wait();
             visits.visit(|shared| {
                 if let Some(allocator) = shared.allocator.upgrade() {
