@@ -22,15 +22,12 @@ pub enum ErrandKind {
     Write,
 }
 
-impl ErrandKind {
-    /// The queue of such errands.
-    #[must_use]
-    pub const fn queue(self) -> ErrandQueue {
-        match self {
-            Self::Find | Self::Read => ErrandQueue::Reads,
-            Self::Write => ErrandQueue::Writes,
-        }
-    }
+/// What an errand asks for, with the memory of the pieces.
+#[derive(Debug)]
+enum Work {
+    Find,
+    Read(HostRows),
+    Write(HostRows),
 }
 
 /// The queue that an [`Errand`] waits in.
@@ -82,9 +79,8 @@ struct State {
 /// A call of a store. If it is dropped, nothing was there and nothing was done.
 #[derive(Debug)]
 pub struct Errand {
-    kind: ErrandKind,
+    work: Work,
     keys: Vec<PageHash>,
-    rows: Option<HostRows>,
     transfer: Arc<StoreTransfer>,
     present: Vec<bool>,
     shared: Arc<Shared>,
@@ -158,13 +154,8 @@ impl RemoteStore {
         Ok(lock(&self.shared.state))
     }
 
-    fn queue(
-        &self,
-        kind: ErrandKind,
-        keys: Vec<PageHash>,
-        rows: Option<HostRows>,
-    ) -> Result<Arc<StoreTransfer>> {
-        if let Some(rows) = rows.as_ref().filter(|rows| rows.len() != keys.len()) {
+    fn queue(&self, work: Work, keys: Vec<PageHash>) -> Result<Arc<StoreTransfer>> {
+        if let Some(rows) = work.rows().filter(|rows| rows.len() != keys.len()) {
             return Err(Error::config(format!("there are {} keys for {} pieces", keys.len(), rows.len())));
         }
         let present = vec![false; keys.len()];
@@ -178,10 +169,26 @@ impl RemoteStore {
         }
         state.open += 1;
         let (theirs, shared) = (Arc::clone(&transfer), Arc::clone(&self.shared));
-        state.queue(kind.queue()).push_back(Errand { kind, keys, rows, transfer: theirs, present, shared });
+        state.queue(work.queue()).push_back(Errand { work, keys, transfer: theirs, present, shared });
         drop(state);
         self.shared.changed.notify_all();
         Ok(transfer)
+    }
+}
+
+impl Work {
+    const fn queue(&self) -> ErrandQueue {
+        match self {
+            Self::Find | Self::Read(_) => ErrandQueue::Reads,
+            Self::Write(_) => ErrandQueue::Writes,
+        }
+    }
+
+    const fn rows(&self) -> Option<&HostRows> {
+        match self {
+            Self::Find => None,
+            Self::Read(rows) | Self::Write(rows) => Some(rows),
+        }
     }
 }
 
@@ -200,17 +207,17 @@ impl Store for RemoteStore {
     }
 
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
-        let transfer = self.queue(ErrandKind::Find, keys.to_vec(), None)?;
+        let transfer = self.queue(Work::Find, keys.to_vec())?;
         blocking(|| transfer.wait(Duration::MAX))?;
         transfer.present()
     }
 
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
-        self.queue(ErrandKind::Read, keys, Some(rows))
+        self.queue(Work::Read(rows), keys)
     }
 
     fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
-        self.queue(ErrandKind::Write, keys, Some(rows))
+        self.queue(Work::Write(rows), keys)
     }
 }
 
@@ -218,7 +225,11 @@ impl Errand {
     /// What it asks for.
     #[must_use]
     pub const fn kind(&self) -> ErrandKind {
-        self.kind
+        match self.work {
+            Work::Find => ErrandKind::Find,
+            Work::Read(_) => ErrandKind::Read,
+            Work::Write(_) => ErrandKind::Write,
+        }
     }
 
     /// The keys of the pieces.
@@ -230,7 +241,7 @@ impl Errand {
     /// The memory of the pieces, until the errand is finished. `None` for [`ErrandKind::Find`].
     #[must_use]
     pub const fn rows(&self) -> Option<&HostRows> {
-        self.rows.as_ref()
+        self.work.rows()
     }
 
     /// Answers for each piece whether it is where it was to go; those without an answer are not.
@@ -244,8 +255,8 @@ impl Drop for Errand {
         for (page, is_present) in self.present.iter().enumerate() {
             self.transfer.finish(page, *is_present);
         }
-        // Its owners have locks of their own.
-        drop(self.rows.take());
+        // Owners of the memory have locks of their own.
+        self.work = Work::Find;
         lock(&self.shared.state).open -= 1;
         self.shared.changed.notify_all();
     }
