@@ -3768,13 +3768,14 @@ class _StoreQueue:
     """The calls of a `Store`, for threads that answer them."""
 
     def __new__(cls) -> _StoreQueue: ...
-    def next(self, writes: bool) -> _Errand | None:
-        """Returns the next call, of those that write or of the others, or `None` after a while without one. Waits without
-        the GIL.
+    def next_read(self) -> _Errand | None:
+        """Returns the next call of `find` or `read`, or `None` after a while without one. Waits without the GIL.
 
         Raises:
             RuntimeError: Once it is closed, and in the child of a fork.
         """
+    def next_write(self) -> _Errand | None:
+        """Returns the next call of `write`. Otherwise like `next_read`."""
     def close(self) -> None:
         """Takes no more calls, and waits, without the GIL, until those before are answered.
 

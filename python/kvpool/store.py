@@ -9,10 +9,10 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from kvpool._kvpool import FileStore, _after_fork, _before_fork, _StoreQueue
+from kvpool._kvpool import _after_fork, _before_fork, _StoreQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -28,9 +28,9 @@ class Store(ABC):
     """What lies below a `HostTier`: pages by key, in a place that is larger and slower than host memory.
 
     `PrefixCache(tiers=(host, store))` puts there what comes to host memory, and its `fetch` brings back what
-    the store has of a prompt. `FileStore` is one. Others are subclasses of this class. Three of their methods
-    may take their time: threads of the store call them, one thread `find` and `read` and one `write`, and
-    nothing in the cache waits for them. What they raise is logged, and means that nothing is there or was
+    the store has of a prompt. `FileStore` does the same. Others are subclasses of this class, of which three
+    methods may take their time: threads of the store call them, one thread `find` and `read` and one `write`,
+    and nothing in the cache waits for them. What they raise is logged, and means that nothing is there or was
     written. `close` ends the threads; so does the end of the program, or of the store.
 
     A key has 32 bytes and names all that the bytes of its page depend on: the model, the shape and dtype of
@@ -45,10 +45,8 @@ class Store(ABC):
         self._queue = _StoreQueue()
         self._threads = [
             # They let go of a store that nothing else holds.
-            threading.Thread(
-                target=_serve, args=(self._queue, weakref.ref(self), writes), name="kvpool-store", daemon=True
-            )
-            for writes in (False, True)
+            threading.Thread(target=_serve, args=(get, weakref.ref(self)), name="kvpool-store", daemon=True)
+            for get in (self._queue.next_read, self._queue.next_write)
         ]
         for thread in self._threads:
             thread.start()
@@ -112,7 +110,6 @@ class Store(ABC):
         self.close()
 
 
-Store.register(FileStore)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
@@ -126,11 +123,11 @@ def _end(queue: _StoreQueue, threads: list[threading.Thread]) -> None:
             thread.join(1.0)
 
 
-def _serve(queue: _StoreQueue, store: weakref.ref[Store], writes: bool) -> None:
+def _serve(get: Callable[[], _Errand | None], store: weakref.ref[Store]) -> None:
     """Answer the calls of a store until it is closed, or gone."""
     while True:
         try:
-            errand = queue.next(writes)
+            errand = get()
         except RuntimeError:
             return
         here = store()

@@ -25,16 +25,17 @@ impl StoreQueue {
         Self { store: Arc::default() }
     }
 
-    /// Returns the next call, of those that write or of the others, or `None` after a while without one. Waits without
-    /// the GIL.
+    /// Returns the next call of `find` or `read`, or `None` after a while without one. Waits without the GIL.
     ///
     /// Raises:
     ///     RuntimeError: Once it is closed, and in the child of a fork.
-    fn next(&self, py: Python<'_>, writes: bool) -> PyResult<Option<Errand>> {
-        const WHILE: Duration = Duration::from_millis(100);
-        let queue = if writes { ErrandQueue::Writes } else { ErrandQueue::Reads };
-        let errand = py.detach(|| self.store.next(queue, WHILE))?;
-        Ok(errand.map(|errand| Errand { errand: Mutex::new(Some(errand)) }))
+    fn next_read(&self, py: Python<'_>) -> PyResult<Option<Errand>> {
+        self.next(py, ErrandQueue::Reads)
+    }
+
+    /// Returns the next call of `write`. Otherwise like `next_read`.
+    fn next_write(&self, py: Python<'_>) -> PyResult<Option<Errand>> {
+        self.next(py, ErrandQueue::Writes)
     }
 
     /// Takes no more calls, and waits, without the GIL, until those before are answered.
@@ -51,6 +52,15 @@ impl StoreQueue {
             let _gate = ForkGate::enter();
             self.store.abandon();
         });
+    }
+}
+
+impl StoreQueue {
+    fn next(&self, py: Python<'_>, queue: ErrandQueue) -> PyResult<Option<Errand>> {
+        /// Between two looks at whether the store is there still.
+        const WHILE: Duration = Duration::from_millis(100);
+        let errand = py.detach(|| self.store.next(queue, WHILE))?;
+        Ok(errand.map(|errand| Errand { errand: Mutex::new(Some(errand)) }))
     }
 }
 
