@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from kvpool import Fetch
+    from kvpool import Fetch, Store
 
 PAGE_BYTES = 4 * 3 * (2 * 4 + 3) * 4
 """Of a page of four tokens of a `Scene`."""
@@ -38,6 +38,16 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.0005)
+
+
+def stored_prompt(device: str, store: FileStore | Store, **options: Any) -> Scene:  # noqa: ANN401
+    """A scene that has published the prompt, and whose store has it."""
+    scene = Scene(device, store=store, **options)
+    scene.keep(PROMPT)
+    scene.stored()
+    assert scene.tier.stats()["unstored"] == 0
+    assert not isinstance(store, Memory) or len(store.pages) == 6 + (scene.states is not None)
+    return scene
 
 
 def fetched(scene: Scene, tokens: Sequence[int] | torch.Tensor, **options: object) -> Fetch:
@@ -113,9 +123,7 @@ def test_two_caches_share_a_store(device: str) -> None:
 
 def test_only_pages_of_the_same_model_shape_and_namespace_are_found(device: str) -> None:
     with Memory() as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        until(lambda: len(store.pages) == 6)
+        stored_prompt(device, store)
         assert fetched(Scene(device, store=store), PROMPT).length == 24
         for other in (
             Scene(device, store=store, model="another model"),
@@ -164,9 +172,7 @@ def test_a_hybrid_prompt_is_fetched_up_to_a_snapshot(device: str) -> None:
 
 def test_a_fetch_keeps_what_it_brought(device: str) -> None:
     with Memory() as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        until(lambda: len(store.pages) == 6)
+        stored_prompt(device, store)
         other = Scene(device, store=store, host=32)
         fetch = fetched(other, PROMPT)
         other.keep(range(500, 524))  # has two places left
@@ -183,9 +189,7 @@ def test_a_fetch_keeps_what_it_brought(device: str) -> None:
 
 def test_explain_and_events_tell_of_the_store(device: str) -> None:
     with Memory() as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        until(lambda: len(store.pages) == 6)
+        stored_prompt(device, store)
         other = Scene(device, store=store, events=True)
         other.keep(PROMPT[:8])
         other.settle()
@@ -261,17 +265,13 @@ def test_what_a_store_fails_to_do_is_missing(
 
 def test_some_pages_of_a_batch_may_be_missing(device: str) -> None:
     with Memory() as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        until(lambda: len(store.pages) == 6)
+        stored_prompt(device, store)
         del store.pages[list(store.pages)[3]]
         assert fetched(Scene(device, store=store), PROMPT).length == 12
 
     # Found, and gone when it is read.
     with Faulty("read", lambda count: [True] * 2 + [False] + [True] * (count - 3)) as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        until(lambda: len(store.pages) == 6)
+        stored_prompt(device, store)
         other = Scene(device, store=store)
         assert fetched(other, PROMPT).length == 8
         assert other.tier.stats()["pages"] == 2
@@ -301,9 +301,7 @@ class Held(Memory):
 @pytest.mark.parametrize("end", ["cancel", "drop", "clear", "clear tier", "drop cache", "close"])
 def test_nothing_waits_for_a_store_and_a_fetch_can_end_early(device: str, kind: str, end: str) -> None:
     with Held(kind) as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        until(lambda: len(store.pages) == 6)
+        scene = stored_prompt(device, store)
         other = Scene(device, store=store)
         fetch: Fetch | None = other.cache.fetch(PROMPT)
         # The cache goes on meanwhile.
@@ -359,9 +357,7 @@ def test_what_waits_to_be_written_is_bounded(device: str) -> None:
 
 def test_a_store_of_files_may_be_damaged(device: str, tmp_path: Path) -> None:
     with files(tmp_path) as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        until(lambda: store.stats()["pages"] == 6)
+        scene = stored_prompt(device, store)
         scene.end()
     pages = tmp_path / "pages"
     damaged = bytearray(pages.read_bytes())
@@ -558,9 +554,7 @@ def test_a_long_fetch_keeps_what_it_brought(device: str) -> None:
 @pytest.mark.parametrize("end", ["cancel", "drop"])
 def test_a_prompt_is_fetched_again_after_a_fetch_that_ended_early(device: str, end: str) -> None:
     with Held("read") as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        scene.stored()
+        stored_prompt(device, store)
         other = Scene(device, store=store)
         first: Fetch | None = other.cache.fetch(PROMPT)
         until(lambda: other.tier.stats()["arriving"] == 6)
@@ -584,9 +578,7 @@ def test_a_prompt_is_fetched_again_after_a_fetch_that_ended_early(device: str, e
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_what_is_computed_while_it_is_fetched_goes_down_nevertheless(device: str, write: str) -> None:
     with Held("read") as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        scene.stored()
+        stored_prompt(device, store)
         other = Scene(device, store=store, write=write)
         fetch = other.cache.fetch(PROMPT)
         until(lambda: other.tier.stats()["arriving"] == 6)
@@ -610,9 +602,7 @@ def test_what_is_computed_while_it_is_fetched_goes_down_nevertheless(device: str
 
 def test_a_fetched_snapshot_is_kept_beside_pages_of_the_device(device: str) -> None:
     with Memory() as store:
-        scene = Scene(device, store=store, has_states=True)
-        scene.keep(PROMPT)
-        scene.stored()
+        stored_prompt(device, store, has_states=True)
         other = Scene(device, store=store, has_states=True, write="selective", host=64, tracks=3)
         with other.cache.match(PROMPT) as lease:
             other.compute(lease, PROMPT[:16])  # without a snapshot
@@ -642,9 +632,7 @@ def test_a_prompt_without_a_missing_page_waits_for_no_other(device: str) -> None
 
 def test_a_refused_cache_leaves_the_tier_as_it_was(device: str, tmp_path: Path) -> None:
     with files(tmp_path) as store:
-        scene = Scene(device, store=store)
-        scene.keep(PROMPT)
-        scene.stored()
+        scene = stored_prompt(device, store)
         del scene.cache
         gc.collect()
     with pytest.raises(RuntimeError, match="is closed"):
