@@ -830,11 +830,10 @@ def test_events_are_what_a_router_needs() -> None:
 
 def test_a_reader_of_events_that_is_late_begins_anew() -> None:
     scene = Scene(events=True)
-    slot = scene.alloc(1)
-    for turn in range(40_000):
-        scene.cache.insert([turn], slot)
-        scene.cache.evict(1)
-        slot = scene.alloc(1)
+    for _ in range(1700):
+        for slot in scene.alloc(40):
+            scene.cache.insert([slot], [slot])
+        scene.cache.evict(40)
     events = scene.cache.events()
     assert isinstance(events[0], kvpool.Cleared)
     assert len(events) < 1 << 16

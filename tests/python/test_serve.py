@@ -70,26 +70,25 @@ def test_conversations_in_a_small_pool() -> None:
         assert row in result.stdout
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", ["qwen3", "qwen3-next"])
 def test_evicted_conversations_come_back_from_host_memory(model: str) -> None:
-    small = ("--model", model, "--conversations", "6", "--pool-size", "384", "--page-size", "4")
+    small = ("--model", model, "--conversations", "4", "--pool-size", "320", "--page-size", "4")
     computed = {}
-    for swap in ("load", "compute", "auto"):
+    for swap in ("load", "compute"):
         result = invoke("--json", *small, "--host-tokens", "4096", "--swap", swap)
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
         assert found["is_right"]
         assert 0 < found["host_pages"] <= found["host_capacity"] == 1024
         assert found["uncached"]["host_capacity"] == found["uncached"]["loaded_tokens"] == 0
-        if swap != "auto":
-            assert (found["loaded_tokens"] > 0) == (swap == "load")
+        assert (found["loaded_tokens"] > 0) == (swap == "load")
         computed[swap] = found["computed_tokens"]
     assert computed["load"] < computed["compute"]
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3-next"])
 def test_a_restarted_service_finds_its_conversations(model: str, tmp_path: Path) -> None:
-    small = ("--model", model, "--conversations", "6", "--pool-size", "512", "--page-size", "4")
+    small = ("--model", model, "--conversations", "3", "--pool-size", "512", "--page-size", "4")
     below = ("--host-tokens", "4096", "--swap", "load", "--store", str(tmp_path / "store"))
     runs = []
     for _ in range(2):
@@ -111,7 +110,7 @@ def test_a_restarted_service_finds_its_conversations(model: str, tmp_path: Path)
 def test_a_killed_service_finds_its_conversations(tmp_path: Path) -> None:
     """Killed in the middle of a run, while pages are written."""
     store = tmp_path / "store"
-    options = ["--json", "--conversations", "12", "--pool-size", "512", "--page-size", "4", "--swap", "load"]
+    options = ["--json", "--conversations", "6", "--pool-size", "512", "--page-size", "4", "--swap", "load"]
     options += ["--host-tokens", "4096", "--store", str(store)]
     command = [sys.executable, "-m", "kvpool", "serve", *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
