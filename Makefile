@@ -17,6 +17,7 @@ ENGINES := $(VENV)/engines
 MOONCAKE := $(VENV)/mooncake
 VLLM := $(VENV)/vllm
 LMCACHE := $(VENV)/lmcache
+NIXL := $(VENV)/nixl
 VLLM_PARTS := $(addprefix vllm-0.33.0/,vllm vllm.egg-info tests/__init__.py tests/v1/__init__.py tests/v1/kv_offload)
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
 SGLANG_TORCH := $(VENV)/torch-2.14
@@ -81,7 +82,8 @@ rust-test: $(DRIVER)
 python-test:
 	$(call at_once,machine-test software-test)
 
-machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(MOONCAKE)/.installed $(VLLM)/.installed
+machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(MOONCAKE)/.installed $(NIXL)/.installed \
+    $(VLLM)/.installed
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys
 
 software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
@@ -188,6 +190,13 @@ $(MOONCAKE)/.installed: $(VENV)/.test
 	    apt-get $$own update && apt-get $$own download libibverbs1 libnl-3-200 libnl-route-3-200 && \
 	    for package in *.deb; do dpkg -x $$package . || exit; done; fi
 	rm -rf $(MOONCAKE)/debian/lists $(MOONCAKE)/debian/cache $(MOONCAKE)/debian/*.deb
+	touch $@
+
+# NIXL's build for the CUDA that PyTorch's normal build has: it takes that, and runs without a GPU.
+$(NIXL)/.installed: $(VENV)/.test
+	mkdir -p $(NIXL)
+	if $(BIN)/python -c 'import sys; sys.exit(sys.platform != "linux" or sys.version_info >= (3, 15))'; then \
+	    $(PIP) install --quiet --no-deps --no-compile --upgrade --target $(NIXL) --group nixl; fi
 	touch $@
 
 # The Python part of vLLM and its tests, from its source. The index gives that only to those who could build it.

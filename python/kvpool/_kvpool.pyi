@@ -1528,6 +1528,13 @@ class GDNPool(Pool):
         Raises:
             IndexError: If the layer does not exist.
         """
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns the buffers for registration with a transfer engine: recurrent states of all layers, then convolution
+        states. A row is the state of a slot.
+
+        Returns:
+            Three lists of `2 * num_gdn_layers` ints: addresses, bytes of each buffer, bytes of one of its rows.
+        """
     def reset_states(self, indices: SupportsIndex | IndicesLike) -> None:
         """Zeroes both states of slots, in all layers.
 

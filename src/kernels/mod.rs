@@ -30,7 +30,7 @@ pub use indices::{IndexSpace, Indices, Numbers, expect_ints, read_indices};
 pub use launch::{Fetch, Fetcher, Grown, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};
 pub use pack::{Direction, pack};
 pub use pages::{PageCopy, PagePair, Pieces, Reach, layer_bytes, piece_bytes};
-pub use rows::{LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
+pub use rows::{BufferInfo, LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};
 pub use table::Table;
 pub use threads::{num_threads, set_num_threads};

@@ -80,6 +80,13 @@ impl RowBuffer {
         self.rows * self.row_bytes()
     }
 
+    /// Where it is.
+    #[must_use]
+    pub fn info(&self) -> BufferInfo {
+        let address = self.region.address().as_ptr().addr() + self.offset;
+        BufferInfo { address, bytes: self.bytes(), row_bytes: self.row_bytes() }
+    }
+
     /// The bytes of the region that a run of rows occupies; rows beyond the last are ignored.
     pub(super) fn bytes_of(&self, run: &Range<usize>) -> Range<usize> {
         let [start, end] =
@@ -92,6 +99,17 @@ impl RowBuffer {
         debug_assert!(widen(row) < self.rows);
         self.region.address().as_ptr().wrapping_add(self.offset + widen(row) * self.row_bytes())
     }
+}
+
+/// One buffer, for registration with a transfer engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferInfo {
+    /// Address of the first byte.
+    pub address: usize,
+    /// Bytes of the buffer.
+    pub bytes: usize,
+    /// Bytes of one row.
+    pub row_bytes: usize,
 }
 
 /// The layout of one kind of rows: equal buffers, one per layer.

@@ -8,7 +8,7 @@ use crate::base::{
 };
 use crate::index::{BadFrees, Ledgered, RowTable};
 use crate::kernels::{
-    Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
+    BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
 };
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
@@ -218,6 +218,11 @@ impl GdnPool {
             TensorView::packed(Arc::clone(state.region()), rows.offset(), state.dtype(), shape)
         };
         Ok([view(&self.recurrent, recurrent)?, view(&self.conv, conv)?])
+    }
+
+    /// Every buffer, the recurrent states of all layers first. A row is the state of a slot.
+    pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> {
+        self.rows.all().iter().map(RowBuffer::info)
     }
 
     /// Zeroes both states of the slots that `indices` lists, in all layers. On a GPU it is one launch on

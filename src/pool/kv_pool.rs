@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::kernels::{
-    Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer, Store,
+    BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
+    Store,
 };
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, Region, Stream, lock_pages, page_lock_steps,
@@ -130,17 +131,6 @@ pub struct Scales {
     pub k: Option<f32>,
     /// Divisor of values.
     pub v: Option<f32>,
-}
-
-/// One buffer, for registration with a transfer engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BufferInfo {
-    /// Address of the first byte.
-    pub address: usize,
-    /// Bytes of the buffer.
-    pub bytes: usize,
-    /// Bytes of one row.
-    pub row_bytes: usize,
 }
 
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
@@ -421,13 +411,8 @@ impl KvPool {
     }
 
     /// Every buffer, keys of all layers first.
-    pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> + '_ {
-        let base = self.region.address().as_ptr().addr();
-        self.rows.all().iter().map(move |buffer| BufferInfo {
-            address: base + buffer.offset(),
-            bytes: buffer.bytes(),
-            row_bytes: buffer.row_bytes(),
-        })
+    pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> {
+        self.rows.all().iter().map(RowBuffer::info)
     }
 }
 

@@ -41,7 +41,7 @@ pub use fences::Fence;
 pub use file_store::{FileStore, FileStoreConfig};
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use host_tier::{HostTier, HostTierConfig};
-pub use kv_pool::{BufferInfo, KvConfig, KvLayout, KvPool, Scales};
+pub use kv_pool::{KvConfig, KvLayout, KvPool, Scales};
 pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{

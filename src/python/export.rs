@@ -6,6 +6,7 @@ use std::ptr;
 use pyo3::prelude::*;
 
 use crate::base::{DType, Device};
+use crate::kernels::BufferInfo;
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{export_versioned, is_view};
 
@@ -115,4 +116,12 @@ impl Torch {
             && !tensor.getattr(pyo3::intern!(tensor.py(), "requires_grad"))?.is_truthy()?
             && tensor.getattr(pyo3::intern!(tensor.py(), "grad"))?.is_none())
     }
+}
+
+/// Addresses, bytes, and bytes of a row of several buffers.
+pub(super) type BufferLists = (Vec<usize>, Vec<usize>, Vec<usize>);
+
+/// Buffers, as SGLang's pools describe theirs to transfer engines.
+pub(super) fn buffer_lists(infos: impl Iterator<Item = BufferInfo>) -> BufferLists {
+    infos.map(|info| (info.address, info.bytes, info.row_bytes)).collect()
 }

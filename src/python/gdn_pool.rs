@@ -14,7 +14,7 @@ use super::args::{self, Arg};
 use super::base_pool::{BasePool, Look, PoolClass};
 use super::copying;
 use super::debug::Debug;
-use super::export::{to_tensor, to_tensors};
+use super::export::{BufferLists, buffer_lists, to_tensor, to_tensors};
 use super::framework::{backend, current_stream, to_dtype};
 use super::logging::Reporter;
 
@@ -148,6 +148,15 @@ impl GdnPool {
     ///     IndexError: If the layer does not exist.
     fn get_layer_state(&self, py: Python<'_>, i: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
         to_tensors(py, &self.pool.layer_state(args::layer(i, self.pool.config().num_gdn_layers)?)?)
+    }
+
+    /// Returns the buffers for registration with a transfer engine: recurrent states of all layers, then convolution
+    /// states. A row is the state of a slot.
+    ///
+    /// Returns:
+    ///     Three lists of `2 * num_gdn_layers` ints: addresses, bytes of each buffer, bytes of one of its rows.
+    fn get_contiguous_buf_infos(&self) -> BufferLists {
+        buffer_lists(self.pool.buffer_infos())
     }
 
     /// Zeroes both states of slots, in all layers.

@@ -16,7 +16,7 @@ use super::args::{self, Arg};
 use super::base_pool::{BasePool, Look, PoolClass};
 use super::copying;
 use super::debug::Debug;
-use super::export::to_tensors;
+use super::export::{BufferLists, buffer_lists, to_tensors};
 use super::framework::{backend, current_stream, to_dtype, torch};
 
 /// K and V storage of every layer, in one region.
@@ -344,14 +344,8 @@ impl KvPool {
     ///
     /// Returns:
     ///     Three lists of `2 * layer_num` ints: addresses, bytes of each buffer, bytes of one of its rows.
-    fn get_contiguous_buf_infos(&self) -> (Vec<usize>, Vec<usize>, Vec<usize>) {
-        let mut lists = (Vec::new(), Vec::new(), Vec::new());
-        for info in self.pool.buffer_infos() {
-            lists.0.push(info.address);
-            lists.1.push(info.bytes);
-            lists.2.push(info.row_bytes);
-        }
-        lists
+    fn get_contiguous_buf_infos(&self) -> BufferLists {
+        buffer_lists(self.pool.buffer_infos())
     }
 
     /// Waits for the current stream and raises the errors of earlier calls on it whose indices only the GPU

@@ -550,6 +550,7 @@ ENTRIES: dict[str, Entry] = {
     "KVPool.mem_bytes": Entry(lambda w: w.kv.mem_bytes(), WORKS),
     # GDNPool.
     "GDNPool.get_layer_state": Entry(lambda w: w.gdn.get_layer_state(0), WORKS),
+    "GDNPool.get_contiguous_buf_infos": Entry(lambda w: w.gdn.get_contiguous_buf_infos(), WORKS),
     "GDNPool.reset_states": Entry(lambda w: w.gdn.reset_states(w.inputs.states), WORKS),
     "GDNPool.reset_states: of host values": Entry(lambda w: w.gdn.reset_states([1]), REFUSES),
     "GDNPool.copy_states": Entry(lambda w: w.gdn.copy_states(w.inputs.states, w.inputs.other_states), WORKS),

@@ -56,6 +56,16 @@ def test_states() -> None:
     assert pool.conv_state.shape == (2, 8, 6, 3)
 
 
+def test_contiguous_buf_infos() -> None:
+    pool = make()
+    addresses, lengths, row_bytes = pool.get_contiguous_buf_infos()
+    layers = [pool.get_layer_state(layer) for layer in range(pool.num_gdn_layers)]
+    buffers = [recurrent for recurrent, _ in layers] + [conv for _, conv in layers]
+    assert addresses == [buffer.data_ptr() for buffer in buffers]
+    assert lengths == [buffer.numel() * buffer.element_size() for buffer in buffers]
+    assert row_bytes == [length // pool.pool_size for length in lengths]
+
+
 def test_states_stay_where_they_are() -> None:
     pool = make()
     addresses = pool.recurrent_state.data_ptr(), pool.conv_state.data_ptr()

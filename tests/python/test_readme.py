@@ -102,7 +102,7 @@ def test_examples_run_on_a_gpu(
 @each_page
 def test_every_block_has_a_tested_kind_and_compiles(page: Path) -> None:
     for kind, line, source in fences(page):
-        assert kind in {"python", "python gpu", "python mooncake", "sh", "text", "diff"}, (
+        assert kind in {"python", "python gpu", "python mooncake", "python nixl", "sh", "text", "diff"}, (
             f"{page.name}:{line}"
         )
         if kind.startswith("python"):

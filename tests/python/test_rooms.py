@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "": {"observe", "serving", "integrations"},
     "observe": {""},
     "serving": {""},
-    "integrations": {""},
+    "integrations": {"", "remote"},
+    "remote": {""},
     "tools": {"", "serving", "integrations"},
 }
 

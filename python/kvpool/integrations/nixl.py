@@ -1,0 +1,179 @@
+"""Slots that move between processes and machines over NIXL.
+
+NIXL is what vLLM, SGLang, TensorRT-LLM and Dynamo transfer with. The package is `nixl`; it is imported when
+an `Endpoint` is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from kvpool.errors import ConfigError
+from kvpool.remote import Endpoint as AnyEndpoint
+from kvpool.remote import EndpointStats, Peer, RemoteSlots, SlotLease, Transfer, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvpool._kvpool import GDNPool, KVPool
+    from kvpool.remote import Blocks, Indices, Memory
+
+__all__ = ["Endpoint", "EndpointStats", "Peer", "RemoteSlots", "SlotLease", "Transfer", "TransferError"]
+
+# UCX, through which NIXL sends, takes its settings from the environment when an agent is made. Over TCP it
+# reads in pieces of 8 KiB by default, at half of the speed.
+_SEGMENT = "256k"
+_environment = threading.Lock()
+
+
+@contextmanager
+def _ucx(devices: str) -> Iterator[None]:
+    """Settings of UCX that are not made already."""
+    wanted = {"UCX_NET_DEVICES": devices, "UCX_TCP_TX_SEG_SIZE": _SEGMENT, "UCX_TCP_RX_SEG_SIZE": _SEGMENT}
+    with _environment:
+        mine = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(mine)
+        try:
+            yield
+        finally:
+            for name in mine:
+                del os.environ[name]
+
+
+@contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """NIXL's exceptions have one base for each build of its extension module."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.partition(".")[0].startswith("nixl"):
+            raise TransferError(f"NIXL cannot {what}: {error}") from error
+        raise
+
+
+class _Reading:
+    def __init__(self, agent: Any, handle: Any) -> None:  # noqa: ANN401 - NIXL's
+        self._agent = agent
+        self._handle = handle
+
+    def state(self) -> Literal["running", "done", "failed"]:
+        with _failures("tell the state of a transfer"):
+            state = self._agent.check_xfer_state(self._handle)
+        return {"DONE": "done", "PROC": "running"}.get(state, "failed")  # type: ignore[return-value]
+
+    def release(self) -> None:
+        with _failures("release a transfer"):
+            self._agent.release_xfer_handle(self._handle)
+
+
+class _Prepared(NamedTuple):
+    """A peer's rows."""
+
+    name: str
+    blocks: list[Any]
+
+
+class _Agent:
+    """A NIXL agent, and what it has registered."""
+
+    def __init__(self, agent: Any, memory: Sequence[Memory], blocks: tuple[Blocks, ...]) -> None:  # noqa: ANN401
+        self._agent = agent
+        with _failures("register memory"):
+            self._registered = [
+                agent.register_memory([(one.address, one.size, one.device or 0, "")], _kind(one.device))
+                for one in memory
+            ]
+            self._blocks = [self._prepared("", rows) for rows in blocks]
+
+    def _prepared(self, name: str, rows: Blocks) -> Any:  # noqa: ANN401
+        return self._agent.prep_xfer_dlist(name, rows.strided(), _kind(rows.device))
+
+    def metadata(self) -> bytes:
+        with _failures("describe itself"):
+            return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> _Prepared:
+        with _failures("reach a peer"):
+            name = self._agent.add_remote_agent(metadata)
+            name = name.decode() if isinstance(name, bytes) else name
+            return _Prepared(name, [self._prepared(name, rows) for rows in blocks])
+
+    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> _Reading:
+        name, blocks = cast("_Prepared", peer)
+        with _failures(f"read from {name}"):
+            handle = self._agent.make_prepped_xfer(
+                "READ", self._blocks[kind], here, blocks[kind], there, note
+            )
+            self._agent.transfer(handle)
+        return _Reading(self._agent, handle)
+
+    def notes(self) -> list[tuple[str, bytes]]:
+        with _failures("listen"):
+            notes = self._agent.get_new_notifs()
+        return [(sender, note) for sender, of_sender in notes.items() for note in of_sender]
+
+    def send(self, peer: object, note: bytes) -> None:
+        name, _ = cast("_Prepared", peer)
+        with _failures(f"send to {name}"):
+            self._agent.send_notif(name, note)
+
+    def close(self) -> None:
+        # It ends with the last reference: its handles have some, too.
+        self._blocks.clear()
+        self._registered.clear()
+        self._agent = None
+
+
+def _kind(device: int | None) -> str:
+    return "DRAM" if device is None else "VRAM"
+
+
+class Endpoint(AnyEndpoint):
+    """A process's pools, as others reach them over NIXL. See `kvpool.remote.Endpoint` for its methods.
+
+    Args:
+        name: What peers call it.
+        kv: The pool whose slots are lent and read into.
+        states: The pool of the states that belong to them.
+        agent: A `nixl_agent` that exists. Then a read that a stopped peer does not answer keeps its slots
+            until NIXL gives up. By default the endpoint makes its own agents, and ends them when they have to
+            be.
+        network: The network devices that its own agents use, as UCX lists them: `"eth0"`,
+            `"mlx5_0:1,mlx5_1:1"`, `"all"`. `UCX_NET_DEVICES` comes first. NIXL asks peers for no secret: use
+            networks that you trust.
+
+    Raises:
+        ConfigError: If NIXL cannot be imported, or the pools are on different devices.
+        TransferError: If NIXL cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kv: KVPool,
+        *,
+        states: GDNPool | None = None,
+        agent: Any = None,  # noqa: ANN401 - `nixl` has no types
+        network: str = "lo",
+    ) -> None:
+        nixl = None if agent is not None else _import()
+
+        def new_agent(name: str, memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> _Agent:
+            if nixl is None:
+                return _Agent(agent, memory, blocks)
+            with _ucx(network), _failures("make an agent"):
+                config = nixl.nixl_agent_config(backends=["UCX"])
+                return _Agent(nixl.nixl_agent(name, config), memory, blocks)
+
+        super().__init__(name, kv, states=states, new_agent=new_agent, may_cut=agent is None)
+
+
+def _import() -> Any:  # noqa: ANN401
+    try:
+        return importlib.import_module("nixl")
+    except ImportError as error:
+        raise ConfigError(f"NIXL cannot be imported: {error}; install 'kvpool[nixl]'") from error

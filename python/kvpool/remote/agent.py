@@ -1,0 +1,93 @@
+"""What an `Endpoint` needs of a network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Indices: TypeAlias = npt.NDArray[np.int32]
+
+
+class Memory(NamedTuple):
+    """Bytes that others may read, or that are read into.
+
+    Attributes:
+        address: Of the first byte.
+        size: Bytes.
+        device: The index of the GPU; `None` for host memory.
+    """
+
+    address: int
+    size: int
+    device: int | None
+
+
+class Blocks(NamedTuple):
+    """Buffers of equal rows in one kind of memory, whose rows are numbered through.
+
+    Attributes:
+        buffers: For each buffer its address, the bytes of a row, and its rows.
+        device: The index of the GPU; `None` for host memory.
+    """
+
+    buffers: tuple[tuple[int, int, int], ...]
+    device: int | None
+
+    def strided(self) -> npt.NDArray[np.uint64]:
+        """Return address, size, device, stride and number of the rows of each buffer, as NIXL lists them."""
+        device = self.device or 0
+        listed = [(address, size, device, size, rows) for address, size, rows in self.buffers]
+        return np.array(listed, np.uint64).reshape(-1, 5)
+
+
+class Reading(Protocol):
+    """A read that has begun."""
+
+    def state(self) -> Literal["running", "done", "failed"]:
+        """Return how far it is. After "done" no byte arrives; after "failed" some may."""
+        ...
+
+    def release(self) -> None:
+        """Let go of a read that is done."""
+        ...
+
+
+class Agent(Protocol):
+    """One end of a network. Methods do not wait for a peer, and raise `TransferError` if they fail."""
+
+    def metadata(self) -> bytes:
+        """Return what peers need to reach it."""
+        ...
+
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> object:
+        """Return a peer's blocks, prepared for `read`."""
+        ...
+
+    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> Reading:
+        """Begin to read rows of the peer's blocks of a kind into rows of its own of that kind.
+
+        Args:
+            peer: What `connect` returned.
+            kind: Which of the blocks.
+            here: Rows that are written.
+            there: Rows that are read, one for each.
+            note: Reaches the peer when all rows have arrived here; nothing if empty.
+        """
+        ...
+
+    def notes(self) -> Sequence[tuple[str, bytes]]:
+        """Return the notes that have come since the last call, each with the name of the agent it is from."""
+        ...
+
+    def send(self, peer: object, note: bytes) -> None:
+        """Send a note."""
+        ...
+
+    def close(self) -> None:
+        """End all reads: when it returns, no byte of them arrives any more."""
+        ...

@@ -1,0 +1,294 @@
+"""An endpoint without its face: leases, reads, and what peers say."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvpool.errors import ConfigError, KvPoolError
+from kvpool.remote import messages
+from kvpool.remote.agent import Memory
+from kvpool.remote.errors import TransferError
+from kvpool.remote.leases import Lease, Leases
+from kvpool.remote.marks import mark
+from kvpool.remote.messages import Introduction, Offered, RemoteSlots, Returned
+from kvpool.remote.reads import Read, Reads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpool._kvpool import GDNPool, KVPool
+    from kvpool._typing import IndicesLike
+    from kvpool.remote.agent import Agent, Blocks, Indices
+
+_log = logging.getLogger("kvpool")
+
+_LONGEST_NAP_S = 0.001
+
+
+class NewAgent(Protocol):
+    """Makes one end of a network."""
+
+    def __call__(self, name: str, memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> Agent:
+        """Return an agent with a name that no other has.
+
+        Peers may read its `memory`, and it reads into `blocks`.
+        """
+        ...
+
+
+class Core:
+    """Leases and reads behind one lock."""
+
+    def __init__(
+        self, name: str, kv: KVPool, states: GDNPool | None, new_agent: NewAgent, *, may_cut: bool
+    ) -> None:
+        self.lock = threading.RLock()
+        self.leases = Leases()
+        self.peers: dict[str, Introduction] = {}
+        self.returned = self.expired = self.refused = 0
+        self.is_closed = False
+        self._pools = (kv, states)  # their memory is read and written as long as this lives
+        self._new_agent = new_agent
+        self._readers = 0
+        self.reads = Reads(self._new_reader if may_cut else lambda: self._agent, may_cut=may_cut)
+        self.who = _introduce(name, kv, states, self.leases.words)
+        pools, _ = messages.blocks(self.who)
+        scratch = messages.words(self.reads.words)
+        self._blocks = (pools, scratch)
+        self._memory = [
+            Memory(words.ctypes.data, words.nbytes, None) for words in (self.leases.words, self.reads.words)
+        ]
+        self._memory += messages.regions(self.who)
+        # Reads go through agents of their own: those can be closed while peers read here.
+        self._agent = new_agent(self.who.agent, self._memory, self._blocks)
+        self.who = self.who._replace(metadata=self._agent.metadata())
+
+    def _new_reader(self) -> Agent:
+        self._readers += 1
+        return self._new_agent(f"{self.who.agent}/{self._readers}", self._memory, self._blocks)
+
+    def check_open(self) -> None:
+        """Raise `TransferError` if it is closed."""
+        if self.is_closed:
+            raise TransferError(f"{self.who.name} is closed")
+
+    def connect(self, metadata: bytes) -> Introduction:
+        """Return who a peer is, and reach it."""
+        who = messages.introduced(metadata)
+        different = messages.difference(self.who, who)
+        if different is not None:
+            raise ConfigError(f"the pools of {who.name} and {self.who.name} do not fit: {different}")
+        if who.agent == self.who.agent:
+            raise ConfigError(f"{who.name} is this endpoint itself")
+        with self.lock:
+            self.check_open()
+            self.reads.reach(who)
+            self.peers[who.agent] = who
+        return who
+
+    def rows(self, slots: IndicesLike, states: IndicesLike) -> list[Indices]:
+        """Return slots of both pools as int32."""
+        return [
+            _slots(listed, self.who.rows[pool], pool)
+            for pool, listed in zip(messages.POOLS, (slots, states), strict=True)
+        ]
+
+    def lend(self, rows: Sequence[Indices], seconds: float, *, is_writable: bool) -> Lease:
+        """Lend slots."""
+        if not 0 <= seconds <= messages.MAX_SECONDS:
+            raise ConfigError(f"seconds is {seconds}, not in [0, {messages.MAX_SECONDS:.0f}]")
+        numbers = messages.numbered(self.who, *rows)
+        with self.lock:
+            self.check_open()
+            self.poll()
+            slots, states = rows
+            until = mark(self.who.device)
+            return self.leases.lend(slots, states, numbers, seconds, until, is_writable=is_writable)
+
+    def read(self, who: Introduction, remote: RemoteSlots, rows: Sequence[Indices], *, keep: bool) -> Read:
+        """Begin to read the slots of a peer."""
+        self._check_counts(rows, (remote.slots, remote.states))
+        here = messages.numbered(self.who, *rows)
+        there = messages.numbered(who, remote.slots, remote.states)
+        read = Read(who, remote, here, there, mark(self.who.device), keep)
+        with self.lock:
+            self.check_open()
+            self.reads.begin(read)
+        return read
+
+    def offer(self, who: Introduction, remote: RemoteSlots, rows: Sequence[Indices]) -> Lease:
+        """Lend what a peer is to fetch into slots that it has lent."""
+        self._check_counts(rows, (remote.slots, remote.states))
+        seconds = max(remote.deadline - time.monotonic(), 0.0)
+        with self.lock:
+            self.check_open()
+            self.reads.reach(who)
+            return self.lend(rows, min(seconds, messages.MAX_SECONDS), is_writable=False)
+
+    @staticmethod
+    def _check_counts(rows: Sequence[Indices], theirs: Sequence[Indices]) -> None:
+        for pool, here, there in zip(messages.POOLS, rows, theirs, strict=True):
+            if len(here) != len(there):
+                raise ConfigError(
+                    f"{len(here)} slots of {pool} are given, and the peer has lent {len(there)}"
+                )
+
+    def end(self, lease: Lease) -> None:
+        """End a lease before its time."""
+        with self.lock:
+            self.leases.end(lease, "ended")
+
+    def poll(self) -> None:
+        """Answer peers, and see how far all is."""
+        with self.lock:
+            if self.is_closed:
+                return
+            now = time.monotonic()
+            for lease in self.leases:
+                if lease.remote.deadline <= now and self.leases.end(lease, "expired"):
+                    self.expired += 1
+            self._listen()
+            self.reads.advance()
+            for lease in self.leases:
+                self._settle(lease)
+            self.leases.forget()
+
+    def _settle(self, lease: Lease) -> None:
+        """Ends a lease whose slots a read has filled."""
+        read = lease.filled_by
+        if read is not None and read.is_over():
+            lease.filled_by = None
+            if read.error is None and self.leases.end(lease, "returned"):
+                self.returned += 1
+
+    def _listen(self) -> None:
+        try:
+            notes = self._agent.notes()
+        except TransferError as error:
+            _log.warning("%s cannot listen to peers: %s", self.who.name, error)
+            return
+        for sender, note in notes:
+            try:
+                self._hear(sender.partition("/")[0], messages.noted(note))
+            except (KvPoolError, IndexError) as error:  # noqa: PERF203 - the next one may be good
+                self.refused += 1
+                _log.warning("%s refuses a note of %.80s: %s", self.who.name, sender, error)
+
+    def _hear(self, sender: str, said: Returned | Offered) -> None:
+        lease = self.leases.find(said.word, said.nonce)
+        if lease is None:
+            return  # it was over before the note came
+        if isinstance(said, Returned):
+            if lease.remote.is_writable:
+                raise ConfigError("slots that are to be filled are not returned")
+            self.leases.end(lease, "returned")
+            self.returned += 1
+            return
+        who = self.peers.get(sender)
+        if who is None:
+            raise ConfigError("it is not connected")
+        remote = messages.leased(said.ticket).of(who)
+        if remote.is_writable or not lease.remote.is_writable or lease.filled_by is not None:
+            raise ConfigError("slots are offered for some that are not lent to be filled")
+        self._check_counts((lease.remote.slots, lease.remote.states), (remote.slots, remote.states))
+        # Nothing arrives after the time of either lease.
+        until = remote._replace(deadline=min(remote.deadline, lease.remote.deadline))
+        there = messages.numbered(who, remote.slots, remote.states)
+        read = Read(who, until, lease.rows, there, lease.mark)
+        self.reads.begin(read)
+        lease.filled_by, lease.notify = read, said.notify
+
+    def __del__(self) -> None:
+        # The pools go after this: their memory is there as long as something may arrive.
+        if hasattr(self, "_agent"):
+            self.close()
+
+    def close(self) -> None:
+        """End all leases, reads and connections."""
+        with self.lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            for lease in self.leases:
+                self.leases.end(lease, "ended")
+            self.reads.close()
+            for lease in self.leases:
+                lease.filled_by = None
+            self.leases.forget()
+            self._agent.close()
+
+
+def wait(is_over: Callable[[], bool], timeout: float | None) -> bool:
+    """Ask until it is over, at most for `timeout` seconds; returns whether it is."""
+    if timeout is not None and not timeout >= 0:
+        raise ConfigError(f"timeout is {timeout}, not a number of seconds from 0 on")
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    nap = 1e-5
+    while not is_over():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(nap, left))
+        nap = min(2 * nap, _LONGEST_NAP_S)
+    return True
+
+
+def _slots(indices: IndicesLike, rows: int, pool: str) -> Indices:
+    """Slots as int32 on the host, within a pool. Waits for those that only a GPU knows."""
+    to_host = getattr(indices, "cpu", None)
+    listed = np.asarray(indices if to_host is None else to_host())
+    if listed.size and listed.dtype.kind not in "iu":
+        raise TypeError(f"slots of {pool} must be ints, not {listed.dtype}")
+    flat = listed.reshape(-1).astype(np.int64)
+    if len(flat) > messages.MAX_ROWS:
+        raise ConfigError(f"{len(flat)} slots of {pool} are more than {messages.MAX_ROWS}")
+    outside = flat[(flat < 1) | (flat >= rows)]
+    if len(outside):
+        raise IndexError(f"slot {outside[0]} is outside [1, {rows}) of {pool}")
+    return flat.astype(np.int32)
+
+
+def _introduce(name: str, kv: KVPool, states: GDNPool | None, words: np.ndarray) -> Introduction:
+    device = None if kv.device == "cpu" else int(kv.device.rpartition(":")[2])
+    buffers: dict[str, list[tuple[int, int]]] = {"kv": [], "states": []}
+    rows = dict.fromkeys(messages.POOLS, 0)
+    for pool, of in ((kv, "kv"), (states, "states")):
+        if pool is None:
+            continue
+        if pool.device != kv.device:
+            raise ConfigError(f"states are on {pool.device}, and kv is on {kv.device}")
+        for address, size, row in zip(*pool.get_contiguous_buf_infos(), strict=True):
+            if row:
+                buffers[of].append((address, row))
+                rows[of] = size // row
+    agent = f"{name}#{secrets.token_hex(6)}"
+    return Introduction(
+        name, agent, _shapes(kv, states), buffers, rows, device, (words.ctypes.data, len(words)), b""
+    )
+
+
+def _shapes(kv: KVPool, states: GDNPool | None) -> dict[str, dict[str, int | str] | None]:
+    """What rows of both sides must have in common."""
+    names = ("layer_num", "k_head_num", "k_head_dim", "v_head_num", "v_head_dim")
+    state_names = (
+        "num_gdn_layers",
+        "num_v_heads",
+        "head_k_dim",
+        "head_v_dim",
+        "conv_dim",
+        "conv_kernel_size",
+    )
+
+    def shape(pool: KVPool | GDNPool, names: Sequence[str]) -> dict[str, int | str]:
+        return {name: int(getattr(pool, name)) for name in names} | {
+            "dtype": str(pool.dtype).removeprefix("torch.")
+        }
+
+    return {"kv": shape(kv, names), "states": None if states is None else shape(states, state_names)}

@@ -1,0 +1,416 @@
+"""Slots that are lent to peers, and transfers into slots.
+
+Bytes move one way only: an endpoint reads from a peer into its own memory. A write asks the peer to read. So
+nobody writes to the memory of another process, and what may still arrive in a slot is up to the process that
+owns it: it ends its own reads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, TypedDict
+
+from kvpool.errors import ConfigError
+from kvpool.remote import messages
+from kvpool.remote.core import Core, wait
+from kvpool.remote.errors import TransferError
+from kvpool.remote.messages import Offered, RemoteSlots
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from kvpool._kvpool import GDNPool, KVPool
+    from kvpool._typing import IndicesLike
+    from kvpool.remote.core import NewAgent
+    from kvpool.remote.leases import Lease
+    from kvpool.remote.messages import Introduction
+    from kvpool.remote.reads import Read
+
+
+class EndpointStats(TypedDict):
+    """What an endpoint has and has done.
+
+    Attributes:
+        peers: Endpoints that are connected.
+        leases: That last.
+        running: Reads that run.
+        returned: Leases that peers have returned, or filled.
+        expired: Leases whose time was over.
+        completed: Reads that brought their rows.
+        failed: Reads that did not.
+        cuts: How often all reads were interrupted to end one.
+        refused: Notes of peers that could not be used.
+        rows: Slots and states that completed reads brought.
+        runs: Pieces in which they came, over all buffers.
+        bytes: Of these rows.
+    """
+
+    peers: int
+    leases: int
+    running: int
+    returned: int
+    expired: int
+    completed: int
+    failed: int
+    cuts: int
+    refused: int
+    rows: int
+    runs: int
+    bytes: int
+
+
+class SlotLease:
+    """Slots that a peer may use for some time, made by `Endpoint.lend`.
+
+    It can serve as the fence `after` of `TokenToKVPoolAllocator.free`: then the slots are handed out again
+    when the peer has returned them or the time is over, and no byte may arrive in them any more.
+    """
+
+    def __init__(self, core: Core, lease: Lease) -> None:
+        self._core = core
+        self._lease = lease
+
+    @property
+    def ticket(self) -> bytes:
+        """What the peer needs for `Peer.slots`.
+
+        Waits for the work on a GPU that the current stream had when the slots were lent: what a peer reads is
+        complete. Who has the ticket, and the metadata of the endpoint, can use the slots.
+        """
+        if self._lease.mark is not None:
+            self._lease.mark.synchronize()
+        return messages.ticket(self._lease.remote)
+
+    @property
+    def returned(self) -> bool:
+        """Whether the peer has what it wanted: it has read the slots, or filled them."""
+        return self._lease.state == "returned"
+
+    @property
+    def notify(self) -> bytes | None:
+        """What the peer said when it filled the slots; `None` before they are."""
+        return self._lease.notify if self.returned else None
+
+    def query(self) -> bool:
+        """Return whether the slots may have another use: the lease is over, and nothing arrives any more."""
+        self._core.poll()
+        return self._lease.is_over()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the slots may have another use.
+
+        Args:
+            timeout: Seconds at most; by default until the time of the lease is over.
+
+        Returns:
+            Whether they may.
+        """
+        return wait(self.query, timeout)
+
+    def end(self) -> None:
+        """End the lease before its time. What a peer reads from now on it does not use."""
+        self._core.end(self._lease)
+
+
+class Transfer(ABC):
+    """Rows on their way, made by `Peer.read` and `Peer.write`.
+
+    It can serve as the fence `after` of `TokenToKVPoolAllocator.free`.
+    """
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Return whether it is over: no byte arrives any more, and the peer uses nothing more of it."""
+
+    @property
+    @abstractmethod
+    def error(self) -> TransferError | None:
+        """Why the rows are not there; `None` if they are, or may still come."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Do without the rows.
+
+        It is over when no byte arrives any more, at the latest when the lease of the peer's slots is.
+        """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is over.
+
+        Args:
+            timeout: Seconds at most; by default until the lease of the peer's slots is over.
+
+        Returns:
+            Whether it is over.
+
+        Raises:
+            TransferError: If the rows are not there.
+        """
+        is_over = wait(self.query, timeout)
+        if is_over and self.error is not None:
+            raise self.error
+        return is_over
+
+
+class _Reading(Transfer):
+    def __init__(self, core: Core, read: Read) -> None:
+        self._core = core
+        self._read = read
+
+    def query(self) -> bool:
+        self._core.poll()
+        return self._read.is_over()
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._read.error
+
+    def cancel(self) -> None:
+        with self._core.lock:
+            if not self._read.is_over():
+                self._read.give_up("the transfer was cancelled")
+                self._core.poll()
+
+
+class _Writing(Transfer):
+    """What is offered is lent until the peer has fetched it."""
+
+    def __init__(
+        self, core: Core, who: Introduction, remote: RemoteSlots, lease: Lease, notify: bytes
+    ) -> None:
+        self._core = core
+        self._who = who
+        self._remote = remote
+        self._lease = lease
+        self._notify: bytes | None = notify
+        self._error: TransferError | None = None
+
+    def query(self) -> bool:
+        with self._core.lock:
+            self._core.poll()
+            mark = self._lease.mark
+            if self._notify is not None and (mark is None or mark.query()):
+                self._offer(self._notify)
+            if self._lease.is_over() and self._lease.state != "returned" and self._error is None:
+                self._error = TransferError(f"{self._who.name} did not fetch what it was to be given")
+            return self._lease.is_over()
+
+    def _offer(self, notify: bytes) -> None:
+        self._notify = None
+        ticket = messages.ticket(self._lease.remote)
+        offered = Offered(self._remote.word, self._remote.nonce, notify, ticket)
+        try:
+            self._core.reads.send(self._who, messages.note(offered))
+        except TransferError as error:
+            self._error = error
+            self._core.end(self._lease)
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._error
+
+    def cancel(self) -> None:
+        with self._core.lock:
+            if not self._lease.is_over():
+                self._error = self._error or TransferError("the transfer was cancelled")
+                self._core.end(self._lease)
+
+
+class Peer:
+    """Another endpoint, made by `Endpoint.connect`."""
+
+    def __init__(self, core: Core, who: Introduction) -> None:
+        self._core = core
+        self._who = who
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._who.name
+
+    def slots(self, ticket: bytes) -> RemoteSlots:
+        """Return the slots that the peer has lent, from `SlotLease.ticket`. Their time counts from now.
+
+        Raises:
+            ConfigError: If it is no ticket.
+            IndexError: If the peer has no such slots.
+        """
+        return messages.leased(ticket).of(self._who)
+
+    def read(
+        self, remote_slots: RemoteSlots, slots: IndicesLike, *, states: IndicesLike = (), keep: bool = False
+    ) -> Transfer:
+        """Begin to copy rows of the peer into slots of this endpoint, in the order of both.
+
+        The rows are there when `wait` says so: then the lease lasted until all had arrived. Work that the
+        current stream has on a GPU is done before the first byte arrives; launch what uses the rows after
+        `wait`.
+
+        Args:
+            remote_slots: From `slots`.
+            slots: Slots of this `KVPool`, ints, as many as the peer's.
+            states: Slots of this `GDNPool`, as many as the peer's.
+            keep: The lease is needed for another read. By default it is returned when the rows are here.
+
+        Raises:
+            ConfigError: If the numbers of slots differ, or the slots are lent to be filled.
+            IndexError: If a slot is outside of its pool.
+            TransferError: If the endpoint is closed, or too many transfers run.
+        """
+        if remote_slots.is_writable:
+            raise ConfigError("the slots are lent to be filled, not to be read")
+        rows = self._core.rows(slots, states)
+        return _Reading(self._core, self._core.read(self._who, remote_slots, rows, keep=keep))
+
+    def write(
+        self,
+        slots: IndicesLike,
+        remote_slots: RemoteSlots,
+        *,
+        states: IndicesLike = (),
+        notify: bytes = b"",
+    ) -> Transfer:
+        """Let the peer fetch rows of this endpoint into slots that it has lent to be filled.
+
+        It does so when it polls next. The rows are what work of the current stream so far leaves there.
+
+        Args:
+            slots: Slots of this `KVPool`, ints, as many as the peer's.
+            remote_slots: From `slots`, lent with `writable=True`.
+            states: Slots of this `GDNPool`, as many as the peer's.
+            notify: What the peer finds in `SlotLease.notify` when the rows have arrived, 64 KiB at most.
+
+        Raises:
+            ConfigError: If the numbers of slots differ, the slots are not lent to be filled, or `notify` is
+                too long.
+            IndexError: If a slot is outside of its pool.
+            TransferError: If the endpoint is closed, the peer cannot be reached, or too much is lent.
+        """
+        if not remote_slots.is_writable:
+            raise ConfigError("the slots are lent to be read, not to be filled")
+        if len(notify) > messages.MAX_NOTIFY_BYTES:
+            raise ConfigError(f"notify has {len(notify)} bytes, more than {messages.MAX_NOTIFY_BYTES}")
+        lease = self._core.offer(self._who, remote_slots, self._core.rows(slots, states))
+        writing = _Writing(self._core, self._who, remote_slots, lease, notify)
+        writing.query()
+        return writing
+
+
+class Endpoint:
+    """A process's pools, as others reach them: it lends slots to peers, and reads theirs.
+
+    Call `poll` now and then, such as once a step: it answers peers. `query` of leases and transfers does so,
+    too. Methods may be called from several threads.
+
+    Args:
+        name: What peers call it.
+        kv: The pool whose slots are lent and read into.
+        states: The pool of the states that belong to them.
+        new_agent: Makes one end of a network.
+        may_cut: Whether an agent may be closed to end its reads. Otherwise a read that a stopped peer does
+            not answer keeps its slots until the network gives up.
+
+    Raises:
+        ConfigError: If the pools are on different devices.
+        TransferError: If the network cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kv: KVPool,
+        *,
+        states: GDNPool | None = None,
+        new_agent: NewAgent,
+        may_cut: bool = True,
+    ) -> None:
+        self._core = Core(name, kv, states, new_agent, may_cut=may_cut)
+
+    @property
+    def name(self) -> str:
+        """What peers call it."""
+        return self._core.who.name
+
+    def metadata(self) -> bytes:
+        """Return what `connect` of a peer needs, the same as long as the endpoint lives.
+
+        Bring it to peers only: who has it can read the pools.
+        """
+        self._core.check_open()
+        return messages.introduction(self._core.who)
+
+    def connect(self, metadata: bytes) -> Peer:
+        """Return the peer that `metadata` introduces.
+
+        Raises:
+            ConfigError: If its rows are not like those here (the message names the difference), or the bytes
+                are no metadata.
+            TransferError: If it cannot be reached.
+        """
+        return Peer(self._core, self._core.connect(metadata))
+
+    def lend(
+        self,
+        slots: IndicesLike,
+        *,
+        states: IndicesLike = (),
+        seconds: float = 30.0,
+        writable: bool = False,
+    ) -> SlotLease:
+        """Lend slots to a peer: send it the `ticket`, and free the slots `after` the lease.
+
+        Args:
+            slots: Slots of the `KVPool`, ints.
+            states: Slots of the `GDNPool`, ints.
+            seconds: How long, if the peer does not return them earlier. What it has not read by then it does
+                not use.
+            writable: The peer fills the slots, with `Peer.write`. Otherwise it reads them.
+
+        Raises:
+            IndexError: If a slot is outside of its pool.
+            ConfigError: If `seconds` is not in [0, 86400].
+            TransferError: If the endpoint is closed, or as many leases last as there may be.
+        """
+        rows = self._core.rows(slots, states)
+        return SlotLease(self._core, self._core.lend(rows, seconds, is_writable=writable))
+
+    def poll(self) -> None:
+        """Answer peers, and see how far transfers are.
+
+        Does not wait, but for some tenths of a second when a read has to be cut off: it failed, or its lease
+        is over, and nothing else keeps late bytes from slots with new owners.
+        """
+        self._core.poll()
+
+    def stats(self) -> EndpointStats:
+        """Return counters."""
+        core = self._core
+        with core.lock:
+            return {
+                "peers": len(core.peers),
+                "leases": len(core.leases),
+                "running": len(core.reads),
+                "returned": core.returned,
+                "expired": core.expired,
+                "completed": core.reads.completed,
+                "failed": core.reads.failed,
+                "cuts": core.reads.cuts,
+                "refused": core.refused,
+                "rows": core.reads.rows,
+                "runs": core.reads.runs,
+                "bytes": core.reads.bytes,
+            }
+
+    def close(self) -> None:
+        """End all leases and transfers, and the connections. Returns when no byte arrives any more."""
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,385 @@
+"""What endpoints tell each other. Nothing that comes from outside is used before it was checked."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import numpy as np
+
+from kvpool.errors import ConfigError
+from kvpool.remote.agent import Blocks, Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+VERSION = 1
+"""Of all messages. Endpoints of different versions refuse each other."""
+
+MAX_ROWS = 1 << 22
+"""Rows of one lease."""
+
+MAX_SECONDS = 86_400.0
+"""Of a lease: a day."""
+
+MAX_NOTIFY_BYTES = 1 << 16
+"""Of what a writer says to the peer."""
+
+MAX_MESSAGE_BYTES = 8 * MAX_ROWS + (1 << 20)
+
+POOLS = ("kv", "states")
+"""The pools of an endpoint, in the order of their rows."""
+
+WORD_BYTES = 8
+"""Of what says whether a lease lasts."""
+
+_MAX_NAME = 256
+_MAX_BUFFERS = 1 << 14
+_END = 1 << 63
+
+_INTRODUCTION = struct.Struct("<8sHI")
+_INTRODUCED_BY = b"kvpeer\r\n"
+_TICKET = struct.Struct("<4sHHIQdII")
+_TICKET_OF = b"kvt\n"
+_NOTE = struct.Struct("<4sHHIQI")
+_NOTE_OF = b"kvn\n"
+_WRITABLE = 1
+_RETURNED, _OFFERED = 1, 2
+
+
+class Introduction(NamedTuple):
+    """What a peer must know of an endpoint.
+
+    Attributes:
+        name: Of the endpoint.
+        agent: Its name in the network, which no other process has.
+        shapes: For each pool, "kv" and "states", what must be equal on both sides; `None` without it.
+        buffers: For each pool the address and the bytes of a row of each buffer.
+        rows: For each pool the rows of every buffer.
+        device: The index of the GPU that has the pools; `None` for host memory.
+        words: The address and number of the words that say which leases last.
+        metadata: What the agent needs.
+    """
+
+    name: str
+    agent: str
+    shapes: dict[str, dict[str, int | str] | None]
+    buffers: dict[str, list[tuple[int, int]]]
+    rows: dict[str, int]
+    device: int | None
+    words: tuple[int, int]
+    metadata: bytes
+
+
+class RemoteSlots(NamedTuple):
+    """Slots of a peer that were leased to this endpoint, made by `Peer.slots` from a ticket.
+
+    Attributes:
+        slots: Slots of its `KVPool`, int32 `[n]`.
+        states: Slots of its `GDNPool`, int32 `[m]`.
+        is_writable: Whether `Peer.write` may fill them, or `Peer.read` read them.
+        word: Where the peer says whether the lease lasts.
+        nonce: What it says there as long as it does.
+        deadline: When it is over, in seconds of `time.monotonic`.
+    """
+
+    slots: npt.NDArray[np.int32]
+    states: npt.NDArray[np.int32]
+    is_writable: bool
+    word: int
+    nonce: int
+    deadline: float
+
+    def of(self, who: Introduction) -> RemoteSlots:
+        """Return them if the endpoint has such slots.
+
+        Raises:
+            IndexError: If not.
+        """
+        if self.word >= who.words[1]:
+            raise IndexError(f"word {self.word} is outside [0, {who.words[1]}) of {who.name}")
+        for pool, rows in zip(POOLS, (self.slots, self.states), strict=True):
+            if len(rows) and rows.max() >= who.rows[pool]:
+                raise IndexError(
+                    f"slot {rows.max()} is outside [1, {who.rows[pool]}) of {pool} of {who.name}"
+                )
+        return self
+
+
+class Returned(NamedTuple):
+    """A note: the lease is not needed any more."""
+
+    word: int
+    nonce: int
+
+
+class Offered(NamedTuple):
+    """A note: fetch the slots of a ticket into those of a lease, and tell your owner `notify`."""
+
+    word: int
+    nonce: int
+    notify: bytes
+    ticket: bytes
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(f"a peer's message cannot be used: {what}")
+
+
+def _whole(value: object, what: str, low: int, end: int) -> int:
+    if type(value) is not int or not low <= value < end:
+        _refuse(f"{what} is {value!r:.40}, not an int in [{low}, {end})")
+    return value
+
+
+def _text(value: object, what: str) -> str:
+    if type(value) is not str or not 0 < len(value) <= _MAX_NAME:
+        _refuse(f"{what} is {value!r:.40}, not a str of 1 to {_MAX_NAME} characters")
+    return value
+
+
+def _listed(value: object, what: str, most: int) -> list[object]:
+    if type(value) is not list or len(value) > most:
+        _refuse(f"{what} is not a list of at most {most}")
+    return value
+
+
+def _fields(value: object, what: str) -> Mapping[str, object]:
+    if type(value) is not dict:
+        _refuse(f"{what} is not an object")
+    return value
+
+
+def introduction(who: Introduction) -> bytes:
+    """Return an introduction as bytes."""
+    header = {
+        "name": who.name,
+        "agent": who.agent,
+        "shapes": who.shapes,
+        "buffers": who.buffers,
+        "rows": who.rows,
+        "device": who.device,
+        "words": who.words,
+    }
+    text = json.dumps(header).encode()
+    return _INTRODUCTION.pack(_INTRODUCED_BY, VERSION, len(text)) + text + who.metadata
+
+
+def introduced(message: bytes) -> Introduction:
+    """Return the introduction in `message`.
+
+    Raises:
+        ConfigError: If it is none, or of another version.
+    """
+    if not _INTRODUCTION.size <= len(message) <= MAX_MESSAGE_BYTES:
+        _refuse(f"it has {len(message)} bytes")
+    magic, version, length = _INTRODUCTION.unpack_from(message)
+    _check_version(magic == _INTRODUCED_BY, version)
+    text, metadata = message[_INTRODUCTION.size :][:length], message[_INTRODUCTION.size + length :]
+    try:
+        header = _fields(json.loads(text), "its header")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("a peer's message cannot be used: its header is not JSON") from error
+    shapes: dict[str, dict[str, int | str] | None] = {}
+    buffers: dict[str, list[tuple[int, int]]] = {}
+    rows: dict[str, int] = {}
+    for pool in POOLS:
+        shape = _fields(header.get("shapes"), "shapes").get(pool)
+        shapes[pool] = None if shape is None else _shape(shape, pool)
+        listed = _listed(
+            _fields(header.get("buffers"), "buffers").get(pool), f"buffers of {pool}", _MAX_BUFFERS
+        )
+        buffers[pool] = [_buffer(buffer, pool) for buffer in listed]
+        rows[pool] = _whole(_fields(header.get("rows"), "rows").get(pool), f"rows of {pool}", 0, 1 << 31)
+    device = header.get("device")
+    words = _listed(header.get("words"), "words", 2)
+    if len(words) != 2:  # noqa: PLR2004 - address and number
+        _refuse("words are not an address and a number")
+    return Introduction(
+        _text(header.get("name"), "name"),
+        _text(header.get("agent"), "agent"),
+        shapes,
+        buffers,
+        rows,
+        None if device is None else _whole(device, "device", 0, 1 << 16),
+        (_whole(words[0], "the address of words", 1, _END), _whole(words[1], "words", 1, 1 << 24)),
+        metadata,
+    )
+
+
+def _check_version(is_ours: bool, version: int) -> None:
+    if not is_ours:
+        _refuse("it is not kvpool's")
+    if version != VERSION:
+        _refuse(f"it has version {version}, and this is version {VERSION}")
+
+
+def _shape(value: object, pool: str) -> dict[str, int | str]:
+    fields = _fields(value, f"the shape of {pool}")
+    if len(fields) > _MAX_NAME:
+        _refuse(f"the shape of {pool} has {len(fields)} fields")
+    return {
+        _text(name, f"a field of {pool}"): _text(field, name)
+        if type(field) is str
+        else _whole(field, name, 0, _END)
+        for name, field in fields.items()
+    }
+
+
+def _buffer(value: object, pool: str) -> tuple[int, int]:
+    numbers = _listed(value, f"a buffer of {pool}", 2)
+    if len(numbers) != 2:  # noqa: PLR2004 - address and bytes
+        _refuse(f"a buffer of {pool} is not an address and a size")
+    return _whole(numbers[0], "an address", 1, _END), _whole(numbers[1], "the bytes of a row", 1, 1 << 40)
+
+
+def difference(ours: Introduction, theirs: Introduction) -> str | None:
+    """Return what keeps rows of two endpoints from being copied to each other, or `None`."""
+    for pool in POOLS:
+        mine, other = ours.shapes[pool], theirs.shapes[pool]
+        if mine is None or other is None:
+            if mine is not other:
+                has, has_not = (ours, theirs) if other is None else (theirs, ours)
+                return f"{has.name} has {pool}, and {has_not.name} has none"
+            continue
+        for name in {**mine, **other}:
+            if mine.get(name) != other.get(name):
+                here, there = (
+                    f"{side.get(name)!r} at {who.name}" for side, who in ((mine, ours), (other, theirs))
+                )
+                return f"{name} of {pool} is {there} and {here}"
+        sizes, others = ([size for _, size in who.buffers[pool]] for who in (ours, theirs))
+        if sizes != others:
+            return (
+                f"buffers of {pool} have rows of {others} bytes at {theirs.name} and {sizes} at {ours.name}"
+            )
+    return None
+
+
+def runs(rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return the ascending runs of `rows`, in order: `[k, 2]` of start and length."""
+    if not len(rows):
+        return np.empty((0, 2), np.int32)
+    starts = np.flatnonzero(np.diff(rows, prepend=rows[0]) != 1)
+    starts[0] = 0
+    lengths = np.diff(starts, append=len(rows))
+    return np.stack([rows[starts], lengths.astype(np.int32)], axis=1)
+
+
+def _rows(packed: bytes, what: str) -> npt.NDArray[np.int32]:
+    pairs = np.frombuffer(packed, "<i4").reshape(-1, 2).astype(np.int64)
+    starts, lengths = pairs[:, 0], pairs[:, 1]
+    total = int(lengths.sum()) if len(pairs) else 0
+    if len(pairs) and (starts.min() < 1 or lengths.min() < 1 or (starts + lengths).max() > 1 << 31):
+        _refuse(f"{what} are not runs of slots")
+    if total > MAX_ROWS:
+        _refuse(f"{total} {what} are more than {MAX_ROWS}")
+    firsts = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+    return (firsts + np.arange(total)).astype(np.int32)
+
+
+def ticket(leased: RemoteSlots) -> bytes:
+    """Return what the peer must have to use slots."""
+    seconds = max(leased.deadline - time.monotonic(), 0.0)
+    parts = [runs(leased.slots), runs(leased.states)]
+    flags = _WRITABLE if leased.is_writable else 0
+    head = _TICKET.pack(
+        _TICKET_OF, VERSION, flags, leased.word, leased.nonce, seconds, len(parts[0]), len(parts[1])
+    )
+    return head + b"".join(part.astype("<i4").tobytes() for part in parts)
+
+
+def leased(message: bytes) -> RemoteSlots:
+    """Return the slots that a ticket names; its time counts from now.
+
+    Raises:
+        ConfigError: If it is no ticket, or of another version.
+    """
+    if not _TICKET.size <= len(message) <= MAX_MESSAGE_BYTES:
+        _refuse(f"it has {len(message)} bytes")
+    magic, version, flags, word, nonce, seconds, slots, states = _TICKET.unpack_from(message)
+    _check_version(magic == _TICKET_OF, version)
+    if len(message) != _TICKET.size + 8 * (slots + states):
+        _refuse(f"it has {len(message)} bytes, for {slots} + {states} runs")
+    if flags & ~_WRITABLE or not 0 <= seconds <= MAX_SECONDS or not nonce:
+        _refuse(f"flags {flags}, seconds {seconds}, nonce {nonce}")
+    at = _TICKET.size + 8 * slots
+    return RemoteSlots(
+        _rows(message[_TICKET.size : at], "slots"),
+        _rows(message[at:], "states"),
+        bool(flags & _WRITABLE),
+        word,
+        nonce,
+        time.monotonic() + seconds,
+    )
+
+
+def note(said: Returned | Offered) -> bytes:
+    """Return a note as bytes."""
+    if isinstance(said, Returned):
+        return _NOTE.pack(_NOTE_OF, VERSION, _RETURNED, said.word, said.nonce, 0)
+    head = _NOTE.pack(_NOTE_OF, VERSION, _OFFERED, said.word, said.nonce, len(said.notify))
+    return head + said.notify + said.ticket
+
+
+def noted(message: bytes) -> Returned | Offered:
+    """Return what a note says.
+
+    Raises:
+        ConfigError: If it is none, or of another version.
+    """
+    if not _NOTE.size <= len(message) <= MAX_MESSAGE_BYTES:
+        _refuse(f"it has {len(message)} bytes")
+    magic, version, kind, word, nonce, length = _NOTE.unpack_from(message)
+    _check_version(magic == _NOTE_OF, version)
+    body = message[_NOTE.size :]
+    if kind == _RETURNED and not body and not length:
+        return Returned(word, nonce)
+    if kind != _OFFERED or not length <= min(MAX_NOTIFY_BYTES, len(body)):
+        _refuse(f"kind {kind} with {length} of {len(body)} bytes")
+    return Offered(word, nonce, body[:length], body[length:])
+
+
+def words(memory: npt.NDArray[np.uint64]) -> Blocks:
+    """Return words of this process as rows."""
+    return Blocks(((memory.ctypes.data, WORD_BYTES, len(memory)),), None)
+
+
+def blocks(who: Introduction) -> tuple[Blocks, Blocks]:
+    """Return the rows of an endpoint's pools, and its words."""
+    pools = tuple((address, size, who.rows[pool]) for pool in POOLS for address, size in who.buffers[pool])
+    address, count = who.words
+    return Blocks(pools, who.device), Blocks(((address, WORD_BYTES, count),), None)
+
+
+def regions(who: Introduction) -> list[Memory]:
+    """Return the memory of an endpoint's pools. Buffers of one pool lie in one region."""
+    found = []
+    for pool in POOLS:
+        if buffers := who.buffers[pool]:
+            start = min(address for address, _ in buffers)
+            end = max(address + who.rows[pool] * size for address, size in buffers)
+            found.append(Memory(start, end - start, who.device))
+    return found
+
+
+def bytes_of(who: Introduction, remote: RemoteSlots) -> int:
+    """Return the bytes of slots of an endpoint, in all buffers."""
+    counts = zip(POOLS, (len(remote.slots), len(remote.states)), strict=True)
+    return sum(count * sum(size for _, size in who.buffers[pool]) for pool, count in counts)
+
+
+def numbered(
+    who: Introduction, slots: npt.NDArray[np.int32], states: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Return the numbers of the rows of slots in all buffers of an endpoint, as `blocks` counts them."""
+    parts, first = [], 0
+    for pool, rows in zip(POOLS, (slots, states), strict=True):
+        firsts = first + who.rows[pool] * np.arange(len(who.buffers[pool]))
+        parts.append(np.add.outer(firsts, rows).ravel())
+        first += who.rows[pool] * len(who.buffers[pool])
+    return np.concatenate(parts).astype(np.int32)

@@ -1,0 +1,254 @@
+"""Reads of peers' rows, each up to the moment after which no byte of it arrives."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvpool.remote import messages
+from kvpool.remote.errors import TransferError
+from kvpool.remote.messages import Introduction, RemoteSlots, Returned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from kvpool.remote.agent import Agent, Indices, Reading
+    from kvpool.remote.marks import Mark
+
+_log = logging.getLogger("kvpool")
+
+MAX_READS = 4096
+"""Reads that run at once."""
+
+_POOLS, _WORDS = 0, 1
+
+
+@dataclass(eq=False, slots=True)
+class Read:
+    """Rows on their way, and then the word of their lease, which tells whether they were lent until then.
+
+    Attributes:
+        who: Whose rows.
+        remote: The slots there.
+        here: Rows that are written.
+        there: Rows that are read.
+        mark: Work that must be done before the first byte arrives.
+        keep: The lease is still needed when the rows are here.
+        step: What it does.
+        reading: What the network does for it.
+        word: Where the word of the lease goes.
+        error: Why the rows will not be here; then only the end of `reading` is waited for.
+    """
+
+    who: Introduction
+    remote: RemoteSlots
+    here: Indices
+    there: Indices
+    mark: Mark | None
+    keep: bool = False
+    step: Literal["waiting", "reading", "checking", "over"] = "waiting"
+    reading: Reading | None = None
+    word: int = -1
+    error: TransferError | None = None
+
+    def is_over(self) -> bool:
+        """Whether no byte arrives any more."""
+        return self.step == "over"
+
+    def give_up(self, why: str) -> None:
+        """Do without the rows."""
+        if self.error is None:
+            self.error = TransferError(why)
+
+
+class Reads:
+    """The reads of an endpoint.
+
+    Invariant: a read is over only if nothing of it can arrive any more. That is so when the network says that
+    all has arrived, and when its agent is closed: a network may say that a read has failed, or let go of it,
+    while a peer that slept still sends. So what does not end well is cut off with the agent, and the other
+    reads begin again with the next one.
+
+    Args:
+        new_agent: Makes an agent that reads. Closed by this class, if it `may_cut`.
+        may_cut: Whether agents may be closed. Otherwise a read is over when the network says so.
+    """
+
+    def __init__(self, new_agent: Callable[[], Agent], *, may_cut: bool) -> None:
+        self.words: npt.NDArray[np.uint64] = np.zeros(MAX_READS, np.uint64)
+        self.completed = self.failed = self.cuts = self.rows = self.runs = self.bytes = 0
+        self._free = [*range(MAX_READS)]
+        self._running: list[Read] = []
+        self._new_agent, self._may_cut = new_agent, may_cut
+        self._agent: Agent | None = None
+        # What the agent knows of peers, by their agents.
+        self._reached: dict[str, object] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def reach(self, who: Introduction) -> tuple[Agent, object]:
+        """Return the agent, and the peer as it knows it.
+
+        Raises:
+            TransferError: If the peer cannot be reached.
+        """
+        if self._agent is None:
+            self._agent = self._new_agent()
+        if who.agent not in self._reached:
+            self._reached[who.agent] = self._agent.connect(who.metadata, messages.blocks(who))
+        return self._agent, self._reached[who.agent]
+
+    def send(self, who: Introduction, note: bytes) -> None:
+        """Send a note.
+
+        Raises:
+            TransferError: If the peer cannot be reached.
+        """
+        agent, peer = self.reach(who)
+        agent.send(peer, note)
+
+    def begin(self, read: Read) -> None:
+        """Begin a read, when its mark is passed.
+
+        Raises:
+            TransferError: If as many run as there may be.
+        """
+        if not self._free:
+            raise TransferError(f"{len(self._running)} transfers run, as many as there may be")
+        read.word = self._free.pop()
+        self._running.append(read)
+        self._advance(read)
+
+    def advance(self) -> None:
+        """See how far all reads are."""
+        for read in [*self._running]:
+            self._advance(read)
+
+    def close(self) -> None:
+        """End all reads. Returns when no byte arrives any more."""
+        if self._agent is not None and self._may_cut:
+            self._agent.close()
+        self._agent = None
+        self._reached.clear()
+        for read in [*self._running]:
+            read.give_up("the endpoint was closed")
+            self._finish(read)
+
+    def _advance(self, read: Read) -> None:
+        is_late = read.remote.deadline <= time.monotonic()
+        if read.step == "waiting":
+            if is_late:
+                read.give_up(f"the lease of {read.who.name} was over before rows were read")
+            self._start(read)
+        elif read.reading is not None:
+            self._follow(read, read.reading, is_late=is_late)
+
+    def _start(self, read: Read) -> None:
+        if read.error is not None:
+            self._finish(read)
+        elif not len(read.here):
+            self._has_arrived(read)
+        elif read.mark is None or read.mark.query():
+            self._post(read, "reading", read.here, read.there, b"")
+
+    def _follow(self, read: Read, reading: Reading, *, is_late: bool) -> None:
+        state = self._state(reading)
+        if state == "done":
+            reading.release()
+            read.reading = None
+            self._has_arrived(read)
+        elif state == "failed":
+            self._lose(read.who, f"the connection to {read.who.name} failed")
+        elif is_late:
+            read.give_up(f"the lease of {read.who.name} was over before all rows had arrived")
+            if self._may_cut:
+                self._cut(str(read.error))
+
+    @staticmethod
+    def _state(reading: Reading) -> Literal["running", "done", "failed"]:
+        try:
+            return reading.state()
+        except TransferError:
+            return "failed"
+
+    def _has_arrived(self, read: Read) -> None:
+        if read.step == "checking":
+            if self.words[read.word] != read.remote.nonce:
+                read.give_up(f"the lease of {read.who.name} was over before all rows had arrived")
+            self._finish(read)
+            return
+        returned = messages.note(Returned(read.remote.word, read.remote.nonce))
+        if read.error is None:
+            self.words[read.word] = 0
+            here = np.array([read.word], np.int32)
+            there = np.array([read.remote.word], np.int32)
+            self._post(read, "checking", here, there, b"" if read.keep else returned)
+            return
+        try:
+            self.send(read.who, returned)
+        except TransferError as error:
+            _log.debug("%s learns later that its lease is over: %s", read.who.name, error)
+        self._finish(read)
+
+    def _post(
+        self, read: Read, step: Literal["reading", "checking"], here: Indices, there: Indices, note: bytes
+    ) -> None:
+        try:
+            agent, peer = self.reach(read.who)
+        except TransferError as error:
+            read.error = error
+            self._finish(read)
+            return
+        read.step = step
+        kind = _POOLS if step == "reading" else _WORDS
+        try:
+            read.reading = agent.read(peer, kind, here, there, note)
+        except TransferError as error:
+            self._lose(read.who, str(error))
+
+    def _lose(self, who: Introduction, why: str) -> None:
+        """Ends the reads from a peer: what begins again would fail again, one by one."""
+        lost = [read for read in self._running if read.who.agent == who.agent and read.step != "waiting"]
+        for read in lost:
+            read.give_up(why)
+            if not self._may_cut:
+                self._finish(read)
+        if self._may_cut:
+            self._cut(why)
+
+    def _cut(self, why: str) -> None:
+        """Ends the reads that were given up, of which more may arrive."""
+        self.cuts += 1
+        _log.warning("all transfers are interrupted: %s", why)
+        if self._agent is not None:
+            # The agent may live as long as what it has made.
+            for running in self._running:
+                running.reading = None
+            agent, self._agent = self._agent, None
+            self._reached.clear()
+            agent.close()
+        for running in [*self._running]:
+            if running.step != "waiting":
+                running.step = "waiting"
+            if running.error is not None:
+                self._finish(running)
+
+    def _finish(self, read: Read) -> None:
+        read.step = "over"
+        read.reading = None
+        self._running.remove(read)
+        self._free.append(read.word)
+        if read.error is not None:
+            self.failed += 1
+            return
+        self.completed += 1
+        self.rows += len(read.remote.slots) + len(read.remote.states)
+        self.runs += len(messages.runs(read.here))
+        self.bytes += messages.bytes_of(read.who, read.remote)

@@ -1,0 +1,335 @@
+"""Endpoints over NIXL, in processes of their own: rows between them, and peers that are killed or stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import RunSnippet
+    from typing_extensions import Self
+
+NIXL = Path(os.environ.get("KVPOOL_NIXL") or Path(sys.prefix) / "nixl")
+"""Where `make` installs NIXL."""
+
+HAS_PACKAGES = sys.platform == "linux" and sys.version_info < (3, 15)
+PROCESS = Path(__file__).with_name("nixl_process.py")
+PATIENCE_S = 60
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that finds NIXL."""
+    package = find_spec("kvpool")
+    assert package is not None
+    assert package.origin is not None
+    places = [str(Path(package.origin).parents[1]), str(NIXL), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(places),
+        "NIXL_LOG_LEVEL": "FATAL",
+        "UCX_LOG_LEVEL": "fatal",
+    }
+
+
+@pytest.fixture(scope="module")
+def nixl() -> dict[str, str]:
+    """The environment. The test is skipped where NIXL cannot be had; `make test` says that it can."""
+    if not HAS_PACKAGES:
+        pytest.skip("NIXL has packages for Linux")
+    env = environment()
+    tried = subprocess.run(
+        [sys.executable, "-c", "import nixl"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    if tried.returncode:
+        missing = f"NIXL cannot be imported from {NIXL}: {tried.stderr.strip().splitlines()[-1]}"
+        if os.environ.get("KVPOOL_REQUIRE_ENGINES"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return env
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+class Process:
+    """One process with an endpoint."""
+
+    def __init__(self, env: dict[str, str], name: str, rows: int = 512, dim: int = 8) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROCESS), name, str(rows), str(dim)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, command: str, *arguments: object) -> Any:  # noqa: ANN401
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{json.dumps([command, arguments])}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"{self.name} has ended: {self._process.wait()}"
+        return json.loads(line)
+
+    def is_over(self, transfer: int) -> bool:
+        return bool(self.ask("transfer", transfer)[0])
+
+    def read(
+        self, source: Process, ticket: str, slots: list[int], states: list[int] | None = None
+    ) -> str | None:
+        """Reads to the end; the error."""
+        at = self.ask("read", source.name, ticket, slots, states or [])
+        until(lambda: self.is_over(at), "the read is not over")
+        error: str | None = self.ask("transfer", at)[1]
+        return error
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+        if number is signal.SIGKILL:
+            self._process.wait(PATIENCE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def pair(env: dict[str, str], stack: ExitStack, **options: int) -> tuple[Process, Process]:
+    """Two processes that know each other."""
+    a, b = (stack.enter_context(Process(env, name, **options)) for name in "ab")
+    assert b.ask("connect", a.ask("metadata")) == "a"
+    assert a.ask("connect", b.ask("metadata")) == "b"
+    return a, b
+
+
+@pytest.fixture(scope="module")
+def three(nixl: dict[str, str]) -> Iterator[tuple[Process, Process, Process]]:
+    """Two that know each other, and one whose rows are larger."""
+    with ExitStack() as stack:
+        other = stack.enter_context(Process(nixl, "c", dim=16))
+        yield (*pair(nixl, stack), other)
+
+
+@pytest.fixture
+def both(three: tuple[Process, Process, Process]) -> tuple[Process, Process]:
+    return three[:2]
+
+
+SLOTS = {
+    "contiguous": (list(range(100, 164)), list(range(7, 71))),
+    "scattered": ([7 * slot % 509 + 1 for slot in range(64)], [11 * slot % 509 + 1 for slot in range(64)]),
+    "one": ([511], [1]),
+}
+
+
+@pytest.mark.parametrize("kind", SLOTS)
+def test_rows_between_processes(both: tuple[Process, Process], kind: str) -> None:
+    a, b = both
+    there, here = SLOTS[kind]
+    a.ask("fill", there, 5)
+    b.ask("fill", list(range(1, 512)), 6)
+    ticket = a.ask("lend", there, 30, [2, 3])
+    assert b.read(a, ticket, here, [4, 1]) is None
+    assert b.ask("wrong", here, 5) == 0
+    assert (b.ask("state", 4), b.ask("state", 1), b.ask("state", 2)) == (
+        [5.25, -5.25],
+        [5.375, -5.375],
+        [6.25, -6.25],
+    )
+    until(lambda: a.ask("lease", -1) == [True, True, None], "the slots were not returned")
+
+
+def test_rows_are_written_to_a_process(both: tuple[Process, Process]) -> None:
+    a, b = both
+    there, here = SLOTS["scattered"]
+    a.ask("fill", there, 8)
+    ticket = b.ask("lend", here, 30, [], True)
+    transfer = a.ask("write", "b", there, ticket, "prompt 17")
+    until(lambda: b.ask("lease", -1)[0], "nothing was written")
+    assert b.ask("lease", -1) == [True, True, "prompt 17"]
+    assert b.ask("wrong", here, 8) == 0
+    until(lambda: a.ask("transfer", transfer) == [True, None], "the writer does not know")
+
+
+def test_a_lease_that_is_over_gives_nothing(both: tuple[Process, Process]) -> None:
+    a, b = both
+    a.ask("fill", [1, 2], 9)
+    ticket = a.ask("lend", [1, 2], 0.2)
+    time.sleep(0.3)
+    until(lambda: a.ask("lease", -1)[0], "the lease is not over")
+    error = b.read(a, ticket, [3, 4])  # counts from now for b
+    assert error == "the lease of a was over before all rows had arrived"
+    assert a.ask("lease", -1) == [True, False, None]
+
+
+def test_sockets_are_on_loopback(both: tuple[Process, Process]) -> None:
+    for process in both:
+        addresses = process.ask("listening")
+        assert addresses
+        assert {*addresses} == {"0100007F"}
+
+
+def test_pools_that_do_not_fit(three: tuple[Process, Process, Process]) -> None:
+    a, _, other = three
+    assert a.ask("connect", other.ask("metadata")) == {
+        "error": "ConfigError",
+        "text": "the pools of c and a do not fit: k_head_dim of kv is 16 at c and 8 at a",
+    }
+
+
+LARGE = {"rows": 1500, "dim": 2048}
+MANY = list(range(1, 1001))
+"""Rows with 128 MB of K and V, which are still on their way when a read has begun."""
+MORE = list(range(1200, 1300))
+
+
+@pytest.fixture
+def tcp(nixl: dict[str, str]) -> dict[str, str]:
+    """Over TCP alone, in small pieces: processes on one machine read each other's memory in one call."""
+    return {**nixl, "UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "8k", "UCX_TCP_RX_SEG_SIZE": "64k"}
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_no_byte_arrives_in_slots_of_a_new_owner(tcp: dict[str, str], end: signal.Signals) -> None:
+    """The peer is killed in the middle of a transfer, or stopped past its lease, and wakes up."""
+    with ExitStack() as stack:
+        c = stack.enter_context(Process(tcp, "c", **LARGE))
+        a, b = pair(tcp, stack, **LARGE)
+        b.ask("connect", c.ask("metadata"))
+        a.ask("fill", MANY, 1)
+        c.ask("fill", MORE, 3)
+        assert b.read(a, a.ask("lend", [1], 30), [1]) is None  # they are connected
+        transfer = b.ask("read", "a", a.ask("lend", MANY, 2), MANY)
+        a.signal(end)
+        more = b.ask("read", "c", c.ask("lend", MORE, 30), MORE)
+        until(lambda: b.is_over(transfer), "the slots are lost")
+        error = b.ask("transfer", transfer)[1]
+        if end is signal.SIGKILL:
+            assert error.startswith(("the connection to a failed", "NIXL cannot"))
+        else:
+            assert error == "the lease of a was over before all rows had arrived"
+        assert b.ask("wrong", MANY, 1) > 0, "it was over before it was stopped"
+        b.ask("fill", MANY, 2)
+        if end is signal.SIGSTOP:
+            a.signal(signal.SIGCONT)
+        until(lambda: b.is_over(more), "the other read is not over")
+        assert b.ask("transfer", more)[1] is None
+        assert b.ask("wrong", MORE, 3) == 0
+        time.sleep(0.5)
+        assert b.ask("wrong", MANY, 2) == 0
+        stats = b.ask("stats")
+        assert (stats["running"], stats["failed"]) == (0, 1)
+        assert stats["cuts"] >= 1
+        # Another one in its place. UCX may end one that wakes up, as it cannot answer over TCP any more.
+        a.signal(signal.SIGKILL)
+        again = stack.enter_context(Process(tcp, "a", **LARGE))
+        b.ask("connect", again.ask("metadata"))
+        assert b.read(again, again.ask("lend", [5, 6], 30), [5, 6]) is None
+
+
+def test_a_killed_reader_returns_slots_with_time(tcp: dict[str, str]) -> None:
+    with ExitStack() as stack:
+        a, b = pair(tcp, stack, **LARGE)
+        assert b.read(a, a.ask("lend", [1], 30), [1]) is None
+        ticket = a.ask("lend", MANY, 1.5)
+        begun = time.monotonic()
+        b.ask("read", "a", ticket, MANY)
+        b.signal(signal.SIGKILL)
+        until(lambda: a.ask("lease", -1)[0], "the slots are lost")
+        assert time.monotonic() - begun > 1.4
+        assert a.ask("lease", -1) == [True, False, None]
+        # Another one comes in its place.
+        again = stack.enter_context(Process(tcp, "b", **LARGE))
+        again.ask("connect", a.ask("metadata"))
+        a.ask("fill", [1, 2, 3], 4)
+        assert again.read(a, a.ask("lend", [1, 2, 3], 30), [7, 8, 9]) is None
+        assert again.ask("wrong", [7, 8, 9], 4) == 0
+
+
+def run(code: str, env: dict[str, str]) -> None:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_of_the_documentation_runs(nixl: dict[str, str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "nixl.md"
+    (code,) = re.findall(r"^```python nixl\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=nixl,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_the_package_the_error_says_what_to_install(run_snippet: RunSnippet) -> None:
+    said = run_snippet(
+        """
+        import kvpool
+        from kvpool.integrations.nixl import Endpoint
+        try:
+            Endpoint("a", kvpool.KVPool(8, 1, 1, 1, "cpu", "float32"))
+        except kvpool.ConfigError as error:
+            print(error)
+        """,
+        hidden=("nixl",),
+    )
+    assert "install 'kvpool[nixl]'" in said
+
+
+def test_an_agent_of_the_caller_is_used_and_not_closed(nixl: dict[str, str]) -> None:
+    code = """
+import kvpool, nixl
+from kvpool.integrations.nixl import Endpoint
+pools = [kvpool.KVPool(64, 2, 2, 4, "cpu", "float32") for _ in range(2)]
+agents = [nixl.nixl_agent(name) for name in ("mine", "yours")]
+a, b = [Endpoint(name, pool, agent=agent) for name, pool, agent in zip("ab", pools, agents)]
+pools[0].k_buffer[1][5:8] = 3
+peer = b.connect(a.metadata())
+for _ in range(2):
+    lease = a.lend([5, 6, 7])
+    assert peer.read(peer.slots(lease.ticket), [1, 2, 3]).wait(10)
+    assert lease.wait(10) and lease.returned
+assert pools[1].k_buffer[1][1:4].eq(3).all()
+a.close(), b.close()
+assert all(agent.get_agent_metadata() for agent in agents)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=nixl,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
