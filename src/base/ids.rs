@@ -94,6 +94,9 @@ pub const fn widen(number: u32) -> usize {
 
 /// The element type of an index tensor.
 pub trait IndexNumber: Copy + Default + PartialEq + Into<i64> {
+    /// The dtype of its tensors.
+    const DTYPE: DType;
+
     /// An index, which is within `i32`.
     fn of(index: u32) -> Self;
 
@@ -105,6 +108,8 @@ pub trait IndexNumber: Copy + Default + PartialEq + Into<i64> {
 }
 
 impl IndexNumber for i32 {
+    const DTYPE: DType = DType::I32;
+
     #[inline]
     fn of(index: u32) -> Self {
         index.cast_signed()
@@ -121,6 +126,8 @@ impl IndexNumber for i32 {
 }
 
 impl IndexNumber for i64 {
+    const DTYPE: DType = DType::I64;
+
     #[inline]
     fn of(index: u32) -> Self {
         index.into()

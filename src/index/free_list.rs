@@ -371,11 +371,15 @@ impl<I: Id> FreeList<I> {
             if range.start == last.end {
                 last.end = range.end;
             } else {
-                self.queue.extend((!last.is_empty()).then(|| Run::of(&last)));
+                if !last.is_empty() {
+                    self.queue.push_back(Run::of(&last));
+                }
                 last = range;
             }
         }
-        self.queue.extend((!last.is_empty()).then(|| Run::of(&last)));
+        if !last.is_empty() {
+            self.queue.push_back(Run::of(&last));
+        }
     }
 
     /// Frees indices whose fence has passed.

@@ -4,9 +4,10 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
-use crate::base::bounded::{int32, unsigned};
+use crate::base::bounded::{int32, narrow, unsigned};
 use crate::base::{
-    Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen,
+    Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot, reserve,
+    widen,
 };
 use crate::index::{Act, BadFrees, FenceId, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
 use crate::kernels::{Grown, Indices, read_now};
@@ -45,6 +46,31 @@ pub(super) struct SlotTensors {
     writers: Vec<Arc<Transfer>>,
     /// Pools whose rows are poisoned when their slots become free.
     poisoned: Vec<Weak<KvPool>>,
+}
+
+/// Slots, as they are handed out.
+#[derive(Clone, Debug)]
+pub enum Granted {
+    /// One slot in host memory: a tensor of it needs no region, which would cost more than the slot.
+    One(Slot, IndexDType),
+    /// All others.
+    Tensor(TensorView),
+}
+
+impl Granted {
+    /// A 1-D tensor of the slots.
+    #[must_use]
+    pub fn view(&self) -> TensorView {
+        match self {
+            Self::One(slot, IndexDType::I32) => {
+                TensorView::from_indices(IndexVec::I32(vec![i32::of(slot.number())]))
+            }
+            Self::One(slot, IndexDType::I64) => {
+                TensorView::from_indices(IndexVec::I64(vec![i64::of(slot.number())]))
+            }
+            Self::Tensor(view) => view.clone(),
+        }
+    }
 }
 
 /// A free completed by a later call: the number of values, and the invalid ones.
@@ -158,12 +184,13 @@ impl SlotTensors {
 
     /// Takes `count` slots: a 1-D tensor, valid on `stream`.
     #[inline]
-    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
+    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<Granted>> {
         if self.must_land_before(|| count) {
             return Ok(Err(Short::InFlight));
         }
         let Some(stage) = &mut self.stage else {
             return match self.index_dtype {
+                _ if count == 1 => Ok(self.alloc_one()),
                 IndexDType::I32 => self.alloc_on_host::<i32>(count),
                 IndexDType::I64 => self.alloc_on_host::<i64>(count),
             };
@@ -184,7 +211,7 @@ impl SlotTensors {
         if view.is_err() {
             self.slots.release(&self.runs, None).expect("the pages were taken just now");
         }
-        view.map(Ok)
+        view.map(|view| Ok(Granted::Tensor(view)))
     }
 
     /// Takes note of copies to slots in use, which end before all slots are freed.
@@ -212,9 +239,19 @@ impl SlotTensors {
 
     /// [`Self::alloc`] in host memory.
     #[inline]
-    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<OrShort<TensorView>> {
+    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<OrShort<Granted>> {
         let slots = self.slots.alloc::<T>(count)?;
-        Ok(slots.map(|slots| TensorView::from_indices(T::values(slots))).ok_or_else(|| self.short(count)))
+        let tensor = |slots| Granted::Tensor(TensorView::from_indices(T::values(slots)));
+        Ok(slots.map(tensor).ok_or_else(|| self.short(count)))
+    }
+
+    /// [`Self::alloc`] of one slot in host memory.
+    #[inline]
+    fn alloc_one(&mut self) -> OrShort<Granted> {
+        let mut page = None;
+        self.slots.alloc_pages(1, |run| page = Some(run.start));
+        let slot = page.map(|page| Slot::new(page.number() * narrow(self.slots.page_size())));
+        slot.map(|slot| Granted::One(slot, self.index_dtype)).ok_or_else(|| self.short(1))
     }
 
     /// Takes one ascending run of `count` slots, the lowest that fits.
@@ -364,10 +401,14 @@ impl SlotTensors {
         self.clears
     }
 
-    /// Returns the unused slots of `view` to the pool, except those in `continued` pages.
+    /// Returns unused slots to the pool, except those in `continued` pages.
     ///
     /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
-    pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
+    pub(super) fn undo(&mut self, granted: &Granted, continued: &[Page]) {
+        let view = match granted {
+            Granted::One(slot, _) => return self.slots.undo(&[slot.number().cast_signed()], continued),
+            Granted::Tensor(view) => view,
+        };
         let of_stage = || self.stage.as_ref().map(|stage| stage.listed(view));
         match view.region().indices().cloned().or_else(of_stage).expect("the pool listed the slots") {
             IndexVec::I32(slots) => self.slots.undo(&slots, continued),

@@ -15,7 +15,7 @@ use crate::tensor::TensorView;
 use super::deferred::FreedAs;
 use super::fences::{Fence, passed};
 use super::shortage::{Missing, Obtainable, OrShort, Reclaim, Short};
-use super::slot_tensors::{Ends, Lens, SlotTensors};
+use super::slot_tensors::{Ends, Granted, Lens, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
 
@@ -171,7 +171,7 @@ impl TokenToKvPoolAllocator {
         let mut granted = None;
         self.take(stream, |slots| {
             let taken = slots.alloc(count, stream)?;
-            Ok(taken.map(|view| granted = Some(self.grant(view, Vec::new(), slots))))
+            Ok(taken.map(|taken| granted = Some(self.grant(taken, Vec::new(), slots))))
         })
         .map(|_| granted)
     }
@@ -196,7 +196,7 @@ impl TokenToKvPoolAllocator {
     pub fn alloc_contiguous(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
         self.take(stream, |slots| {
             let taken = slots.alloc_contiguous(count, stream)?;
-            Ok(taken.map(|view| self.grant(view, Vec::new(), slots)))
+            Ok(taken.map(|view| self.grant(Granted::Tensor(view), Vec::new(), slots)))
         })
     }
 
@@ -220,7 +220,7 @@ impl TokenToKvPoolAllocator {
         let ends = Ends::new(last_loc, self.device())?;
         self.take(stream, |slots| {
             let taken = slots.alloc_extend(lens, &ends, stream)?;
-            Ok(taken.map(|(view, continued)| self.grant(view, continued, slots)))
+            Ok(taken.map(|(view, continued)| self.grant(Granted::Tensor(view), continued, slots)))
         })
     }
 
@@ -597,8 +597,8 @@ impl TokenToKvPoolAllocator {
     }
 
     #[inline]
-    const fn grant(&self, view: TensorView, continued: Vec<Page>, slots: &SlotTensors) -> Grant<'_> {
-        Grant { allocator: self, view, continued, clears: slots.clears(), is_kept: false }
+    const fn grant(&self, granted: Granted, continued: Vec<Page>, slots: &SlotTensors) -> Grant<'_> {
+        Grant { allocator: self, granted, continued, clears: slots.clears(), is_kept: false }
     }
 
     /// Calls `look` with the ownership of slots, under the lock. Pending frees are not included.
@@ -747,7 +747,7 @@ impl fmt::Debug for TokenToKvPoolAllocator {
 #[must_use]
 pub struct Grant<'a> {
     allocator: &'a TokenToKvPoolAllocator,
-    view: TensorView,
+    granted: Granted,
     /// Pages of the requests from before, which contain some of the slots.
     continued: Vec<Page>,
     /// How often the allocator had been cleared: clearing it returns the slots, too.
@@ -758,19 +758,19 @@ pub struct Grant<'a> {
 impl Grant<'_> {
     /// The slots.
     #[must_use]
-    pub const fn view(&self) -> &TensorView {
-        &self.view
+    pub const fn granted(&self) -> &Granted {
+        &self.granted
     }
 
     /// Hands the slots on. Free them with [`TokenToKvPoolAllocator::free`].
     #[must_use]
     pub fn keep(mut self) -> TensorView {
-        let view = self.view.clone();
+        let view = self.granted.view();
         self.commit();
         view
     }
 
-    /// [`Self::keep`] for a caller that has made a tensor of [`Self::view`].
+    /// [`Self::keep`] for a caller that has made a tensor of [`Self::granted`].
     #[inline]
     pub const fn commit(&mut self) {
         self.is_kept = true;
@@ -784,7 +784,7 @@ impl Drop for Grant<'_> {
         }
         let mut slots = self.allocator.lock();
         if slots.clears() == self.clears {
-            slots.undo(&self.view, &self.continued);
+            slots.undo(&self.granted, &self.continued);
         }
     }
 }

@@ -39,7 +39,7 @@ impl TensorArg<'_, '_> {
     /// Describes the tensor. Runs no Python code of the caller.
     pub(super) fn borrow(&self) -> PyResult<Borrowed<'_>> {
         match self {
-            Self::Torch(torch, tensor) => torch.describe(tensor),
+            Self::Torch(torch, tensor) => torch.describe(tensor)?.borrow(),
             Self::Array(array) => describe_array(array),
             Self::Imported(import) => Ok(import.borrow()?),
             Self::Own(tensor) => Ok(tensor.view().borrow()),
@@ -330,7 +330,18 @@ pub(super) fn indices_apart<'a, 'py>(
         return ints(object);
     }
     if let Some(tensor) = tensor_or_none(object)? {
-        let found = match tensor.borrow() {
+        let found = match &tensor {
+            TensorArg::Torch(torch, tensor) => {
+                let described = torch.describe(tensor)?;
+                // Engines free states one at a time: this one is read without shape and strides.
+                if let Some(index) = described.only_index() {
+                    return Ok(IndexArg::Host(index));
+                }
+                described.borrow()
+            }
+            other => other.borrow(),
+        };
+        let found = match found {
             Ok(found) => found,
             // Only the order of indices matters, so a shape of too many dimensions is flattened.
             Err(_) if has_more_dimensions(object) => {

@@ -1,14 +1,15 @@
 //! Export of views as PyTorch tensors or, without PyTorch, as `kvpool.Tensor`.
 
 use std::ffi::c_void;
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use pyo3::prelude::*;
 
-use crate::base::{DType, Device};
+use crate::base::{DType, Device, Id, IndexDType, IndexNumber};
 use crate::kernels::BufferInfo;
+use crate::pool::Granted;
 use crate::tensor::TensorView;
-use crate::tensor::dlpack::{export_versioned, is_view};
+use crate::tensor::dlpack::{Versioned, export_index, export_versioned};
 
 use super::framework::{Torch, fetch, torch};
 use super::tensor::Tensor;
@@ -20,6 +21,20 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
         Some(torch) => torch.import(py, view),
         None => Ok(Py::new(py, Tensor::new(view.clone()))?.into_any()),
     }
+}
+
+/// [`to_tensor`] for slots.
+pub(super) fn slots_to_tensor(py: Python<'_>, granted: &Granted) -> PyResult<Py<PyAny>> {
+    let (slot, dtype) = match granted {
+        Granted::One(slot, dtype) => (slot.number(), dtype),
+        Granted::Tensor(view) => return to_tensor(py, view),
+    };
+    let Some(import) = torch(py)?.and_then(Torch::importer) else { return to_tensor(py, &granted.view()) };
+    let managed = match dtype {
+        IndexDType::I32 => export_index(i32::of(slot)),
+        IndexDType::I64 => export_index(i64::of(slot)),
+    };
+    import(py, managed)
 }
 
 /// [`to_tensor`] for a cached tensor, which may be returned again outside of inference mode: never an
@@ -72,17 +87,25 @@ impl Torch {
     }
 
     fn import_now(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        let Some(import) = self.api.as_ref().and_then(|api| api.table().object_from_managed) else {
-            return self.import_slowly(py, view);
-        };
-        let managed = export_versioned(view);
-        let mut object: *mut c_void = ptr::null_mut();
-        // SAFETY: the GIL is held, `managed` is ours to give away, and `object` is room for one reference.
-        if unsafe { import(managed.as_ptr(), &raw mut object) } != 0 {
-            return Err(fetch(py));
+        match self.importer() {
+            Some(import) => import(py, export_versioned(view)),
+            None => self.import_slowly(py, view),
         }
-        // SAFETY: the function succeeded, so `object` is a new reference.
-        Ok(unsafe { Bound::from_owned_ptr(py, object.cast()) }.unbind())
+    }
+
+    /// A function that makes a tensor of a managed one, if there is an exchange table.
+    #[inline]
+    fn importer(&self) -> Option<impl Fn(Python<'_>, NonNull<Versioned>) -> PyResult<Py<PyAny>> + use<>> {
+        let import = self.api.as_ref()?.table().object_from_managed?;
+        Some(move |py: Python<'_>, managed: NonNull<Versioned>| {
+            let mut object: *mut c_void = ptr::null_mut();
+            // SAFETY: the GIL is held, `managed` is ours to give away, and `object` is room for one reference.
+            if unsafe { import(managed.as_ptr(), &raw mut object) } != 0 {
+                return Err(fetch(py));
+            }
+            // SAFETY: the function succeeded, so `object` is a new reference.
+            Ok(unsafe { Bound::from_owned_ptr(py, object.cast()) }.unbind())
+        })
     }
 
     /// Through `torch.from_dlpack`, which every version has.
@@ -106,9 +129,7 @@ impl Torch {
         if !self.describes() || !is_plain {
             return Ok(false);
         }
-        let raw = self.describe_raw(tensor)?;
-        // SAFETY: the function that filled it in promises it until the tensor is changed.
-        let is_same = unsafe { is_view(&raw, view) };
+        let is_same = self.describe(tensor)?.is_view(view);
         if view.dtype().is_integer() {
             return Ok(is_same); // PyTorch lets these record nothing
         }

@@ -12,9 +12,10 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyType};
 
-use crate::base::{DType, Device, Dims, Error};
+use crate::base::{DType, Device, Dims, Error, IndexVec};
 use crate::memory::{Backend, Borrowed, Stream, backend_for};
-use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, raw_device};
+use crate::tensor::TensorView;
+use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, is_view, only_index, raw_device};
 
 /// The parts of the installed PyTorch that kvpool uses.
 pub(super) struct Torch {
@@ -26,6 +27,29 @@ pub(super) struct Torch {
     pub(super) is_inference: Py<PyAny>,
     /// Its DLPack exchange table; PyTorch before 2.10 has none.
     pub(super) api: Option<Api>,
+}
+
+/// PyTorch's description of a tensor, to which the caller holds a reference for `'a`. Resizing its storage meanwhile
+/// would break PyTorch's own operations as well.
+pub(super) struct Described<'a>(RawTensor, PhantomData<&'a ()>);
+
+impl<'a> Described<'a> {
+    pub(super) fn borrow(&self) -> PyResult<Borrowed<'a>> {
+        // SAFETY: the type says that the tensor lives for 'a.
+        unsafe { borrow(&self.0, PhantomData) }
+    }
+
+    /// The index of a 1-D tensor in host memory that has only one.
+    pub(super) fn only_index(&self) -> Option<IndexVec> {
+        // SAFETY: as above.
+        unsafe { only_index(&self.0) }
+    }
+
+    /// Whether the tensor still is `view`: see [`is_view`].
+    pub(super) fn is_view(&self, view: &TensorView) -> bool {
+        // SAFETY: as above.
+        unsafe { is_view(&self.0, view) }
+    }
 }
 
 /// An exchange table, which lives as long as the process.
@@ -108,14 +132,7 @@ impl Torch {
     }
 
     /// Describes a PyTorch tensor.
-    pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Borrowed<'a>> {
-        let raw = self.describe_raw(tensor)?;
-        // SAFETY: the caller holds a reference to the tensor for 'a. Resizing its storage meanwhile would
-        // break PyTorch's own operations as well.
-        unsafe { borrow(&raw, PhantomData) }
-    }
-
-    pub(super) fn describe_raw(&self, tensor: &Bound<'_, PyAny>) -> PyResult<RawTensor> {
+    pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Described<'a>> {
         let Some(describe) = self.api.as_ref().and_then(|api| api.table().describe_object) else {
             return Err(PyRuntimeError::new_err("PyTorch has no exchange table"));
         };
@@ -128,7 +145,7 @@ impl Torch {
             return Err(Error::config(format!("the tensor cannot be read: {reason}")).into());
         }
         // SAFETY: the function filled it in; all zeros would be a valid value, too.
-        Ok(unsafe { raw.assume_init() })
+        Ok(Described(unsafe { raw.assume_init() }, PhantomData))
     }
 
     /// A new tensor of PyTorch's own memory, with undefined contents.

@@ -17,7 +17,7 @@ use crate::tensor::TensorView;
 use super::args::{self, Arg, IndexArg};
 use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
-use super::export::to_tensor;
+use super::export::{slots_to_tensor, to_tensor};
 use super::fences::{fence, traverse};
 use super::framework::{backend, current_stream, to_dtype};
 use super::kv_pool::KvPool;
@@ -148,7 +148,7 @@ fn hand_out(
 ) -> PyResult<Option<Py<PyAny>>> {
     match &mut taken {
         Ok(Some(grant)) => {
-            let tensor = to_tensor(py, grant.view())?;
+            let tensor = slots_to_tensor(py, grant.granted())?;
             grant.commit();
             Ok(Some(tensor))
         }

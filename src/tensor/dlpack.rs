@@ -10,7 +10,9 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use crate::base::bounded::int32;
-use crate::base::{DType, Device, Dims, Error, MAX_NDIM, Result, contiguous_strides, widen};
+use crate::base::{
+    DType, Device, Dims, Error, IndexNumber, IndexVec, MAX_NDIM, Result, contiguous_strides, widen,
+};
 use crate::memory::{Borrowed, Region};
 
 use super::TensorView;
@@ -33,6 +35,9 @@ pub const VERSION: Version = Version { major: 1, minor: 1 };
 const READ_ONLY: u64 = 1;
 /// `DLPACK_FLAG_BITMASK_IS_COPIED`.
 const IS_COPIED: u64 = 2;
+
+const I32: RawDType = raw_dtype(DType::I32);
+const I64: RawDType = raw_dtype(DType::I64);
 
 const CPU: i32 = 1;
 const CUDA: i32 = 2;
@@ -224,36 +229,32 @@ fn device_of(raw: RawDevice) -> Result<Device> {
 
 /// An exported tensor: the managed tensor and the memory behind its pointers.
 #[repr(C)]
-struct Export<M> {
+struct Export<M, D, O> {
     managed: M,
-    shape: Dims,
-    strides: Dims,
-    /// Keeps the memory alive until the deleter runs.
-    region: Arc<Region>,
+    shape: D,
+    strides: D,
+    /// Keeps the elements alive until the deleter runs, or is the only one.
+    owner: O,
 }
 
 /// Boxes an export, points its tensor into the box and returns the box as a raw pointer.
-fn boxed<M>(
-    view: &TensorView,
+fn boxed<M, D, O>(
     managed: M,
+    [shape, strides]: [D; 2],
+    owner: O,
     tensor_of: impl FnOnce(&mut M) -> &mut RawTensor,
-) -> *mut Export<M> {
+) -> *mut Export<M, D, O> {
     // Written into the box: an export is large, and each tensor that is handed out has one.
     let mut export = Box::new_uninit();
-    export.write(Export {
-        managed,
-        shape: *view.shape(),
-        strides: *view.strides(),
-        region: Arc::clone(view.region()),
-    });
-    let export: *mut Export<M> = Box::into_raw(export).cast();
+    export.write(Export { managed, shape, strides, owner });
+    let export: *mut Export<M, D, O> = Box::into_raw(export).cast();
     // SAFETY: the box was leaked just now, so it is live, and no other code has its address.
     let shape = unsafe { &raw mut (*export).shape };
     // SAFETY: as above.
     let strides = unsafe { &raw mut (*export).strides };
     // SAFETY: as above.
     let tensor = tensor_of(unsafe { &mut (*export).managed });
-    // `Dims` begins with its values.
+    // Both begin with their values.
     tensor.shape = shape.cast();
     tensor.strides = strides.cast();
     export
@@ -271,46 +272,77 @@ fn raw_tensor(view: &TensorView) -> RawTensor {
     }
 }
 
-unsafe extern "C" fn delete_versioned(managed: *mut Versioned) {
-    // SAFETY: the pointer came from `export_versioned`, and its last owner calls this once.
+unsafe extern "C" fn delete_versioned<D, O>(managed: *mut Versioned) {
+    // SAFETY: the pointer came from `versioned`, and its last owner calls this once.
     let context = unsafe { (*managed).context };
-    // SAFETY: the context is the box that `export_versioned` leaked.
-    drop(unsafe { Box::from_raw(context.cast::<Export<Versioned>>()) });
+    // SAFETY: the context is the box that `versioned` leaked.
+    drop(unsafe { Box::from_raw(context.cast::<Export<Versioned, D, O>>()) });
 }
 
 unsafe extern "C" fn delete_legacy(managed: *mut Legacy) {
     // SAFETY: the pointer came from `export_legacy`, and its last owner calls this once.
     let context = unsafe { (*managed).context };
     // SAFETY: the context is the box that `export_legacy` leaked.
-    drop(unsafe { Box::from_raw(context.cast::<Export<Legacy>>()) });
+    drop(unsafe { Box::from_raw(context.cast::<Export<Legacy, Dims, Arc<Region>>>()) });
 }
 
 /// Exports `view` as a versioned managed tensor. Its owner must call the deleter once; until then the memory
 /// lives.
 #[must_use]
 pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
+    let dims = [*view.shape(), *view.strides()];
+    versioned(raw_tensor(view), dims, Arc::clone(view.region())).cast()
+}
+
+/// Exports a 1-D tensor of one index on the host, which has no memory beside the managed tensor's. Otherwise like
+/// [`export_versioned`].
+#[must_use]
+pub fn export_index<T: IndexNumber>(index: T) -> NonNull<Versioned> {
+    let tensor = RawTensor {
+        data: ptr::null_mut(),
+        device: raw_device(Device::Cpu),
+        ndim: 1,
+        dtype: raw_dtype(T::DTYPE),
+        shape: ptr::null_mut(),
+        strides: ptr::null_mut(),
+        byte_offset: 0,
+    };
+    let export = versioned(tensor, [[1_i64]; 2], index);
+    let boxed = export.as_ptr();
+    // SAFETY: the box was leaked just now, so it is live, and no other code has its address.
+    let data = unsafe { &raw mut (*boxed).owner };
+    // SAFETY: as above.
+    unsafe {
+        (*boxed).managed.tensor.data = data.cast();
+    }
+    export.cast()
+}
+
+/// A leaked box with a versioned managed tensor, `tensor` without its shape and strides.
+fn versioned<D, O>(tensor: RawTensor, dims: [D; 2], owner: O) -> NonNull<Export<Versioned, D, O>> {
     let managed = Versioned {
         version: VERSION,
         context: ptr::null_mut(),
-        deleter: Some(delete_versioned),
+        deleter: Some(delete_versioned::<D, O>),
         flags: 0,
-        tensor: raw_tensor(view),
+        tensor,
     };
-    let export = boxed(view, managed, |managed| &mut managed.tensor);
+    let export = boxed(managed, dims, owner, |managed| &mut managed.tensor);
     // SAFETY: the box was leaked just now and no other code has its address; `Export` begins with its managed
     // tensor.
     unsafe {
         (*export).managed.context = export.cast();
     }
     // SAFETY: a box is never null.
-    unsafe { NonNull::new_unchecked(export.cast()) }
+    unsafe { NonNull::new_unchecked(export) }
 }
 
 /// Exports `view` as a legacy managed tensor, for consumers without versions.
 #[must_use]
 pub fn export_legacy(view: &TensorView) -> NonNull<Legacy> {
     let managed = Legacy { tensor: raw_tensor(view), context: ptr::null_mut(), deleter: Some(delete_legacy) };
-    let export = boxed(view, managed, |managed| &mut managed.tensor);
+    let dims = [*view.shape(), *view.strides()];
+    let export = boxed(managed, dims, Arc::clone(view.region()), |managed| &mut managed.tensor);
     // SAFETY: the box was leaked just now and no other code has its address; `Export` begins with its managed
     // tensor.
     unsafe {
@@ -426,6 +458,29 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     let address = address_of(address, &shape)?;
     // SAFETY: the caller guarantees that `raw` describes live memory for 'a.
     Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
+}
+
+/// The index of a 1-D tensor in host memory that has only one. `None` for all others, which [`borrow`] describes.
+///
+/// # Safety
+/// Same as [`borrow`].
+#[must_use]
+pub unsafe fn only_index(raw: &RawTensor) -> Option<IndexVec> {
+    let is_on_host = matches!(raw.device.kind, CPU | CUDA_HOST);
+    // SAFETY: DLPack guarantees as many extents as there are dimensions.
+    let is_one = raw.ndim == 1 && !raw.shape.is_null() && unsafe { *raw.shape } == 1;
+    if !is_on_host || !is_one || raw.data.is_null() {
+        return None;
+    }
+    let element = first_element(raw);
+    // It may be unaligned.
+    match raw.dtype {
+        // SAFETY: the tensor has one element of this type.
+        I32 => Some(IndexVec::I32(vec![unsafe { element.cast::<i32>().read_unaligned() }])),
+        // SAFETY: as above.
+        I64 => Some(IndexVec::I64(vec![unsafe { element.cast::<i64>().read_unaligned() }])),
+        _ => None,
+    }
 }
 
 #[cold]

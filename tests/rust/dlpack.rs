@@ -4,12 +4,13 @@ use std::mem::{offset_of, size_of};
 use std::sync::Arc;
 
 use dlpack_ffi as ffi;
-use kvpool::base::{DType, Device, ErrorKind};
+use kvpool::base::{DType, Device, ErrorKind, IndexVec};
+use kvpool::kernels::read_indices;
 use kvpool::memory::{Backend, Count, Host, Region};
 use kvpool::tensor::TensorView;
 use kvpool::tensor::dlpack::{
-    ExchangeApi, Import, Legacy, RawDType, RawTensor, Version, Versioned, dtype_of, export_versioned,
-    raw_device, raw_dtype,
+    ExchangeApi, Import, Legacy, RawDType, RawTensor, Version, Versioned, dtype_of, export_index,
+    export_versioned, only_index, raw_device, raw_dtype,
 };
 
 /// Checks that a structure is as large as another, and has its fields where the other has those named beside them.
@@ -65,6 +66,41 @@ fn deleter_frees_memory_on_any_thread() {
     };
     std::thread::spawn(delete).join().expect("no panic");
     assert_eq!(backend.live_blocks(), 0);
+}
+
+#[test]
+fn one_index_is_exported_and_read() {
+    let import = Import::Versioned(export_index(7_i64));
+    let described = import.borrow().expect("valid");
+    assert_eq!((described.dtype(), described.shape().as_slice()), (DType::I64, &[1_i64][..]));
+    assert_eq!(read_indices(&described).expect("on the host"), IndexVec::I64(vec![7]));
+    let import = Import::Versioned(export_index(-3_i32));
+    assert_eq!(read_indices(&import.borrow().expect("valid")).expect("on the host"), IndexVec::I32(vec![-3]));
+
+    let (mut index, mut extent) = (5_i32, 1_i64);
+    let raw = |data: *mut i32, shape: *mut i64, ndim, dtype| RawTensor {
+        data: data.cast(),
+        device: raw_device(Device::Cpu),
+        ndim,
+        dtype: raw_dtype(dtype),
+        shape,
+        strides: std::ptr::null_mut(),
+        byte_offset: 0,
+    };
+    // SAFETY: each of these describes `index`, or is refused before its memory is read.
+    let read = |tensor: RawTensor| unsafe { only_index(&tensor) };
+    assert_eq!(read(raw(&raw mut index, &raw mut extent, 1, DType::I32)), Some(IndexVec::I32(vec![5])));
+    assert_eq!(read(raw(&raw mut index, &raw mut extent, 1, DType::F32)), None);
+    assert_eq!(read(raw(&raw mut index, &raw mut extent, 0, DType::I32)), None);
+    assert_eq!(read(raw(&raw mut index, std::ptr::null_mut(), 1, DType::I32)), None);
+    assert_eq!(read(raw(std::ptr::null_mut(), &raw mut extent, 1, DType::I32)), None);
+    let on_gpu = RawTensor {
+        device: raw_device(Device::Cuda(0)),
+        ..raw(&raw mut index, &raw mut extent, 1, DType::I32)
+    };
+    assert_eq!(read(on_gpu), None);
+    let mut two = 2_i64;
+    assert_eq!(read(raw(&raw mut index, &raw mut two, 1, DType::I32)), None);
 }
 
 #[test]
