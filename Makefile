@@ -52,7 +52,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-cuda bench-lmcache bench-peers bench-pymllm bench-sglang bench-vllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-cuda bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint stub-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -95,11 +95,11 @@ orders: $(DRIVER)
 
 # Every target from its seeds on, for FUZZ_SECONDS each. A finding is an error, and stays in tests/fuzz/artifacts.
 fuzz: fuzz-build $(VENV)/.fuzz
-	printf '%s\n' $(TARGETS) | xargs -P $(FUZZ_JOBS) -I{} sh -c 'case {} in \
-	    trace_readers) if $(BIN)/python -c "import atheris" 2>/dev/null; \
-	        then exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/trace_readers.py; \
-	        else echo "trace_readers: skipped, as atheris needs Linux and Python 3.11"; fi ;; \
-	    *) exec tests/fuzz/run {} $(FUZZ_SECONDS) env KVPOOL_HISTORY={} $(FUZZ)/histories ;; esac'
+	printf '%s\n' $(TARGETS) | xargs -P $(FUZZ_JOBS) -I{} sh -c 'if test ! -e tests/fuzz/{}.py; \
+	    then exec tests/fuzz/run {} $(FUZZ_SECONDS) env KVPOOL_HISTORY={} $(FUZZ)/histories; \
+	    elif $(BIN)/python -c "import atheris" 2>/dev/null; \
+	    then exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/{}.py; \
+	    else echo "{}: skipped, as atheris needs Linux and Python 3.11"; fi'
 
 # A look at each, in every run of the tests.
 fuzz-briefly: FUZZ_SECONDS = 5
@@ -226,6 +226,11 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed $(SGLANG_TORCH)/.installed
 	PYTHONPATH=tests/engines/no_gpu:$(ENGINES) SGLANG_USE_CPU_ENGINE=1 SGLANG_PLUGINS=kvpool $(BIN)/python benches/bench_sglang.py
 	PYTHONPATH=tests/engines/no_gpu:$(SGLANG_TORCH):$(ENGINES) SGLANG_USE_CPU_ENGINE=1 $(BIN)/python benches/bench_sglang_cache.py
+
+# Slots of another process, beside NIXL alone.
+bench-nixl: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
+	PYTHONPATH=$(NIXL) NIXL_LOG_LEVEL=ERROR UCX_TLS=tcp $(BIN)/python benches/bench_nixl.py
+	PYTHONPATH=$(NIXL) NIXL_LOG_LEVEL=ERROR $(BIN)/python benches/bench_nixl.py
 
 # vLLM's managers of offloaded chunks, beside vLLM's own.
 bench-vllm: $(EXTENSION) $(VENV)/.tools $(VLLM)/.installed

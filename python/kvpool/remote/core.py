@@ -59,6 +59,7 @@ class Core:
         self._readers = 0
         self.reads = Reads(self._new_reader if may_cut else lambda: self._agent, may_cut=may_cut)
         self.who = _introduce(name, kv, states, self.leases.words)
+        messages.introduction(self.who)  # refuses pools that are too large
         pools, _ = messages.blocks(self.who)
         scratch = messages.words(self.reads.words)
         self._blocks = (pools, scratch)

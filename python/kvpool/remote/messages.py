@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of all messages. Endpoints of different versions refuse each other."""
 
-MAX_ROWS = 1 << 22
+MAX_ROWS = 1 << 20
 """Rows of one lease."""
 
 MAX_SECONDS = 86_400.0
@@ -155,7 +155,14 @@ def _fields(value: object, what: str) -> Mapping[str, object]:
 
 
 def introduction(who: Introduction) -> bytes:
-    """Return an introduction as bytes."""
+    """Return an introduction as bytes.
+
+    Raises:
+        ConfigError: If its rows cannot be numbered.
+    """
+    too_many = _too_many_rows(who)
+    if too_many:
+        raise ConfigError(too_many)
     header = {
         "name": who.name,
         "agent": who.agent,
@@ -199,7 +206,7 @@ def introduced(message: bytes) -> Introduction:
     words = _listed(header.get("words"), "words", 2)
     if len(words) != 2:  # noqa: PLR2004 - address and number
         _refuse("words are not an address and a number")
-    return Introduction(
+    who = Introduction(
         _text(header.get("name"), "name"),
         _text(header.get("agent"), "agent"),
         shapes,
@@ -209,6 +216,16 @@ def introduced(message: bytes) -> Introduction:
         (_whole(words[0], "the address of words", 1, _END), _whole(words[1], "words", 1, 1 << 24)),
         metadata,
     )
+    too_many = _too_many_rows(who)
+    if too_many:
+        _refuse(too_many)
+    return who
+
+
+def _too_many_rows(who: Introduction) -> str | None:
+    """Why the rows of all buffers cannot be numbered; `None` if they can."""
+    total = sum(who.rows[pool] * len(who.buffers[pool]) for pool in POOLS)
+    return f"{total} rows in all buffers are more than int32 numbers" if total >= 1 << 31 else None
 
 
 def _check_version(is_ours: bool, version: int) -> None:

@@ -1,0 +1,51 @@
+"""What must hold for messages of peers, whatever their bytes are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpool import ConfigError
+from kvpool.remote import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def check_message(content: bytes) -> int:
+    """Reads `content` as every kind of message; how many it is. What was read is the same when it is sent."""
+    found = 0
+    for read, write in _KINDS:
+        refused = ""
+        try:
+            said = read(content)
+        except ConfigError as error:
+            refused = str(error)
+        if refused:
+            assert refused.startswith("a peer's message cannot be used: ")
+            assert len(refused) < 400
+        else:
+            found += 1
+            assert repr(read(write(said)))[:1000] == repr(said)[:1000]
+    return found
+
+
+def _introduced(content: bytes) -> messages.Introduction:
+    who = messages.introduced(content)
+    messages.difference(who, who._replace(name="other"))
+    assert all(number < 1 << 31 for number in who.rows.values())
+    return who
+
+
+def _leased(content: bytes) -> messages.RemoteSlots:
+    remote = messages.leased(content)._replace(deadline=0.0)
+    assert len(remote.slots) <= messages.MAX_ROWS
+    assert (remote.slots >= 1).all()
+    assert (remote.states >= 1).all()
+    return remote
+
+
+_KINDS: list[tuple[Callable[[bytes], object], Callable[..., bytes]]] = [
+    (_introduced, messages.introduction),
+    (_leased, messages.ticket),
+    (messages.noted, messages.note),
+]
