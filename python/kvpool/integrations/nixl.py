@@ -6,11 +6,13 @@ an `Endpoint` is made.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import threading
+import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from kvpool.errors import ConfigError
 from kvpool.remote import Endpoint as AnyEndpoint
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from kvpool.remote import Blocks, Indices, Memory
 
 __all__ = ["Endpoint", "EndpointStats", "Peer", "RemoteSlots", "SlotLease", "Transfer", "TransferError"]
+
+_Nixl: TypeAlias = Any  # it has no types
 
 # UCX, through which NIXL sends, takes its settings from the environment when an agent is made. Over TCP it
 # reads in pieces of 8 KiB by default, at half of the speed.
@@ -56,7 +60,7 @@ def _failures(what: str) -> Iterator[None]:
 
 
 class _Reading:
-    def __init__(self, agent: Any, handle: Any) -> None:  # noqa: ANN401 - NIXL's
+    def __init__(self, agent: _Nixl, handle: _Nixl) -> None:
         self._agent = agent
         self._handle = handle
 
@@ -74,14 +78,17 @@ class _Prepared(NamedTuple):
     """A peer's rows."""
 
     name: str
-    blocks: list[Any]
+    blocks: list[_Nixl]
 
 
 class _Agent:
     """A NIXL agent, and what it has registered."""
 
-    def __init__(self, agent: Any, memory: Sequence[Memory], blocks: tuple[Blocks, ...]) -> None:  # noqa: ANN401
+    def __init__(
+        self, agent: _Nixl, memory: Sequence[Memory], blocks: tuple[Blocks, ...], *, is_own: bool
+    ) -> None:
         self._agent = agent
+        self._is_own = is_own
         with _failures("register memory"):
             self._registered = [
                 agent.register_memory([(one.address, one.size, one.device or 0, "")], _kind(one.device))
@@ -89,7 +96,7 @@ class _Agent:
             ]
             self._blocks = [self._prepared("", rows) for rows in blocks]
 
-    def _prepared(self, name: str, rows: Blocks) -> Any:  # noqa: ANN401
+    def _prepared(self, name: str, rows: Blocks) -> _Nixl:
         return self._agent.prep_xfer_dlist(name, rows.strided(), _kind(rows.device))
 
     def metadata(self) -> bytes:
@@ -125,7 +132,13 @@ class _Agent:
         # It ends with the last reference: its handles have some, too.
         self._blocks.clear()
         self._registered.clear()
+        inner = weakref.ref(self._agent.agent)
         self._agent = None
+        if self._is_own and inner() is not None:
+            gc.collect()
+            if inner() is not None:
+                # Nothing that it reads into may be used again.
+                raise RuntimeError("a NIXL agent cannot be ended: something refers to it")
 
 
 def _kind(device: int | None) -> str:
@@ -157,22 +170,22 @@ class Endpoint(AnyEndpoint):
         kv: KVPool,
         *,
         states: GDNPool | None = None,
-        agent: Any = None,  # noqa: ANN401 - `nixl` has no types
+        agent: _Nixl = None,
         network: str = "lo",
     ) -> None:
         nixl = None if agent is not None else _import()
 
         def new_agent(name: str, memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> _Agent:
             if nixl is None:
-                return _Agent(agent, memory, blocks)
+                return _Agent(agent, memory, blocks, is_own=False)
             with _ucx(network), _failures("make an agent"):
                 config = nixl.nixl_agent_config(backends=["UCX"])
-                return _Agent(nixl.nixl_agent(name, config), memory, blocks)
+                return _Agent(nixl.nixl_agent(name, config), memory, blocks, is_own=True)
 
         super().__init__(name, kv, states=states, new_agent=new_agent, may_cut=agent is None)
 
 
-def _import() -> Any:  # noqa: ANN401
+def _import() -> _Nixl:
     try:
         return importlib.import_module("nixl")
     except ImportError as error:

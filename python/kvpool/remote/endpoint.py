@@ -204,7 +204,7 @@ class _Writing(Transfer):
         try:
             self._core.reads.send(self._who, messages.note(offered))
         except TransferError as error:
-            self._error = error
+            self._error = TransferError(str(error))  # without a traceback, which would keep NIXL's objects
             self._core.end(self._lease)
 
     @property

@@ -133,10 +133,7 @@ class Reads:
 
     def close(self) -> None:
         """End all reads. Returns when no byte arrives any more."""
-        if self._agent is not None and self._may_cut:
-            self._agent.close()
-        self._agent = None
-        self._reached.clear()
+        self._end_agent()
         for read in [*self._running]:
             read.give_up("the endpoint was closed")
             self._finish(read)
@@ -148,7 +145,7 @@ class Reads:
                 read.give_up(f"the lease of {read.who.name} was over before rows were read")
             self._start(read)
         elif read.reading is not None:
-            self._follow(read, read.reading, is_late=is_late)
+            self._follow(read, is_late=is_late)
 
     def _start(self, read: Read) -> None:
         if read.error is not None:
@@ -158,10 +155,9 @@ class Reads:
         elif read.mark is None or read.mark.query():
             self._post(read, "reading", read.here, read.there, b"")
 
-    def _follow(self, read: Read, reading: Reading, *, is_late: bool) -> None:
-        state = self._state(reading)
+    def _follow(self, read: Read, *, is_late: bool) -> None:
+        state = self._state(read)
         if state == "done":
-            reading.release()
             read.reading = None
             self._has_arrived(read)
         elif state == "failed":
@@ -172,11 +168,17 @@ class Reads:
                 self._cut(str(read.error))
 
     @staticmethod
-    def _state(reading: Reading) -> Literal["running", "done", "failed"]:
+    def _state(read: Read) -> Literal["running", "done", "failed"]:
+        """How far the network is with a read. Nothing of the agent is referred to afterwards."""
+        if read.reading is None:
+            return "done"
         try:
-            return reading.state()
+            state = read.reading.state()
+            if state == "done":
+                read.reading.release()
         except TransferError:
             return "failed"
+        return state
 
     def _has_arrived(self, read: Read) -> None:
         if read.step == "checking":
@@ -203,15 +205,19 @@ class Reads:
         try:
             agent, peer = self.reach(read.who)
         except TransferError as error:
-            read.error = error
+            read.give_up(str(error))
             self._finish(read)
             return
         read.step = step
         kind = _POOLS if step == "reading" else _WORDS
+        failure = None
         try:
             read.reading = agent.read(peer, kind, here, there, note)
         except TransferError as error:
-            self._lose(read.who, str(error))
+            failure = str(error)
+        # The traceback is gone: what it held of the agent would keep that alive.
+        if failure is not None:
+            self._lose(read.who, failure)
 
     def _lose(self, who: Introduction, why: str) -> None:
         """Ends the reads from a peer: what begins again would fail again, one by one."""
@@ -227,18 +233,21 @@ class Reads:
         """Ends the reads that were given up, of which more may arrive."""
         self.cuts += 1
         _log.warning("all transfers are interrupted: %s", why)
-        if self._agent is not None:
-            # The agent may live as long as what it has made.
-            for running in self._running:
-                running.reading = None
-            agent, self._agent = self._agent, None
-            self._reached.clear()
-            agent.close()
+        self._end_agent()
         for running in [*self._running]:
             if running.step != "waiting":
                 running.step = "waiting"
             if running.error is not None:
                 self._finish(running)
+
+    def _end_agent(self) -> None:
+        # It lives as long as what it has made.
+        for read in self._running:
+            read.reading = None
+        self._reached.clear()
+        agent, self._agent = self._agent, None
+        if agent is not None and self._may_cut:
+            agent.close()
 
     def _finish(self, read: Read) -> None:
         read.step = "over"
