@@ -333,3 +333,27 @@ assert all(agent.get_agent_metadata() for agent in agents)
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_error_that_is_kept_does_not_keep_the_agent(nixl: dict[str, str]) -> None:
+    run(
+        """
+import kvpool
+from kvpool.integrations.nixl import Endpoint, TransferError
+from kvpool.remote import messages
+a, b = [Endpoint(name, kvpool.KVPool(64, 2, 2, 4, "cpu", "float32")) for name in "ab"]
+who = messages.introduced(a.metadata())
+kept = []
+for strange in (who._replace(agent="x#1", metadata=b"nonsense"), who._replace(agent="x#2", words=(4096, 9))):
+    try:
+        b.connect(messages.introduction(strange))
+    except TransferError as error:
+        kept.append(error)
+assert len(kept) == 2 and all("NIXL cannot reach a peer" in str(error) for error in kept), kept
+peer = b.connect(a.metadata())
+assert peer.read(peer.slots(a.lend([5, 6, 7]).ticket), [1, 2, 3]).wait(10)
+b.close()  # raises an error if its agents live on
+a.close()
+""",
+        nixl,
+    )

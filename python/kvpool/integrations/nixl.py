@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import threading
+import traceback
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
@@ -55,6 +56,8 @@ def _failures(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         if type(error).__module__.partition(".")[0].startswith("nixl"):
+            # Who keeps the error does not keep the agent: see `_Agent.close`.
+            traceback.clear_frames(error.__traceback__)
             raise TransferError(f"NIXL cannot {what}: {error}") from error
         raise
 
