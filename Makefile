@@ -94,9 +94,9 @@ orders: $(DRIVER)
 # Every target from its seeds on, for FUZZ_SECONDS each. A finding is an error, and stays in tests/fuzz/artifacts.
 fuzz: fuzz-build $(VENV)/.fuzz
 	printf '%s\n' $(TARGETS) | xargs -P $(FUZZ_JOBS) -I{} sh -c 'case {} in \
-	    trace_readers) if $(BIN)/python -c "import atheris" 2>/dev/null; \
-	        then exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/trace_readers.py; \
-	        else echo "trace_readers: skipped, as atheris needs Linux and Python 3.11"; fi ;; \
+	    trace_readers|kv_events) if $(BIN)/python -c "import atheris" 2>/dev/null; \
+	        then exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/{}.py; \
+	        else echo "{}: skipped, as atheris needs Linux and Python 3.11"; fi ;; \
 	    *) exec tests/fuzz/run {} $(FUZZ_SECONDS) env KVPOOL_HISTORY={} $(FUZZ)/histories ;; esac'
 
 # A look at each, in every run of the tests.

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     from kvpool._typing import Namespace
 
+FUZZ = Path(__file__).parent.parent / "fuzz"
+KEPT = sorted(FUZZ.glob("corpus/kv_events/*")) + sorted(FUZZ.glob("findings/kv_events/*"))
 ANY_PORT = "tcp://127.0.0.1:*"
 PATIENCE_S = 60.0
 NAMESPACES: list[Namespace] = [None, "a", b"a", 7, 1 << 70]
@@ -164,6 +166,16 @@ def test_a_mutated_batch_is_a_batch_or_an_error(
         start = at % (len(payload) + 1)
         payload = payload[:start] + new + payload[start + gone :]
     check_payload(payload)
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_seeds_and_findings_are_batches_or_errors(path: Path) -> None:
+    check_payload(path.read_bytes())
+
+
+def test_there_are_seeds_of_both_kinds() -> None:
+    found = [check_payload(path.read_bytes()) is None for path in KEPT]
+    assert 0 < sum(found) < len(found)
 
 
 @pytest.mark.parametrize(
