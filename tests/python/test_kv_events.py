@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import struct
@@ -473,6 +474,26 @@ def test_a_message_that_counts_back_is_of_another_life() -> None:
         assert (feed.restarts, feed.applied, feed.needs_replay) == (1, 3, False)
 
 
+def test_a_replay_may_be_given_up_for_another() -> None:
+    index = PrefixIndex()
+    old, new = Worker(1, kept=1000, int_hashes=False), Worker(1, kept=1000, int_hashes=False)
+    for number in range(4):
+        for worker, token in ((old, number), (new, 10 + number)):
+            insert(worker.cache, [token])
+            worker.publish()
+    feed = Feed(index, "a", can_replay=True)
+    old.sent = old.sent[:2]
+    old.replay(feed)
+    feed.message(3, old.sent[-1])  # a gap: the replay begins, and the worker ends
+    assert feed.begin_replay() == 1
+    feed.replayed(1, new.sent[1])
+    feed.reconnected()
+    while feed.needs_replay:
+        new.replay(feed)
+    assert [index.match([token])["a"] for token in (0, 1, 2, 3, 10, 11, 12, 13)] == [0] * 4 + [1] * 4
+    assert (feed.restarts, feed.drops) == (1, 0)
+
+
 def test_a_batch_that_is_refused_clears_its_worker() -> None:
     index = PrefixIndex()
     feed = Feed(index, "a", can_replay=False)
@@ -532,6 +553,18 @@ def until(subscriber: EventSubscriber, holds: Callable[[], bool]) -> None:
 
 def open_publisher(cache: PrefixCache, **options: Any) -> EventPublisher:  # noqa: ANN401
     return EventPublisher(cache, **{"endpoint": ANY_PORT, "replay_endpoint": ANY_PORT, **options})
+
+
+def open_again(endpoints: dict[str, Any], cache: PrefixCache | None = None) -> EventPublisher:
+    """A publisher where another was, whose sockets ZeroMQ closes in a thread of its own."""
+    ends = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return open_publisher(cache or make_cache(), **endpoints)
+        except ConfigError as error:
+            if "in use" not in str(error) or time.monotonic() > ends:
+                raise
+            time.sleep(0.01)
 
 
 def test_messages_and_replays_have_the_parts_that_vllm_sends() -> None:
@@ -618,37 +651,39 @@ def test_a_subscriber_follows_several_workers(subscriber: EventSubscriber, tmp_p
 
 
 @pytest.mark.parametrize("has_replay", [False, True])
-def test_a_worker_that_ends_and_begins_again(
-    subscriber: EventSubscriber, tmp_path: Path, has_replay: bool
-) -> None:
-    endpoint = f"ipc://{tmp_path}/kv"
-    replay = f"ipc://{tmp_path}/replay" if has_replay else None
-    index = index_of(subscriber)
-    subscriber.connect("a", endpoint, replay)
-    assert subscriber.poll() == 0
-    for life in range(3):
-        cache = make_cache(1)
-        with open_publisher(cache, endpoint=endpoint, replay_endpoint=replay) as publisher:
-            # Some batches before anybody is there, as many in each life.
-            for token in range(3):
-                insert(cache, [100 * life + token])
-                publisher.publish()
-            until(subscriber, lambda: subscriber.is_connected("a"))
+def test_a_worker_that_ends_and_begins_again(has_replay: bool) -> None:
+    with open_publisher(make_cache()) as publisher:
+        endpoint = publisher.endpoint
+        replay = publisher.replay_endpoint if has_replay else None
+    endpoints = {"endpoint": endpoint, "replay_endpoint": replay}
+    # What ends here takes connections until ZeroMQ has closed it, and answers nothing.
+    with EventSubscriber(PrefixIndex(), replay_timeout_s=1, check_s=1) as subscriber:
+        index = index_of(subscriber)
+        subscriber.connect("a", endpoint, replay)
+        assert subscriber.poll() == 0
+        for life in range(3):
+            cache = make_cache(1)
+            with open_again(endpoints, cache) as publisher:
+                # Some batches before anybody is there, as many in each life.
+                for token in range(3):
+                    insert(cache, [100 * life + token])
+                    publisher.publish()
+                until(subscriber, lambda: subscriber.is_connected("a"))
 
-            def send(
-                cache: PrefixCache = cache, publisher: EventPublisher = publisher, life: int = life
-            ) -> bool:
-                cache.clear()
-                insert(cache, [100 * life + 50])
-                publisher.publish()
-                return index.match([100 * life + 50]) == {"a": 1}
+                def send(
+                    cache: PrefixCache = cache, publisher: EventPublisher = publisher, life: int = life
+                ) -> bool:
+                    cache.clear()
+                    insert(cache, [100 * life + 50])
+                    publisher.publish()
+                    return index.match([100 * life + 50]) == {"a": 1}
 
-            until(subscriber, send)
-            assert index.stats()["pages"] == cache.cached_size() == 1
-            insert(cache, [100 * life + 51])
-            publisher.publish()
-            until(subscriber, lambda: index.stats()["pages"] == 2)
-        until(subscriber, lambda: not subscriber.is_connected("a"))
+                until(subscriber, send)
+                assert index.stats()["pages"] == cache.cached_size() == 1
+                insert(cache, [100 * life + 51])
+                publisher.publish()
+                until(subscriber, lambda: index.stats()["pages"] == 2)
+            until(subscriber, lambda: not subscriber.is_connected("a"))
 
 
 def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up() -> None:
@@ -715,8 +750,8 @@ def test_a_worker_that_does_not_answer_is_dropped_and_taken_again() -> None:
         def answer() -> bool:
             while silent.poll(0):
                 peer = silent.recv_multipart()[0]
-                silent.send_multipart([peer, b"", bytes(8), payload])
                 silent.send_multipart([peer, b"", b"x"])
+                silent.send_multipart([peer, b"", bytes(8), payload])
                 silent.send_multipart([peer, b"", b"\xff" * 8, b""])
             return index.match([1]) == {"a": 1}
 
@@ -860,10 +895,12 @@ def test_a_publisher_that_cannot_be_made_leaves_nothing(subscriber: EventSubscri
             with pytest.raises(ConfigError, match="in use"):
                 open_publisher(make_cache(), **wrong)
         endpoint = publisher.endpoint
+    endpoints = {"endpoint": endpoint, "replay_endpoint": replay}
+    open_again(endpoints).close()
+    open_again(endpoints).close()
     without = PrefixCache(TokenToKVPoolAllocator(16, "cpu"))
     with pytest.raises(ConfigError, match="events"):
-        open_publisher(without, endpoint=endpoint, replay_endpoint=replay)
-    open_publisher(make_cache(), endpoint=endpoint, replay_endpoint=replay).close()
+        open_publisher(without)
     with pytest.raises(ConfigError, match="endpoint"):
         subscriber.connect("a", "nowhere")
     with pytest.raises(ConfigError, match="replay_endpoint"):
@@ -910,6 +947,35 @@ def test_nothing_is_left_after_close() -> None:
     while descriptors() > before + 4:
         assert time.monotonic() < ends
         time.sleep(0.02)
+
+
+def test_what_is_dropped_is_closed() -> None:
+    publisher: EventPublisher | None = open_publisher(make_cache())
+    assert publisher is not None
+    endpoints = {"endpoint": publisher.endpoint, "replay_endpoint": some(publisher.replay_endpoint)}
+    subscriber: EventSubscriber | None = EventSubscriber(PrefixIndex())
+    assert subscriber is not None
+    subscriber.connect("a", *endpoints.values())
+    threads = threading.active_count()
+    publisher = subscriber = None
+    gc.collect()
+    assert threading.active_count() == threads - 1
+    open_again(endpoints).close()
+
+
+def test_a_program_may_end_without_closing(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool
+        from kvpool.integrations.kv_events import EventPublisher, EventSubscriber, PrefixIndex
+
+        cache = kvpool.PrefixCache(kvpool.TokenToKVPoolAllocator(16, "cpu"), events=True)
+        publisher = EventPublisher(cache, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
+        subscriber = EventSubscriber(PrefixIndex())
+        subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
+        subscriber.poll(0.1)
+        """
+    )
 
 
 def test_a_publisher_of_another_process_is_refused(run_snippet: RunSnippet) -> None:

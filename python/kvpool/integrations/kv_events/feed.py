@@ -73,7 +73,7 @@ class Feed:
 
     def reconnected(self) -> None:
         """Take note that messages may have been missed, and the worker may be another."""
-        self._seen = None
+        self._seen = self._held = None
         if self._can_replay:
             self.needs_replay = True
         elif self._last is not None:
@@ -84,8 +84,8 @@ class Feed:
         self.needs_replay = self._can_replay
 
     def begin_replay(self) -> int:
-        """Return the number from which to ask."""
-        self.needs_replay = False
+        """Return the number from which to ask. A replay that has not ended is given up."""
+        self.needs_replay = self._is_other = False
         if self._lacks:
             self._lacks = False
             self._drop()

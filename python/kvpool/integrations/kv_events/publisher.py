@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import ExitStack, suppress
+from itertools import count
 from typing import TYPE_CHECKING, Final, TypedDict
 
 import zmq
@@ -29,6 +30,8 @@ END: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 _MOST_ASKED_BYTES: Final = 4096  # of a subscription or a request
 _REQUEST_PARTS: Final = 3
+
+_numbers = count()
 
 
 class PublisherStats(TypedDict):
@@ -270,7 +273,7 @@ class _Replays:
         self._router = router
         self._buffer = buffer
         self._topic = topic
-        name = f"inproc://kvpool-replays-{id(self)}"
+        name = f"inproc://kvpool-replays-{next(_numbers)}"
         with ExitStack() as opened:
             end = opened.enter_context(open_socket(zmq.PAIR, ()))
             self._stop = opened.enter_context(open_socket(zmq.PAIR, ()))
@@ -303,8 +306,8 @@ class _Replays:
         for number, payload in self._buffer.since(int.from_bytes(start, "big")):
             parts = (peer, empty, self._topic, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
             self._router.send_multipart(parts, zmq.NOBLOCK)
-        self._router.send_multipart((peer, empty, b"", END, b""), zmq.NOBLOCK)
         self.served += 1
+        self._router.send_multipart((peer, empty, b"", END, b""), zmq.NOBLOCK)
 
 
 def _close(sockets: ExitStack, process: int) -> None:

@@ -288,6 +288,9 @@ class _Worker:
             self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self.is_connected:
                 self.feed.reconnected()
+                # A request on the way to a worker that has ended would not be answered.
+                self.sockets.drop_replay()
+                self._ends = None
 
     def _ask(self) -> None:
         self.replays += 1
