@@ -482,16 +482,39 @@ def test_a_replay_may_be_given_up_for_another() -> None:
             insert(worker.cache, [token])
             worker.publish()
     feed = Feed(index, "a", can_replay=True)
-    old.sent = old.sent[:2]
+    last = old.sent.pop()
+    old.sent.pop()
     old.replay(feed)
-    feed.message(3, old.sent[-1])  # a gap: the replay begins, and the worker ends
+    feed.message(3, last)  # a gap: the replay begins, and the worker ends
     assert feed.begin_replay() == 1
     feed.replayed(1, new.sent[1])
     feed.reconnected()
+    new.sent = new.sent[:2]
     while feed.needs_replay:
         new.replay(feed)
-    assert [index.match([token])["a"] for token in (0, 1, 2, 3, 10, 11, 12, 13)] == [0] * 4 + [1] * 4
+    assert [index.match([token])["a"] for token in (0, 1, 2, 3, 10, 11, 12, 13)] == [0] * 4 + [1, 1, 0, 0]
     assert (feed.restarts, feed.drops) == (1, 0)
+
+
+def test_a_replay_that_lacks_batches_drops_what_was_before() -> None:
+    batches = [encode(EventBatch(0.0, [stored([*page_keys([token], 1)], 1, [token])])) for token in range(9)]
+
+    def replay(feed: Feed, *numbers: int) -> list[int]:
+        feed.begin_replay()
+        for number in numbers:
+            feed.replayed(number, batches[number])
+        feed.replay_ended()
+        return [token for token in range(9) if index.match([token])["a"]]
+
+    index = PrefixIndex()
+    feed = Feed(index, "a", can_replay=True)
+    assert replay(feed, 0, 1) == [0, 1]
+    assert replay(feed, 1, 2) == [0, 1, 2]
+    assert replay(feed, 2, 1, 2, 3) == [0, 1, 2, 3]
+    assert (feed.applied, feed.drops) == (4, 0)
+    assert replay(feed, 3, 5, 6) == [5, 6]  # 4 is missing
+    assert replay(feed, 7, 8) == [7, 8]  # whether 6 is the same is not known any more
+    assert (feed.drops, feed.restarts, feed.refused) == (2, 0, 0)
 
 
 def test_a_batch_that_is_refused_clears_its_worker() -> None:
