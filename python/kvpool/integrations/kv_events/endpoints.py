@@ -1,0 +1,98 @@
+"""ZeroMQ endpoints: which are of this machine alone, and sockets at them."""
+
+from __future__ import annotations
+
+import ipaddress
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_PORTS: Final = 1 << 16  # ZeroMQ takes others, modulo this
+
+
+def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
+    """Refuse an endpoint that is none, or that other machines reach.
+
+    Args:
+        name: Of the argument.
+        endpoint: Its value.
+        allow_remote: Whether other machines may reach it.
+
+    Raises:
+        ConfigError: If it is refused.
+    """
+    transport, separator, address = endpoint.partition("://")
+    if not (separator and address) or transport not in {"tcp", "ipc", "inproc"}:
+        raise ConfigError(
+            f"{name} is {endpoint!r}; it must be 'tcp://', 'ipc://' or 'inproc://' and an address"
+        )
+    port = address.rpartition(":")[2]
+    if transport == "tcp" and port != "*" and not (port.isdecimal() and int(port) < _PORTS):
+        raise ConfigError(f"{name} is {endpoint!r}; its port must be '*' or below {_PORTS}")
+    if transport == "tcp" and not allow_remote and not _is_loopback(address):
+        raise ConfigError(
+            f"{name} is {endpoint!r}, which other machines may reach, and ZeroMQ asks nobody who they are; "
+            "take a loopback address, or pass allow_remote=True in a network that you trust"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextmanager
+def open_socket(kind: int, options: Sequence[tuple[int, int | bytes]]) -> Iterator[zmq.Socket[bytes]]:
+    """Open a socket, which is closed at the end, with what it has not sent yet.
+
+    Args:
+        kind: Such as `zmq.PUB`.
+        options: Pairs of an option and its value.
+    """
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    with socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        for option, value in options:
+            socket.setsockopt(option, value)
+        yield socket
+
+
+def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
+    """Bind a socket.
+
+    Args:
+        socket: The socket.
+        name: Of the argument that has the endpoint.
+        endpoint: The endpoint.
+
+    Returns:
+        The endpoint, with its port.
+
+    Raises:
+        ConfigError: If it cannot be bound.
+    """
+    _reach(socket, socket.bind, name, endpoint)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def connect(socket: zmq.Socket[bytes], name: str, endpoint: str) -> None:
+    """Connect a socket to what need not be there yet. Otherwise like `bind`."""
+    _reach(socket, socket.connect, name, endpoint)
+
+
+def _reach(socket: zmq.Socket[bytes], call: Callable[[str], object], name: str, endpoint: str) -> None:
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        call(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{name} is {endpoint!r}, which cannot be opened: {error}") from error

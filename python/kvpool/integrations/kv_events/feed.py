@@ -1,0 +1,164 @@
+"""The order of the batches of one worker: what is applied, what is asked for again, when to begin anew."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.kv_events.messages import MAX_BYTES, decode
+
+if TYPE_CHECKING:
+    from kvpool.integrations.kv_events.index import PrefixIndex
+
+_log = logging.getLogger("kvpool")
+
+
+class Feed:
+    """Batches of a worker on their way to an index, from its messages and from replays.
+
+    Messages count up. One that does not is of a worker that has begun anew. One that is missing is in a
+    replay, which begins with the last batch that was applied: that shows whether it is of the same life of
+    the worker. Without a replay, and with one that cannot close the gap, the entries of the worker are
+    dropped. So the index never has what the worker had not when it sent the last batch that was applied.
+
+    While `needs_replay`, and until `replay_ended`, no messages are to be passed.
+
+    Args:
+        index: Where batches go.
+        worker: The name of the worker there.
+        can_replay: Whether the worker can be asked.
+        max_bytes: The largest batch.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, worker: str, *, can_replay: bool, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.needs_replay = can_replay
+        self.applied = 0
+        self.refused = 0
+        self.restarts = 0
+        self.drops = 0
+        self._index = index
+        self._worker = worker
+        self._can_replay = can_replay
+        self._max_bytes = max_bytes
+        # The number of the last batch, -1 before the first, None if the next may have any; and its digest.
+        self._last: int | None = -1 if can_replay else None
+        self._digest = b""
+        self._seen: int | None = None  # the last message
+        self._held: tuple[int, bytes] | None = None  # behind a gap
+        self._is_same = True  # whether the replay is known to be of the life that was applied
+        self._is_other = False  # whether it is known not to be
+        self._lacks = False  # whether a replay without an end has left something out
+        index.clear(worker)
+
+    def message(self, number: int, payload: bytes) -> None:
+        """Take the next message."""
+        if self._seen is not None and number <= self._seen:
+            self._begin_anew()
+        self._seen = number
+        last = self._last
+        if last is None or number == last + 1:
+            self._apply(number, payload)
+        elif number > last:
+            if self._can_replay:
+                self._held = number, payload
+                self.needs_replay = True
+            else:
+                self._drop()
+                self._apply(number, payload)
+
+    def reconnected(self) -> None:
+        """Take note that messages may have been missed, and the worker may be another."""
+        self._seen = self._held = None
+        if self._can_replay:
+            self.needs_replay = True
+        elif self._last is not None:
+            self._drop()
+
+    def check(self) -> None:
+        """Ask for what may have come last and was missed."""
+        self.needs_replay = self._can_replay
+
+    def begin_replay(self) -> int:
+        """Return the number from which to ask. A replay that has not ended is given up."""
+        self.needs_replay = self._is_other = False
+        if self._lacks:
+            self._lacks = False
+            self._drop()
+        if self._last is None:
+            self._last = -1
+        self._is_same = self._last < 0
+        return max(self._last, 0)
+
+    def replayed(self, number: int, payload: bytes) -> None:
+        """Take the next batch of a replay."""
+        if self._is_other:
+            return
+        last = self._last
+        if not self._is_same:
+            self._is_same = True
+            if number == last:
+                if blake3(payload).digest() != self._digest:
+                    self._is_other = True
+                return
+            self._drop()  # the last one is no longer there to compare
+            last = None
+        if last is not None and number <= last:
+            return
+        if last is not None and number != last + 1:
+            self._drop()
+        self._apply(number, payload)
+
+    def replay_ended(self, *, is_whole: bool = True) -> None:
+        """Take note that a replay is over.
+
+        Args:
+            is_whole: Whether its end was received.
+        """
+        held, self._held = self._held, None
+        is_empty, self._is_same = not self._is_same, True
+        if self._is_other or (is_empty and is_whole):
+            self._is_other = False
+            self._begin_anew()
+            self.needs_replay = True
+        elif not is_whole:
+            self._lacks = True
+            if is_empty:
+                self._drop()
+        if self.needs_replay:  # it has that, too
+            return
+        if held is not None:
+            number, payload = held
+            if self._last is not None and number > self._last + 1:
+                self._drop()
+            if self._last is None or number == self._last + 1:
+                self._apply(number, payload)
+
+    def _apply(self, number: int, payload: bytes) -> None:
+        self._last = number
+        self._digest = blake3(payload).digest()
+        try:
+            self._index.apply(self._worker, decode(payload, max_bytes=self._max_bytes))
+        except ConfigError as error:
+            level = logging.DEBUG if self.refused else logging.WARNING
+            _log.log(level, "batch %d of worker %s is refused: %s", number, self._worker, error)
+            self.refused += 1
+            self._index.clear(self._worker)
+        else:
+            self.applied += 1
+
+    def _begin_anew(self) -> None:
+        """The worker counts from 0 again."""
+        self.restarts += 1
+        self._index.clear(self._worker)
+        self._last = -1 if self._can_replay else None
+
+    def _drop(self) -> None:
+        """What is missing is not to be had."""
+        self.drops += 1
+        self._index.clear(self._worker)
+        self._last = None

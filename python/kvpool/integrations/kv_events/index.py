@@ -1,0 +1,265 @@
+"""What a router knows of the caches of its workers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from array import array
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+
+from blake3 import blake3
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.kv_events.messages import (
+    MEDIA,
+    AllBlocksCleared,
+    BlockStored,
+    short_key,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvpool._typing import IndicesLike, Namespace
+    from kvpool.integrations.kv_events.messages import Event, EventBatch
+
+_KEY_BYTES: Final = 32
+_MASK: Final = (1 << 64) - 1  # SGLang's ints are signed
+
+# A page has a bit for each tier. A medium that is not named is the device; others are below the host.
+_BITS: Final = {MEDIA["device"]: 1, MEDIA["host"]: 2, "CPU_PINNED": 2, None: 1}
+_STORE: Final = 4
+_TIERS: Final = {None: 7, "device": 1, "host": 2, "store": _STORE}
+
+
+class IndexStats(TypedDict):
+    """Statistics of a `PrefixIndex`."""
+
+    workers: int
+    pages: int
+    left_out: int
+
+
+def page_keys(tokens: IndicesLike, page_size: int, namespace: Namespace = None) -> Iterator[bytes]:
+    """Return the keys of a prompt's whole pages, as `Stored.pages` has them, each made when it is asked for.
+
+    Args:
+        tokens: Token ids: ints, or a tensor or array.
+        page_size: Of the cache, in tokens.
+        namespace: A str, bytes or an int; `None` is a namespace of its own.
+
+    Raises:
+        ConfigError: If a token is outside of [0, 2**31), or `page_size` is below 1.
+        TypeError: If `tokens` are no ints, or `namespace` is of another type.
+    """
+    if page_size < 1:
+        raise ConfigError(f"page_size is {page_size}; it must be at least 1")
+    return _chain(_bytes_of(tokens), page_size, _root(page_size, namespace))
+
+
+class PrefixIndex:
+    """Which pages each worker has: what a router asks for the worker that has most of a prompt.
+
+    It has no more than what a worker published, and at times less: what came before the router listened
+    and is not replayed, and what exceeds `max_pages`. A page is 100 to 150 bytes here.
+
+    All calls are atomic and thread-safe.
+
+    Args:
+        max_pages: Pages of a worker that are kept. Others are left out, and counted.
+
+    Raises:
+        ConfigError: If `max_pages` is below 1.
+    """
+
+    def __init__(self, *, max_pages: int = 1 << 20) -> None:
+        if max_pages < 1:
+            raise ConfigError(f"max_pages is {max_pages}; it must be at least 1")
+        self._max_pages = max_pages
+        self._workers: dict[str, _Pages] = {}
+        self._left_out = 0
+        self._lock = threading.Lock()
+
+    def apply(self, worker: str, batch: EventBatch) -> None:
+        """Take note of what came and went. A worker that is not known yet is from now on.
+
+        Args:
+            worker: Its name.
+            batch: The batch that follows the last one of this worker.
+
+        Raises:
+            ConfigError: If the pages of a worker differ in size or are named by both bytes and ints, their
+                tokens do not fit, or bytes are not 32. Nothing is changed.
+        """
+        with self._lock:
+            pages = self._workers.get(worker) or _Pages()
+            kind = pages.kind
+            for event in batch.events:
+                kind = _check(event, kind)
+            self._workers[worker] = pages
+            for event in batch.events:
+                self._left_out += pages.apply(event, self._max_pages)
+
+    def match(
+        self,
+        tokens: IndicesLike,
+        namespace: Namespace = None,
+        *,
+        tier: Literal["device", "host", "store"] | None = None,
+    ) -> dict[str, int]:
+        """Return how many tokens of a prompt each worker has, in whole pages from the first on.
+
+        Costs a hash for each page until no worker has more.
+
+        Args:
+            tokens: Token ids of the prompt: ints, or a tensor or array.
+            namespace: As in `PrefixCache.match`.
+            tier: Count pages of this tier alone. By default a page may be in any.
+
+        Returns:
+            The tokens of all workers, of those that have none, too.
+
+        Raises:
+            ConfigError: If a token is outside of [0, 2**31), or there is no such tier.
+            TypeError: If `tokens` are no ints, or `namespace` is of another type.
+        """
+        if tier not in _TIERS:
+            raise ConfigError(f"there is no tier {tier!r}, only 'device', 'host' and 'store'")
+        bits = _TIERS[tier]
+        content = _bytes_of(tokens)
+        _root(1, namespace)  # raises also if there is nothing to look for
+        with self._lock:
+            lengths = dict.fromkeys(self._workers, 0)
+            for size in {pages.kind[0] for pages in self._workers.values() if pages.kind}:
+                having = [
+                    (worker, pages, pages.kind[1])
+                    for worker, pages in self._workers.items()
+                    if pages.kind and pages.kind[0] == size
+                ]
+                for number, key in enumerate(_chain(content, size, _root(size, namespace)), 1):
+                    short = short_key(key)
+                    having = [one for one in having if one[1].tiers.get(short if one[2] else key, 0) & bits]
+                    if not having:
+                        break
+                    for worker, _, _ in having:
+                        lengths[worker] = number * size
+        return lengths
+
+    def clear(self, worker: str) -> None:
+        """Forget the pages of a worker, which stays known."""
+        with self._lock:
+            self._workers[worker] = _Pages()
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker."""
+        with self._lock:
+            self._workers.pop(worker, None)
+
+    def stats(self) -> IndexStats:
+        """Return the number of `workers`, of their `pages`, and of those `left_out` so far."""
+        with self._lock:
+            pages = sum(len(pages.tiers) for pages in self._workers.values())
+            return {"workers": len(self._workers), "pages": pages, "left_out": self._left_out}
+
+
+class _Pages:
+    """The pages of a worker."""
+
+    __slots__ = ("kind", "tiers")
+
+    def __init__(self) -> None:
+        self.kind: tuple[int, bool] | None = None  # the size of a page, and whether keys are ints
+        self.tiers: dict[bytes | int, int] = {}
+
+    def apply(self, event: Event, max_pages: int) -> int:
+        """Returns how many pages were left out."""
+        if isinstance(event, AllBlocksCleared):
+            self.kind = None
+            self.tiers.clear()
+            return 0
+        tiers = self.tiers
+        bit = _BITS.get(event.medium, _STORE)
+        left_out = 0
+        if isinstance(event, BlockStored):
+            self.kind = _kind(event)
+            for key in map(_normal, event.block_hashes):
+                if key in tiers:
+                    tiers[key] |= bit
+                elif len(tiers) < max_pages:
+                    tiers[key] = bit
+                else:
+                    left_out += 1
+        else:
+            for key in map(_normal, event.block_hashes):
+                rest = tiers.get(key, 0) & ~bit
+                if rest:
+                    tiers[key] = rest
+                else:
+                    tiers.pop(key, None)
+        return left_out
+
+
+def _kind(event: BlockStored) -> tuple[int, bool]:
+    return event.block_size, isinstance(event.block_hashes[0], int)
+
+
+def _normal(key: bytes | int) -> bytes | int:
+    return key & _MASK if isinstance(key, int) else key
+
+
+def _check(event: Event, kind: tuple[int, bool] | None) -> tuple[int, bool] | None:
+    """The kind of a worker's pages after an event, which is refused if it does not fit."""
+    if isinstance(event, AllBlocksCleared):
+        return None
+    for key in event.block_hashes:
+        if isinstance(key, bytes) and len(key) != _KEY_BYTES:
+            raise ConfigError(f"a block hash has {_KEY_BYTES} bytes, not {len(key)}")
+    if not isinstance(event, BlockStored):
+        return kind
+    if not event.block_hashes or event.block_size < 1:
+        raise ConfigError(f"{len(event.block_hashes)} blocks of {event.block_size} tokens were stored")
+    if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        raise ConfigError(
+            f"{len(event.token_ids)} tokens are not those of {len(event.block_hashes)} blocks of "
+            f"{event.block_size}"
+        )
+    new = _kind(event)
+    if any(isinstance(key, int) is not new[1] for key in event.block_hashes) or (kind or new) != new:
+        raise ConfigError("the blocks of a worker differ in size, or are named by both bytes and ints")
+    return new
+
+
+def _bytes_of(tokens: IndicesLike) -> bytes:
+    """Token ids as int32 in little endian."""
+    values: Any = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    try:
+        content = array("i", iter(values))
+    except OverflowError:
+        content = array("i", [-1])
+    if content and min(content) < 0:
+        raise ConfigError("a token is outside of [0, 2**31)")
+    if sys.byteorder == "big":
+        content.byteswap()
+    return content.tobytes()
+
+
+def _root(page_size: int, namespace: Namespace) -> bytes:
+    """What stands for the key before the first page."""
+    if namespace is None:
+        kind, name = 0, b""
+    elif isinstance(namespace, int):
+        kind, name = 1, b"%d" % namespace
+    elif isinstance(namespace, str):
+        kind, name = 2, namespace.encode()
+    elif isinstance(namespace, bytes):
+        kind, name = 3, namespace
+    else:
+        raise TypeError(f"a namespace is a str, bytes, an int or None, not {type(namespace).__name__}")
+    return blake3(page_size.to_bytes(8, "little") + bytes([kind]) + name).digest()
+
+
+def _chain(content: bytes, page_size: int, key: bytes) -> Iterator[bytes]:
+    step = 4 * page_size
+    for start in range(0, len(content) - step + 1, step):
+        key = blake3(key + content[start : start + step]).digest()
+        yield key

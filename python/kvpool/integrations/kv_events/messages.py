@@ -1,0 +1,187 @@
+"""vLLM's format of KV events: MessagePack, an array for a batch and a tagged map for each event."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import msgspec
+
+from kvpool._kvpool import Removed, Stored
+from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvpool._kvpool import Cleared
+    from kvpool._typing import Namespace
+
+MAX_BYTES: Final = 16 << 20
+"""The largest payload that is decoded, unless told otherwise."""
+
+BATCH_TOKENS: Final = 1 << 16
+"""The most tokens, or pages, of a batch that is sent: 3 MB with pages of one token."""
+
+MEDIA: Final = {"device": "GPU", "host": "CPU", "store": "STORAGE"}
+"""vLLM's names of the tiers."""
+
+_INTS: Final = range(-(1 << 63), 1 << 64)  # of MessagePack
+_SHORT_BYTES: Final = 8
+
+
+# The order of the fields is part of the format: vLLM can also be told to send events as arrays.
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks that follow each other were stored: pages of kvpool.
+
+    Attributes:
+        block_hashes: Their keys: 32 bytes, or 64 bits as an int.
+        parent_block_hash: The key of the block before them; `None` at the beginning of a prompt.
+        token_ids: The tokens of all blocks.
+        block_size: Tokens of a block.
+        lora_id: Of vLLM; kvpool sends `None`.
+        medium: Where they are: "GPU", "CPU" or "STORAGE".
+        lora_name: Of vLLM; kvpool sends `None`.
+        extra_keys: For each block what its key depends on beside tokens. kvpool has the namespace of a prompt
+            there, in its first block, where vLLM has the `cache_salt` of a request.
+        group_idx: The rest is of vLLM, and not sent by kvpool.
+    """
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks were removed.
+
+    Attributes:
+        block_hashes: Their keys.
+        medium: From where.
+        group_idx: The rest is of vLLM, and not sent by kvpool.
+    """
+
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Nothing is cached any more, or events were lost: a reader begins anew."""
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What came and went in a step of an engine.
+
+    Attributes:
+        ts: When, in seconds since 1970.
+        events: The events, in order.
+        data_parallel_rank: The rank of the engine.
+    """
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode(batch: EventBatch) -> bytes:
+    """Return the payload of a batch."""
+    return _encoder.encode(batch)
+
+
+def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
+    """Return the batch of a payload, of kvpool or of vLLM.
+
+    Args:
+        payload: The last part of a message.
+        max_bytes: The largest payload that is looked at.
+
+    Raises:
+        ConfigError: If the payload is larger, or no batch. Unknown fields of an event are left out.
+    """
+    if len(payload) > max_bytes:
+        raise ConfigError(f"a batch of {len(payload)} bytes is larger than {max_bytes}")
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not a batch of KV events: {error}") from error
+
+
+def short_key(key: bytes) -> int:
+    """Return the 64 bits of a key that stand for it where hashes are ints: its end, as in vLLM."""
+    return int.from_bytes(key[-_SHORT_BYTES:], "big")
+
+
+def batches(
+    events: Iterable[Stored | Removed | Cleared], page_size: int, *, int_hashes: bool = False
+) -> Iterator[list[Event]]:
+    """Yield a cache's events in vLLM's format, in parts for one message each.
+
+    Args:
+        events: Of `PrefixCache.events`.
+        page_size: Of its allocator, in tokens.
+        int_hashes: Whether keys are ints of 64 bits.
+    """
+    batch: list[Event] = []
+    room = BATCH_TOKENS
+    for event in events:
+        for part, size in _parts(event, page_size, int_hashes=int_hashes):
+            if batch and size > room:
+                yield batch
+                batch, room = [], BATCH_TOKENS
+            batch.append(part)
+            room -= size
+    if batch:
+        yield batch
+
+
+def _parts(
+    event: Stored | Removed | Cleared, page_size: int, *, int_hashes: bool
+) -> Iterator[tuple[Event, int]]:
+    """An event in pieces that fit into a batch, and the size of each."""
+    if not isinstance(event, Stored | Removed):
+        yield AllBlocksCleared(), 1
+        return
+    hashes: list[bytes | int] = [*map(short_key, event.pages)] if int_hashes else [*event.pages]
+    medium = MEDIA[event.tier]
+    if isinstance(event, Removed):
+        for start in range(0, len(hashes), BATCH_TOKENS):
+            part = hashes[start : start + BATCH_TOKENS]
+            yield BlockRemoved(part, medium), len(part)
+        return
+    key = event.parent
+    parent: bytes | int | None = short_key(key) if int_hashes and key is not None else key
+    tokens, namespace = event.tokens, event.namespace
+    step = max(1, BATCH_TOKENS // page_size)
+    for start in range(0, len(hashes), step):
+        part = hashes[start : start + step]
+        ids = tokens[start * page_size : (start + step) * page_size]
+        stored = BlockStored(part, parent, ids, page_size, None, medium, None)
+        if parent is None and namespace is not None:
+            stored.extra_keys = [(_salt(namespace),), *[None] * (len(part) - 1)]
+        yield stored, len(ids)
+        parent = part[-1]
+
+
+def _salt(namespace: Namespace) -> Namespace:
+    """A namespace as MessagePack can have it."""
+    return str(namespace) if isinstance(namespace, int) and namespace not in _INTS else namespace

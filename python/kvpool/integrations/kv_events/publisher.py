@@ -1,0 +1,315 @@
+"""The events of a prefix cache, sent as vLLM sends its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import ExitStack, suppress
+from itertools import count
+from typing import TYPE_CHECKING, Final, TypedDict
+
+import zmq
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.kv_events.endpoints import bind, check_endpoint, connect, open_socket
+from kvpool.integrations.kv_events.messages import EventBatch, batches, encode
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from kvpool._kvpool import PrefixCache
+
+SEQUENCE_BYTES: Final = 8
+END: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+"""The sequence number that ends a replay."""
+
+_MOST_ASKED_BYTES: Final = 4096  # of a subscription or a request
+_REQUEST_PARTS: Final = 3
+
+_numbers = count()
+
+
+class PublisherStats(TypedDict):
+    """Statistics of an `EventPublisher`."""
+
+    batches: int
+    events: int
+    bytes: int
+    stalls: int
+    buffered: int
+    buffered_bytes: int
+    replays: int
+    refused: int
+
+
+class EventPublisher:
+    """Sends what comes and goes in a cache to all who subscribe.
+
+    Each batch is a message of three parts: the topic, its number as 8 bytes in big endian, counted from 0,
+    and an `EventBatch` in MessagePack. Subscribers that miss one ask the replay endpoint, a ROUTER socket: an
+    empty part and a number bring all batches from that number on that are kept, and then an end with the
+    number -1, each behind an empty part.
+
+    What is published is what a cache's prompts are made of, and ZeroMQ asks nobody who they are. So only this
+    machine can subscribe, unless `allow_remote` is given.
+
+    Calls are thread-safe. A publisher has sockets, and a thread if there is a replay endpoint: `close` ends
+    them, and so does the end of the program, or of the publisher.
+
+    Args:
+        cache: A cache with `events=True`, which nothing else asks for its events.
+        endpoint: Where to publish: "tcp://127.0.0.1:5557", "ipc://..." or "inproc://...". Port 0 is any that
+            is free: see the property. Each engine on a machine has its own.
+        replay_endpoint: Where batches can be asked for again. None by default.
+        topic: The first part of each message.
+        data_parallel_rank: The rank of this engine, which is a part of each batch.
+        buffer_steps: Batches that are kept for replays.
+        buffer_bytes: The most bytes of these.
+        hwm: Batches that wait for a subscriber which does not read. It loses what is more.
+        int_hashes: Whether pages are named by 64 bits as an int, for routers that do not take bytes, such as
+            older ones. Two pages may then have the same name.
+        allow_remote: Whether an endpoint may be one that other machines reach.
+
+    Raises:
+        ConfigError: If the cache was made without `events=True`, an endpoint is not of this machine alone and
+            `allow_remote` is not given, cannot be bound, or a number is negative or, `hwm`, 0.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        cache: PrefixCache,
+        *,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        data_parallel_rank: int = 0,
+        buffer_steps: int = 10_000,
+        buffer_bytes: int = 256 << 20,
+        hwm: int = 100_000,
+        int_hashes: bool = False,
+        allow_remote: bool = False,
+    ) -> None:
+        check_endpoint("endpoint", endpoint, allow_remote=allow_remote)
+        if replay_endpoint is not None:
+            check_endpoint("replay_endpoint", replay_endpoint, allow_remote=allow_remote)
+        for name, value, least in (
+            ("data_parallel_rank", data_parallel_rank, 0),
+            ("buffer_steps", buffer_steps, 0),
+            ("buffer_bytes", buffer_bytes, 0),
+            ("hwm", hwm, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        self._cache = cache
+        self._page_size = cache.allocator.page_size
+        self._topic = topic.encode()
+        self._rank = data_parallel_rank
+        self._int_hashes = int_hashes
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._closed = False
+        self._next = self._events = self._bytes = self._stalls = 0
+        self._buffer = _Buffer(buffer_steps, buffer_bytes)
+        self._replays: _Replays | None = None
+        with ExitStack() as opened:
+            limits = [(zmq.SNDHWM, hwm), (zmq.XPUB_NODROP, 1), (zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)]
+            self._pub = opened.enter_context(open_socket(zmq.PUB, limits))
+            self._endpoint = bind(self._pub, "endpoint", endpoint)
+            self._replay_endpoint = None
+            if replay_endpoint is not None:
+                # A peer has at most this much of a replay on its way, and of another before it.
+                limits = [
+                    (zmq.SNDHWM, 2 * (buffer_steps + 1)),
+                    (zmq.ROUTER_MANDATORY, 1),
+                    (zmq.MAXMSGSIZE, _MOST_ASKED_BYTES),
+                ]
+                router = opened.enter_context(open_socket(zmq.ROUTER, limits))
+                self._replay_endpoint = bind(router, "replay_endpoint", replay_endpoint)
+                self._replays = _Replays(router, self._buffer, self._topic)
+                opened.callback(self._replays.close)
+            # What is cached already, for the first batch. Nothing is taken if anything before has failed.
+            self._before = cache.events()
+            self._end = weakref.finalize(self, _close, opened.pop_all(), self._process)
+
+    @property
+    def endpoint(self) -> str:
+        """Where it publishes, with the port."""
+        return self._endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where it replays, with the port."""
+        return self._replay_endpoint
+
+    def publish(self) -> int:
+        """Send what came and went since the last call, if anything did. Call it once a step of the engine.
+
+        It does not wait for subscribers. Events beyond 65,536 tokens are sent as several batches.
+
+        Returns:
+            The number of batches.
+
+        Raises:
+            RuntimeError: If the publisher is closed, or of the process that this one was forked from.
+        """
+        with self._lock:
+            self._check_open()
+            events = self._cache.events()
+            if self._before:
+                events, self._before = [*self._before, *events], []
+            if not events:
+                return 0
+            first = self._next
+            for batch in batches(events, self._page_size, int_hashes=self._int_hashes):
+                self._send(encode(EventBatch(time.time(), batch, self._rank)))
+                self._events += len(batch)
+            return self._next - first
+
+    def _send(self, payload: bytes) -> None:
+        number = self._next
+        self._next += 1
+        self._bytes += len(payload)
+        self._buffer.append(number, payload)
+        parts = (self._topic, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
+        try:
+            self._pub.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:  # a queue is full: others still get it
+            self._stalls += 1
+            self._pub.setsockopt(zmq.XPUB_NODROP, 0)
+            self._pub.send_multipart(parts, zmq.NOBLOCK)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+
+    def stats(self) -> PublisherStats:
+        """Return statistics.
+
+        They are the number of `batches`, `events` and `bytes` that were sent; `stalls`, how often subscribers
+        with full queues began to lose batches (how many ZeroMQ does not tell, but they see it);
+        `buffered` batches and `buffered_bytes` that can be replayed; `replays`, and requests `refused`.
+        """
+        with self._lock:
+            buffered, buffered_bytes = self._buffer.size()
+            return {
+                "batches": self._next,
+                "events": self._events,
+                "bytes": self._bytes,
+                "stalls": self._stalls,
+                "buffered": buffered,
+                "buffered_bytes": buffered_bytes,
+                "replays": self._replays.served if self._replays else 0,
+                "refused": self._replays.refused if self._replays else 0,
+            }
+
+    def close(self) -> None:
+        """Close the sockets, and end the thread. What was not sent yet is lost. May be called again.
+
+        Raises:
+            RuntimeError: If the publisher is of the process that this one was forked from.
+        """
+        self._check_process()
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the publisher belongs to process {self._process}, from which this one was forked"
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise RuntimeError("the publisher is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Buffer:
+    """The last batches."""
+
+    def __init__(self, steps: int, size: int) -> None:
+        self._steps = steps
+        self._most = size
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def append(self, number: int, payload: bytes) -> None:
+        with self._lock:
+            self._batches.append((number, payload))
+            self._bytes += len(payload)
+            while len(self._batches) > self._steps or self._bytes > self._most:
+                self._bytes -= len(self._batches.popleft()[1])
+
+    def since(self, number: int) -> list[tuple[int, bytes]]:
+        with self._lock:
+            return [batch for batch in self._batches if batch[0] >= number]
+
+    def size(self) -> tuple[int, int]:
+        with self._lock:
+            return len(self._batches), self._bytes
+
+
+class _Replays:
+    """The thread that answers at the replay endpoint, also while the engine does nothing."""
+
+    def __init__(self, router: zmq.Socket[bytes], buffer: _Buffer, topic: bytes) -> None:
+        self.served = 0
+        self.refused = 0
+        self._router = router
+        self._buffer = buffer
+        self._topic = topic
+        name = f"inproc://kvpool-replays-{next(_numbers)}"
+        with ExitStack() as opened:
+            end = opened.enter_context(open_socket(zmq.PAIR, ()))
+            self._stop = opened.enter_context(open_socket(zmq.PAIR, ()))
+            bind(end, "replay_endpoint", name)
+            connect(self._stop, "replay_endpoint", name)
+            self._thread = threading.Thread(target=self._run, args=(end,), name="kvpool-replays", daemon=True)
+            self._thread.start()
+            self._sockets = opened.pop_all()
+
+    def close(self) -> None:
+        """Ends the thread, and closes the sockets but for the router."""
+        self._stop.send(b"")
+        if threading.current_thread() is not self._thread:  # which may collect garbage
+            self._thread.join()
+        self._sockets.close()
+
+    def _run(self, end: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(end, zmq.POLLIN)
+        while not end.closed and end not in dict(poller.poll()):
+            with suppress(zmq.ZMQError):  # the peer is gone, or asks without reading
+                self._answer(self._router.recv_multipart(zmq.NOBLOCK))
+
+    def _answer(self, request: list[bytes]) -> None:
+        if len(request) != _REQUEST_PARTS or request[1] or len(request[2]) != SEQUENCE_BYTES:
+            self.refused += 1
+            return
+        peer, empty, start = request
+        for number, payload in self._buffer.since(int.from_bytes(start, "big")):
+            parts = (peer, empty, self._topic, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
+            self._router.send_multipart(parts, zmq.NOBLOCK)
+        self.served += 1
+        self._router.send_multipart((peer, empty, b"", END, b""), zmq.NOBLOCK)
+
+
+def _close(sockets: ExitStack, process: int) -> None:
+    if os.getpid() == process:
+        sockets.close()

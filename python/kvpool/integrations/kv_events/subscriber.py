@@ -1,0 +1,341 @@
+"""The events of several workers, kept in an index."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, TypedDict
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.kv_events.endpoints import check_endpoint, connect, open_socket
+from kvpool.integrations.kv_events.feed import Feed
+from kvpool.integrations.kv_events.messages import MAX_BYTES
+from kvpool.integrations.kv_events.publisher import END, SEQUENCE_BYTES
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from kvpool.integrations.kv_events.index import PrefixIndex
+
+_AT_ONCE: Final = 1000  # messages of a worker, before another's are looked at
+_RECONNECT_MS: Final = 100
+_RECONNECT_MOST_MS: Final = 5000
+_MESSAGE_PARTS: Final = 3
+_REPLAY_PARTS: Final = (3, 4)  # vLLM once left the topic out
+
+
+class SubscriberStats(TypedDict):
+    """Statistics of an `EventSubscriber`."""
+
+    workers: int
+    connected: int
+    batches: int
+    refused: int
+    replays: int
+    restarts: int
+    drops: int
+
+
+class EventSubscriber:
+    """Keeps a `PrefixIndex` up to date with what workers publish: `EventPublisher`s.
+
+    It closes gaps by replays, notices workers that have begun anew, and comes back to those that were away.
+    What it cannot learn it forgets, so that the index does not have what a worker has not.
+
+    Use it from one thread. The index may be asked from others.
+
+    Args:
+        index: The index, which nothing else changes.
+        topic: Messages whose first part begins otherwise are left out.
+        replay_timeout_s: How long a worker may say nothing in a replay, in seconds. Then its entries are
+            dropped.
+        check_s: After how many seconds without a message a worker is asked whether it has sent one.
+        max_bytes: The largest batch. A worker that sends a larger one is heard no more.
+
+    Raises:
+        ConfigError: If a number is not above 0.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        topic: str = "",
+        replay_timeout_s: float = 5.0,
+        check_s: float = 10.0,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        for name, value in (
+            ("replay_timeout_s", replay_timeout_s),
+            ("check_s", check_s),
+            ("max_bytes", max_bytes),
+        ):
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
+        self._index = index
+        self._topic = topic.encode()
+        self._times_s = replay_timeout_s, check_s
+        self._max_bytes = max_bytes
+        self._workers: dict[str, _Worker] = {}
+        self._closed = False
+        weakref.finalize(self, _close, self._workers)
+
+    def connect(self, worker: str, endpoint: str, replay_endpoint: str | None = None) -> None:
+        """Subscribe to a worker, which need not be there yet. Its entries in the index are cleared.
+
+        Args:
+            worker: Its name in the index.
+            endpoint: Where it publishes.
+            replay_endpoint: Where it replays.
+
+        Raises:
+            ConfigError: If the worker is connected already, or an endpoint is none.
+            RuntimeError: If the subscriber is closed.
+        """
+        self._check_open()
+        if worker in self._workers:
+            raise ConfigError(f"the worker {worker!r} is connected already")
+        check_endpoint("endpoint", endpoint, allow_remote=True)
+        if replay_endpoint is not None:
+            check_endpoint("replay_endpoint", replay_endpoint, allow_remote=True)
+        sockets = _Sockets(endpoint, replay_endpoint, self._topic, self._max_bytes)
+        feed = Feed(self._index, worker, can_replay=replay_endpoint is not None, max_bytes=self._max_bytes)
+        self._workers[worker] = _Worker(feed, sockets, *self._times_s)
+
+    def disconnect(self, worker: str) -> None:
+        """Leave a worker, and remove it from the index.
+
+        Raises:
+            ConfigError: If it is not connected.
+        """
+        if worker not in self._workers:
+            raise ConfigError(f"the worker {worker!r} is not connected")
+        self._workers.pop(worker).sockets.close()
+        self._index.remove(worker)
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Take what has come. Without anything, wait for it.
+
+        Args:
+            timeout_s: How long, in seconds.
+
+        Returns:
+            The number of batches applied: 0 if the time is over.
+
+        Raises:
+            RuntimeError: If the subscriber is closed.
+        """
+        self._check_open()
+        ends = time.monotonic() + timeout_s
+        while True:
+            applied = sum(worker.step() for worker in self._workers.values())
+            left = ends - time.monotonic()
+            if applied or left <= 0:
+                return applied
+            self._wait(left)
+
+    def _wait(self, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        for worker in self._workers.values():
+            for socket in worker.awaited():
+                poller.register(socket, zmq.POLLIN)
+            timeout_s = min(timeout_s, worker.left_s())
+        poller.poll(max(0, int(timeout_s * 1000)) + 1)
+
+    def is_connected(self, worker: str) -> bool:
+        """Return whether a worker was there at the last `poll`. For "inproc://" that is not known: False.
+
+        Raises:
+            ConfigError: If there is no such worker.
+        """
+        if worker not in self._workers:
+            raise ConfigError(f"the worker {worker!r} is not connected")
+        return self._workers[worker].is_connected
+
+    def stats(self) -> SubscriberStats:
+        """Return statistics of the workers that it has now.
+
+        They are the number of `workers`, and of those that are `connected`; of `batches` applied, and
+        `refused` for their content; of `replays`; of `restarts` of workers; and of `drops`, when what was
+        missing could not be had, so that the entries of a worker were dropped.
+        """
+        workers = self._workers.values()
+        return {
+            "workers": len(workers),
+            "connected": sum(worker.is_connected for worker in workers),
+            "batches": sum(worker.feed.applied for worker in workers),
+            "refused": sum(worker.feed.refused for worker in workers),
+            "replays": sum(worker.replays for worker in workers),
+            "restarts": sum(worker.feed.restarts for worker in workers),
+            "drops": sum(worker.feed.drops for worker in workers),
+        }
+
+    def close(self) -> None:
+        """Close the sockets. The index stays as it is. May be called again."""
+        self._closed = True
+        _close(self._workers)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the subscriber is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _close(workers: dict[str, _Worker]) -> None:
+    while workers:
+        workers.popitem()[1].sockets.close()
+
+
+class _Sockets:
+    """The sockets of a worker: its messages, what happens to their connection, and its replays."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: bytes, max_bytes: int) -> None:
+        self._replay_endpoint = replay_endpoint
+        self._options: list[tuple[int, int | bytes]] = [
+            (zmq.MAXMSGSIZE, max_bytes),
+            (zmq.RECONNECT_IVL, _RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS),
+        ]
+        self._replay: zmq.Socket[bytes] | None = None
+        self._replays = ExitStack()
+        self._opened = ExitStack()
+        with ExitStack() as opened:
+            socket = opened.enter_context(open_socket(zmq.SUB, [*self._options, (zmq.SUBSCRIBE, topic)]))
+            self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            opened.callback(self.monitor.close)
+            opened.callback(socket.disable_monitor)
+            connect(socket, "endpoint", endpoint)
+            self.messages = socket
+            if replay_endpoint is not None:
+                self.replay()
+            self._opened = opened.pop_all()
+
+    def replay(self) -> zmq.Socket[bytes]:
+        """The socket of replays."""
+        if self._replay is None:
+            assert self._replay_endpoint is not None  # noqa: S101 - for the type checker
+            self._replay = self._replays.enter_context(open_socket(zmq.DEALER, self._options))
+            connect(self._replay, "replay_endpoint", self._replay_endpoint)
+        return self._replay
+
+    def drop_replay(self) -> None:
+        """Closes the socket of replays, and with it what a replay may still bring."""
+        self._replays.close()
+        self._replay = None
+
+    def close(self) -> None:
+        self.drop_replay()
+        self._opened.close()
+
+
+class _Worker:
+    """A worker: its sockets, and what becomes of their messages."""
+
+    def __init__(self, feed: Feed, sockets: _Sockets, timeout_s: float, check_s: float) -> None:
+        self.feed = feed
+        self.sockets = sockets
+        self.is_connected = False
+        self.replays = 0
+        self._timeout_s = timeout_s
+        self._check_s = check_s
+        self._heard = time.monotonic()
+        self._ends: float | None = None  # of the replay under way
+
+    def awaited(self) -> list[zmq.Socket[bytes]]:
+        """The sockets whose messages are for now."""
+        now = self.sockets.messages if self._ends is None else self.sockets.replay()
+        return [self.sockets.monitor, now]
+
+    def left_s(self) -> float:
+        """Until there is something to do without a message."""
+        ends = self._heard + self._check_s if self._ends is None else self._ends
+        return ends - time.monotonic()
+
+    def step(self) -> int:
+        """Takes what has come, and returns how many batches were applied."""
+        before = self.feed.applied
+        self._watch()
+        if self._ends is None and self.left_s() <= 0:
+            self._heard = time.monotonic()
+            self.feed.check()
+        for _ in range(_AT_ONCE):
+            if self._ends is None and self.feed.needs_replay:
+                self._ask()
+            if not (self._take_message() if self._ends is None else self._take_replay()):
+                break
+        return self.feed.applied - before
+
+    def _watch(self) -> None:
+        """Takes note of what happened to the connection."""
+        while self.sockets.monitor.poll(0):
+            event = recv_monitor_message(self.sockets.monitor)["event"]
+            self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self.is_connected:
+                self.feed.reconnected()
+                # A request on the way to a worker that has ended would not be answered.
+                self.sockets.drop_replay()
+                self._ends = None
+
+    def _ask(self) -> None:
+        self.replays += 1
+        start = self.feed.begin_replay().to_bytes(SEQUENCE_BYTES, "big")
+        self._ends = time.monotonic() + self._timeout_s
+        try:
+            self.sockets.replay().send_multipart((b"", start), zmq.NOBLOCK)
+        except zmq.Again:
+            self._ends = time.monotonic()
+
+    def _take_message(self) -> bool:
+        try:
+            parts = self.sockets.messages.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._watch()  # what is told of the connection was so before its messages
+        if self.feed.needs_replay:  # that has this message, too
+            return True
+        if len(parts) != _MESSAGE_PARTS or len(parts[1]) != SEQUENCE_BYTES:
+            self.feed.refused += 1
+        else:
+            self._heard = time.monotonic()
+            self.feed.message(int.from_bytes(parts[1], "big"), parts[2])
+        return True
+
+    def _take_replay(self) -> bool:
+        try:
+            parts = self.sockets.replay().recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            if self.left_s() > 0:
+                return False
+            self._end_replay(is_whole=False)
+            return True
+        if len(parts) not in _REPLAY_PARTS or len(parts[-2]) != SEQUENCE_BYTES:
+            self.feed.refused += 1
+        elif parts[-2] == END:
+            self._end_replay(is_whole=True)
+        else:
+            self._ends = time.monotonic() + self._timeout_s
+            self.feed.replayed(int.from_bytes(parts[-2], "big"), parts[-1])
+        return True
+
+    def _end_replay(self, *, is_whole: bool) -> None:
+        self._ends = None
+        self._heard = time.monotonic()
+        if not is_whole:
+            self.sockets.drop_replay()
+        self.feed.replay_ended(is_whole=is_whole)
