@@ -99,25 +99,32 @@ impl Journal {
 
     /// Takes note that pages are found no more in a tier.
     pub(super) fn removed(&mut self, tier: Tier, keys: Vec<PageHash>) {
+        let all = self.tokens + keys.len();
         match self.events.back_mut() {
             _ if keys.is_empty() => (),
-            Some(Event::Removed { pages, tier: last }) if *last == tier => pages.extend(keys),
+            Some(Event::Removed { pages, tier: last }) if *last == tier && all <= MOST_TOKENS => {
+                pages.extend(keys);
+                self.tokens = all;
+            }
             _ => self.push(Event::Removed { pages: keys, tier }),
         }
     }
 
     /// Takes note that nothing is found any more.
     pub(super) fn cleared(&mut self) {
+        self.begin_anew();
+    }
+
+    fn begin_anew(&mut self) {
         self.events.clear();
-        self.push(Event::Cleared);
+        self.events.push_back(Event::Cleared);
+        self.tokens = 0;
     }
 
     fn push(&mut self, event: Event) {
         let tokens = event.size();
         if self.events.len() == MOST_EVENTS || self.tokens + tokens > MOST_TOKENS && !self.events.is_empty() {
-            self.events.clear();
-            self.events.push_back(Event::Cleared);
-            self.tokens = 0;
+            self.begin_anew();
         }
         self.tokens += tokens;
         self.events.push_back(event);
@@ -130,5 +137,34 @@ impl Journal {
     pub(super) fn take(&mut self) -> Vec<Event> {
         self.tokens = 0;
         std::mem::take(&mut self.events).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HALF: usize = MOST_TOKENS / 2;
+
+    fn store(journal: &mut Journal, pages: usize) {
+        let (tokens, keys) = (vec![7; pages], vec![[0; 32]; pages]);
+        let namespace = &Namespace::Unnamed;
+        journal.stored(Tier::Device, KeyedRun { namespace, parent: None, tokens: &tokens, keys: &keys });
+    }
+
+    #[test]
+    fn what_is_kept_is_counted() {
+        let mut journal = Journal::default();
+        store(&mut journal, 2 * HALF);
+        journal.cleared();
+        store(&mut journal, HALF);
+        store(&mut journal, HALF);
+        assert_eq!(journal.take().len(), 3, "what was before a clear does not count");
+        for _ in 0..3 {
+            journal.removed(Tier::Device, vec![[0; 32]; HALF]);
+        }
+        let events = journal.take();
+        let [Event::Cleared, Event::Removed { pages, .. }] = &events[..] else { panic!("{}", events.len()) };
+        assert_eq!(pages.len(), HALF, "what joins an event counts");
     }
 }
