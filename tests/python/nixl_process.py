@@ -140,7 +140,7 @@ def array(tensor: object) -> Array:
 def main() -> None:
     process = Process()
     while True:
-        if not select.select([sys.stdin], [], [], 0.001)[0]:
+        if not select.select([sys.stdin], [], [], 0.005)[0]:
             process.endpoint.poll()
             continue
         line = sys.stdin.readline()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -339,6 +340,28 @@ def test_pools_that_differ_are_named(network: Network) -> None:
     assert (a.stats()["peers"], larger.name) == (1, "c")
 
 
+def test_a_peer_that_begins_anew_takes_its_old_place(network: Network) -> None:
+    pair = Pair(network)
+    network.kill("a")
+    again = network.endpoint("a", filled(seed=5))
+    to_a = pair.b.connect(again.metadata())
+    assert pair.b.stats()["peers"] == 1
+    assert to_a.read(to_a.slots(again.lend([4]).ticket), [4]).wait()
+    lent = pair.b.lend([7], writable=True)
+    agent = network.agents[messages.introduced(pair.b.metadata()).agent]
+    remote = messages.leased(lent.ticket)
+    offered = messages.Offered(remote.word, remote.nonce, b"", pair.a.lend([7]).ticket)
+    agent.heard.append((messages.introduced(pair.a.metadata()).agent, messages.note(offered)))
+    pair.b.poll()
+    assert pair.b.stats()["refused"] == 1  # the one of before is nobody now
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 201])
+def test_names_that_are_none(network: Network, name: str) -> None:
+    with pytest.raises(ConfigError, match="not 1 to 200 characters without a slash"):
+        network.endpoint(name, filled())
+
+
 def test_misuse_changes_nothing(network: Network) -> None:
     pair = Pair(network)
     lease, writable = pair.a.lend([1, 2]), pair.a.lend([3], writable=True)
@@ -506,7 +529,7 @@ def test_several_threads(network: Network) -> None:
             slots = [1 + own * 8 + turn % 4, 2 + own * 8 + turn % 4]
             transfer = pair.read(pair.a.lend(slots), slots)
             while not transfer.query():
-                pass
+                time.sleep(0.0005)  # not the network's: others get the lock
             assert transfer.error is None
             assert torch.equal(rows(pair.pools[1], slots), rows(pair.pools[0], slots))
 

@@ -91,6 +91,10 @@ class Core:
         with self.lock:
             self.check_open()
             self.reads.reach(who)
+            for other in [*self.peers.values()]:
+                if other.name == who.name and other.agent != who.agent:
+                    del self.peers[other.agent]
+                    self.reads.forget(other)
             self.peers[who.agent] = who
         return who
 
@@ -257,6 +261,8 @@ def _slots(indices: IndicesLike, rows: int, pool: str) -> Indices:
 
 
 def _introduce(name: str, kv: KVPool, states: GDNPool | None, words: np.ndarray) -> Introduction:
+    if not 0 < len(name) <= messages.MAX_NAME or "/" in name:
+        raise ConfigError(f"name is {name!r:.40}, not 1 to {messages.MAX_NAME} characters without a slash")
     device = None if kv.device == "cpu" else int(kv.device.rpartition(":")[2])
     buffers: dict[str, list[tuple[int, int]]] = {"kv": [], "states": []}
     rows = dict.fromkeys(messages.POOLS, 0)

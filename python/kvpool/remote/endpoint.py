@@ -305,7 +305,7 @@ class Endpoint:
     too. Methods may be called from several threads.
 
     Args:
-        name: What peers call it.
+        name: What peers call it: up to 200 characters without a slash, unlike all other names.
         kv: The pool whose slots are lent and read into.
         states: The pool of the states that belong to them.
         new_agent: Makes one end of a network.
@@ -313,7 +313,7 @@ class Endpoint:
             not answer keeps its slots until the network gives up.
 
     Raises:
-        ConfigError: If the pools are on different devices.
+        ConfigError: If the pools are on different devices or too large, or the name is not one.
         TransferError: If the network cannot be used.
     """
 
@@ -342,7 +342,7 @@ class Endpoint:
         return messages.introduction(self._core.who)
 
     def connect(self, metadata: bytes) -> Peer:
-        """Return the peer that `metadata` introduces.
+        """Return the peer that `metadata` introduces. One of the same name takes the place of an earlier one.
 
         Raises:
             ConfigError: If its rows are not like those here (the message names the difference), or the bytes

@@ -26,6 +26,9 @@ MAX_ROWS = 1 << 20
 MAX_SECONDS = 86_400.0
 """Of a lease: a day."""
 
+MAX_NAME = 200
+"""Characters of the name of an endpoint."""
+
 MAX_NOTIFY_BYTES = 1 << 16
 """Of what a writer says to the peer."""
 
@@ -37,7 +40,7 @@ POOLS = ("kv", "states")
 WORD_BYTES = 8
 """Of what says whether a lease lasts."""
 
-_MAX_NAME = 256
+_MAX_TEXT = 256
 _MAX_BUFFERS = 1 << 14
 _END = 1 << 63
 
@@ -137,8 +140,8 @@ def _whole(value: object, what: str, low: int, end: int) -> int:
 
 
 def _text(value: object, what: str) -> str:
-    if type(value) is not str or not 0 < len(value) <= _MAX_NAME:
-        _refuse(f"{what} is {value!r:.40}, not a str of 1 to {_MAX_NAME} characters")
+    if type(value) is not str or not 0 < len(value) <= _MAX_TEXT:
+        _refuse(f"{what} is {value!r:.40}, not a str of 1 to {_MAX_TEXT} characters")
     return value
 
 
@@ -237,7 +240,7 @@ def _check_version(is_ours: bool, version: int) -> None:
 
 def _shape(value: object, pool: str) -> dict[str, int | str]:
     fields = _fields(value, f"the shape of {pool}")
-    if len(fields) > _MAX_NAME:
+    if len(fields) > _MAX_TEXT:
         _refuse(f"the shape of {pool} has {len(fields)} fields")
     return {
         _text(name, f"a field of {pool}"): _text(field, name)

@@ -105,6 +105,11 @@ class Reads:
             self._reached[who.agent] = self._agent.connect(who.metadata, messages.blocks(who))
         return self._agent, self._reached[who.agent]
 
+    def forget(self, who: Introduction) -> None:
+        """Let go of a peer that nothing is read from."""
+        if all(read.who.agent != who.agent for read in self._running):
+            self._reached.pop(who.agent, None)
+
     def send(self, who: Introduction, note: bytes) -> None:
         """Send a note.
 
