@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
+from kvpool._kvpool import TokenToKVPoolAllocator
 from kvpool.errors import ConfigError
 from kvpool.remote.agent import Blocks, Memory
 
@@ -282,12 +283,8 @@ def difference(ours: Introduction, theirs: Introduction) -> str | None:
 
 def runs(rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Return the ascending runs of `rows`, in order: `[k, 2]` of start and length."""
-    if not len(rows):
-        return np.empty((0, 2), np.int32)
-    starts = np.flatnonzero(np.diff(rows, prepend=rows[0]) != 1)
-    starts[0] = 0
-    lengths = np.diff(starts, append=len(rows))
-    return np.stack([rows[starts], lengths.astype(np.int32)], axis=1)
+    found: npt.NDArray[np.int32] = TokenToKVPoolAllocator.runs(rows).numpy()
+    return found
 
 
 def _rows(packed: bytes, what: str) -> npt.NDArray[np.int32]:
