@@ -42,15 +42,21 @@ def pool() -> KVPool:
     return kv
 
 
+def registered(agent: Any, kv: KVPool) -> list[int]:  # noqa: ANN401 - NIXL's
+    """Where the buffers of a pool are, whose memory an agent registers."""
+    addresses, sizes, _ = kv.get_contiguous_buf_infos()
+    start = min(addresses)
+    end = max(address + size for address, size in zip(addresses, sizes, strict=True))
+    agent.register_memory([(start, end - start, 0, "")], "DRAM")
+    return addresses
+
+
 def lender(questions: Connection) -> None:
     """The other process: lends slots, and answers reads."""
     kv = pool()
     with Endpoint("lender", kv) as endpoint:
         agent = nixl.nixl_agent("plain")
-        addresses, sizes, _ = kv.get_contiguous_buf_infos()
-        start = min(addresses)
-        end = max(address + size for address, size in zip(addresses, sizes, strict=True))
-        agent.register_memory([(start, end - start, 0, "")], "DRAM")
+        addresses = registered(agent, kv)
         questions.send((endpoint.metadata(), agent.get_agent_metadata(), addresses))
         with suppress(EOFError):
             while True:
@@ -71,10 +77,7 @@ class Reader:
         self.endpoint = Endpoint("reader", self.kv)
         self.peer = self.endpoint.connect(metadata)
         self.agent = nixl.nixl_agent("reader")
-        addresses, sizes, _ = self.kv.get_contiguous_buf_infos()
-        start = min(addresses)
-        end = max(address + size for address, size in zip(addresses, sizes, strict=True))
-        self.agent.register_memory([(start, end - start, 0, "")], "DRAM")
+        addresses = registered(self.agent, self.kv)
         name = self.agent.add_remote_agent(plain)
         self.ours, self.theirs = self.prepared("", addresses), self.prepared(name, theirs)
 

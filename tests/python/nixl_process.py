@@ -107,9 +107,6 @@ class Process:
         is_over, error = self.transfers[at].query(), self.transfers[at].error
         return [is_over, None if error is None else str(error)]
 
-    def cancel(self, at: int) -> None:
-        self.transfers[at].cancel()
-
     def stats(self) -> dict[str, Any]:
         return {**self.endpoint.stats()}
 
@@ -126,9 +123,6 @@ class Process:
             for words in fields
             if words[3] == "0A" and f"socket:[{words[9]}]" in own
         ]
-
-    def close(self) -> None:
-        self.endpoint.close()
 
 
 def array(tensor: object) -> Array:
