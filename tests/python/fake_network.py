@@ -162,6 +162,7 @@ class Network:
         clock = SimpleNamespace(monotonic=lambda: self.seconds, sleep=self.sleep)
         for module in ("core", "leases", "messages", "reads"):
             monkeypatch.setattr(f"kvpool.remote.{module}.time", clock)
+        monkeypatch.setattr("kvpool.remote.core.PAUSE_S", 0.0)
 
     def called(self, call: str) -> bool:
         """A call, which fails if it is its turn."""
@@ -177,8 +178,10 @@ class Network:
         self.agents[name] = FakeAgent(self, name, memory, blocks)
         return self.agents[name]
 
-    def endpoint(self, name: str, kv: kvpool.KVPool, states: kvpool.GDNPool | None = None) -> Endpoint:
-        return Endpoint(name, kv, states=states, new_agent=self.new_agent)
+    def endpoint(
+        self, name: str, kv: kvpool.KVPool, states: kvpool.GDNPool | None = None, *, may_cut: bool = True
+    ) -> Endpoint:
+        return Endpoint(name, kv, states=states, new_agent=self.new_agent, may_cut=may_cut)
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds

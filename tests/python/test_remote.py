@@ -214,6 +214,50 @@ def test_a_cancelled_read_is_over_when_nothing_arrives_any_more(network: Network
         transfer.wait(0)
 
 
+def test_an_agent_that_cannot_be_closed_is_waited_for(network: Network) -> None:
+    """That one read has failed does not mean that nothing more comes of the others from its peer."""
+    lender = network.endpoint("a", filled(seed=1))
+    pool = filled(seed=2)
+    reader = network.endpoint("b", pool, may_cut=False)
+    peer = reader.connect(lender.metadata())
+    network.runs_by_itself = False
+    first, second, late = (
+        peer.read(peer.slots(lender.lend([slot], seconds=seconds).ticket), [slot])
+        for slot, seconds in ((1, 9), (2, 9), (3, 1))
+    )
+    network.readings[0].is_lost = True
+    network.seconds += 2
+    assert [read.query() for read in (first, second, late)] == [True, False, False]
+    assert [read.error is None for read in (first, second, late)] == [False, True, False]
+    network.runs_by_itself = True
+    assert second.wait()
+    assert late.query()
+    assert torch.equal(rows(pool, [2]), rows(filled(seed=1), [2]))
+    assert (reader.stats()["cuts"], reader.stats()["failed"]) == (0, 2)
+    reader.close()
+
+
+def test_rows_come_in_pieces_that_lie_together_on_both_sides(network: Network) -> None:
+    pair = Pair(network)
+    assert pair.read(pair.a.lend([5, 9, 10, 2]), [20, 21, 22, 23]).wait()
+    assert pair.b.stats()["runs"] == 3 * 4
+
+
+def test_fences_that_are_asked_together_share_a_poll(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(network)
+    leases = [pair.a.lend([1], seconds=3) for _ in range(100)]
+    monkeypatch.setattr("kvpool.remote.core.PAUSE_S", 0.5)
+    network.calls.clear()
+    network.seconds += 1
+    assert not any(lease.query() for lease in leases)
+    assert network.calls == ["notes"]
+    network.seconds += 2.5
+    assert all(lease.query() for lease in leases)
+    assert network.calls == ["notes"] * 2
+
+
 # Writes
 
 

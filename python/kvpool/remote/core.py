@@ -31,6 +31,9 @@ _log = logging.getLogger("kvpool")
 
 _LONGEST_NAP_S = 0.001
 
+PAUSE_S = 0.0005
+"""Fences that are asked within this time share a poll: an allocator asks all that it has, one by one."""
+
 
 class NewAgent(Protocol):
     """Makes one end of a network."""
@@ -54,6 +57,7 @@ class Core:
         self.peers: dict[str, Introduction] = {}
         self.returned = self.expired = self.refused = 0
         self.is_closed = False
+        self._polled = -math.inf
         self._pools = (kv, states)  # their memory is read and written as long as this lives
         self._new_agent = new_agent
         self._readers = 0
@@ -150,6 +154,11 @@ class Core:
         with self.lock:
             self.leases.end(lease, "ended")
 
+    def poll_for_fence(self) -> None:
+        """Poll, if that was not done just now."""
+        if time.monotonic() - self._polled >= PAUSE_S:
+            self.poll()
+
     def poll(self) -> None:
         """Answer peers, and see how far all is."""
         with self.lock:
@@ -164,6 +173,7 @@ class Core:
             for lease in self.leases:
                 self._settle(lease)
             self.leases.forget()
+            self._polled = time.monotonic()
 
     def _settle(self, lease: Lease) -> None:
         """Ends a lease whose slots a read has filled."""

@@ -95,7 +95,7 @@ class SlotLease:
 
     def query(self) -> bool:
         """Return whether the slots may have another use: the lease is over, and nothing arrives any more."""
-        self._core.poll()
+        self._core.poll_for_fence()
         return self._lease.is_over()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -160,7 +160,7 @@ class _Reading(Transfer):
         self._read = read
 
     def query(self) -> bool:
-        self._core.poll()
+        self._core.poll_for_fence()
         return self._read.is_over()
 
     @property
@@ -189,7 +189,7 @@ class _Writing(Transfer):
 
     def query(self) -> bool:
         with self._core.lock:
-            self._core.poll()
+            self._core.poll_for_fence()
             mark = self._lease.mark
             if self._notify is not None and (mark is None or mark.query()):
                 self._offer(self._notify)

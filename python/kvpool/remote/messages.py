@@ -287,6 +287,12 @@ def runs(rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return found
 
 
+def pieces(here: npt.NDArray[np.int32], there: npt.NDArray[np.int32]) -> int:
+    """Return in how many pieces rows are copied that follow each other on both sides."""
+    breaks = (np.diff(here) != 1) | (np.diff(there) != 1)
+    return int(breaks.sum()) + 1 if len(here) else 0
+
+
 def _rows(packed: bytes, what: str) -> npt.NDArray[np.int32]:
     pairs = np.frombuffer(packed, "<i4").reshape(-1, 2).astype(np.int64)
     starts, lengths = pairs[:, 0], pairs[:, 1]

@@ -166,7 +166,7 @@ class Reads:
             read.reading = None
             self._has_arrived(read)
         elif state == "failed":
-            self._lose(read.who, f"the connection to {read.who.name} failed")
+            self._lose(read, f"the connection to {read.who.name} failed")
         elif is_late:
             read.give_up(f"the lease of {read.who.name} was over before all rows had arrived")
             if self._may_cut:
@@ -222,17 +222,19 @@ class Reads:
             failure = str(error)
         # The traceback is gone: what it held of the agent would keep that alive.
         if failure is not None:
-            self._lose(read.who, failure)
+            self._lose(read, failure)
 
-    def _lose(self, who: Introduction, why: str) -> None:
-        """Ends the reads from a peer: what begins again would fail again, one by one."""
-        lost = [read for read in self._running if read.who.agent == who.agent and read.step != "waiting"]
-        for read in lost:
-            read.give_up(why)
-            if not self._may_cut:
-                self._finish(read)
-        if self._may_cut:
-            self._cut(why)
+    def _lose(self, failed: Read, why: str) -> None:
+        """Ends a read that failed and, if all are cut, those from its peer: they would fail one by one."""
+        failed.give_up(why)
+        if not self._may_cut:
+            # Of the others from this peer something may still arrive.
+            self._finish(failed)
+            return
+        for read in self._running:
+            if read.who.agent == failed.who.agent and read.step != "waiting":
+                read.give_up(why)
+        self._cut(why)
 
     def _cut(self, why: str) -> None:
         """Ends the reads that were given up, of which more may arrive."""
@@ -264,5 +266,5 @@ class Reads:
             return
         self.completed += 1
         self.rows += len(read.remote.slots) + len(read.remote.states)
-        self.runs += len(messages.runs(read.here))
+        self.runs += messages.pieces(read.here, read.there)
         self.bytes += messages.bytes_of(read.who, read.remote)
