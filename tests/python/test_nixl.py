@@ -143,9 +143,14 @@ def tcp(nixl: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_byte_arrives_in_slots_of_a_new_owner(tcp: dict[str, str], end: signal.Signals) -> None:
     """The peer is killed in the middle of a transfer, or stopped past its lease, and wakes up."""
+    assert any(was_interrupted(tcp, end) for _ in range(4)), "all rows arrived before it was stopped"
+
+
+def was_interrupted(env: dict[str, str], end: signal.Signals) -> bool:
+    """Whether it was in the middle."""
     with ExitStack() as stack:
-        c = stack.enter_context(Process(tcp, "c", **LARGE))
-        a, b = pair(tcp, stack, **LARGE)
+        c = stack.enter_context(Process(env, "c", **LARGE))
+        a, b = pair(env, stack, **LARGE)
         b.ask("connect", c.ask("metadata"))
         a.ask("fill", MANY, 1)
         c.ask("fill", MORE, 3)
@@ -155,11 +160,12 @@ def test_no_byte_arrives_in_slots_of_a_new_owner(tcp: dict[str, str], end: signa
         more = b.ask("read", "c", c.ask("lend", MORE, 30), MORE)
         until(lambda: b.is_over(transfer), "the slots are lost")
         error = b.ask("transfer", transfer)[1]
+        if not b.ask("wrong", MANY, 1):
+            return False
         if end is signal.SIGKILL:
             assert error.startswith(("the connection to a failed", "NIXL cannot"))
         else:
             assert error == "the lease of a was over before all rows had arrived"
-        assert b.ask("wrong", MANY, 1) > 0, "it was over before it was stopped"
         b.ask("fill", MANY, 2)
         if end is signal.SIGSTOP:
             a.signal(signal.SIGCONT)
@@ -173,9 +179,10 @@ def test_no_byte_arrives_in_slots_of_a_new_owner(tcp: dict[str, str], end: signa
         assert stats["cuts"] >= 1
         # Another one in its place. UCX may end one that wakes up, as it cannot answer over TCP any more.
         a.signal(signal.SIGKILL)
-        again = stack.enter_context(Process(tcp, "a", **LARGE))
+        again = stack.enter_context(Process(env, "a", **LARGE))
         b.ask("connect", again.ask("metadata"))
         assert b.read(again, again.ask("lend", [5, 6], 30), [5, 6]) is None
+        return True
 
 
 def test_a_killed_reader_returns_slots_with_time(tcp: dict[str, str]) -> None:
