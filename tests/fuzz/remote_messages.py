@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import atheris
+import torch  # noqa: F401 - the first tensor would take the seconds of a short run
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 

@@ -19,6 +19,7 @@ from common import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_event_checks import KEYS, MAX_BYTES, SAMPLES, check_payload
+from msgspec.msgpack import Ext
 from sglang_on_cpu import HERE
 from tier_scene import Scene
 from vllm_runs import run
@@ -186,6 +187,7 @@ def test_there_are_seeds_of_both_kinds() -> None:
         b"\x80",
         encode(SAMPLES[0])[:-1],
         encode(SAMPLES[0]) + b"\0",
+        encode(EventBatch(0.0, [BlockStored(KEYS[:1], None, [1], 1, None, None, None, [(Ext(1, b""),)])])),
         encode(SAMPLES[0]).replace(b"BlockStored", b"BlockStorxd"),
         encode(SAMPLES[0]).replace(b"block_size", b"block_sizx"),
         b"\x93\x01\xdd\xff\xff\xff\xff",  # an array of 4 billion events

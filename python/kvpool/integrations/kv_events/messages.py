@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import msgspec
 
@@ -99,8 +99,12 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+def _refuse_extension(code: int, _data: memoryview) -> NoReturn:
+    raise msgspec.ValidationError(f"extension type {code} of MessagePack is not part of the format")
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(EventBatch)
+_decoder = msgspec.msgpack.Decoder(EventBatch, ext_hook=_refuse_extension)
 
 
 def encode(batch: EventBatch) -> bytes:
