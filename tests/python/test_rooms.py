@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "serving": {""},
     "integrations": {"", "remote"},
     "remote": {""},
-    "tools": {"", "serving", "integrations"},
+    "cluster": {"", "remote", "serving", "integrations"},
+    "tools": {"", "cluster", "serving", "integrations"},
 }
 
 

@@ -333,6 +333,11 @@ class Endpoint:
         """What peers call it."""
         return self._core.who.name
 
+    @property
+    def has_states(self) -> bool:
+        """Whether it has a pool of states."""
+        return self._core.who.shapes["states"] is not None
+
     def metadata(self) -> bytes:
         """Return what `connect` of a peer needs, the same as long as the endpoint lives.
 
