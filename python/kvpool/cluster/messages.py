@@ -80,7 +80,8 @@ class Work(_Message):
         top_k: As in `Sampling`.
         top_p: As in `Sampling`.
         seed: As in `Sampling`.
-        namespace: As in `Engine.submit`.
+        namespace: As in `Engine.submit`, but for bytes.
+        namespace_bytes: The namespace, if it is bytes.
         is_handed_over: Lend its rows when the next token is generated, for another worker to go on.
         peer: Who lends the rows of all tokens but the last. Without it they are computed.
         ticket: The ticket of that lease.
@@ -95,7 +96,8 @@ class Work(_Message):
     top_k: _Number = 0
     top_p: float = 1.0
     seed: _Number = 0
-    namespace: Annotated[str, msgspec.Meta(max_length=1000)] | _Bytes | int | None = None
+    namespace: _Text | int | None = None
+    namespace_bytes: _Bytes | None = None
     is_handed_over: bool = False
     peer: _Name | None = None
     ticket: _Bytes | None = None

@@ -95,6 +95,7 @@ class WorkerStatus(NamedTuple):
         role: What it is for.
         is_alive: Whether it is there.
         requests: Requests that it has.
+        reports: How often it has reported `stats`.
         stats: `Engine.stats()` of its last report, and `read_bytes`: bytes of rows that it has read.
     """
 
@@ -102,6 +103,7 @@ class WorkerStatus(NamedTuple):
     role: Role
     is_alive: bool
     requests: int
+    reports: int
     stats: Mapping[str, int]
 
 
@@ -116,6 +118,7 @@ class _Worker:
         attempts: Its requests by attempt.
         load: Tokens of these, each as many as it had when it was sent.
         stats: Of its last report.
+        reports: How often it has reported them.
         is_alive: Whether it is there.
     """
 
@@ -125,6 +128,7 @@ class _Worker:
     attempts: dict[int, ClusterRequest] = field(default_factory=dict)
     load: dict[int, int] = field(default_factory=dict)
     stats: dict[str, int] = field(default_factory=dict)
+    reports: int = 0
     is_alive: bool = True
 
     @property
@@ -264,8 +268,8 @@ class Router:
     def workers(self) -> list[WorkerStatus]:
         """Return what is known of each worker that has ever joined, by name."""
         return [
-            WorkerStatus(worker.name, worker.join.role, worker.is_alive, len(worker.attempts), worker.stats)
-            for _, worker in sorted(self._workers.items())
+            WorkerStatus(name, one.join.role, one.is_alive, len(one.attempts), one.reports, one.stats)
+            for name, one in sorted(self._workers.items())
         ]
 
     def stats(self) -> dict[str, int]:
@@ -361,6 +365,7 @@ class Router:
     def _note(self, worker: _Worker, report: Report) -> None:
         if report.stats is not None:
             worker.stats = report.stats
+            worker.reports += 1
         for number, tokens in report.tokens:
             request = worker.attempts.get(number)
             if request is not None:
@@ -447,21 +452,22 @@ class Router:
         request.workers.append(worker.name)
         self._requests[number] = worker.attempts[number] = request
         worker.load[number] = load
-        sampling = request.sampling
+        sampling, namespace = request.sampling, request.namespace
         work = Work(
-            number,
-            request.prompt,
-            request.tokens,
-            request.max_new_tokens,
-            sorted(request.stop_tokens),
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.seed,
-            request.namespace,
-            is_handed_over,
-            peer if ticket is not None else None,
-            ticket,
+            number=number,
+            prompt=request.prompt,
+            tokens=request.tokens,
+            max_new_tokens=request.max_new_tokens,
+            stop_tokens=sorted(request.stop_tokens),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            namespace=None if isinstance(namespace, bytes) else namespace,
+            namespace_bytes=namespace if isinstance(namespace, bytes) else None,
+            is_handed_over=is_handed_over,
+            peer=None if ticket is None else peer,
+            ticket=ticket,
         )
         self._send(worker, work)
 

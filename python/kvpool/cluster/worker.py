@@ -183,7 +183,7 @@ class Worker:
             sampling=work.sampling(),
             on_token=on_token,
             owner=number,
-            namespace=work.namespace,
+            namespace=work.namespace if work.namespace_bytes is None else work.namespace_bytes,
             tokens=work.tokens,
             move=move,
         )
