@@ -32,7 +32,7 @@ class Done:
 class DirectAgent:
     """One end of the network."""
 
-    def __init__(self, name: str, _memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> None:
+    def __init__(self, name: str, memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> None:  # noqa: ARG002
         self.name = name
         self.blocks = blocks
         self.heard: list[tuple[str, bytes]] = []

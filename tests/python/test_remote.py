@@ -131,6 +131,33 @@ def test_what_is_read_after_the_lease_is_not_used(network: Network) -> None:
     assert pair.b.stats()["failed"] == 2
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_reads_from_a_peer_that_is_gone_fail_at_once(network: Network, *, began: bool) -> None:
+    """Others begin again, and nothing comes of them when the peer wakes up. It can be reached again."""
+    pair = Pair(network)
+    other = network.endpoint("c", filled(seed=3))
+    to_c = pair.b.connect(other.metadata())
+    network.runs_by_itself = False
+    before = rows(pair.pools[1], [3, 4, 5])
+    transfers = [pair.read(pair.a.lend([1, 2, 3], seconds=9), [3, 4, 5])] if began else []
+    more = to_c.read(to_c.slots(other.lend([7, 8]).ticket), [8, 9])
+    network.stopped.add("a")
+    pair.b.disconnect(pair.to_a)
+    assert pair.b.stats()["cuts"] == began
+    assert pair.b.stats()["peers"] == 1
+    for transfer in transfers:
+        assert transfer.query()
+        with pytest.raises(TransferError, match="a is gone"):
+            transfer.wait()
+    network.stopped.clear()
+    network.run()
+    assert torch.equal(rows(pair.pools[1], [3, 4, 5]), before)
+    network.runs_by_itself = True
+    assert more.wait()
+    pair.to_a = pair.b.connect(pair.a.metadata())
+    assert pair.read(pair.a.lend([1]), [1]).wait()
+
+
 def test_a_stopped_peer_writes_nothing_when_it_wakes_up(network: Network) -> None:
     """What nobody waits for any more is cut off, and other reads come all the same."""
     pair = Pair(network)

@@ -67,6 +67,12 @@ class Meet(_Message):
     metadata: _Bytes
 
 
+class Part(_Message):
+    """The router to a worker: another one is lost, and lends nothing any more."""
+
+    name: _Name
+
+
 class Work(_Message):
     """The router to a worker: go on with a request.
 
@@ -134,7 +140,7 @@ class Report(_Message):
 
 
 ToRouter: TypeAlias = Join | Report
-ToWorker: TypeAlias = Refused | Meet | Work | Abort
+ToWorker: TypeAlias = Refused | Meet | Part | Work | Abort
 
 
 def _refuse_extension(code: int, _data: memoryview) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, Listener, parse_address
-from kvpool.cluster.messages import Abort, Join, Meet, Refused, Report, Work
+from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
 from kvpool.sampling import Sampling
@@ -68,7 +68,10 @@ class ClusterRequest:
     workers: list[str] = field(default_factory=list)
     losses: int = 0
     error: str | None = None
+    # Its last attempt, and that whose rows are lent, with the worker that lends them.
     attempt: int = -1
+    lent: int = -1
+    lender: str | None = None
 
     @property
     def is_over(self) -> bool:
@@ -175,7 +178,7 @@ class Router:
         self._workers: dict[str, _Worker] = {}
         self._requests: dict[int, ClusterRequest] = {}
         self._waiting: deque[ClusterRequest] = deque()
-        self._lent: deque[tuple[ClusterRequest, str, bytes | None]] = deque()
+        self._lent: deque[tuple[ClusterRequest, bytes | None]] = deque()
         self._untold: deque[tuple[ClusterRequest, int]] = deque()
         self._numbers = count(1)
         self._counts = dict.fromkeys(
@@ -263,6 +266,7 @@ class Router:
         worker = self._release(request)
         if worker is not None:
             self._send(worker, Abort(request.attempt))
+        self._take_back(request)
         self._end(request, "aborted")
 
     def workers(self) -> list[WorkerStatus]:
@@ -374,7 +378,8 @@ class Router:
             request = worker.attempts.get(number)
             if request is not None and request.state == "prefill":
                 self._release(request)
-                self._lent.append((request, worker.name, ticket))
+                request.lent, request.lender = number, worker.name
+                self._lent.append((request, ticket))
         for number, reason in report.failed:
             request = worker.attempts.get(number)
             if request is not None:
@@ -403,14 +408,14 @@ class Router:
     def _give(self) -> None:
         """Give requests to workers, those that are handed over first: their rows are lent for a time."""
         while self._lent:
-            request, lender, ticket = self._lent[0]
+            request, ticket = self._lent[0]
             found = self._found(request)
             worker = self._best("decode", request, found)
             if worker is None:
                 break
             self._lent.popleft()
             self._counts["handed_over"] += 1
-            self._send_work(worker, request, request.seq_len, peer=lender, ticket=ticket)
+            self._send_work(worker, request, request.seq_len, ticket=ticket)
         while self._waiting:
             request = self._waiting[0]
             found = self._found(request)
@@ -437,14 +442,13 @@ class Router:
 
         return min(workers, key=cost, default=None)
 
-    def _send_work(  # noqa: PLR0913
+    def _send_work(
         self,
         worker: _Worker,
         request: ClusterRequest,
         load: int,
         *,
         is_handed_over: bool = False,
-        peer: str | None = None,
         ticket: bytes | None = None,
     ) -> None:
         number = request.attempt = next(self._numbers)
@@ -466,7 +470,7 @@ class Router:
             namespace=None if isinstance(namespace, bytes) else namespace,
             namespace_bytes=namespace if isinstance(namespace, bytes) else None,
             is_handed_over=is_handed_over,
-            peer=None if ticket is None else peer,
+            peer=None if ticket is None else request.lender,
             ticket=ticket,
         )
         self._send(worker, work)
@@ -492,6 +496,12 @@ class Router:
         worker.load.pop(request.attempt, None)
         return worker
 
+    def _take_back(self, request: ClusterRequest) -> None:
+        """Ends the lease of its rows, if somebody lends them."""
+        lender, request.lender = self._workers.get(request.lender or ""), None
+        if lender is not None and lender.is_alive:
+            self._send(lender, Abort(request.lent))
+
     def _end(self, request: ClusterRequest, state: Literal["finished", "failed", "aborted"]) -> None:
         request.state = state
         self._counts[state] += 1
@@ -509,9 +519,13 @@ class Router:
         self._counts["lost_workers"] += 1
         _log.warning("%s is lost with %d requests: %s", worker.name, len(worker.attempts), why)
         # Nobody can read what it has lent.
-        self._lent = deque((one, by, None if by == worker.name else ticket) for one, by, ticket in self._lent)
+        self._lent = deque((one, None if one.lender == worker.name else ticket) for one, ticket in self._lent)
+        for one in self._workers.values():
+            if one.is_alive and worker.join.role == "prefill" and one.join.role == "decode":
+                self._send(one, Part(worker.name))
         for request in reversed([*worker.attempts.values()]):
             self._release(request)
+            self._take_back(request)
             request.losses += 1
             if request.losses >= MAX_LOSSES:
                 request.error = f"{request.losses} workers were lost with it: {', '.join(request.workers)}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, connect
 from kvpool.cluster.handover import Incoming, Outgoing
-from kvpool.cluster.messages import Abort, Join, Meet, Refused, Report, Work
+from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 
 if TYPE_CHECKING:
@@ -151,6 +151,10 @@ class Worker:
             request = self._requests.pop(message.number, None)
             if request is not None:
                 self._engine.abort(request)
+        elif isinstance(message, Part):
+            peer = self._peers.pop(message.name, None)
+            if peer is not None:
+                self._endpoint.disconnect(peer)
         else:
             self._meet(message)
 
@@ -164,10 +168,8 @@ class Worker:
     def _submit(self, work: Work) -> Request:
         number = work.number
 
-        def on_token(request: Request, token: int) -> None:
+        def on_token(_request: Request, token: int) -> None:
             self._report.tokens.append((number, [token]))
-            if request.is_complete:
-                self._requests.pop(number, None)
 
         move: Outgoing | Incoming | None = None
         if work.is_handed_over:
@@ -205,8 +207,7 @@ class Worker:
         if is_due:
             self._reported = now
             report.stats = self._engine.stats() | {"read_bytes": self._endpoint.stats()["bytes"]}
-        for number, _ in report.lent:
-            self._requests.pop(number, None)
+            self._requests = {number: one for number, one in self._requests.items() if not one.is_over}
         channel.send(messages.encode(report))
 
     def _drop(self) -> None:

@@ -102,6 +102,12 @@ class Core:
             self.peers[who.agent] = who
         return who
 
+    def disconnect(self, who: Introduction) -> None:
+        """Let go of a peer that is gone."""
+        with self.lock:
+            self.peers.pop(who.agent, None)
+            self.reads.leave(who)
+
     def rows(self, slots: IndicesLike, states: IndicesLike) -> list[Indices]:
         """Return slots of both pools as int32."""
         return [

@@ -110,6 +110,16 @@ class Reads:
         if all(read.who.agent != who.agent for read in self._running):
             self._reached.pop(who.agent, None)
 
+    def leave(self, who: Introduction) -> None:
+        """End the reads from a peer that is gone. It costs a cut if any is under way."""
+        theirs = [read for read in self._running if read.who.agent == who.agent]
+        for read in theirs:
+            read.give_up(f"{who.name} is gone")
+        if any(read.step != "waiting" for read in theirs):
+            self._lose(theirs[0], f"{who.name} is gone")
+        self.advance()
+        self.forget(who)
+
     def send(self, who: Introduction, note: bytes) -> None:
         """Send a note.
 

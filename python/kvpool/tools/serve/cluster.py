@@ -136,7 +136,7 @@ class Cluster:
         """
         deadline = time.monotonic() + START_S
         while True:
-            alive = [worker.role for worker in self.router.workers() if worker.is_alive]
+            alive = [one.role for one in self.router.workers() if one.is_alive and one.reports]
             if alive.count("prefill") >= prefill and alive.count("decode") >= decode:
                 return
             if time.monotonic() > deadline:
@@ -172,7 +172,9 @@ class Cluster:
 
 
 @contextmanager
-def children(config: ServeConfig, options: Options, cluster: Cluster, secret: bytes) -> Iterator[None]:
+def children(
+    config: ServeConfig, options: Options, cluster: Cluster, secret: bytes
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Workers on this machine, as processes of their own. They end with this process.
 
     Args:
@@ -180,6 +182,9 @@ def children(config: ServeConfig, options: Options, cluster: Cluster, secret: by
         options: How many there are.
         cluster: What they join. Its `check` raises `ConfigError` if one of them has ended.
         secret: The shared secret, which is in their environment.
+
+    Yields:
+        The processes, by name.
     """
     names = [f"prefill-{number}" for number in range(options.prefill)]
     names += [f"decode-{number}" for number in range(options.decode)]
@@ -196,7 +201,7 @@ def children(config: ServeConfig, options: Options, cluster: Cluster, secret: by
                     raise ConfigError(f"{name} has ended with status {process.returncode}:\n{said}")
 
         cluster.check = check
-        yield
+        yield {name: process for name, process, _ in started}
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def table(workers: tuple[WorkerStatus, ...] | list[WorkerStatus]) -> Table:
     """Who does what."""
     table = Table(show_edge=False)
     table.add_column("worker")
-    for name in ("requests", "running", "moving", "found", "computed", "read", "generated", "pool"):
+    for name in ("has", "runs", "moves", "found", "computed", "read", "made", "pool"):
         table.add_column(name, justify="right")
     for name, _, is_alive, requests, _, stats in workers:
         if not is_alive:

@@ -301,10 +301,13 @@ class Service:
     ) -> Answer:
         begin = perf_counter()
 
-        def on_token(request: Answer, _token: int) -> None:
-            if len(request.tokens) == 1:
+        told: list[int] = []
+
+        def on_token(request: Answer, token: int) -> None:
+            told.append(token)
+            if len(told) == 1:
                 self._first_tokens_s.append(perf_counter() - begin)
-            if request.is_over and then is not None:
+            if request.is_over and len(told) == len(request.tokens) and then is not None:
                 then(request)
 
         self.requests.append(self.server.submit(prompt, new_tokens, on_token=on_token))
