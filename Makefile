@@ -52,7 +52,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-cuda bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart late-bytes api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint stub-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -227,10 +227,19 @@ bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed $(SGLANG_TORCH)/
 	PYTHONPATH=tests/engines/no_gpu:$(ENGINES) SGLANG_USE_CPU_ENGINE=1 SGLANG_PLUGINS=kvpool $(BIN)/python benches/bench_sglang.py
 	PYTHONPATH=tests/engines/no_gpu:$(SGLANG_TORCH):$(ENGINES) SGLANG_USE_CPU_ENGINE=1 $(BIN)/python benches/bench_sglang_cache.py
 
+# How many prompts get one run of slots.
+bench-contiguous: $(EXTENSION) $(VENV)/.tools
+	for more in '' '--growth 8' '--occupancy 0.8'; do \
+	    $(BIN)/python benches/bench_contiguous.py $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv $$more || exit; done
+
 # Slots of another process, beside NIXL alone.
 bench-nixl: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
 	PYTHONPATH=$(NIXL) NIXL_LOG_LEVEL=ERROR UCX_TLS=tcp $(BIN)/python benches/bench_nixl.py
 	PYTHONPATH=$(NIXL) NIXL_LOG_LEVEL=ERROR $(BIN)/python benches/bench_nixl.py
+
+# What a peer that was given up still sends, with NIXL alone.
+late-bytes: $(VENV)/.tools $(NIXL)/.installed
+	PYTHONPATH=$(NIXL) NIXL_LOG_LEVEL=FATAL UCX_LOG_LEVEL=fatal $(BIN)/python benches/late_bytes.py
 
 # vLLM's managers of offloaded chunks, beside vLLM's own.
 bench-vllm: $(EXTENSION) $(VENV)/.tools $(VLLM)/.installed

@@ -636,13 +636,19 @@ class TokenToKVPoolAllocator(Pool):
         tensor. Waits for pending copies of values.
         """
     def alloc(
-        self, need_size: SupportsIndex, *, contiguous: bool = False, owner: str | int | None = None
+        self,
+        need_size: SupportsIndex,
+        *,
+        contiguous: bool | Literal["first_fit", "best_fit"] = False,
+        owner: str | int | None = None,
     ) -> torch.Tensor | None:
         """Takes slots.
 
         Args:
             need_size: Number of slots.
-            contiguous: Take one ascending run, the lowest that fits.
+            contiguous: Take one ascending run. `True` or "first_fit": the lowest that is long enough;
+                "best_fit": the shortest, and of several the lowest. Long runs last longer with it, and it looks
+                at all free slots, those that wait for a merge included, which it merges.
             owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
 
         Returns:
@@ -654,8 +660,8 @@ class TokenToKVPoolAllocator(Pool):
         otherwise return `None`; and for the GPU, if it is far behind with slots handed out before.
 
         Raises:
-            ConfigError: If `need_size` is negative.
-            TypeError: If `need_size` is not an int.
+            ConfigError: If `need_size` is negative, or `contiguous` is another string.
+            TypeError: If `need_size` is not an int, or `contiguous` neither a bool nor a string.
             OutOfMemoryError: If tensors that are still alive cover the stage. Nothing is taken.
             DriverError: If a driver call fails, or the stream is being captured. Nothing is taken.
         """

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::base::{Id, IndexNumber, Result, reserve, widen};
+use crate::base::{Error, Id, IndexNumber, Result, reserve, widen};
 
 use super::BadFree;
 use super::mask::Mask;
@@ -57,6 +57,29 @@ impl<I: Id> Run<I> {
     pub fn split(self, count: u32) -> (Self, Option<Self>) {
         let first = Self { len: self.len.min(count), ..self };
         (first, (first.len < self.len).then(|| Self::of(&(first.end()..self.end()))))
+    }
+}
+
+/// Which of the runs that are long enough serves a request for consecutive indices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fit {
+    /// The lowest.
+    First,
+    /// The shortest; of several, the lowest. Long runs stay for those who need them.
+    Best,
+}
+
+impl Fit {
+    /// Parses `first_fit` or `best_fit`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for anything else.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "first_fit" => Ok(Self::First),
+            "best_fit" => Ok(Self::Best),
+            _ => Err(Error::config(format!("unknown fit '{name}'; use 'first_fit' or 'best_fit'"))),
+        }
     }
 }
 
@@ -283,16 +306,23 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// Takes the lowest run of `count` consecutive indices, or returns `None` and takes none.
+    /// Takes a run of `count` consecutive indices, or returns `None` and takes none.
     ///
-    /// The free set is searched first; if it has no such run, it is merged and searched again. Costs one pass
-    /// over the free runs, and in [`Order::Fifo`] one over the queue.
-    pub fn alloc_run(&mut self, count: usize) -> Option<Run<I>> {
+    /// [`Fit::First`] searches the free set first; if it has no such run, it is merged and searched again.
+    /// [`Fit::Best`] merges at once: a released index may make a run that fits better. Costs one pass over the
+    /// free runs, and in [`Order::Fifo`] one over the queue.
+    pub fn alloc_run(&mut self, count: usize, fit: Fit) -> Option<Run<I>> {
         let count = u32::try_from(count).ok()?;
-        let found = self.first_fit(count).or_else(|| {
-            self.merge();
-            self.first_fit(count)
-        })?;
+        let found = match fit {
+            Fit::First => self.first_fit(count).or_else(|| {
+                self.merge();
+                self.first_fit(count)
+            }),
+            Fit::Best => {
+                self.merge();
+                self.best_fit(count)
+            }
+        }?;
         let taken = Run::of(&found);
         self.records.take_run(found);
         if self.order == Order::Fifo {
@@ -313,6 +343,22 @@ impl<I: Id> FreeList<I> {
             }
             from = run.end;
         }
+    }
+
+    /// Finds the first `count` indices of the shortest run of free ones that has so many, the lowest of several.
+    fn best_fit(&self, count: u32) -> Option<Range<u32>> {
+        let (mut start, mut least) = (None, u32::MAX);
+        let mut from = self.first;
+        while least > count
+            && let Some(run) = self.records.next_free_run(from, u32::MAX)
+        {
+            from = run.end;
+            let len = run.end - run.start;
+            if (count..least).contains(&len) {
+                (start, least) = (Some(run.start), len);
+            }
+        }
+        start.map(|start| start..start + count)
     }
 
     /// Removes `taken` from the queue.

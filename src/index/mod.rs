@@ -39,7 +39,7 @@ pub use bad_frees::{BadFree, BadFrees, on_bad_frees};
 pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reuse, Rounding};
 pub use extension::{Extension, LastLoc};
-pub use free_list::{FreeList, Give, Order, Run};
+pub use free_list::{Fit, FreeList, Give, Order, Run};
 pub use ledger::{Act, ActGuard, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span, State};
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};

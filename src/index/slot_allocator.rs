@@ -13,7 +13,7 @@ use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Re
 
 use super::Bitmap;
 use super::extension::{Extension, LastLoc, Request, parse_requests};
-use super::free_list::{Fenced, FreeList, Order, Run};
+use super::free_list::{Fenced, Fit, FreeList, Order, Run};
 use super::owners::{Owners, Room};
 
 /// Identifies a fenced free until its fence has passed.
@@ -210,17 +210,17 @@ impl SlotAllocator {
         count.div_ceil(self.page_size()) > self.pages.available() - self.pages.released()
     }
 
-    /// Takes the lowest `count` consecutive slots that begin a page, or returns `None`.
+    /// Takes `count` consecutive slots that begin a page, from the run that `fit` says, or returns `None`.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the result; nothing is taken.
-    pub fn alloc_contiguous<T: IndexNumber>(&mut self, count: usize) -> Result<Option<Vec<T>>> {
+    pub fn alloc_contiguous<T: IndexNumber>(&mut self, count: usize, fit: Fit) -> Result<Option<Vec<T>>> {
         let pages = count.div_ceil(self.page_size());
         if pages == 0 || pages > self.pages.available() {
             return self.alloc(count);
         }
         let mut slots = reserve(count)?;
-        Ok(self.pages.alloc_run(pages).map(|run| {
+        Ok(self.pages.alloc_run(pages, fit).map(|run| {
             push_slots(&mut slots, run, self.page_size, count);
             slots
         }))

@@ -9,7 +9,9 @@ use crate::base::{
     Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot, reserve,
     widen,
 };
-use crate::index::{Act, BadFrees, FenceId, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
+use crate::index::{
+    Act, BadFrees, FenceId, Fit, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats,
+};
 use crate::kernels::{Grown, Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
@@ -254,15 +256,20 @@ impl SlotTensors {
         slot.map(|slot| Granted::One(slot, self.index_dtype)).ok_or_else(|| self.short(1))
     }
 
-    /// Takes one ascending run of `count` slots, the lowest that fits.
-    pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
+    /// Takes one ascending run of `count` slots.
+    pub(super) fn alloc_contiguous(
+        &mut self,
+        count: usize,
+        fit: Fit,
+        stream: Stream,
+    ) -> Result<OrShort<TensorView>> {
         self.check_writable(stream)?;
         if self.has_deferred() {
             return Ok(Err(Short::InFlight));
         }
         let taken = match self.dtype_on_host() {
-            IndexDType::I32 => self.slots.alloc_contiguous(count)?.map(IndexVec::I32),
-            IndexDType::I64 => self.slots.alloc_contiguous(count)?.map(IndexVec::I64),
+            IndexDType::I32 => self.slots.alloc_contiguous(count, fit)?.map(IndexVec::I32),
+            IndexDType::I64 => self.slots.alloc_contiguous(count, fit)?.map(IndexVec::I64),
         };
         match taken {
             Some(slots) => self.hand_out(slots, &[], stream).map(Ok),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result, blocking};
-use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
+use crate::index::{BadFrees, FenceId, Fit, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
@@ -188,14 +188,14 @@ impl TokenToKvPoolAllocator {
         Ok(self.take(stream, take)?.flatten())
     }
 
-    /// Like [`Self::alloc`], in one ascending run: the lowest that fits. Reclaims nothing if there are enough
+    /// Like [`Self::alloc`], in one ascending run: that which `fit` says. Reclaims nothing if there are enough
     /// slots, but not in one run.
     ///
     /// # Errors
     /// As [`Self::alloc`].
-    pub fn alloc_contiguous(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
+    pub fn alloc_contiguous(&self, count: usize, fit: Fit, stream: Stream) -> Result<Option<Grant<'_>>> {
         self.take(stream, |slots| {
-            let taken = slots.alloc_contiguous(count, stream)?;
+            let taken = slots.alloc_contiguous(count, fit, stream)?;
             Ok(taken.map(|view| self.grant(Granted::Tensor(view), Vec::new(), slots)))
         })
     }

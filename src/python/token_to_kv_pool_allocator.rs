@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use pyo3::PyTraverseError;
+use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 
 use crate::base::{Device, Id, IndexDType, Slot};
-use crate::index::BadFrees;
+use crate::index::{BadFrees, Fit};
 use crate::kernels::Indices;
 use crate::memory::{Keep, Stream};
 use crate::pool::{AllocatorConfig, FreedAs, Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
@@ -138,6 +139,25 @@ fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
     })
 }
 
+/// The run that the argument `contiguous` asks for, if any.
+#[derive(Clone, Copy)]
+struct Contiguous(Option<Fit>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Contiguous {
+    type Error = PyErr;
+
+    fn extract(object: pyo3::Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(name) = object.cast::<PyString>() {
+            return Ok(Self(Some(Fit::parse(name.to_str()?)?)));
+        }
+        let is_run: bool = object.extract().map_err(|_| {
+            let kind = args::kind_of(&object);
+            PyTypeError::new_err(format!("contiguous must be a bool, 'first_fit' or 'best_fit', not {kind}"))
+        })?;
+        Ok(Self(is_run.then_some(Fit::First)))
+    }
+}
+
 /// Hands slots to Python. If that fails, they are returned to the pool, because no caller would free them.
 ///
 /// The grant is used where it lies: it is large, and small calls would notice each move.
@@ -208,7 +228,9 @@ impl TokenToKvPoolAllocator {
     ///
     /// Args:
     ///     need_size: Number of slots.
-    ///     contiguous: Take one ascending run, the lowest that fits.
+    ///     contiguous: Take one ascending run. `True` or "first_fit": the lowest that is long enough;
+    ///         "best_fit": the shortest, and of several the lowest. Long runs last longer with it, and it looks
+    ///         at all free slots, those that wait for a merge included, which it merges.
     ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
@@ -220,26 +242,26 @@ impl TokenToKvPoolAllocator {
     /// otherwise return `None`; and for the GPU, if it is far behind with slots handed out before.
     ///
     /// Raises:
-    ///     ConfigError: If `need_size` is negative.
-    ///     TypeError: If `need_size` is not an int.
+    ///     ConfigError: If `need_size` is negative, or `contiguous` is another string.
+    ///     TypeError: If `need_size` is not an int, or `contiguous` neither a bool nor a string.
     ///     OutOfMemoryError: If tensors that are still alive cover the stage. Nothing is taken.
     ///     DriverError: If a driver call fails, or the stream is being captured. Nothing is taken.
-    #[pyo3(signature = (need_size, *, contiguous=false, owner=None))]
+    #[pyo3(signature = (need_size, *, contiguous=Contiguous(None), owner=None),
+           text_signature = "($self, need_size, *, contiguous=False, owner=None)")]
     fn alloc(
         &self,
         py: Python<'_>,
         need_size: &Bound<'_, PyAny>,
-        contiguous: bool,
+        contiguous: Contiguous,
         owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<Py<PyAny>>> {
         let count = args::count("need_size", need_size)?;
         let _acting = self.debug.begin(py, owner)?;
         let stream = current_stream(py, self.device)?;
         let pool = &self.pool;
-        if contiguous {
-            hand_out(py, pool.alloc_contiguous(count, stream))
-        } else {
-            hand_out(py, pool.alloc(count, stream))
+        match contiguous.0 {
+            Some(fit) => hand_out(py, pool.alloc_contiguous(count, fit, stream)),
+            None => hand_out(py, pool.alloc(count, stream)),
         }
     }
 

@@ -152,6 +152,7 @@ class Network:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.agents: dict[str, FakeAgent] = {}
+        self.endpoints: list[Endpoint] = []
         self.readings: list[FakeReading] = []
         self.stopped: set[str] = set()
         self.seconds = 1000.0
@@ -181,7 +182,9 @@ class Network:
     def endpoint(
         self, name: str, kv: kvpool.KVPool, states: kvpool.GDNPool | None = None, *, may_cut: bool = True
     ) -> Endpoint:
-        return Endpoint(name, kv, states=states, new_agent=self.new_agent, may_cut=may_cut)
+        made = Endpoint(name, kv, states=states, new_agent=self.new_agent, may_cut=may_cut)
+        self.endpoints.append(made)
+        return made
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds

@@ -14,18 +14,26 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool import ConfigError, KVPool, TokenToKVPoolAllocator
+from kvpool import ConfigError, KVPool, TokenToKVPoolAllocator, snapshot
+from kvpool._endpoints import endpoints
+from kvpool.observe import metrics
+from kvpool.observe.snapshot import owners, take_endpoint
+from kvpool.observe.snapshot_png import to_figure
 from kvpool.remote import TransferError, messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from kvpool.remote import SlotLease, Transfer
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Network:
-    return Network(monkeypatch)
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    network = Network(monkeypatch)
+    yield network
+    for endpoint in network.endpoints:
+        endpoint.close()
 
 
 class Pair:
@@ -382,6 +390,121 @@ def test_offers_that_do_not_fit_are_refused(network: Network, caplog: pytest.Log
     assert not writable.query()
     assert sum("refuses a note of" in line for line in caplog.messages) == 8
     assert network.readings == []
+
+
+# Observation
+
+
+def metrics_of(name: str) -> dict[str, float]:
+    """Values of an endpoint, by name; those of a histogram with their bounds."""
+    return {
+        sample.name + sample.labels.get("le", ""): sample.value
+        for family in metrics.PoolCollector().collect()
+        for sample in family.samples
+        if sample.labels["pool"] == name and sample.labels["class"] == "Endpoint"
+    }
+
+
+def test_metrics_count_bytes_runs_time_and_leases(network: Network) -> None:
+    pair = Pair(network)
+    network.runs_by_itself = False
+    done = pair.read(pair.a.lend([5, 6]), [1, 2])
+    network.seconds += 0.003
+    while not done.query():
+        network.run()
+    late = pair.read(pair.a.lend([7], seconds=2), [3])
+    pair.a.lend([8])
+    network.seconds += 3
+    assert late.query()
+    pair.read(pair.a.lend([9]), [4])
+    pair.a.poll()
+    shown = {name.removeprefix("kvpool_remote_"): value for name, value in metrics_of("b").items() if value}
+    assert shown.pop("read_seconds_sum") == pytest.approx(0.003)
+    bounds = [f"read_seconds_bucket{2.0**power / 1000}" for power in range(2, 15)]
+    assert shown == {
+        "peers": 1,
+        "reads_running": 1,
+        "reads_completed_total": 1,
+        "reads_failed_total": 1,
+        "cuts_total": 1,
+        "read_rows_total": 2,
+        "read_runs_total": 4,
+        "read_bytes_total": 2 * 4 * 2 * 4 * 4,
+        **dict.fromkeys([*bounds, "read_seconds_bucket+Inf", "read_seconds_count"], 1),
+    }
+    shown = {name: value for name, value in metrics_of("a").items() if value and "leases" in name}
+    assert shown == {
+        "kvpool_remote_leases": 2,
+        "kvpool_remote_leases_returned_total": 1,
+        "kvpool_remote_leases_expired_total": 1,
+    }
+    assert pair.b.read_times() == [0, 0, 1, *[0] * 13]
+    assert pair.b.stats()["seconds"] == pytest.approx(0.003)
+
+
+def test_metrics_of_endpoints_that_come_and_go(network: Network) -> None:
+    pair = Pair(network)
+    pair.a.lend([1])
+    twin = network.endpoint("a", filled())
+    twin.lend([1])
+    assert metrics_of("a")["kvpool_remote_leases"] == 2  # of one name are one
+    pair.a.close()
+    assert metrics_of("a")["kvpool_remote_leases"] == 1
+    twin.close()
+    assert metrics_of("a") == {}
+
+
+def test_snapshots_show_what_is_under_transfer(network: Network, tmp_path: Path) -> None:
+    pair = Pair(network, has_states=True)
+    network.runs_by_itself = False
+    filling = pair.b.lend([20, 21, 22], seconds=9, writable=True)
+    pair.to_b.write([30, 31, 40], pair.to_b.slots(filling.ticket))
+    lent = pair.a.lend([5, 6], states=[2], seconds=20)
+    pair.read(lent, [1, 2], states=[3])
+    pair.a.lend([6, 7])
+    network.seconds += 1
+    pair.b.poll()
+
+    def shown(name: str) -> list[tuple[int, int, str, list[str]]]:
+        """Spans, with whom they move for and the lease."""
+        (one,) = (one for endpoint in endpoints() for one in take_endpoint(endpoint) if one.name == name)
+        return [
+            (span.first, span.end, span.state, [f"{who}: {lease}" for who, lease, *_ in span.holders])
+            for span in one.spans
+        ]
+
+    (first, second, third), anyone = (4095, 4094, 4093), "lent to whoever has the ticket"
+    assert shown("a") == [
+        (1, 5, "idle", []),
+        (5, 6, "lent", [f"{anyone}: lease {second}, 19.0 s left"]),
+        (6, 7, "lent", [f"{anyone}: lease {second}, 19.0 s left", f"{anyone}: lease {third}, 29.0 s left"]),
+        (7, 8, "lent", [f"{anyone}: lease {third}, 29.0 s left"]),
+        (8, 30, "idle", []),
+        (30, 32, "lent", [f"lent to b: lease {first}, 8.0 s left"]),
+        (32, 40, "idle", []),
+        (40, 41, "lent", [f"lent to b: lease {first}, 8.0 s left"]),
+        (41, 72, "idle", []),
+    ]
+    assert shown("b") == [
+        (1, 3, "reading", [f"read from a: lease {second} of a"]),
+        (3, 20, "idle", []),
+        (20, 23, "filling", [f"filled by a: lease {first}, 8.0 s left"]),
+        (23, 72, "idle", []),
+    ]
+    assert [span[:3] for span in shown("a, states")] == [(1, 2, "idle"), (2, 3, "lent"), (3, 7, "idle")]
+    for suffix in ("html", "png"):
+        snapshot(tmp_path / f"all.{suffix}")
+    text = (tmp_path / "all.html").read_text("utf-8")
+    assert "under transfer" in text
+    assert f"lease {second} of a" in text
+    taken = [one for endpoint in endpoints() for one in take_endpoint(endpoint) if one.name == "b"]
+    assert owners(taken[0]) == [("'filled by a'", 3), ("'read from a'", 2)]
+    assert (taken[0].in_use, taken[0].count) == (5, 71)
+    axes = to_figure(taken).axes[0]
+    assert axes.get_title(loc="left") == "b: 5 of 71 slots under transfer"
+    pair.a.close()
+    pair.b.close()
+    assert not {"a", "b"} & {endpoint.name for endpoint in endpoints()}
 
 
 # Misuse

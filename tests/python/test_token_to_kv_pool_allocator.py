@@ -9,7 +9,7 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import devices
 import numpy as np
@@ -42,7 +42,12 @@ def make(
     return TokenToKVPoolAllocator(size, devices.current(), page_size, need_sort, strict=strict)
 
 
-def take(allocator: TokenToKVPoolAllocator, n: int, *, contiguous: bool = False) -> list[int]:
+def take(
+    allocator: TokenToKVPoolAllocator,
+    n: int,
+    *,
+    contiguous: bool | Literal["first_fit", "best_fit"] = False,
+) -> list[int]:
     slots: list[int] = some(allocator.alloc(n, contiguous=contiguous)).tolist()
     return slots
 
@@ -139,9 +144,9 @@ def test_rejects_bad_counts(need: Any, error: type[Exception]) -> None:  # noqa:
     assert take(allocator, np.int64(3)) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("contiguous", [True, False, "best_fit"])
 @pytest.mark.parametrize("need", [65, 2**31 - 1, 2**31, 2**63, 2**64, 10**30])
-def test_short_is_none_and_changes_nothing(need: int, contiguous: bool) -> None:
+def test_short_is_none_and_changes_nothing(need: int, contiguous: bool | Literal["best_fit"]) -> None:
     allocator = make(64, 4)
     before = snapshot(allocator)
     assert allocator.alloc(need, contiguous=contiguous) is None
@@ -290,6 +295,32 @@ def test_contiguous_takes_the_lowest_run_that_fits() -> None:
     assert take(allocator, 1, contiguous=True) == [2]
     assert take(allocator, 3, contiguous=True) == [10, 11, 12]
     assert take(allocator, 2) == [3, 13]
+
+
+def test_first_fit_is_the_lowest_run_and_best_fit_the_shortest() -> None:
+    allocator = make(16)
+    take(allocator, 16)
+    allocator.free([1, 2, 3, 4, 6, 7, 8, 10, 12, 13, 14])
+    allocator.merge_and_sort_free()
+    assert take(allocator, 2, contiguous="best_fit") == [6, 7]
+    assert take(allocator, 2, contiguous="first_fit") == [1, 2]
+    assert take(allocator, 1, contiguous="best_fit") == [8]
+    allocator.free([9])  # waits for a merge
+    assert take(allocator, 2, contiguous="best_fit") == [3, 4]
+    assert take(allocator, 2, contiguous="best_fit") == [9, 10]
+    assert allocator.alloc(4, contiguous="best_fit") is None
+    assert take(allocator, 3, contiguous="best_fit") == [12, 13, 14]
+
+
+def test_other_ways_to_find_a_run_are_refused() -> None:
+    allocator = make()
+    wrong: Any = "worst_fit"
+    with pytest.raises(ConfigError, match="unknown fit 'worst_fit'; use 'first_fit' or 'best_fit'"):
+        allocator.alloc(2, contiguous=wrong)
+    for wrong in (1, None, 0.0, ["best_fit"]):
+        with pytest.raises(TypeError, match=f"contiguous must be a bool.*not {type(wrong).__name__}"):
+            allocator.alloc(2, contiguous=wrong)
+    assert allocator.available_size() == 64
 
 
 # runs
@@ -812,8 +843,8 @@ class AllocatorHistory(RuleBasedStateMachine):
         live = self.twin.is_allocated(self.everything).tolist()
         return [slot for slot, is_live in zip(self.everything, live, strict=True) if is_live]
 
-    @rule(need=COUNT, contiguous=st.booleans())
-    def alloc(self, need: int, contiguous: bool) -> None:
+    @rule(need=COUNT, contiguous=st.sampled_from([False, True, "best_fit"]))
+    def alloc(self, need: int, contiguous: bool | Literal["best_fit"]) -> None:
         self.both(lambda pool: pool.alloc(need, contiguous=contiguous))
 
     @rule(share=st.floats(0, 1.1))

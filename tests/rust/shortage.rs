@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, Weak};
 
 use kvpool::base::{Error, ErrorKind, IndexDType, IndexVec, Result};
+use kvpool::index::Fit;
 use kvpool::kernels::Indices;
 use kvpool::memory::Stream;
 use kvpool::pool::{
@@ -105,7 +106,7 @@ fn hopeless_shortage_reclaims_nothing() {
     // One more than is free and than all doors together could free.
     for asked in [91, 100] {
         assert_eq!(count(allocator.alloc(asked, STREAM)), None);
-        assert_eq!(count(allocator.alloc_contiguous(asked, STREAM)), None);
+        assert_eq!(count(allocator.alloc_contiguous(asked, Fit::First, STREAM)), None);
         assert_eq!(count(allocator.alloc_extend(&[0], &[100], &known(&[0]), STREAM)), None);
     }
     assert!(cache.asked().is_empty() && other.asked().is_empty());
@@ -126,7 +127,7 @@ fn impossible_shortage_reclaims_nothing() {
     let rest = rest.region().read::<i32>(0, 20).expect("inside");
     let every_other: Vec<i32> = rest.iter().copied().step_by(2).collect();
     assert_eq!(free(&allocator, &every_other, None).expect("its own"), 0);
-    assert_eq!(count(allocator.alloc_contiguous(5, STREAM)), None);
+    assert_eq!(count(allocator.alloc_contiguous(5, Fit::Best, STREAM)), None);
     assert!(cache.asked().is_empty());
 }
 
@@ -277,7 +278,7 @@ fn a_dropped_grant_gives_its_slots_back() {
             allocator.alloc_extend(&[0], &[3], &known(&[-1]), STREAM).expect("memory").expect("room").keep();
         let free = allocator.available_size();
         drop(allocator.alloc(5, STREAM));
-        drop(allocator.alloc_contiguous(8, STREAM));
+        drop(allocator.alloc_contiguous(8, Fit::First, STREAM));
         // With pages, one of the slots lies in the page that the request had before.
         let last = known(&[i64::try_from(page_size).expect("small") + 2]);
         drop(allocator.alloc_extend(&[3], &[9], &last, STREAM));

@@ -1,4 +1,4 @@
-"""Statistics of all pools of this process, for Prometheus.
+"""Statistics of all pools and endpoints of this process, for Prometheus.
 
 ```python
 from prometheus_client import start_http_server
@@ -15,9 +15,10 @@ which neither waits for a GPU nor visits single units: it costs microseconds per
 Names follow the conventions of Prometheus: `kvpool_slots_in_use`, `kvpool_chunks_available` and so on are
 gauges that count units of the pool (`Pool.unit`), `kvpool_..._bytes` are gauges in bytes, and
 `kvpool_..._total` are counters. Those of a prefix cache begin with `kvpool_prefix_` and count tokens, those
-of a host tier with `kvpool_host_` and count pages and snapshots of states, and those of a `FileStore` below a
-cache with `kvpool_store_`. Each has the labels `pool` (`Pool.name`, which you can set; for a store that of
-its cache), `class` and `device`.
+of a host tier with `kvpool_host_` and count pages and snapshots of states, those of a `FileStore` below a
+cache with `kvpool_store_`, and those of an endpoint of `kvpool.remote` with `kvpool_remote_`. Each has the
+labels `pool` (`Pool.name`, which you can set; for a store that of its cache, for an endpoint its own),
+`class` and `device`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpool._endpoints import endpoints
 from kvpool._kvpool import FileStore, HostTier, PrefixCache
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
@@ -133,6 +135,24 @@ _STORE_COUNTERS = {
     "read_bytes": ("kvpool_store_read_bytes", "Bytes read"),
     "written_bytes": ("kvpool_store_written_bytes", "Bytes written"),
 }
+# Of an endpoint: key, name and help.
+_ENDPOINTS = {
+    "peers": ("kvpool_remote_peers", "Peers that are connected"),
+    "leases": ("kvpool_remote_leases", "Leases that last"),
+    "running": ("kvpool_remote_reads_running", "Reads that run"),
+}
+_ENDPOINT_COUNTERS = {
+    "returned": ("kvpool_remote_leases_returned", "Leases that peers have returned, or filled"),
+    "expired": ("kvpool_remote_leases_expired", "Leases whose time was over"),
+    "completed": ("kvpool_remote_reads_completed", "Reads that brought their rows"),
+    "failed": ("kvpool_remote_reads_failed", "Reads that did not bring their rows"),
+    "cuts": ("kvpool_remote_cuts", "How often all reads were interrupted to end one"),
+    "refused": ("kvpool_remote_refused_notes", "Notes of peers that could not be used"),
+    "rows": ("kvpool_remote_read_rows", "Slots and states that reads brought"),
+    "runs": ("kvpool_remote_read_runs", "Pieces in which they came, over all buffers"),
+    "bytes": ("kvpool_remote_read_bytes", "Bytes that reads brought"),
+}
+_READ_TIMES = ("kvpool_remote_read_seconds", "Time of the reads that brought their rows")
 _AGES = (
     "kvpool_prefix_eviction_age_tokens",
     "Tokens looked up between the last use of a token and its eviction",
@@ -140,14 +160,14 @@ _AGES = (
 
 
 class PoolCollector(Collector):
-    """Collects the statistics of all live pools of this process at each scrape."""
+    """Collects the statistics of all live pools and endpoints of this process at each scrape."""
 
     def describe(self) -> Iterator[Metric]:
-        """Describe nothing: the metrics depend on pools that are created later."""
+        """Describe nothing: the metrics depend on what is created later."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Collect the statistics of all pools as metric families."""
+        """Collect the statistics of all pools and endpoints as metric families."""
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         ages = HistogramMetricFamily(*_AGES, labels=_LABELS)
         # Each with the first cache that has it.
@@ -175,9 +195,36 @@ class PoolCollector(Collector):
             for family, value in _of_store(store):
                 known = families.setdefault(family.name, family)
                 known.add_metric([name, type(store).__name__, "cpu"], value)
+        times = _of_endpoints(families)
         yield from families.values()
-        if ages.samples:
-            yield ages
+        yield from (histogram for histogram in (ages, times) if histogram.samples)
+
+
+def _of_endpoints(families: dict[str, GaugeMetricFamily | CounterMetricFamily]) -> HistogramMetricFamily:
+    """Adds the metric families of endpoints; returns the times of their reads. Those of one name are one."""
+    found: dict[tuple[str, str], tuple[dict[str, float], list[int]]] = {}
+    for endpoint in endpoints():
+        counts = endpoint.read_times()
+        stats, times = found.setdefault((endpoint.name, endpoint.device), ({}, [0] * len(counts)))
+        for key, value in cast("dict[str, float]", endpoint.stats()).items():
+            stats[key] = stats.get(key, 0) + value
+        times[:] = [sum(pair) for pair in zip(times, counts, strict=True)]
+    took = HistogramMetricFamily(*_READ_TIMES, labels=_LABELS)
+    for (name, device), (stats, times) in found.items():
+        labels = [name, "Endpoint", device]
+        for key, value in stats.items():
+            family: GaugeMetricFamily | CounterMetricFamily
+            if key in _ENDPOINTS:
+                family = GaugeMetricFamily(*_ENDPOINTS[key], labels=_LABELS)
+            elif key in _ENDPOINT_COUNTERS:
+                family = CounterMetricFamily(*_ENDPOINT_COUNTERS[key], labels=_LABELS)
+            else:
+                continue
+            families.setdefault(family.name, family).add_metric(labels, value)
+        bounds = [str(2.0**power / 1000) for power in range(len(times) - 1)]
+        buckets = [*zip([*bounds, "+Inf"], accumulate(times), strict=True)]
+        took.add_metric(labels, buckets, stats["seconds"])
+    return took
 
 
 def _of_store(store: FileStore) -> Iterator[tuple[GaugeMetricFamily | CounterMetricFamily, int]]:
@@ -224,7 +271,7 @@ def _family(pool: Pool, key: str) -> GaugeMetricFamily | CounterMetricFamily | N
 
 
 def register(registry: CollectorRegistry = REGISTRY) -> PoolCollector:
-    """Export the statistics of all pools of this process, including pools created later.
+    """Export the statistics of all pools and endpoints of this process, including those created later.
 
     Args:
         registry: The registry; by default that of `prometheus_client`.

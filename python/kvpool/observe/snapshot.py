@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-from kvpool.observe.spans import occupancy
+from kvpool.observe.spans import Span, occupancy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvpool._endpoints import Moving, Observed
     from kvpool._kvpool import Pool
-    from kvpool.observe.spans import Span
+
+# States of units that belong to somebody, and of an endpoint what they are for.
+_FOR = {"lent": "lent to", "filling": "filled by", "reading": "read from"}
+_OWNED = ("live", *_FOR)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The occupancy of one pool at one time.
+    """The occupancy of one pool at one time, or what an endpoint moves of it.
 
     Attributes:
         name: Name of the pool.
@@ -28,6 +35,7 @@ class Snapshot:
         spans: All units in order.
         lifetimes: Histogram of lifetimes below 1, 2, 4, ... microseconds.
         stats: Its statistics.
+        use: What `in_use` counts, in words.
     """
 
     name: str
@@ -38,6 +46,7 @@ class Snapshot:
     spans: list[Span]
     lifetimes: list[int]
     stats: dict[str, int]
+    use: str = "in use"
 
     @property
     def count(self) -> int:
@@ -54,8 +63,8 @@ class Snapshot:
 
     @property
     def in_use(self) -> int:
-        """Number of units that are not free."""
-        return self.count - self.counts["free"]
+        """Number of units that are not free; of an endpoint, of those that are not idle."""
+        return self.count - self.counts["free"] - self.counts["idle"]
 
     @property
     def cached(self) -> str:
@@ -128,17 +137,60 @@ def take(pool: Pool) -> Snapshot:
     )
 
 
+def take_endpoint(endpoint: Observed) -> list[Snapshot]:
+    """Take a snapshot of what an endpoint moves of each of its pools."""
+    return [
+        Snapshot(
+            name=endpoint.name if pool == "kv" else f"{endpoint.name}, {pool}",
+            kind="Endpoint",
+            unit="slot",
+            unit_bytes=None,
+            debug=True,
+            spans=[*_under_transfer(rows, moving)],
+            lifetimes=[],
+            stats={},
+            use="under transfer",
+        )
+        for pool, (rows, moving) in endpoint.moving().items()
+    ]
+
+
+def _under_transfer(rows: int, moving: Sequence[Moving]) -> Iterator[Span]:
+    """Slots `[1, rows)`: those that move, and the idle ones between them."""
+    found: dict[int, list[Moving]] = {}
+    for one in moving:
+        for slot in one.slots.tolist():
+            found.setdefault(slot, []).append(one)
+    end = 1
+    # Neighbours: the difference of a slot and its place among the others is the same.
+    for _, group in itertools.groupby(
+        enumerate(sorted(found)), lambda pair: (pair[1] - pair[0], [id(one) for one in found[pair[1]]])
+    ):
+        slots = [slot for _, slot in group]
+        if end < slots[0]:
+            yield Span(end, slots[0], "idle", None, [])
+        held = found[slots[0]]
+        end = slots[-1] + 1
+        holders: list[tuple[str | int | None, str, float, int]] = [
+            (f"{_FOR[one.state]} {one.peer or 'whoever has the ticket'}", one.lease, one.age_s, 0)
+            for one in held
+        ]
+        yield Span(slots[0], end, held[0].state, None, holders)
+    if end < rows:
+        yield Span(end, rows, "idle", None, [])
+
+
 def owners(one: Snapshot) -> list[tuple[str, int]]:
-    """Owners of live units and their numbers of units, largest first."""
+    """Owners of live units, or whom they move for, and their numbers of units, largest first."""
     counts: Counter[str] = Counter()
     for span in one.spans:
-        if span.state == "live":
+        if span.state in _OWNED:
             counts[owner_of(span)] += span.end - span.first
     return counts.most_common()
 
 
 def owner_of(span: Span) -> str:
-    """The label of a live span's owner: strings in quotes, as they may look like numbers or source lines."""
+    """The label of the owner of a span: strings in quotes, as they may look like numbers or source lines."""
     if not span.holders:
         return "in use"
     owner, site, *_ = span.holders[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpool._endpoints import endpoints
 from kvpool.errors import ConfigError
 from kvpool.observe.registry import pools as living_pools
-from kvpool.observe.snapshot import take
+from kvpool.observe.snapshot import take, take_endpoint
 from kvpool.observe.snapshot_html import to_html
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
 
     Args:
         path: A file that ends in `.html`, or in `.png` (needs Matplotlib). An existing file is replaced.
-        pools: The pools to show; by default all of this process that hand out units.
+        pools: The pools to show; by default all of this process that hand out units, and for each endpoint
+            which slots are lent, being filled and being read, for whom and under which lease.
 
     Raises:
         ConfigError: If the file has another ending, or no pool hands out units.
@@ -41,9 +43,11 @@ def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
     if target.suffix not in {".html", ".png"}:
         raise ConfigError(f"a snapshot is .html or .png, not {target.name!r}")
     chosen = pools or [pool for pool in living_pools() if pool._hands_out]  # noqa: SLF001 - of this package
-    if not chosen:
-        raise ConfigError("no pool of this process hands out units")
     taken = [take(pool) for pool in chosen]
+    if not pools:
+        taken += [one for endpoint in endpoints() for one in take_endpoint(endpoint)]
+    if not taken:
+        raise ConfigError("no pool of this process hands out units")
     if target.suffix == ".png":
         from kvpool.observe.snapshot_png import draw  # noqa: PLC0415 - Matplotlib loads slowly
 

@@ -79,6 +79,7 @@ def _as_json(one: Snapshot) -> dict[str, Any]:
         "unitBytes": one.unit_bytes,
         "debug": one.debug,
         "inUse": one.in_use,
+        "use": one.use,
         "cached": one.cached,
         "perCell": per_cell,
         "spans": spans,

@@ -29,7 +29,13 @@ _MOST_POOLS = 16
 _COLUMNS, _ROWS = 128, 64
 _OTHER = "#546e7a"
 # The states that have one colour.
-_STATES = {"free": "#eceff1", "fenced": "#ffb300", "evictable": "#90a4ae", "locked": "#37474f"}
+_STATES = {
+    "free": "#eceff1",
+    "idle": "#eceff1",
+    "fenced": "#ffb300",
+    "evictable": "#90a4ae",
+    "locked": "#37474f",
+}
 # Safe for colour-blind readers (Okabe and Ito), with lighter variants.
 _PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c6bb1", "#b2df8a", "#a65628"]
 
@@ -90,9 +96,9 @@ def _map(axes: Axes, one: Snapshot) -> None:
     )
     shared = f", {per_cell:,} a cell" if per_cell > 1 else ""
     cached = f", {one.cached}" if one.cached else ""
+    fragmentation = "" if one.kind == "Endpoint" else f"; fragmentation {one.fragmentation:.0%}"
     axes.set_title(
-        f"{one.name}: {one.in_use:,} of {one.count:,} {one.unit}s in use{cached}{shared}; "
-        f"fragmentation {one.fragmentation:.0%}",
+        f"{one.name}: {one.in_use:,} of {one.count:,} {one.unit}s {one.use}{cached}{shared}{fragmentation}",
         loc="left",
         fontsize=11,
         parse_math=False,
@@ -100,7 +106,7 @@ def _map(axes: Axes, one: Snapshot) -> None:
     legend = [
         Patch(color=colour, label=state)
         for state, colour in _STATES.items()
-        if one.counts[state] or state in ("free", "fenced")
+        if one.counts[state] or (state in ("free", "fenced") and one.kind != "Endpoint")
     ]
     legend += [Patch(color=colours[owner], label=f"{_short(owner)} ({count:,})") for owner, count in most]
     if len(everyone) > len(most):

@@ -19,10 +19,11 @@ class Span(NamedTuple):
         first: The first unit.
         end: One past the last unit.
         state: "free"; "live"; "evictable" or "locked" of a prefix cache, which alone holds them, the latter
-            with leases; or "fenced": freed, and kept until work in flight is done.
+            with leases; or "fenced": freed, and kept until work in flight is done. Of an endpoint: "idle", or
+            a state of `kvpool._endpoints.Moving`.
         n_bytes: Bytes, if units differ in size.
         holders: With debugging, for each holder: owner, source line, seconds since the allocation, and the
-            sequence number of the call.
+            sequence number of the call. Of an endpoint: what for, lease, and seconds since its begin.
     """
 
     first: int

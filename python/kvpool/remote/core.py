@@ -7,10 +7,11 @@ import math
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 
+from kvpool._endpoints import Moving, observe
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.remote import messages
 from kvpool.remote.agent import Memory
@@ -33,6 +34,40 @@ _LONGEST_NAP_S = 0.001
 
 PAUSE_S = 0.0005
 """Fences that are asked within this time share a poll: an allocator asks all that it has, one by one."""
+
+
+class EndpointStats(TypedDict):
+    """What an endpoint has and has done.
+
+    Attributes:
+        peers: Endpoints that are connected.
+        leases: That last.
+        running: Reads that run.
+        returned: Leases that peers have returned, or filled.
+        expired: Leases whose time was over.
+        completed: Reads that brought their rows.
+        failed: Reads that did not.
+        cuts: How often all reads were interrupted to end one.
+        refused: Notes of peers that could not be used.
+        rows: Slots and states that completed reads brought.
+        runs: Pieces in which they came, over all buffers.
+        bytes: Of these rows.
+        seconds: That completed reads took, added up.
+    """
+
+    peers: int
+    leases: int
+    running: int
+    returned: int
+    expired: int
+    completed: int
+    failed: int
+    cuts: int
+    refused: int
+    rows: int
+    runs: int
+    bytes: int
+    seconds: float
 
 
 class NewAgent(Protocol):
@@ -74,6 +109,17 @@ class Core:
         # Reads go through agents of their own: those can be closed while peers read here.
         self._agent = new_agent(self.who.agent, self._memory, self._blocks)
         self.who = self.who._replace(metadata=self._agent.metadata())
+        observe(self)
+
+    @property
+    def name(self) -> str:
+        """What peers call it."""
+        return self.who.name
+
+    @property
+    def device(self) -> str:
+        """Of its pools."""
+        return self._pools[0].device
 
     def _new_reader(self) -> Agent:
         self._readers += 1
@@ -132,7 +178,7 @@ class Core:
         self._check_counts(rows, (remote.slots, remote.states))
         here = messages.numbered(self.who, *rows)
         there = messages.numbered(who, remote.slots, remote.states)
-        read = Read(who, remote, here, there, mark(self.who.device), keep)
+        read = Read(who, remote, rows, here, there, mark(self.who.device), keep)
         with self.lock:
             self.check_open()
             self.reads.begin(read)
@@ -145,7 +191,9 @@ class Core:
         with self.lock:
             self.check_open()
             self.reads.reach(who)
-            return self.lend(rows, min(seconds, messages.MAX_SECONDS), is_writable=False)
+            lease = self.lend(rows, min(seconds, messages.MAX_SECONDS), is_writable=False)
+            lease.peer = who.name
+            return lease
 
     @staticmethod
     def _check_counts(rows: Sequence[Indices], theirs: Sequence[Indices]) -> None:
@@ -238,9 +286,59 @@ class Core:
         # Nothing arrives after the time of either lease.
         until = remote._replace(deadline=min(remote.deadline, lease.remote.deadline))
         there = messages.numbered(who, remote.slots, remote.states)
-        read = Read(who, until, lease.rows, there, lease.mark)
+        slots = lease.remote.slots, lease.remote.states
+        read = Read(who, until, slots, lease.rows, there, lease.mark)
         self.reads.begin(read)
         lease.filled_by, lease.notify = read, said.notify
+
+    def stats(self) -> EndpointStats:
+        """Return counters."""
+        with self.lock:
+            return {
+                "peers": len(self.peers),
+                "leases": len(self.leases),
+                "running": len(self.reads),
+                "returned": self.returned,
+                "expired": self.expired,
+                "completed": self.reads.completed,
+                "failed": self.reads.failed,
+                "cuts": self.reads.cuts,
+                "refused": self.refused,
+                "rows": self.reads.rows,
+                "runs": self.reads.runs,
+                "bytes": self.reads.bytes,
+                "seconds": self.reads.seconds,
+            }
+
+    def read_times(self) -> list[int]:
+        """Return how many reads brought their rows within less than 1, 2, 4, ... ms; the last took longer."""
+        with self.lock:
+            return [*self.reads.times]
+
+    def moving(self) -> dict[str, tuple[int, list[Moving]]]:
+        """Return for each pool that it has its rows, and what is under transfer."""
+        now = time.monotonic()
+        found: dict[str, tuple[int, list[Moving]]] = {
+            pool: (self.who.rows[pool], []) for pool in messages.POOLS if self.who.rows[pool]
+        }
+
+        def add(slots: Sequence[Indices], state: str, peer: str | None, lease: str, begun: float) -> None:
+            for (_, moving), of_pool in zip(found.values(), slots, strict=False):
+                moving.append(Moving(of_pool, state, peer, lease, now - begun))
+
+        with self.lock:
+            filling = {id(lease.filled_by) for lease in self.leases}
+            for lease in self.leases:
+                remote, read = lease.remote, lease.filled_by
+                state = "filling" if remote.is_writable else "lent"
+                peer = lease.peer if read is None else read.who.name
+                what = f"lease {remote.word}, {max(remote.deadline - now, 0):.1f} s left"
+                add((remote.slots, remote.states), state, peer, what, lease.begun)
+            for read in self.reads:
+                if id(read) not in filling:
+                    what = f"lease {read.remote.word} of {read.who.name}"
+                    add(read.slots, "reading", read.who.name, what, read.begun)
+        return found
 
     def __del__(self) -> None:
         # The pools go after this: their memory is there as long as something may arrive.

@@ -8,7 +8,7 @@ owns it: it ends its own reads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
 from kvpool.remote import messages
@@ -23,42 +23,10 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import GDNPool, KVPool
     from kvpool._typing import IndicesLike
-    from kvpool.remote.core import NewAgent
+    from kvpool.remote.core import EndpointStats, NewAgent
     from kvpool.remote.leases import Lease
     from kvpool.remote.messages import Introduction
     from kvpool.remote.reads import Read
-
-
-class EndpointStats(TypedDict):
-    """What an endpoint has and has done.
-
-    Attributes:
-        peers: Endpoints that are connected.
-        leases: That last.
-        running: Reads that run.
-        returned: Leases that peers have returned, or filled.
-        expired: Leases whose time was over.
-        completed: Reads that brought their rows.
-        failed: Reads that did not.
-        cuts: How often all reads were interrupted to end one.
-        refused: Notes of peers that could not be used.
-        rows: Slots and states that completed reads brought.
-        runs: Pieces in which they came, over all buffers.
-        bytes: Of these rows.
-    """
-
-    peers: int
-    leases: int
-    running: int
-    returned: int
-    expired: int
-    completed: int
-    failed: int
-    cuts: int
-    refused: int
-    rows: int
-    runs: int
-    bytes: int
 
 
 class SlotLease:
@@ -400,22 +368,14 @@ class Endpoint:
 
     def stats(self) -> EndpointStats:
         """Return counters."""
-        core = self._core
-        with core.lock:
-            return {
-                "peers": len(core.peers),
-                "leases": len(core.leases),
-                "running": len(core.reads),
-                "returned": core.returned,
-                "expired": core.expired,
-                "completed": core.reads.completed,
-                "failed": core.reads.failed,
-                "cuts": core.reads.cuts,
-                "refused": core.refused,
-                "rows": core.reads.rows,
-                "runs": core.reads.runs,
-                "bytes": core.reads.bytes,
-            }
+        return self._core.stats()
+
+    def read_times(self) -> list[int]:
+        """Return how many reads brought their rows within less than 1, 2, 4, ... ms; the last took longer.
+
+        The time of a read begins with `Peer.read`, or with the poll that found a peer's offer.
+        """
+        return self._core.read_times()
 
     def close(self) -> None:
         """End all leases and transfers, and the connections. Returns when no byte arrives any more."""

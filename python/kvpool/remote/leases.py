@@ -33,6 +33,8 @@ class Lease:
         remote: What the peer knows of them.
         rows: Their rows in all buffers.
         mark: The work that must be done before they are used.
+        begun: When they were lent, in seconds of `time.monotonic`.
+        peer: The name of the peer for which they are; `None` for whoever has the ticket.
         state: Whether the lease lasts, or how it ended.
         filled_by: The read that brings what a writer offered, as long as it runs.
         notify: What the writer said when it had filled them.
@@ -41,6 +43,8 @@ class Lease:
     remote: RemoteSlots
     rows: Indices
     mark: Mark | None
+    begun: float
+    peer: str | None = None
     state: Literal["open", "returned", "expired", "ended"] = "open"
     filled_by: Read | None = None
     notify: bytes | None = None
@@ -89,8 +93,8 @@ class Leases:
             raise TransferError(f"{len(self._lasting)} leases last, as many as there may be")
         word = self._free.pop()
         nonce = 1 + secrets.randbelow((1 << 63) - 1)
-        deadline = time.monotonic() + seconds
-        lease = Lease(RemoteSlots(slots, states, is_writable, word, nonce, deadline), rows, mark)
+        now = time.monotonic()
+        lease = Lease(RemoteSlots(slots, states, is_writable, word, nonce, now + seconds), rows, mark, now)
         self._lasting[word] = lease
         self.words[word] = nonce
         return lease

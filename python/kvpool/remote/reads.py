@@ -14,7 +14,7 @@ from kvpool.remote.errors import TransferError
 from kvpool.remote.messages import Introduction, RemoteSlots, Returned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -27,6 +27,7 @@ MAX_READS = 4096
 """Reads that run at once."""
 
 _POOLS, _WORDS = 0, 1
+_TIMES = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -36,10 +37,12 @@ class Read:
     Attributes:
         who: Whose rows.
         remote: The slots there.
+        slots: The slots here, of each pool.
         here: Rows that are written.
         there: Rows that are read.
         mark: Work that must be done before the first byte arrives.
         keep: The lease is still needed when the rows are here.
+        begun: When it was asked for, in seconds of `time.monotonic`.
         step: What it does.
         reading: What the network does for it.
         word: Where the word of the lease goes.
@@ -48,10 +51,12 @@ class Read:
 
     who: Introduction
     remote: RemoteSlots
+    slots: Sequence[Indices]
     here: Indices
     there: Indices
     mark: Mark | None
     keep: bool = False
+    begun: float = 0.0
     step: Literal["waiting", "reading", "checking", "over"] = "waiting"
     reading: Reading | None = None
     word: int = -1
@@ -83,6 +88,9 @@ class Reads:
     def __init__(self, new_agent: Callable[[], Agent], *, may_cut: bool) -> None:
         self.words: npt.NDArray[np.uint64] = np.zeros(MAX_READS, np.uint64)
         self.completed = self.failed = self.cuts = self.rows = self.runs = self.bytes = 0
+        self.seconds = 0.0
+        # Completed reads that took less than 1, 2, 4, ... ms; the last took longer.
+        self.times = [0] * _TIMES
         self._free = [*range(MAX_READS)]
         self._running: list[Read] = []
         self._new_agent, self._may_cut = new_agent, may_cut
@@ -92,6 +100,9 @@ class Reads:
 
     def __len__(self) -> int:
         return len(self._running)
+
+    def __iter__(self) -> Iterator[Read]:
+        return iter([*self._running])
 
     def reach(self, who: Introduction) -> tuple[Agent, object]:
         """Return the agent, and the peer as it knows it.
@@ -137,6 +148,7 @@ class Reads:
         """
         if not self._free:
             raise TransferError(f"{len(self._running)} transfers run, as many as there may be")
+        read.begun = time.monotonic()
         read.word = self._free.pop()
         self._running.append(read)
         self._advance(read)
@@ -274,7 +286,10 @@ class Reads:
         if read.error is not None:
             self.failed += 1
             return
+        took = time.monotonic() - read.begun
         self.completed += 1
+        self.seconds += took
+        self.times[min(int(took * 1e3).bit_length(), _TIMES - 1)] += 1
         self.rows += len(read.remote.slots) + len(read.remote.states)
         self.runs += messages.pieces(read.here, read.there)
         self.bytes += messages.bytes_of(read.who, read.remote)

@@ -6,7 +6,7 @@ use super::Ledgered;
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
 use crate::index::ledger::{Signatures, Span, State, spans};
 use crate::index::owners::Room;
-use crate::index::{Act, BadFrees, Extension, FenceId, LastLoc, Owner, Run, SlotAllocator};
+use crate::index::{Act, BadFrees, Extension, FenceId, Fit, LastLoc, Owner, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
     /// All pages by state and holders. Those of a cache are locked if `is_locked` says so.
@@ -42,8 +42,8 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::alloc_contiguous`].
-    pub fn alloc_contiguous<T: IndexNumber>(&mut self, count: usize) -> Result<Option<Vec<T>>> {
-        let taken = self.inner.alloc_contiguous(count)?;
+    pub fn alloc_contiguous<T: IndexNumber>(&mut self, count: usize, fit: Fit) -> Result<Option<Vec<T>>> {
+        let taken = self.inner.alloc_contiguous(count, fit)?;
         self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
         Ok(taken)
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use kvpool::index::Order;
+use kvpool::index::{Fit, Order};
 
 /// Pages that one free removed an owner from, in the order in which they return.
 #[derive(Clone, Debug, Default)]
@@ -136,7 +136,7 @@ impl SlotModel {
         Some(self.slots_of(&taken, count))
     }
 
-    pub(super) fn contiguous(&mut self, count: usize) -> Option<Vec<usize>> {
+    pub(super) fn contiguous(&mut self, count: usize, fit: Fit) -> Option<Vec<usize>> {
         let pages = count.div_ceil(self.page_size);
         if pages == 0 {
             return Some(Vec::new());
@@ -144,12 +144,23 @@ impl SlotModel {
         let last = self.pages;
         let find = |free: &VecDeque<usize>| {
             let set: BTreeSet<usize> = free.iter().copied().collect();
-            (1..=last).find(|start| (*start..start + pages).all(|page| set.contains(&page)))
+            let length = |start: usize| (start..=last).take_while(|page| set.contains(page)).count();
+            let mut runs = (1..=last).filter(|start| !set.contains(&(start - 1)) && length(*start) >= pages);
+            match fit {
+                Fit::First => runs.next(),
+                Fit::Best => runs.min_by_key(|start| length(*start)),
+            }
         };
-        let start = find(&self.free).or_else(|| {
-            self.merge();
-            find(&self.free)
-        })?;
+        let start = match fit {
+            Fit::First => find(&self.free).or_else(|| {
+                self.merge();
+                find(&self.free)
+            }),
+            Fit::Best => {
+                self.merge();
+                find(&self.free)
+            }
+        }?;
         self.free.retain(|page| !(start..start + pages).contains(page));
         self.own(start..start + pages);
         Some((start * self.page_size..).take(count).collect())

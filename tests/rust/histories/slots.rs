@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use kvpool::base::{IndexDType, IndexVec, Result};
-use kvpool::index::{BadFree, BadFrees, Order};
+use kvpool::index::{BadFree, BadFrees, Fit, Order};
 use kvpool::kernels::Indices;
 use kvpool::pool::{AllocatorConfig, Fence, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
@@ -91,12 +91,8 @@ impl Slots {
     fn step(&mut self, source: &mut Source<'_>) {
         match source.below(32) {
             0..=6 => self.alloc(source),
-            7 | 8 => {
-                let count = source.below(40);
-                let taken = self.pool.alloc_contiguous(count, STREAM).expect("memory");
-                let taken = taken.map(|taken| numbers(&taken.keep()));
-                assert_eq!(taken, self.model.contiguous(count));
-            }
+            7 => self.alloc_contiguous(Fit::First, source),
+            8 => self.alloc_contiguous(Fit::Best, source),
             9..=15 => self.free(source),
             16..=18 => {
                 let given = given(source, &self.model);
@@ -140,6 +136,13 @@ impl Slots {
         } else {
             let _ = taken.keep();
         }
+    }
+
+    fn alloc_contiguous(&mut self, fit: Fit, source: &mut Source<'_>) {
+        let count = source.below(40);
+        let taken = self.pool.alloc_contiguous(count, fit, STREAM).expect("memory");
+        let taken = taken.map(|taken| numbers(&taken.keep()));
+        assert_eq!(taken, self.model.contiguous(count, fit));
     }
 
     fn free(&mut self, source: &mut Source<'_>) {

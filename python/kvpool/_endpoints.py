@@ -1,0 +1,79 @@
+"""The endpoints of this process, for those who observe them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+
+class Moving(NamedTuple):
+    """Slots of one pool that are under transfer.
+
+    Attributes:
+        slots: int32 `[n]`.
+        state: "lent" to be read; "filling", which a peer may fill, or does; or "reading" from a peer.
+        peer: The name of the peer; `None` if whoever has the ticket may read them.
+        lease: The lease, in words.
+        age_s: Seconds since it began.
+    """
+
+    slots: npt.NDArray[np.int32]
+    state: str
+    peer: str | None
+    lease: str
+    age_s: float
+
+
+class Observed(Protocol):
+    """What can be seen of an endpoint."""
+
+    @property
+    def name(self) -> str:
+        """What peers call it."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Of its pools."""
+        ...
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it moves nothing any more."""
+        ...
+
+    def stats(self) -> Mapping[str, object]:
+        """Return counters, which are numbers."""
+        ...
+
+    def read_times(self) -> list[int]:
+        """Return how many reads brought their rows within less than 1, 2, 4, ... ms; the last took longer."""
+        ...
+
+    def moving(self) -> Mapping[str, tuple[int, Sequence[Moving]]]:
+        """Return for each pool, "kv" and "states", its rows and what is under transfer."""
+        ...
+
+
+_lock = threading.Lock()
+_known: weakref.WeakSet[Observed] = weakref.WeakSet()
+
+
+def observe(endpoint: Observed) -> None:
+    """Show an endpoint to observers as long as it lives and is not closed."""
+    with _lock:
+        _known.add(endpoint)
+
+
+def endpoints() -> list[Observed]:
+    """Return those that are not closed, sorted by name."""
+    with _lock:
+        known = [*_known]
+    return sorted((one for one in known if not one.is_closed), key=lambda one: one.name)
