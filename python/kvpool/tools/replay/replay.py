@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvpool._kvpool import Fetch, Lease, Load
     from kvpool.serving.scheduler import State, Step
     from kvpool.tools.replay.config import ReplayConfig
-    from kvpool.tools.replay.traces import Trace
+    from kvpool.tools.traces import Trace
 
 BOOKKEEPING = ("extend", "finish", "alloc_row", "match", "publish")
 """The operations that make up the pools' share of time."""
