@@ -20,8 +20,8 @@ from kvpool.tools.plan.solver import (
     STEP_TOKENS,
     PlanConfig,
     make_plan,
-    parse_bytes,
 )
+from kvpool.tools.units import parse_bytes
 
 
 def plan(  # noqa: PLR0913 - one parameter per option
