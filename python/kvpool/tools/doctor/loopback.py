@@ -50,12 +50,12 @@ def reads(size: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
     network = os.environ.get("UCX_TLS")
     way = f"UCX_TLS={network}" if network else "as NIXL chooses"
     context = multiprocessing.get_context("spawn")
-    questions, answers = context.Pipe()
-    other = context.Process(target=lend, args=(answers, tokens), daemon=True)
-    other.start()
-    answers.close()
-    try:
-        with Endpoint("kvpool-doctor-reader", _pool(tokens)) as endpoint:
+    with Endpoint("kvpool-doctor-reader", _pool(tokens)) as endpoint:
+        questions, answers = context.Pipe()
+        other = context.Process(target=lend, args=(answers, tokens), daemon=True)
+        other.start()
+        answers.close()
+        try:
             peer = endpoint.connect(_heard(questions))
             for name, (text, there, here) in kinds.items():
                 questions.send(there)
@@ -65,9 +65,9 @@ def reads(size: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
                     peer.read(peer.slots(ticket), here, keep=True).wait(_PATIENCE_S)
 
                 yield name, f"{text} of another process, {way}", read
-    finally:
-        other.kill()
-        other.join()
+        finally:
+            other.kill()
+            other.join()
 
 
 def lend(questions: Connection, tokens: int) -> None:
