@@ -171,10 +171,11 @@ def plan(  # noqa: PLR0913 - one parameter per option
     policy: Annotated[
         str,
         typer.Option(
-            help="What the prefix caches of prefill machines evict first, as `kvpool replay` has it.",
+            help="What the prefix caches of prefill machines evict first, as `kvpool replay` has it. With "
+            "adaptive no two runs are quite the same.",
             rich_help_panel=FLEET,
         ),
-    ] = "adaptive",
+    ] = "lru",
     trace: Annotated[
         Path | None,
         typer.Option(

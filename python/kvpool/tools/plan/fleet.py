@@ -2,8 +2,8 @@
 
 A request goes to a prefill machine, which computes what neither its prefix cache nor the store has of the
 prompt, one prompt after another. Its K, V and states are then handed over to the decode machine with the
-fewest tokens that has room for prompt and answer. The first token is there when they are. Simulated time
-depends on nothing but the arguments. `docs/scale.md` lists what is left out.
+fewest tokens that has room for prompt and answer. The first token is there when they are. `docs/scale.md`
+lists what is left out.
 """
 
 from __future__ import annotations

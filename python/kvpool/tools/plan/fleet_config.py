@@ -48,7 +48,8 @@ class FleetConfig:
         store_link: Bytes per second from the store to a prefill machine.
         latency_s: Time before the first byte of a transfer or a load arrives.
         route: One of `ROUTES`.
-        policy: What the prefix caches evict first. The store evicts what was used least recently.
+        policy: What the prefix caches evict first. "adaptive" draws a seed of its own for each run; with the
+            others a run can be repeated. The store evicts what was used least recently.
         speed_up: Factor by which requests arrive faster than in the trace.
     """
 
@@ -62,7 +63,7 @@ class FleetConfig:
     store_link: float = 0.0
     latency_s: float = 0.0
     route: str = "earliest"
-    policy: str = "adaptive"
+    policy: str = "lru"
     speed_up: float = 1.0
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class FleetOptions:
     store_link: str | None = None
     latency_ms: float = 0.0
     route: str = "earliest"
-    policy: str = "adaptive"
+    policy: str = "lru"
     speed_up: float = 1.0
 
 
