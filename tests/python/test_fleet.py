@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from model_configs import CONFIGS
+from test_readme import fences
 from typer.testing import CliRunner
 
 from kvpool.errors import ConfigError
-from kvpool.tools.bandwidths import Bandwidth, as_json
+from kvpool.tools.bandwidths import Bandwidth, as_json, read_bandwidths
 from kvpool.tools.cli import app
 from kvpool.tools.plan.break_even import BreakEven
 from kvpool.tools.plan.fleet import FleetResult, simulate
@@ -25,16 +28,17 @@ from kvpool.tools.plan.fleet_report import fleet_as_json
 from kvpool.tools.plan.model_config import parse_model
 from kvpool.tools.plan.solver import PlanConfig, make_plan
 from kvpool.tools.replay.hit_rates import measure
-from kvpool.tools.traces import Trace, synthetic_trace
+from kvpool.tools.traces import Trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
     from typer.testing import Result
 
 GIB = 1 << 30
+SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
+CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "mooncake" / "conversation_trace.jsonl"
 
 
 def trace_of(
@@ -500,3 +504,95 @@ def test_a_fleet_needs_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         1,
         "kvpool: numpy not found; run: pip install 'kvpool[tools]'\n",
     )
+
+
+def commands() -> list[str]:
+    """The commands of docs/scale.md."""
+    shell = [source for kind, _, source in fences(SCALE) if kind == "sh"]
+    return [line for source in shell for line in source.splitlines()]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_commands_of_the_page_run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few requests, and small copies to another folder."""
+    (folder / "docs").symlink_to(SCALE.parent)
+    words, _, target = command.partition(" > ")
+    name, *arguments = words.replace("/mnt/nvme", ".").split()
+    assert name == "kvpool"
+    if arguments[0] == "doctor":
+        arguments += ["--size", "512KiB", "--seconds", "1e-6"]
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # without NIXL, which takes seconds
+    elif arguments[0] == "replay" or "--fleet" in arguments:
+        arguments += ["--requests", "20"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    if target:
+        assert read_bandwidths(write_text(folder / target, result.stdout))
+
+
+def write_text(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def rows_of(section: str) -> dict[str, list[str]]:
+    """The cells of the tables of a section, by the first cell of each row."""
+    text = SCALE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
+    return {row[0]: row[1:] for row in rows}
+
+
+MODELS = {
+    name: machine_of(
+        make_plan(parse_model(CONFIGS[name]), PlanConfig(memory_bytes=60 * GIB, max_requests=256))
+    )
+    for name in ("Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "Qwen3-Next-80B-A3B")
+}
+
+
+def number_in(text: str) -> float:
+    return float(re.findall(r"[\d.]+", text.replace(",", ""))[0])
+
+
+def test_the_arithmetic_of_the_page() -> None:
+    """Bytes, times on links, break-even bandwidths and sizes of stores."""
+    links = {line.name: line for line in read_bandwidths(SCALE.parent / "links.json")}
+    in_bytes, on_links, even, stores = map(
+        rows_of, ("Bytes", "Links", "Loading or computing", "How large a store")
+    )
+    tokens = [number_in(cell) * 1e6 for cell in stores["tokens"]]
+    for column, (name, machine) in enumerate(MODELS.items(), 1):
+        costs = BreakEven(machine.token_bytes, machine.state_bytes, 20_000)
+        row = next(cells for title, cells in in_bytes.items() if title.startswith(name))
+        assert number_in(row[1]) == machine.token_bytes
+        assert (number_in(row[2]) if row[2] else 0) == machine.state_bytes
+        for link, line in links.items():
+            assert line.bytes_per_s is not None
+            assert number_in(on_links[link][0]) == pytest.approx(line.bytes_per_s / 1e9, rel=0.01)
+            milliseconds = 1000 * costs.load_s(6909, line.bytes_per_s)
+            assert number_in(on_links[link][column]) == pytest.approx(milliseconds, rel=0.005)
+        for cell, rate in zip(even[name], (5_000, 20_000, 80_000), strict=False):
+            assert number_in(cell) == pytest.approx(machine.token_bytes * rate / 1e9, rel=0.05)
+        assert number_in(even[name][3]) == round(costs.tokens(7e9))
+        cells = next(cells for title, cells in stores.items() if title.startswith(name))
+        for cell, count in zip(cells, tokens, strict=True):
+            assert number_in(cell) == round(count * machine.token_bytes / 1e9)
+
+
+def test_the_figures_of_the_page() -> None:
+    """Those of a fleet without a store."""
+    if not CONVERSATION.exists():
+        pytest.skip(f"{CONVERSATION.name} is not beside the repository in shared/traces")
+    config = FleetConfig(3, 2, prefill_rate=20_000, decode_rate=2_500, link=12.5e9)
+    result = simulate(read_trace(CONVERSATION), MODELS["Llama-3.1-8B"], config)
+    median, p99 = (f"{seconds:.2f} s" for seconds in np.percentile(result.first_token_s, (50, 99)))
+    busy = {name: f"{100 * share:.1f} %" for name, share in result.busy.items()}
+    found, computed = (
+        f"{100 * tokens.sum() / result.input_lens.sum():.1f} %"
+        for tokens in (result.device_tokens, result.computed_tokens)
+    )
+    row = rows_of("How large a store")["none"]
+    assert row == [found, "", computed, median, p99, busy["prefill"], ""]
+    assert rows_of("How many machines")["2"] == [median, p99, result.bottleneck, busy[result.bottleneck]]
+    assert f"make it {2 * result.busy['decode memory']:.2f} in the simulation" in SCALE.read_text()
+    assert f"wants {result.balanced_decode:.2f} decode machines" in SCALE.read_text()
