@@ -21,7 +21,7 @@ from kvpool.errors import ConfigError
 from kvpool.tools.bandwidths import Bandwidth, as_json, read_bandwidths
 from kvpool.tools.cli import app
 from kvpool.tools.plan.break_even import BreakEven
-from kvpool.tools.plan.fleet import FleetResult, simulate
+from kvpool.tools.plan.fleet import FleetResult, _Cache, simulate
 from kvpool.tools.plan.fleet_config import ROUTES, FleetConfig, Machine
 from kvpool.tools.plan.fleet_options import FleetOptions, fleet_of, machine_of
 from kvpool.tools.plan.fleet_report import fleet_as_json
@@ -130,6 +130,23 @@ def test_what_a_store_has_is_loaded_if_that_is_faster() -> None:
     assert run(trace, machine, store_bytes=5 * 40, store_link=190.0).store_tokens.sum() == 0
     short = run(trace.take(np.array([0, 1])), machine, store_bytes=3 * 40, store_link=190.0)
     assert short.stored_bytes == 2 * 3 * 40
+
+
+def test_a_load_that_ends_with_a_computation_is_waited_for() -> None:
+    """Both at 21 s: of what came at 19 s to the second machine, and of 19 tokens for the last request."""
+    trace = trace_of((0, 20, 2, range(5)), (19, 20, 2), (19.5, 4, 2), (20, 20, 2, range(5)))
+    result = run(trace, prefill=2, route="turns", store_bytes=1000, store_link=190.0)
+    assert result.store_tokens.tolist() == [0, 0, 0, 19]
+    assert parts(result, "prefill_wait")[0][3] == 1
+    assert result.prefill_s[3] == pytest.approx(0.1)
+
+
+def test_what_was_loaded_behind_an_evicted_prefix_is_lost() -> None:
+    cache, first, other = _Cache(6, 4, "lru"), np.arange(5), np.arange(10, 16)
+    assert (cache.put(first), cache.length(first)) == (5, 5)
+    assert (cache.put(other), cache.length(first)) == (6, 0)
+    assert (cache.put(first, 1), cache.length(first)) == (0, 0)
+    assert cache.put(first, 0) == 5
 
 
 def test_states_and_latency_count_once_for_each_transfer() -> None:

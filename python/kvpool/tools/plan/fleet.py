@@ -124,9 +124,9 @@ def simulate(trace: Trace, machine: Machine, config: FleetConfig) -> FleetResult
     whole_lens = -(-trace.input_lens // size) * size
     kept = np.flatnonzero(np.maximum(trace.total_lens, whole_lens) <= machine.tokens // size * size)
     if not len(kept):
-        longest = int(trace.total_lens.min())
+        shortest = int(trace.total_lens.min())
         raise ConfigError(
-            f"no request fits: the shortest has {longest:,} tokens, a machine room for {machine.tokens:,}"
+            f"no request fits: the shortest has {shortest:,} tokens, a machine room for {machine.tokens:,}"
         )
     return _Fleet(trace.take(kept), machine, config).run(len(trace) - len(kept))
 
@@ -141,9 +141,9 @@ class _Request:
     output_len: int
     arrival: float
     estimate: float = 0.0
-    # Blocks that a load brings: from the first to the second. It is over at `ready`.
+    # Blocks that a load brings, from the first to the second, and whether it is over.
     loaded: tuple[int, int] = (0, 0)
-    ready: float = 0.0
+    is_ready: bool = True
     device_tokens: int = 0
     store_tokens: int = 0
     begin: float = 0.0
@@ -194,10 +194,15 @@ class _Cache:
             return None
         return _Prompt(lease, slots, tokens[lease.length :], lease.length // self._page_size)
 
-    def put(self, blocks: NDArray[np.int64]) -> int:
-        """Adds as many leading blocks as there is room for, and returns how many are new."""
+    def put(self, blocks: NDArray[np.int64], first: int = 0) -> int:
+        """Adds the blocks from `first` on, as many as there is room for, and returns how many are new.
+
+        None if those before are gone.
+        """
         tokens = self._tokens(blocks)
         with self._cache.match(tokens) as lease:
+            if lease.length < first * self._page_size:
+                return 0
             new = min(len(tokens) - lease.length, self._cache.obtainable_size())
             if new:
                 lease.publish(tokens[lease.length : lease.length + new], self._allocator.alloc(new))
@@ -303,7 +308,6 @@ class _Fleet:
         number = self._choose(request, cached, costs)
         machine, length = self._prefill[number], cached[number]
         request.estimate, is_loaded = costs[number]
-        request.ready = self._now
         if is_loaded:
             self._load(request, machine, length, stored)
         machine.queue.append(request)
@@ -338,19 +342,21 @@ class _Fleet:
         """Loads blocks from the store into the machine's prefix cache."""
         tokens = self._tokens(request, end) - self._tokens(request, first)
         seconds = self._costs.load_s(tokens, self._config.store_link)
-        request.loaded = first, end
-        request.ready = machine.load_free = max(self._now, machine.load_free) + seconds
+        request.loaded, request.is_ready = (first, end), False
+        machine.load_free = max(self._now, machine.load_free) + seconds
         machine.load_s += seconds
         self._loaded_bytes += self._bytes(tokens)
-        self._plan(request.ready, partial(self._loaded, request, machine))
+        self._plan(machine.load_free, partial(self._loaded, request, machine))
 
     def _loaded(self, request: _Request, machine: _Prefill) -> None:
-        machine.cache.put(request.blocks[: request.loaded[1]])
+        first, end = request.loaded
+        machine.cache.put(request.blocks[:end], first)
+        request.is_ready = True
         self._next_prompt(machine)
 
     def _next_prompt(self, machine: _Prefill) -> None:
         """Begins to compute the prompt that waits longest, once it is loaded and there is room for it."""
-        if machine.is_busy or not machine.queue or machine.queue[0].ready > self._now:
+        if machine.is_busy or not machine.queue or not machine.queue[0].is_ready:
             return
         request = machine.queue[0]
         prompt = machine.cache.begin(request.blocks)
