@@ -537,7 +537,7 @@ def test_the_commands_of_the_page_run(command: str, folder: Path, monkeypatch: p
     name, *arguments = words.replace("/mnt/nvme", ".").split()
     assert name == "kvpool"
     if arguments[0] == "doctor":
-        arguments += ["--size", "512KiB", "--seconds", "1e-6"]
+        arguments += ["--size", "1MiB", "--seconds", "1e-6"]
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # without NIXL, which takes seconds
     elif arguments[0] == "replay" or "--fleet" in arguments:
         arguments += ["--requests", "20"]

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from kvpool.errors import ConfigError
 from kvpool.tools.bandwidths import Bandwidth
 from kvpool.tools.doctor import driver
-from kvpool.tools.doctor.loopback import PAGE, TOKEN_BYTES
-from kvpool.tools.doctor.measure import Job
+from kvpool.tools.doctor.measure import PAGE_BYTES, Job
 from kvpool.tools.doctor.process import ProcessError, answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SIZE, SECONDS = 64 << 20, 1.0
-LEAST_SIZE, MOST_SIZE = PAGE * TOKEN_BYTES, 1 << 30
+LEAST_SIZE, MOST_SIZE = PAGE_BYTES, 1 << 30
 MOST_SECONDS = 60.0
 _PATIENCE_S = 120.0
 """For what a process does beside measuring, and for repetitions that take longer than they should."""
@@ -34,7 +33,7 @@ def measure_machine(
     """Measure every way of bytes that this machine has, each kind in a process of its own.
 
     Args:
-        size: Bytes of one repetition, rounded down to whole pages.
+        size: Bytes of one repetition, rounded down to whole pages of the file store.
         seconds: Time for each line.
         directory: A folder on the disk to measure; None for that of temporary files.
         on_kind: Called with the name of what is measured next.

@@ -41,7 +41,7 @@ def doctor(  # noqa: PLR0913 - one parameter per option
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(help=f"Bytes that --bandwidth moves at a time, 512KiB to 1GiB [{bytes_text(SIZE)}]."),
+        typer.Option(help=f"Bytes that --bandwidth moves at a time, 1MiB to 1GiB [{bytes_text(SIZE)}]."),
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(help=f"Seconds that --bandwidth takes for each line [{SECONDS:g}].")

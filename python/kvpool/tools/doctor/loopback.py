@@ -32,7 +32,7 @@ def reads(size: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """The name of a way to read slots of another process, how it is done, and a function that does it.
 
     Args:
-        size: Bytes of one call, in whole pages of slots.
+        size: Bytes of one call, a multiple of `PAGE * TOKEN_BYTES`.
 
     Raises:
         ConfigError: NIXL cannot be imported.
@@ -40,7 +40,7 @@ def reads(size: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """
     from kvpool.integrations.nixl import Endpoint  # noqa: PLC0415 - only processes for it import it
 
-    tokens = size // TOKEN_BYTES // PAGE * PAGE
+    tokens = size // TOKEN_BYTES
     run = list(range(PAGE, PAGE + tokens))
     kinds = {
         "contiguous": ("in one run of slots", run, run),

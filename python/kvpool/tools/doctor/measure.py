@@ -41,7 +41,7 @@ class Job:
 
     Attributes:
         kind: "host", "cuda", "directory" or "nixl".
-        size: Bytes of one repetition.
+        size: Bytes of one repetition; if more than a page, whole pages.
         seconds: Time for each line; `LEAST_REPETITIONS` are made in any case.
         directory: A folder on the disk, for "directory".
         device: Number of the GPU, for "cuda".
@@ -76,7 +76,7 @@ class Job:
 
 
 def _chunks(count: int, job: Job, device: str, *, pin_memory: bool = False) -> list[Chunk]:
-    """Memory for so many repetitions."""
+    """So many times the memory of a repetition."""
     import kvpool  # noqa: PLC0415 - this file must load even if kvpool does not
 
     pool = kvpool.ChunkPool(count, job.size, "uint8", device, pin_memory)
@@ -142,12 +142,12 @@ def directory(job: Job) -> Iterator[Bandwidth]:
     count = job.size // page_bytes
     (chunk,) = _chunks(1, job, "cpu")
     pages = chunk.tensor((count, page_bytes))
-    ctypes.memset(pages.data_ptr(), 1, job.size)
+    for at in range(count):  # with bytes that no file system makes less of
+        ctypes.memmove(pages.data_ptr() + at * page_bytes, os.urandom(page_bytes), page_bytes)
     keys = [[number.to_bytes(32, "big") for number in range(at, at + count)] for at in (0, count)]
     turn = 0
     with tempfile.TemporaryDirectory(prefix="kvpool-", dir=job.directory or None) as folder:
-        size = count * page_bytes
-        store = kvpool.FileStore(folder, size, page_bytes=page_bytes, queue_bytes=2 * size)
+        store = kvpool.FileStore(folder, job.size, page_bytes=page_bytes, queue_bytes=2 * job.size)
 
         def put() -> None:
             nonlocal turn
