@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_nixl import environment
 from typer.testing import CliRunner
 
@@ -131,6 +133,30 @@ def test_other_files_are_refused_with_the_place(content: str, message: str, tmp_
     assert str(caught.value).startswith(f"{path}")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(value=json_values, key=st.sampled_from(["lines", "kvpool_bandwidths", *as_json(LINES)["lines"][0]]))
+def test_any_value_is_read_or_refused(
+    value: object, key: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    found = as_json(LINES)
+    where = found if key in found else found["lines"][1]
+    where[key] = value
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_text(json.dumps(found))
+    try:
+        lines = read_bandwidths(path)
+    except ConfigError as error:
+        assert str(error).isprintable()  # noqa: PT017 - there may be none
+    else:
+        assert json.loads(json.dumps(as_json(lines))) == json.loads(path.read_text())
 
 
 def test_host_memory_and_a_folder_are_measured(tmp_path: Path) -> None:
