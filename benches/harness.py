@@ -154,6 +154,11 @@ class Report:
         self._notes: list[str] = []
         self._console = Console(width=None if os.isatty(1) else 160)
 
+    @property
+    def rounds(self) -> int:
+        """Rounds of each case."""
+        return int(self._arguments.rounds)
+
     def wants(self, question: str) -> bool:
         """Whether the user asked for this question."""
         return str(self._arguments.only) in question

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
+RESULTS = Path(__file__).parents[2] / "benches" / "RESULTS.md"
 CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "mooncake" / "conversation_trace.jsonl"
 
 
@@ -589,6 +590,14 @@ def test_the_arithmetic_of_the_page() -> None:
         rows_of, ("Bytes", "Links", "Loading or computing", "How large a store")
     )
     tokens = [number_in(cell) * 1e6 for cell in stores["tokens"]]
+    results, text = RESULTS.read_text(), " ".join(SCALE.read_text().split())
+    speeds = [
+        (64 << 20) / float(found.replace(",", "")) / 1e3
+        for kind in ("in one run", "in pages of 16", "scattered")
+        for found in re.findall(rf"2048 tokens of 32 KiB {kind}, TCP \| ([\d,.]+)", results)
+    ]
+    quoted = "{:.2f} GB/s in one run, {:.2f} in pages of 16 slots and {:.2f} from scattered slots"
+    assert quoted.format(*speeds) in text
     for column, (name, machine) in enumerate(MODELS.items(), 1):
         costs = BreakEven(machine.token_bytes, machine.state_bytes, 20_000)
         row = next(cells for title, cells in in_bytes.items() if title.startswith(name))

@@ -128,6 +128,81 @@ def pair(env: dict[str, str], stack: ExitStack, **options: int) -> tuple[Process
     return a, b
 
 
+@pytest.fixture(scope="module")
+def three(nixl: dict[str, str]) -> Iterator[tuple[Process, Process, Process]]:
+    """Two that know each other, and one whose rows are larger."""
+    with ExitStack() as stack:
+        other = stack.enter_context(Process(nixl, "c", dim=16))
+        yield (*pair(nixl, stack), other)
+
+
+@pytest.fixture
+def both(three: tuple[Process, Process, Process]) -> tuple[Process, Process]:
+    return three[:2]
+
+
+SLOTS = {
+    "contiguous": (list(range(100, 164)), list(range(7, 71))),
+    "scattered": ([7 * slot % 509 + 1 for slot in range(64)], [11 * slot % 509 + 1 for slot in range(64)]),
+    "one": ([511], [1]),
+}
+
+
+@pytest.mark.parametrize("kind", SLOTS)
+def test_rows_between_processes(both: tuple[Process, Process], kind: str) -> None:
+    a, b = both
+    there, here = SLOTS[kind]
+    a.ask("fill", there, 5)
+    b.ask("fill", list(range(1, 512)), 6)
+    ticket = a.ask("lend", there, 30, [2, 3])
+    assert b.read(a, ticket, here, [4, 1]) is None
+    assert b.ask("wrong", here, 5) == 0
+    assert (b.ask("state", 4), b.ask("state", 1), b.ask("state", 2)) == (
+        [5.25, -5.25],
+        [5.375, -5.375],
+        [6.25, -6.25],
+    )
+    until(lambda: a.ask("lease", -1) == [True, True, None], "the slots were not returned")
+
+
+def test_rows_are_written_to_a_process(both: tuple[Process, Process]) -> None:
+    a, b = both
+    there, here = SLOTS["scattered"]
+    a.ask("fill", there, 8)
+    ticket = b.ask("lend", here, 30, [], True)
+    transfer = a.ask("write", "b", there, ticket, "prompt 17")
+    until(lambda: b.ask("lease", -1)[0], "nothing was written")
+    assert b.ask("lease", -1) == [True, True, "prompt 17"]
+    assert b.ask("wrong", here, 8) == 0
+    until(lambda: a.ask("transfer", transfer) == [True, None], "the writer does not know")
+
+
+def test_a_lease_that_is_over_gives_nothing(both: tuple[Process, Process]) -> None:
+    a, b = both
+    a.ask("fill", [1, 2], 9)
+    ticket = a.ask("lend", [1, 2], 0.2)
+    time.sleep(0.3)
+    until(lambda: a.ask("lease", -1)[0], "the lease is not over")
+    error = b.read(a, ticket, [3, 4])  # counts from now for b
+    assert error == "the lease of a was over before all rows had arrived"
+    assert a.ask("lease", -1) == [True, False, None]
+
+
+def test_sockets_are_on_loopback(both: tuple[Process, Process]) -> None:
+    for process in both:
+        addresses = process.ask("listening")
+        assert addresses
+        assert {*addresses} == {"0100007F"}
+
+
+def test_pools_that_do_not_fit(three: tuple[Process, Process, Process]) -> None:
+    a, _, other = three
+    assert a.ask("connect", other.ask("metadata")) == {
+        "error": "ConfigError",
+        "text": "the pools of c and a do not fit: k_head_dim of kv is 16 at c and 8 at a",
+    }
+
+
 LARGE = {"rows": 1500, "dim": 2048}
 MANY = list(range(1, 1001))
 """Rows with 128 MB of K and V, which are still on their way when a read has begun."""
@@ -265,6 +340,32 @@ assert all(agent.get_agent_metadata() for agent in agents)
     )
 
 
+@pytest.mark.parametrize("network", [{}, {"UCX_TLS": "tcp"}])
+def test_an_endpoint_sleeps_while_nothing_moves(nixl: dict[str, str], network: dict[str, str]) -> None:
+    """Alone and connected. NIXL's threads serve a peer all the same, without a poll of the lender."""
+    run(
+        f"""{NO_TORCH}
+import time
+import kvpool
+from kvpool.integrations.nixl import Endpoint
+
+def share_of_a_core():
+    begun, used = time.perf_counter(), time.process_time()
+    time.sleep(0.5)
+    return (time.process_time() - used) / (time.perf_counter() - begun)
+
+a, b = [Endpoint(name, kvpool.KVPool(64, 2, 2, 4, "cpu", "float32")) for name in "ab"]
+alone = share_of_a_core()
+peer = b.connect(a.metadata())
+assert peer.read(peer.slots(a.lend([5, 6, 7]).ticket), [1, 2, 3]).wait(10)
+connected = share_of_a_core()
+assert max(alone, connected) < 0.3, (alone, connected)
+b.close(), a.close()
+""",
+        {**nixl, **network},
+    )
+
+
 def test_an_error_that_is_kept_does_not_keep_the_agent(nixl: dict[str, str]) -> None:
     run(
         f"""{NO_TORCH}
@@ -287,81 +388,3 @@ a.close()
 """,
         nixl,
     )
-
-
-# With processes that stay, each of which takes a core or two: the last tests
-
-
-@pytest.fixture(scope="module")
-def three(nixl: dict[str, str]) -> Iterator[tuple[Process, Process, Process]]:
-    """Two that know each other, and one whose rows are larger."""
-    with ExitStack() as stack:
-        other = stack.enter_context(Process(nixl, "c", dim=16))
-        yield (*pair(nixl, stack), other)
-
-
-@pytest.fixture
-def both(three: tuple[Process, Process, Process]) -> tuple[Process, Process]:
-    return three[:2]
-
-
-SLOTS = {
-    "contiguous": (list(range(100, 164)), list(range(7, 71))),
-    "scattered": ([7 * slot % 509 + 1 for slot in range(64)], [11 * slot % 509 + 1 for slot in range(64)]),
-    "one": ([511], [1]),
-}
-
-
-@pytest.mark.parametrize("kind", SLOTS)
-def test_rows_between_processes(both: tuple[Process, Process], kind: str) -> None:
-    a, b = both
-    there, here = SLOTS[kind]
-    a.ask("fill", there, 5)
-    b.ask("fill", list(range(1, 512)), 6)
-    ticket = a.ask("lend", there, 30, [2, 3])
-    assert b.read(a, ticket, here, [4, 1]) is None
-    assert b.ask("wrong", here, 5) == 0
-    assert (b.ask("state", 4), b.ask("state", 1), b.ask("state", 2)) == (
-        [5.25, -5.25],
-        [5.375, -5.375],
-        [6.25, -6.25],
-    )
-    until(lambda: a.ask("lease", -1) == [True, True, None], "the slots were not returned")
-
-
-def test_rows_are_written_to_a_process(both: tuple[Process, Process]) -> None:
-    a, b = both
-    there, here = SLOTS["scattered"]
-    a.ask("fill", there, 8)
-    ticket = b.ask("lend", here, 30, [], True)
-    transfer = a.ask("write", "b", there, ticket, "prompt 17")
-    until(lambda: b.ask("lease", -1)[0], "nothing was written")
-    assert b.ask("lease", -1) == [True, True, "prompt 17"]
-    assert b.ask("wrong", here, 8) == 0
-    until(lambda: a.ask("transfer", transfer) == [True, None], "the writer does not know")
-
-
-def test_a_lease_that_is_over_gives_nothing(both: tuple[Process, Process]) -> None:
-    a, b = both
-    a.ask("fill", [1, 2], 9)
-    ticket = a.ask("lend", [1, 2], 0.2)
-    time.sleep(0.3)
-    until(lambda: a.ask("lease", -1)[0], "the lease is not over")
-    error = b.read(a, ticket, [3, 4])  # counts from now for b
-    assert error == "the lease of a was over before all rows had arrived"
-    assert a.ask("lease", -1) == [True, False, None]
-
-
-def test_sockets_are_on_loopback(both: tuple[Process, Process]) -> None:
-    for process in both:
-        addresses = process.ask("listening")
-        assert addresses
-        assert {*addresses} == {"0100007F"}
-
-
-def test_pools_that_do_not_fit(three: tuple[Process, Process, Process]) -> None:
-    a, _, other = three
-    assert a.ask("connect", other.ask("metadata")) == {
-        "error": "ConfigError",
-        "text": "the pools of c and a do not fit: k_head_dim of kv is 16 at c and 8 at a",
-    }

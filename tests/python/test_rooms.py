@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "serving": {""},
     "integrations": {"", "remote"},
     "remote": {""},
-    "tools": {"", "serving", "integrations"},
+    "cluster": {"", "remote", "serving", "integrations"},
+    "tools": {"", "cluster", "serving", "integrations"},
 }
 
 

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from common import some
 from typer.testing import CliRunner
 
 from kvpool.tools.cli import app
@@ -171,8 +172,8 @@ def test_only_ties_may_differ() -> None:
 def test_a_leaked_slot_is_found() -> None:
     service = Service(SMALL)
     result = service.serve()
-    service.pooled.allocator.alloc(1)
-    result.stats = service.engine.stats()
+    some(service.pools).pooled.allocator.alloc(1)
+    result.stats = service.server.stats()
     assert not result.is_right
 
 

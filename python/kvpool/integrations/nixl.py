@@ -34,6 +34,10 @@ _Nixl: TypeAlias = Any  # it has no types
 _SEGMENT = "256k"
 _environment = threading.Lock()
 
+# The thread of an agent sleeps until the network has something for it, and looks by itself after so many
+# microseconds. NIXL's Python class lets it look all the time.
+_LOOK_US = 10_000
+
 
 @contextmanager
 def _ucx(devices: str) -> Iterator[None]:
@@ -148,6 +152,18 @@ def _kind(device: int | None) -> str:
     return "DRAM" if device is None else "VRAM"
 
 
+def _sleeping(nixl: _Nixl, name: str) -> _Nixl:
+    """An agent whose thread sleeps while nothing moves: NIXL's class has no argument for that."""
+    made = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    config = nixl.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = _LOOK_US
+    # It has no backend yet: what it is made of can be exchanged.
+    made.agent = nixl.nixlAgent(name, config)
+    made.create_backend("UCX")
+    return made
+
+
 class Endpoint(AnyEndpoint):
     """A process's pools, as others reach them over NIXL. See `kvpool.remote.Endpoint` for its methods.
 
@@ -182,8 +198,7 @@ class Endpoint(AnyEndpoint):
             if nixl is None:
                 return _Agent(agent, memory, blocks, is_own=False)
             with _ucx(network), _failures("make an agent"):
-                config = nixl.nixl_agent_config(backends=["UCX"])
-                return _Agent(nixl.nixl_agent(name, config), memory, blocks, is_own=True)
+                return _Agent(_sleeping(nixl, name), memory, blocks, is_own=True)
 
         super().__init__(name, kv, states=states, new_agent=new_agent, may_cut=agent is None)
 

@@ -159,6 +159,22 @@ class Core:
         if time.monotonic() - self._polled >= PAUSE_S:
             self.poll()
 
+    def wait(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
+        """Poll until it is over, at most for `timeout` seconds; returns whether it is."""
+        if timeout is not None and not timeout >= 0:
+            raise ConfigError(f"timeout is {timeout}, not a number of seconds from 0 on")
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        nap = 1e-5
+        while True:
+            self.poll()
+            if is_over():
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(nap, left))
+            nap = min(2 * nap, _LONGEST_NAP_S)
+
     def poll(self) -> None:
         """Answer peers, and see how far all is."""
         with self.lock:
@@ -238,21 +254,6 @@ class Core:
                 lease.filled_by = None
             self.leases.forget()
             self._agent.close()
-
-
-def wait(is_over: Callable[[], bool], timeout: float | None) -> bool:
-    """Ask until it is over, at most for `timeout` seconds; returns whether it is."""
-    if timeout is not None and not timeout >= 0:
-        raise ConfigError(f"timeout is {timeout}, not a number of seconds from 0 on")
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    nap = 1e-5
-    while not is_over():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(nap, left))
-        nap = min(2 * nap, _LONGEST_NAP_S)
-    return True
 
 
 def _slots(indices: IndicesLike, rows: int, pool: str) -> Indices:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from kvpool.errors import ConfigError
 from kvpool.remote import messages
-from kvpool.remote.core import Core, wait
+from kvpool.remote.core import Core
 from kvpool.remote.errors import TransferError
 from kvpool.remote.messages import Offered, RemoteSlots
 
@@ -107,7 +107,7 @@ class SlotLease:
         Returns:
             Whether they may.
         """
-        return wait(self.query, timeout)
+        return self._core.wait(self.query, timeout)
 
     def end(self) -> None:
         """End the lease before its time. What a peer reads from now on it does not use."""
@@ -119,6 +119,8 @@ class Transfer(ABC):
 
     It can serve as the fence `after` of `TokenToKVPoolAllocator.free`.
     """
+
+    _core: Core
 
     @abstractmethod
     def query(self) -> bool:
@@ -148,7 +150,7 @@ class Transfer(ABC):
         Raises:
             TransferError: If the rows are not there.
         """
-        is_over = wait(self.query, timeout)
+        is_over = self._core.wait(self.query, timeout)
         if is_over and self.error is not None:
             raise self.error
         return is_over
@@ -332,6 +334,11 @@ class Endpoint:
     def name(self) -> str:
         """What peers call it."""
         return self._core.who.name
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it has a pool of states."""
+        return self._core.who.shapes["states"] is not None
 
     def metadata(self) -> bytes:
         """Return what `connect` of a peer needs, the same as long as the endpoint lives.

@@ -98,6 +98,10 @@ class RemoteSlots(NamedTuple):
     nonce: int
     deadline: float
 
+    def since(self, start: int) -> RemoteSlots:
+        """Return them without the first `start` slots, which are not needed. It is the same lease."""
+        return self._replace(slots=self.slots[start:])
+
     def of(self, who: Introduction) -> RemoteSlots:
         """Return them if the endpoint has such slots.
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         ReqToTokenPool,
         TokenToKVPoolAllocator,
     )
+    from kvpool.serving.moves import Move
     from kvpool.serving.scheduler import State, Step
     from kvpool.serving.swap import SwapMode
 
@@ -112,6 +113,8 @@ class Request:
     load: Load | None = None
     # While waiting: what comes from a store.
     fetch: Fetch | None = None
+    # What brings its rows from another process, or takes them there.
+    move: Move | None = None
     # What is left to call `on_token` with.
     untold: Iterator[int] = field(init=False, repr=False)
 
@@ -212,6 +215,8 @@ class Engine:
         on_token: Callable[[Request, int], object] | None = None,
         owner: str | int | None = None,
         namespace: str | bytes | int | None = None,
+        tokens: Sequence[int] = (),
+        move: Move | None = None,
     ) -> Request:
         """Queue a request.
 
@@ -224,23 +229,28 @@ class Engine:
             owner: A name for `leaks` and snapshots of pools with debugging, such as the request's id.
             namespace: Requests share cached prefixes only with those of the same namespace, such as an
                 adapter or a tenant.
+            tokens: The first of the new tokens, where they were generated elsewhere. `on_token` is not called
+                with them.
+            move: Brings K, V and states of all tokens but the last from where they were computed: they are
+                computed here only if they do not come. Or takes them away when the next token is generated,
+                if it is not the last one: the request is finished here when they have gone.
 
         Returns:
             The request.
 
         Raises:
             ConfigError: If the request table or the pool is too small for the request alone, the prompt is
-                empty, or a token is not in the vocabulary.
+                empty, a token is not in the vocabulary, or `tokens` are all that was asked for.
         """
-        prompt = [int(token) for token in prompt]
+        prompt, tokens = [int(token) for token in prompt], [int(token) for token in tokens]
         given, vocab_size = len(prompt), self.model.vocab_size
-        unknown = [token for token in prompt if not 0 <= token < vocab_size]
+        unknown = [token for token in prompt + tokens if not 0 <= token < vocab_size]
         if given < 1 or max_new_tokens < 1:
             raise ConfigError(
                 f"{given} prompt and {max_new_tokens} new tokens; at least one of each is needed"
             )
         if unknown:
-            raise ConfigError(f"the prompt has token {unknown[0]}, the vocabulary is 0 to {vocab_size - 1}")
+            raise ConfigError(f"the request has token {unknown[0]}, the vocabulary is 0 to {vocab_size - 1}")
         needed = given + max_new_tokens - 1  # the last token is not computed
         context, capacity = self.model.table.max_context_len, self._capacity
         if needed > min(context, capacity):
@@ -256,7 +266,11 @@ class Engine:
             on_token,
             owner,
             namespace,
+            tokens,
+            move=move,
         )
+        if request.is_complete:
+            raise ConfigError(f"the request has all of its tokens: {len(tokens)} of at most {max_new_tokens}")
         self._scheduler.submit(request)
         return request
 
@@ -306,7 +320,7 @@ class Engine:
         """Run one batch, if there is anything to run, and call the callbacks with its tokens.
 
         Returns:
-            Whether requests are waiting or running.
+            Whether requests are waiting, running or moving.
 
         Raises:
             ConfigError: From within the model, in the middle of a step.
@@ -350,7 +364,9 @@ class Engine:
                 self.step()
 
     def abort(self, request: Request) -> None:
-        """Abort a request and free its slots. A request that is over stays as it is.
+        """Abort a request and free its slots: if it is moving, when nothing arrives in them any more.
+
+        A request that is over stays as it is.
 
         Raises:
             ConfigError: From within the model, in the middle of a step. Callbacks may abort requests.
@@ -361,6 +377,8 @@ class Engine:
             if request.state == "waiting":
                 request.state = "aborted"
                 self._scheduler.withdraw(request)
+            elif request in self._scheduler.moving:
+                self._scheduler.abandon(request)
             else:
                 self._scheduler.release([request], "aborted")
             self._counts["aborted"] += 1
@@ -368,7 +386,8 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Return current and cumulative statistics.
 
-        `running`, `waiting`, `finished` and `aborted` requests, `retractions`, `steps`, `computed_tokens`
+        `running`, `waiting`, `finished` and `aborted` requests, those that are `moving` to another process or
+        from there, `retractions`, `steps`, `computed_tokens`
         (those recomputed after a retraction included), `found_tokens` (of prefixes that were cached when a
         request was admitted), `loaded_tokens` (those of them that came back from the tier below),
         `fetched_tokens` (those that came to that tier from a store),
@@ -381,6 +400,7 @@ class Engine:
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting) + len(scheduler.fetching),
+            "moving": len(scheduler.moving),
             "retractions": scheduler.retractions,
             "finished": scheduler.released["finished"],
             **self._counts,
@@ -424,6 +444,9 @@ class Engine:
             request.tokens.append(token)
         self._counts["generated_tokens"] += len(tokens)
         self._scheduler.release([request for request, _ in tokens if request.is_complete], "finished")
+        for request, _ in tokens:
+            if request.move is not None and request.state == "running":
+                self._scheduler.hand_over(request)
 
     def _deliver(self) -> None:
         """Call the callbacks with the tokens that they were not called with."""

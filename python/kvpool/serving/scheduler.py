@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpool._kvpool import BatchPlan, BatchPlanner, Fetch, Lease, Load, PrefixCache
+    from kvpool.serving.moves import Move
 
 State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
 
@@ -28,6 +30,8 @@ _PATIENCE_S = 10.0
 _SLICE_S = 0.02
 """How long a step waits for a fetch when it has nothing else to do."""
 
+_row = attrgetter("row")
+
 
 class Schedulable(Protocol):
     """The interface of a request.
@@ -41,6 +45,8 @@ class Schedulable(Protocol):
         lease: Its lease of the prefix cache, while running with one.
         load: What comes back of its prefix from the tier below, up to the end of its first step.
         fetch: What comes of its prompt to that tier from a store, up to its admission.
+        move: What brings its rows from another process, up to their arrival, or takes them there when its
+            next token is generated.
     """
 
     state: State
@@ -51,6 +57,7 @@ class Schedulable(Protocol):
     lease: Lease | None
     load: Load | None
     fetch: Fetch | None
+    move: Move | None
 
     @property
     def seq_len(self) -> int:
@@ -119,6 +126,11 @@ class Scheduler(Generic[R]):
     meanwhile rather than retract them, and waits only if it has room for none. If there is a store, a request
     that is submitted is not in the queue before the store's part of its prompt has come.
 
+    Rows that were computed elsewhere are not computed again: a request with a move that brings them gets
+    slots for all of its tokens but the last, and runs when they have arrived; if they do not, it is computed.
+    One with a move that takes them away keeps its slots after `hand_over` until that is over. Nothing
+    retracts what moves.
+
     If an exception ends a call early, such as an interrupt, call `retract_all` before the next.
 
     Args:
@@ -137,6 +149,7 @@ class Scheduler(Generic[R]):
         fetching: Those that are not in the queue yet, in order.
         running: The requests with a row, oldest first. Only the last may have several steps of its prompt
             left.
+        moving: Those with a row whose rows come or go, in the order in which that began.
         released: By state, the number of requests that came to it from running.
         waits: How often `plan` has waited for a copy.
         fetched_tokens: Tokens that came from the store.
@@ -156,10 +169,11 @@ class Scheduler(Generic[R]):
         self.waiting: deque[R] = deque()
         self.fetching: deque[R] = deque()
         self.running: list[R] = []
+        self.moving: list[R] = []
         self.released: dict[State, int] = {"waiting": 0, "finished": 0, "aborted": 0}
         self.waits = 0
         # Rows that no request has: one is about to start, or some are about to be freed.
-        self._spare: list[list[int]] = []
+        self._spare: list[Sequence[int]] = []
         self._too_long: R | None = None
         tiers = () if cache is None else cache.tiers
         self._tier = tiers[0] if tiers else None
@@ -189,11 +203,11 @@ class Scheduler(Generic[R]):
     @property
     def is_idle(self) -> bool:
         """Whether nothing is waiting or running."""
-        return not self.waiting and not self.running and not self.fetching
+        return not (self.waiting or self.running or self.fetching or self.moving)
 
     def submit(self, request: R) -> None:
         """Let a request wait, first for what a store has of its prompt."""
-        if self._fetches and not self._is_store_stuck():
+        if self._fetches and not _comes(request) and not self._is_store_stuck():
             self.fetching.append(request)
             self._begin_fetches()
         else:
@@ -252,11 +266,12 @@ class Scheduler(Generic[R]):
         When the tokens are computed, call `note_computed`. If that fails, call `retract_all`.
 
         Returns:
-            The step; `None` if there is no request.
+            The step; `None` if there is no request, or all wait for rows that move.
 
         Raises:
             OutOfMemoryError: If slots with other owners leave no room for any request.
         """
+        self._end_moves()
         self._line_up()
         self._admit()
         patience = monotonic() + _PATIENCE_S
@@ -285,13 +300,19 @@ class Scheduler(Generic[R]):
             youngest = self.running[-1]
             self.waiting.appendleft(youngest)
             self.release([youngest], "waiting")
-        if self.waiting:
+        self._wait_for_room()
+        return None
+
+    def _wait_for_room(self) -> None:
+        """Nothing runs: wait a little for what moves, if anything does."""
+        if self.moving:
+            sleep(_NAP_S)
+        elif self.waiting:
             raise OutOfMemoryError(
                 f"no request fits: {self._obtainable_size()} of "
                 f"{self._allocator.stats()['capacity']} slots are available, and the others do not belong "
                 "to the scheduler"
             )
-        return None
 
     def _step_of(self, requests: list[R]) -> Step[R] | None:
         """A step of running requests, as far as the budget lasts; `None` if there are not enough slots."""
@@ -408,14 +429,77 @@ class Scheduler(Generic[R]):
                 request.state = state
                 request.retractions += state == "waiting"
                 request.lease = request.load = None
+                if state != "waiting":
+                    request.move = None
             self.running = [request for request in self.running if request not in requests]
+            self.moving = [request for request in self.moving if request not in requests]
             self._free_spare()
+
+    def hand_over(self, request: R) -> None:
+        """Let a running request's rows go: it has them until that is over, and is finished then."""
+        self.publish(request)
+        # It is in a list at any time.
+        self.moving.append(request)
+        self.running.remove(request)
+        self._begin_move(request, 0, request.cached)
+
+    def abandon(self, request: R) -> None:
+        """Abort a request whose rows move. It keeps its slots until nothing arrives in them any more."""
+        request.state = "aborted"
+        self.released["aborted"] += 1
+        if request.move is not None:
+            request.move.cancel()
+
+    def _begin_move(self, request: R, begin: int, end: int) -> None:
+        if request.move is not None:
+            slots = self._table.req_to_token[request.row, begin:end]
+            request.move.begin(request.row, slots, begin)
+
+    def _end_moves(self) -> None:
+        """Let go of requests whose rows have gone, and go on with those whose rows have come."""
+        for request in [*self.moving]:
+            move = request.move
+            if move is None or not move.query():
+                continue
+            if request.state == "aborted":
+                request.lease = None
+                # One call, so that no interrupt comes between what is listed no more and what is freed.
+                self._spare.extend(zip(map(_row, map(self.moving.pop, [self.moving.index(request)]))))
+                self._free_spare()
+            elif not move.brings:
+                self.release([request], "finished")
+            elif move.has_failed:
+                request.move = None
+                self.waiting.appendleft(request)
+                self.release([request], "waiting")
+            else:
+                request.cached, request.move = request.seq_len - 1, None
+                # It was admitted before those that run, or most of them.
+                self.running.insert(0, request)
+                self.moving.remove(request)
+                self.publish(request)
+
+    def _is_coming(self, request: R) -> bool:
+        """Let the rows of an admitted request come, in slots of its own. Whether there are enough."""
+        begin, end = request.prefix_len, request.seq_len - 1
+        for start in range(begin, end, self.planner.max_tokens):
+            until = min(start + self.planner.max_tokens, end)
+            prefixes = [request.lease] if start == begin and request.lease is not None else None
+            call = partial(self._extend, [request.row], [start], [until], prefixes=prefixes)
+            if self._with_slots(call) is None:
+                return False
+        self._begin_move(request, begin, end)
+        return True
 
     def retract_all(self) -> None:
         """Return all running requests to the queue, in order, with their generated tokens.
 
         Also if another call, or this one, was left in the middle: no request, row or slot is lost.
         """
+        # Slots of what has begun to move stay as they are.
+        unmoved = [r for r in self.moving if not _moves(r) and r not in self.running]
+        self.running = [r for r in self.running if not _moves(r)] + unmoved
+        self.moving = [request for request in self.moving if _moves(request)]
         spare = {row for rows in self._spare for row in rows}
         for request in self.running:
             if request.state == "running" and request.row in spare:
@@ -460,6 +544,7 @@ class Scheduler(Generic[R]):
         left = self.max_step_tokens - sum(r.seq_len - r.cached for r in self.running)
         # Each running request keeps a page in reserve, so that an admission is not undone at once.
         promised = sum(self._pages(r.seq_len) - self._pages(r.cached) + 1 for r in self.running)
+        promised += sum(map(_comes, self.moving))
         while self.waiting and left > 0 and self._table.available_size():
             request = self.waiting[0]
             pages = promised + self._pages(request.seq_len) + 1
@@ -469,21 +554,23 @@ class Scheduler(Generic[R]):
             ):
                 break
             lease = request.lease = self._match(request)
-            length, loadable = (0, 0) if lease is None else (lease.length, self._loadable(lease))
+            length, loadable = (0, 0) if lease is None else (lease.length, self._loadable(request, lease))
             if not self._fits(pages - self._pages(length)):
                 request.lease, self._too_long = None, request
                 break
             request.prefix_len = length + loadable
-            if not self._finds_more_later(request) and self._is_loaded(request, loadable):
+            if _comes(request) or (
+                not self._finds_more_later(request) and self._is_loaded(request, loadable)
+            ):
                 # One call, so that no interrupt comes between the row and the list.
                 self._spare.extend(filter(None, map(partial(self._alloc_row, owner=request.owner), [1])))
             if not self._spare:
                 request.lease = request.load = None
                 break
             promised = pages - self._pages(request.prefix_len)
-            left -= request.seq_len - request.prefix_len
+            left -= 1 if _comes(request) else request.seq_len - request.prefix_len
             # It is in a list at any time, and so is its row.
-            self.running.append(request)
+            (self.moving if _comes(request) else self.running).append(request)
             if request.fetch is not None:
                 self.fetched_tokens += request.fetch.length
                 request.fetch = None
@@ -492,6 +579,10 @@ class Scheduler(Generic[R]):
             request.state = "running"
             self.waiting.popleft()
             self._spare.clear()
+            if _comes(request) and not self._is_coming(request):
+                self.waiting.appendleft(request)
+                self.release([request], "waiting")
+                break
 
     def _finds_more_later(self, request: R) -> bool:
         """Whether a request that runs is about to compute what this one would compute, too."""
@@ -514,9 +605,10 @@ class Scheduler(Generic[R]):
             for other in self.running
         )
 
-    def _loadable(self, lease: Lease) -> int:
+    def _loadable(self, request: R, lease: Lease) -> int:
         """Tokens of a prefix to load."""
-        loadable = lease.loadable if self._tier is not None and self._tries_loads else 0
+        tries = self._tier is not None and self._tries_loads and not _comes(request)
+        loadable = lease.loadable if tries else 0
         return loadable if loadable and self._pays_to_load(loadable) else 0
 
     def _is_loaded(self, request: R, loadable: int) -> bool:
@@ -543,7 +635,7 @@ class Scheduler(Generic[R]):
     def _fits(self, pages: int) -> bool:
         """Whether the running requests can get these pages; a single request fits without a reserve."""
         room = self._obtainable_size() + self._coming_slots()
-        return not self.running or pages * self._page_size <= room
+        return not (self.running or self.moving) or pages * self._page_size <= room
 
     def _cached_len(self, request: R) -> int:
         if self.cache is None:
@@ -567,3 +659,13 @@ class Scheduler(Generic[R]):
 
 def _is_open(request: Schedulable) -> bool:
     return request.state in {"waiting", "running"}
+
+
+def _comes(request: Schedulable) -> bool:
+    """Whether its rows come from another process."""
+    return request.move is not None and request.move.brings
+
+
+def _moves(request: Schedulable) -> bool:
+    """Whether rows of it may be on their way."""
+    return request.move is not None and request.move.has_begun

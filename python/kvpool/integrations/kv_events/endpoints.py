@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import zmq
+from zmq.utils import z85
 
 from kvpool.errors import ConfigError
 
@@ -35,19 +38,50 @@ def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
     port = address.rpartition(":")[2]
     if transport == "tcp" and port != "*" and not (port.isdecimal() and int(port) < _PORTS):
         raise ConfigError(f"{name} is {endpoint!r}; its port must be '*' or below {_PORTS}")
-    if transport == "tcp" and not allow_remote and not _is_loopback(address):
+    if transport == "tcp" and not allow_remote and not is_loopback(address):
         raise ConfigError(
             f"{name} is {endpoint!r}, which other machines may reach, and ZeroMQ asks nobody who they are; "
-            "take a loopback address, or pass allow_remote=True in a network that you trust"
+            "take a loopback address, pass a secret, or pass allow_remote=True in a network that you trust"
         )
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether a host and a port are of this machine alone."""
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def curve_options(secret: bytes | None, *, is_server: bool) -> list[tuple[int, int | bytes]]:
+    """Return options of a socket that only who knows a secret reaches, through CurveZMQ, which encrypts.
+
+    Keys of both sides are made of the secret. A server takes everyone who knows its public key: that is never
+    sent, and nobody else can compute it.
+
+    Args:
+        secret: The secret; without one a socket is open to all.
+        is_server: Whether the socket is bound.
+
+    Raises:
+        ConfigError: If ZeroMQ was built without CurveZMQ.
+    """
+    if secret is None:
+        return []
+    if not zmq.has("curve"):
+        raise ConfigError("this build of ZeroMQ has no CurveZMQ: its sockets cannot have a secret")
+    server, client = (
+        z85.encode(hmac.digest(secret, b"kvpool events, " + side, hashlib.sha256))
+        for side in (b"server", b"client")
+    )
+    if is_server:
+        return [(zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, server)]
+    return [
+        (zmq.CURVE_SERVERKEY, zmq.curve_public(server)),
+        (zmq.CURVE_PUBLICKEY, zmq.curve_public(client)),
+        (zmq.CURVE_SECRETKEY, client),
+    ]
 
 
 @contextmanager

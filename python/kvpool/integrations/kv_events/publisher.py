@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 import zmq
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.kv_events.endpoints import bind, check_endpoint, connect, open_socket
+from kvpool.integrations.kv_events.endpoints import bind, check_endpoint, connect, curve_options, open_socket
 from kvpool.integrations.kv_events.messages import EventBatch, batches, encode
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class EventPublisher:
     number -1, each behind an empty part.
 
     What is published is what a cache's prompts are made of, and ZeroMQ asks nobody who they are. So only this
-    machine can subscribe, unless `allow_remote` is given.
+    machine can subscribe, unless `allow_remote` or `secret` is given.
 
     Calls are thread-safe. A publisher has sockets, and a thread if there is a replay endpoint: `close` ends
     them, and so does the end of the program, or of the publisher.
@@ -74,10 +74,13 @@ class EventPublisher:
         int_hashes: Whether pages are named by 64 bits as an int, for routers that do not take bytes, such as
             older ones. Two pages may then have the same name.
         allow_remote: Whether an endpoint may be one that other machines reach.
+        secret: What subscribers must know. Then messages are encrypted (CurveZMQ), and endpoints may be any;
+            routers other than `EventSubscriber` cannot read them.
 
     Raises:
         ConfigError: If the cache was made without `events=True`, an endpoint is not of this machine alone and
-            `allow_remote` is not given, cannot be bound, or a number is negative or, `hwm`, 0.
+            neither `allow_remote` nor `secret` is given, cannot be bound, or a number is negative or, `hwm`,
+            0.
     """
 
     def __init__(  # noqa: PLR0913
@@ -93,7 +96,9 @@ class EventPublisher:
         hwm: int = 100_000,
         int_hashes: bool = False,
         allow_remote: bool = False,
+        secret: bytes | None = None,
     ) -> None:
+        allow_remote = allow_remote or secret is not None
         check_endpoint("endpoint", endpoint, allow_remote=allow_remote)
         if replay_endpoint is not None:
             check_endpoint("replay_endpoint", replay_endpoint, allow_remote=allow_remote)
@@ -118,7 +123,8 @@ class EventPublisher:
         self._replays: _Replays | None = None
         with ExitStack() as opened:
             limits = [(zmq.SNDHWM, hwm), (zmq.XPUB_NODROP, 1), (zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)]
-            self._pub = opened.enter_context(open_socket(zmq.PUB, limits))
+            keys = curve_options(secret, is_server=True)
+            self._pub = opened.enter_context(open_socket(zmq.PUB, [*limits, *keys]))
             self._endpoint = bind(self._pub, "endpoint", endpoint)
             self._replay_endpoint = None
             if replay_endpoint is not None:
@@ -128,7 +134,7 @@ class EventPublisher:
                     (zmq.ROUTER_MANDATORY, 1),
                     (zmq.MAXMSGSIZE, _MOST_ASKED_BYTES),
                 ]
-                router = opened.enter_context(open_socket(zmq.ROUTER, limits))
+                router = opened.enter_context(open_socket(zmq.ROUTER, [*limits, *keys]))
                 self._replay_endpoint = bind(router, "replay_endpoint", replay_endpoint)
                 self._replays = _Replays(router, self._buffer, self._topic)
                 opened.callback(self._replays.close)

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.kv_events.endpoints import check_endpoint, connect, open_socket
+from kvpool.integrations.kv_events.endpoints import check_endpoint, connect, curve_options, open_socket
 from kvpool.integrations.kv_events.feed import Feed
 from kvpool.integrations.kv_events.messages import MAX_BYTES
 from kvpool.integrations.kv_events.publisher import END, SEQUENCE_BYTES
@@ -57,12 +57,13 @@ class EventSubscriber:
             dropped.
         check_s: After how many seconds without a message a worker is asked whether it has sent one.
         max_bytes: The largest batch. A worker that sends a larger one is heard no more.
+        secret: Of the publishers, if they have one.
 
     Raises:
         ConfigError: If a number is not above 0.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         index: PrefixIndex,
         *,
@@ -70,6 +71,7 @@ class EventSubscriber:
         replay_timeout_s: float = 5.0,
         check_s: float = 10.0,
         max_bytes: int = MAX_BYTES,
+        secret: bytes | None = None,
     ) -> None:
         for name, value in (
             ("replay_timeout_s", replay_timeout_s),
@@ -82,6 +84,7 @@ class EventSubscriber:
         self._topic = topic.encode()
         self._times_s = replay_timeout_s, check_s
         self._max_bytes = max_bytes
+        self._keys = curve_options(secret, is_server=False)
         self._workers: dict[str, _Worker] = {}
         self._closed = False
         weakref.finalize(self, _close, self._workers)
@@ -104,7 +107,7 @@ class EventSubscriber:
         check_endpoint("endpoint", endpoint, allow_remote=True)
         if replay_endpoint is not None:
             check_endpoint("replay_endpoint", replay_endpoint, allow_remote=True)
-        sockets = _Sockets(endpoint, replay_endpoint, self._topic, self._max_bytes)
+        sockets = _Sockets(endpoint, replay_endpoint, self._topic, self._max_bytes, self._keys)
         feed = Feed(self._index, worker, can_replay=replay_endpoint is not None, max_bytes=self._max_bytes)
         self._workers[worker] = _Worker(feed, sockets, *self._times_s)
 
@@ -205,9 +208,17 @@ def _close(workers: dict[str, _Worker]) -> None:
 class _Sockets:
     """The sockets of a worker: its messages, what happens to their connection, and its replays."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: bytes, max_bytes: int) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        topic: bytes,
+        max_bytes: int,
+        keys: list[tuple[int, int | bytes]],
+    ) -> None:
         self._replay_endpoint = replay_endpoint
         self._options: list[tuple[int, int | bytes]] = [
+            *keys,
             (zmq.MAXMSGSIZE, max_bytes),
             (zmq.RECONNECT_IVL, _RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvpool._kvpool import Fetch, Lease, Load
+    from kvpool.serving.moves import Move
     from kvpool.serving.scheduler import State, Step
     from kvpool.tools.replay.config import ReplayConfig
     from kvpool.tools.traces import Trace
@@ -155,6 +156,7 @@ class _Request:
     lease: Lease | None = None
     load: Load | None = None
     fetch: Fetch | None = None
+    move: Move | None = None
 
     def between(self, begin: int, end: int) -> Sequence[int]:
         """Tokens from position `begin` to `end`: an array, which the prefix cache reads in place."""

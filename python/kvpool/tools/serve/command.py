@@ -46,6 +46,25 @@ def serve(  # noqa: PLR0913 - one parameter per option
         str | None, typer.Option(help="In PyTorch's notation. Default: a GPU if there is one.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and requests.")] = 0,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Workers for prompts. Alone, they are started on this machine.")
+    ] = 0,
+    decode: Annotated[int, typer.Option(min=0, help="Workers for what follows.")] = 0,
+    role: Annotated[str, typer.Option(help="Be one process of a cluster: router, prefill or decode.")] = "",
+    listen: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1:0",
+    router: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where a worker finds the router.")] = "",
+    name: Annotated[str, typer.Option(help="Of a worker. Default: its role and process.")] = "",
+    secret_file: Annotated[
+        str, typer.Option(help="Has the secret of the cluster. Default: KVPOOL_SECRET_FILE or KVPOOL_SECRET.")
+    ] = "",
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Other machines are part of the cluster.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address at which a worker publishes events.")] = "127.0.0.1",
+    network: Annotated[
+        str, typer.Option(help="Network devices of a worker for rows, as UCX has them.")
+    ] = "lo",
+    until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and stream nothing.")
     ] = False,
@@ -58,6 +77,9 @@ def serve(  # noqa: PLR0913 - one parameter per option
     --host-tokens, what the cache evicts comes back from host memory, and with --store as well what an earlier
     run has computed, however that ended. Exits with status 1 if one token differs or one slot is missing at
     the end.
+
+    With --prefill and --decode, workers compute prompts and others generate, as processes of their own; with
+    --role each of them is started by hand, on any machine.
     """
     need("transformers", "numpy", "torch", "transformers")
     from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
@@ -81,7 +103,28 @@ def serve(  # noqa: PLR0913 - one parameter per option
     )
     console = Console(quiet=as_json_object)
     try:
-        result = report.run(config, console)
+        if prefill or decode or role:
+            need("cluster", "nixl", "msgspec", "zmq", "blake3")
+            from kvpool.tools.serve import cluster, cluster_report  # noqa: PLC0415
+
+            options = cluster.Options(
+                role=role,
+                prefill=prefill,
+                decode=decode,
+                listen=listen,
+                router=router,
+                name=name,
+                secret_file=secret_file,
+                allow_remote=allow_remote,
+                host=host,
+                network=network,
+            )
+            if role in {"prefill", "decode"}:
+                cluster.work(config, options, until_stdin_ends=until_stdin_ends)
+                return
+            result = cluster_report.run(config, options, console)
+        else:
+            result = report.run(config, console)
     except (KvPoolError, MemoryError) as error:
         fail(f"{type(error).__name__}: {error}")
     if as_json_object:

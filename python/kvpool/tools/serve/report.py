@@ -18,7 +18,7 @@ from kvpool.tools.serve.service import Service, spell
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from kvpool.tools.serve.service import ServeConfig, ServeResult
 
@@ -45,37 +45,51 @@ def as_json(result: ServeResult) -> dict[str, Any]:
             "alone_s": result.alone_s,
         },
     }
+    if result.workers:
+        values["workers"] = [worker._asdict() for worker in result.workers]
     if result.uncached is not None:
         values["uncached"] = as_json(result.uncached)
     return values
 
 
-def run(config: ServeConfig, console: Console) -> ServeResult:
-    """Stream, serve, check and report.
-
-    PyTorch uses one thread meanwhile: the matrices are too small to gain from more.
-    """
+@contextmanager
+def quiet() -> Iterator[None]:
+    """PyTorch uses one thread meanwhile: the matrices are too small to gain from more."""
     log: Any = logging
     threads, verbosity = torch.get_num_threads(), log.get_verbosity()
     torch.set_num_threads(1)
     log.set_verbosity_error()  # hides advice about faster kernels
     try:
-        result = served(config, console)
-        if config.conversations:
-            result.uncached = served(replace(config, prefix_cache=False, host_tokens=0, store=""), console)
+        yield
     finally:
         torch.set_num_threads(threads)
         log.set_verbosity(verbosity)
+
+
+def run(config: ServeConfig, console: Console) -> ServeResult:
+    """Stream, serve, check and report."""
+    with quiet():
+        result = served(Service(config), console)
+        if config.conversations:
+            alone = replace(config, prefix_cache=False, host_tokens=0, store="")
+            result.uncached = served(Service(alone), console)
     print_report(result, console)
     return result
 
 
-def served(config: ServeConfig, console: Console) -> ServeResult:
-    """Serve and check."""
-    service = Service(config)
-    if not config.conversations:
+def served(
+    service: Service, console: Console, now: Callable[[dict[str, int], float], RenderableType] | None = None
+) -> ServeResult:
+    """Serve and check.
+
+    Args:
+        service: What serves, and what it serves.
+        console: The terminal.
+        now: What is shown after each step.
+    """
+    if not service.config.conversations:
         stream(service, console)
-    with live(console) as update:
+    with live(console, now or _now) as update:
         result = service.serve(update)
     checked(service, result, console)
     return result
@@ -88,16 +102,18 @@ def stream(service: Service, console: Console) -> None:
         console.print(
             f"request {number} of {STREAMED}, {len(request.prompt)} tokens of prompt:", style="dim", end=" "
         )
-        for token in service.engine.stream(request):
+        for token in service.stream(request):
             console.print(Text(spell(token)), end="", soft_wrap=True)
         console.print()
 
 
 @contextmanager
-def live(console: Console) -> Iterator[Callable[[dict[str, int], float], None]]:
+def live(
+    console: Console, now: Callable[[dict[str, int], float], RenderableType]
+) -> Iterator[Callable[[dict[str, int], float], None]]:
     """Show a live table, updated after each step."""
     with Live(console=console, refresh_per_second=UPDATES_PER_SECOND) as view:
-        yield lambda stats, rate: view.update(_now(stats, rate))
+        yield lambda stats, rate: view.update(now(stats, rate))
     if not console.is_terminal:
         console.print()
 

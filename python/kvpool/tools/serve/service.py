@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
@@ -26,7 +26,7 @@ from kvpool.serving import Engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvpool.serving import Request
+    from kvpool.cluster import WorkerStatus
     from kvpool.serving.swap import SwapMode
 
 VOCAB_SIZE = 256
@@ -147,6 +147,7 @@ class ServeResult:
         host_capacity: Pages that host memory has room for; 0 without any.
         stored_pages: Pages and snapshots in the store at the end.
         uncached: The result of the same conversations without the prefix cache.
+        workers: What the router of a cluster knows of its workers at the end.
     """
 
     config: ServeConfig
@@ -161,6 +162,7 @@ class ServeResult:
     host_capacity: int = 0
     stored_pages: int = 0
     uncached: ServeResult | None = None
+    workers: tuple[WorkerStatus, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -175,43 +177,112 @@ class ServeResult:
         return found / max(found + self.stats["computed_tokens"], 1)
 
 
-class Service:
-    """A model, the engine that serves it, and its requests."""
+class Answer(Protocol):
+    """A request, as an engine or a router has it.
 
-    def __init__(self, config: ServeConfig) -> None:
-        torch.manual_seed(config.seed)
-        self.config = config
-        auto: Any = AutoModelForCausalLM
-        model: Any = auto.from_config(CONFIGS[config.model](), dtype=torch.float32)
-        self.model = model.eval().to(config.device)
+    Attributes:
+        prompt: Tokens of the prompt.
+        tokens: Tokens generated so far.
+        max_new_tokens: The most tokens to generate.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    max_new_tokens: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it gets no more tokens."""
+
+
+class Server(Protocol):
+    """What serves requests: an `Engine`, or a cluster."""
+
+    def submit(
+        self, prompt: list[int], max_new_tokens: int, *, on_token: Callable[[Any, int], object]
+    ) -> Answer:
+        """Queue a request."""
+
+    def step(self) -> bool:
+        """Go on. Returns whether requests are not over."""
+
+    def stats(self) -> dict[str, int]:
+        """Return statistics as `Engine.stats` has them."""
+
+
+def make_model(config: ServeConfig) -> Any:  # noqa: ANN401 - transformers has no types
+    """Return the model, whose weights depend on the seed alone."""
+    torch.manual_seed(config.seed)
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(CONFIGS[config.model](), dtype=torch.float32).eval().to(config.device)
+
+
+def revision(config: ServeConfig) -> str:
+    """Return what stands for the weights, and all else that tokens depend on."""
+    return f"kvpool serve {config.model} of seed {config.seed}, torch {torch.__version__}"
+
+
+class Pools:
+    """A model with pools and an engine, and what is below its cache.
+
+    Args:
+        config: The configuration.
+        model: The model.
+        events: Whether the cache tells what comes and goes.
+    """
+
+    def __init__(self, config: ServeConfig, model: Any, *, events: bool = False) -> None:  # noqa: ANN401
         self.pooled = PooledModel(
-            self.model, config.pool_size, MAX_REQS, MAX_CONTEXT_LEN, page_size=config.page_size
+            model, config.pool_size, MAX_REQS, MAX_CONTEXT_LEN, page_size=config.page_size
         )
         self.tier: HostTier | None = None
         self.store: FileStore | None = None
-        prefix_cache: bool | PrefixCache = config.prefix_cache
-        if config.prefix_cache and config.host_tokens:
-            prefix_cache = self._tiered(config)
-        elif config.prefix_cache and config.store:
-            raise ConfigError("a store needs host memory above it, and there are 0 host tokens")
-        self.engine = Engine(self.pooled, config.prefill_budget, prefix_cache=prefix_cache, swap=config.swap)
-        self.requests: list[Request] = []
+        self.cache: PrefixCache | None = None
+        if config.prefix_cache:
+            self.cache = self._make_cache(config, events=events)
+        self.engine = Engine(
+            self.pooled, config.prefill_budget, prefix_cache=self.cache or False, swap=config.swap
+        )
+
+    def _make_cache(self, config: ServeConfig, *, events: bool) -> PrefixCache:
+        """A cache, perhaps with host memory below, and a store."""
+        pooled, states = self.pooled, self.pooled.gdn_pool
+        if not config.host_tokens:
+            if config.store:
+                raise ConfigError("a store needs host memory above it, and there are 0 host tokens")
+            return PrefixCache(pooled.allocator, states=states, events=events)
+        self.tier = HostTier(pooled.kv_pool, config.host_tokens, states=states)
+        if not config.store:
+            return PrefixCache(pooled.allocator, states=states, tiers=(self.tier,), events=events)
+        self.store = FileStore(config.store, config.store_mib << 20, page_bytes=self.tier.page_bytes)
+        tiers = (self.tier, self.store)
+        return PrefixCache(
+            pooled.allocator, states=states, tiers=tiers, model=revision(config), events=events
+        )
+
+
+class Service:
+    """A load of requests, what serves it, and the model that it is checked against.
+
+    Args:
+        config: The configuration.
+        server: Serves the requests; by default an engine of its own.
+    """
+
+    def __init__(self, config: ServeConfig, server: Server | None = None) -> None:
+        self.config = config
+        self.model = make_model(config)
+        self.pools: Pools | None = None
+        if server is None:
+            self.pools = Pools(config, self.model)
+            server = self.pools.engine
+        self.server: Server = server
+        self.requests: list[Answer] = []
         self._random = random.Random(config.seed)  # noqa: S311 - prompts are not secret
         self._system_prompt = _tokens(self._random, SYSTEM_PROMPT)
         self._first_tokens_s: list[float] = []
 
-    def _tiered(self, config: ServeConfig) -> PrefixCache:
-        """A cache with host memory below, and perhaps a store."""
-        pooled, states = self.pooled, self.pooled.gdn_pool
-        self.tier = HostTier(pooled.kv_pool, config.host_tokens, states=states)
-        if not config.store:
-            return PrefixCache(pooled.allocator, states=states, tiers=(self.tier,))
-        self.store = FileStore(config.store, config.store_mib << 20, page_bytes=self.tier.page_bytes)
-        # The weights are random: the seed is their revision.
-        model = f"kvpool serve {config.model} of seed {config.seed}, torch {torch.__version__}"
-        return PrefixCache(pooled.allocator, states=states, tiers=(self.tier, self.store), model=model)
-
-    def submit(self) -> Request:
+    def submit(self) -> Answer:
         """Submit a request of random length."""
         return self._submit(_tokens(self._random, self._random.randint(4, 120)), self._random.randint(4, 64))
 
@@ -219,25 +290,35 @@ class Service:
         """Submit a turn of a conversation; its answer is followed by the next one."""
         prompt = before + _tokens(chance, chance.randint(8, 40))
 
-        def go_on(request: Request) -> None:
+        def go_on(request: Answer) -> None:
             if turns > 1:
                 self.converse(chance, request.prompt + request.tokens, turns - 1)
 
         self._submit(prompt, chance.randint(8, 24), go_on)
 
     def _submit(
-        self, prompt: list[int], new_tokens: int, then: Callable[[Request], None] | None = None
-    ) -> Request:
+        self, prompt: list[int], new_tokens: int, then: Callable[[Answer], None] | None = None
+    ) -> Answer:
         begin = perf_counter()
 
-        def on_token(request: Request, _token: int) -> None:
+        def on_token(request: Answer, _token: int) -> None:
             if len(request.tokens) == 1:
                 self._first_tokens_s.append(perf_counter() - begin)
             if request.is_over and then is not None:
                 then(request)
 
-        self.requests.append(self.engine.submit(prompt, new_tokens, on_token=on_token))
+        self.requests.append(self.server.submit(prompt, new_tokens, on_token=on_token))
         return self.requests[-1]
+
+    def stream(self, request: Answer) -> Iterator[int]:
+        """Yield a request's tokens as they are generated; serves all requests meanwhile."""
+        given = 0
+        while given < len(request.tokens) or not request.is_over:
+            if given < len(request.tokens):
+                given += 1
+                yield request.tokens[given - 1]
+            else:
+                self.server.step()
 
     def steps(self) -> Iterator[dict[str, int]]:
         """Serve the load, and yield the engine's statistics after each step."""
@@ -250,8 +331,8 @@ class Service:
             for arrive in arrivals[: self.config.per_step]:
                 arrive()
             del arrivals[: self.config.per_step]
-            is_busy = self.engine.step()
-            yield self.engine.stats()
+            is_busy = self.server.step()
+            yield self.server.stats()
 
     def serve(self, update: Callable[[dict[str, int], float], object] | None = None) -> ServeResult:
         """Serve the load.
@@ -262,7 +343,7 @@ class Service:
         Returns:
             The result, not checked yet.
         """
-        result = ServeResult(self.config, self.engine.stats())
+        result = ServeResult(self.config, self.server.stats())
         begin, before = perf_counter(), result.stats["generated_tokens"]
         for stats in self.steps():
             result.stats = stats
@@ -271,28 +352,24 @@ class Service:
             if update is not None:
                 update(stats, (stats["generated_tokens"] - before) / (perf_counter() - begin))
         result.served_s = perf_counter() - begin
-        if self.tier is not None:
-            self._settle()
-            result.stats = self.engine.stats()
-            tier = cast("dict[str, int]", self.tier.stats())
-            result.host_pages, result.host_capacity = tier["pages"], tier["capacity"]
-        if self.store is not None:
-            # What is in host memory only is put, too.
-            self.store.close()
-            result.stored_pages = self.store.stats()["pages"]
+        self._settle()
+        result.stats = self.server.stats()
+        if self.pools is not None:
+            _note_tiers(self.pools, result)
         result.first_token_s = median(self._first_tokens_s)
         return result
 
     def _settle(self) -> None:
-        """Wait for the copies to host memory: slots may be in use by them alone."""
+        """Wait until nothing is copied any more: slots may be in use by that alone."""
         deadline = perf_counter() + _SETTLE_S
-        while (self.engine.stats()["in_use"] or self._moving()) and perf_counter() < deadline:
+        while (self.server.stats()["in_use"] or self._moving()) and perf_counter() < deadline:
+            self.server.step()
             sleep(0.001)
 
     def _moving(self) -> int:
-        if self.tier is None:
+        if self.pools is None or self.pools.tier is None:
             return 0
-        stats = cast("dict[str, int]", self.tier.stats())
+        stats = cast("dict[str, int]", self.pools.tier.stats())
         return stats["arriving"] + stats["storing"]
 
     def check(self, result: ServeResult, update: Callable[[], object] | None = None) -> None:
@@ -311,7 +388,7 @@ class Service:
         result.alone_s = perf_counter() - begin
         result.differences = tuple(found)
 
-    def _difference(self, number: int, request: Request) -> Iterator[Difference]:
+    def _difference(self, number: int, request: Answer) -> Iterator[Difference]:
         prompt = torch.tensor([request.prompt], device=self.config.device)
         output = self.model.generate(
             prompt,
@@ -326,6 +403,17 @@ class Service:
                     logits = self.model(output[:, : prompt.shape[1] + position]).logits[0, -1]
                 yield Difference(number, position, float(logits[expected] - logits[token]))
                 return
+
+
+def _note_tiers(pools: Pools, result: ServeResult) -> None:
+    """Completes a result with what is below the cache."""
+    if pools.tier is not None:
+        tier = cast("dict[str, int]", pools.tier.stats())
+        result.host_pages, result.host_capacity = tier["pages"], tier["capacity"]
+    if pools.store is not None:
+        # What is in host memory only is put, too.
+        pools.store.close()
+        result.stored_pages = pools.store.stats()["pages"]
 
 
 def _tokens(chance: random.Random, count: int) -> list[int]:

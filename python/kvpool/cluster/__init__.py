@@ -1,0 +1,20 @@
+"""Several processes that serve together: some compute prompts, others generate, and a router decides.
+
+It needs `pip install 'kvpool[cluster]'`.
+"""
+
+from kvpool.cluster.channel import ChannelError, parse_address, read_secret
+from kvpool.cluster.messages import Role
+from kvpool.cluster.router import ClusterRequest, Router, WorkerStatus
+from kvpool.cluster.worker import Worker
+
+__all__ = [
+    "ChannelError",
+    "ClusterRequest",
+    "Role",
+    "Router",
+    "Worker",
+    "WorkerStatus",
+    "parse_address",
+    "read_secret",
+]

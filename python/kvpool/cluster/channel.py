@@ -1,0 +1,374 @@
+"""Connections between processes of a cluster, each of which has proved that it knows the shared secret.
+
+The side that listens sends a challenge; the side that connects answers it with a challenge of its own:
+
+    listener:  magic, version, 32 random bytes `a`
+    caller:    32 random bytes `b`, HMAC(secret, "caller", version, a, b)
+    listener:  HMAC(secret, "listener", version, a, b)
+
+Whoever cannot is told nothing more. From then on a frame is its length (4 bytes, little endian), its payload
+and an HMAC of its number and payload, with keys made of the secret and both challenges: frames cannot be
+made, changed, left out or sent again by others. They are not encrypted. All HMACs are with SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import queue
+import secrets
+import socket
+import stat
+import struct
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvpool.errors import ConfigError, KvPoolError
+from kvpool.integrations.kv_events.endpoints import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_log = logging.getLogger("kvpool")
+
+VERSION: Final = 1
+"""Of the handshake and the messages. Processes of different versions refuse each other."""
+
+MAX_BYTES: Final = 16 << 20
+"""The largest payload."""
+
+MIN_SECRET_BYTES: Final = 16
+HANDSHAKE_S: Final = 5.0
+"""How long a handshake may take."""
+
+_MAX_HANDSHAKES: Final = 32
+_MAX_UNSENT_BYTES: Final = 4 * MAX_BYTES
+_MAGIC: Final = b"kvpool\r\n"
+_HELLO: Final = struct.Struct("<8sH32s")
+_LENGTH: Final = struct.Struct("<I")
+_NUMBER: Final = struct.Struct("<Q")
+_PROOF_BYTES: Final = 32
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+class ChannelError(KvPoolError):
+    """A connection cannot be made, has ended, or brought what no member of the cluster sends."""
+
+
+def read_secret(path: str | None = None, environment: Mapping[str, str] = os.environ) -> bytes:
+    """Return the shared secret: of a file, or of the environment.
+
+    Args:
+        path: The file; by default that which `KVPOOL_SECRET_FILE` names. White space around the secret is
+            not part of it. Without a file, `KVPOOL_SECRET` is the secret itself.
+        environment: Where these are looked up.
+
+    Raises:
+        ConfigError: If there is none, it has less than 16 bytes, or the file cannot be read.
+    """
+    path = path or environment.get("KVPOOL_SECRET_FILE")
+    if path:
+        try:
+            secret = Path(path).read_bytes().strip()
+            mode = Path(path).stat().st_mode
+        except OSError as error:
+            raise ConfigError(f"the secret cannot be read: {error}") from error
+        if mode & _OTHERS:
+            _log.warning("others may read the secret in %s: its mode is %o", path, stat.S_IMODE(mode))
+    elif environment.get("KVPOOL_SECRET"):
+        secret = environment["KVPOOL_SECRET"].strip().encode()
+    else:
+        raise ConfigError("there is no secret: name a file, or set KVPOOL_SECRET_FILE or KVPOOL_SECRET")
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(f"the secret has {len(secret)} bytes; at least {MIN_SECRET_BYTES} are needed")
+    return secret
+
+
+def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, int]:
+    """Return host and port of `host:port`.
+
+    Args:
+        name: Of the argument.
+        address: Its value.
+        allow_remote: Whether other machines may be reached, or reach it.
+
+    Raises:
+        ConfigError: If it is not of this form, or not of this machine alone although it must be.
+    """
+    host, separator, port = address.rpartition(":")
+    if not (separator and host) or not (port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(
+            f"{name} is {address!r}, not a host and a port below 65536, such as '127.0.0.1:7000'"
+        )
+    if not allow_remote and not is_loopback(address):
+        raise ConfigError(
+            f"{name} is {address!r}, which is not of this machine alone; what is sent is not encrypted. "
+            "Allow it in a network that you trust"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class Channel:
+    """A connection whose other end has proved that it knows the secret.
+
+    One thread receives; any may send. What is sent waits in memory, and a thread writes it.
+    """
+
+    def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
+        self._connection = connection
+        self._sending, self._receiving = _Tags(sending), _Tags(receiving)
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._unsent_bytes = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._write, name="kvpool channel", daemon=True).start()
+
+    def send(self, payload: bytes) -> None:
+        """Send a payload. Does not wait.
+
+        Raises:
+            ChannelError: If the connection has ended, the other side does not take what was sent before, or
+                the payload is too large.
+        """
+        if len(payload) > MAX_BYTES:
+            raise ChannelError(f"a payload of {len(payload)} bytes is larger than {MAX_BYTES}")
+        with self._lock:
+            if self._is_closed:
+                raise ChannelError("the connection has ended")
+            self._unsent_bytes += len(payload)
+            unsent = self._unsent_bytes
+            self._unsent.put(payload)
+        if unsent > _MAX_UNSENT_BYTES:
+            self.close()
+            raise ChannelError(f"{unsent} bytes are not taken by the other end")
+
+    def _write(self) -> None:
+        while (payload := self._unsent.get()) is not None:
+            try:
+                self._connection.sendall(_LENGTH.pack(len(payload)) + payload + self._sending.of(payload))
+            except OSError:
+                self.close()  # who receives is told why
+                return
+            with self._lock:
+                self._unsent_bytes -= len(payload)
+
+    def receive(self) -> bytes:
+        """Return the next payload. Waits for it.
+
+        Raises:
+            ChannelError: If the connection has ended, or what comes is no frame of the other end.
+        """
+        try:
+            return self._receive()
+        except ChannelError:
+            self.close()
+            raise
+
+    def _receive(self) -> bytes:
+        [length] = _LENGTH.unpack(_take(self._connection, _LENGTH.size))
+        if length > MAX_BYTES:
+            raise ChannelError(f"a frame of {length} bytes is larger than {MAX_BYTES}")
+        payload = _take(self._connection, length)
+        if not hmac.compare_digest(_take(self._connection, _PROOF_BYTES), self._receiving.of(payload)):
+            raise ChannelError("a frame is not of the other end")
+        return payload
+
+    def close(self) -> None:
+        """End the connection, and every call that waits for it. What is not sent yet is dropped."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._unsent.put(None)
+        _end(self._connection)
+        self._connection.close()
+
+
+class _Tags:
+    """HMACs of the frames of one direction."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._next = 0
+
+    def of(self, payload: bytes) -> bytes:
+        """That of the next payload."""
+        number = _NUMBER.pack(self._next)
+        self._next += 1
+        return hmac.digest(self._key, number + payload, hashlib.sha256)
+
+
+def connect(address: tuple[str, int], secret: bytes) -> Channel:
+    """Return a channel to a listener.
+
+    Raises:
+        ChannelError: If nobody listens there, or it does not prove that it knows the secret.
+    """
+    try:
+        connection = socket.create_connection(address, HANDSHAKE_S)
+    except OSError as error:
+        raise ChannelError(f"{address[0]}:{address[1]} cannot be reached: {error}") from error
+    try:
+        return _call(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _call(connection: socket.socket, secret: bytes) -> Channel:
+    magic, version, theirs = _HELLO.unpack(_take(connection, _HELLO.size))
+    if magic != _MAGIC or version != VERSION:
+        raise ChannelError(f"the other end is not kvpool, or of version {version} and not {VERSION}")
+    mine = secrets.token_bytes(_PROOF_BYTES)
+    _send(connection, mine + _proof(secret, b"caller", theirs, mine))
+    if not hmac.compare_digest(_take(connection, _PROOF_BYTES), _proof(secret, b"listener", theirs, mine)):
+        raise ChannelError("the other end does not know the secret")
+    return _ready(connection, secret, theirs, mine, is_caller=True)
+
+
+def _answer(connection: socket.socket, secret: bytes) -> Channel:
+    mine = secrets.token_bytes(_PROOF_BYTES)
+    _send(connection, _HELLO.pack(_MAGIC, VERSION, mine))
+    theirs = _take(connection, _PROOF_BYTES)
+    if not hmac.compare_digest(_take(connection, _PROOF_BYTES), _proof(secret, b"caller", mine, theirs)):
+        raise ChannelError("the other end does not know the secret")
+    _send(connection, _proof(secret, b"listener", mine, theirs))
+    return _ready(connection, secret, mine, theirs, is_caller=False)
+
+
+def _proof(secret: bytes, who: bytes, listener: bytes, caller: bytes) -> bytes:
+    """What only who knows the secret can say. Its parts have fixed lengths but for the first."""
+    return hmac.digest(
+        secret, who + b"\0" + VERSION.to_bytes(2, "little") + listener + caller, hashlib.sha256
+    )
+
+
+def _ready(
+    connection: socket.socket, secret: bytes, listener: bytes, caller: bytes, *, is_caller: bool
+) -> Channel:
+    keys = [_proof(secret, who, listener, caller) for who in (b"caller sends", b"listener sends")]
+    sending, receiving = keys if is_caller else reversed(keys)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Channel(connection, sending, receiving)
+
+
+def _send(connection: socket.socket, content: bytes) -> None:
+    try:
+        connection.sendall(content)
+    except OSError as error:
+        raise ChannelError(f"the connection has ended: {error}") from error
+
+
+def _take(connection: socket.socket, count: int) -> bytes:
+    """So many bytes. Memory is taken as they come."""
+    content = bytearray()
+    while len(content) < count:
+        try:
+            part = connection.recv(min(count - len(content), 1 << 16))
+        except OSError as error:
+            raise ChannelError(f"the connection has ended: {error}") from error
+        if not part:
+            raise ChannelError(f"the connection has ended after {len(content)} of {count} bytes")
+        content += part
+    return bytes(content)
+
+
+class Listener:
+    """Waits for callers, and gives those that know the secret to `on_channel`, each in a thread of its own.
+
+    Args:
+        address: Host and port; port 0 for any.
+        secret: The shared secret.
+        on_channel: Called with each channel. It is closed when that returns.
+
+    Attributes:
+        address: Host and port.
+        refused: Callers that did not know the secret, or were too many at once.
+
+    Raises:
+        ConfigError: If nobody can listen there.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, on_channel: Callable[[Channel], object]
+    ) -> None:
+        self.refused = 0
+        self._secret = secret
+        self._on_channel = on_channel
+        self._shaking = threading.Semaphore(_MAX_HANDSHAKES)
+        self._open: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        try:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            self._socket = socket.create_server(address, family=family, backlog=_MAX_HANDSHAKES)
+        except OSError as error:
+            raise ConfigError(f"nobody can listen at {address[0]}:{address[1]}: {error}") from error
+        host, port = self._socket.getsockname()[:2]
+        self.address: tuple[str, int] = (host, port)
+        threading.Thread(target=self._accept, name="kvpool listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no longer, and end all channels."""
+        with self._lock:
+            self._is_closed = True
+            channels = [*self._open]
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for channel in channels:
+            channel.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._socket.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                continue
+            if not self._shaking.acquire(blocking=False):
+                self._refuse(connection, address, f"{_MAX_HANDSHAKES} others are asked who they are")
+                continue
+            threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+
+    def _greet(self, connection: socket.socket, address: tuple[object, ...]) -> None:
+        try:
+            # A caller that sends a byte now and then does not stay longer than one that sends none.
+            timer = threading.Timer(HANDSHAKE_S, _end, [connection])
+            timer.daemon = True
+            timer.start()
+            try:
+                connection.settimeout(HANDSHAKE_S)
+                channel = _answer(connection, self._secret)
+            finally:
+                timer.cancel()
+                self._shaking.release()
+        except (ChannelError, OSError) as error:
+            self._refuse(connection, address, str(error))
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._open.add(channel)
+        try:
+            if channel in self._open:
+                self._on_channel(channel)
+        finally:
+            with self._lock:
+                self._open.discard(channel)
+            channel.close()
+
+    def _refuse(self, connection: socket.socket, address: tuple[object, ...], why: str) -> None:
+        self.refused += 1
+        _log.warning("a caller from %s is refused: %s", address[0], why)
+        connection.close()
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,116 @@
+"""Requests that change processes: their rows are lent by one engine, and read by the next."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvpool.errors import KvPoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from kvpool.remote import Endpoint, Peer, RemoteSlots, SlotLease, Transfer
+
+_log = logging.getLogger("kvpool")
+
+
+class Outgoing:
+    """Lends the rows of a request to the process that goes on with it. A `Move` of `Engine.submit`.
+
+    Args:
+        endpoint: Of the model's pools.
+        seconds: How long the rows are lent.
+        tell: Called with the ticket when the rows are lent, or with `None` if they cannot be.
+    """
+
+    brings = False
+    has_failed = False
+
+    def __init__(self, endpoint: Endpoint, seconds: float, tell: Callable[[bytes | None], object]) -> None:
+        self.has_begun = False
+        self._endpoint = endpoint
+        self._seconds = seconds
+        self._tell = tell
+        self._lease: SlotLease | None = None
+
+    def begin(self, row: int, slots: torch.Tensor, start: int) -> None:  # noqa: ARG002 - nothing is there yet
+        """Lend the rows."""
+        self.has_begun = True
+        ticket = None
+        try:
+            states = [row] if self._endpoint.has_states else ()
+            self._lease = self._endpoint.lend(slots, states=states, seconds=self._seconds)
+            ticket = self._lease.ticket
+        except KvPoolError as error:
+            _log.warning("%s cannot lend the rows of a request: %s", self._endpoint.name, error)
+        self._tell(ticket)
+
+    def query(self) -> bool:
+        """Return whether the rows have gone, or are not lent any more."""
+        return self._lease is None or self._lease.query()
+
+    def cancel(self) -> None:
+        """Lend them no longer."""
+        if self._lease is not None:
+            self._lease.end()
+
+
+class Incoming:
+    """Reads the rows of a request from the process that has computed them. A `Move` of `Engine.submit`.
+
+    Args:
+        endpoint: Of the model's pools.
+        peer: The process that lends them.
+        ticket: Its ticket.
+
+    Raises:
+        ConfigError: If it is no ticket.
+        IndexError: If the peer has no such slots.
+    """
+
+    brings = True
+
+    def __init__(self, endpoint: Endpoint, peer: Peer, ticket: bytes) -> None:
+        self.has_begun = False
+        self.has_failed = False
+        self._endpoint = endpoint
+        self._peer = peer
+        self._remote: RemoteSlots = peer.slots(ticket)
+        self._transfers: list[Transfer] = []
+
+    def begin(self, row: int, slots: torch.Tensor, start: int) -> None:
+        """Read the rows that were not found here."""
+        self.has_begun = True
+        states = [row] if len(self._remote.states) else ()
+        remote = self._remote.since(start)
+        try:
+            self._transfers.append(self._peer.read(remote, slots, states=states))
+        except KvPoolError as error:
+            self._lack(error)
+
+    def query(self) -> bool:
+        """Return whether nothing arrives any more."""
+        if self._transfers:
+            [transfer] = self._transfers
+            is_over = transfer.query()
+            if is_over and transfer.error is not None and not self.has_failed:
+                self._lack(transfer.error)
+            return is_over
+        # A read that an interrupt left without its transfer ends with the lease.
+        if not self.has_failed and time.monotonic() >= self._remote.deadline:
+            self._endpoint.poll()
+            self.has_failed = True
+        return self.has_failed
+
+    def cancel(self) -> None:
+        """Do without the rows."""
+        for transfer in self._transfers:
+            transfer.cancel()
+
+    def _lack(self, error: KvPoolError) -> None:
+        self.has_failed = True
+        _log.warning("%s computes a request again: %s", self._endpoint.name, error)

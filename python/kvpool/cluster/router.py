@@ -1,0 +1,522 @@
+"""Sends requests to the workers of a cluster: to where their prefix is, and to others when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+
+from kvpool.cluster import messages
+from kvpool.cluster.channel import ChannelError, Listener, parse_address
+from kvpool.cluster.messages import Abort, Join, Meet, Refused, Report, Work
+from kvpool.errors import ConfigError, KvPoolError
+from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
+from kvpool.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from kvpool.cluster.channel import Channel
+    from kvpool.cluster.messages import Role, ToRouter, ToWorker
+
+_log = logging.getLogger("kvpool")
+
+MAX_LOSSES: Final = 3
+"""Workers that may be lost with a request before it is given up: it may be what ends them."""
+
+_MOST_GONE: Final = 64
+"""Workers that are lost and still listed."""
+
+State: TypeAlias = Literal["waiting", "prefill", "decode", "finished", "failed", "aborted"]
+
+
+@dataclass(eq=False)
+class ClusterRequest:
+    """A prompt and its generated tokens, made by `Router.submit`.
+
+    Attributes:
+        prompt: Tokens of the prompt.
+        max_new_tokens: The most tokens to generate.
+        stop_tokens: Tokens that end it; such a token is the last of `tokens`.
+        sampling: Sampling parameters.
+        namespace: Namespace of its tokens in prefix caches.
+        on_token: Called with the request and each token, in order.
+        tokens: Tokens generated so far.
+        state: Where it is: "waiting" for a worker, with one for "prefill" or "decode", and at the end
+            "finished", "failed" or "aborted".
+        workers: Names of those that have had it, in order.
+        losses: How often a worker was lost with it.
+        error: Why it failed.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
+    namespace: str | bytes | int | None = None
+    on_token: Callable[[ClusterRequest, int], object] | None = None
+    tokens: list[int] = field(default_factory=list)
+    state: State = "waiting"
+    workers: list[str] = field(default_factory=list)
+    losses: int = 0
+    error: str | None = None
+    attempt: int = -1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is finished, failed or aborted."""
+        return self.state in {"finished", "failed", "aborted"}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens are generated."""
+        tokens = self.tokens
+        return len(tokens) >= self.max_new_tokens or bool(tokens and tokens[-1] in self.stop_tokens)
+
+    @property
+    def seq_len(self) -> int:
+        """Number of prompt and generated tokens."""
+        return len(self.prompt) + len(self.tokens)
+
+
+class WorkerStatus(NamedTuple):
+    """What a router knows of a worker.
+
+    Attributes:
+        name: Its name.
+        role: What it is for.
+        is_alive: Whether it is there.
+        requests: Requests that it has.
+        reports: How often it has reported `stats`.
+        stats: `Engine.stats()` of its last report, and `read_bytes`: bytes of rows that it has read.
+    """
+
+    name: str
+    role: Role
+    is_alive: bool
+    requests: int
+    reports: int
+    stats: Mapping[str, int]
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker.
+
+    Attributes:
+        join: How it has introduced itself.
+        channel: The way to it.
+        heard: When it last said anything.
+        attempts: Its requests by attempt.
+        load: Tokens of these, each as many as it had when it was sent.
+        stats: Of its last report.
+        reports: How often it has reported them.
+        is_alive: Whether it is there.
+    """
+
+    join: Join
+    channel: Channel
+    heard: float
+    attempts: dict[int, ClusterRequest] = field(default_factory=dict)
+    load: dict[int, int] = field(default_factory=dict)
+    stats: dict[str, int] = field(default_factory=dict)
+    reports: int = 0
+    is_alive: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.join.name
+
+
+class Router:
+    """Gives requests to workers, which join by themselves.
+
+    A prompt goes to the worker that has to compute the least of it, with what it has still to compute for
+    others; what follows, to the one with the least to keep. If a worker is lost, its requests go to others
+    with the tokens that they have: the answers are the same. Without workers for prompts those for what
+    follows compute them, too. Requests wait as long as there is nobody.
+
+    Use it from one thread. It has others that listen.
+
+    Args:
+        secret: The shared secret: see `kvpool.cluster.channel.read_secret`.
+        address: Host and port to listen at; port 0 is any that is free.
+        allow_remote: Whether other machines may reach it. What is sent is not encrypted.
+        model: What workers must have in common; by default what the first one has.
+        lost_after_s: After how many seconds without a word a worker is taken for lost.
+
+    Raises:
+        ConfigError: If nobody can listen there.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        address: str = "127.0.0.1:0",
+        *,
+        allow_remote: bool = False,
+        model: dict[str, str | int] | None = None,
+        lost_after_s: float = 5.0,
+    ) -> None:
+        if not lost_after_s > 0:
+            raise ConfigError(f"lost_after_s is {lost_after_s}; it must be above 0")
+        self._model = model
+        self._lost_after_s = lost_after_s
+        self._index = PrefixIndex()
+        self._subscriber = EventSubscriber(self._index, secret=secret)
+        self._workers: dict[str, _Worker] = {}
+        self._requests: dict[int, ClusterRequest] = {}
+        self._waiting: deque[ClusterRequest] = deque()
+        self._lent: deque[tuple[ClusterRequest, str, bytes | None]] = deque()
+        self._untold: deque[tuple[ClusterRequest, int]] = deque()
+        self._numbers = count(1)
+        self._counts = dict.fromkeys(
+            ("submitted", "finished", "failed", "aborted", "handed_over", "lost_workers", "repeated"), 0
+        )
+        self._heard: queue.SimpleQueue[tuple[Channel, ToRouter | ChannelError]] = queue.SimpleQueue()
+        self._by_channel: dict[Channel, _Worker] = {}
+        try:
+            where = parse_address("address", address, allow_remote=allow_remote)
+            self._listener = Listener(where, secret, self._listen)
+        except BaseException:
+            self._subscriber.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Host and port where workers find it."""
+        host, port = self._listener.address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def submit(  # noqa: PLR0913 - the options of a request
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        stop_tokens: Iterable[int] = (),
+        sampling: Sampling | None = None,
+        on_token: Callable[[ClusterRequest, int], object] | None = None,
+        namespace: str | bytes | int | None = None,
+    ) -> ClusterRequest:
+        """Queue a request. Its arguments are those of `Engine.submit`.
+
+        Returns:
+            The request. It fails if no worker can serve it, such as for its length.
+
+        Raises:
+            ConfigError: If the prompt is empty or too long, or no token is asked for.
+        """
+        given = [int(token) for token in prompt]
+        if not 0 < len(given) <= messages.MAX_TOKENS or max_new_tokens < 1:
+            raise ConfigError(
+                f"{len(given)} prompt and {max_new_tokens} new tokens; at least one of each is needed, "
+                f"and at most {messages.MAX_TOKENS} of a prompt"
+            )
+        request = ClusterRequest(
+            given, max_new_tokens, frozenset(stop_tokens), sampling or Sampling(), namespace, on_token
+        )
+        self._counts["submitted"] += 1
+        self._waiting.append(request)
+        return request
+
+    def step(self, timeout_s: float = 0.01) -> bool:
+        """Hear what workers say, and give them requests.
+
+        Args:
+            timeout_s: How long to wait if nobody says anything.
+
+        Returns:
+            Whether requests are not over.
+
+        Raises:
+            Exception: Of a callback. The next step goes on with the others.
+        """
+        self._deliver()
+        self._subscriber.poll()
+        self._give()
+        self._hear(timeout_s)
+        now = time.monotonic()
+        for worker in [*self._workers.values()]:
+            if worker.is_alive and now - worker.heard > self._lost_after_s:
+                self._lose(worker, f"it has said nothing for {now - worker.heard:.1f} s")
+        self._give()
+        self._deliver()
+        return bool(self._waiting or self._requests or self._lent)
+
+    def run(self) -> None:
+        """Step until every request is over."""
+        while self.step():
+            pass
+
+    def abort(self, request: ClusterRequest) -> None:
+        """Abort a request. One that is over stays as it is."""
+        if request.is_over:
+            return
+        worker = self._release(request)
+        if worker is not None:
+            self._send(worker, Abort(request.attempt))
+        self._end(request, "aborted")
+
+    def workers(self) -> list[WorkerStatus]:
+        """Return what is known of each worker that has ever joined, by name."""
+        return [
+            WorkerStatus(name, one.join.role, one.is_alive, len(one.attempts), one.reports, one.stats)
+            for name, one in sorted(self._workers.items())
+        ]
+
+    def stats(self) -> dict[str, int]:
+        """Return current and cumulative statistics.
+
+        Requests: `submitted`, `waiting` for a worker, `running` with one, `finished`, `failed`, `aborted`,
+        `handed_over` from one worker to the next, and `repeated` because one was lost. `workers` that are
+        there, `lost_workers`, and `refused` callers.
+        """
+        return self._counts | {
+            "waiting": len(self._waiting) + len(self._lent),
+            "running": len(self._requests),
+            "workers": sum(worker.is_alive for worker in self._workers.values()),
+            "refused": self._listener.refused,
+        }
+
+    def close(self) -> None:
+        """Leave all workers: they wait for another router."""
+        self._listener.close()
+        self._subscriber.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Hearing
+
+    def _listen(self, channel: Channel) -> None:
+        """In a thread of the channel."""
+        try:
+            while True:
+                self._heard.put((channel, messages.from_worker(channel.receive())))
+        except ChannelError as error:
+            self._heard.put((channel, error))
+
+    def _hear(self, timeout_s: float) -> None:
+        try:
+            channel, message = self._heard.get(timeout=timeout_s) if timeout_s else self._heard.get_nowait()
+            while True:
+                self._take(channel, message)
+                channel, message = self._heard.get_nowait()
+        except queue.Empty:
+            return
+
+    def _take(self, channel: Channel, message: ToRouter | ChannelError) -> None:
+        worker = self._by_channel.get(channel)
+        if isinstance(message, Join):
+            if worker is None:
+                self._admit(channel, message)
+            else:
+                self._lose(worker, "it joins twice")
+        elif worker is None:
+            channel.close()
+        elif isinstance(message, ChannelError):
+            self._lose(worker, str(message))
+        else:
+            worker.heard = time.monotonic()
+            self._note(worker, message)
+
+    def _admit(self, channel: Channel, join: Join) -> None:
+        model = self._model = self._model or join.model
+        for name in {**model, **join.model}:
+            if model.get(name) != join.model.get(name):
+                reason = f"its {name} is {join.model.get(name)!r}, and that of others is {model.get(name)!r}"
+                _log.warning("%s is refused: %s", join.name, reason)
+                with suppress(KvPoolError):
+                    channel.send(messages.encode(Refused(reason[: messages.MAX_TEXT])))
+                channel.close()
+                return
+        gone = [name for name, one in self._workers.items() if not one.is_alive]
+        for name in gone[:-_MOST_GONE]:
+            del self._workers[name]
+        before = self._workers.get(join.name)
+        if before is not None and before.is_alive:
+            self._lose(before, "another of its name has joined")
+        worker = self._workers[join.name] = _Worker(join, channel, time.monotonic())
+        self._by_channel[channel] = worker
+        if join.events is not None:
+            try:
+                self._subscriber.connect(join.name, join.events, join.replay)
+            except KvPoolError as error:
+                _log.warning("the events of %s cannot be heard: %s", join.name, error)
+        for one in [*self._workers.values()]:
+            for lender, reader in ((worker, one), (one, worker)):
+                roles = (lender.join.role, reader.join.role)
+                if one.is_alive and roles == ("prefill", "decode"):
+                    self._send(reader, Meet(lender.name, lender.join.metadata))
+
+    def _note(self, worker: _Worker, report: Report) -> None:
+        if report.stats is not None:
+            worker.stats = report.stats
+            worker.reports += 1
+        for number, tokens in report.tokens:
+            request = worker.attempts.get(number)
+            if request is not None:
+                self._extend(worker, request, tokens)
+        for number, ticket in report.lent:
+            request = worker.attempts.get(number)
+            if request is not None and request.state == "prefill":
+                self._release(request)
+                self._lent.append((request, worker.name, ticket))
+        for number, reason in report.failed:
+            request = worker.attempts.get(number)
+            if request is not None:
+                self._release(request)
+                request.error = reason
+                self._end(request, "failed")
+
+    def _extend(self, worker: _Worker, request: ClusterRequest, tokens: list[int]) -> None:
+        if len(request.tokens) + len(tokens) > request.max_new_tokens:
+            self._lose(worker, "it sends more tokens than were asked for")
+            return
+        request.tokens += tokens
+        if request.is_complete:
+            self._release(request)
+            self._end(request, "finished")
+        self._untold.extend((request, token) for token in tokens)
+
+    def _deliver(self) -> None:
+        while self._untold:
+            request, token = self._untold.popleft()
+            if request.on_token is not None and request.state != "aborted":
+                request.on_token(request, token)
+
+    # Giving
+
+    def _give(self) -> None:
+        """Give requests to workers, those that are handed over first: their rows are lent for a time."""
+        while self._lent:
+            request, lender, ticket = self._lent[0]
+            found = self._found(request)
+            worker = self._best("decode", request, found)
+            if worker is None:
+                break
+            self._lent.popleft()
+            self._counts["handed_over"] += 1
+            self._send_work(worker, request, request.seq_len, peer=lender, ticket=ticket)
+        while self._waiting:
+            request = self._waiting[0]
+            found = self._found(request)
+            for_prompts, for_rest = (self._best(role, request, found) for role in ("prefill", "decode"))
+            if for_rest is None:
+                break
+            self._waiting.popleft()
+            if for_prompts is None:
+                self._send_work(for_rest, request, request.seq_len)
+            else:
+                load = request.seq_len - found.get(for_prompts.name, 0)
+                self._send_work(for_prompts, request, load, is_handed_over=True)
+
+    def _found(self, request: ClusterRequest) -> dict[str, int]:
+        """How many tokens of a request each worker has."""
+        return self._index.match(request.prompt + request.tokens, request.namespace)
+
+    def _best(self, role: str, request: ClusterRequest, found: dict[str, int]) -> _Worker | None:
+        """The worker of a role with the least to do, with what it would compute or read of this request."""
+        workers = [one for one in self._workers.values() if one.is_alive and one.join.role == role]
+
+        def cost(worker: _Worker) -> int:
+            return sum(worker.load.values()) + request.seq_len - found.get(worker.name, 0)
+
+        return min(workers, key=cost, default=None)
+
+    def _send_work(  # noqa: PLR0913
+        self,
+        worker: _Worker,
+        request: ClusterRequest,
+        load: int,
+        *,
+        is_handed_over: bool = False,
+        peer: str | None = None,
+        ticket: bytes | None = None,
+    ) -> None:
+        number = request.attempt = next(self._numbers)
+        request.state = "prefill" if is_handed_over else "decode"
+        request.workers.append(worker.name)
+        self._requests[number] = worker.attempts[number] = request
+        worker.load[number] = load
+        sampling, namespace = request.sampling, request.namespace
+        work = Work(
+            number=number,
+            prompt=request.prompt,
+            tokens=request.tokens,
+            max_new_tokens=request.max_new_tokens,
+            stop_tokens=sorted(request.stop_tokens),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            namespace=None if isinstance(namespace, bytes) else namespace,
+            namespace_bytes=namespace if isinstance(namespace, bytes) else None,
+            is_handed_over=is_handed_over,
+            peer=None if ticket is None else peer,
+            ticket=ticket,
+        )
+        self._send(worker, work)
+
+    def _send(self, worker: _Worker, message: ToWorker) -> None:
+        try:
+            worker.channel.send(messages.encode(message))
+        except ChannelError as error:
+            # The requests of a worker are given away when it is next heard of, not in the middle of a change.
+            self._heard.put((worker.channel, error))
+
+    # Ending
+
+    def _release(self, request: ClusterRequest) -> _Worker | None:
+        """Takes a request from its worker, which is returned."""
+        if self._requests.pop(request.attempt, None) is None:
+            self._lent = deque(lent for lent in self._lent if lent[0] is not request)
+            if request in self._waiting:
+                self._waiting.remove(request)
+            return None
+        worker = self._workers[request.workers[-1]]
+        worker.attempts.pop(request.attempt, None)
+        worker.load.pop(request.attempt, None)
+        return worker
+
+    def _end(self, request: ClusterRequest, state: Literal["finished", "failed", "aborted"]) -> None:
+        request.state = state
+        self._counts[state] += 1
+
+    def _lose(self, worker: _Worker, why: str) -> None:
+        """Gives what a worker has to others."""
+        if not worker.is_alive:
+            return
+        worker.is_alive = False
+        worker.channel.close()
+        self._by_channel.pop(worker.channel, None)
+        if worker.join.events is not None:
+            with suppress(KvPoolError):
+                self._subscriber.disconnect(worker.name)
+        self._counts["lost_workers"] += 1
+        _log.warning("%s is lost with %d requests: %s", worker.name, len(worker.attempts), why)
+        # Nobody can read what it has lent.
+        self._lent = deque((one, by, None if by == worker.name else ticket) for one, by, ticket in self._lent)
+        for request in reversed([*worker.attempts.values()]):
+            self._release(request)
+            request.losses += 1
+            if request.losses >= MAX_LOSSES:
+                request.error = f"{request.losses} workers were lost with it: {', '.join(request.workers)}"
+                self._end(request, "failed")
+                continue
+            self._counts["repeated"] += 1
+            request.state = "waiting"
+            self._waiting.appendleft(request)

@@ -1,0 +1,226 @@
+"""A process of a cluster: it computes prompts, or goes on with what another has computed."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from kvpool.cluster import messages
+from kvpool.cluster.channel import ChannelError, connect
+from kvpool.cluster.handover import Incoming, Outgoing
+from kvpool.cluster.messages import Abort, Join, Meet, Refused, Report, Work
+from kvpool.errors import ConfigError, KvPoolError
+
+if TYPE_CHECKING:
+    from kvpool.cluster.channel import Channel
+    from kvpool.cluster.messages import Role, ToWorker
+    from kvpool.integrations.kv_events import EventPublisher
+    from kvpool.remote import Endpoint, Peer
+    from kvpool.serving import Engine, Request
+
+_log = logging.getLogger("kvpool")
+
+REPORT_S: Final = 0.25
+"""How often a worker tells how it is: a router that hears nothing for longer takes it for lost."""
+
+_IDLE_S: Final = 0.01
+_RETRY_S: Final = 0.2
+
+
+class Worker:
+    """Serves what a router asks for, with an engine of its own.
+
+    Use it from one thread. An error of the engine ends `serve`: the router gives the requests to others.
+
+    Args:
+        engine: The engine.
+        endpoint: Of the pools of its model.
+        name: What the router calls it: up to 200 characters without "/" and "#".
+        role: "prefill" if it is for prompts, "decode" for what follows. Either serves whole requests if there
+            is nobody for the other.
+        model: What must be equal in all processes for their tokens to be equal, such as a revision.
+        publisher: Publishes the events of the engine's prefix cache, for the router to know what it has.
+        lease_s: How long rows are lent to the next worker, in seconds.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a worker
+        self,
+        engine: Engine,
+        endpoint: Endpoint,
+        *,
+        name: str,
+        role: Role,
+        model: dict[str, str | int],
+        publisher: EventPublisher | None = None,
+        lease_s: float = 30.0,
+    ) -> None:
+        self._engine = engine
+        self._endpoint = endpoint
+        self._publisher = publisher
+        self._lease_s = lease_s
+        self._join = Join(
+            name,
+            role,
+            model,
+            endpoint.metadata(),
+            engine.model.allocator.stats()["capacity"],
+            None if publisher is None else publisher.endpoint,
+            None if publisher is None else publisher.replay_endpoint,
+        )
+        self._peers: dict[str, Peer] = {}
+        self._requests: dict[int, Request] = {}
+        self._report = Report()
+        self._reported = 0.0
+
+    def run(self, address: tuple[str, int], secret: bytes, stop: threading.Event) -> None:
+        """Serve a router, and the next one when that is gone, until `stop` is set.
+
+        Args:
+            address: Host and port of the router.
+            secret: The shared secret.
+            stop: Ends this.
+
+        Raises:
+            ConfigError: If the router refuses this worker.
+        """
+        is_away = False
+        while not stop.is_set():
+            try:
+                channel = connect(address, secret)
+            except ChannelError as error:
+                if not is_away:
+                    _log.warning("%s waits for a router: %s", self._join.name, error)
+                is_away = True
+                stop.wait(_RETRY_S)
+                continue
+            is_away = False
+            try:
+                self.serve(channel, stop)
+            except ChannelError as error:
+                _log.warning("%s has lost its router: %s", self._join.name, error)
+
+    def serve(self, channel: Channel, stop: threading.Event) -> None:
+        """Serve a router until it is gone, or `stop` is set.
+
+        Raises:
+            ChannelError: If the router is gone.
+            ConfigError: If it refuses this worker.
+        """
+        heard: queue.SimpleQueue[ToWorker | ChannelError] = queue.SimpleQueue()
+        listener = threading.Thread(target=_listen, args=(channel, heard), daemon=True)
+        listener.start()
+        try:
+            channel.send(messages.encode(self._join))
+            is_busy = False
+            while not stop.is_set():
+                self._hear(heard, 0.0 if is_busy else _IDLE_S)
+                is_busy = self._engine.step()
+                self._endpoint.poll()
+                if self._publisher is not None:
+                    self._publisher.publish()
+                self._tell(channel)
+        finally:
+            channel.close()
+            listener.join()
+            self._drop()
+
+    def _hear(self, heard: queue.SimpleQueue[ToWorker | ChannelError], timeout_s: float) -> None:
+        """Do what the router has said; wait for it if there is nothing else to do."""
+        try:
+            message = heard.get(timeout=timeout_s) if timeout_s else heard.get_nowait()
+            while True:
+                self._obey(message)
+                message = heard.get_nowait()
+        except queue.Empty:
+            return
+
+    def _obey(self, message: ToWorker | ChannelError) -> None:
+        if isinstance(message, ChannelError):
+            raise message
+        if isinstance(message, Refused):
+            raise ConfigError(f"the router refuses {self._join.name}: {message.reason}")
+        if isinstance(message, Work):
+            try:
+                self._requests[message.number] = self._submit(message)
+            except KvPoolError as error:
+                self._report.failed.append((message.number, str(error)[: messages.MAX_TEXT]))
+        elif isinstance(message, Abort):
+            request = self._requests.pop(message.number, None)
+            if request is not None:
+                self._engine.abort(request)
+        else:
+            self._meet(message)
+
+    def _meet(self, message: Meet) -> None:
+        try:
+            self._peers[message.name] = self._endpoint.connect(message.metadata)
+        except KvPoolError as error:
+            self._peers.pop(message.name, None)
+            _log.warning("%s cannot read from %s: %s", self._join.name, message.name, error)
+
+    def _submit(self, work: Work) -> Request:
+        number = work.number
+
+        def on_token(request: Request, token: int) -> None:
+            self._report.tokens.append((number, [token]))
+            if request.is_complete:
+                self._requests.pop(number, None)
+
+        move: Outgoing | Incoming | None = None
+        if work.is_handed_over:
+            move = Outgoing(
+                self._endpoint, self._lease_s, lambda ticket: self._report.lent.append((number, ticket))
+            )
+        elif work.ticket is not None and work.peer in self._peers:
+            move = self._incoming(work.peer, work.ticket)
+        return self._engine.submit(
+            work.prompt,
+            work.max_new_tokens,
+            stop_tokens=work.stop_tokens,
+            sampling=work.sampling(),
+            on_token=on_token,
+            owner=number,
+            namespace=work.namespace if work.namespace_bytes is None else work.namespace_bytes,
+            tokens=work.tokens,
+            move=move,
+        )
+
+    def _incoming(self, peer: str, ticket: bytes) -> Incoming | None:
+        try:
+            return Incoming(self._endpoint, self._peers[peer], ticket)
+        except (ConfigError, IndexError) as error:
+            _log.warning("%s cannot use a ticket of %s: %s", self._join.name, peer, error)
+            return None
+
+    def _tell(self, channel: Channel) -> None:
+        """Report what has happened, and now and then how the engine is."""
+        report, now = self._report, time.monotonic()
+        is_due = now - self._reported >= REPORT_S
+        if not (is_due or report.tokens or report.lent or report.failed):
+            return
+        self._report = Report()
+        if is_due:
+            self._reported = now
+            report.stats = self._engine.stats() | {"read_bytes": self._endpoint.stats()["bytes"]}
+        for number, _ in report.lent:
+            self._requests.pop(number, None)
+        channel.send(messages.encode(report))
+
+    def _drop(self) -> None:
+        """Abort everything: the router, if there is one, has given it to others."""
+        for request in self._requests.values():
+            self._engine.abort(request)
+        self._requests.clear()
+        self._peers.clear()
+        self._report = Report()
+
+
+def _listen(channel: Channel, heard: queue.SimpleQueue[ToWorker | ChannelError]) -> None:
+    try:
+        while True:
+            heard.put(messages.from_router(channel.receive()))
+    except ChannelError as error:
+        heard.put(error)

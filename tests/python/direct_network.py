@@ -1,0 +1,79 @@
+"""A network within a process whose rows are there at once, for endpoints in several threads."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import TYPE_CHECKING, Literal
+
+from fake_network import located
+
+from kvpool.remote import Endpoint, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpool import GDNPool, KVPool
+    from kvpool.remote import Blocks, Indices, Memory
+
+_agents: dict[str, DirectAgent] = {}
+
+
+class Done:
+    """A read that is over."""
+
+    def state(self) -> Literal["done"]:
+        return "done"
+
+    def release(self) -> None:
+        pass
+
+
+class DirectAgent:
+    """One end of the network."""
+
+    def __init__(self, name: str, _memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> None:
+        self.name = name
+        self.blocks = blocks
+        self.heard: list[tuple[str, bytes]] = []
+        self.lock = threading.Lock()
+        _agents[name] = self
+
+    def metadata(self) -> bytes:
+        return self.name.encode()
+
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> tuple[str, Sequence[Blocks]]:
+        return metadata.decode(), blocks
+
+    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> Done:
+        _, blocks = self._peer(peer)
+        for (source, size), (target, _) in zip(
+            located(blocks[kind], there), located(self.blocks[kind], here), strict=True
+        ):
+            ctypes.memmove(target, source, size)
+        if note:
+            self.send(peer, note)
+        return Done()
+
+    def notes(self) -> list[tuple[str, bytes]]:
+        with self.lock:
+            heard, self.heard = self.heard, []
+        return heard
+
+    def send(self, peer: object, note: bytes) -> None:
+        name, _ = self._peer(peer)
+        with _agents[name].lock:
+            _agents[name].heard.append((self.name, note))
+
+    def close(self) -> None:
+        _agents.pop(self.name, None)
+
+    def _peer(self, peer: object) -> tuple[str, Sequence[Blocks]]:
+        assert isinstance(peer, tuple)
+        if peer[0] not in _agents:
+            raise TransferError(f"{peer[0]} is gone")
+        return peer
+
+
+def endpoint(name: str, kv: KVPool, states: GDNPool | None = None) -> Endpoint:
+    return Endpoint(name, kv, states=states, new_agent=DirectAgent)

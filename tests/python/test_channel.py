@@ -1,0 +1,361 @@
+"""Connections of a cluster: who gets in, and what an intruder may try."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvpool import ConfigError
+from kvpool.cluster import channel as channels
+from kvpool.cluster.channel import (
+    MAX_BYTES,
+    Channel,
+    ChannelError,
+    Listener,
+    connect,
+    parse_address,
+    read_secret,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SECRET = b"an open secret for tests"
+HERE = ("127.0.0.1", 0)
+
+
+class House:
+    """A listener, and what it has heard."""
+
+    def __init__(self, secret: bytes = SECRET, address: tuple[str, int] = HERE) -> None:
+        self.heard: queue.SimpleQueue[bytes | ChannelError] = queue.SimpleQueue()
+        self.channels: list[Channel] = []
+        self.listener = Listener(address, secret, self._listen)
+        self.address = self.listener.address
+
+    def _listen(self, channel: Channel) -> None:
+        self.channels.append(channel)
+        try:
+            while True:
+                self.heard.put(channel.receive())
+        except ChannelError as error:
+            self.heard.put(error)
+
+    def next(self) -> bytes | ChannelError:
+        return self.heard.get(timeout=10)
+
+    def refuses(self, callers: int) -> None:
+        until(lambda: self.listener.refused == callers)
+        assert self.heard.empty()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    house = House()
+    yield house
+    house.listener.close()
+
+
+@contextmanager
+def caller(house: House) -> Iterator[Channel]:
+    channel = connect(house.address, SECRET)
+    yield channel
+    channel.close()
+
+
+@contextmanager
+def raw(house: House) -> Iterator[socket.socket]:
+    with socket.create_connection(house.address, 10) as connection:
+        yield connection
+
+
+def taken(connection: socket.socket, count: int) -> bytes:
+    return channels._take(connection, count)
+
+
+def test_payloads_arrive_in_order_both_ways(house: House) -> None:
+    payloads = [b"", b"a", bytes(range(256)) * 300, bytes(MAX_BYTES)]
+    with caller(house) as channel:
+        for payload in payloads:
+            channel.send(payload)
+        assert [house.next() for _ in payloads] == payloads
+        for payload in payloads:
+            house.channels[0].send(payload)
+        assert [channel.receive() for _ in payloads] == payloads
+        with pytest.raises(ChannelError, match="16777217 bytes is larger than 16777216"):
+            channel.send(bytes(MAX_BYTES + 1))
+    assert "ended" in str(house.next())
+    with pytest.raises(ChannelError, match="ended"):
+        channel.send(b"")
+    with pytest.raises(ChannelError, match="ended"):
+        channel.receive()
+    channel.close()
+
+
+def test_several_callers_are_heard_at_once(house: House) -> None:
+    with caller(house) as first, caller(house) as second:
+        second.send(b"second")
+        assert house.next() == b"second"
+        first.send(b"first")
+        assert house.next() == b"first"
+
+
+def test_a_listener_that_is_closed_ends_its_channels() -> None:
+    house = House()
+    with caller(house) as channel:
+        until(lambda: len(house.channels) == 1)
+        house.listener.close()
+        with pytest.raises(ChannelError, match="ended"):
+            channel.receive()
+    with pytest.raises(ChannelError, match="cannot be reached"):
+        connect(house.address, SECRET)
+    with pytest.raises(ConfigError, match=r"nobody can listen at 192\.0\.2\.1:1"):
+        House(address=("192.0.2.1", 1))
+
+
+def test_what_is_not_taken_ends_the_channel(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_MAX_UNSENT_BYTES", 1 << 20)
+    with caller(house), pytest.raises(ChannelError, match="bytes are not taken by the other end"):
+        until(lambda: len(house.channels) == 1)
+        for _ in range(64):
+            house.channels[0].send(bytes(1 << 19))
+    assert "ended" in str(house.next())
+
+
+# Intruders
+
+
+def test_who_does_not_know_the_secret_is_refused(house: House) -> None:
+    with pytest.raises(ChannelError, match="ended"):
+        connect(house.address, SECRET + b"!")
+    house.refuses(1)
+
+
+def test_a_listener_that_does_not_know_the_secret_is_left() -> None:
+    house = House(SECRET + b"!")
+    with pytest.raises(ChannelError, match="ended"):
+        connect(house.address, SECRET)
+    house.listener.close()
+
+
+@pytest.mark.parametrize("answer", ["nothing", "zeros", "what the caller said"])
+def test_an_impostor_learns_nothing(answer: str) -> None:
+    """It listens in the place of the router, and gives back what it was told."""
+    with socket.create_server(HERE) as server:
+        told: list[bytes] = []
+
+        def pretend() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(channels._HELLO.pack(b"kvpool\r\n", channels.VERSION, bytes(32)))
+                told.append(taken(connection, 64))
+                if answer != "nothing":
+                    connection.sendall(bytes(32) if answer == "zeros" else told[0][32:])
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(
+            ChannelError, match="ended" if answer == "nothing" else "does not know the secret"
+        ):
+            connect(server.getsockname(), SECRET)
+        thread.join()
+    assert SECRET not in told[0]
+
+
+def test_a_proof_is_good_for_one_challenge(house: House) -> None:
+    """A proof that was recorded, or made by the listener itself, opens nothing."""
+    with socket.create_server(HERE) as server:
+        thread = threading.Thread(target=lambda: suppressed(lambda: connect(server.getsockname(), SECRET)))
+        thread.start()
+        connection, _ = server.accept()
+        with connection, raw(house) as other:
+            # The challenge of the house goes to a caller, whose proof comes back: so far it is the caller
+            # itself. What it proved to the house a second one cannot say again.
+            hello = taken(other, channels._HELLO.size)
+            connection.sendall(hello)
+            recorded = taken(connection, 64)
+        thread.join()
+    with raw(house) as again:
+        assert taken(again, channels._HELLO.size) != hello
+        again.sendall(recorded)
+        assert again.recv(1) == b""
+    until(lambda: house.listener.refused == 2)
+    with raw(house) as mirrored:
+        _, _, challenge = channels._HELLO.unpack(taken(mirrored, channels._HELLO.size))
+        mirrored.sendall(challenge + channels._proof(bytes(16), b"listener", challenge, challenge))
+        assert mirrored.recv(1) == b""
+    house.refuses(3)
+
+
+def suppressed(call: Callable[[], object]) -> None:
+    with suppress(ChannelError):
+        call()
+
+
+class Between:
+    """Stands between a caller and a house, and changes frames of the caller."""
+
+    def __init__(self, house: House, change: Callable[[int, bytes], bytes]) -> None:
+        self.server = socket.create_server(HERE)
+        self.address: tuple[str, int] = self.server.getsockname()
+        self._house = house
+        self._change = change
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._thread.join()
+        self.server.close()
+
+    def _run(self) -> None:
+        here, _ = self.server.accept()
+        there = socket.create_connection(self._house.address)
+        with here, there, suppress(ChannelError, OSError):
+            here.sendall(taken(there, channels._HELLO.size))
+            there.sendall(taken(here, 64))
+            here.sendall(taken(there, 32))
+            for number in range(100):
+                length = taken(here, 4)
+                frame = length + taken(here, *struct.unpack("<I", length)) + taken(here, 32)
+                there.sendall(self._change(number, frame))
+
+
+@pytest.mark.parametrize(
+    ("change", "heard"),
+    [
+        (lambda number, frame: frame if number != 1 else frame[:4] + b"X" + frame[5:], 1),
+        (lambda number, frame: frame if number != 1 else frame[:-1] + bytes([frame[-1] ^ 1]), 1),
+        (lambda number, frame: frame * (1 + (number == 1)), 2),
+        (lambda number, frame: frame if number != 1 else b"", 1),
+        (lambda number, frame: frame if number != 1 else struct.pack("<I", MAX_BYTES + 1) + frame[4:], 1),
+    ],
+    ids=["payload", "tag", "twice", "left out", "length"],
+)
+def test_frames_that_were_changed_on_the_way_are_refused(
+    house: House, change: Callable[[int, bytes], bytes], heard: int
+) -> None:
+    between = Between(house, change)
+    channel = connect(between.address, SECRET)
+    for number in range(4):
+        with suppress(ChannelError):
+            channel.send(b"payload %d" % number)
+    for number in range(heard):
+        assert house.next() == b"payload %d" % number
+    assert str(house.next()).startswith("a frame ")
+    channel.close()
+    between.end()
+
+
+def test_a_channel_cannot_be_answered_with_its_own_frames(house: House) -> None:
+    with caller(house) as channel:
+        channel.send(b"hello")
+        house.next()
+        own = channels._Tags(channel._sending._key)
+        there = house.channels[0]
+        there._connection.sendall(struct.pack("<I", 5) + b"hello" + own.of(b"hello"))
+        with pytest.raises(ChannelError, match="not of the other end"):
+            channel.receive()
+
+
+def test_callers_that_say_nothing_do_not_keep_others_out(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "HANDSHAKE_S", 0.3)
+    with raw(house) as slow:
+        silent = [socket.create_connection(house.address) for _ in range(channels._MAX_HANDSHAKES + 4)]
+        until(lambda: house.listener.refused >= 5)  # too many at once
+        for _ in range(20):  # a byte now and then is not enough
+            with suppress(OSError):
+                slow.send(b"x")
+            time.sleep(0.03)
+        until(lambda: house.listener.refused == len(silent) + 1)
+    for connection in silent:
+        connection.close()
+    with caller(house) as channel:
+        channel.send(b"in")
+        assert house.next() == b"in"
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(4096)])
+def test_strangers_are_refused(house: House, said: bytes) -> None:
+    with raw(house) as connection:
+        connection.sendall(said)
+        connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionError):
+            while connection.recv(4096):
+                pass
+    house.refuses(1)
+
+
+@pytest.mark.parametrize("hello", [b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(40), b"kvpool\r\n\x02\x00" + bytes(32)])
+def test_a_caller_leaves_who_is_not_kvpool_or_of_another_version(hello: bytes) -> None:
+    with socket.create_server(HERE) as server:
+
+        def greet() -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(hello)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(ChannelError, match="not kvpool, or of version"):
+            connect(server.getsockname(), SECRET)
+        thread.join()
+
+
+# Secrets and addresses
+
+
+def test_the_secret_is_of_a_file_or_the_environment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"  0123456789abcdef\n")
+    path.chmod(0o600)
+    assert read_secret(str(path), {}) == b"0123456789abcdef"
+    assert read_secret(None, {"KVPOOL_SECRET_FILE": str(path), "KVPOOL_SECRET": "x"}) == b"0123456789abcdef"
+    assert read_secret(None, {"KVPOOL_SECRET": " fedcba9876543210 "}) == b"fedcba9876543210"
+    assert not caplog.records
+    path.chmod(0o644)
+    read_secret(str(path), {})
+    assert "others may read the secret" in caplog.text
+    assert "its mode is 644" in caplog.text
+    path.write_bytes(b"0123456789abcde\n")
+    with pytest.raises(ConfigError, match="the secret has 15 bytes; at least 16 are needed"):
+        read_secret(str(path), {})
+    with pytest.raises(ConfigError, match="the secret cannot be read"):
+        read_secret(str(tmp_path / "none"), {})
+    with pytest.raises(ConfigError, match="there is no secret"):
+        read_secret(None, {})
+
+
+def test_addresses_are_of_this_machine_unless_it_is_said() -> None:
+    assert parse_address("a", "127.0.0.1:7000", allow_remote=False) == ("127.0.0.1", 7000)
+    assert parse_address("a", "[::1]:0", allow_remote=False) == ("::1", 0)
+    assert parse_address("a", "10.0.0.1:7000", allow_remote=True) == ("10.0.0.1", 7000)
+    for address in ("10.0.0.1:7000", "0.0.0.0:0", "example.com:80"):
+        with pytest.raises(ConfigError, match=r"a is .* not of this machine alone"):
+            parse_address("a", address, allow_remote=False)
+    for address in ("", "7000", ":7000", "host:", "host:http", "host:65536"):
+        with pytest.raises(ConfigError, match="not a host and a port"):
+            parse_address("a", address, allow_remote=True)
+
+
+def test_a_listener_may_be_at_an_ipv6_address() -> None:
+    house = House(address=("::1", 0))
+    with caller(house) as channel:
+        channel.send(b"six")
+        assert house.next() == b"six"
+    house.listener.close()

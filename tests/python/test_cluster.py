@@ -1,0 +1,457 @@
+"""Routers and workers: tokens, prefixes, workers that are lost, and those that say what no worker says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager, suppress
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import direct_network
+import pytest
+from pool_reader import VOCAB, PoolReader, alone, is_whole
+
+from kvpool import ConfigError, PrefixCache
+from kvpool.cluster import ChannelError, ClusterRequest, Router, Worker, messages, parse_address
+from kvpool.cluster import channel as channels
+from kvpool.cluster import router as routers
+from kvpool.cluster.messages import Join, Report
+from kvpool.integrations.kv_events import EventPublisher
+from kvpool.sampling import Sampling
+from kvpool.serving import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvpool.cluster import Role
+    from kvpool.cluster.channel import Channel
+
+SECRET = b"an open secret for tests"
+MODEL: dict[str, str | int] = {"model": "pool reader", "vocab_size": VOCAB}
+
+
+class Member:
+    """A worker in a thread of its own."""
+
+    def __init__(self, router: Router, name: str, role: Role, **sizes: Any) -> None:  # noqa: ANN401
+        model = sizes.pop("model", MODEL)
+        self.model = PoolReader(**{"size": 256, "page_size": 4} | sizes)
+        cache = PrefixCache(self.model.allocator, events=True)
+        self.engine = Engine(self.model, 32, prefix_cache=cache)
+        self.endpoint = direct_network.endpoint(name, self.model.pool)
+        where = "tcp://127.0.0.1:*"
+        self.publisher = EventPublisher(cache, endpoint=where, replay_endpoint=where, secret=SECRET)
+        self.worker = Worker(
+            self.engine, self.endpoint, name=name, role=role, model=model, publisher=self.publisher, lease_s=2
+        )
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self.pause = threading.Event()
+        self._address = parse_address("router", router.address, allow_remote=False)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run(self._address, SECRET, self.stop)
+        except (ConfigError, RuntimeError) as error:
+            self.error = error
+
+    def end(self) -> None:
+        self.stop.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.publisher.close()
+
+    def check(self) -> None:
+        """Nothing is left of any request."""
+        self.end()
+        deadline = time.monotonic() + 10
+        while self.engine.step():
+            assert time.monotonic() < deadline
+        assert is_whole(self.engine)
+        self.endpoint.close()
+
+
+@contextmanager
+def cluster(prefill: int, decode: int, **sizes: Any) -> Iterator[tuple[Router, dict[str, Member]]]:  # noqa: ANN401
+    members: dict[str, Member] = {}
+    with Router(SECRET, model=MODEL) as router:
+        for role, many in (("prefill", prefill), ("decode", decode)):
+            for number in range(many):
+                name = f"{role}-{number}"
+                members[name] = Member(router, name, role, **sizes)  # type: ignore[arg-type]
+        until(router, lambda: router.stats()["workers"] == prefill + decode)
+        yield router, members
+        for member in members.values():
+            member.end()
+
+
+def until(router: Router, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        router.step(0.002)
+
+
+def expected(request: ClusterRequest) -> list[int]:
+    return alone(request)  # type: ignore[arg-type]
+
+
+def submit(router: Router, chance: Random, n: int, told: dict[Any, list[int]]) -> list[ClusterRequest]:
+    """Requests, some of which begin alike."""
+    common = [chance.randrange(VOCAB) for _ in range(40)]
+    requests = []
+    for number in range(n):
+        prompt = common[: chance.choice([0, 20, 40])]
+        prompt = prompt + [chance.randrange(VOCAB) for _ in range(chance.randint(1, 30))]
+        sampling = Sampling(0.7, seed=number) if number % 2 else None
+        request = router.submit(
+            prompt,
+            chance.randint(1, 25),
+            stop_tokens=[3],
+            sampling=sampling,
+            namespace=chance.choice([None, "a", b"b", 3]),
+            on_token=lambda request, token: told.setdefault(request, []).append(token),
+        )
+        requests.append(request)
+    return requests
+
+
+def test_answers_are_those_of_one_process() -> None:
+    told: dict[Any, list[int]] = {}
+    with cluster(2, 2) as (router, members):
+        requests = submit(router, Random(1), 40, told)  # noqa: S311
+        router.run()
+        stats = router.stats()
+        for request in requests:
+            assert request.state == "finished"
+            assert request.tokens == expected(request) == told[request]
+        assert stats["finished"] == stats["submitted"] == 40
+        assert stats["waiting"] == stats["running"] == stats["repeated"] == 0
+        handed = [request for request in requests if len(request.workers) > 1]
+        assert stats["handed_over"] == len(handed) > 20
+        assert {request.workers[0] for request in requests} == {"prefill-0", "prefill-1"}
+        assert {request.workers[1] for request in handed} == {"decode-0", "decode-1"}
+        until(
+            router, lambda: all(one.stats["running"] + one.stats["moving"] == 0 for one in router.workers())
+        )
+        by_name = {one.name: one for one in router.workers()}
+        read = sum(by_name[name].stats["read_bytes"] for name in ("decode-0", "decode-1"))
+        assert read > 0
+        for member in members.values():
+            member.check()
+
+
+def test_a_prompt_goes_to_where_its_prefix_is() -> None:
+    with cluster(3, 1) as (router, _members):
+        chance = Random(2)  # noqa: S311
+        systems = [[chance.randrange(VOCAB) for _ in range(60)] for _ in range(6)]
+        first = [router.submit(system, 2) for system in systems]
+        router.run()
+        homes = [request.workers[0] for request in first]
+        assert {*homes} == {"prefill-0", "prefill-1", "prefill-2"}
+        until(router, lambda: all(max(router._index.match(system).values()) >= 56 for system in systems))
+        for system, home in zip(systems, homes, strict=True):
+            again = router.submit([*system, 1, 2, 3], 2)
+            router.run()
+            assert again.workers[0] == home
+            assert again.tokens == expected(again)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_requests_of_a_worker_that_is_lost_go_to_others(role: Role) -> None:
+    with cluster(2, 2) as (router, members):
+        requests = [router.submit([number] * 30, 40) for number in range(12)]
+        lost = f"{role}-0"
+        until(router, lambda: any(one.workers[-1:] == [lost] and one.state == role for one in requests))
+        members[lost].stop.set()
+        router.run()
+        for request in requests:
+            assert request.state == "finished"
+            assert request.tokens == expected(request)
+        stats = router.stats()
+        assert stats["lost_workers"] == 1
+        assert stats["repeated"] == sum(request.losses for request in requests) > 0
+        [gone] = [one for one in router.workers() if not one.is_alive]
+        assert (gone.name, gone.requests) == (lost, 0)
+        members[lost].check()
+
+
+def test_without_workers_for_prompts_the_others_compute_them() -> None:
+    with cluster(0, 1) as (router, members):
+        request = router.submit([1, 2, 3], 5)
+        router.run()
+        assert request.workers == ["decode-0"]
+        assert request.tokens == expected(request)
+        assert router.stats()["handed_over"] == 0
+        members["decode-0"].check()
+
+
+def test_requests_wait_for_workers() -> None:
+    with Router(SECRET) as router:
+        request = router.submit([1, 2, 3], 5)
+        early = Member(router, "prefill-0", "prefill")
+        until(router, lambda: router.stats()["workers"] == 1)
+        for _ in range(5):
+            assert router.step()
+        assert request.state == "waiting"
+        late = Member(router, "decode-0", "decode")
+        router.run()
+        assert request.tokens == expected(request)
+        assert request.workers == ["prefill-0", "decode-0"]
+        early.check()
+        late.check()
+
+
+def test_a_worker_waits_for_a_router_and_for_the_next_one() -> None:
+    first = Router(SECRET, model=MODEL)
+    member = Member(first, "decode-0", "decode")
+    request = first.submit([5] * 20, 60)
+    until(first, lambda: bool(request.tokens))
+    first.close()
+    with Router(SECRET, first.address, model=MODEL) as second:
+        until(second, lambda: second.stats()["workers"] == 1)
+        again = second.submit([5] * 20, 60)
+        second.run()
+        assert again.tokens == expected(again)
+    member.check()
+
+
+def test_a_worker_of_the_same_name_takes_the_place_of_the_first() -> None:
+    with cluster(0, 1) as (router, members):
+        request = router.submit([1] * 9, 60)
+        until(router, lambda: bool(request.tokens))
+        other = Member(router, "decode-0", "decode")
+        members["decode-0"].stop.set()  # otherwise it would take its place back
+        router.run()
+        assert request.tokens == expected(request)
+        other.check()
+
+
+def test_a_worker_with_another_model_is_refused() -> None:
+    with cluster(0, 1) as (router, _members):
+        other = Member(router, "decode-1", "decode", model={**MODEL, "seed": 7})
+        until(router, lambda: other.error is not None)
+        assert isinstance(other.error, ConfigError)
+        assert "refuses decode-1: its seed is 7, and that of others is None" in str(other.error)
+        assert router.stats()["workers"] == 1
+        other.check()
+
+
+def test_a_request_that_nobody_can_serve_fails() -> None:
+    with cluster(1, 1) as (router, _members):
+        request = router.submit([1] * 100, 100)
+        unknown = router.submit([VOCAB], 2)
+        router.run()
+        assert request.state == unknown.state == "failed"
+        assert "need 199 slots" in str(request.error)
+        assert "token 50" in str(unknown.error)
+        assert router.stats()["failed"] == 2
+        with pytest.raises(ConfigError, match="0 prompt and 3 new tokens"):
+            router.submit([], 3)
+        with pytest.raises(ConfigError, match="1 prompt and 0 new tokens"):
+            router.submit([1], 0)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 10])
+def test_requests_are_aborted_wherever_they_are(at: int) -> None:
+    with cluster(1, 1) as (router, members):
+        requests = [router.submit([number] * 30, 60) for number in range(4)]
+        for _ in range(at):
+            router.step()
+        for request in requests[:3]:
+            router.abort(request)
+            router.abort(request)
+        router.run()
+        assert [request.state for request in requests] == ["aborted"] * 3 + ["finished"]
+        assert requests[3].tokens == expected(requests[3])
+        assert router.stats()["aborted"] == 3
+        for member in members.values():
+            member.check()
+
+
+def test_a_callback_that_raises_loses_nothing() -> None:
+    told: list[int] = []
+
+    def fail(_request: ClusterRequest, token: int) -> None:
+        told.append(token)
+        if len(told) == 2:
+            raise ValueError("of the callback")
+
+    with cluster(0, 1) as (router, _members):
+        first, second = (router.submit([number], 5, on_token=fail) for number in (1, 2))
+        with pytest.raises(ValueError, match="of the callback"):
+            router.run()
+        router.run()
+        assert first.tokens == expected(first)
+        assert second.tokens == expected(second)
+        assert len(told) == 10
+
+
+def test_a_worker_whose_model_fails_is_left() -> None:
+    with cluster(1, 2) as (router, members):
+        requests = [router.submit([number] * 20, 30) for number in range(6)]
+        until(router, lambda: any(one.workers[-1:] == ["decode-0"] for one in requests))
+        members["decode-0"].model.fails_in = 2
+        router.run()
+        for request in requests:
+            assert request.tokens == expected(request)
+        assert isinstance(members["decode-0"].error, RuntimeError)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_histories(seed: int) -> None:
+    """Workers come and go; requests come and are aborted; what ends well is right."""
+    chance = Random(seed)  # noqa: S311 - no secrets
+    told: dict[Any, list[int]] = {}
+    requests: list[ClusterRequest] = []
+    gone: list[Member] = []
+    with cluster(2, 2, size=160, max_reqs=4) as (router, members):
+        for step in range(60):
+            what = chance.random()
+            if what < 0.4:
+                requests += submit(router, chance, 2, told)
+            elif what < 0.5 and requests:
+                router.abort(chance.choice(requests))
+            elif what < 0.6:
+                name = chance.choice([*members])
+                member = members.pop(name)
+                member.stop.set()
+                gone.append(member)
+                role: Role = "prefill" if name.startswith("prefill") else "decode"
+                members[f"{role}-{step}"] = Member(router, f"{role}-{step}", role, size=160, max_reqs=4)
+            for _ in range(chance.randint(1, 6)):
+                router.step(0.001)
+        router.run()
+        for request in requests:
+            assert request.is_over
+            if request.state == "finished":
+                assert request.tokens == expected(request) == told[request]
+            elif request.state == "failed":
+                assert request.losses == routers.MAX_LOSSES
+        assert sum(request.state == "finished" for request in requests) > len(requests) / 2
+        for member in [*gone, *members.values()]:
+            member.check()
+
+
+# Workers that are none
+
+
+@contextmanager
+def stranger(router: Router) -> Iterator[Channel]:
+    """Who knows the secret, and says what it likes."""
+    channel = channels.connect(parse_address("a", router.address, allow_remote=False), SECRET)
+    with suppress(ChannelError):
+        yield channel
+    channel.close()
+
+
+def joined(name: str = "false", role: Role = "decode") -> bytes:
+    return messages.encode(Join(name, role, MODEL, b"no metadata", 64))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"\x80",
+        b"\x91" * 5000,
+        messages.encode(Report(tokens=[(1, [1])])),  # before it has joined
+        messages.encode(Join("", "decode", MODEL, b"", 1)),
+        messages.encode(Join("a/b", "decode", MODEL, b"", 1)),
+        messages.encode(messages.Abort(1)),  # what routers say
+    ],
+)
+def test_who_says_what_no_worker_says_is_left(said: bytes) -> None:
+    with Router(SECRET) as router, stranger(router) as channel:
+        channel.send(said)
+        deadline = time.monotonic() + 10
+        while True:
+            router.step(0.01)
+            assert time.monotonic() < deadline
+            with suppress(OSError):
+                channel._connection.settimeout(0.01)
+                if not channel._connection.recv(1):
+                    break
+        assert router.stats()["workers"] == 0
+
+
+def test_reports_that_make_no_sense_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with Router(SECRET, model=MODEL) as router, stranger(router) as channel:
+        channel.send(joined())
+        until(router, lambda: router.stats()["workers"] == 1)
+        request = router.submit([1, 2, 3], 4)
+        until(router, lambda: request.state == "decode")
+        for report in (
+            Report(tokens=[(99, [1])], lent=[(99, b"x")], failed=[(99, "no")]),
+            Report(lent=[(request.attempt, b"x")]),  # it was not to be handed over
+            Report(tokens=[(request.attempt, [7])]),
+        ):
+            channel.send(messages.encode(report))
+        until(router, lambda: request.tokens == [7])
+        assert request.state == "decode"
+        channel.send(messages.encode(Report(tokens=[(request.attempt, [7, 7, 7, 7])])))
+        until(router, lambda: router.stats()["workers"] == 0)
+        assert request.tokens == [7]
+        assert request.state == "waiting"
+        assert "it sends more tokens than were asked for" in caplog.text
+
+
+def test_who_joins_twice_is_left() -> None:
+    with Router(SECRET) as router, stranger(router) as channel:
+        channel.send(joined())
+        channel.send(joined())
+        until(router, lambda: router.stats()["lost_workers"] == 1)
+
+
+def test_who_says_nothing_is_lost() -> None:
+    with Router(SECRET, lost_after_s=0.2) as router, stranger(router) as channel:
+        channel.send(joined())
+        until(router, lambda: router.stats()["workers"] == 1)
+        request = router.submit([1, 2, 3], 4)
+        until(router, lambda: router.stats()["lost_workers"] == 1)
+        assert request.state == "waiting"
+        assert request.losses == 1
+        for number in range(2, routers.MAX_LOSSES + 1):
+            with stranger(router) as other:
+                other.send(joined(f"false-{number}"))
+                until(router, lambda: request.losses == number)  # noqa: B023 - called at once
+        assert request.state == "failed"
+        assert "3 workers were lost with it: false, false-2, false-3" in str(request.error)
+        assert not router.step(0.0)
+
+
+def test_workers_that_are_lost_are_not_listed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "_MOST_GONE", 2)
+    with Router(SECRET) as router:
+        for number in range(6):
+            with stranger(router) as channel:
+                channel.send(joined(f"false-{number}"))
+                until(router, lambda: router.stats()["workers"] == 1)
+            until(router, lambda: router.stats()["workers"] == 0)
+        assert [one.name for one in router.workers()] == ["false-3", "false-4", "false-5"]
+
+
+def test_a_prefill_worker_with_false_rows_costs_time_only() -> None:
+    """Its metadata is none, and so is its ticket: the other worker computes the prompt."""
+    with cluster(0, 1) as (router, members), stranger(router) as channel:
+        channel.send(joined("false", "prefill"))
+        until(router, lambda: router.stats()["workers"] == 2)
+        request = router.submit([1, 2, 3], 6)
+        until(router, lambda: request.state == "prefill")
+        first = expected(request)[0]
+        channel.send(messages.encode(Report([(request.attempt, [first])], [(request.attempt, b"ticket")])))
+        router.run()
+        assert request.tokens == expected(request)
+        members["decode-0"].check()
+
+
+def test_a_router_refuses_what_it_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="not of this machine alone"):
+        Router(SECRET, "0.0.0.0:0")
+    with pytest.raises(ConfigError, match="lost_after_s is 0"):
+        Router(SECRET, lost_after_s=0)
+    with Router(SECRET) as router, pytest.raises(ConfigError, match="nobody can listen"):
+        Router(SECRET, router.address)
