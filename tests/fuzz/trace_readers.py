@@ -10,7 +10,7 @@ import atheris
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 
-with atheris.instrument_imports(include=["kvpool.tools.replay.traces", "trace_checks", "json"]):
+with atheris.instrument_imports(include=["kvpool.tools.traces", "trace_checks", "json"]):
     from trace_checks import check_content
 
 

@@ -27,7 +27,7 @@ from kvpool import (
 )
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.replay import Replay
-from kvpool.tools.replay.traces import Trace
+from kvpool.tools.traces import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

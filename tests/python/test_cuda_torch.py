@@ -30,7 +30,7 @@ from kvpool import (
     TokenToKVPoolAllocator,
 )
 from kvpool.tools.cli import app
-from kvpool.tools.replay.traces import synthetic_trace
+from kvpool.tools.traces import synthetic_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -550,7 +550,7 @@ def test_this_machine_is_examined() -> None:
     assert memory.status == "ok"
     assert tool.NEEDED.keys() < {*VERDICTS}
     with pytest.raises(CallError, match="it has no cuNothing"):
-        Driver(ctypes.CDLL(None))._call("cuNothing")
+        Driver(ctypes.CDLL(None)).call("cuNothing")
 
 
 @pytest.mark.parametrize(

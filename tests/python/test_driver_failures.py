@@ -18,7 +18,7 @@ from kvpool.serving import Engine, Request
 from kvpool.tools.replay import token_rows
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.replay import Replay
-from kvpool.tools.replay.traces import Trace
+from kvpool.tools.traces import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

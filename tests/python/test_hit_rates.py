@@ -14,7 +14,7 @@ from kvpool.errors import ConfigError
 from kvpool.tools.cli import app
 from kvpool.tools.replay.hit_rates import BELADY, POLICIES, HitRates, measure
 from kvpool.tools.replay.prompts import Prompts
-from kvpool.tools.replay.traces import Trace, read_trace, synthetic_trace
+from kvpool.tools.traces import Trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,7 +34,8 @@ from kvpool.tools.plan.model_config import (
     read_model,
 )
 from kvpool.tools.plan.pool_bytes import footprint
-from kvpool.tools.plan.solver import MLA_FORMS, Plan, PlanConfig, make_plan, parse_bytes
+from kvpool.tools.plan.solver import MLA_FORMS, Plan, PlanConfig, make_plan
+from kvpool.tools.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ from kvpool.tools.replay.prompts import Prompts
 from kvpool.tools.replay.replay import OPERATIONS, Replay, ReplayResult
 from kvpool.tools.replay.report import as_json
 from kvpool.tools.replay.token_rows import KvStore, TokenRows
-from kvpool.tools.replay.traces import Trace, read_trace, synthetic_trace
+from kvpool.tools.traces import Trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

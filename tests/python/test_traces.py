@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvpool.tools.replay.traces import Trace, TraceError, read_trace, synthetic_trace
+from kvpool.tools.traces import Trace, TraceError, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from trace_checks import AZURE, MOONCAKE, check_content
 
-from kvpool.tools.replay.traces import TraceError, read_trace
+from kvpool.tools.traces import TraceError, read_trace
 
 FOLDER = Path(__file__).parent.parent / "fuzz"
 KEPT = sorted(FOLDER.glob("corpus/trace_readers/*")) + sorted(FOLDER.glob("findings/trace_readers/*"))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpool.tools.replay.traces import Trace, TraceError, read_trace
+from kvpool.tools.traces import Trace, TraceError, read_trace
 
 if TYPE_CHECKING:
     from pathlib import Path

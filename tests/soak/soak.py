@@ -30,7 +30,7 @@ from users import users_of
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.replay import Replay
-from kvpool.tools.replay.traces import Trace, read_trace, synthetic_trace
+from kvpool.tools.traces import Trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

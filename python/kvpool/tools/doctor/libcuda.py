@@ -72,32 +72,32 @@ class Driver:
     def version(self) -> int:
         """Return the version of the interface, 1000 * major + 10 * minor."""
         found = ctypes.c_int()
-        self._call("cuDriverGetVersion", ctypes.byref(found))
+        self.call("cuDriverGetVersion", ctypes.byref(found))
         return found.value
 
     def initialise(self) -> None:
         """Initialise the driver, before any call below. Creates no context."""
-        self._call("cuInit", 0)
+        self.call("cuInit", 0)
 
     def device_count(self) -> int:
         """Return the number of visible devices."""
         found = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(found))
+        self.call("cuDeviceGetCount", ctypes.byref(found))
         return found.value
 
     def describe(self, ordinal: int) -> DeviceInfo:
         """Describe a device."""
         device = ctypes.c_int()
-        self._call("cuDeviceGet", ctypes.byref(device), ordinal)
+        self.call("cuDeviceGet", ctypes.byref(device), ordinal)
         name = ctypes.create_string_buffer(_NAME_BYTES)
-        self._call("cuDeviceGetName", name, _NAME_BYTES, device)
+        self.call("cuDeviceGetName", name, _NAME_BYTES, device)
         numbers = []
         for attribute in _CAPABILITY:
             found = ctypes.c_int()
-            self._call("cuDeviceGetAttribute", ctypes.byref(found), attribute, device)
+            self.call("cuDeviceGetAttribute", ctypes.byref(found), attribute, device)
             numbers.append(found.value)
         total = ctypes.c_size_t()
-        self._call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
+        self.call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
         text = name.value.decode(errors="replace")
         return DeviceInfo(ordinal, text, (numbers[0], numbers[1]), total.value, self._free_bytes(device))
 
@@ -114,24 +114,24 @@ class Driver:
     def _free_in_context(self, device: ctypes.c_int) -> int | None:
         """Free memory from the primary context, if it is active."""
         flags, active = ctypes.c_uint(), ctypes.c_int()
-        self._call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
+        self.call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
         if not active.value:
             return None
         context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         try:
-            self._call("cuCtxPushCurrent_v2", context)
+            self.call("cuCtxPushCurrent_v2", context)
             try:
-                self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+                self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
             finally:
-                self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+                self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
         finally:
-            self._call("cuDevicePrimaryCtxRelease_v2", device)
+            self.call("cuDevicePrimaryCtxRelease_v2", device)
         return free.value
 
     def _free_in_nvml(self, device: ctypes.c_int) -> int | None:
         bus_id = ctypes.create_string_buffer(_BUS_ID_BYTES)
-        self._call("cuDeviceGetPCIBusId", bus_id, _BUS_ID_BYTES, device)
+        self.call("cuDeviceGetPCIBusId", bus_id, _BUS_ID_BYTES, device)
         library = self._load(MANAGEMENT)
         _call(library, "nvmlInit_v2")
         try:
@@ -142,7 +142,12 @@ class Driver:
             _call(library, "nvmlShutdown")
         return int(memory[1])
 
-    def _call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401 - as C has them
+    def call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401 - as C has them
+        """Call a function, which must return 0.
+
+        Raises:
+            CallError: It returned something else, or is missing.
+        """
         _call(self._library, name, *arguments)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
 import sys
 from typing import Any, NamedTuple
+
+from kvpool.tools.doctor.process import ProcessError, answer
 
 _SECONDS = 120
 _SLOTS = 64
@@ -66,18 +67,10 @@ def trial(device: str) -> str:
 
 def run_trial(device: str) -> Outcome:
     """Try a device in a separate process."""
-    command = [sys.executable, "-W", "ignore", "-m", "kvpool.tools.doctor.trial", device]
     try:
-        done = subprocess.run(  # noqa: S603 - this interpreter
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Outcome(False, f"it could not be tried: {error}")
-    try:
-        works, text = json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return Outcome(False, f"the trial ended with status {done.returncode}: {last}")
+        works, text = answer(__name__, device, seconds=_SECONDS)
+    except ProcessError as error:
+        return Outcome(False, str(error))
     return Outcome(bool(works), str(text))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from kvpool._kvpool import _STORAGE_DTYPES
@@ -26,12 +25,6 @@ DTYPE_ALIASES = {
 MLA_FORMS = ("latent", "fused", "expanded")
 STEP_TOKENS = 8192
 PAGE_SIZE = 16
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{ending}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for ending, base in (("b", 1000), ("ib", 1024))
-}
 
 
 @dataclass(frozen=True)
@@ -195,19 +188,6 @@ class Plan:
             f'    device="{self.config.device}", dtype="{self.conv_dtype}",',
             ")",
         ]
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a size such as 80GiB, 80GB, 1.5MiB or plain bytes.
-
-    Raises:
-        ConfigError: It is not a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ConfigError(f"{text!r} is not a size: give 80GiB (1024**3 bytes), 80GB (1000**3) or bytes")
-    return int(Fraction(match[1]) * unit)
 
 
 def make_plan(model: Model, config: PlanConfig) -> Plan:

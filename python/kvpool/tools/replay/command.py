@@ -26,7 +26,7 @@ from kvpool.tools.replay.config import ReplayConfig
 if TYPE_CHECKING:
     from kvpool.tools.replay.hit_rates import HitRate, HitRates
     from kvpool.tools.replay.replay import Replay, ReplayResult
-    from kvpool.tools.replay.traces import Trace
+    from kvpool.tools.traces import Trace
 
 SYNTHETIC_REQUESTS = 2_000
 STEPS_PER_UPDATE = 64
@@ -141,7 +141,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
     """
     need("tools", "numpy", "torch", *(["matplotlib"] if plot is not None else []))
     from kvpool.tools.replay.replay import Replay  # noqa: PLC0415 - PyTorch loads slowly, and may be missing
-    from kvpool.tools.replay.traces import TraceError  # noqa: PLC0415
+    from kvpool.tools.traces import TraceError  # noqa: PLC0415
 
     if capacity is not None and (kv or not prefix_cache):
         fail("--capacity measures the prefix cache alone; give --no-kv and --prefix-cache with it")
@@ -185,7 +185,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
 def _load(path: Path | None, *, synthetic: bool, requests: int | None, seed: int) -> Trace:
     if synthetic == (path is not None):
         fail("give either TRACE or --synthetic")
-    from kvpool.tools.replay.traces import read_trace, synthetic_trace  # noqa: PLC0415
+    from kvpool.tools.traces import read_trace, synthetic_trace  # noqa: PLC0415
 
     if path is None:
         return synthetic_trace(requests or SYNTHETIC_REQUESTS, seed)

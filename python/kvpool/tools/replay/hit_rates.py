@@ -22,7 +22,7 @@ from kvpool.tools.replay.prompts import Prompts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvpool.tools.replay.traces import Trace
+    from kvpool.tools.traces import Trace
 
 POLICIES = ("lru", "fifo", "lfu", "slru", "priority", "adaptive")
 """The policies of `PrefixCache`."""

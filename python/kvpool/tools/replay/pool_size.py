@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvpool.tools.replay.config import ReplayConfig
-    from kvpool.tools.replay.traces import Trace
+    from kvpool.tools.traces import Trace
 
 DEFAULT_POOL_SHARE = 0.5
 """The default pool size as a share of the trace's peak usage of an unlimited pool."""

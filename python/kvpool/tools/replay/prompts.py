@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvpool.tools.replay.traces import Trace
+    from kvpool.tools.traces import Trace
 
 
 def token_ids(prefixes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvpool.serving.moves import Move
     from kvpool.serving.scheduler import State, Step
     from kvpool.tools.replay.config import ReplayConfig
-    from kvpool.tools.replay.traces import Trace
+    from kvpool.tools.traces import Trace
 
 BOOKKEEPING = ("extend", "finish", "alloc_row", "match", "publish")
 """The operations that make up the pools' share of time."""
