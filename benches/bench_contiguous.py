@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool import TokenToKVPoolAllocator
-from kvpool.tools.replay.traces import read_trace
+from kvpool.tools.traces import read_trace
 
 if TYPE_CHECKING:
     import torch
 
-    from kvpool.tools.replay.traces import Trace
+    from kvpool.tools.traces import Trace
 
     Fit = Literal[False, "first_fit", "best_fit"]
 

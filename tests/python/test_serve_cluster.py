@@ -70,7 +70,7 @@ def plot(router: Router, processes: dict[str, subprocess.Popen[bytes]]) -> Itera
 @pytest.mark.usefixtures("environ")
 def test_answers_are_the_same_whoever_is_stopped_or_killed() -> None:
     secret = new_secret()
-    with Router(secret, model=common(SMALL), lost_after_s=1.5) as router:
+    with Router(secret, model=common(SMALL), lost_after_s=1.5, max_losses=9) as router:
         cluster = Cluster(router)
         with children(SMALL, Options(prefill=1, decode=2), cluster, secret) as processes:
             cluster.wait(1, 2)

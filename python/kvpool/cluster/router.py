@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvpool")
 
-MAX_LOSSES: Final = 3
-"""Workers that may be lost with a request before it is given up: it may be what ends them."""
-
 _MOST_GONE: Final = 64
 """Workers that are lost and still listed."""
 
@@ -155,12 +152,13 @@ class Router:
         allow_remote: Whether other machines may reach it. What is sent is not encrypted.
         model: What workers must have in common; by default what the first one has.
         lost_after_s: After how many seconds without a word a worker is taken for lost.
+        max_losses: With how many workers a request may be lost before it fails: it may be what ends them.
 
     Raises:
-        ConfigError: If nobody can listen there.
+        ConfigError: If nobody can listen there, or a number is not above 0.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         secret: bytes,
         address: str = "127.0.0.1:0",
@@ -168,9 +166,12 @@ class Router:
         allow_remote: bool = False,
         model: dict[str, str | int] | None = None,
         lost_after_s: float = 5.0,
+        max_losses: int = 3,
     ) -> None:
-        if not lost_after_s > 0:
-            raise ConfigError(f"lost_after_s is {lost_after_s}; it must be above 0")
+        for name, value in (("lost_after_s", lost_after_s), ("max_losses", max_losses)):
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
+        self._max_losses = max_losses
         self._model = model
         self._lost_after_s = lost_after_s
         self._index = PrefixIndex()
@@ -527,7 +528,7 @@ class Router:
             self._release(request)
             self._take_back(request)
             request.losses += 1
-            if request.losses >= MAX_LOSSES:
+            if request.losses >= self._max_losses:
                 request.error = f"{request.losses} workers were lost with it: {', '.join(request.workers)}"
                 self._end(request, "failed")
                 continue

@@ -11,6 +11,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
+from math import inf
 from statistics import median
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -400,7 +402,10 @@ class Service:
             do_sample=False,
         )
         alone = output[0, prompt.shape[1] :].tolist()
-        for position, (expected, token) in enumerate(zip(alone, request.tokens, strict=True)):
+        for position, (expected, token) in enumerate(zip_longest(alone, request.tokens)):
+            if expected is None or token is None:
+                yield Difference(number, position, inf)
+                return
             if expected != token:
                 with torch.no_grad():
                     logits = self.model(output[:, : prompt.shape[1] + position]).logits[0, -1]
