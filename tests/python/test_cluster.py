@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import direct_network
 import pytest
+from cluster_checks import SAMPLES, check_payload
+from hypothesis import given
+from hypothesis import strategies as st
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
 from kvpool import ConfigError, PrefixCache
@@ -457,3 +461,34 @@ def test_a_router_refuses_what_it_cannot_be() -> None:
         Router(SECRET, max_losses=0)
     with Router(SECRET) as router, pytest.raises(ConfigError, match="nobody can listen"):
         Router(SECRET, router.address)
+
+
+# Messages
+
+FUZZ = Path(__file__).parent.parent / "fuzz"
+KEPT = sorted(FUZZ.glob("corpus/cluster_messages/*")) + sorted(FUZZ.glob("findings/cluster_messages/*"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_seeds_and_findings_are_messages_or_errors(path: Path) -> None:
+    check_payload(path.read_bytes())
+
+
+def test_every_message_is_read_as_it_was_sent() -> None:
+    for said in SAMPLES:
+        payload = messages.encode(said)
+        assert check_payload(payload) == 1
+        for end in range(len(payload)):
+            assert check_payload(payload[:end]) == 0
+
+
+@given(
+    sample=st.sampled_from(SAMPLES),
+    changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 3), st.binary(max_size=4)), max_size=4),
+)
+def test_changed_messages_are_messages_or_errors(sample: Any, changes: list[tuple[int, int, bytes]]) -> None:  # noqa: ANN401
+    payload = messages.encode(sample)
+    for at, gone, new in changes:
+        start = at % (len(payload) + 1)
+        payload = payload[:start] + new + payload[start + gone :]
+    check_payload(payload)

@@ -289,8 +289,9 @@ def run(code: str, env: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_example_of_the_documentation_runs(nixl: dict[str, str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "nixl.md"
+@pytest.mark.parametrize("name", ["nixl", "cluster"])
+def test_the_examples_of_the_documentation_run(nixl: dict[str, str], name: str) -> None:
+    page = Path(__file__).parents[2] / "docs" / f"{name}.md"
     (code,) = re.findall(r"^```python nixl\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", code],
