@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
+import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -895,6 +898,59 @@ def test_others_are_allowed_to_those_who_say_so() -> None:
         assert publisher.endpoint.startswith("tcp://0.0.0.0:")
     with pytest.raises(ConfigError, match="endpoint is 'udp"):
         open_publisher(make_cache(), endpoint="udp://*:0", allow_remote=True)
+
+
+def heard(publisher: EventPublisher, secret: bytes | None, cache: PrefixCache) -> int:
+    """Tokens that a subscriber knows of, soon after a batch was sent that it might hear."""
+    index = PrefixIndex()
+    with EventSubscriber(index, secret=secret) as subscriber:
+        subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
+        ends = time.monotonic() + 0.5
+        for number in itertools.count(1):
+            insert(cache, range(1000 * number, 1000 * number + 4))
+            publisher.publish()
+            subscriber.poll(0.05)
+            if (found := index.match(range(4)).get("a", 0)) or time.monotonic() > ends:
+                return found
+    raise AssertionError
+
+
+def test_only_who_knows_the_secret_hears_events() -> None:
+    """Neither what is published nor what is replayed, and it is not read by who only listens."""
+    cache = make_cache(size=1024)
+    insert(cache, range(4))
+    with open_publisher(cache, endpoint="tcp://*:0", secret=b"a secret") as publisher:
+        publisher.publish()
+        host, _, port = publisher.endpoint.rpartition(":")
+        assert host == "tcp://0.0.0.0"
+        for other in (None, b"another secret"):
+            assert heard(publisher, other, cache) == 0
+        assert heard(publisher, b"a secret", cache) == 4
+        with socket.create_connection(("127.0.0.1", int(port)), 10) as stranger:
+            stranger.settimeout(0.2)
+            said = b""
+            with suppress(TimeoutError):
+                while part := stranger.recv(4096):
+                    said += part
+        assert said[:1] == b"\xff"  # ZeroMQ's greeting, and nothing else
+        assert len(said) < 100
+
+
+def test_who_does_not_know_the_secret_cannot_publish() -> None:
+    """It takes the place of a publisher, with another secret or none: a subscriber does not hear it."""
+    cache = make_cache()
+    insert(cache, range(4))
+    for other in (None, b"another secret"):
+        with open_publisher(cache, secret=other) as publisher:
+            assert heard(publisher, b"a secret", make_cache(size=1024)) == 0
+
+
+def test_without_curve_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda _: False)
+    with pytest.raises(ConfigError, match="no CurveZMQ"):
+        open_publisher(make_cache(), secret=b"a secret")
+    with pytest.raises(ConfigError, match="no CurveZMQ"):
+        EventSubscriber(PrefixIndex(), secret=b"a secret")
 
 
 @pytest.mark.parametrize(
