@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool import ConfigError
 from kvpool.cluster import channel as channels
@@ -359,3 +361,37 @@ def test_a_listener_may_be_at_an_ipv6_address() -> None:
         channel.send(b"six")
         assert house.next() == b"six"
     house.listener.close()
+
+
+# Whatever comes
+
+
+@given(content=st.binary(max_size=200), is_caller=st.booleans())
+def test_no_bytes_are_a_proof(content: bytes, *, is_caller: bool) -> None:
+    """Neither side takes anything for the secret, or says more than a challenge before."""
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(
+            (channels._HELLO.pack(b"kvpool\r\n", channels.VERSION, bytes(32)) if is_caller else b"") + content
+        )
+        there.shutdown(socket.SHUT_WR)
+        with pytest.raises(ChannelError):
+            (channels._call if is_caller else channels._answer)(here, SECRET)
+        here.shutdown(socket.SHUT_WR)
+        assert len(taken(there, 64 if is_caller else channels._HELLO.size)) > 0
+        assert there.recv(1) == b""
+
+
+@given(content=st.binary(max_size=200), cut=st.integers(0, 60))
+def test_no_bytes_are_a_frame(content: bytes, cut: int) -> None:
+    """After a frame that is one, what comes is an error."""
+    here, there = socket.socketpair()
+    channel = Channel(here, bytes(32), bytes(32))
+    with here, there:
+        frame = struct.pack("<I", 5) + b"hello" + channels._Tags(bytes(32)).of(b"hello")
+        there.sendall(frame + frame[:cut] + content)
+        there.shutdown(socket.SHUT_WR)
+        assert channel.receive() == b"hello"
+        with pytest.raises(ChannelError):
+            channel.receive()
+        channel.close()
