@@ -149,6 +149,19 @@ def test_what_the_second_engine_has_is_not_read_again(network: Network) -> None:
     pair.assert_served()
 
 
+def test_slots_of_what_another_has_published_are_not_lent(network: Network) -> None:
+    """The last token of the second prompt is computed although it is cached: its slot is free again."""
+    pair = Pair(network, {"size": 32})
+    pair.submit([*range(20)], 1)
+    pair.run()
+    pair.submit([*range(5)], 4)
+    pair.prefill.engine.step()
+    pair.submit([9] * 12, 1)  # takes all that are free
+    pair.prefill.engine.step()
+    pair.run()
+    pair.assert_served()
+
+
 def test_a_request_that_ends_with_its_first_token_stays(network: Network) -> None:
     pair = Pair(network, {"size": 64})
     request = pair.submit([1, 2, 3], 1)

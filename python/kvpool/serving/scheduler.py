@@ -9,6 +9,8 @@ from operator import attrgetter
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 
+import torch
+
 from kvpool.errors import ConfigError, IndexOwnershipError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -452,7 +454,10 @@ class Scheduler(Generic[R]):
 
     def _begin_move(self, request: R, begin: int, end: int) -> None:
         if request.move is not None:
-            slots = self._table.req_to_token[request.row, begin:end]
+            slots, lease = self._table.req_to_token[request.row, begin:end], request.lease
+            if begin == 0 and lease is not None and lease.length:
+                # For what was published twice the table has slots that are free, until the next step.
+                slots = torch.cat([lease.slots.to(slots.dtype), slots[lease.length :]])
             request.move.begin(request.row, slots, begin)
 
     def _end_moves(self) -> None:
