@@ -185,8 +185,8 @@ class Scheduler(Generic[R]):
         self._overdue: Fetch | None = None
         self.fetched_tokens = 0
         self._pays_to_load = pays_to_load
-        # Whether the first in the queue waits for the slots of its load, and whether loads are tried at all:
-        # after one that failed only when a step was computed.
+        # Whether the first in the queue waits for slots of its load or its move that copies hold, and whether
+        # that is tried at all: after a load that failed only when a step was computed.
         self._is_held_back, self._tries_loads = False, True
         # Whether copies held slots when the last call was short of them.
         self._lacks_copied = False
@@ -587,6 +587,8 @@ class Scheduler(Generic[R]):
             if _comes(request) and not self._is_coming(request):
                 self.waiting.appendleft(request)
                 self.release([request], "waiting")
+                # With others that move there is something to wait for.
+                self._is_held_back = self._lacks_copied and self._tries_loads and not self.moving
                 break
 
     def _finds_more_later(self, request: R) -> bool:
