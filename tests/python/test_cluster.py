@@ -246,6 +246,18 @@ def test_a_worker_whose_name_routers_do_not_take_is_refused() -> None:
         Member(router, "a#b", "decode")
 
 
+def test_workers_of_one_name_do_not_wear_out_the_router(caplog: pytest.LogCaptureFixture) -> None:
+    """Each takes the place of the other, a few times a second."""
+    with cluster(0, 1) as (router, members):
+        members["other"] = Member(router, "decode-0", "decode")
+        until(router, lambda: router.stats()["lost_workers"] > 0)
+        ends = time.monotonic() + 0.5
+        while time.monotonic() < ends:
+            router.step(0.002)
+        assert 0 < router.stats()["lost_workers"] < 8
+    assert "another of its name has joined" in caplog.text
+
+
 def test_a_request_that_nobody_can_serve_fails() -> None:
     with cluster(1, 1) as (router, _members):
         request = router.submit([1] * 100, 100)
@@ -300,6 +312,18 @@ def test_seeds_and_namespaces_may_be_negative() -> None:
         router.run()
         assert request.tokens == expected(request)
         assert request.losses == 0
+
+
+def test_a_request_goes_to_a_worker_that_is_large_enough() -> None:
+    with cluster(1, 1, size=32) as (router, members):
+        members |= {f"{role}-1": Member(router, f"{role}-1", role) for role in ("prefill", "decode")}
+        until(router, lambda: router.stats()["workers"] == 4)
+        large, fits, too_large = (router.submit([1] * length, 10) for length in (24, 23, 300))
+        router.run()
+        assert large.workers == ["prefill-1", "decode-1"]
+        assert large.tokens == expected(large)
+        assert fits.workers == ["prefill-0", "decode-0"]
+        assert "need 309 slots" in str(too_large.error)
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 10])

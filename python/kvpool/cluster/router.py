@@ -440,6 +440,9 @@ class Router:
     def _best(self, role: str, request: ClusterRequest, found: dict[str, int]) -> _Worker | None:
         """The worker of a role with the least to do, with what it would compute or read of this request."""
         workers = [one for one in self._workers.values() if one.is_alive and one.join.role == role]
+        needed = len(request.prompt) + request.max_new_tokens - 1  # the last token has no slot
+        # Without any that is large enough, one of them says so.
+        workers = [one for one in workers if one.join.capacity >= needed] or workers
 
         def cost(worker: _Worker) -> int:
             return sum(worker.load.values()) + request.seq_len - found.get(worker.name, 0)

@@ -105,6 +105,7 @@ class Worker:
                 self.serve(channel, stop)
             except ChannelError as error:
                 _log.warning("%s has lost its router: %s", self._join.name, error)
+                stop.wait(_RETRY_S)  # it may be that the router has left this worker, and does so again
 
     def serve(self, channel: Channel, stop: threading.Event) -> None:
         """Serve a router until it is gone, or `stop` is set.
