@@ -244,6 +244,24 @@ def test_a_worker_with_another_model_is_refused() -> None:
         other.check()
 
 
+def test_a_worker_whose_name_routers_do_not_take_is_refused() -> None:
+    """The router would leave it, and it would come back, for ever."""
+    with Router(SECRET) as router, pytest.raises(ConfigError, match=r"this cannot be sent: .* at `\$\.name`"):
+        Member(router, "a#b", "decode")
+
+
+def test_workers_of_one_name_do_not_wear_out_the_router(caplog: pytest.LogCaptureFixture) -> None:
+    """Each takes the place of the other, a few times a second."""
+    with cluster(0, 1) as (router, members):
+        members["other"] = Member(router, "decode-0", "decode")
+        until(router, lambda: router.stats()["lost_workers"] > 0)
+        ends = time.monotonic() + 0.5
+        while time.monotonic() < ends:
+            router.step(0.002)
+        assert 0 < router.stats()["lost_workers"] < 8
+    assert "another of its name has joined" in caplog.text
+
+
 def test_a_request_that_nobody_can_serve_fails() -> None:
     with cluster(1, 1) as (router, _members):
         request = router.submit([1] * 100, 100)
@@ -257,6 +275,59 @@ def test_a_request_that_nobody_can_serve_fails() -> None:
             router.submit([], 3)
         with pytest.raises(ConfigError, match="1 prompt and 0 new tokens"):
             router.submit([1], 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": [-1]}, "`int` >= 0"),
+        ({"prompt": [1 << 31]}, "`int` <= 2147483647"),
+        ({"max_new_tokens": (1 << 20) + 1}, "`int` <= 1048576"),
+        ({"max_new_tokens": 2.5}, "got `float`"),
+        ({"stop_tokens": [-1]}, "`int` >= 0"),
+        ({"stop_tokens": range(4097)}, "length <= 4096"),
+        ({"sampling": Sampling(0.5, seed=1 << 64)}, "can't serialize ints"),
+        ({"namespace": 1 << 64}, "can't serialize ints"),
+        ({"namespace": "x" * 1001}, "length <= 1000"),
+        ({"namespace": bytes(1001)}, "length <= 1000"),
+        ({"namespace": "\udcff"}, "surrogates not allowed"),
+        ({"namespace": 1.5}, "got `float`"),
+        ({"namespace": object()}, "Encoding objects of type object"),
+    ],
+)
+def test_what_workers_cannot_be_told_is_refused(options: dict[str, Any], message: str) -> None:
+    """It would stay first in the queue for ever, or end one connection after the other."""
+    with Router(SECRET) as router:
+        with pytest.raises(ConfigError, match=f"this cannot be sent: .*{message}"):
+            router.submit(**{"prompt": [1], "max_new_tokens": 3} | options)
+        assert not router.step(0.0)
+        assert router.stats()["submitted"] == 0
+
+
+def test_what_is_too_large_altogether_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_BYTES", 100)
+    with Router(SECRET) as router, pytest.raises(ConfigError, match=r"its \d+ bytes are more than 100"):
+        router.submit([1] * 100, 3)
+
+
+def test_seeds_and_namespaces_may_be_negative() -> None:
+    with cluster(1, 1) as (router, _members):
+        request = router.submit([1, 2, 3], 5, sampling=Sampling(0.7, seed=-1), namespace=-(1 << 63))
+        router.run()
+        assert request.tokens == expected(request)
+        assert request.losses == 0
+
+
+def test_a_request_goes_to_a_worker_that_is_large_enough() -> None:
+    with cluster(1, 1, size=32) as (router, members):
+        members |= {f"{role}-1": Member(router, f"{role}-1", role) for role in ("prefill", "decode")}
+        until(router, lambda: router.stats()["workers"] == 4)
+        large, fits, too_large = (router.submit([1] * length, 10) for length in (24, 23, 300))
+        router.run()
+        assert large.workers == ["prefill-1", "decode-1"]
+        assert large.tokens == expected(large)
+        assert fits.workers == ["prefill-0", "decode-0"]
+        assert "need 309 slots" in str(too_large.error)
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 10])

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import threading
 from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from common import some
+from common import Fence, some
 from engine_interrupts import Interrupts, Place, get, told
 from fake_network import Network
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
-from kvpool import ConfigError, OutOfMemoryError
+from kvpool import ConfigError, HostTier, OutOfMemoryError, PrefixCache
 from kvpool.cluster.handover import Incoming, Outgoing
 from kvpool.sampling import Sampling
 from kvpool.serving import Engine, Request
@@ -149,6 +150,19 @@ def test_what_the_second_engine_has_is_not_read_again(network: Network) -> None:
     pair.assert_served()
 
 
+def test_slots_of_what_another_has_published_are_not_lent(network: Network) -> None:
+    """The last token of the second prompt is computed although it is cached: its slot is free again."""
+    pair = Pair(network, {"size": 32})
+    pair.submit([*range(20)], 1)
+    pair.run()
+    pair.submit([*range(5)], 4)
+    pair.prefill.engine.step()
+    pair.submit([9] * 12, 1)  # takes all that are free
+    pair.prefill.engine.step()
+    pair.run()
+    pair.assert_served()
+
+
 def test_a_request_that_ends_with_its_first_token_stays(network: Network) -> None:
     pair = Pair(network, {"size": 64})
     request = pair.submit([1, 2, 3], 1)
@@ -275,6 +289,32 @@ def test_slots_of_others_are_no_reason_to_wait(network: Network) -> None:
     pair.decode.model.allocator.free(others)
     pair.run()
     pair.assert_served()
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_request_waits_for_slots_that_are_copied(
+    network: Network, monkeypatch: pytest.MonkeyPatch, *, is_over: bool
+) -> None:
+    """With a tier below the cache, what is evicted is free when it is copied: its rows have no room before."""
+    monkeypatch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.1)
+    pair = Pair(network, {"size": 32})
+    decode = pair.decode.model
+    tier = HostTier(decode.pool, 32)
+    cache = PrefixCache(decode.allocator, tiers=(tier,))
+    pair.decode.engine = Engine(decode, max_step_tokens=24, prefix_cache=cache)
+    pair.submit([*range(20)], 6)
+    pair.prefill.engine.step()
+    copy = Fence()
+    decode.allocator.free(some(decode.allocator.alloc(20)), after=copy)
+    if is_over:
+        threading.Timer(0.02, setattr, (copy, "done", True)).start()
+    else:
+        with pytest.raises(OutOfMemoryError, match="no request fits: 12 of 32"):
+            pair.decode.engine.step()
+        copy.done = True
+    pair.run()
+    pair.assert_served()
+    assert pair.decode.engine.stats()["computed_tokens"] == 5
 
 
 def test_a_request_waits_for_slots_that_move(network: Network) -> None:

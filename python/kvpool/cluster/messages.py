@@ -7,9 +7,13 @@ from typing import Annotated, Any, Final, Literal, NoReturn, TypeAlias
 import msgspec
 
 from kvpool.cluster.channel import MAX_BYTES, ChannelError
+from kvpool.errors import ConfigError
 from kvpool.sampling import Sampling
 
 MAX_TOKENS: Final = 1 << 20
+"""Of a request."""
+
+MAX_STOP_TOKENS: Final = 1 << 12
 """Of a request."""
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern="^[^/#]+$")]
@@ -96,14 +100,14 @@ class Work(_Message):
     number: _Number
     prompt: _Tokens
     tokens: _Tokens
-    max_new_tokens: _Number
-    stop_tokens: _Tokens = []
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+    stop_tokens: Annotated[list[_Token], msgspec.Meta(max_length=MAX_STOP_TOKENS)] = []
     temperature: float = 0.0
     top_k: _Number = 0
     top_p: float = 1.0
-    seed: _Number = 0
+    seed: int = 0
     namespace: _Text | int | None = None
-    namespace_bytes: _Bytes | None = None
+    namespace_bytes: Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)] | None = None
     is_handed_over: bool = False
     peer: _Name | None = None
     ticket: _Bytes | None = None
@@ -155,6 +159,22 @@ _to_worker: Any = msgspec.msgpack.Decoder(ToWorker, ext_hook=_refuse_extension)
 def encode(message: ToRouter | ToWorker) -> bytes:
     """Return a message as bytes."""
     return _encoder.encode(message)
+
+
+def check(message: ToRouter | ToWorker) -> None:
+    """See that a message is one that the other end takes: it leaves who sends another.
+
+    Raises:
+        ConfigError: If not, such as for an int beyond 64 bits.
+    """
+    decoder = _to_router if isinstance(message, ToRouter) else _to_worker
+    try:
+        payload = encode(message)
+        _decode(decoder, payload)
+    except (ChannelError, msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"this cannot be sent: {error}") from error
+    if len(payload) > MAX_BYTES:
+        raise ConfigError(f"this cannot be sent: its {len(payload)} bytes are more than {MAX_BYTES}")
 
 
 def from_worker(payload: bytes) -> ToRouter:

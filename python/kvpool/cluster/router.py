@@ -216,7 +216,9 @@ class Router:
             The request. It fails if no worker can serve it, such as for its length.
 
         Raises:
-            ConfigError: If the prompt is empty or too long, or no token is asked for.
+            ConfigError: If the prompt is empty or too long, no token is asked for, or more than 1,048,576, or
+                workers cannot be told: of a token outside of [0, 2**31), more than 4,096 stop tokens, a seed
+                or a namespace beyond 64 bits, or a namespace of more than 1,000 characters or bytes.
         """
         given = [int(token) for token in prompt]
         if not 0 < len(given) <= messages.MAX_TOKENS or max_new_tokens < 1:
@@ -227,6 +229,7 @@ class Router:
         request = ClusterRequest(
             given, max_new_tokens, frozenset(stop_tokens), sampling or Sampling(), namespace, on_token
         )
+        messages.check(_work(0, request))
         self._counts["submitted"] += 1
         self._waiting.append(request)
         return request
@@ -437,6 +440,9 @@ class Router:
     def _best(self, role: str, request: ClusterRequest, found: dict[str, int]) -> _Worker | None:
         """The worker of a role with the least to do, with what it would compute or read of this request."""
         workers = [one for one in self._workers.values() if one.is_alive and one.join.role == role]
+        needed = len(request.prompt) + request.max_new_tokens - 1  # the last token has no slot
+        # Without any that is large enough, one of them says so.
+        workers = [one for one in workers if one.join.capacity >= needed] or workers
 
         def cost(worker: _Worker) -> int:
             return sum(worker.load.values()) + request.seq_len - found.get(worker.name, 0)
@@ -457,23 +463,10 @@ class Router:
         request.workers.append(worker.name)
         self._requests[number] = worker.attempts[number] = request
         worker.load[number] = load
-        sampling, namespace = request.sampling, request.namespace
-        work = Work(
-            number=number,
-            prompt=request.prompt,
-            tokens=request.tokens,
-            max_new_tokens=request.max_new_tokens,
-            stop_tokens=sorted(request.stop_tokens),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            namespace=None if isinstance(namespace, bytes) else namespace,
-            namespace_bytes=namespace if isinstance(namespace, bytes) else None,
-            is_handed_over=is_handed_over,
-            peer=None if ticket is None else request.lender,
-            ticket=ticket,
-        )
+        work = _work(number, request)
+        work.is_handed_over = is_handed_over
+        if ticket is not None:
+            work.peer, work.ticket = request.lender, ticket
         self._send(worker, work)
 
     def _send(self, worker: _Worker, message: ToWorker) -> None:
@@ -535,3 +528,21 @@ class Router:
             self._counts["repeated"] += 1
             request.state = "waiting"
             self._waiting.appendleft(request)
+
+
+def _work(number: int, request: ClusterRequest) -> Work:
+    """What a worker must know of a request."""
+    sampling, namespace = request.sampling, request.namespace
+    return Work(
+        number=number,
+        prompt=request.prompt,
+        tokens=request.tokens,
+        max_new_tokens=request.max_new_tokens,
+        stop_tokens=[*request.stop_tokens],
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        namespace=None if isinstance(namespace, bytes) else namespace,
+        namespace_bytes=namespace if isinstance(namespace, bytes) else None,
+    )

@@ -44,6 +44,9 @@ class Worker:
         model: What must be equal in all processes for their tokens to be equal, such as a revision.
         publisher: Publishes the events of the engine's prefix cache, for the router to know what it has.
         lease_s: How long rows are lent to the next worker, in seconds.
+
+    Raises:
+        ConfigError: If the name or the model cannot be told to a router.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
@@ -70,6 +73,7 @@ class Worker:
             None if publisher is None else publisher.endpoint,
             None if publisher is None else publisher.replay_endpoint,
         )
+        messages.check(self._join)
         self._peers: dict[str, Peer] = {}
         self._requests: dict[int, Request] = {}
         self._report = Report()
@@ -101,6 +105,7 @@ class Worker:
                 self.serve(channel, stop)
             except ChannelError as error:
                 _log.warning("%s has lost its router: %s", self._join.name, error)
+                stop.wait(_RETRY_S)  # it may be that the router has left this worker, and does so again
 
     def serve(self, channel: Channel, stop: threading.Event) -> None:
         """Serve a router until it is gone, or `stop` is set.

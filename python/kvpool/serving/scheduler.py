@@ -9,6 +9,8 @@ from operator import attrgetter
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 
+import torch
+
 from kvpool.errors import ConfigError, IndexOwnershipError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -183,8 +185,8 @@ class Scheduler(Generic[R]):
         self._overdue: Fetch | None = None
         self.fetched_tokens = 0
         self._pays_to_load = pays_to_load
-        # Whether the first in the queue waits for the slots of its load, and whether loads are tried at all:
-        # after one that failed only when a step was computed.
+        # Whether the first in the queue waits for slots of its load or its move that copies hold, and whether
+        # that is tried at all: after a load that failed only when a step was computed.
         self._is_held_back, self._tries_loads = False, True
         # Whether copies held slots when the last call was short of them.
         self._lacks_copied = False
@@ -452,7 +454,10 @@ class Scheduler(Generic[R]):
 
     def _begin_move(self, request: R, begin: int, end: int) -> None:
         if request.move is not None:
-            slots = self._table.req_to_token[request.row, begin:end]
+            slots, lease = self._table.req_to_token[request.row, begin:end], request.lease
+            if begin == 0 and lease is not None and lease.length:
+                # For what was published twice the table has slots that are free, until the next step.
+                slots = torch.cat([lease.slots.to(slots.dtype), slots[lease.length :]])
             request.move.begin(request.row, slots, begin)
 
     def _end_moves(self) -> None:
@@ -582,6 +587,8 @@ class Scheduler(Generic[R]):
             if _comes(request) and not self._is_coming(request):
                 self.waiting.appendleft(request)
                 self.release([request], "waiting")
+                # With others that move there is something to wait for.
+                self._is_held_back = self._lacks_copied and self._tries_loads and not self.moving
                 break
 
     def _finds_more_later(self, request: R) -> bool:
