@@ -295,7 +295,7 @@ def test_slots_of_others_are_no_reason_to_wait(network: Network) -> None:
 def test_a_request_waits_for_slots_that_are_copied(
     network: Network, monkeypatch: pytest.MonkeyPatch, *, is_over: bool
 ) -> None:
-    """With a tier below the cache, what is evicted is free when it is copied: its rows have no room before."""
+    """With a tier below the cache, what is evicted is free when it is copied: rows have no room before."""
     monkeypatch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.1)
     pair = Pair(network, {"size": 32})
     decode = pair.decode.model
