@@ -474,6 +474,20 @@ def test_reports_that_make_no_sense_change_nothing(caplog: pytest.LogCaptureFixt
         assert "it sends more tokens than were asked for" in caplog.text
 
 
+@pytest.mark.parametrize("where", ["inproc://kvpool-replays-0", "ipc:///tmp/any", "tcp://192.0.2.1:1"])
+@pytest.mark.parametrize("what", ["events", "replay"])
+def test_a_worker_cannot_name_endpoints_elsewhere(
+    what: str, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The router asks nobody beyond this machine, and no socket within its own process."""
+    here = {"events": "tcp://127.0.0.1:1", "replay": "tcp://127.0.0.1:1"}
+    with Router(SECRET) as router, stranger(router) as channel:
+        channel.send(messages.encode(Join("false", "decode", MODEL, b"", 64, **(here | {what: where}))))
+        until(router, lambda: router.stats()["workers"] == 1)
+        assert router._subscriber.stats()["workers"] == 0
+        assert f"the events of false cannot be heard: {what} is '{where}'" in caplog.text
+
+
 def test_who_joins_twice_is_left() -> None:
     with Router(SECRET) as router, stranger(router) as channel:
         channel.send(joined())

@@ -16,6 +16,7 @@ from kvpool.cluster.channel import ChannelError, Listener, parse_address
 from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
+from kvpool.integrations.kv_events.endpoints import check_endpoint
 from kvpool.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class Router:
     Args:
         secret: The shared secret: see `kvpool.cluster.channel.read_secret`.
         address: Host and port to listen at; port 0 is any that is free.
-        allow_remote: Whether other machines may reach it. What is sent is not encrypted.
+        allow_remote: Whether other machines may reach it, and publish the events that it hears. What is sent
+            is not encrypted.
         model: What workers must have in common; by default what the first one has.
         lost_after_s: After how many seconds without a word a worker is taken for lost.
         max_losses: With how many workers a request may be lost before it fails: it may be what ends them.
@@ -174,6 +176,7 @@ class Router:
         self._max_losses = max_losses
         self._model = model
         self._lost_after_s = lost_after_s
+        self._allow_remote = allow_remote
         self._index = PrefixIndex()
         self._subscriber = EventSubscriber(self._index, secret=secret)
         self._workers: dict[str, _Worker] = {}
@@ -361,6 +364,7 @@ class Router:
         self._by_channel[channel] = worker
         if join.events is not None:
             try:
+                self._check_endpoints(join)
                 self._subscriber.connect(join.name, join.events, join.replay)
             except KvPoolError as error:
                 _log.warning("the events of %s cannot be heard: %s", join.name, error)
@@ -369,6 +373,15 @@ class Router:
                 roles = (lender.join.role, reader.join.role)
                 if one.is_alive and roles == ("prefill", "decode"):
                     self._send(reader, Meet(lender.name, lender.join.metadata))
+
+    def _check_endpoints(self, join: Join) -> None:
+        """See that a worker names endpoints at which the router may ask."""
+        for name, endpoint in (("events", join.events), ("replay", join.replay)):
+            if endpoint is None:
+                continue
+            if not endpoint.startswith("tcp://"):
+                raise ConfigError(f"{name} is {endpoint!r}, which is not 'tcp://' and an address")
+            check_endpoint(name, endpoint, allow_remote=self._allow_remote)
 
     def _note(self, worker: _Worker, report: Report) -> None:
         if report.stats is not None:
