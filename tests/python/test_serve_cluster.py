@@ -25,6 +25,7 @@ from kvpool.tools.serve.service import ServeConfig, Service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 __all__ = ["nixl"]  # the fixture
 
@@ -197,3 +198,32 @@ def test_workers_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) 
         cluster.check = lambda: None
         with pytest.raises(ConfigError, match="0 of 1 workers for prompts and 0 of 2 for what follows"):
             cluster.wait(1, 2)
+
+
+def test_workers_that_do_not_end_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf, is_up = tmp_path / "deaf", tmp_path / "up"
+    deaf.write_text(f"#!/bin/sh\ntrap '' TERM\ntouch {is_up}\nexec sleep 60\n", encoding="ascii")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    monkeypatch.setattr(clusters, "END_S", 0.1)
+    secret = new_secret()
+    with Router(secret) as router:
+        with children(SMALL, Options(prefill=1), Cluster(router), secret) as processes:
+            deadline = time.monotonic() + PATIENCE_S
+            while not is_up.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        assert processes["prefill-0"].returncode == -signal.SIGKILL
+
+
+def test_workers_that_end_later_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else would ever come."""
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    secret = new_secret()
+    with Router(secret) as router:
+        cluster = Cluster(router)
+        with children(SMALL, Options(decode=1), cluster, secret) as processes:
+            processes["decode-0"].wait(PATIENCE_S)
+            cluster.submit([1, 2, 3], 4, on_token=lambda *_: None)
+            with pytest.raises(ConfigError, match="decode-0 has ended with status 1"):
+                cluster.step()

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 START_S: Final = 120.0
 """How long workers may take to join."""
 
+END_S: Final = 10.0
+"""How long they may take to end."""
+
 _REPORTS: Final = 2
 _TAIL: Final = 2000
 
@@ -154,8 +157,14 @@ class Cluster:
         return self.router.submit(prompt, max_new_tokens, on_token=on_token)
 
     def step(self) -> bool:
-        """Go on. Returns whether requests are not over, or workers have not told how they are since then."""
+        """Go on. Returns whether requests are not over, or workers have not told how they are since then.
+
+        Raises:
+            ConfigError: If nobody can go on with requests, and a worker that was started here has ended.
+        """
         workers = [worker for worker in self.router.workers() if worker.is_alive]
+        if all(worker.role != "decode" for worker in workers):
+            self.check()
         if self.router.step():
             self._reports = {worker.name: worker.reports for worker in workers}
             return True
@@ -234,6 +243,10 @@ def _child(
             yield name, process, errors
         finally:
             process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:  # it is stopped, or hangs
+                process.kill()
 
 
 def new_secret() -> bytes:
