@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -137,6 +138,54 @@ def test_what_is_not_taken_ends_the_channel(house: House, monkeypatch: pytest.Mo
         for _ in range(64):
             house.channels[0].send(bytes(1 << 19))
     assert "ended" in str(house.next())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
+def test_a_machine_that_is_gone_is_noticed(house: House) -> None:
+    with caller(house) as channel:
+        until(lambda: len(house.channels) == 1)
+        for end in (channel, house.channels[0]):
+            limit = end._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert limit == 1000 * channels.SILENCE_S
+
+
+@pytest.mark.parametrize("kind", ["Thread", "Timer"])
+def test_a_lack_of_threads_passes(house: House, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def fail(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    kinds = SimpleNamespace(Thread=threading.Thread, Timer=threading.Timer)
+    setattr(kinds, kind, type(kind, (getattr(threading, kind),), {"start": fail}))
+    monkeypatch.setattr(channels, "threading", kinds)
+    monkeypatch.setattr(house.listener, "_shaking", threading.Semaphore(1))
+    for number in range(1, 4):
+        with raw(house) as connection:
+            assert connection.recv(1) == b""
+        until(lambda: house.listener.refused == number)  # noqa: B023 - called at once
+    monkeypatch.setattr(channels, "threading", threading)
+    with caller(house) as channel:
+        channel.send(b"in")
+        assert house.next() == b"in"
+
+
+def test_a_lack_of_files_passes(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener does not ask for another one at once, again and again."""
+    asked: list[float] = []
+    waits = house.listener._socket
+
+    def fail() -> None:
+        asked.append(time.monotonic())
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(house.listener, "_socket", SimpleNamespace(accept=fail, close=waits.close))
+    with raw(house) as connection:  # ends the wait of the socket itself
+        connection.recv(1)
+    until(lambda: len(asked) == 3)
+    assert asked[2] - asked[0] > channels._RETRY_S
+    monkeypatch.setattr(house.listener, "_socket", waits)
+    with caller(house) as channel:
+        channel.send(b"in")
+        assert house.next() == b"in"
 
 
 # Intruders

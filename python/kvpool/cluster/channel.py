@@ -23,6 +23,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -45,7 +46,11 @@ MIN_SECRET_BYTES: Final = 16
 HANDSHAKE_S: Final = 5.0
 """How long a handshake may take."""
 
+SILENCE_S: Final = 30.0
+"""How long the other machine may acknowledge nothing of what is sent, where the system has such a limit."""
+
 _MAX_HANDSHAKES: Final = 32
+_RETRY_S: Final = 0.05
 _MAX_UNSENT_BYTES: Final = 4 * MAX_BYTES
 _MAGIC: Final = b"kvpool\r\n"
 _HELLO: Final = struct.Struct("<8sH32s")
@@ -254,6 +259,9 @@ def _ready(
     sending, receiving = keys if is_caller else reversed(keys)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # A machine that is gone says nothing: without this, who sends to it learns that after a quarter hour.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_S * 1000))
     return Channel(connection, sending, receiving)
 
 
@@ -328,28 +336,33 @@ class Listener:
         while True:
             try:
                 connection, address = self._socket.accept()
-            except OSError:
+            except OSError:  # the listener is closed, or as many files are open as there may be
                 if self._is_closed:
                     return
+                time.sleep(_RETRY_S)
                 continue
             if not self._shaking.acquire(blocking=False):
                 self._refuse(connection, address, f"{_MAX_HANDSHAKES} others are asked who they are")
                 continue
-            threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+            except RuntimeError as error:  # as many threads run as there may be
+                self._shaking.release()
+                self._refuse(connection, address, str(error))
 
     def _greet(self, connection: socket.socket, address: tuple[object, ...]) -> None:
         try:
             # A caller that sends a byte now and then does not stay longer than one that sends none.
             timer = threading.Timer(HANDSHAKE_S, _end, [connection])
             timer.daemon = True
-            timer.start()
             try:
+                timer.start()
                 connection.settimeout(HANDSHAKE_S)
                 channel = _answer(connection, self._secret)
             finally:
                 timer.cancel()
                 self._shaking.release()
-        except (ChannelError, OSError) as error:
+        except (ChannelError, OSError, RuntimeError) as error:  # as many threads run as there may be
             self._refuse(connection, address, str(error))
             return
         with self._lock:
