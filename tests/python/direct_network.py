@@ -61,18 +61,19 @@ class DirectAgent:
         return heard
 
     def send(self, peer: object, note: bytes) -> None:
-        name, _ = self._peer(peer)
-        with _agents[name].lock:
-            _agents[name].heard.append((self.name, note))
+        agent, _ = self._peer(peer)
+        with agent.lock:
+            agent.heard.append((self.name, note))
 
     def close(self) -> None:
         _agents.pop(self.name, None)
 
-    def _peer(self, peer: object) -> tuple[str, Sequence[Blocks]]:
+    def _peer(self, peer: object) -> tuple[DirectAgent, Sequence[Blocks]]:
         assert isinstance(peer, tuple)
-        if peer[0] not in _agents:
+        agent = _agents.get(peer[0])  # at once: it may be closed by another thread
+        if agent is None:
             raise TransferError(f"{peer[0]} is gone")
-        return peer
+        return agent, peer[1]
 
 
 def endpoint(name: str, kv: KVPool, states: GDNPool | None = None) -> Endpoint:
