@@ -107,12 +107,13 @@ fuzz: fuzz-build $(VENV)/.fuzz
 	    then exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/{}.py; \
 	    else echo "{}: skipped, as atheris needs Linux and Python 3.11"; fi'
 
-# A look at each, in every run of the tests.
+# A look at each, in every run of the tests: for that, fewer optimisations are enough.
 fuzz-briefly: FUZZ_SECONDS = 3
+fuzz-briefly: FUZZ_LEVEL = CARGO_PROFILE_RELEASE_OPT_LEVEL=1
 fuzz-briefly: fuzz
 
 fuzz-build:
-	RUSTFLAGS='$(FUZZ_FLAGS)' cargo $(if $(SANITIZER),+nightly) build --quiet --locked --release --target $(HOST) \
+	RUSTFLAGS='$(FUZZ_FLAGS)' $(FUZZ_LEVEL) cargo $(if $(SANITIZER),+nightly) build --quiet --locked --release --target $(HOST) \
 	    --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz
 
 # Random histories of every pool, misuse included, against naive models.
