@@ -78,10 +78,11 @@ demo-cluster: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
 test:
 	$(call at_once,rust-test orders machine-test software-test fuzz-briefly)
 
+# Without the feature `cuda` only the table of the driver's functions differs, which is then empty: the examples show that.
 rust-test: $(DRIVER)
-	cargo test --locked
+	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda --lib --test rust
+	cargo test --locked --doc
 	cargo test --quiet --locked --release --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
-	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
 # Once as this machine is, and every CUDA test on the software driver: each takes one core.
 python-test:
@@ -106,12 +107,13 @@ fuzz: fuzz-build $(VENV)/.fuzz
 	    then exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/{}.py; \
 	    else echo "{}: skipped, as atheris needs Linux and Python 3.11"; fi'
 
-# A look at each, in every run of the tests.
-fuzz-briefly: FUZZ_SECONDS = 5
+# A look at each, in every run of the tests: for that, fewer optimisations are enough.
+fuzz-briefly: FUZZ_SECONDS = 3
+fuzz-briefly: FUZZ_LEVEL = CARGO_PROFILE_RELEASE_OPT_LEVEL=1
 fuzz-briefly: fuzz
 
 fuzz-build:
-	RUSTFLAGS='$(FUZZ_FLAGS)' cargo $(if $(SANITIZER),+nightly) build --quiet --locked --release --target $(HOST) \
+	RUSTFLAGS='$(FUZZ_FLAGS)' $(FUZZ_LEVEL) cargo $(if $(SANITIZER),+nightly) build --quiet --locked --release --target $(HOST) \
 	    --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz
 
 # Random histories of every pool, misuse included, against naive models.

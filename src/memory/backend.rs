@@ -48,7 +48,7 @@ impl Block {
     }
 }
 
-/// The initial contents of a new block. Host memory is zeroed in any case.
+/// The initial contents of a new block. Memory of the host alone is zeroed in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
     /// Zeros, for every stream: allocating waits for the device.

@@ -63,6 +63,17 @@ impl<T: Debug + Any + Send + Sync> KeepAlive for T {}
 /// # Errors
 /// [`ErrorKind::BackendUnavailable`](crate::base::ErrorKind::BackendUnavailable), with the missing part, when
 /// `device` cannot be used.
+///
+/// ```
+/// use kvpool::base::{Device, ErrorKind};
+/// use kvpool::memory::{Stream, backend_for};
+///
+/// if !cfg!(feature = "cuda") {
+///     let error = backend_for(Device::Cuda(0), Stream::DEFAULT).expect_err("no driver");
+///     assert_eq!(error.kind(), ErrorKind::BackendUnavailable);
+///     assert!(error.to_string().contains("kvpool was built without the `cuda` feature"));
+/// }
+/// ```
 pub fn backend_for(device: Device, stream: Stream) -> Result<Arc<dyn Backend>> {
     match device {
         Device::Cpu => Ok(Arc::new(Host)),

@@ -39,29 +39,42 @@ class Interrupts:
         if len(self.places) == self._at:
             raise KeyboardInterrupt
 
-    def _on_event(self, frame: FrameType, event: str, _arg: object) -> Any:  # noqa: ANN401
-        code = frame.f_code
-        if event == "line":
-            self._note((code.co_name, frame.f_lineno, True))
-        elif event == "opcode" and frame.f_lasti in returns_of(code):
-            self._note((code.co_name, frame.f_lasti, False))
-        return self._on_event
-
     def _on_call(self, frame: FrameType, _event: str, _arg: object) -> Any:  # noqa: ANN401
         code = frame.f_code
         is_model = code.co_filename == pool_reader.__file__ and code.co_name in {"start", "forward", "read"}
-        is_engine = Path(code.co_filename).parent == Path(serving.__file__).parent
+        is_engine = is_of_engine(code.co_filename)
         frame.f_trace_opcodes = is_engine
-        return self._on_event if is_model or is_engine or code is get.__code__ else None
+        if not (is_model or is_engine or code is get.__code__):
+            return None
+        name, returns = code.co_name, returns_of(code)
+
+        def on_event(frame: FrameType, event: str, _arg: object) -> Any:  # noqa: ANN401
+            if event == "line":
+                self._note((name, frame.f_lineno, True))
+            elif event == "opcode" and frame.f_lasti in returns:
+                self._note((name, frame.f_lasti, False))
+            return on_event
+
+        return on_event
 
     @contextmanager
     def traced(self) -> Iterator[None]:
+        """Counts events within it, up to the one that raises."""
+        if 0 < self._at <= len(self.places):
+            yield
+            return
         before = sys.gettrace()
         sys.settrace(self._on_call)
         try:
             yield
         finally:
             sys.settrace(before)
+
+
+@functools.cache
+def is_of_engine(file: str) -> bool:
+    """Whether a file is one of the engine."""
+    return Path(file).parent == Path(serving.__file__).parent
 
 
 @functools.cache

@@ -123,10 +123,11 @@ def test_users_of_pools_on_a_gpu(page_size: int, strict: bool) -> None:
     pools.check_returned(users)
 
 
-@pytest.mark.usefixtures("small_rounds")
 @pytest.mark.parametrize("is_leaking", [True, False])
-def test_a_planted_leak_is_found(tmp_path: Path, is_leaking: bool) -> None:
+def test_a_planted_leak_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_leaking: bool) -> None:
     """A MiB a second, where each round takes a second of a clock of its own."""
+    monkeypatch.setattr("soak.TOKENS_PER_ROUND", 250)
+    monkeypatch.setattr("soak.STEPS_PER_ROUND", 2)
     hoard: list[bytes] = []
     soak = Soak("cpu", 5, [])
     for _ in range(4):

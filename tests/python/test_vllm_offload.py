@@ -1,4 +1,4 @@
-"""vLLM's offloading on kvpool: a look at its own tests, and kvpool's within it.
+"""kvpool within vLLM: its offloading on kvpool, with a look at its own tests, and KV events.
 
 `make test-engines` runs all of vLLM's.
 """
@@ -29,9 +29,10 @@ def test_vllm_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch,
         vllm_runs.require()
 
 
-def test_the_classes_of_kvpool_within_vllm(tmp_path: Path) -> None:
-    ran = run(tmp_path, "none", str(HERE / "vllm_checks.py"))
-    assert ran.passed >= 15
+def test_classes_and_events_of_kvpool_within_vllm(tmp_path: Path) -> None:
+    """In one process, since the import of vLLM takes the most time."""
+    ran = run(tmp_path, "none", str(HERE / "vllm_checks.py"), str(HERE / "vllm_event_checks.py"))
+    assert ran.passed >= 15 + 8
     assert not ran.skipped
 
 

@@ -121,7 +121,7 @@ impl Backend for Pinned {
         true
     }
 
-    fn allocate(&self, bytes: usize, _contents: Contents) -> Result<Block> {
+    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
         if bytes == 0 {
             return Ok(empty());
         }
@@ -134,8 +134,10 @@ impl Backend for Pinned {
             )
             .asked(bytes)
         })?;
-        // SAFETY: the driver allocated this many bytes just now, and no other code has the address.
-        unsafe { found.write_bytes(0, bytes) };
+        if contents != Contents::Undefined {
+            // SAFETY: the driver allocated this many bytes just now, and no other code has the address.
+            unsafe { found.write_bytes(0, bytes) };
+        }
         Ok(Block::new(found, bytes))
     }
 

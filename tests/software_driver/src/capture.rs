@@ -89,6 +89,11 @@ impl Captures {
         Ok(self.begun)
     }
 
+    /// Whether nothing is recorded now.
+    pub fn are_over(&self) -> bool {
+        self.active.is_empty()
+    }
+
     pub fn is_active(&self, capture: usize) -> bool {
         self.active.contains_key(&capture)
     }

@@ -155,6 +155,13 @@ impl Memory {
         self.gone.range(..=address).next_back().is_some_and(|(start, len)| address < start + len)
     }
 
+    /// Lets work touch the device memory around an address, or nobody; whether it is device memory.
+    pub fn open_block(&self, address: usize, is_open: bool) -> bool {
+        let found = self.device.range(..=address).next_back();
+        let block = found.filter(|(start, block)| address < *start + block.len);
+        block.inspect(|(start, block)| Arena::protect(**start, block.len, is_open)).is_some()
+    }
+
     /// Lets work touch device memory, or nobody.
     pub fn open(&self, is_open: bool) {
         for (&start, block) in &self.device {

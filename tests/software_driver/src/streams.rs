@@ -60,6 +60,8 @@ pub struct Streams {
     of_threads: BTreeMap<(usize, usize), usize>,
     /// The number of the last item of any stream: a place in a stream never lies in a later one with its handle.
     last: u64,
+    /// How many are destroyed and not dropped yet.
+    destroyed: usize,
     pub captures: Captures,
 }
 
@@ -110,6 +112,7 @@ impl Streams {
             return Err(INVALID_HANDLE);
         }
         let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        self.destroyed += usize::from(stream.is_alive);
         stream.is_alive = false;
         if let Some(capture) = stream.capture {
             self.captures.invalidate(capture);
@@ -143,8 +146,11 @@ impl Streams {
 
     /// The capture of a stream that is tied to this one, if it is a legacy stream: it cannot be used meanwhile.
     pub fn tied(&self, id: usize) -> Option<usize> {
+        if !is_legacy(id) || self.captures.are_over() {
+            return None;
+        }
         let mut tied = self.all.values().filter(|stream| stream.device == id && stream.is_blocking);
-        tied.find_map(|stream| stream.capture).filter(|_| is_legacy(id))
+        tied.find_map(|stream| stream.capture)
     }
 
     /// For the use of a stream: spoils the capture that forbids it, and fails.
@@ -236,7 +242,11 @@ impl Streams {
 
     /// Drops streams that are destroyed and done.
     pub fn sweep(&mut self) {
-        self.all.retain(|_, stream| stream.is_alive || !stream.queue.is_empty());
+        if self.destroyed > 0 {
+            let before = self.all.len();
+            self.all.retain(|_, stream| stream.is_alive || !stream.queue.is_empty());
+            self.destroyed -= before - self.all.len();
+        }
     }
 
     pub fn capture_of(&self, id: usize) -> Option<usize> {

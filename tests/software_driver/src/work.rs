@@ -61,40 +61,53 @@ impl Rows {
     }
 }
 
-/// Does work, with device memory open from the first of it on.
+/// Does work, with the device memory open that it may touch: for a kernel all, for a copy the blocks it names.
 pub struct Executor<'a> {
     memory: &'a Memory,
-    is_open: bool,
+    /// Addresses in the blocks that copies have opened.
+    opened: Vec<usize>,
+    all_open: bool,
 }
 
 impl<'a> Executor<'a> {
     pub fn new(memory: &'a Memory) -> Self {
-        Self { memory, is_open: false }
+        Self { memory, opened: Vec::new(), all_open: false }
     }
 
     pub fn execute(&mut self, work: &Work) {
-        if !self.is_open {
-            self.memory.open(true);
-            self.is_open = true;
-        }
         match *work {
             Work::Fill { target, value, len } => {
                 self.check("fills", target, len, false);
+                self.open(target);
                 self.memory.fill(target, value, len);
             }
             Work::Bytes { rows, ref bytes } => {
                 self.check("copies to", rows.target, rows.span(0).unwrap_or(0), false);
+                self.open(rows.target);
                 rows.copy(bytes.as_ptr());
             }
             Work::Copy { rows, is_pageable } => {
                 self.check("copies from", rows.source, rows.span(1).unwrap_or(0), is_pageable[1]);
                 self.check("copies to", rows.target, rows.span(0).unwrap_or(0), is_pageable[0]);
+                self.open(rows.source);
+                self.open(rows.target);
                 rows.copy(rows.source as *const u8);
             }
             Work::Launch { kernel, ref params, grid } => {
                 self.check_params(kernel, params);
+                if !self.all_open {
+                    self.memory.open(true);
+                    self.all_open = true;
+                }
                 kernel.run(params, grid);
             }
+        }
+    }
+
+    /// Opens the device block that an address lies in, if there is one.
+    fn open(&mut self, address: usize) {
+        if !self.all_open && !self.opened.contains(&address) && self.memory.open_block(address, true) {
+            self.opened.push(address);
         }
     }
 
@@ -121,8 +134,12 @@ impl<'a> Executor<'a> {
 
 impl Drop for Executor<'_> {
     fn drop(&mut self) {
-        if self.is_open {
+        if self.all_open {
             self.memory.open(false);
+        } else {
+            for &address in &self.opened {
+                self.memory.open_block(address, false);
+            }
         }
     }
 }
