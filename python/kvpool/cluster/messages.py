@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from kvpool.cluster.channel import MAX_BYTES, ChannelError
 from kvpool.errors import ConfigError
+from kvpool.integrations.kv_events.messages import refuse_extension
 from kvpool.sampling import Sampling
 
 MAX_TOKENS: Final = 1 << 20
@@ -147,13 +148,9 @@ ToRouter: TypeAlias = Join | Report
 ToWorker: TypeAlias = Refused | Meet | Part | Work | Abort
 
 
-def _refuse_extension(code: int, _data: memoryview) -> NoReturn:
-    raise msgspec.ValidationError(f"extension type {code} of MessagePack is not part of the format")
-
-
 _encoder = msgspec.msgpack.Encoder()
-_to_router: Any = msgspec.msgpack.Decoder(ToRouter, ext_hook=_refuse_extension)
-_to_worker: Any = msgspec.msgpack.Decoder(ToWorker, ext_hook=_refuse_extension)
+_to_router: Any = msgspec.msgpack.Decoder(ToRouter, ext_hook=refuse_extension)
+_to_worker: Any = msgspec.msgpack.Decoder(ToWorker, ext_hook=refuse_extension)
 
 
 def encode(message: ToRouter | ToWorker) -> bytes:

@@ -99,12 +99,13 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-def _refuse_extension(code: int, _data: memoryview) -> NoReturn:
+def refuse_extension(code: int, _data: memoryview) -> NoReturn:
+    """Refuse what a decoder of MessagePack would hand on as it is."""
     raise msgspec.ValidationError(f"extension type {code} of MessagePack is not part of the format")
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(EventBatch, ext_hook=_refuse_extension)
+_decoder = msgspec.msgpack.Decoder(EventBatch, ext_hook=refuse_extension)
 
 
 def encode(batch: EventBatch) -> bytes:
