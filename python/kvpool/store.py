@@ -6,16 +6,14 @@ import logging
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
+from kvpool._closing import Closing
 from kvpool._kvpool import _after_fork, _before_fork, _StoreQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from kvpool._kvpool import _Errand
 
@@ -24,7 +22,7 @@ __all__ = ["Store"]
 _logger = logging.getLogger("kvpool")
 
 
-class Store(ABC):
+class Store(Closing):
     """What lies below a `HostTier`: pages by key, in a place that is larger and slower than host memory.
 
     `PrefixCache(tiers=(host, store))` puts there what comes to host memory, and its `fetch` brings back what
@@ -78,7 +76,7 @@ class Store(ABC):
             For each page whether it is there now.
         """
 
-    def attach(self, memory: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+    def attach(self, memory: Sequence[tuple[int, int]]) -> None:
         """Take note of memory that pages are copied to and from. Each new cache calls it once.
 
         Args:
@@ -97,17 +95,6 @@ class Store(ABC):
             self._queue.abandon()
         else:
             self._queue.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from kvpool._closing import Closing
 from kvpool.errors import ConfigError
 from kvpool.remote import messages
 from kvpool.remote.core import Core
@@ -17,10 +18,6 @@ from kvpool.remote.errors import TransferError
 from kvpool.remote.messages import Offered, RemoteSlots
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
     from kvpool._kvpool import GDNPool, KVPool
     from kvpool._typing import IndicesLike
     from kvpool.remote.core import EndpointStats, NewAgent
@@ -268,7 +265,7 @@ class Peer:
         return writing
 
 
-class Endpoint:
+class Endpoint(Closing):
     """A process's pools, as others reach them: it lends slots to peers, and reads theirs.
 
     Call `poll` now and then, such as once a step: it answers peers. `query` of leases and transfers does so,
@@ -380,11 +377,3 @@ class Endpoint:
     def close(self) -> None:
         """End all leases and transfers, and the connections. Returns when no byte arrives any more."""
         self._core.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

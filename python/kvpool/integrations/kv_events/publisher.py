@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 import zmq
 
+from kvpool._closing import Closing
 from kvpool.errors import ConfigError
 from kvpool.integrations.kv_events.endpoints import bind, check_endpoint, connect, curve_options, open_socket
 from kvpool.integrations.kv_events.messages import EventBatch, batches, encode
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
     from kvpool._kvpool import PrefixCache
 
 SEQUENCE_BYTES: Final = 8
@@ -47,7 +44,7 @@ class PublisherStats(TypedDict):
     refused: int
 
 
-class EventPublisher:
+class EventPublisher(Closing):
     """Sends what comes and goes in a cache to all who subscribe.
 
     Each batch is a message of three parts: the topic, its number as 8 bytes in big endian, counted from 0,
@@ -231,17 +228,6 @@ class EventPublisher:
         self._check_process()
         if self._closed:
             raise RuntimeError("the publisher is closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Buffer:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvpool._closing import Closing
 from kvpool.errors import ConfigError
 from kvpool.integrations.kv_events.endpoints import check_endpoint, connect, curve_options, open_socket
 from kvpool.integrations.kv_events.feed import Feed
@@ -17,10 +18,6 @@ from kvpool.integrations.kv_events.messages import MAX_BYTES
 from kvpool.integrations.kv_events.publisher import END, SEQUENCE_BYTES
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
     from kvpool.integrations.kv_events.index import PrefixIndex
 
 _AT_ONCE: Final = 1000  # messages of a worker, before another's are looked at
@@ -42,7 +39,7 @@ class SubscriberStats(TypedDict):
     drops: int
 
 
-class EventSubscriber:
+class EventSubscriber(Closing):
     """Keeps a `PrefixIndex` up to date with what workers publish: `EventPublisher`s.
 
     It closes gaps by replays, notices workers that have begun anew, and comes back to those that were away.
@@ -187,17 +184,6 @@ class EventSubscriber:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the subscriber is closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _close(workers: dict[str, _Worker]) -> None:

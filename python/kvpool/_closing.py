@@ -1,0 +1,27 @@
+"""What ends with the `with` that began it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+
+class Closing(ABC):
+    """Closes itself at the end of a `with`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
