@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -173,6 +174,11 @@ def test_a_wrong_token_is_found() -> None:
 def test_only_ties_may_differ() -> None:
     assert Difference(0, 0, TIE / 2).is_tie
     assert not Difference(0, 0, TIE * 2).is_tie
+
+
+def test_a_load_of_nothing_is_served() -> None:
+    result = Service(replace(SMALL, requests=0)).serve()
+    assert (result.first_token_s, result.stats["finished"]) == (0.0, 0)
 
 
 def test_a_leaked_slot_is_found() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
+from kvpool._closing import Closing
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, Listener, parse_address
 from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
@@ -18,12 +19,10 @@ from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
 from kvpool.integrations.kv_events.endpoints import check_endpoint
 from kvpool.sampling import Sampling
+from kvpool.serving.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from kvpool.cluster.channel import Channel
     from kvpool.cluster.messages import Role, ToRouter, ToWorker
@@ -37,17 +36,11 @@ State: TypeAlias = Literal["waiting", "prefill", "decode", "finished", "failed",
 
 
 @dataclass(eq=False)
-class ClusterRequest:
+class ClusterRequest(Generation):
     """A prompt and its generated tokens, made by `Router.submit`.
 
     Attributes:
-        prompt: Tokens of the prompt.
-        max_new_tokens: The most tokens to generate.
-        stop_tokens: Tokens that end it; such a token is the last of `tokens`.
-        sampling: Sampling parameters.
-        namespace: Namespace of its tokens in prefix caches.
         on_token: Called with the request and each token, in order.
-        tokens: Tokens generated so far.
         state: Where it is: "waiting" for a worker, with one for "prefill" or "decode", and at the end
             "finished", "failed" or "aborted".
         workers: Names of those that have had it, in order.
@@ -55,19 +48,15 @@ class ClusterRequest:
         error: Why it failed.
     """
 
-    prompt: list[int]
-    max_new_tokens: int
-    stop_tokens: frozenset[int] = frozenset()
-    sampling: Sampling = field(default_factory=Sampling)
-    namespace: str | bytes | int | None = None
     on_token: Callable[[ClusterRequest, int], object] | None = None
-    tokens: list[int] = field(default_factory=list)
     state: State = "waiting"
     workers: list[str] = field(default_factory=list)
     losses: int = 0
     error: str | None = None
-    # Its last attempt, and that whose rows are lent, with the worker that lends them.
+    # With a worker: the number of the attempt, and what it counts for there, in tokens.
     attempt: int = -1
+    load: int = 0
+    # The attempt whose rows are lent, and the worker that lends them.
     lent: int = -1
     lender: str | None = None
 
@@ -75,17 +64,6 @@ class ClusterRequest:
     def is_over(self) -> bool:
         """Whether it is finished, failed or aborted."""
         return self.state in {"finished", "failed", "aborted"}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all tokens are generated."""
-        tokens = self.tokens
-        return len(tokens) >= self.max_new_tokens or bool(tokens and tokens[-1] in self.stop_tokens)
-
-    @property
-    def seq_len(self) -> int:
-        """Number of prompt and generated tokens."""
-        return len(self.prompt) + len(self.tokens)
 
 
 class WorkerStatus(NamedTuple):
@@ -96,7 +74,7 @@ class WorkerStatus(NamedTuple):
         role: What it is for.
         is_alive: Whether it is there.
         requests: Requests that it has.
-        reports: How often it has reported `stats`.
+        age_s: Seconds since it last reported `stats`.
         stats: `Engine.stats()` of its last report, and `read_bytes`: bytes of rows that it has read.
     """
 
@@ -104,7 +82,7 @@ class WorkerStatus(NamedTuple):
     role: Role
     is_alive: bool
     requests: int
-    reports: int
+    age_s: float
     stats: Mapping[str, int]
 
 
@@ -117,9 +95,8 @@ class _Worker:
         channel: The way to it.
         heard: When it last said anything.
         attempts: Its requests by attempt.
-        load: Tokens of these, each as many as it had when it was sent.
         stats: Of its last report.
-        reports: How often it has reported them.
+        reported: When it reported them, or joined.
         is_alive: Whether it is there.
     """
 
@@ -127,9 +104,8 @@ class _Worker:
     channel: Channel
     heard: float
     attempts: dict[int, ClusterRequest] = field(default_factory=dict)
-    load: dict[int, int] = field(default_factory=dict)
     stats: dict[str, int] = field(default_factory=dict)
-    reports: int = 0
+    reported: float = field(default_factory=time.monotonic)
     is_alive: bool = True
 
     @property
@@ -137,7 +113,7 @@ class _Worker:
         return self.join.name
 
 
-class Router:
+class Router(Closing):
     """Gives requests to workers, which join by themselves.
 
     A prompt goes to the worker that has to compute the least of it, with what it has still to compute for
@@ -153,7 +129,8 @@ class Router:
         allow_remote: Whether other machines may reach it, and publish the events that it hears. What is sent
             is not encrypted.
         model: What workers must have in common; by default what the first one has.
-        lost_after_s: After how many seconds without a word a worker is taken for lost.
+        lost_after_s: After how many seconds without a word a worker is taken for lost. It says how it is
+            between steps: no step may take that long.
         max_losses: With how many workers a request may be lost before it fails: it may be what ends them.
 
     Raises:
@@ -167,7 +144,7 @@ class Router:
         *,
         allow_remote: bool = False,
         model: dict[str, str | int] | None = None,
-        lost_after_s: float = 5.0,
+        lost_after_s: float = 20.0,
         max_losses: int = 3,
     ) -> None:
         for name, value in (("lost_after_s", lost_after_s), ("max_losses", max_losses)):
@@ -180,7 +157,6 @@ class Router:
         self._index = PrefixIndex()
         self._subscriber = EventSubscriber(self._index, secret=secret)
         self._workers: dict[str, _Worker] = {}
-        self._requests: dict[int, ClusterRequest] = {}
         self._waiting: deque[ClusterRequest] = deque()
         self._lent: deque[tuple[ClusterRequest, bytes | None]] = deque()
         self._untold: deque[tuple[ClusterRequest, int]] = deque()
@@ -230,7 +206,12 @@ class Router:
                 f"and at most {messages.MAX_TOKENS} of a prompt"
             )
         request = ClusterRequest(
-            given, max_new_tokens, frozenset(stop_tokens), sampling or Sampling(), namespace, on_token
+            given,
+            max_new_tokens,
+            frozenset(stop_tokens),
+            sampling or Sampling(),
+            namespace,
+            on_token=on_token,
         )
         messages.check(_work(0, request))
         self._counts["submitted"] += 1
@@ -259,7 +240,7 @@ class Router:
                 self._lose(worker, f"it has said nothing for {now - worker.heard:.1f} s")
         self._give()
         self._deliver()
-        return bool(self._waiting or self._requests or self._lent)
+        return bool(self._waiting or self._lent or self._running())
 
     def run(self) -> None:
         """Step until every request is over."""
@@ -278,8 +259,9 @@ class Router:
 
     def workers(self) -> list[WorkerStatus]:
         """Return what is known of each worker that has ever joined, by name."""
+        now = time.monotonic()
         return [
-            WorkerStatus(name, one.join.role, one.is_alive, len(one.attempts), one.reports, one.stats)
+            WorkerStatus(name, one.join.role, one.is_alive, len(one.attempts), now - one.reported, one.stats)
             for name, one in sorted(self._workers.items())
         ]
 
@@ -292,7 +274,7 @@ class Router:
         """
         return self._counts | {
             "waiting": len(self._waiting) + len(self._lent),
-            "running": len(self._requests),
+            "running": self._running(),
             "workers": sum(worker.is_alive for worker in self._workers.values()),
             "refused": self._listener.refused,
         }
@@ -302,13 +284,8 @@ class Router:
         self._listener.close()
         self._subscriber.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _running(self) -> int:
+        return sum(len(worker.attempts) for worker in self._workers.values())
 
     # Hearing
 
@@ -386,7 +363,7 @@ class Router:
     def _note(self, worker: _Worker, report: Report) -> None:
         if report.stats is not None:
             worker.stats = report.stats
-            worker.reports += 1
+            worker.reported = time.monotonic()
         for number, tokens in report.tokens:
             request = worker.attempts.get(number)
             if request is not None:
@@ -424,43 +401,33 @@ class Router:
 
     def _give(self) -> None:
         """Give requests to workers, those that are handed over first: their rows are lent for a time."""
+        alive = [worker for worker in self._workers.values() if worker.is_alive]
+        prefill, decode = ([one for one in alive if one.join.role == role] for role in ("prefill", "decode"))
+        if not decode:
+            return
         while self._lent:
-            request, ticket = self._lent[0]
-            found = self._found(request)
-            worker = self._best("decode", request, found)
-            if worker is None:
-                break
-            self._lent.popleft()
+            request, ticket = self._lent.popleft()
+            worker, _ = self._best(decode, request)
             self._counts["handed_over"] += 1
             self._send_work(worker, request, request.seq_len, ticket=ticket)
         while self._waiting:
-            request = self._waiting[0]
-            found = self._found(request)
-            for_prompts, for_rest = (self._best(role, request, found) for role in ("prefill", "decode"))
-            if for_rest is None:
-                break
-            self._waiting.popleft()
-            if for_prompts is None:
-                self._send_work(for_rest, request, request.seq_len)
-            else:
-                load = request.seq_len - found.get(for_prompts.name, 0)
-                self._send_work(for_prompts, request, load, is_handed_over=True)
+            request = self._waiting.popleft()
+            worker, found = self._best(prefill or decode, request)
+            load = request.seq_len - (found if prefill else 0)
+            self._send_work(worker, request, load, is_handed_over=bool(prefill))
 
-    def _found(self, request: ClusterRequest) -> dict[str, int]:
-        """How many tokens of a request each worker has."""
-        return self._index.match(request.prompt + request.tokens, request.namespace)
-
-    def _best(self, role: str, request: ClusterRequest, found: dict[str, int]) -> _Worker | None:
-        """The worker of a role with the least to do, with what it would compute or read of this request."""
-        workers = [one for one in self._workers.values() if one.is_alive and one.join.role == role]
+    def _best(self, workers: list[_Worker], request: ClusterRequest) -> tuple[_Worker, int]:
+        """The worker that has least to do if it gets a request, and how many of its tokens it has."""
+        found = self._index.match(request.prompt + request.tokens, request.namespace)
         needed = len(request.prompt) + request.max_new_tokens - 1  # the last token has no slot
         # Without any that is large enough, one of them says so.
-        workers = [one for one in workers if one.join.capacity >= needed] or workers
+        large = [one for one in workers if one.join.capacity >= needed]
 
         def cost(worker: _Worker) -> int:
-            return sum(worker.load.values()) + request.seq_len - found.get(worker.name, 0)
+            return sum(one.load for one in worker.attempts.values()) - found.get(worker.name, 0)
 
-        return min(workers, key=cost, default=None)
+        best = min(large or workers, key=cost)
+        return best, found.get(best.name, 0)
 
     def _send_work(
         self,
@@ -474,8 +441,8 @@ class Router:
         number = request.attempt = next(self._numbers)
         request.state = "prefill" if is_handed_over else "decode"
         request.workers.append(worker.name)
-        self._requests[number] = worker.attempts[number] = request
-        worker.load[number] = load
+        request.load = load
+        worker.attempts[number] = request
         work = _work(number, request)
         work.is_handed_over = is_handed_over
         if ticket is not None:
@@ -492,16 +459,14 @@ class Router:
     # Ending
 
     def _release(self, request: ClusterRequest) -> _Worker | None:
-        """Takes a request from its worker, which is returned."""
-        if self._requests.pop(request.attempt, None) is None:
-            self._lent = deque(lent for lent in self._lent if lent[0] is not request)
-            if request in self._waiting:
-                self._waiting.remove(request)
-            return None
-        worker = self._workers[request.workers[-1]]
-        worker.attempts.pop(request.attempt, None)
-        worker.load.pop(request.attempt, None)
-        return worker
+        """Takes a request from its worker, which is returned, or from those that wait for one."""
+        for worker in self._workers.values():
+            if worker.attempts.pop(request.attempt, None) is not None:
+                return worker
+        self._lent = deque(lent for lent in self._lent if lent[0] is not request)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        return None
 
     def _take_back(self, request: ClusterRequest) -> None:
         """Ends the lease of its rows, if somebody lends them."""

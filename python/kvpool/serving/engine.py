@@ -23,6 +23,7 @@ import torch
 
 from kvpool._kvpool import BatchPlanner, PrefixCache
 from kvpool.errors import ConfigError
+from kvpool.serving.generation import Generation
 from kvpool.serving.sampling import Sampling, sample
 from kvpool.serving.scheduler import Scheduler
 from kvpool.serving.swap import Arrivals, LoadError, Swap
@@ -78,31 +79,19 @@ class Model(Protocol):
 
 
 @dataclass(eq=False)
-class Request:
-    """A prompt and its generated tokens.
+class Request(Generation):
+    """A prompt and its generated tokens: a `Generation` of an engine.
 
     Attributes:
-        prompt: Tokens of the prompt.
-        max_new_tokens: The most tokens to generate.
-        stop_tokens: Tokens that end the request; such a token is the last of `tokens`.
-        sampling: Sampling parameters.
         on_token: Called with the request and each token, in order.
         owner: Owner of its row and slots, for pools with debugging.
-        namespace: Namespace of its tokens in the prefix cache.
-        tokens: Tokens generated so far.
         state: "waiting", "running", and at the end "finished" or "aborted".
         retractions: Number of retractions.
         prefix_len: Tokens found in the prefix cache at its last admission.
     """
 
-    prompt: list[int]
-    max_new_tokens: int
-    stop_tokens: frozenset[int] = frozenset()
-    sampling: Sampling = field(default_factory=Sampling)
     on_token: Callable[[Request, int], object] | None = None
     owner: str | int | None = None
-    namespace: str | bytes | int | None = None
-    tokens: list[int] = field(default_factory=list)
     state: State = "waiting"
     retractions: int = 0
     prefix_len: int = 0
@@ -126,17 +115,6 @@ class Request:
     def is_over(self) -> bool:
         """Whether the request is finished or aborted."""
         return self.state in {"finished", "aborted"}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all tokens are generated."""
-        tokens = self.tokens
-        return len(tokens) >= self.max_new_tokens or bool(tokens and tokens[-1] in self.stop_tokens)
-
-    @property
-    def seq_len(self) -> int:
-        """Number of prompt and generated tokens."""
-        return len(self.prompt) + len(self.tokens)
 
     def between(self, begin: int, end: int) -> list[int]:
         """Prompt and generated tokens from position `begin` to `end`."""
@@ -263,10 +241,10 @@ class Engine:
             max_new_tokens,
             frozenset(stop_tokens),
             sampling or Sampling(),
-            on_token,
-            owner,
             namespace,
             tokens,
+            on_token,
+            owner,
             move=move,
         )
         if request.is_complete:
@@ -308,10 +286,10 @@ class Engine:
             request.max_new_tokens,
             request.stop_tokens,
             sampling or request.sampling,
-            on_token,
-            owner,
             request.namespace,
             [*request.tokens],
+            on_token,
+            owner,
         )
         self._scheduler.waiting.append(copy)
         return copy
@@ -355,13 +333,7 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[int]:
         """Yield a request's tokens as they are generated; runs steps, which serve all requests."""
-        given = 0
-        while given < len(request.tokens) or not request.is_over:
-            if given < len(request.tokens):
-                given += 1
-                yield request.tokens[given - 1]
-            else:
-                self.step()
+        return request.follow(self.step)
 
     def abort(self, request: Request) -> None:
         """Abort a request and free its slots: if it is moving, when nothing arrives in them any more.
@@ -387,13 +359,12 @@ class Engine:
         """Return current and cumulative statistics.
 
         `running`, `waiting`, `finished` and `aborted` requests, those that are `moving` to another process or
-        from there, `retractions`, `steps`, `computed_tokens`
-        (those recomputed after a retraction included), `found_tokens` (of prefixes that were cached when a
-        request was admitted), `loaded_tokens` (those of them that came back from the tier below),
-        `fetched_tokens` (those that came to that tier from a store),
-        `generated_tokens`, and slots: `in_use` by requests, or by a copy to or from the tier, and `cached`,
-        which requests may use as well, of `capacity`. A step that an exception has ended may be missing from
-        the cumulative ones.
+        from there, `retractions`, `steps`, `computed_tokens` (those recomputed after a retraction included),
+        `found_tokens` (of prefixes that were cached when a request was admitted), `loaded_tokens` (those of
+        them that came back from the tier below), `fetched_tokens` (those that came to that tier from a
+        store), `generated_tokens`, and slots: `in_use` by requests, or by a copy to or from the tier, and
+        `cached`, which requests may use as well, of `capacity`. A step that an exception has ended may be
+        missing from the cumulative ones.
         """
         scheduler, cache, allocator = self._scheduler, self.prefix_cache, self.model.allocator
         obtainable = allocator.available_size() if cache is None else cache.obtainable_size()

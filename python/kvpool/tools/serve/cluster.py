@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from kvpool.cluster import Router, Worker, parse_address, read_secret
+from kvpool.cluster.worker import REPORT_S
 from kvpool.errors import ConfigError
 from kvpool.integrations.kv_events import EventPublisher
 from kvpool.integrations.nixl import Endpoint
@@ -34,7 +35,6 @@ START_S: Final = 120.0
 END_S: Final = 10.0
 """How long they may take to end."""
 
-_REPORTS: Final = 2
 _TAIL: Final = 2000
 
 
@@ -129,7 +129,7 @@ class Cluster:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.check: Callable[[], object] = lambda: None
-        self._reports: dict[str, int] = {}
+        self._busy = 0.0
 
     def wait(self, prefill: int, decode: int) -> None:
         """Wait for so many workers of each role.
@@ -139,7 +139,7 @@ class Cluster:
         """
         deadline = time.monotonic() + START_S
         while True:
-            alive = [one.role for one in self.router.workers() if one.is_alive and one.reports]
+            alive = [one.role for one in self.router.workers() if one.is_alive and one.stats]
             if alive.count("prefill") >= prefill and alive.count("decode") >= decode:
                 return
             if time.monotonic() > deadline:
@@ -165,10 +165,11 @@ class Cluster:
         workers = [worker for worker in self.router.workers() if worker.is_alive]
         if all(worker.role != "decode" for worker in workers):
             self.check()
+        now = time.monotonic()
         if self.router.step():
-            self._reports = {worker.name: worker.reports for worker in workers}
-            return True
-        return any(worker.reports < self._reports.get(worker.name, 0) + _REPORTS for worker in workers)
+            self._busy = now
+        # A report that comes right after the last token may have been made before it.
+        return any(now - worker.age_s < self._busy + REPORT_S for worker in workers)
 
     def stats(self) -> dict[str, int]:
         """Return sums of `Engine.stats` of all workers, and what the router knows of requests."""

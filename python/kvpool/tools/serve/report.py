@@ -102,7 +102,7 @@ def stream(service: Service, console: Console) -> None:
         console.print(
             f"request {number} of {STREAMED}, {len(request.prompt)} tokens of prompt:", style="dim", end=" "
         )
-        for token in service.stream(request):
+        for token in request.follow(service.server.step):
             console.print(Text(spell(token)), end="", soft_wrap=True)
         console.print()
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpool.cluster import WorkerStatus
+    from kvpool.serving.generation import Generation
     from kvpool.serving.swap import SwapMode
 
 VOCAB_SIZE = 256
@@ -179,30 +180,12 @@ class ServeResult:
         return found / max(found + self.stats["computed_tokens"], 1)
 
 
-class Answer(Protocol):
-    """A request, as an engine or a router has it.
-
-    Attributes:
-        prompt: Tokens of the prompt.
-        tokens: Tokens generated so far.
-        max_new_tokens: The most tokens to generate.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    max_new_tokens: int
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it gets no more tokens."""
-
-
 class Server(Protocol):
     """What serves requests: an `Engine`, or a cluster."""
 
     def submit(
         self, prompt: list[int], max_new_tokens: int, *, on_token: Callable[[Any, int], object]
-    ) -> Answer:
+    ) -> Generation:
         """Queue a request."""
 
     def step(self) -> bool:
@@ -279,12 +262,12 @@ class Service:
             self.pools = Pools(config, self.model)
             server = self.pools.engine
         self.server: Server = server
-        self.requests: list[Answer] = []
+        self.requests: list[Generation] = []
         self._random = random.Random(config.seed)  # noqa: S311 - prompts are not secret
         self._system_prompt = _tokens(self._random, SYSTEM_PROMPT)
         self._first_tokens_s: list[float] = []
 
-    def submit(self) -> Answer:
+    def submit(self) -> Generation:
         """Submit a request of random length."""
         return self._submit(_tokens(self._random, self._random.randint(4, 120)), self._random.randint(4, 64))
 
@@ -292,20 +275,20 @@ class Service:
         """Submit a turn of a conversation; its answer is followed by the next one."""
         prompt = before + _tokens(chance, chance.randint(8, 40))
 
-        def go_on(request: Answer) -> None:
+        def go_on(request: Generation) -> None:
             if turns > 1:
                 self.converse(chance, request.prompt + request.tokens, turns - 1)
 
         self._submit(prompt, chance.randint(8, 24), go_on)
 
     def _submit(
-        self, prompt: list[int], new_tokens: int, then: Callable[[Answer], None] | None = None
-    ) -> Answer:
+        self, prompt: list[int], new_tokens: int, then: Callable[[Generation], None] | None = None
+    ) -> Generation:
         begin = perf_counter()
 
         told: list[int] = []
 
-        def on_token(request: Answer, token: int) -> None:
+        def on_token(request: Generation, token: int) -> None:
             told.append(token)
             if len(told) == 1:
                 self._first_tokens_s.append(perf_counter() - begin)
@@ -314,16 +297,6 @@ class Service:
 
         self.requests.append(self.server.submit(prompt, new_tokens, on_token=on_token))
         return self.requests[-1]
-
-    def stream(self, request: Answer) -> Iterator[int]:
-        """Yield a request's tokens as they are generated; serves all requests meanwhile."""
-        given = 0
-        while given < len(request.tokens) or not request.is_over:
-            if given < len(request.tokens):
-                given += 1
-                yield request.tokens[given - 1]
-            else:
-                self.server.step()
 
     def steps(self) -> Iterator[dict[str, int]]:
         """Serve the load, and yield the engine's statistics after each step."""
@@ -361,7 +334,8 @@ class Service:
         result.stats = self.server.stats()
         if self.pools is not None:
             _note_tiers(self.pools, result)
-        result.first_token_s = median(self._first_tokens_s)
+        if self._first_tokens_s:
+            result.first_token_s = median(self._first_tokens_s)
         return result
 
     def _settle(self) -> None:
@@ -393,7 +367,7 @@ class Service:
         result.alone_s = perf_counter() - begin
         result.differences = tuple(found)
 
-    def _difference(self, number: int, request: Answer) -> Iterator[Difference]:
+    def _difference(self, number: int, request: Generation) -> Iterator[Difference]:
         prompt = torch.tensor([request.prompt], device=self.config.device)
         output = self.model.generate(
             prompt,

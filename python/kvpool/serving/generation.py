@@ -1,0 +1,61 @@
+"""A prompt and what is generated after it, whoever does that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvpool.serving.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvpool._typing import Namespace
+
+
+@dataclass(eq=False)
+class Generation(ABC):
+    """A prompt and its generated tokens.
+
+    Attributes:
+        prompt: Tokens of the prompt.
+        max_new_tokens: The most tokens to generate.
+        stop_tokens: Tokens that end it; such a token is the last of `tokens`.
+        sampling: Sampling parameters.
+        namespace: Namespace of its tokens in prefix caches.
+        tokens: Tokens generated so far.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
+    namespace: Namespace = None
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether it gets no more tokens."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens are generated."""
+        tokens = self.tokens
+        return len(tokens) >= self.max_new_tokens or bool(tokens and tokens[-1] in self.stop_tokens)
+
+    @property
+    def seq_len(self) -> int:
+        """Number of prompt and generated tokens."""
+        return len(self.prompt) + len(self.tokens)
+
+    def follow(self, step: Callable[[], object]) -> Iterator[int]:
+        """Yield its tokens as they are generated, which `step` goes on with."""
+        given = 0
+        while given < len(self.tokens) or not self.is_over:
+            if given < len(self.tokens):
+                given += 1
+                yield self.tokens[given - 1]
+            else:
+                step()
