@@ -332,6 +332,24 @@ def test_a_request_waits_for_slots_that_move(network: Network) -> None:
     pair.assert_served()
 
 
+def test_a_request_that_was_matched_in_vain_is_matched_again_when_slots_have_moved(network: Network) -> None:
+    """What it has in common with others would be locked by it, and then it does not fit beside what moves."""
+    pair = Pair(network, {"size": 48, "page_size": 4})
+    network.stopped.add("prefill")
+    engine = pair.prefill.engine
+    shared = [*range(17)]
+    engine.submit(shared, 1)
+    engine.run()
+    moving = pair.submit([9] * 20, 6)
+    engine.step()
+    request = engine.submit([*shared[:16], *[8] * 16], 1)
+    engine.step()
+    assert engine._scheduler._too_long is request
+    engine.abort(moving)
+    engine.run()
+    assert request.tokens == alone(request)
+
+
 def test_tokens_that_are_known_are_not_generated_again(network: Network) -> None:
     side = Side(network, "alone", size=64)
     expected = Request([1, 2, 3], 9)

@@ -380,7 +380,8 @@ class Scheduler(Generic[R]):
         for request, begin in begins.items():
             end = max(request.seq_len, begin + 1)  # the token of this step
             pages += self._pages(min(end, begin + self.max_step_tokens)) - self._pages(begin)
-        missing = pages * self._page_size - self._allocator.available_size() - self._coming_slots()
+        # In this order a copy that ends meanwhile is not left out.
+        missing = pages * self._page_size - self._coming_slots() - self._allocator.available_size()
         if missing > 0 and self.cache is not None:
             self.cache.evict(missing)
 
@@ -419,7 +420,6 @@ class Scheduler(Generic[R]):
             state: Their state from now on. Those that are "waiting" are in the queue.
         """
         holders = [request for request in requests if request.state == "running"]
-        self._too_long = None
         try:
             for request in holders:
                 self.publish(request)
@@ -523,6 +523,7 @@ class Scheduler(Generic[R]):
 
     def _free_spare(self) -> None:
         """Free the rows that no request has, with their slots."""
+        self._too_long = None
         while self._spare:
             rows = self._spare[-1]
             try:
@@ -641,7 +642,7 @@ class Scheduler(Generic[R]):
 
     def _fits(self, pages: int) -> bool:
         """Whether the running requests can get these pages; a single request fits without a reserve."""
-        room = self._obtainable_size() + self._coming_slots()
+        room = self._coming_slots() + self._obtainable_size()
         return not (self.running or self.moving) or pages * self._page_size <= room
 
     def _cached_len(self, request: R) -> int:
