@@ -52,7 +52,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test software-test \
     rust-lint python-lint stub-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -76,7 +76,7 @@ demo-cluster: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
 	    --page-size 16 --pool-size 4096
 
 test:
-	$(call at_once,rust-test orders machine-test software-test fuzz-briefly)
+	$(call at_once,machine-test software-test rust-test orders fuzz-briefly)
 
 # Without the feature `cuda` only the table of the driver's functions differs, which is then empty: the examples show that.
 rust-test: $(DRIVER)
@@ -88,8 +88,10 @@ rust-test: $(DRIVER)
 python-test:
 	$(call at_once,machine-test software-test)
 
-machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(MOONCAKE)/.installed $(NIXL)/.installed \
-    $(VLLM)/.installed
+# What tests run beside kvpool.
+engines: $(ENGINES)/.installed $(MOONCAKE)/.installed $(NIXL)/.installed $(VLLM)/.installed
+
+machine-test: $(EXTENSION) $(VENV)/.test engines
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys
 
 software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
@@ -121,8 +123,9 @@ histories:
 	KVPOOL_HISTORY='$(HISTORIES)' KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
 	    --ignored --exact history_runs::long_histories_agree_with_their_models --nocapture
 
+# BESIDE is made at the same time, such as packages that the tests need.
 lint:
-	$(call at_once,rust-lint stub-lint python-lint kernel-lint)
+	$(call at_once,rust-lint stub-lint $(BESIDE) python-lint kernel-lint)
 
 rust-lint:
 	cargo fmt --check

@@ -190,8 +190,8 @@ def test_workers_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     with Router(secret) as router:
         cluster = Cluster(router)
         with (
-            children(ServeConfig(device="nowhere"), Options(prefill=1), cluster, secret),
-            pytest.raises(ConfigError, match=r"prefill-0 has ended with status 1:\n(?s:.)*nowhere"),
+            children(ServeConfig(page_size=0), Options(prefill=1), cluster, secret),
+            pytest.raises(ConfigError, match=r"prefill-0 has ended with status 2:\n(?s:.)*--page-size"),
         ):
             cluster.wait(1, 0)
         monkeypatch.setattr(clusters, "START_S", 0.05)
