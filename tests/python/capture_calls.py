@@ -19,6 +19,7 @@ from memory_store import Memory
 
 import kvpool
 from kvpool import _kvpool, lmcache
+from kvpool._closing import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -803,7 +804,7 @@ def _can_be_made(kind: type) -> bool:
 def _members(kind: type) -> Iterator[tuple[str, object]]:
     """What a class has itself, or from a private one."""
     for base in kind.__mro__:
-        if base is kind or base.__name__.startswith("_"):
+        if base is kind or base is Closing or base.__name__.startswith("_"):
             yield from vars(base).items()
 
 
