@@ -52,7 +52,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test process-test software-test \
     rust-lint python-lint stub-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -76,7 +76,7 @@ demo-cluster: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
 	    --page-size 16 --pool-size 4096
 
 test:
-	$(call at_once,machine-test software-test rust-test orders fuzz-briefly)
+	$(call at_once,process-test software-test machine-test rust-test orders fuzz-briefly)
 
 # Without the feature `cuda` only the table of the driver's functions differs, which is then empty: the examples show that.
 rust-test: $(DRIVER)
@@ -84,15 +84,19 @@ rust-test: $(DRIVER)
 	cargo test --locked --doc
 	cargo test --quiet --locked --release --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
 
-# Once as this machine is, and every CUDA test on the software driver: each takes one core.
+# Once as this machine is, in two parts, and every CUDA test on the software driver.
 python-test:
-	$(call at_once,machine-test software-test)
+	$(call at_once,process-test software-test machine-test)
 
 # What tests run beside kvpool.
 engines: $(ENGINES)/.installed $(MOONCAKE)/.installed $(NIXL)/.installed $(VLLM)/.installed
 
 machine-test: $(EXTENSION) $(VENV)/.test engines
-	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys
+	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys -m 'not processes'
+
+# What mostly waits: beside it there is time for the others.
+process-test: $(EXTENSION) $(VENV)/.test engines
+	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys -m processes
 
 software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --capture=sys --software -m cuda

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from conftest import RunSnippet
 
+pytestmark = pytest.mark.processes
+
 PAGE = 5000
 SLOT = 8192
 KILLS = int(os.environ.get("KVPOOL_STORE_KILLS", "10"))

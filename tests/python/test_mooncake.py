@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from conftest import RunSnippet
 
+pytestmark = pytest.mark.processes
+
 MOONCAKE = Path(os.environ.get("KVPOOL_MOONCAKE") or Path(sys.prefix) / "mooncake")
 """Where `make` installs Mooncake, and what it needs of Debian."""
 

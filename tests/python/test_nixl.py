@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from conftest import RunSnippet
     from typing_extensions import Self
 
+pytestmark = pytest.mark.processes
+
 NIXL = Path(os.environ.get("KVPOOL_NIXL") or Path(sys.prefix) / "nixl")
 """Where `make` installs NIXL."""
 

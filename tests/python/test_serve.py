@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from typer.testing import Result
 
+pytestmark = pytest.mark.processes
+
 SMALL = ServeConfig(requests=12, per_step=6, pool_size=300)
 
 

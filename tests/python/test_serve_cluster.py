@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["nixl"]  # the fixture
 
 PATIENCE_S = 100

@@ -17,6 +17,8 @@ from kvpool.integrations import sglang
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(
     ("plugins", "switch", "is_on"),

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+pytestmark = pytest.mark.processes
+
 
 def trend_of(values: NDArray[np.float64], minutes: float = 60.0, limit: float = 2048.0) -> Trend:
     columns = {"seconds": np.linspace(0, 60 * minutes, len(values)), "rss_kib": values}
