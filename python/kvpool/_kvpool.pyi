@@ -1,7 +1,7 @@
 # Tensors are `torch.Tensor` where PyTorch is installed and `kvpool.Tensor` elsewhere; a type checker that finds no
 # PyTorch takes them as `Any`.
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Literal, SupportsFloat, SupportsIndex, final
 
@@ -38,6 +38,9 @@ __all__ = [
     "_STORAGE_DTYPES",
     "BatchPlan",
     "BatchPlanner",
+    "Block",
+    "BlockMap",
+    "BlockQueue",
     "Buffer",
     "BufferPool",
     "BufferStep",
@@ -3830,6 +3833,221 @@ class OffloadRequest:
     """
 
     def __new__(cls) -> OffloadRequest: ...
+
+@final
+class Block:
+    """A block of an engine, by vLLM's names: its number, how many requests use it, and its hash. `BlockQueue` makes it."""
+
+    @property
+    def block_id(self) -> int:
+        """Its number, from 0 on; -1 at the ends of a queue."""
+    @property
+    def ref_cnt(self) -> int:
+        """How many requests use it."""
+    @ref_cnt.setter
+    def ref_cnt(self, count: int) -> None:
+        """How many requests use it."""
+    @property
+    def is_null(self) -> bool:
+        """Whether it stands for no memory. It is never freed."""
+    @is_null.setter
+    def is_null(self, is_null: bool) -> None:
+        """Whether it stands for no memory. It is never freed."""
+    @property
+    def pool(self) -> Any:
+        """The pool that its queue was made for; `None` if there was none, or it is gone."""
+    @property
+    def block_hash(self) -> bytes | None:
+        """Its hash, bytes; `None` if it has none."""
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        """How many tokens of the prompt its hash covers."""
+    def set_block_hash(self, block_hash: bytes, num_tokens: int | None = None) -> None:
+        """Gives it a hash.
+
+        Raises:
+            AssertionError: If it has one.
+        """
+    def reset_hash(self) -> None:
+        """Takes its hash."""
+    @property
+    def prev_free_block(self) -> Block | None:
+        """The free block before it, or the front of the queue; `None` if it is not free."""
+    @property
+    def next_free_block(self) -> Block | None:
+        """The free block behind it, or the end of the queue; `None` if it is not free."""
+
+@final
+class BlockQueue:
+    """Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
+    the lowest in front.
+
+    The methods by vLLM's names do what those of its `FreeKVCacheBlockQueue` do; `alloc`, `free` and `retain` are calls
+    for many blocks at once. Calls are atomic and thread-safe. A block of another queue is never taken in.
+
+    Args:
+        count: Blocks, below 2**31.
+        pool: The pool of the engine, which blocks name. It is not kept alive.
+
+    Raises:
+        ConfigError: If `count` is 0, negative, or too large.
+    """
+
+    def __new__(cls, count: int, pool: object = None) -> BlockQueue: ...
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks by their numbers, free or not: a new list."""
+    @property
+    def num_free_blocks(self) -> int:
+        """The number of free blocks."""
+    @property
+    def fake_free_list_head(self) -> Block:
+        """What stands before the first free block."""
+    @property
+    def fake_free_list_tail(self) -> Block:
+        """What stands behind the last free block."""
+    def popleft(self) -> Block:
+        """Takes the first free block, whatever is counted of it.
+
+        Raises:
+            ValueError: If none is free.
+        """
+    def popleft_n(self, n: int) -> list[Block]:
+        """Takes the first `n` free blocks, whatever is counted of them.
+
+        Raises:
+            ValueError: If there are fewer. Nothing is taken.
+        """
+    def remove(self, block: Block) -> None:
+        """Takes a block out.
+
+        Raises:
+            IndexOwnershipError: If it is of another queue.
+            RuntimeError: If it is not free.
+        """
+    def append(self, block: Block) -> None:
+        """Adds a block at the end, whatever is counted of it.
+
+        Raises:
+            IndexOwnershipError: If it is of another queue, or free already. Nothing is changed.
+        """
+    def append_n(self, blocks: Iterable[Block]) -> None:
+        """Adds blocks at the end, in their order; the rest as `append`."""
+    def prepend_n(self, blocks: Iterable[Block]) -> None:
+        """Adds blocks in front, in their order; the rest as `append`."""
+    def get_all_free_blocks(self) -> list[Block]:
+        """Returns the free blocks, the first one in front."""
+    def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
+        """Returns an iterator over the free blocks behind a block, or all. It ends where the queue ends, or at a block
+        that is taken meanwhile.
+        """
+    def alloc(
+        self, count: int, cached: BlockMap, more_hashes: dict[int, set[bytes]], *, events: bool = False
+    ) -> tuple[list[Block], list[bytes]]:
+        """Takes the first free blocks for one user, who counts 1 of each. Their hashes are taken from them.
+
+        Args:
+            count: How many.
+            cached: The map with the hashes.
+            more_hashes: By the number of a block, a set of hashes that it has beside its own. Those of taken blocks go.
+            events: Whether to return the hashes.
+
+        Returns:
+            The blocks, and the hashes that are in the map no more, in order; none without `events`.
+
+        Raises:
+            ValueError: If there are fewer free blocks. Nothing is taken.
+            AssertionError: If one of them is counted as used. Nothing is taken.
+        """
+    def free(self, blocks: Iterable[Any], *, keep_hashed: bool = True) -> list[Any]:
+        """Gives back one use of each block. Those that nobody uses any more are free: the ones with a hash at the end, the
+        others in front, both in the order given. Null blocks are left out.
+
+        A block that nobody uses is dropped, and logged.
+
+        Args:
+            blocks: The blocks, of any kind.
+            keep_hashed: Whether a hash makes a difference.
+
+        Returns:
+            What are not blocks of this queue, as they were given.
+        """
+    def retain(self, blocks: Iterable[Any]) -> list[Any]:
+        """Adds one use of each block, and takes those that were free out of the queue. Null blocks are left out.
+
+        Returns:
+            What are not blocks of this queue, as they were given.
+
+        Raises:
+            RuntimeError: If nobody uses a block, and it is not free either. Nothing is changed.
+        """
+    def __len__(self) -> int:
+        """Return len(self)."""
+
+class BlockMap:
+    """An engine's blocks by their hashes: bytes of any length that end with the group of layers, 4 bytes, the highest
+    first, as vLLM's `BlockHashWithGroupId` has them. Several blocks may have one hash.
+
+    The methods by vLLM's names do what those of its `BlockHashToBlockMap` do; `find`, `find_prefix` and `cache` are
+    calls for groups and for many blocks. Calls are atomic and thread-safe.
+    """
+
+    def __new__(cls) -> Self: ...
+    def get_one_block(self, key: bytes) -> Any:
+        """Returns the block that has had a hash for longest; `None` if none has it."""
+    def contain(self, key: bytes, block_id: int) -> bool:
+        """Returns whether the block with a number has a hash."""
+    def insert(self, key: bytes, block: Any) -> None:
+        """Gives a block a hash."""
+    def pop(self, key: bytes, block_id: int) -> Any:
+        """Takes a hash from the block with a number, and returns the block; `None` if it has it not."""
+    def clear(self) -> None:
+        """Takes all hashes from all blocks."""
+    def items(self) -> list[tuple[bytes, list[Any]]]:
+        """Returns pairs of a hash and the list of its blocks, those that got it first in front."""
+    def find(self, block_hash: bytes, group_ids: Sequence[int]) -> list[Any] | None:
+        """Returns a block of each group that has a hash there; `None` unless each group has one.
+
+        Args:
+            block_hash: The hash without a group.
+            group_ids: The groups.
+        """
+    def find_prefix(self, block_hashes: Iterable[bytes], group_ids: Sequence[int]) -> list[list[Any]]:
+        """Returns the blocks of each group for the hashes from the first on, up to one that a group has no block of.
+
+        Args:
+            block_hashes: The hashes without groups.
+            group_ids: The groups.
+        """
+    def cache(
+        self,
+        blocks: Sequence[Any],
+        block_hashes: Sequence[bytes],
+        group_id: int,
+        num_tokens: int,
+        block_size: int,
+        block_mask: Sequence[bool] | None,
+        more_hashes: dict[int, set[bytes]],
+    ) -> bool:
+        """Gives full blocks their hashes in a group. A block that has a hash of fewer tokens loses that and all others.
+
+        Args:
+            blocks: The blocks. Null blocks are left out.
+            block_hashes: As many hashes without a group.
+            group_id: The group.
+            num_tokens: The tokens of the prompt that the first hash covers.
+            block_size: How many more the next one covers.
+            block_mask: Which of them to hash; all, if it is `None`.
+            more_hashes: As in `BlockQueue.alloc`.
+
+        Returns:
+            False, and nothing is done, if there are objects that are not blocks of a `BlockQueue`.
+
+        Raises:
+            AssertionError: If a block has a hash of as many tokens, or the lengths differ. Nothing is done.
+        """
+    def __len__(self) -> int:
+        """Return len(self)."""
 
 @final
 class OffloadTable:

@@ -16,9 +16,12 @@
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
 //! | what an engine has offloaded by keys of its own, for engines that drive the transfers | [`OffloadTable`], [`OffloadOrder`] |
+//! | an engine's blocks: the order in which free ones go, and which has which hash | [`EvictionQueue`], [`BlockMap`] |
 //! | nodes with values of several kinds of attention, driven by an engine | [`hybrid`] |
 
+mod block_map;
 mod chain;
+mod eviction_queue;
 mod explain;
 pub mod hybrid;
 mod journal;
@@ -32,6 +35,8 @@ mod residency;
 mod tokens;
 mod tree;
 
+pub use block_map::{BlockHash, BlockMap};
+pub use eviction_queue::EvictionQueue;
 pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use journal::{Event, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};

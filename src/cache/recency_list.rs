@@ -43,6 +43,11 @@ impl RecencyList {
         self.insert_behind(number, None);
     }
 
+    /// Adds a number that is not in the list, as the one that was not used for longest.
+    pub fn push_oldest(&mut self, number: u32) {
+        self.insert_behind(number, self.oldest());
+    }
+
     /// Adds a number that is not in the list behind `newer`, or as the one used last.
     pub fn insert_behind(&mut self, number: u32, newer: Option<u32>) {
         let newer = newer.unwrap_or(NONE);
@@ -74,6 +79,26 @@ impl RecencyList {
     #[must_use]
     pub fn oldest(&self) -> Option<u32> {
         (self.oldest != NONE).then_some(self.oldest)
+    }
+
+    /// The number used last.
+    #[must_use]
+    pub fn newest(&self) -> Option<u32> {
+        (self.newest != NONE).then_some(self.newest)
+    }
+
+    /// The number used after one that is in the list.
+    #[must_use]
+    pub fn newer(&self, number: u32) -> Option<u32> {
+        let newer = self.links[widen(number)].newer;
+        (newer != NONE).then_some(newer)
+    }
+
+    /// The number used before one that is in the list.
+    #[must_use]
+    pub fn older(&self, number: u32) -> Option<u32> {
+        let older = self.links[widen(number)].older;
+        (older != NONE).then_some(older)
     }
 
     /// The numbers, the one used last at the end.

@@ -16,6 +16,7 @@
 mod args;
 mod base_pool;
 mod batch_planner;
+mod blocks;
 mod buffer_pool;
 mod chunk_pool;
 mod debug;
@@ -201,6 +202,9 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hybrid_results::HybridStep>()?;
     module.add_class::<hybrid_results::HybridFrees>()?;
     module.add_class::<hybrid_results::HybridNode>()?;
+    module.add_class::<blocks::Block>()?;
+    module.add_class::<blocks::BlockQueue>()?;
+    module.add_class::<blocks::BlockMap>()?;
     module.add_class::<offload::OffloadTable>()?;
     module.add_class::<offload::OffloadRequest>()?;
     module.add_class::<offload::OffloadOrder>()?;

@@ -105,6 +105,18 @@ class Offloaded:
         self.order.insert(self.key, object(), self.turn)
 
 
+class Blocks:
+    """An engine's blocks: one is taken and has a hash."""
+
+    def __init__(self) -> None:
+        self.queue, self.map = _kvpool.BlockQueue(4), _kvpool.BlockMap()
+        self.more: dict[int, set[bytes]] = {}
+        self.taken = self.queue.alloc(1, self.map, self.more)[0]
+        self.map.cache(self.taken, [b"hash"], 0, PAGE, PAGE, None, self.more)
+        [(self.key, _)] = self.map.items()
+        [self.block] = self.taken
+
+
 class Files:
     """A store with one page, whose files go with it."""
 
@@ -173,6 +185,7 @@ class World:
         self.kv_obj = some(self.local.allocate(inputs.kv_chunk))
         self.pinned = lmcache.LocalCPUBufferPool(LMCACHE)
         self.offloaded = Offloaded()
+        self.blocks = Blocks()
         self.files = Files()
         self.memory = Memory()
         self.fetch = self.tiered.fetch([7, 8])
@@ -375,6 +388,37 @@ def _offload_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) ->
 
 def _order_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) -> Entry:
     return Entry(lambda w: getattr(w.offloaded.order, name)(*args(w.offloaded)), WORKS)
+
+
+BLOCK_CALLS: dict[str, Callable[[Blocks], object]] = {
+    "Block.set_block_hash": lambda b: b.queue.blocks[3].set_block_hash(b"other"),
+    "Block.reset_hash": lambda b: b.block.reset_hash(),
+    "BlockQueue.popleft": lambda b: b.queue.popleft(),
+    "BlockQueue.popleft_n": lambda b: b.queue.popleft_n(2),
+    "BlockQueue.remove": lambda b: b.queue.remove(b.queue.blocks[2]),
+    "BlockQueue.append": lambda b: b.queue.append(b.block),
+    "BlockQueue.append_n": lambda b: b.queue.append_n(b.taken),
+    "BlockQueue.prepend_n": lambda b: b.queue.prepend_n(b.taken),
+    "BlockQueue.get_all_free_blocks": lambda b: b.queue.get_all_free_blocks(),
+    "BlockQueue.iter_blocks_after": lambda b: list(b.queue.iter_blocks_after(None)),
+    "BlockQueue.alloc": lambda b: b.queue.alloc(1, b.map, b.more),
+    "BlockQueue.free": lambda b: b.queue.free(b.taken),
+    "BlockQueue.retain": lambda b: b.queue.retain(b.taken),
+    "BlockMap.get_one_block": lambda b: b.map.get_one_block(b.key),
+    "BlockMap.contain": lambda b: b.map.contain(b.key, 0),
+    "BlockMap.insert": lambda b: b.map.insert(b"other", b.block),
+    "BlockMap.pop": lambda b: b.map.pop(b.key, 0),
+    "BlockMap.clear": lambda b: b.map.clear(),
+    "BlockMap.items": lambda b: b.map.items(),
+    "BlockMap.find": lambda b: b.map.find(b"hash", [0]),
+    "BlockMap.find_prefix": lambda b: b.map.find_prefix([b"hash"], [0]),
+    "BlockMap.cache": lambda b: b.map.cache(b.queue.blocks[3:], [b"other"], 0, PAGE, PAGE, None, b.more),
+}
+"""Calls of an engine's blocks."""
+
+
+def _block_call(call: Callable[[Blocks], object]) -> Entry:
+    return Entry(lambda w: call(w.blocks), WORKS)
 
 
 TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
@@ -610,6 +654,10 @@ ENTRIES: dict[str, Entry] = {
     "OffloadTurn()": Entry(lambda w: w.spare.append(_kvpool.OffloadTurn()), WORKS),
     **{f"OffloadTable.{name}": _offload_call(name, args) for name, args in OFFLOAD_CALLS.items()},
     **{f"OffloadOrder.{name}": _order_call(name, args) for name, args in ORDER_CALLS.items()},
+    # An engine's blocks: on the host, too.
+    "BlockQueue()": Entry(lambda w: w.spare.append(_kvpool.BlockQueue(1)), WORKS),
+    "BlockMap()": Entry(lambda w: w.spare.append(_kvpool.BlockMap()), WORKS),
+    **{name: _block_call(call) for name, call in BLOCK_CALLS.items()},
     # HybridTree: the tree is on the host, and so are its answers.
     "HybridTree()": Entry(lambda w: w.spare.append(_kvpool.HybridTree(1)), WORKS),
     "HybridTree.insert": Entry(lambda w: w.hybrid.insert([9], w.inputs.one, state=[4]), REFUSES),
@@ -731,6 +779,8 @@ ENTRIES: dict[str, Entry] = {
 INSTANCES: dict[str, Callable[[World], object]] = {
     "BatchPlan": lambda w: w.plan,
     "BatchPlanner": lambda w: w.planner,
+    "Block": lambda w: w.blocks.block,
+    "BlockQueue": lambda w: w.blocks.queue,
     "Buffer": lambda w: w.buffer,
     "BufferPool": lambda w: w.buffers,
     "Chunk": lambda w: w.chunk,

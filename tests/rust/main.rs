@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing test panics")]
 
+mod blocks;
 mod conformance;
 mod contract;
 mod dlpack;

@@ -1,0 +1,245 @@
+"""`BlockQueue`, `BlockMap` and `Block`: order, hashes, threads and misuse.
+
+Beside vLLM's own pool they are tested within vLLM, by `tests/engines/vllm_block_checks.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvpool._kvpool import Block, BlockMap, BlockQueue
+from kvpool.errors import ConfigError, IndexOwnershipError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def key(text: bytes, group: int = 0) -> bytes:
+    return text + group.to_bytes(4, "big")
+
+
+def ids(queue: BlockQueue) -> list[int]:
+    return [block.block_id for block in queue.get_all_free_blocks()]
+
+
+@pytest.mark.parametrize("count", [0, -1, 2**31, 2**80])
+def test_a_number_of_blocks_that_cannot_be(count: int) -> None:
+    with pytest.raises(ConfigError, match="count"):
+        BlockQueue(count)
+
+
+def test_blocks_are_taken_from_the_front_and_come_back_by_their_hashes() -> None:
+    queue, cached = BlockQueue(6), BlockMap()
+    blocks, removed = queue.alloc(4, cached, {})
+    assert [block.block_id for block in blocks] == [0, 1, 2, 3]
+    assert [block.ref_cnt for block in blocks] == [1] * 4
+    assert removed == []
+    assert cached.cache(blocks[:2], [b"a", b"b"], 0, 16, 16, None, {})
+    assert [block.block_hash_num_tokens for block in blocks] == [16, 32, None, None]
+    assert queue.free(reversed(blocks)) == []
+    assert ids(queue) == [3, 2, 4, 5, 1, 0]
+    assert cached.find(b"a", [0]) == blocks[:1]
+    assert queue.retain(blocks[:1]) == []
+    assert ids(queue) == [3, 2, 4, 5, 1]
+    taken, removed = queue.alloc(5, cached, {}, events=True)
+    assert [block.block_id for block in taken] == [3, 2, 4, 5, 1]
+    assert removed == [key(b"b")]
+    assert len(cached) == 1
+
+
+def test_hashes_without_caching_make_no_difference() -> None:
+    queue, cached = BlockQueue(3), BlockMap()
+    blocks, _ = queue.alloc(2, cached, {})
+    cached.cache(blocks, [b"a", b"b"], 0, 4, 4, None, {})
+    queue.free(blocks, keep_hashed=False)
+    assert ids(queue) == [0, 1, 2]
+
+
+def test_the_ends_of_the_queue_can_be_walked_to() -> None:
+    queue = BlockQueue(3)
+    front, back = queue.fake_free_list_head, queue.fake_free_list_tail
+    assert (front.block_id, front.prev_free_block, back.next_free_block) == (-1, None, None)
+    assert front.next_free_block is queue.blocks[0]
+    assert back.prev_free_block is queue.blocks[2]
+    assert queue.blocks[0].prev_free_block is front
+    assert queue.blocks[2].next_free_block is back
+    middle = queue.blocks[1]
+    assert [block.block_id for block in queue.iter_blocks_after(None)] == [0, 1, 2]
+    assert [block.block_id for block in queue.iter_blocks_after(middle)] == [2]
+    queue.remove(middle)
+    assert (middle.prev_free_block, middle.next_free_block) == (None, None)
+    assert list(queue.iter_blocks_after(middle)) == []
+    queue.append(middle)
+    queue.prepend_n([])
+    assert [queue.popleft().block_id, *(block.block_id for block in queue.popleft_n(2))] == [0, 2, 1]
+    assert front.next_free_block is back
+    assert back.prev_free_block is front
+    assert len(queue) == queue.num_free_blocks == 0
+
+
+def test_the_first_block_with_a_hash_answers() -> None:
+    blocks, cached = BlockQueue(3).blocks, BlockMap()
+    for block in blocks:
+        cached.insert(key(b"a"), block)
+    cached.insert(key(b"a", 1), blocks[2])
+    assert cached.get_one_block(key(b"a")) is blocks[0]
+    assert cached.get_one_block(key(b"b")) is None
+    assert cached.find(b"a", [0, 1]) == [blocks[0], blocks[2]]
+    assert cached.find(b"a", [0, 2]) is None
+    assert cached.find(b"a", []) == []
+    assert cached.contain(key(b"a"), 1)
+    assert not cached.contain(key(b"a", 1), 1)
+    assert cached.pop(key(b"a"), 0) is blocks[0]
+    assert cached.pop(key(b"a"), 0) is None
+    assert sorted(cached.items()) == [(key(b"a"), blocks[1:]), (key(b"a", 1), blocks[2:])]
+    cached.clear()
+    assert (len(cached), cached.items()) == (0, [])
+
+
+@pytest.mark.parametrize("size", [1, 32, 60, 61, 500])
+def test_hashes_of_any_length_are_found_in_their_group(size: int) -> None:
+    blocks, cached = BlockQueue(4).blocks, BlockMap()
+    hashes = [bytes([number]) * size for number in range(3)]
+    assert cached.cache(blocks[:3], hashes, 7, 4, 4, None, {})
+    assert cached.find_prefix([*hashes, bytes(size)[:-1] + b"x"], [7]) == [blocks[:3]]
+    assert cached.find_prefix(iter(hashes), [7, 8]) == [[], []]
+    assert [block.block_hash for block in blocks] == [*(key(value, 7) for value in hashes), None]
+
+
+def test_a_block_that_fills_up_has_only_its_new_hash() -> None:
+    block, cached = BlockQueue(1).blocks[0], BlockMap()
+    more = {0: {key(b"half")}}
+    cached.insert(key(b"half"), block)
+    assert cached.cache([block], [b"part"], 0, 8, 16, None, {})
+    assert cached.cache([block], [b"full"], 0, 16, 16, None, more)
+    assert more == {}
+    assert [name for name, _ in cached.items()] == [key(b"full")]
+    with pytest.raises(AssertionError, match=r"has a hash of Some\(16\) tokens, not fewer than 16"):
+        cached.cache([block], [b"again"], 0, 16, 16, None, {})
+    assert block.block_hash == key(b"full")
+
+
+def test_null_and_masked_blocks_get_no_hash() -> None:
+    blocks, cached = BlockQueue(3).blocks, BlockMap()
+    blocks[0].is_null = True
+    assert cached.cache(blocks, [b"a", b"b", b"c"], 0, 4, 4, [True, False, True], {})
+    assert [block.block_hash for block in blocks] == [None, None, key(b"c")]
+    queue = BlockQueue(1)
+    queue.blocks[0].is_null = True
+    assert queue.free(queue.blocks) == queue.retain(queue.blocks) == []
+    assert queue.blocks[0].ref_cnt == 0
+
+
+def test_what_is_no_block_is_given_back() -> None:
+    queue, other, cached = BlockQueue(2), BlockQueue(2), BlockMap()
+    given = [queue.popleft(), other.blocks[0], "block"]
+    queue.blocks[0].ref_cnt = 1
+    assert queue.free(given) == given[1:]
+    assert queue.retain(given) == given[1:]
+    assert not cached.cache(given, [b"a"] * 3, 0, 4, 4, None, {})
+    assert len(cached) == 0
+
+
+Misuse = tuple["Callable[[BlockQueue, BlockQueue], object]", type[Exception], str]
+
+
+def hashes(queue: BlockQueue, count: int, mask: list[bool] | None = None) -> None:
+    BlockMap().cache(queue.blocks, [b"a"] * count, 0, 4, 4, mask, {})
+
+
+def hash_twice(block: Block) -> None:
+    block.set_block_hash(b"a")
+    block.set_block_hash(b"a")
+
+
+FREE, STRANGE = "block [01] is free already", "is no block of this queue"
+
+MISUSE: dict[str, Misuse] = {
+    "append another's": (
+        lambda q, other: q.append(other.popleft()),
+        IndexOwnershipError,
+        f"<Block 0: .*> {STRANGE}",
+    ),
+    "append no block": (lambda q, _: q.append_n([None]), IndexOwnershipError, f"None {STRANGE}"),  # type: ignore[list-item]
+    "append a free one": (lambda q, _: q.append_n([q.popleft(), q.blocks[1]]), IndexOwnershipError, FREE),
+    "prepend one twice": (lambda q, _: q.prepend_n([q.popleft()] * 2), IndexOwnershipError, FREE),
+    "remove another's": (lambda q, other: q.remove(other.blocks[0]), IndexOwnershipError, STRANGE),
+    "remove a taken one": (
+        lambda q, _: q.remove(q.popleft()),
+        RuntimeError,
+        "<Block 0: ref_cnt 0> is not free",
+    ),
+    "retain a lost one": (lambda q, _: q.retain([q.blocks[1], q.popleft()]), RuntimeError, "is not free"),
+    "take more": (lambda q, _: q.popleft_n(4), ValueError, "4 blocks asked for, 3 are free"),
+    "alloc more": (lambda q, _: q.alloc(4, BlockMap(), {}), ValueError, "4 blocks asked for, 3 are free"),
+    "hash twice": (
+        lambda q, _: hash_twice(q.blocks[0]),
+        AssertionError,
+        "block 0 already has a hash",
+    ),
+    "too few hashes": (lambda q, _: hashes(q, 1), AssertionError, "3 blocks were given with 1 hashes"),
+    "a short mask": (lambda q, _: hashes(q, 3, [True]), AssertionError, "a mask of 1"),
+    "map no block": (lambda *_: BlockMap().insert(b"a", 3), AttributeError, "block_id"),
+    "find no hash": (lambda *_: BlockMap().find_prefix([3], [0]), TypeError, "bytes"),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_is_an_error_and_takes_nothing_in(name: str) -> None:
+    queue, other = BlockQueue(3), BlockQueue(3)
+    work, kind, words = MISUSE[name]
+    with pytest.raises(kind, match=words):
+        work(queue, other)
+    free = ids(queue)
+    assert len(free) == len(set(free)) == queue.num_free_blocks
+    assert set(free) >= {1, 2}
+
+
+def test_a_free_block_that_is_counted_is_not_handed_out() -> None:
+    queue = BlockQueue(3)
+    queue.blocks[1].ref_cnt = 2
+    with pytest.raises(AssertionError, match="block 1 is free, and counted 2 times"):
+        queue.alloc(2, BlockMap(), {})
+    assert ids(queue) == [0, 1, 2]
+    assert [block.block_id for block in queue.alloc(1, BlockMap(), {})[0]] == [0]
+
+
+def test_none_is_left() -> None:
+    queue = BlockQueue(1)
+    queue.popleft()
+    with pytest.raises(ValueError, match="No free blocks available"):
+        queue.popleft()
+
+
+def test_blocks_outlive_their_queue() -> None:
+    blocks = BlockQueue(2).blocks
+    assert [block.next_free_block for block in blocks] == [None, None]
+    assert [block.pool for block in blocks] == [None, None]
+    with pytest.raises(TypeError, match=r"No constructor|cannot create"):
+        Block()
+
+
+def test_threads_share_blocks_without_losing_one() -> None:
+    queue, cached = BlockQueue(64), BlockMap()
+    more: dict[int, set[bytes]] = {}
+
+    def work(name: int) -> None:
+        for turn in range(300):
+            blocks, _ = queue.alloc(8, cached, more)
+            cached.cache(blocks[:4], [b"%d:%d:%d" % (name, turn, at) for at in range(4)], 0, 4, 4, None, more)
+            queue.retain(blocks)
+            queue.free(blocks)
+            queue.free(blocks)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ids(queue)) == list(range(64))
+    assert {block.ref_cnt for block in queue.blocks} == {0}
+    hashed = {block.block_id for block in queue.blocks if block.block_hash is not None}
+    assert {block.block_id for _, blocks in cached.items() for block in blocks} == hashed
