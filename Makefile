@@ -18,7 +18,8 @@ MOONCAKE := $(VENV)/mooncake
 VLLM := $(VENV)/vllm
 LMCACHE := $(VENV)/lmcache
 NIXL := $(VENV)/nixl
-VLLM_PARTS := $(addprefix vllm-0.33.0/,vllm vllm.egg-info tests/__init__.py tests/v1/__init__.py tests/v1/kv_offload)
+VLLM_PARTS := $(addprefix vllm-0.33.0/,vllm vllm.egg-info tests/__init__.py \
+    $(addprefix tests/v1/,__init__.py core kv_offload kv_connector/__init__.py $(addprefix kv_connector/unit/,__init__.py utils.py)))
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
 SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
@@ -255,8 +256,9 @@ bench-nixl: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
 late-bytes: $(VENV)/.tools $(NIXL)/.installed
 	PYTHONPATH=$(NIXL) NIXL_LOG_LEVEL=FATAL UCX_LOG_LEVEL=fatal $(BIN)/python benches/late_bytes.py
 
-# vLLM's managers of offloaded chunks, beside vLLM's own.
+# vLLM's pool of blocks and managers of offloaded chunks, beside vLLM's own.
 bench-vllm: $(EXTENSION) $(VENV)/.tools $(VLLM)/.installed
+	PYTHONPATH=$(VLLM):$(ENGINES) VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benches/bench_vllm_blocks.py
 	PYTHONPATH=$(VLLM):$(ENGINES) VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benches/bench_vllm.py
 
 # The same beside pymllm's own, from the folder that PYMLLM_PATH names.

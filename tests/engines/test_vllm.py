@@ -1,4 +1,4 @@
-"""All of vLLM's own tests of offloading that need no GPU, on vLLM's classes and on kvpool's."""
+"""vLLM's own tests of its core and of offloading that need no GPU, on vLLM's classes and on kvpool's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from vllm_runs import APART, OFFLOADING, Ran, run
+from vllm_runs import APART, CORE, NOT_HERE, OFFLOADING, Ran, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,3 +25,10 @@ def test_all_tests_of_offloading_pass(tmp_path: Path, own: Ran, mode: str, insid
     assert more.total() == inside
     assert all("within vLLM's own class" in reason for reason in more)
     assert ran.passed + inside == own.passed > 400
+
+
+@pytest.mark.timeout(1800)
+def test_all_tests_of_the_core_pass(tmp_path: Path) -> None:
+    own, ours = (run(tmp_path / mode, mode, CORE, *NOT_HERE) for mode in ("none", "blocks"))
+    assert ours.passed == own.passed > 1100
+    assert Counter(ours.skipped) == Counter(own.skipped)

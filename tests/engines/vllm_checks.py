@@ -1,6 +1,6 @@
 """kvpool's classes within vLLM: beside vLLM's own, by vLLM's settings, and where vLLM is another.
 
-`vllm_on_kvpool.environment` is what it runs in; `tests/python/test_vllm_offload.py` starts it.
+`tests/python/test_vllm_plugin.py` starts it.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def test_a_directory_that_is_in_use_leaves_nothing_behind(tmp_path: Path) -> Non
 def test_a_drift_of_vllm_names_what_was_found_and_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPUOffloadingManager, "__init__", lambda self, chunks: None)  # noqa: ARG005
     with pytest.raises(seams.EngineMismatchError) as caught:
-        seams.require_seams()
+        seams.require_seams(seams.OFFLOADING)
     said = str(caught.value)
     assert said.startswith("vLLM 0.33.0 is not what kvpool was written for: CPUOffloadingManager.__init__ is")
     assert "(self, chunks), expected was (self, num_chunks, cache_policy='lru'" in said
@@ -336,18 +336,18 @@ def test_a_drift_of_vllm_names_what_was_found_and_expected(monkeypatch: pytest.M
 def test_a_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("vllm.v1.kv_offload.file_mapper.FileMapper")
     with pytest.raises(seams.EngineMismatchError, match="has no attribute 'FileMapper'"):
-        seams.require_seams()
+        seams.require_seams(seams.OFFLOADING)
 
 
 def test_another_version_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seams.require_seams()
+    seams.require_seams(seams.OFFLOADING)
     assert not caplog.records
     monkeypatch.setattr(seams, "version", lambda _: "0.33.0+cpu")
-    seams.require_seams()
+    seams.require_seams(seams.OFFLOADING)
     assert not caplog.records
     monkeypatch.setattr(seams, "version", lambda _: "0.34.0")
     with caplog.at_level(logging.WARNING, "kvpool"):
-        seams.require_seams()
+        seams.require_seams(seams.OFFLOADING)
     assert caplog.messages == ["vLLM 0.34.0 was not tested with kvpool; tested are 0.33.0"]

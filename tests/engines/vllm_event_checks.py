@@ -1,6 +1,6 @@
 """kvpool's KV events beside vLLM's: equal bytes, and each reads what the other publishes.
 
-`tests/python/test_vllm_offload.py` starts it.
+`tests/python/test_vllm_plugin.py` starts it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A plugin of pytest: vLLM's own tests, with classes of kvpool in the place of vLLM's.
 
-`KVPOOL_VLLM=manager` replaces the managers of chunks in host memory, `policy` the LRU order within vLLM's own
-managers, and `none` nothing. What vLLM has beside LRU stays vLLM's.
+`VLLM_ON_KVPOOL=manager` replaces the managers of chunks in host memory, `policy` the LRU order within vLLM's
+own managers, `blocks` the pool of blocks, and `none` nothing; `manager,blocks` replaces both. What vLLM has
+beside LRU stays vLLM's.
 """
 
 from __future__ import annotations
@@ -11,20 +12,32 @@ import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from vllm.v1.kv_offload.cpu import manager as cpu_manager
-from vllm.v1.kv_offload.cpu import spec as cpu_spec
-from vllm.v1.kv_offload.cpu.policies import lru
-from vllm.v1.kv_offload.tiering import manager as tiering_manager
-from vllm.v1.kv_offload.tiering import spec as tiering_spec
+import vllm.platforms
+import vllm_blocks
+from pydantic import ValidationError
+from vllm.platforms.cpu import CpuPlatform
 
-from kvpool.integrations.vllm.offload import KvpoolLRUPolicy, KvpoolOffloadingManager, KvpoolPrimaryTier
+# From its source, vLLM does not know for what it was built.
+vllm.platforms.current_platform = CpuPlatform()
+
+from vllm.v1.kv_offload.cpu import manager as cpu_manager  # noqa: E402
+from vllm.v1.kv_offload.cpu import spec as cpu_spec  # noqa: E402
+from vllm.v1.kv_offload.cpu.policies import lru  # noqa: E402
+from vllm.v1.kv_offload.tiering import manager as tiering_manager  # noqa: E402
+from vllm.v1.kv_offload.tiering import spec as tiering_spec  # noqa: E402
+
+from kvpool.integrations.vllm.offload import (  # noqa: E402
+    KvpoolLRUPolicy,
+    KvpoolOffloadingManager,
+    KvpoolPrimaryTier,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MODE = os.environ["KVPOOL_VLLM"]
+MODES = os.environ["VLLM_ON_KVPOOL"].split(",")
 
-INSIDE = {
+_INSIDE: dict[str, dict[str, str]] = {
     "manager": {
         "test_cpu_manager_reports_allocation_size_on_allocation_failure": "replaces `_allocate_chunks`",
         "test_lru_batch_eviction_failure_is_atomic": "calls `_policy.evict`",
@@ -38,8 +51,11 @@ INSIDE = {
         "test_lru_repeated_pin_cycles_compact_lazy_heap_entries": "reads `_heap`",
         "test_touch_propagates_to_all_tiers": "reads `_ranks`",
     },
+    "blocks": {},
     "none": {},
-}[MODE]
+}
+
+INSIDE = {name: part for mode in MODES for name, part in _INSIDE[mode].items()}
 """Tests of how vLLM's classes are made, not of what they do, and the part that kvpool's do not have."""
 
 
@@ -127,16 +143,16 @@ def _kind(own: type, pooled: type) -> type:
     return replaced  # type: ignore[no-any-return]
 
 
-if MODE == "manager":
+if "manager" in MODES:
     manager = _kind(cpu_manager.CPUOffloadingManager, KvpoolOffloadingManager)
     primary = _kind(tiering_manager.CPUPrimaryTierOffloadingManager, KvpoolPrimaryTier)
     cpu_manager.CPUOffloadingManager = cpu_spec.CPUOffloadingManager = manager
     tiering_manager.CPUPrimaryTierOffloadingManager = primary
     tiering_spec.CPUPrimaryTierOffloadingManager = primary
-elif MODE == "policy":
+if "policy" in MODES:
     lru.LRUCachePolicy = KvpoolLRUPolicy
-else:
-    assert MODE == "none", MODE
+if "blocks" in MODES:
+    vllm_blocks.replace()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -145,6 +161,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.name.partition("[")[0]
         if name in INSIDE:
             item.add_marker(pytest.mark.skip(reason=f"within vLLM's own class: it {INSIDE[name]}"))
+
+
+NOT_WITHOUT_A_GPU = {
+    "failed to be inspected": "the code of its model needs vLLM's kernels",
+    "not supported by the V1 model runner": "on the CPU vLLM has the first of its two model runners",
+}
+"""Why vLLM refuses a configuration here, by words of its message."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    """Skips the tests whose configuration vLLM refuses on a machine without a GPU."""
+    try:
+        return (yield)
+    except ValidationError as error:
+        for words, reason in NOT_WITHOUT_A_GPU.items():
+            if words in str(error):
+                pytest.skip(reason)
+        raise
 
 
 @pytest.fixture

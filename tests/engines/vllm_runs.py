@@ -12,6 +12,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from sglang_on_cpu import ENGINES, HAS_PACKAGES, HERE
+from transformers import LlavaConfig, OPTConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen3Config, Qwen3NextConfig
 
 VLLM = Path(os.environ.get("KVPOOL_VLLM_PATH") or ENGINES.with_name("vllm"))
 """Where `make` puts the Python part of vLLM and its tests."""
@@ -23,6 +24,39 @@ APART = [
     for name in ("cpu/test_gpu_worker.py", "cpu/test_shared_offload_region.py", "tiering/p2p")
 ]
 """What copies GPU memory, maps files and talks to peers, in which kvpool has no part. Some of it is timed."""
+
+
+CORE = "tests/v1/core"
+
+NOT_HERE = [
+    f"--ignore={CORE}/{name}.py"
+    for name in (
+        "prefix_cache/test_hybrid_prefix_cache_hit_rate",
+        "test_reset_prefix_cache_e2e",
+        "test_scheduler_e2e",
+    )
+]
+"""What runs a model, which vLLM needs its kernels for."""
+
+CONFIGS = {
+    "facebook/opt-125m": (OPTConfig, "OPTForCausalLM"),
+    "facebook/opt-350m": (OPTConfig, "OPTForCausalLM"),
+    "llava-hf/llava-1.5-7b-hf": (LlavaConfig, "LlavaForConditionalGeneration"),
+    "Qwen/Qwen1.5-7B": (Qwen2Config, "Qwen2ForCausalLM"),
+    "Qwen/Qwen2.5-VL-3B-Instruct": (Qwen2_5_VLConfig, "Qwen2_5_VLForConditionalGeneration"),
+    "Qwen/Qwen3-0.6B": (Qwen3Config, "Qwen3ForCausalLM"),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (Qwen3NextConfig, "Qwen3NextForCausalLM"),
+}
+"""Models that tests of the scheduler name. They read no more than a configuration."""
+
+
+def write_configs(folder: Path) -> None:
+    """Makes configurations of these models as if they had been downloaded."""
+    for name, (kind, architecture) in CONFIGS.items():
+        model = folder / "hub" / f"models--{name.replace('/', '--')}"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / "main").write_text("made")
+        kind(architectures=[architecture], dtype="float16").save_pretrained(model / "snapshots" / "made")
 
 
 class Ran(NamedTuple):
@@ -50,6 +84,7 @@ def run(folder: Path, mode: str, *arguments: str) -> Ran:
     assert package is not None
     assert package.origin is not None
     report = folder / "report.xml"
+    write_configs(folder / "models")
     options = ["-q", "-c", os.devnull, "--rootdir", str(VLLM), "-p", "no:cacheprovider", "--timeout=300"]
     command = [sys.executable, "-m", "pytest", "-p", "vllm_on_kvpool", *options, f"--junitxml={report}"]
     done = subprocess.run(
@@ -61,10 +96,12 @@ def run(folder: Path, mode: str, *arguments: str) -> Ran:
                 for name, value in os.environ.items()
                 if not name.startswith(("KVPOOL_", "PYTEST_"))
             },
-            "KVPOOL_VLLM": mode,
+            "VLLM_ON_KVPOOL": mode,
             "PYTHONPATH": os.pathsep.join(
                 str(place) for place in (HERE, VLLM, ENGINES, Path(package.origin).parents[1])
             ),
+            "HF_HOME": str(folder / "models"),
+            "HF_HUB_OFFLINE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
         },

@@ -21,6 +21,8 @@ def signature(function: Any) -> str:  # noqa: ANN401 - a function of an engine
 def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Compares the installed engine with `seams`: by class, the methods and their signatures.
 
+    Of a function, that under the name "" is its own.
+
     Returns a line for each difference, with what was found and what was expected.
     """
     problems = []
@@ -32,9 +34,10 @@ def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
             problems.append(f"{target} is missing ({error})")
             continue
         for method, expected in methods.items():
-            function = getattr(found, method, None)
+            function = getattr(found, method, None) if method else found
+            called = f"{name}.{method}" if method else name
             if function is None:
-                problems.append(f"{name}.{method}{expected} is missing")
+                problems.append(f"{called}{expected} is missing")
             elif signature(function) != expected:
-                problems.append(f"{name}.{method} is {signature(function)}, expected was {expected}")
+                problems.append(f"{called} is {signature(function)}, expected was {expected}")
     return problems

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from kvpool.errors import KvPoolError
 from kvpool.integrations.seams import differences
 
-__all__ = ["SEAMS", "TESTED_VERSIONS", "EngineMismatchError", "require_seams"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["BLOCK_POOL", "OFFLOADING", "TESTED_VERSIONS", "EngineMismatchError", "require_seams"]
 
 TESTED_VERSIONS = ("0.33.0",)
 """Versions of vLLM whose tests the adapter has passed."""
 
 _OFFLOAD = "vllm.v1.kv_offload"
 
-SEAMS: dict[str, dict[str, str]] = {
+OFFLOADING: dict[str, dict[str, str]] = {
     f"{_OFFLOAD}.base.OffloadingManager": {
         "lookup": "(self, key, req_context)",
         "get_load_source": "(self, key, req_context)",
@@ -103,7 +108,55 @@ SEAMS: dict[str, dict[str, str]] = {
     },
     f"{_OFFLOAD}.tiering.spec.TieringOffloadingSpec": {"__init__": "(self, config)", "get_manager": "(self)"},
 }
-"""By class, the methods and their signatures: names, kinds and defaults."""
+"""What `offload` relies on: by class, the methods and their signatures: names, kinds and defaults."""
+
+_CORE = "vllm.v1.core"
+
+BLOCK_POOL: dict[str, dict[str, str]] = {
+    f"{_CORE}.block_pool.BlockPool": {
+        "__init__": "(self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False, "
+        "metrics_collector=None, num_hash_lookahead_tokens=0, medium='GPU')",
+        "get_cached_block": "(self, block_hash, kv_cache_group_ids)",
+        "cache_full_blocks": "(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, "
+        "kv_cache_group_id, block_mask=None)",
+        "get_new_blocks": "(self, num_blocks)",
+        "touch": "(self, blocks)",
+        "free_blocks": "(self, ordered_blocks)",
+        "reset_prefix_cache": "(self)",
+        "_emit_block_removed_events": "(self, block_hashes)",
+        "_notify_reuse": "(self, blocks)",
+        "_remove_cached_block_hashes": "(self, block)",
+    },
+    f"{_CORE}.kv_cache_coordinator.BlockPool": {},
+    f"{_CORE}.kv_cache_utils.FreeKVCacheBlockQueue": {
+        "popleft": "(self)",
+        "popleft_n": "(self, n)",
+        "remove": "(self, block)",
+        "append": "(self, block)",
+        "append_n": "(self, blocks)",
+        "prepend_n": "(self, blocks)",
+        "get_all_free_blocks": "(self)",
+        "iter_blocks_after": "(self, cursor)",
+    },
+    f"{_CORE}.block_pool.BlockHashToBlockMap": {
+        "get_one_block": "(self, key)",
+        "contain": "(self, key, block_id)",
+        "insert": "(self, key, block)",
+        "pop": "(self, key, block_id)",
+    },
+    f"{_CORE}.kv_cache_utils.KVCacheBlock": {
+        "__init__": "(self, block_id, ref_cnt=0, _block_hash=None, _block_hash_num_tokens=None, "
+        "prev_free_block=None, next_free_block=None, is_null=False, *, pool=None)",
+        "set_block_hash": "(self, block_hash, num_tokens=None)",
+        "reset_hash": "(self)",
+    },
+    f"{_CORE}.kv_cache_utils.make_block_hash_with_group_id": {"": "(block_hash, group_id)"},
+    f"{_CORE}.kv_cache_utils.resolve_block_hashes": {
+        "": "(block_hashes, hash_block_size, block_size, *, supports_fine_grained_hash_lookup=False, "
+        "alignment_tokens=None)",
+    },
+}
+"""The same of `block_pool`. What `BlockQueue`, `BlockMap` and `Block` stand in for is there, too."""
 
 _logger = logging.getLogger("kvpool")
 
@@ -112,19 +165,28 @@ class EngineMismatchError(KvPoolError, RuntimeError):
     """The installed vLLM is not what the adapter was written for."""
 
 
-def require_seams() -> None:
-    """Compares the installed vLLM with `SEAMS`, and warns about a version that was not tested.
+def require_seams(seams: Mapping[str, Mapping[str, str]]) -> None:
+    """Compares the installed vLLM with `seams`, and warns about a version that was not tested.
 
     Raises:
         EngineMismatchError: If a class or a signature differs. The message has what was found and expected.
     """
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        found = "of unknown version"
-    problems = differences(SEAMS)
+    problems = differences(seams)
     if problems:
-        raise EngineMismatchError(f"vLLM {found} is not what kvpool was written for: {'; '.join(problems)}")
+        found = "; ".join(problems)
+        raise EngineMismatchError(f"vLLM {_version()} is not what kvpool was written for: {found}")
+    _warn_of(_version())
+
+
+def _version() -> str:
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+@cache
+def _warn_of(found: str) -> None:
     if found.partition("+")[0] not in TESTED_VERSIONS:  # 0.33.0+cpu is a build of 0.33.0
         _logger.warning(
             "vLLM %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)

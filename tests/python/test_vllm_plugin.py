@@ -1,4 +1,4 @@
-"""kvpool within vLLM: its offloading on kvpool, with a look at its own tests, and KV events.
+"""kvpool within vLLM: its blocks and its offloading on kvpool, with a look at its own tests, and KV events.
 
 `make test-engines` runs all of vLLM's.
 """
@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING
 import pytest
 import vllm_runs
 from sglang_on_cpu import HERE
-from vllm_runs import OFFLOADING, run
+from vllm_runs import CORE, OFFLOADING, run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-BRIEFLY = [f"{OFFLOADING}/{name}.py" for name in ("cpu/test_manager", "tiering/test_tiering_offloading")]
+pytestmark = pytest.mark.processes
+
+BRIEFLY = [
+    *(f"{OFFLOADING}/{name}.py" for name in ("cpu/test_manager", "tiering/test_tiering_offloading")),
+    f"{CORE}/test_prefix_caching.py",
+    f"{CORE}/prefix_cache/test_partial_prefix_cache_primitives.py",
+]
 
 
 def test_vllm_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -31,13 +37,14 @@ def test_vllm_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch,
 
 def test_classes_and_events_of_kvpool_within_vllm(tmp_path: Path) -> None:
     """In one process, since the import of vLLM takes the most time."""
-    ran = run(tmp_path, "none", str(HERE / "vllm_checks.py"), str(HERE / "vllm_event_checks.py"))
-    assert ran.passed >= 15 + 8
+    checks = [str(HERE / f"vllm_{name}checks.py") for name in ("", "block_", "event_")]
+    ran = run(tmp_path, "none", *checks)
+    assert ran.passed >= 15 + 22 + 8
     assert not ran.skipped
 
 
-def test_tests_of_vllm_pass_with_the_manager_of_kvpool(tmp_path: Path) -> None:
-    ran = run(tmp_path, "manager", *BRIEFLY)
-    assert ran.passed >= 120
+def test_tests_of_vllm_pass_with_the_blocks_and_the_manager_of_kvpool(tmp_path: Path) -> None:
+    ran = run(tmp_path, "manager,blocks", *BRIEFLY)
+    assert ran.passed >= 120 + 230
     assert len(ran.skipped) == 7
     assert all("within vLLM's own class" in reason for reason in ran.skipped)

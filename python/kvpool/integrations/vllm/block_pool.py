@@ -1,0 +1,118 @@
+"""vLLM's pool of blocks over kvpool: the free queue, the counts of users and the hashes are in Rust.
+
+`KvpoolBlockPool` is a `BlockPool` of vLLM. What is called for every request and step goes to `BlockQueue` and
+`BlockMap`; events, partial blocks and connectors are vLLM's own code, on the same objects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpool._kvpool import BlockMap, BlockQueue
+from kvpool.integrations.vllm.seams import BLOCK_POOL, require_seams
+
+require_seams(BLOCK_POOL)
+
+from vllm.distributed.kv_events import MEDIUM_GPU  # noqa: E402
+from vllm.v1.core.block_pool import BlockPool  # noqa: E402
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+    from vllm.v1.request import Request
+
+    from kvpool._kvpool import Block
+
+__all__ = ["KvpoolBlockPool"]
+
+
+class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types here
+    """vLLM's `BlockPool`, with its arguments and attributes.
+
+    Its blocks are objects of kvpool, with the attributes of vLLM's `KVCacheBlock`. A block that is freed more
+    often than it was taken is dropped and logged.
+    """
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        num_hash_lookahead_tokens: int = 0,
+        medium: str = MEDIUM_GPU,
+    ) -> None:
+        super().__init__(
+            1, enable_caching, hash_block_size, enable_kv_cache_events, metrics_collector,
+            num_hash_lookahead_tokens, medium,
+        )  # fmt: skip
+        self.num_gpu_blocks = num_gpu_blocks
+        self.free_block_queue = BlockQueue(num_gpu_blocks, self)
+        self.blocks = self.free_block_queue.blocks
+        self.cached_block_hash_to_block = BlockMap()
+        self.null_block = self.free_block_queue.popleft()
+        self.null_block.is_null = True
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Block] | None:
+        """vLLM's: a block of each group that has the hash, or None."""
+        return self.cached_block_hash_to_block.find(block_hash, kv_cache_group_ids)
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[Block],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        """vLLM's: give full blocks the hashes of a request."""
+        new = slice(num_cached_blocks, num_full_blocks)
+        if num_cached_blocks < num_full_blocks and not self.enable_kv_cache_events:
+            hashes: Any = resolve_block_hashes(request.block_hashes, self.hash_block_size, block_size)
+            if self.cached_block_hash_to_block.cache(
+                blocks[new], hashes[new], kv_cache_group_id, (num_cached_blocks + 1) * block_size, block_size,
+                block_mask, self.cached_block_hashes_by_block,
+            ):  # fmt: skip
+                return
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+        )
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        """vLLM's: take blocks, which lose their hashes."""
+        queue = self.free_block_queue
+        if self.metrics_collector or self._reuse_watchers or num_blocks > queue.num_free_blocks:
+            return super().get_new_blocks(num_blocks)  # type: ignore[no-any-return]
+        blocks, removed = queue.alloc(
+            num_blocks,
+            self.cached_block_hash_to_block,
+            self.cached_block_hashes_by_block,
+            events=self.enable_kv_cache_events,
+        )
+        if removed:
+            self._emit_block_removed_events(removed)
+        return blocks
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """vLLM's: use blocks once more."""
+        others = blocks if self.metrics_collector else self.free_block_queue.retain(blocks)
+        if others:
+            super().touch(others)
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        """vLLM's: use blocks once less. Those of other pools go to these."""
+        others = self.free_block_queue.free(ordered_blocks, keep_hashed=self.enable_caching)
+        if others:
+            super().free_blocks(others)
+
+    def reset_prefix_cache(self) -> bool:
+        """vLLM's: forget all hashes, if only the null block is used."""
+        done: bool = super().reset_prefix_cache()
+        if done:
+            self.cached_block_hash_to_block = BlockMap()
+        return done
