@@ -3958,6 +3958,7 @@ class BlockQueue:
         Raises:
             ValueError: If there are fewer free blocks. Nothing is taken.
             AssertionError: If one of them is counted as used. Nothing is taken.
+            TypeError: If `more_hashes` has what is not bytes. Nothing is taken.
         """
     def free(self, blocks: Iterable[Any], *, keep_hashed: bool = True) -> list[Any]:
         """Gives back one use of each block. Those that nobody uses any more are free: the ones with a hash at the end, the

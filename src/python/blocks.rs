@@ -33,12 +33,12 @@ impl Shared {
         lock(&self.queue)
     }
 
-    fn block(&self, number: u32) -> &Py<Block> {
-        &self.blocks.get().expect("a queue is made with its blocks")[widen(number)]
-    }
-
     fn blocks(&self) -> &[Py<Block>] {
         self.blocks.get().expect("a queue is made with its blocks")
+    }
+
+    fn block(&self, number: u32) -> &Py<Block> {
+        &self.blocks()[widen(number)]
     }
 
     fn ends(&self) -> &[Py<Block>; 2] {
@@ -438,6 +438,7 @@ impl BlockQueue {
     /// Raises:
     ///     ValueError: If there are fewer free blocks. Nothing is taken.
     ///     AssertionError: If one of them is counted as used. Nothing is taken.
+    ///     TypeError: If `more_hashes` has what is not bytes. Nothing is taken.
     #[pyo3(signature = (count, cached, more_hashes, *, events=false))]
     fn alloc<'py>(
         &self,
@@ -461,22 +462,27 @@ impl BlockQueue {
                 "block {used} is free, and counted {count} times"
             )));
         }
-        let mut taken = Vec::with_capacity(count);
-        while taken.len() < count {
-            let block = &all[widen(queue.pop_front().expect("so many are free"))];
+        let taken: Vec<u32> = (0..count).map_while(|_| queue.pop_front()).collect();
+        let blocks = || taken.iter().map(|&number| &all[widen(number)]);
+        for block in blocks() {
             block.get().uses.store(1, Relaxed);
-            taken.push(block);
         }
         drop(queue);
         let mut removed = Vec::new();
-        for block in &taken {
-            let block = block.get();
-            if block.has_hash.load(Relaxed) || !more_hashes.is_empty() {
-                removed.extend(cached.take_hashes(block, more_hashes)?);
+        let has_more = !more_hashes.is_empty();
+        for block in blocks().map(Py::get).filter(|block| has_more || block.has_hash.load(Relaxed)) {
+            if let Err(error) = cached.take_hashes(block, more_hashes, &mut removed) {
+                let mut queue = self.shared.lock();
+                for &number in taken.iter().rev() {
+                    all[widen(number)].get().uses.store(0, Relaxed);
+                    queue.push_front(number);
+                }
+                return Err(error);
             }
         }
         let removed = if events { removed } else { Vec::new() };
-        Ok((PyList::new(py, taken)?, removed.iter().map(|hash| PyBytes::new(py, hash.as_bytes())).collect()))
+        let removed = removed.iter().map(|hash| PyBytes::new(py, hash.as_bytes())).collect();
+        Ok((PyList::new(py, blocks())?, removed))
     }
 
     /// Gives back one use of each block. Those that nobody uses any more are free: the ones with a hash at the end, the
@@ -545,10 +551,10 @@ impl BlockQueue {
         for (block, number) in &given.own {
             let uses = &block.get().uses;
             let before = uses.load(Relaxed);
-            if before == 0 {
+            if before <= 0 {
                 queue.remove(*number);
             }
-            uses.store(before + 1, Relaxed);
+            uses.store(before.max(0) + 1, Relaxed);
         }
         Ok(given.others)
     }
@@ -602,20 +608,29 @@ impl BlockMap {
         lock(&self.map)
     }
 
-    /// Takes all hashes from a block, and returns those that the map had of it.
-    fn take_hashes(&self, block: &Block, more: &Bound<'_, PyDict>) -> PyResult<Vec<BlockHash>> {
-        let mut hashes: Vec<BlockHash> = block.take_hash().map(|hashed| hashed.hash).into_iter().collect();
-        if let Some(set) = more.get_item(block.number())? {
-            more.del_item(block.number())?;
+    /// Takes all hashes from a block, and adds those that the map had of it to `removed`.
+    fn take_hashes(
+        &self,
+        block: &Block,
+        more: &Bound<'_, PyDict>,
+        removed: &mut Vec<BlockHash>,
+    ) -> PyResult<()> {
+        let (number, mut others) = (block.number(), Vec::new());
+        if let Some(set) = more.get_item(number)? {
             for hash in set.try_iter()? {
-                hashes.push(hash?.cast::<PyBytes>()?.as_bytes().into());
+                others.push(BlockHash::from(hash?.cast::<PyBytes>()?.as_bytes()));
             }
+            more.del_item(number)?;
         }
-        let mut map = self.lock();
-        let gone: Vec<_> = hashes.iter().map(|hash| map.remove(hash.as_bytes(), block.number())).collect();
-        drop(map);
-        let was = |(hash, value): (BlockHash, Option<Py<PyAny>>)| value.map(|_| hash); // may run Python code
-        Ok(hashes.into_iter().zip(gone).filter_map(was).collect())
+        let own = block.take_hash().map(|hashed| hashed.hash);
+        for hash in own.into_iter().chain(others) {
+            let value = self.lock().remove(hash.as_bytes(), number);
+            if value.is_some() {
+                removed.push(hash);
+            }
+            drop(value); // may run Python code
+        }
+        Ok(())
     }
 }
 
@@ -794,7 +809,7 @@ impl BlockMap {
         for (object, hash, tokens) in full {
             let block = object.get();
             if block.has_hash.load(Relaxed) {
-                self.take_hashes(block, more_hashes)?;
+                self.take_hashes(block, more_hashes, &mut Vec::new())?;
             }
             in_group(hash, group_id, |key| {
                 block.set_hash(key.into(), Some(tokens))?;

@@ -207,6 +207,25 @@ def test_a_free_block_that_is_counted_is_not_handed_out() -> None:
     assert [block.block_id for block in queue.alloc(1, BlockMap(), {})[0]] == [0]
 
 
+def test_hashes_that_are_none_stop_an_alloc_that_takes_nothing() -> None:
+    queue, cached = BlockQueue(3), BlockMap()
+    cached.cache(queue.blocks, [b"a", b"b", b"c"], 0, 4, 4, None, {})
+    more = {1: [3]}
+    with pytest.raises(TypeError, match="bytes"):
+        queue.alloc(3, cached, more)  # type: ignore[arg-type]
+    assert ids(queue) == [0, 1, 2]
+    assert [block.ref_cnt for block in queue.blocks] == [0, 0, 0]
+    assert more == {1: [3]}
+    assert queue.blocks[1].block_hash == key(b"b")
+
+
+def test_a_count_below_zero_is_none() -> None:
+    queue = BlockQueue(2)
+    queue.blocks[1].ref_cnt = -1
+    queue.retain(queue.blocks[1:])
+    assert (queue.blocks[1].ref_cnt, ids(queue)) == (1, [0])
+
+
 def test_none_is_left() -> None:
     queue = BlockQueue(1)
     queue.popleft()
