@@ -21,6 +21,7 @@ from transformers import (
     Gemma3nTextConfig,
     GenerationConfig,
     Llama4TextConfig,
+    LlamaConfig,
     Qwen3Config,
     T5Config,
 )
@@ -29,6 +30,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError, StaleBufferError
 from kvpool.integrations.seams import differences
 from kvpool.integrations.transformers import PooledCache, continuous, seams
+from kvpool.integrations.transformers.model import only_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -276,20 +278,20 @@ def write(cache: PooledCache, batch: int, new: int) -> None:
         cache.update(states(batch, new), states(batch, new), layer)
 
 
+@pytest.mark.parametrize("config", ["qwen3", "qwen3_next"])
 @pytest.mark.parametrize(
-    ("prompts", "new_tokens", "words"),
+    ("prompts", "words"),
     [
-        ([[1]] * 4, 1, "4 sequences more do not fit: 3 of 3"),
-        ([[1] * 12] * 3, 1, "3 sequences of 0 tokens do not fit with 12 more each: 32 of 32"),
-        ([[1] * 25], 1, "up to 24"),
+        ([[1]] * 4, "4 sequences more do not fit: 3 of 3"),
+        ([[1] * 12] * 3, "3 sequences of 0 tokens do not fit with 12 more each: 32 of 32"),
+        ([[1] * 25], "up to 24"),
     ],
 )
-def test_prompts_that_do_not_fit_take_nothing(
-    cache: PooledCache, prompts: list[list[int]], new_tokens: int, words: str
-) -> None:
+def test_prompts_that_do_not_fit_take_nothing(config: str, prompts: list[list[int]], words: str) -> None:
+    cache = PooledCache(a_model(config), 32, 3, page_size=4, max_context_len=24)
     inputs = {"input_ids": here(torch.tensor(prompts))}
     with pytest.raises(OutOfMemoryError, match=words):
-        generated(a_model("qwen3"), inputs, max_new_tokens=new_tokens, past_key_values=cache)
+        generated(a_model(config), inputs, max_new_tokens=1, past_key_values=cache)
     assert is_whole(cache)
 
 
@@ -339,12 +341,16 @@ def test_refuses_and_changes_nothing(cache: PooledCache) -> None:
             cache.reorder_cache(here(torch.tensor(indices)))
     with pytest.raises(OutOfMemoryError, match="2 sequences more do not fit: 1 of 3"):
         cache.batch_repeat_interleave(2)
+    with pytest.raises(OutOfMemoryError, match="3 sequences more do not fit: 1 of 3"):
+        cache.batch_select_indices(here(torch.tensor([1, 1, 1, 1])))
     assert cache.allocator.stats() == before[0]
     assert torch.equal(cache.table.req_to_token, before[1])
+    cache.batch_select_indices(here(torch.tensor([1, 1])))
     write(cache, 2, 1)
 
 
 def test_a_copy_that_does_not_fit(cache: PooledCache) -> None:
+    assert copy.deepcopy(cache).get_seq_length() == 0
     write(cache, 1, 22)
     other = copy.deepcopy(cache)
     assert cache.allocator.available_size() == 4
@@ -413,6 +419,12 @@ def test_rejects_unsupported_models(name: str) -> None:
     model = (from_config if config.is_encoder_decoder else make)(config).eval().to(devices.current())
     with pytest.raises(ConfigError, match=words):
         PooledCache(model, 16, 1)
+
+
+@devices.cpu_only
+def test_all_layers_must_keep_the_same_shape() -> None:
+    with pytest.raises(ConfigError, match="llama has layers with 2 shapes of states"):
+        only_shape(LlamaConfig(), "states", [(1, 2), (1, 4), (1, 2)])
 
 
 def test_rejects_bad_sizes() -> None:
@@ -528,5 +540,11 @@ def test_another_transformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         monkeypatch.setattr(seams, seam, {"transformers.cache_utils.Cache": {"grow": "(self)"}})
         with pytest.raises(seams.EngineMismatchError, match=r"5\.99\.0 .* Cache\.grow\(self\) is missing"):
             start()
+    monkeypatch.undo()
+    monkeypatch.setattr(seams, "version", lambda _: "5.99.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{seams._BATCHING}.cache.CachePool.reset", lambda self: None)  # noqa: ARG005
+        with pytest.raises(seams.EngineMismatchError, match="has no _free_blocks, free_sectors"):
+            continuous.enable()
     assert [module.CachePool for module in continuous._MAKERS] == before
     seams._note_version.cache_clear()

@@ -6,9 +6,8 @@ the same in all layers. Beams and copies of a cache share pages, whose owners th
 
 from __future__ import annotations
 
-import copy
 import weakref
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -106,7 +105,7 @@ class PooledCache(Cache, Closing):
         kv_pool, allocator = make_full_attention_net_mem_pool(
             size,
             len(shapes),
-            *only_shape(config, shapes),
+            *only_shape(config, "keys and values", shapes),
             device=device,
             dtype=dtype or model.dtype,
             page_size=page_size,
@@ -123,16 +122,16 @@ class PooledCache(Cache, Closing):
         """Make an empty cache of these pools."""
         self._pools = pools
         self._batch = _Batch(pools)
-        attention: list[Any] = []
-        layers: list[Any] = []
-        for kind in pools.kinds:
-            layers.append(
-                LinearAttentionLayer() if kind is None else _PoolLayer(self._batch, len(attention), kind)
-            )
-            attention += layers[-1:] if kind is not None else []
-        super().__init__(layers=layers)
+        places = count()
+        super().__init__(
+            layers=[
+                LinearAttentionLayer() if kind is None else _PoolLayer(self._batch, next(places), kind)
+                for kind in pools.kinds
+            ]
+        )
         self.kv_pool, self.allocator, self.table, self.gdn_pool = pools[:4]
         self._closer = weakref.finalize(self, self._batch.close)
+        self._closer.atexit = False
 
     @override
     def close(self) -> None:
@@ -298,8 +297,6 @@ class _Batch:
         # Where the last tokens of all sequences are, by their number, until the next change: a run, or slots.
         self._places: dict[int, _Run | torch.Tensor] = {}
         self._shapes = [tuple(buffer.shape[1:]) for buffer in pools.kv_pool.get_kv_buffer(0)]
-        # Keys and values as they were gathered, reused by the next layer.
-        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -307,6 +304,8 @@ class _Batch:
         self.length = 0
         self.lengths = [0] * self._pools.kv_pool.layer_num
         self.with_states: set[int] = set()
+        # Keys and values as they were gathered, reused by the next layer.
+        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
         self._set_rows([])
 
     def _set_rows(self, rows: list[int]) -> None:
@@ -449,15 +448,19 @@ class _Batch:
             raise IndexError(f"sequences {wrong} of {n}" if wrong else f"none of {n} sequences is kept")
         gone = [self.rows[i] for i in sorted({*range(n)} - {*indices})]
         again = [i for at, i in enumerate(indices) if i in indices[:at]]
-        if gone:  # at least as many as there are new ones, each with a page of its own
+        # Those that go free the rows, and the partly used pages, that as many new ones need.
+        is_safe = len(gone) >= len(again)
+        if is_safe:
             self._pools.planner.finish(gone)
         more = iter(self._fork([self.rows[i] for i in again]))
+        if not is_safe:
+            self._pools.planner.finish(gone)
         self._set_rows([next(more) if i in indices[:at] else self.rows[i] for at, i in enumerate(indices)])
 
     def copy(self, other: _Batch) -> None:
         """Begin with the sequences of another batch of the same pools."""
         self._set_rows(other._fork(other.rows))
-        self.length, self.lengths = other.length, copy.copy(other.lengths)
+        self.length, self.lengths = other.length, [*other.lengths]
         self.with_states = {*other.with_states}
 
     def _fork(self, sources: list[int]) -> list[int]:

@@ -89,6 +89,11 @@ def enable() -> None:
         EngineMismatchError: If `transformers` is not what this was written for. Nothing is replaced.
     """
     seams.require_seams(seams.CONTINUOUS)
+    missing = {"_free_blocks", "blocks_per_sector", "free_sectors", "num_reserved_sectors"} - vars(
+        CachePool(1, 1)
+    ).keys()
+    if missing:
+        raise seams.EngineMismatchError(f"CachePool of transformers has no {', '.join(sorted(missing))}")
     for module in _MAKERS:
         module.CachePool = SectorPool
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Attend = Callable[..., torch.Tensor]
 
 __all__ = ["PooledModel", "StateCache", "gdn_shape", "only_shape", "run_two_tokens"]
+
+Shape = TypeVar("Shape")
 
 # The name of the attention function in `transformers`.
 _NAME = "kvpool"
@@ -353,7 +355,8 @@ def _probe(model: PreTrainedModel) -> _Shapes:
         model.set_attn_implementation(implementation)
     linear_layers = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
     states = gdn_shape(config, cache, linear_layers)
-    return _Shapes(sorted(kv_shapes), linear_layers, only_shape(config, kv_shapes.values()), states)
+    kv_shape = only_shape(config, "keys and values", kv_shapes.values())
+    return _Shapes(sorted(kv_shapes), linear_layers, kv_shape, states)
 
 
 def run_two_tokens(model: PreTrainedModel) -> _RecordingCache:
@@ -367,16 +370,12 @@ def run_two_tokens(model: PreTrainedModel) -> _RecordingCache:
     return cache
 
 
-def only_shape(
-    config: Any,  # noqa: ANN401 - a configuration of `transformers`
-    shapes: Iterable[tuple[int, int, int, int]],
-) -> tuple[int, int, int, int]:
-    """The shape that the keys and values of all attention layers have: heads and elements of each."""
+def only_shape(config: Any, kept: str, shapes: Iterable[Shape]) -> Shape:  # noqa: ANN401 - of `transformers`
+    """The shape of what all layers of a kind keep, where it is the same."""
     found = {*shapes}
     if len(found) != 1:
         raise ConfigError(
-            f"{config.model_type} has attention layers with {len(found)} shapes of keys and values; there "
-            "must be one"
+            f"{config.model_type} has layers with {len(found)} shapes of {kept}; there must be one"
         )
     return found.pop()
 
@@ -387,17 +386,13 @@ def gdn_shape(
     layers: list[int],
 ) -> tuple[int, int, int, int, int] | None:
     """The shape of states for `GDNPool`; None without linear layers."""
-    shapes = {_state_shape(cache.layers[layer]) for layer in layers}
-    if len(shapes) > 1:
-        raise ConfigError(
-            f"{config.model_type} has linear layers with {len(shapes)} shapes of states; there must be one"
-        )
+    shapes = [_state_shape(cache.layers[layer]) for layer in layers]
     if cache.returned != {*layers}:
         raise ConfigError(
             f"{config.model_type} writes to recurrent states in place when it decodes, which is not "
             "supported; layers must pass them back to the cache, as Gated DeltaNet does"
         )
-    return shapes.pop() if shapes else None
+    return only_shape(config, "states", shapes) if layers else None
 
 
 def _state_shape(layer: Any) -> tuple[int, int, int, int, int]:  # noqa: ANN401 - a cache layer of `transformers`

@@ -63,17 +63,14 @@ CACHE: dict[str, dict[str, str]] = {
 
 _BATCHING = "transformers.generation.continuous_batching"
 
+_POOL = {"__init__": "(self, num_sectors, num_allocators, num_reserved_sectors=2)"}
+
 CONTINUOUS: dict[str, dict[str, str]] = {
-    f"{_BATCHING}.cache.PagedAttentionCache": {
-        "__init__": "(self, config, continuous_batching_config, device, distributed_helper, "
-        "dtype=torch.float16, model_supports_logits_to_keep=False)",
-    },
-    f"{_BATCHING}.offloading_manager.OffloadingManager": {
-        "__init__": "(self, cache, scheduler, cpu_offload_space_gib, safety_threshold, compute_stream, "
-        "distributed_helper)",
-    },
+    # Where pools are made: the names that are replaced.
+    f"{_BATCHING}.cache.CachePool": _POOL,
+    f"{_BATCHING}.offloading_manager.CachePool": _POOL,
     f"{_BATCHING}.cache_allocators.cache_pool.CachePool": {
-        "__init__": "(self, num_sectors, num_allocators, num_reserved_sectors=2)",
+        **_POOL,
         "reset": "(self)",
         "set_blocks_per_sector": "(self, index, blocks_per_sector)",
         "allocate_sector": "(self, index)",
