@@ -58,7 +58,7 @@ def is_whole(cache: PooledCache) -> bool:
 
 
 def padded() -> dict[str, torch.Tensor]:
-    chance = torch.Generator().manual_seed(5)
+    chance = torch.Generator().manual_seed(6)
     longest = max(PROMPT_LENS)
     ids = torch.randint(1, VOCAB, (len(PROMPT_LENS), longest), generator=chance)
     mask = torch.arange(longest) >= longest - torch.tensor(PROMPT_LENS)[:, None]
@@ -68,6 +68,17 @@ def padded() -> dict[str, torch.Tensor]:
 def generated(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:  # noqa: ANN401
     torch.manual_seed(7)
     tokens: list[list[int]] = model.generate(**inputs, **{"do_sample": False, **options}).tolist()
+    return tokens
+
+
+def surely(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int) -> list[list[int]]:  # noqa: ANN401
+    """The best tokens, where noise changes none of them."""
+    found = model.generate(
+        **inputs, max_new_tokens=new_tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    best = torch.stack(found.logits).topk(2).values
+    assert float((best[..., 0] - best[..., 1]).min()) > NOISE
+    tokens: list[list[int]] = found.sequences.tolist()
     return tokens
 
 
@@ -86,13 +97,9 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("config", MODELS)
 def test_padded_prompts(config: str) -> None:
     model, inputs = a_model(config), padded()
-    wanted = reference(config, devices.current()).generate(
-        **inputs, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-    best = torch.stack(wanted.logits).topk(2).values
-    assert float((best[..., 0] - best[..., 1]).min()) > NOISE / 10  # what differs is the order of sums
+    wanted = surely(reference(config, devices.current()), inputs, 12)
     with PooledCache(model, 256, 3, page_size=4) as cache:
-        assert generated(model, inputs, max_new_tokens=12, past_key_values=cache) == wanted.sequences.tolist()
+        assert generated(model, inputs, max_new_tokens=12, past_key_values=cache) == wanted
         assert cache.get_seq_length() == max(PROMPT_LENS) + 11
         assert cache.allocator.stats()["in_use"] == 3 * 32
     assert is_whole(cache)
@@ -464,16 +471,13 @@ def test_continuous_batching(*, mixed: bool, monkeypatch: pytest.MonkeyPatch) ->
     windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 16}
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = Qwen3Config(**{**TINY, "num_hidden_layers": 3}, head_dim=16, layer_types=kinds, **windows)
-    torch.manual_seed(3)
+    torch.manual_seed(7)
     model = (
         make(config).eval().to(devices.current()) if mixed else built.__wrapped__("qwen3", devices.current())
     )
     prompts = [list(task.prompt) for task in some_tasks(12)]
     wanted = [
-        model.generate(here(torch.tensor([prompt])), max_new_tokens=12, do_sample=False)[
-            0, len(prompt) :
-        ].tolist()
-        for prompt in prompts
+        surely(model, {"input_ids": here(torch.tensor([prompt]))}, 12)[0][len(prompt) :] for prompt in prompts
     ]
     config_of: Any = GenerationConfig
     options = config_of(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
