@@ -18,6 +18,7 @@ MOONCAKE := $(VENV)/mooncake
 VLLM := $(VENV)/vllm
 LMCACHE := $(VENV)/lmcache
 NIXL := $(VENV)/nixl
+FLASHINFER := $(VENV)/flashinfer
 VLLM_PARTS := $(addprefix vllm-0.33.0/,vllm vllm.egg-info tests/__init__.py \
     $(addprefix tests/v1/,__init__.py core kv_offload kv_connector/__init__.py $(addprefix kv_connector/unit/,__init__.py utils.py)))
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
@@ -53,7 +54,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test process-test software-test \
+.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test process-test software-test \
     rust-lint python-lint stub-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -90,7 +91,7 @@ python-test:
 	$(call at_once,process-test software-test machine-test)
 
 # What tests run beside kvpool.
-engines: $(ENGINES)/.installed $(MOONCAKE)/.installed $(NIXL)/.installed $(VLLM)/.installed
+engines: $(addsuffix /.installed,$(ENGINES) $(MOONCAKE) $(NIXL) $(VLLM) $(FLASHINFER))
 
 machine-test: $(EXTENSION) $(VENV)/.test engines
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys -m 'not processes'
@@ -214,6 +215,12 @@ $(NIXL)/.installed: $(VENV)/.test
 	    $(PIP) install --quiet --no-deps --no-compile --upgrade --target $(NIXL) --group nixl; fi
 	touch $@
 
+# FlashInfer for two of its functions, which are the same in 0.7.2: that package is eight times as large.
+$(FLASHINFER)/.installed: $(VENV)/.test
+	mkdir -p $(FLASHINFER)
+	$(PIP) install --quiet --no-deps --no-compile --upgrade --target $(FLASHINFER) --group flashinfer
+	touch $@
+
 # The Python part of vLLM and its tests, from its source. The index gives that only to those who could build it.
 $(VLLM)/.installed: $(ENGINES)/.installed
 	rm -rf $(VLLM)
@@ -255,6 +262,10 @@ bench-nixl: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
 # What a peer that was given up still sends, with NIXL alone.
 late-bytes: $(VENV)/.tools $(NIXL)/.installed
 	PYTHONPATH=$(NIXL) NIXL_LOG_LEVEL=FATAL UCX_LOG_LEVEL=fatal $(BIN)/python benches/late_bytes.py
+
+# `generate()` of transformers over the pools, beside its own cache.
+bench-generate: $(EXTENSION) $(VENV)/.tools
+	$(BIN)/python benches/bench_generate.py
 
 # vLLM's pool of blocks and managers of offloaded chunks, beside vLLM's own.
 bench-vllm: $(EXTENSION) $(VENV)/.tools $(VLLM)/.installed

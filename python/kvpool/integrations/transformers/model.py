@@ -1,4 +1,4 @@
-"""Unmodified causal language models of Hugging Face `transformers` (5.21 and later) on kvpool's pools.
+"""A model of `transformers` as kvpool's engine serves it.
 
 `PooledModel` runs a ragged batch from a `BatchPlanner`: keys and values go to a `KVPool`, states of Gated
 DeltaNet layers to a `GDNPool`. The model gets a cache (`Cache`) that reads and writes the states of the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -26,7 +26,7 @@ from kvpool.errors import ConfigError
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     # Arguments: a module, its query, key and value, and the options of an attention function.
     Attend = Callable[..., torch.Tensor]
 
-__all__ = ["PooledModel"]
+__all__ = ["PooledModel", "StateCache", "gdn_shape", "only_shape", "run_two_tokens"]
+
+Shape = TypeVar("Shape")
 
 # The name of the attention function in `transformers`.
 _NAME = "kvpool"
@@ -176,7 +178,7 @@ class PooledModel:
         for group in attention.groups:
             tokens, shape = group.tokens, (len(group.requests), group.extend_len)
             inputs = (token_ids[tokens].view(shape), positions[tokens].view(shape), slots[tokens])
-            states = _StateCache(self.gdn_pool, self._linear_layers, rows[group.requests])
+            states = StateCache(self.gdn_pool, self._linear_layers, rows[group.requests])
             logits.append(self._run(inputs, group, states, 1)[:, 0])
         order = torch.cat([group.requests for group in attention.groups])
         return torch.cat(logits)[order.argsort()]
@@ -247,7 +249,7 @@ class _NoCache(Cache):
         return key_states, value_states
 
 
-class _StateCache(_NoCache):
+class StateCache(_NoCache):
     """The states of the requests in a rectangular batch, stored in a `GDNPool`.
 
     A layer gets copies, works on them, and passes them back at its end. Its recurrent states are
@@ -344,31 +346,53 @@ def _probe(model: PreTrainedModel) -> _Shapes:
         kv_shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
         return _dense_attention(module, query, key, value, None, **options)[0]
 
-    cache = _RecordingCache(config)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     implementation = model.config._attn_implementation  # noqa: SLF001 - there is no public accessor
     model.set_attn_implementation(_NAME)
     try:
-        with torch.no_grad(), _use_attention(attend):
-            for _ in ("prefill", "decode"):
-                cache.returned.clear()
-                model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with _use_attention(attend):
+            cache = run_two_tokens(model)
     finally:
         model.set_attn_implementation(implementation)
     linear_layers = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
-    gdn_shapes = {_state_shape(cache.layers[layer]) for layer in linear_layers}
-    if len(set(kv_shapes.values())) != 1 or len(gdn_shapes) > 1:
+    states = gdn_shape(config, cache, linear_layers)
+    kv_shape = only_shape(config, "keys and values", kv_shapes.values())
+    return _Shapes(sorted(kv_shapes), linear_layers, kv_shape, states)
+
+
+def run_two_tokens(model: PreTrainedModel) -> _RecordingCache:
+    """What a model keeps of two tokens, one after the other."""
+    cache = _RecordingCache(model.config.get_text_config())
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        for _ in ("prefill", "decode"):
+            cache.returned.clear()
+            model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def only_shape(config: Any, kept: str, shapes: Iterable[Shape]) -> Shape:  # noqa: ANN401 - of `transformers`
+    """The shape of what all layers of a kind keep, where it is the same."""
+    found = {*shapes}
+    if len(found) != 1:
         raise ConfigError(
-            f"{config.model_type} has attention layers with {len(set(kv_shapes.values()))} shapes of keys "
-            f"and values, and linear ones with {len(gdn_shapes)} of states; there must be one"
+            f"{config.model_type} has layers with {len(found)} shapes of {kept}; there must be one"
         )
-    if cache.returned != {*linear_layers}:
+    return found.pop()
+
+
+def gdn_shape(
+    config: Any,  # noqa: ANN401 - a configuration of `transformers`
+    cache: _RecordingCache,
+    layers: list[int],
+) -> tuple[int, int, int, int, int] | None:
+    """The shape of states for `GDNPool`; None without linear layers."""
+    shapes = [_state_shape(cache.layers[layer]) for layer in layers]
+    if cache.returned != {*layers}:
         raise ConfigError(
             f"{config.model_type} writes to recurrent states in place when it decodes, which is not "
             "supported; layers must pass them back to the cache, as Gated DeltaNet does"
         )
-    kv_shape = next(iter(kv_shapes.values()))
-    return _Shapes(sorted(kv_shapes), linear_layers, kv_shape, gdn_shapes.pop() if gdn_shapes else None)
+    return only_shape(config, "states", shapes) if layers else None
 
 
 def _state_shape(layer: Any) -> tuple[int, int, int, int, int]:  # noqa: ANN401 - a cache layer of `transformers`

@@ -1,0 +1,555 @@
+"""The cache of a model's own `generate()`, over kvpool's pools.
+
+Each sequence of the batch has a row of the request table and is planned by a `BatchPlanner`. Its slots are
+the same in all layers. Beams and copies of a cache share pages, whose owners the planner counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+from typing_extensions import Self, override
+
+from kvpool._closing import Closing
+from kvpool._kvpool import BatchPlanner, GDNPool
+from kvpool.errors import ConfigError, OutOfMemoryError, StaleBufferError
+from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
+from kvpool.integrations.transformers import seams
+from kvpool.integrations.transformers.model import StateCache, gdn_shape, only_shape, run_two_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+    from kvpool._kvpool import BatchPlan, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+    from kvpool._typing import DTypeLike
+
+__all__ = ["PooledCache"]
+
+# Layers of a `DynamicCache` for which the pools have a place.
+_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
+
+
+class PooledCache(Cache, Closing):
+    """The keys, values and states of a batch in pools, for `model.generate(past_key_values=...)`.
+
+    Greedy search, sampling, beam search, assisted generation, prompt lookup, several return sequences,
+    prompts in chunks, and padding on the left, with the attention that the model has. To go on where a call
+    ended, pass the cache again. `copy.deepcopy` makes another cache over the same pools, whose sequences
+    begin with these and share their pages.
+
+    New keys and values are copied into their slots. Attention reads them there, without a copy, where the
+    slots of each sequence are a run and the runs are equally far apart: for one sequence in a pool of its
+    own, until `crop` frees a page, and for a batch while each sequence fits into one page. Elsewhere each
+    layer gathers what it reads into a buffer, which the next layer overwrites. A layer with a sliding window
+    reads its window alone, but keeps all tokens, since the slots are those of all layers. Multi-head latent
+    attention is kept compressed. Padding takes slots, as in other caches.
+
+    All slots are given back when the cache is closed, reset, or dropped. After a call of `generate` that
+    failed, the cache has what was computed before: `reset` it. Use a cache and its copies from one thread at
+    a time.
+
+    Args:
+        model: A causal language model, in evaluation mode. Two tokens are run through it to find its shapes;
+            it is not changed.
+        size: Token slots.
+        max_reqs: The most sequences at once, beams and copies included.
+        page_size: Slots in a page.
+        max_context_len: The most tokens of a sequence, padding included; by default `size`. The tables take 8
+            bytes a token of a sequence.
+        dtype: Data type in the pool; by default the model's. Any other is converted each time it is read.
+
+    Attributes:
+        kv_pool: Keys and values; its layers are the attention layers, in order.
+        allocator: The allocator of token slots.
+        table: The request table.
+        gdn_pool: The states of Gated DeltaNet layers; None without such layers.
+
+    Raises:
+        ConfigError: If a layer is neither full nor sliding-window attention nor Gated DeltaNet, layers of one
+            kind have different shapes, layers share keys and values, or a size is below 1.
+        EngineMismatchError: If `transformers` is not what this was written for.
+        OutOfMemoryError: If there is not enough memory.
+    """
+
+    def __init__(  # noqa: PLR0913 - a model and the sizes of its pools
+        self,
+        model: PreTrainedModel,
+        size: int,
+        max_reqs: int,
+        *,
+        page_size: int = 1,
+        max_context_len: int | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> None:
+        seams.require_seams(seams.CACHE)
+        config = model.config.get_text_config(decoder=True)
+        kinds = _kinds(model)
+        kept = run_two_tokens(model)
+        linear_layers = [layer for layer, kind in enumerate(kinds) if kind is None]
+        states = gdn_shape(config, kept, linear_layers)
+        shapes = [_shape_of(kept.layers[layer]) for layer, kind in enumerate(kinds) if kind is not None]
+        device = str(model.device)
+        kv_pool, allocator = make_full_attention_net_mem_pool(
+            size,
+            len(shapes),
+            *only_shape(config, "keys and values", shapes),
+            device=device,
+            dtype=dtype or model.dtype,
+            page_size=page_size,
+        )
+        table = make_req_to_token_pool(max_reqs, size if max_context_len is None else max_context_len, device)
+        gdn_pool = None
+        if states is not None:
+            gdn_pool = GDNPool(max_reqs, len(linear_layers), *states, device=device, dtype=model.dtype)
+        planner = BatchPlanner(table, allocator, max_reqs, size, kv_indices=False)
+        places = {layer: i for i, layer in enumerate(linear_layers)}
+        self._begin(_Pools(kv_pool, allocator, table, gdn_pool, planner, kinds, places))
+
+    def _begin(self, pools: _Pools) -> None:
+        """Make an empty cache of these pools."""
+        self._pools = pools
+        self._batch = _Batch(pools)
+        places = count()
+        super().__init__(
+            layers=[
+                LinearAttentionLayer() if kind is None else _PoolLayer(self._batch, next(places), kind)
+                for kind in pools.kinds
+            ]
+        )
+        self.kv_pool, self.allocator, self.table, self.gdn_pool = pools[:4]
+        self._closer = weakref.finalize(self, self._batch.close)
+        self._closer.atexit = False
+
+    @override
+    def close(self) -> None:
+        """Give all slots back. Does nothing the second time; other calls then raise `StaleBufferError`."""
+        self._closer()
+
+    @override
+    def reset(self) -> None:
+        """Give the slots of all sequences back, for prompts that do not go on from these."""
+        self._batch.release()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """A cache of the same pools with the same sequences: whole pages are shared, a part of one is copied.
+
+        Raises:
+            OutOfMemoryError: If there are not enough rows or slots. Nothing is changed.
+        """
+        other = type(self).__new__(type(self))
+        other._begin(self._pools)  # noqa: SLF001 - of the same class
+        other._batch.copy(self._batch)  # noqa: SLF001 - of the same class
+        return other
+
+    @override
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._states.get_conv_state(layer_idx) if self.has_previous_state(layer_idx) else None
+
+    @override
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        self._batch.start(len(conv_states))
+        return self._states.update_conv_state(conv_states, layer_idx)
+
+    @override
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._states.get_recurrent_state(layer_idx) if self.has_previous_state(layer_idx) else None
+
+    @override
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        self._batch.with_states.add(layer_idx)
+        return self._states.update_recurrent_state(recurrent_states, layer_idx)
+
+    @override
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        found = self._batch.with_states
+        return bool(found) if layer_idx is None else layer_idx in found
+
+    @override
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let sequence `i` be the one that was `beam_idx[i]`: those that go on twice share their pages.
+
+        Waits for `beam_idx` if it is on a GPU.
+
+        Raises:
+            IndexError: If there is no such sequence. Nothing is changed.
+        """
+        self._batch.select(beam_idx.tolist())
+
+    @override
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these sequences, in this order: ints, or a mask.
+
+        Raises:
+            IndexError: If there is no such sequence. Nothing is changed.
+        """
+        self._batch.select((indices.nonzero()[:, 0] if indices.dtype is torch.bool else indices).tolist())
+
+    @override
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let each sequence be `repeats` ones, side by side, which share their pages.
+
+        Raises:
+            OutOfMemoryError: If there are not enough rows or slots. Nothing is changed.
+        """
+        self._batch.select([i for i in range(len(self._batch.rows)) for _ in range(repeats)])
+
+    @override
+    def crop(self, tokens_to_remove: int) -> None:
+        """Free the slots of the last `-tokens_to_remove` tokens of each sequence.
+
+        Raises:
+            ConfigError: If it is positive, there are fewer tokens, or the model has states of Gated DeltaNet
+                layers, which cannot be taken back. Nothing is changed.
+            IndexOwnershipError: If a sequence would end within a page that another one shares. Nothing is
+                changed.
+        """
+        if tokens_to_remove > 0:
+            raise ConfigError(f"crop({tokens_to_remove}): it takes the negative number of tokens to remove")
+        if tokens_to_remove and self.gdn_pool is not None:
+            raise ConfigError(
+                f"crop({tokens_to_remove}): states of Gated DeltaNet layers cannot be taken back"
+            )
+        self._batch.truncate(-tokens_to_remove)
+
+    @property
+    def _states(self) -> StateCache:
+        return self._batch.states
+
+
+def _kinds(model: PreTrainedModel) -> list[int | None]:
+    """For each layer its sliding window, 0 for full attention, None for states: as in a `DynamicCache`."""
+    config: Any = model.config.get_text_config(decoder=True)
+    layers: list[Any] = DynamicCache(config=config).layers
+    foreign = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
+    if model.config.is_encoder_decoder:
+        foreign.append("cross-attention")
+    if foreign or len(layers) != config.num_hidden_layers:
+        raise ConfigError(
+            f"{config.model_type} has {config.num_hidden_layers} layers, {len(layers)} of them with a cache: "
+            f"not supported is {', '.join(foreign) or 'sharing'}"
+        )
+    return [_kind_of(layer) for layer in layers]
+
+
+def _kind_of(layer: Any) -> int | None:  # noqa: ANN401 - a cache layer of `transformers`
+    if type(layer) is LinearAttentionLayer:
+        return None
+    return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0
+
+
+def _shape_of(layer: Any) -> tuple[int, int, int, int]:  # noqa: ANN401 - a cache layer of `transformers`
+    """Heads and elements of keys and values, as a cache has them: latent attention compresses them."""
+    keys, values = layer.keys.shape, layer.values.shape
+    return (keys[1], keys[3], values[1], values[3])
+
+
+class _Pools(NamedTuple):
+    """What a cache and its copies share."""
+
+    kv_pool: KVPool
+    allocator: TokenToKVPoolAllocator
+    table: ReqToTokenPool
+    gdn_pool: GDNPool | None
+    planner: BatchPlanner
+    kinds: list[int | None]
+    linear_layers: dict[int, int]
+
+
+class _Run(NamedTuple):
+    """Slots of all sequences where each has a run: the first slot, and the slots from one run to the next."""
+
+    slot: int
+    step: int
+
+
+class _Batch:
+    """The sequences of a cache: a row of the table for each, all of them equally long.
+
+    Attributes:
+        rows: The rows, in the order of the batch.
+        length: Tokens of each sequence that have slots.
+        lengths: For each attention layer the tokens that it has written: `length` between two forward passes.
+        with_states: Gated DeltaNet layers that have a state of these sequences.
+        states: Their states.
+    """
+
+    def __init__(self, pools: _Pools) -> None:
+        self._pools = pools
+        self._closed = False
+        self._plan: BatchPlan | None = None
+        # Where the last tokens of all sequences are, by their number, until the next change: a run, or slots.
+        self._places: dict[int, _Run | torch.Tensor] = {}
+        self._shapes = [tuple(buffer.shape[1:]) for buffer in pools.kv_pool.get_kv_buffer(0)]
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows: list[int] = []
+        self.length = 0
+        self.lengths = [0] * self._pools.kv_pool.layer_num
+        self.with_states: set[int] = set()
+        # Keys and values as they were gathered, reused by the next layer.
+        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._set_rows([])
+
+    def _set_rows(self, rows: list[int]) -> None:
+        self.rows = rows
+        self._places.clear()
+        self._row_indices = torch.tensor(rows, dtype=torch.int64, device=self._pools.kv_pool.device)
+        if self._pools.gdn_pool is not None:
+            self.states = StateCache(self._pools.gdn_pool, self._pools.linear_layers, self._row_indices)
+
+    def start(self, n: int) -> None:
+        """Take rows for the first tokens of `n` sequences; later, check that there still are `n`."""
+        if self._closed:
+            raise StaleBufferError("the cache is closed")
+        if not self.rows:
+            rows = self._alloc(n)
+            if self._pools.gdn_pool is not None:
+                self._pools.gdn_pool.reset_states(rows)
+            self._set_rows(rows)
+        elif n != len(self.rows):
+            raise ConfigError(f"the batch has {n} sequences, the cache {len(self.rows)}: reset() it")
+
+    def _alloc(self, n: int) -> list[int]:
+        table = self._pools.table
+        rows = table.alloc(n)
+        if rows is None:
+            raise OutOfMemoryError(
+                f"{n} sequences more do not fit: {table.available_size()} of {table.size} are available "
+                "(max_reqs)"
+            )
+        return rows
+
+    def extend(self, n: int, new: int) -> None:
+        """Take the slots of `new` tokens for each of `n` sequences."""
+        behind = sum(length != self.length for length in self.lengths)
+        if behind:
+            raise StaleBufferError(
+                f"a forward pass has ended before {behind} of {len(self.lengths)} layers: reset() the cache"
+            )
+        self.start(n)
+        before, after = [self.length] * n, [self.length + new] * n
+        planner, allocator = self._pools.planner, self._pools.allocator
+        longest = self._pools.table.max_context_len
+        fits = n * new <= planner.max_tokens and after[0] <= longest
+        plan = planner.extend(self.rows, before, after) if fits else None
+        if plan is None:
+            available = allocator.available_size()
+            if self.length == 0:  # not even a row is kept
+                self.release()
+            raise OutOfMemoryError(
+                f"{n} sequences of {before[0]} tokens do not fit with {new} more each: {available} of "
+                f"{allocator.size} slots are available, and a sequence has up to {longest} (max_context_len)"
+            )
+        self._plan = plan
+        self.length += new
+        self._places.clear()
+
+    def write(self, layer_id: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Write keys and values of new tokens in a layer, `[n, heads, new, elements]`."""
+        n, new = key_states.shape[0], key_states.shape[2]
+        shapes = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
+        if shapes != self._shapes:
+            raise ConfigError(
+                f"keys and values have heads and elements {shapes}, the cache {self._shapes}: it is of "
+                "another model"
+            )
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            raise ConfigError(
+                "the pools keep no gradients: generate() has none, otherwise use torch.no_grad()"
+            )
+        if self.lengths[layer_id] == self.length:
+            self.extend(n, new)
+        plan = self._plan
+        if plan is None or self.lengths[layer_id] + new != self.length:
+            raise StaleBufferError(
+                f"a layer with {self.lengths[layer_id]} tokens gets {new} more, and another has "
+                f"{self.length}: reset() the cache"
+            )
+        keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+        self._pools.kv_pool.set_kv_buffer(layer_id, plan.out_cache_loc, keys, values)
+        self.lengths[layer_id] = self.length
+
+    def read(self, layer_id: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the last `length` tokens of all sequences: `[n, heads, length, elements]`.
+
+        A view of the pool where the slots allow it, otherwise of a buffer that the next call overwrites.
+        """
+        pool, n = self._pools.kv_pool, len(self.rows)
+        if length not in self._places:
+            self._places[length] = self._find(length)
+        place = self._places[length]
+        if isinstance(place, _Run):
+            buffers = pool.get_kv_buffer(layer_id)
+            keys, values = (_run_of(buffer, place, n, length) for buffer in buffers)
+            return keys, values
+        out = self._room(n * length)
+        pool.gather_kv(layer_id, place, out)
+        keys, values = (x.view(n, length, *x.shape[1:]).transpose(1, 2) for x in out)
+        return keys, values
+
+    def _find(self, length: int) -> _Run | torch.Tensor:
+        """Where the last `length` tokens are: a run for each sequence, or int32 slots `[n, length]`."""
+        first, page_size = self.length - length, self._pools.planner.page_size
+        table = None if self._plan is None else self._plan.host.block_table
+        if table is not None:
+            pages = table[:, first // page_size : (self.length - 1) // page_size + 1]
+            starts = pages[:, 0].tolist()
+            steps = {(after - before) * page_size for before, after in pairwise(starts)} or {0}
+            step = steps.pop()
+            if not steps and step >= 0 and (pages[:, 1:] - pages[:, :-1] == 1).all():
+                return _Run(starts[0] * page_size + first % page_size, step)
+        return self._pools.table.req_to_token[self._row_indices, first : self.length]
+
+    def _room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Buffers for so many rows of keys and values."""
+        if self._gathered is None or len(self._gathered[0]) < rows:
+            shapes = (buffer.shape[1:] for buffer in self._pools.kv_pool.get_kv_buffer(0))
+            like = self._pools.kv_pool.k_buffer[0]
+            keys, values = (like.new_empty(rows + rows // 4, *shape) for shape in shapes)
+            self._gathered = keys, values
+        keys, values = self._gathered
+        return keys[:rows], values[:rows]
+
+    def truncate(self, tokens: int) -> None:
+        """Free the slots of the last tokens of each sequence."""
+        if tokens > self.length:
+            raise ConfigError(f"{tokens} of {self.length} tokens cannot be removed")
+        if tokens:
+            self._pools.planner.truncate(self.rows, [self.length - tokens] * len(self.rows))
+            self.length -= tokens
+            self.lengths = [min(length, self.length) for length in self.lengths]
+            self._places.clear()
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep these sequences; of one that is listed again, make another. All or nothing."""
+        n = len(self.rows)
+        if not n or indices == list(range(n)):
+            return
+        wrong = [i for i in indices if not 0 <= i < n]
+        if wrong or not indices:
+            raise IndexError(f"sequences {wrong} of {n}" if wrong else f"none of {n} sequences is kept")
+        gone = [self.rows[i] for i in sorted({*range(n)} - {*indices})]
+        again = [i for at, i in enumerate(indices) if i in indices[:at]]
+        # Those that go free the rows, and the partly used pages, that as many new ones need.
+        is_safe = len(gone) >= len(again)
+        if is_safe:
+            self._pools.planner.finish(gone)
+        more = iter(self._fork([self.rows[i] for i in again]))
+        if not is_safe:
+            self._pools.planner.finish(gone)
+        self._set_rows([next(more) if i in indices[:at] else self.rows[i] for at, i in enumerate(indices)])
+
+    def copy(self, other: _Batch) -> None:
+        """Begin with the sequences of another batch of the same pools."""
+        self._set_rows(other._fork(other.rows))
+        self.length, self.lengths = other.length, [*other.lengths]
+        self.with_states = {*other.with_states}
+
+    def _fork(self, sources: list[int]) -> list[int]:
+        """New rows that begin with the tokens of others. All or nothing."""
+        pools, rows = self._pools, self._alloc(len(sources))
+        try:
+            for source, row in zip(sources, rows, strict=True):
+                self._continue(source, row)
+        except BaseException:
+            pools.planner.finish(rows)
+            raise
+        if pools.gdn_pool is not None and rows:
+            pools.gdn_pool.copy_states(sources, rows)
+        return rows
+
+    def _continue(self, source: int, row: int) -> None:
+        """Let an empty row begin with the tokens of another."""
+        pools = self._pools
+        tokens = pools.planner.seq_len(source)
+        moved = pools.planner.fork(source, row, tokens)
+        if moved is None:
+            raise OutOfMemoryError(
+                f"a copy of a sequence of {tokens} tokens needs a page: "
+                f"{pools.allocator.available_size()} of {pools.allocator.size} slots are available"
+            )
+        if len(moved[0]):
+            pools.kv_pool.move_kv(*moved)
+
+    def release(self) -> None:
+        """Give back all rows and slots."""
+        rows = self.rows
+        self._forget()
+        if rows:
+            self._pools.planner.finish(rows)
+
+    def close(self) -> None:
+        """The same, for good."""
+        self._closed = True
+        self.release()
+
+
+def _run_of(buffer: torch.Tensor, run: _Run, n: int, length: int) -> torch.Tensor:
+    """The runs of all sequences in the buffer of a layer, without a copy: `[n, heads, length, elements]`."""
+    row, head, element = buffer.stride()
+    return buffer.as_strided(
+        (n, buffer.shape[1], length, buffer.shape[2]),
+        (run.step * row, head, row, element),
+        buffer.storage_offset() + run.slot * row,
+    )
+
+
+class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # __init_subclass__
+    """An attention layer of a cache; what it reads of its window is what `transformers`' own layers keep."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, batch: _Batch, layer_id: int, sliding_window: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_initialized = True
+        self.is_sliding = sliding_window > 0
+        self._batch, self._layer_id, self._window = batch, layer_id, sliding_window
+
+    @override
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is left to do."""
+
+    @override
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new keys and values to the pool; returns those that attention reads."""
+        length, _ = self.get_mask_sizes(key_states.shape[2])
+        self._batch.write(self._layer_id, key_states, value_states)
+        if length == key_states.shape[2]:
+            return key_states, value_states
+        keys, values = self._batch.read(self._layer_id, length)
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    @override
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        seq_len = self.get_seq_length()
+        kept = min(seq_len, self._window - 1) if self.is_sliding else seq_len
+        return kept + query_length, seq_len - kept
+
+    @override
+    def get_seq_length(self) -> int:
+        return self._batch.lengths[self._layer_id]
+
+    @override
+    def get_max_length(self) -> int:
+        return self._window if self.is_sliding else -1

@@ -1,0 +1,104 @@
+"""The continuous batching of `transformers` with kvpool's allocator below it.
+
+`PagedAttentionCache` gives its memory in sectors to kinds of layers, which cut them into blocks of pages;
+where all layers are of one kind, a sector is a block. `SectorPool` takes the sectors from a
+`TokenToKVPoolAllocator`, lowest first. How a sector is cut, reference counts, hashes of prompts, the
+scheduler and the memory itself stay those of `transformers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.generation.continuous_batching import cache, offloading_manager
+from transformers.generation.continuous_batching.cache_allocators.cache_pool import CachePool, RegularTrees
+from typing_extensions import override
+
+from kvpool._kvpool import TokenToKVPoolAllocator
+from kvpool.errors import OutOfMemoryError
+from kvpool.integrations.transformers import seams
+
+__all__ = ["SectorPool", "disable", "enable"]
+
+# The modules that make pools of sectors: of the device, and of the host memory that requests are swapped to.
+_MAKERS: tuple[Any, ...] = (cache, offloading_manager)
+
+
+class SectorPool(CachePool):
+    """A pool of sectors whose free ones an allocator of kvpool has. A sector that is freed twice raises.
+
+    Args:
+        num_sectors: Sectors that are given away.
+        num_allocators: Kinds of layers.
+        num_reserved_sectors: Sectors before these, which are not.
+
+    Attributes:
+        allocator: Slot `i` of it is sector `i - 1 + num_reserved_sectors`.
+    """
+
+    def __init__(self, num_sectors: int, num_allocators: int, num_reserved_sectors: int = 2) -> None:
+        self.allocator = TokenToKVPoolAllocator(num_sectors, "cpu", strict=True)
+        super().__init__(num_sectors, num_allocators, num_reserved_sectors)
+
+    @override
+    def reset(self) -> None:
+        """Take all sectors back."""
+        self.allocator.clear()
+        self._free_blocks = [RegularTrees(blocks) for blocks in self.blocks_per_sector]
+
+    @override
+    def allocate_sector(self, index: int) -> None:
+        """Give a kind of layers the lowest free sector.
+
+        Raises:
+            OutOfMemoryError: If none is free. Nothing is changed.
+        """
+        slots = self.allocator.alloc(1)
+        if slots is None:
+            raise OutOfMemoryError(f"none of {self.num_sectors} sectors is free")
+        self._free_blocks[index].add_tree(int(slots[0]) - 1 + self.num_reserved_sectors)
+
+    @property
+    @override
+    def num_free_sectors(self) -> int:
+        return self.allocator.available_size()
+
+    @property
+    def free_sectors(self) -> list[int]:  # type: ignore[override] # an attribute there
+        """The free sectors, ascending: a list made of the allocator's."""
+        slots = [*self.allocator.free_slots.tolist(), *self.allocator.release_slots.tolist()]
+        return sorted(slot - 1 + self.num_reserved_sectors for slot in slots)
+
+    @override
+    def try_to_free_sectors(self) -> None:
+        """Take back the sectors of which no block is in use.
+
+        Raises:
+            IndexOwnershipError: If a sector is free already.
+        """
+        roots = [root for blocks in self._free_blocks for root in blocks.delete_full_trees()]
+        self.allocator.free([root + 1 - self.num_reserved_sectors for root in roots])
+
+
+def enable() -> None:
+    """Let every manager of continuous batching that is made from now on have kvpool's allocator.
+
+    Does nothing the second time.
+
+    Raises:
+        EngineMismatchError: If `transformers` is not what this was written for. Nothing is replaced.
+    """
+    seams.require_seams(seams.CONTINUOUS)
+    missing = {"_free_blocks", "blocks_per_sector", "free_sectors", "num_reserved_sectors"} - vars(
+        CachePool(1, 1)
+    ).keys()
+    if missing:
+        raise seams.EngineMismatchError(f"CachePool of transformers has no {', '.join(sorted(missing))}")
+    for module in _MAKERS:
+        module.CachePool = SectorPool
+
+
+def disable() -> None:
+    """Let managers that are made from now on have the pool of `transformers` again."""
+    for module in _MAKERS:
+        module.CachePool = CachePool
