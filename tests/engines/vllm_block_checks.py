@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from kvpool._kvpool import Block, BlockQueue
 from kvpool.errors import IndexOwnershipError
 from kvpool.integrations import vllm as plugin
+from kvpool.integrations.seams import EngineMismatchError
 from kvpool.integrations.vllm import seams
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 
@@ -269,15 +270,15 @@ def test_what_else_has_replaced_the_pool_is_named(original: type, monkeypatch: p
     other = type("OtherPool", (original,), {})
     monkeypatch.setattr(kv_cache_coordinator, "BlockPool", other)
     monkeypatch.setenv("VLLM_PLUGINS", "kvpool")
-    with pytest.raises(seams.EngineMismatchError, match="OtherPool for its blocks"):
+    with pytest.raises(EngineMismatchError, match="OtherPool for its blocks"):
         plugin.register()
     assert kv_cache_coordinator.BlockPool is other
 
 
 def test_a_drift_of_the_pool_names_what_was_found_and_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_block_pool.BlockPool, "touch", lambda self, blocks, step: None)  # noqa: ARG005
-    with pytest.raises(seams.EngineMismatchError, match=r"touch is \(self, blocks, step\), expected was"):
-        seams.require_seams(seams.BLOCK_POOL)
+    with pytest.raises(EngineMismatchError, match=r"touch is \(self, blocks, step\), expected was"):
+        seams.VLLM.require(seams.BLOCK_POOL)
 
 
 def test_what_a_block_has_is_what_vllm_has_of_it() -> None:

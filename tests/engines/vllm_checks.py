@@ -18,6 +18,8 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvpool.errors import ConfigError, IndexOwnershipError, StaleBufferError
+from kvpool.integrations import seams as adapters
+from kvpool.integrations.seams import EngineMismatchError
 from kvpool.integrations.vllm import offload, seams
 
 MODULE = offload.__name__
@@ -326,8 +328,8 @@ def test_a_directory_that_is_in_use_leaves_nothing_behind(tmp_path: Path) -> Non
 
 def test_a_drift_of_vllm_names_what_was_found_and_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPUOffloadingManager, "__init__", lambda self, chunks: None)  # noqa: ARG005
-    with pytest.raises(seams.EngineMismatchError) as caught:
-        seams.require_seams(seams.OFFLOADING)
+    with pytest.raises(EngineMismatchError) as caught:
+        seams.VLLM.require(seams.OFFLOADING)
     said = str(caught.value)
     assert said.startswith("vLLM 0.33.0 is not what kvpool was written for: CPUOffloadingManager.__init__ is")
     assert "(self, chunks), expected was (self, num_chunks, cache_policy='lru'" in said
@@ -335,19 +337,20 @@ def test_a_drift_of_vllm_names_what_was_found_and_expected(monkeypatch: pytest.M
 
 def test_a_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("vllm.v1.kv_offload.file_mapper.FileMapper")
-    with pytest.raises(seams.EngineMismatchError, match="has no attribute 'FileMapper'"):
-        seams.require_seams(seams.OFFLOADING)
+    with pytest.raises(EngineMismatchError, match="has no attribute 'FileMapper'"):
+        seams.VLLM.require(seams.OFFLOADING)
 
 
 def test_another_version_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seams.require_seams(seams.OFFLOADING)
+    seams.VLLM.require(seams.OFFLOADING)
     assert not caplog.records
-    monkeypatch.setattr(seams, "version", lambda _: "0.33.0+cpu")
-    seams.require_seams(seams.OFFLOADING)
+    monkeypatch.setattr(adapters, "version", lambda _: "0.33.0+cpu")
+    seams.VLLM.require(seams.OFFLOADING)
     assert not caplog.records
-    monkeypatch.setattr(seams, "version", lambda _: "0.34.0")
+    monkeypatch.setattr(adapters, "version", lambda _: "0.34.0")
     with caplog.at_level(logging.WARNING, "kvpool"):
-        seams.require_seams(seams.OFFLOADING)
+        seams.VLLM.require(seams.OFFLOADING)
+        seams.VLLM.require(seams.OFFLOADING)
     assert caplog.messages == ["vLLM 0.34.0 was not tested with kvpool; tested are 0.33.0"]

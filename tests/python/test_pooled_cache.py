@@ -28,7 +28,8 @@ from transformers import (
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError, StaleBufferError
-from kvpool.integrations.seams import differences
+from kvpool.integrations import seams as adapters
+from kvpool.integrations.seams import EngineMismatchError, differences
 from kvpool.integrations.transformers import PooledCache, continuous, seams
 from kvpool.integrations.transformers.model import only_shape
 
@@ -528,8 +529,8 @@ def test_signatures_are_those_that_the_caches_were_written_for() -> None:
 
 @devices.cpu_only
 def test_another_transformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(seams, "version", lambda _: "5.99.0")
-    seams._note_version.cache_clear()
+    monkeypatch.setattr(adapters, "version", lambda _: "5.99.0")
+    adapters._look_at.cache_clear()
     for _ in range(2):
         PooledCache(a_model("qwen3"), 8, 1)
     (warning,) = caplog.messages
@@ -541,13 +542,13 @@ def test_another_transformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         ("CONTINUOUS", continuous.enable),
     ):
         monkeypatch.setattr(seams, seam, {"transformers.cache_utils.Cache": {"grow": "(self)"}})
-        with pytest.raises(seams.EngineMismatchError, match=r"5\.99\.0 .* Cache\.grow\(self\) is missing"):
+        with pytest.raises(EngineMismatchError, match=r"5\.99\.0 .* Cache\.grow\(self\) is missing"):
             start()
     monkeypatch.undo()
-    monkeypatch.setattr(seams, "version", lambda _: "5.99.0")
+    monkeypatch.setattr(adapters, "version", lambda _: "5.99.0")
     with monkeypatch.context() as patch:
         patch.setattr(f"{seams._BATCHING}.cache.CachePool.reset", lambda self: None)  # noqa: ARG005
-        with pytest.raises(seams.EngineMismatchError, match="has no _free_blocks, free_sectors"):
+        with pytest.raises(EngineMismatchError, match="has no _free_blocks, free_sectors"):
             continuous.enable()
     assert [module.CachePool for module in continuous._MAKERS] == before
-    seams._note_version.cache_clear()
+    adapters._look_at.cache_clear()

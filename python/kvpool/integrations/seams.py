@@ -3,13 +3,64 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpool.errors import KvPoolError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["differences", "signature"]
+__all__ = ["Engine", "EngineMismatchError", "differences", "signature"]
+
+_logger = logging.getLogger("kvpool")
+
+
+class EngineMismatchError(KvPoolError, RuntimeError):
+    """The installed engine is not what its adapter was written for."""
+
+
+class Engine(NamedTuple):
+    """An engine with an adapter.
+
+    Attributes:
+        name: How it is written.
+        package: Its package.
+        tested: Versions with which the tests have passed.
+    """
+
+    name: str
+    package: str
+    tested: tuple[str, ...]
+
+    def require(self, seams: Mapping[str, Mapping[str, str]]) -> None:
+        """Compares the installed engine with `seams`, and warns once about a version that was not tested.
+
+        Raises:
+            EngineMismatchError: If a class or a signature differs. The message has what was found and
+                expected.
+        """
+        try:
+            found = version(self.package)
+        except PackageNotFoundError:
+            found = "of unknown version"
+        problems = differences(seams)
+        if problems:
+            raise EngineMismatchError(
+                f"{self.name} {found} is not what kvpool was written for: {'; '.join(problems)}"
+            )
+        _look_at(self, found)
+
+
+@cache
+def _look_at(engine: Engine, found: str) -> None:
+    if found.partition("+")[0] not in engine.tested:  # what follows is where it was built for
+        _logger.warning(
+            "%s %s was not tested with kvpool; tested are %s", engine.name, found, ", ".join(engine.tested)
+        )
 
 
 def signature(function: Any) -> str:  # noqa: ANN401 - a function of an engine

@@ -94,7 +94,7 @@ class PooledCache(Cache, Closing):
         max_context_len: int | None = None,
         dtype: DTypeLike | None = None,
     ) -> None:
-        seams.require_seams(seams.CACHE)
+        seams.TRANSFORMERS.require(seams.CACHE)
         config = model.config.get_text_config(decoder=True)
         kinds = _kinds(model)
         kept = run_two_tokens(model)

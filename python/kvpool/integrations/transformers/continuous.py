@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from kvpool._kvpool import TokenToKVPoolAllocator
 from kvpool.errors import OutOfMemoryError
+from kvpool.integrations.seams import EngineMismatchError
 from kvpool.integrations.transformers import seams
 
 __all__ = ["SectorPool", "disable", "enable"]
@@ -88,12 +89,12 @@ def enable() -> None:
     Raises:
         EngineMismatchError: If `transformers` is not what this was written for. Nothing is replaced.
     """
-    seams.require_seams(seams.CONTINUOUS)
+    seams.TRANSFORMERS.require(seams.CONTINUOUS)
     missing = {"_free_blocks", "blocks_per_sector", "free_sectors", "num_reserved_sectors"} - vars(
         CachePool(1, 1)
     ).keys()
     if missing:
-        raise seams.EngineMismatchError(f"CachePool of transformers has no {', '.join(sorted(missing))}")
+        raise EngineMismatchError(f"CachePool of transformers has no {', '.join(sorted(missing))}")
     for module in _MAKERS:
         module.CachePool = SectorPool
 

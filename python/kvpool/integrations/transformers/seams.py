@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-from importlib.metadata import version
-from typing import TYPE_CHECKING
+from kvpool.integrations.seams import Engine
 
-from kvpool.errors import KvPoolError
-from kvpool.integrations.seams import differences
+__all__ = ["CACHE", "CONTINUOUS", "TRANSFORMERS"]
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["CACHE", "CONTINUOUS", "TESTED_VERSIONS", "EngineMismatchError", "require_seams"]
-
-TESTED_VERSIONS = ("5.21.0", "5.22.2", "5.23.0")
-"""Versions of `transformers` with which the tests have passed."""
+TRANSFORMERS = Engine("transformers", "transformers", ("5.21.0", "5.22.2", "5.23.0"))
 
 _LAYER = {
     "lazy_initialization": "(self, key_states, value_states)",
@@ -85,33 +75,3 @@ CONTINUOUS: dict[str, dict[str, str]] = {
     },
 }
 """What `kvpool.integrations.transformers.continuous` relies on."""
-
-_logger = logging.getLogger("kvpool")
-
-
-class EngineMismatchError(KvPoolError, RuntimeError):
-    """The installed `transformers` is not what kvpool was written for."""
-
-
-def require_seams(seams: Mapping[str, Mapping[str, str]]) -> None:
-    """Compares the installed `transformers` with `seams`; warns once about a version that was not tested.
-
-    Raises:
-        EngineMismatchError: If a class or a signature differs. The message has what was found and expected.
-    """
-    problems = differences(seams)
-    if problems:
-        found = version("transformers")
-        raise EngineMismatchError(
-            f"transformers {found} is not what kvpool was written for: {'; '.join(problems)}"
-        )
-    _note_version()
-
-
-@cache
-def _note_version() -> None:
-    found = version("transformers")
-    if found not in TESTED_VERSIONS:
-        _logger.warning(
-            "transformers %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)
-        )

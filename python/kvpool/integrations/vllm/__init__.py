@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 
+from kvpool.integrations.seams import EngineMismatchError
+
 __all__ = ["is_switched_on", "register"]
 
 
@@ -36,7 +38,6 @@ def register() -> None:
     from vllm.v1.core import block_pool, kv_cache_coordinator  # noqa: PLC0415
 
     from kvpool.integrations.vllm.block_pool import KvpoolBlockPool  # noqa: PLC0415
-    from kvpool.integrations.vllm.seams import EngineMismatchError  # noqa: PLC0415
 
     found = kv_cache_coordinator.BlockPool
     if found is KvpoolBlockPool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpool._kvpool import BlockMap, BlockQueue
-from kvpool.integrations.vllm.seams import BLOCK_POOL, require_seams
+from kvpool.integrations.vllm.seams import BLOCK_POOL, VLLM
 
-require_seams(BLOCK_POOL)
+VLLM.require(BLOCK_POOL)
 
 from vllm.distributed.kv_events import MEDIUM_GPU  # noqa: E402
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402

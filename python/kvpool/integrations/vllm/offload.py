@@ -22,9 +22,9 @@ import torch
 from kvpool import FileStore
 from kvpool._kvpool import OffloadOrder, OffloadRequest, OffloadTable, OffloadTurn, _store_keys
 from kvpool.errors import ConfigError
-from kvpool.integrations.vllm.seams import OFFLOADING, require_seams
+from kvpool.integrations.vllm.seams import OFFLOADING, VLLM
 
-require_seams(OFFLOADING)
+VLLM.require(OFFLOADING)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (  # noqa: E402
     OffloadingConnectorStats,

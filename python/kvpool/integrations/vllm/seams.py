@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from kvpool.integrations.seams import Engine
 
-from kvpool.errors import KvPoolError
-from kvpool.integrations.seams import differences
+__all__ = ["BLOCK_POOL", "OFFLOADING", "VLLM"]
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["BLOCK_POOL", "OFFLOADING", "TESTED_VERSIONS", "EngineMismatchError", "require_seams"]
-
-TESTED_VERSIONS = ("0.33.0",)
-"""Versions of vLLM whose tests the adapter has passed."""
+VLLM = Engine("vLLM", "vllm", ("0.33.0",))
 
 _OFFLOAD = "vllm.v1.kv_offload"
 
@@ -157,37 +147,3 @@ BLOCK_POOL: dict[str, dict[str, str]] = {
     },
 }
 """The same of `block_pool`. What `BlockQueue`, `BlockMap` and `Block` stand in for is there, too."""
-
-_logger = logging.getLogger("kvpool")
-
-
-class EngineMismatchError(KvPoolError, RuntimeError):
-    """The installed vLLM is not what the adapter was written for."""
-
-
-def require_seams(seams: Mapping[str, Mapping[str, str]]) -> None:
-    """Compares the installed vLLM with `seams`, and warns about a version that was not tested.
-
-    Raises:
-        EngineMismatchError: If a class or a signature differs. The message has what was found and expected.
-    """
-    problems = differences(seams)
-    if problems:
-        found = "; ".join(problems)
-        raise EngineMismatchError(f"vLLM {_version()} is not what kvpool was written for: {found}")
-    _warn_of(_version())
-
-
-def _version() -> str:
-    try:
-        return version("vllm")
-    except PackageNotFoundError:
-        return "of unknown version"
-
-
-@cache
-def _warn_of(found: str) -> None:
-    if found.partition("+")[0] not in TESTED_VERSIONS:  # 0.33.0+cpu is a build of 0.33.0
-        _logger.warning(
-            "vLLM %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)
-        )
