@@ -103,6 +103,8 @@ class Offloaded:
         assert self.table.begin_store(self.keys, self.request)
         self.table.end_store(self.keys)
         self.order.insert(self.key, object(), self.turn)
+        self.space = _kvpool.AddressSpace(4096)
+        assert self.space.take(1024)
 
 
 class Files:
@@ -356,6 +358,18 @@ OFFLOAD_CALLS: dict[str, Callable[[Offloaded], tuple[object, ...]]] = {
 }
 """Calls of `OffloadTable`, with their arguments."""
 
+SPACE_CALLS: dict[str, tuple[object, ...]] = {
+    "take": (1024,),
+    "take_many": (256, 2),
+    "give_back": (0, 1024),
+    "give_back_many": ([0], 1024),
+    "grow": (256,),
+    "rounded": (256,),
+    "stats": (),
+    "verify": (),
+}
+"""Calls of `AddressSpace`, with their arguments."""
+
 ORDER_CALLS: dict[str, Callable[[Offloaded], tuple[object, ...]]] = {
     "get": lambda o: (o.key,),
     "insert": lambda o: (b"other", object(), o.turn, 16),
@@ -375,6 +389,10 @@ def _offload_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) ->
 
 def _order_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) -> Entry:
     return Entry(lambda w: getattr(w.offloaded.order, name)(*args(w.offloaded)), WORKS)
+
+
+def _space_call(name: str, args: tuple[object, ...]) -> Entry:
+    return Entry(lambda w: getattr(w.offloaded.space, name)(*args), WORKS)
 
 
 TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
@@ -608,6 +626,8 @@ ENTRIES: dict[str, Entry] = {
     "OffloadRequest()": Entry(lambda w: w.spare.append(_kvpool.OffloadRequest()), WORKS),
     "OffloadOrder()": Entry(lambda w: w.spare.append(_kvpool.OffloadOrder()), WORKS),
     "OffloadTurn()": Entry(lambda w: w.spare.append(_kvpool.OffloadTurn()), WORKS),
+    "AddressSpace()": Entry(lambda w: w.spare.append(_kvpool.AddressSpace(1)), WORKS),
+    **{f"AddressSpace.{name}": _space_call(name, args) for name, args in SPACE_CALLS.items()},
     **{f"OffloadTable.{name}": _offload_call(name, args) for name, args in OFFLOAD_CALLS.items()},
     **{f"OffloadOrder.{name}": _order_call(name, args) for name, args in ORDER_CALLS.items()},
     # HybridTree: the tree is on the host, and so are its answers.
@@ -732,6 +752,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "BatchPlan": lambda w: w.plan,
     "BatchPlanner": lambda w: w.planner,
     "Buffer": lambda w: w.buffer,
+    "AddressSpace": lambda w: w.offloaded.space,
     "BufferPool": lambda w: w.buffers,
     "Chunk": lambda w: w.chunk,
     "ChunkPool": lambda w: w.gpu_chunks,
