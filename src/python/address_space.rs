@@ -139,7 +139,7 @@ impl AddressSpace {
     /// Raises:
     ///     ConfigError: If `size` is negative, or an address cannot name as many bytes.
     fn rounded(&self, size: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let bytes = args::count("size", size)?;
+        let bytes = args::size("size", size)?;
         let too_much = || Error::config(format!("size is {size}, more than an address can name"));
         Ok(self.lock().rounded(bytes).ok_or_else(too_much)?)
     }
