@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ def signature(function: Any) -> str:  # noqa: ANN401 - a function of an engine
 
 
 def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Compares the installed engine with `seams`: by class, the methods and their signatures.
+    """Compares the installed engine with `seams`: by class or imported module, functions and signatures.
 
     Returns a line for each difference, with what was found and what was expected.
     """
@@ -27,7 +28,7 @@ def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
     for target, methods in seams.items():
         module, _, name = target.rpartition(".")
         try:
-            found: Any = getattr(import_module(module), name)
+            found: Any = sys.modules.get(target) or getattr(import_module(module), name)
         except (ImportError, AttributeError) as error:
             problems.append(f"{target} is missing ({error})")
             continue
