@@ -249,7 +249,8 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         numbers = self._space.take_many(1, batch_size)
         if numbers is None:
             return None
-        pages = [*map(self._pages.__getitem__, numbers)]
+        own = self._pages
+        pages = [own[number] for number in numbers]
         shape, dtype = shapes[0], dtypes[0]
         for page in pages:
             meta = page.meta
@@ -290,9 +291,10 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         Raises:
             IndexOwnershipError: If an object is of another allocator. Nothing is changed then.
         """
-        numbers: list[Any] = [*map(self._numbers.get, memory_objs)]
-        if None in numbers:
-            raise _foreign(memory_objs[numbers.index(None)])
+        try:
+            numbers = [*map(self._numbers.__getitem__, memory_objs)]
+        except KeyError as error:
+            raise _foreign(error.args[0]) from None
         whole = self.shapes
         for page in memory_objs:
             page.valid = False
