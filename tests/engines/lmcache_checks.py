@@ -244,6 +244,19 @@ def test_an_invalid_free_raises_where_that_is_asked_for(monkeypatch: pytest.Monk
     with pytest.raises(IndexOwnershipError, match=r"ranges: 4096 \(already free\); nothing was changed"):
         manager.free(PAGE, PAGE)
     assert manager.get_free_size() == 8 * PAGE
+    allocator = pages()
+    page, other = allocator.batched_allocate(torch.Size([10]), torch.uint8, 2)
+    allocator.free(other)
+    for batch in ([page, page], [page, other]):
+        with pytest.raises(IndexOwnershipError, match="1 of 2 freed ranges"):
+            allocator.batched_free(batch)
+        assert page.tensor.shape == (10,)
+        assert other.tensor is None
+    with pytest.raises(IndexOwnershipError, match="1 of 1 freed ranges"):
+        allocator.free(other)
+    allocator.free(page)
+    assert allocator.memcheck()
+    assert allocator.num_active_allocations == 0
 
 
 def pages(count: int = 4) -> Any:  # noqa: ANN401
@@ -327,14 +340,30 @@ def test_memory_is_a_chunk_and_outlives_its_allocator() -> None:
     assert kept.unique().tolist() == [7]
 
 
-def test_memory_of_a_numa_node_and_memory_that_is_shared() -> None:
+def test_memory_of_a_numa_node_and_memory_that_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mapping:
-        gpu_to_numa_mapping = {0: 0}  # noqa: RUF012 - as LMCache has it
+        gpu_to_numa_mapping = {3: 0}  # noqa: RUF012 - as LMCache has it
 
+    class Device:
+        waits = 0
+
+        def is_available(self) -> bool:
+            return True
+
+        def current_device(self) -> int:
+            return 3
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    device = Device()
+    monkeypatch.setattr(memory_management, "torch_dev", device)
     buffer = memory.allocate_cpu_memory(1 << 20, Mapping())
     [pool] = [pool for pool in kvpool.pools() if isinstance(pool, kvpool.ChunkPool)]
     assert pool.numa_node == 0
     memory.free_cpu_memory(buffer, 1 << 20, Mapping())
+    assert device.waits == 1
+    monkeypatch.undo()
     del pool
     name = f"kvpool_{random.randrange(1 << 60):x}"  # noqa: S311
     shared = memory.allocate_cpu_memory(1 << 16, shm_name=name)
@@ -374,6 +403,15 @@ def test_a_drift_of_lmcache_names_what_was_found_and_expected(monkeypatch: pytes
         assert "AddressManager.free is (self, address, size), expected was (self, address)" in said
         assert "AddressManager.realloc(self, address, size) is missing" in said
         assert not {*modules} & {*sys.modules}
+
+
+def test_an_import_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lmcache.v1.memory_management", OwnPaged.__module__):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, memory.__name__, None)
+    with pytest.raises(ImportError, match=r"lmcache\.memory"):
+        importlib.import_module(OwnPaged.__module__)
+    assert "lmcache.v1.memory_management" not in sys.modules
 
 
 def test_a_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

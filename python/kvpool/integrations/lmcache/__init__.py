@@ -90,11 +90,10 @@ def _replace() -> None:
 
     try:
         require_seams()
+        from kvpool.integrations.lmcache.memory import replace  # noqa: PLC0415 - which needs them
     except BaseException:
         sys.modules.pop(_MEMORY, None)  # or a later import would go on without kvpool
         raise
-    from kvpool.integrations.lmcache.memory import replace  # noqa: PLC0415 - which needs them
-
     replace()
 
 

@@ -40,10 +40,9 @@ _logger = logging.getLogger("kvpool")
 _Size, _DType = torch.Size, torch.dtype
 
 
-def _space(capacity: int, alignment: int) -> AddressSpace:
-    """With `KVPOOL_LMCACHE_STRICT=1` an invalid free raises."""
-    is_strict = os.environ.get("KVPOOL_LMCACHE_STRICT") == "1"
-    return AddressSpace(capacity, alignment=alignment, strict=is_strict)
+def _is_strict() -> bool:
+    """Whether an invalid free raises."""
+    return os.environ.get("KVPOOL_LMCACHE_STRICT") == "1"
 
 
 def _is_consistent(space: AddressSpace) -> bool:
@@ -69,7 +68,7 @@ class AddressManager:
     ALIGN_BYTES: ClassVar[int] = 4096
 
     def __init__(self, size: int, align_bytes: int = ALIGN_BYTES) -> None:
-        self._space = _space(size, align_bytes)
+        self._space = AddressSpace(size, alignment=align_bytes, strict=_is_strict())
 
     @property
     def total_allocated_size(self) -> int:
@@ -181,7 +180,8 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         super().__init__(tensor, shapes, dtypes, fmt)
         self._pages = tuple(self.free_blocks)
         self._numbers = {page: number for number, page in enumerate(self._pages)}
-        self._space = _space(len(self._pages), 1)
+        self._is_strict = _is_strict()
+        self._space = AddressSpace(len(self._pages), strict=self._is_strict)
         self.free_blocks = _FreePages(self._space)
         for page in self._pages:
             page.invalidate()
@@ -289,18 +289,26 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         """Free pages. One that is free already is dropped, counted and reported.
 
         Raises:
-            IndexOwnershipError: If an object is of another allocator. Nothing is changed then.
+            IndexOwnershipError: If an object is of another allocator or, if this one is strict, if a page is
+                free or listed twice. Nothing is changed then.
         """
         try:
             numbers = [*map(self._numbers.__getitem__, memory_objs)]
         except KeyError as error:
             raise _foreign(error.args[0]) from None
+        before = [(page, page.valid, page.raw_data) for page in memory_objs] if self._is_strict else []
         whole = self.shapes
         for page in memory_objs:
+            # First, since the next owner may have it as soon as it is free.
             page.valid = False
             if page.meta.shapes is not whole:
                 page.raw_data = self.paged_buffers[self._numbers[page]]
-        self._space.give_back_many(numbers, 1)
+        try:
+            self._space.give_back_many(numbers, 1)
+        except IndexOwnershipError:
+            for page, was_valid, data in before:
+                page.valid, page.raw_data = was_valid, data
+            raise
         self._note()
 
     def _note(self) -> None:
