@@ -3867,6 +3867,7 @@ class AddressSpace:
 
         Raises:
             ConfigError: If `size` is below 1, or `count` is negative.
+            OutOfMemoryError: If there is not enough memory for the list.
         """
     def give_back_many(self, starts: Iterable[SupportsIndex], size: SupportsIndex) -> None:
         """Frees ranges of one size, each as `give_back` does.

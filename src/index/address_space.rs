@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::base::bounded::signed;
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, reserve};
 
 use super::gaps::Gaps;
 use super::{BadFree, BadFrees};
@@ -22,7 +22,7 @@ use super::{BadFree, BadFrees};
 /// use kvpool::index::{AddressSpace, BadFree};
 /// let mut space = AddressSpace::new(4096, 256).unwrap();
 /// assert_eq!(space.take(300), Some(0..512));
-/// assert_eq!(space.take_many(100, 3), Some(vec![512, 768, 1024]));
+/// assert_eq!(space.take_many(100, 3).unwrap(), Some(vec![512, 768, 1024]));
 /// space.give_back(512..1024).unwrap();
 /// assert_eq!(space.give_back(768..1024), Err(BadFree::AlreadyFree));
 /// assert_eq!(space.take(512), Some(512..1024));
@@ -107,18 +107,23 @@ impl AddressSpace {
 
     /// Takes `count` ranges of `bytes`, rounded as in [`AddressSpace::take`], and returns where they begin, in order; or
     /// returns `None`, and takes none, when the gaps do not hold them.
-    pub fn take_many(&mut self, bytes: usize, count: usize) -> Option<Vec<usize>> {
-        let bytes = self.rounded(bytes.max(1))?;
-        if self.gaps.fitting(bytes, count) < count {
-            return None;
-        }
-        let mut starts = Vec::with_capacity(count);
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for the list; nothing is
+    /// taken then.
+    pub fn take_many(&mut self, bytes: usize, count: usize) -> Result<Option<Vec<usize>>> {
+        let Some(bytes) =
+            self.rounded(bytes.max(1)).filter(|&bytes| self.gaps.fitting(bytes, count) == count)
+        else {
+            return Ok(None);
+        };
+        let mut starts = reserve(count)?;
         while starts.len() < count {
             let taken = self.gaps.cut(bytes, count - starts.len()).expect("there are as many");
             self.note_taken(taken.len());
             starts.extend(taken.step_by(bytes));
         }
-        Some(starts)
+        Ok(Some(starts))
     }
 
     fn note_taken(&mut self, bytes: usize) {
@@ -143,6 +148,9 @@ impl AddressSpace {
     }
 
     /// Frees ranges of `bytes` each, those that can be. The others are dropped, counted and reported.
+    ///
+    /// # Panics
+    /// If a dropped one begins at 2**63 or above.
     pub fn give_back_many(&mut self, starts: &[usize], bytes: usize) -> BadFrees {
         let mut bad = BadFrees::default();
         for &start in starts {

@@ -87,9 +87,10 @@ impl AddressSpace {
     ///
     /// Raises:
     ///     ConfigError: If `size` is below 1, or `count` is negative.
+    ///     OutOfMemoryError: If there is not enough memory for the list.
     fn take_many(&self, size: &Bound<'_, PyAny>, count: &Bound<'_, PyAny>) -> PyResult<Option<Vec<usize>>> {
         let (size, count) = (at_least_one(size)?, args::count("count", count)?);
-        Ok(self.lock().take_many(size, count))
+        with(&self.space, |space| space.take_many(size, count))
     }
 
     /// Frees a range, all bytes of which are taken: one that was taken, several that touch, or a part.

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvpool import ConfigError, IndexOwnershipError
+from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError
 from kvpool._kvpool import AddressSpace
 
 HUGE = 1 << 80
@@ -91,6 +91,13 @@ def test_wrong_numbers_are_errors_and_change_nothing() -> None:
         space.give_back_many(1, 1)  # type: ignore[arg-type]
     assert [space.take(HUGE), space.take_many(HUGE, 1), space.take_many(1, HUGE)] == [None] * 3
     assert (space.capacity, space.in_use) == (4096, 100)
+
+
+def test_a_list_that_memory_does_not_hold_is_an_error() -> None:
+    space = AddressSpace(1 << 62)
+    with pytest.raises(OutOfMemoryError):
+        space.take_many(1, 1 << 61)
+    assert space.in_use == 0
 
 
 def test_threads_share_a_space() -> None:

@@ -76,7 +76,7 @@ proptest! {
     #[test]
     fn many_gaps_are_those_of_a_naive_space(order in Just((0..400_usize).collect::<Vec<_>>()).prop_shuffle()) {
         let mut space = AddressSpace::new(800, 1).unwrap();
-        prop_assert_eq!(space.take_many(1, 800).map(|starts| starts.len()), Some(800));
+        prop_assert_eq!(space.take_many(1, 800).unwrap().map(|starts| starts.len()), Some(800));
         let mut free = vec![false; 800];
         // Every second byte: gaps in several groups, which are divided.
         for &at in &order {
@@ -125,7 +125,7 @@ proptest! {
                         })
                         .collect();
                     let starts = found.as_ref().map(|found| found.iter().map(|range| range.start).collect());
-                    prop_assert_eq!(space.take_many(bytes, count), starts);
+                    prop_assert_eq!(space.take_many(bytes, count).unwrap(), starts);
                     if let Some(found) = found {
                         free = after;
                         taken.extend(found);
@@ -176,7 +176,10 @@ proptest! {
         let mut space = AddressSpace::new(capacity, 256).unwrap();
         prop_assert!(space.grow(usize::MAX).is_err());
         prop_assert_eq!(space.take(usize::MAX), None);
-        prop_assert_eq!(space.take_many(usize::MAX, 1), None);
+        prop_assert_eq!(space.take_many(usize::MAX, 1).unwrap(), None);
+        let mut vast = AddressSpace::new(1 << 62, 1).unwrap();
+        prop_assert!(vast.take_many(1, 1 << 61).is_err());
+        prop_assert_eq!(vast.used(), 0);
         prop_assert_eq!((space.capacity(), space.fault()), (capacity, None));
     }
 
