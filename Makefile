@@ -21,6 +21,10 @@ NIXL := $(VENV)/nixl
 FLASHINFER := $(VENV)/flashinfer
 VLLM_PARTS := $(addprefix vllm-0.33.0/,vllm vllm.egg-info tests/__init__.py \
     $(addprefix tests/v1/,__init__.py core kv_offload kv_connector/__init__.py $(addprefix kv_connector/unit/,__init__.py utils.py)))
+LMCACHE_PARTS := $(addprefix lmcache-0.5.6/tests/,__init__.py $(addprefix v1/,__init__.py utils.py test_address_manager.py \
+    test_memory_management.py test_memory_allocator_import_surface.py distributed/memory_manager \
+    $(addprefix distributed/,__init__.py utils.py test_devdax_l1_allocator.py test_l1_memory_manager.py) \
+    $(addprefix storage_backend/,__init__.py test_local_cpu_backend.py test_local_cpu_backend_nixl_paged.py)))
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
 SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
@@ -91,7 +95,7 @@ python-test:
 	$(call at_once,process-test software-test machine-test)
 
 # What tests run beside kvpool.
-engines: $(addsuffix /.installed,$(ENGINES) $(MOONCAKE) $(NIXL) $(VLLM) $(FLASHINFER))
+engines: $(addsuffix /.installed,$(ENGINES) $(MOONCAKE) $(NIXL) $(VLLM) $(FLASHINFER) $(LMCACHE))
 
 machine-test: $(EXTENSION) $(VENV)/.test engines
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys -m 'not processes'
@@ -182,7 +186,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 	fi
 
 # Engines on kvpool, at length. Those that have no package for this machine are skipped with the reason.
-test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(VLLM)/.installed $(SGLANG_TORCH)/.installed
+test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(VLLM)/.installed $(LMCACHE)/.installed $(SGLANG_TORCH)/.installed
 	KVPOOL_REQUIRE_ENGINES=1 KVPOOL_ENGINE_REQUESTS=3000 KVPOOL_SGLANG_TORCH=$(abspath $(SGLANG_TORCH)) \
 	    $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
 
@@ -282,13 +286,22 @@ bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed $(VLLM)/.installed 
 	cargo build --quiet --release --manifest-path benches/peers/kvbm/Cargo.toml --target-dir $(PEERS)/kvbm || true
 	PYTHONPATH=$(PEERS):$(SGLANG_TORCH):$(VLLM) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
 
-# Host memory beside LMCache's pool of it, whose dependencies are SGLang's and vLLM's but for a few.
+# LMCache's bookkeeping of host memory on kvpool beside its own, and host memory below a prefix cache beside LMCache's pool of it.
 bench-lmcache: $(EXTENSION) $(VENV)/.tools $(VLLM)/.installed $(LMCACHE)/.installed
+	PYTHONPATH=$(LMCACHE):$(ENGINES):$(VLLM) $(BIN)/python benches/bench_lmcache.py
 	PYTHONPATH=$(LMCACHE):$(ENGINES):$(VLLM) $(BIN)/python benches/bench_host_tier.py
 
-$(LMCACHE)/.installed: $(BIN)/python
-	$(PIP) install --quiet --no-deps --no-compile --target $(LMCACHE) lmcache==0.5.6 aiofile caio cffi cryptography llvmlite \
-	    numba pycparser
+# LMCache, whose dependencies are SGLang's and vLLM's but for a few, and its tests of memory, which its source has.
+$(LMCACHE)/.installed: $(VLLM)/.installed
+	rm -rf $(LMCACHE)
+	mkdir -p $(LMCACHE)
+	if test -d $(ENGINES)/sglang; then \
+	    $(PIP) install --quiet --no-deps --no-compile --target $(LMCACHE) --group lmcache && \
+	    $(PIP) install --quiet --no-compile --target $(LMCACHE)/build 'setuptools>=77,<81' setuptools-scm wheel && \
+	    PYTHONPATH=$(abspath $(LMCACHE)/build) NO_NATIVE_EXT=1 NO_GPU_EXT=1 $(PIP) download --quiet --no-deps \
+	        --no-build-isolation --no-binary lmcache --dest $(LMCACHE)/build lmcache==0.5.6 && \
+	    tar -xzf $(LMCACHE)/build/lmcache-0.5.6.tar.gz -C $(LMCACHE) --strip-components=1 $(LMCACHE_PARTS) && \
+	    rm -r $(LMCACHE)/build; fi
 	touch $@
 
 $(PEERS)/.installed: $(BIN)/python

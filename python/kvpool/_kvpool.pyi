@@ -36,6 +36,7 @@ from kvpool.store import Store
 __all__ = [
     "_ERROR_CLASSES",
     "_STORAGE_DTYPES",
+    "AddressSpace",
     "BatchPlan",
     "BatchPlanner",
     "Block",
@@ -3825,6 +3826,105 @@ class _PageLocking:
         """Reports every step. The interpreter waits for this thread, so no further step begins after the main
         thread has ended.
         """
+
+@final
+class AddressSpace:
+    """Which bytes of a memory that others own are taken: the lowest range that is long enough comes first.
+
+    It hands out offsets from 0, and has no memory of its own. Calls are atomic and thread-safe. They take one step for
+    each 64 gaps.
+
+    Args:
+        capacity: Bytes, below 2**63.
+        alignment: Lengths are rounded up to a multiple of it, a power of two.
+        strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+
+    Raises:
+        ConfigError: If `capacity` is negative or too large, or `alignment` is no power of two.
+    """
+
+    def __new__(
+        cls, capacity: SupportsIndex, *, alignment: SupportsIndex = 1, strict: bool = False
+    ) -> AddressSpace: ...
+    def take(self, size: SupportsIndex) -> int | None:
+        """Takes a range.
+
+        Args:
+            size: Bytes, at least 1, which are rounded up to the alignment.
+
+        Returns:
+            Where it begins. `None` if no gap is long enough.
+
+        Raises:
+            ConfigError: If `size` is below 1.
+        """
+    def take_many(self, size: SupportsIndex, count: SupportsIndex) -> list[int] | None:
+        """Takes ranges of one size, or none of them.
+
+        Args:
+            size: Bytes of each, as in `take`.
+            count: How many.
+
+        Returns:
+            Where they begin, in order. `None` if the gaps do not hold all of them.
+
+        Raises:
+            ConfigError: If `size` is below 1, or `count` is negative.
+            OutOfMemoryError: If there is not enough memory for the list.
+        """
+    def give_back_many(self, starts: Iterable[SupportsIndex], size: SupportsIndex) -> None:
+        """Frees ranges of one size, each as `give_back` does.
+
+        Args:
+            starts: Where they begin.
+            size: Bytes of each.
+
+        Raises:
+            ConfigError: If a number is negative, or `size` is 0.
+            IndexOwnershipError: If the space is strict and one of them cannot be freed. Nothing is changed.
+        """
+    def give_back(self, start: SupportsIndex, size: SupportsIndex) -> None:
+        """Frees a range, all bytes of which are taken: one that was taken, several that touch, or a part.
+
+        A range with a byte that is not taken is dropped as a whole, counted in `stats`, and reported.
+
+        Raises:
+            ConfigError: If a number is negative, or `size` is 0.
+            IndexOwnershipError: If the space is strict and the range cannot be freed. Nothing is changed.
+        """
+    def grow(self, size: SupportsIndex) -> None:
+        """Adds bytes behind the last one.
+
+        Args:
+            size: Bytes, which are rounded up to the alignment.
+
+        Raises:
+            ConfigError: If `size` is below 1, or the capacity would be 2**63 or more.
+        """
+    def rounded(self, size: SupportsIndex) -> int:
+        """Returns `size`, rounded up to the alignment.
+
+        Raises:
+            ConfigError: If `size` is negative, or an address cannot name as many bytes.
+        """
+    @property
+    def capacity(self) -> int:
+        """All bytes, taken or free."""
+    @property
+    def alignment(self) -> int:
+        """What lengths are rounded up to a multiple of."""
+    @property
+    def in_use(self) -> int:
+        """Bytes that are taken."""
+    @property
+    def available(self) -> int:
+        """Bytes that are free."""
+    def stats(self) -> dict[str, int]:
+        """Returns the capacity, the bytes available and in use, the most bytes that were in use at once, the bytes of the
+        longest gap, and the frees that were dropped.
+        """
+    def verify(self) -> None:
+        """Raises `AssertionError` if the bookkeeping is not consistent."""
 
 @final
 class OffloadRequest:

@@ -1,4 +1,4 @@
-"""The public path of `kvpool.integrations.lmcache`."""
+"""The public path of `kvpool.integrations.lmcache.mem_pool`."""
 
-from kvpool.integrations.lmcache import *
-from kvpool.integrations.lmcache import __all__ as __all__
+from kvpool.integrations.lmcache.mem_pool import *
+from kvpool.integrations.lmcache.mem_pool import __all__ as __all__

@@ -3,13 +3,15 @@
 //! Use it for memory that is reset as a whole, such as the temporaries of a step. It knows offsets, not
 //! memory.
 
-use std::collections::BTreeMap;
+use std::iter::once;
 use std::ops::Range;
+
+use super::gaps::Gaps;
 
 /// Ownership of the bytes `0..capacity`.
 ///
 /// A range is cut behind the last one. Only when it does not fit there, the first gap that holds it is used:
-/// taking costs one step, or one pass over the gaps.
+/// taking costs one step, or one for each 64 gaps.
 ///
 /// ```
 /// use kvpool::index::Arena;
@@ -29,8 +31,8 @@ pub struct Arena {
     alignment: usize,
     /// Every taken byte is below it.
     end: usize,
-    /// Freed ranges before `end`, start to end. No two touch, none touches `end`.
-    gaps: BTreeMap<usize, usize>,
+    /// Freed ranges before `end`. None touches it.
+    gaps: Gaps,
     used: usize,
     high_water: usize,
 }
@@ -38,8 +40,8 @@ pub struct Arena {
 impl Arena {
     /// An arena of `capacity` bytes whose ranges are aligned to `alignment`, a power of two.
     #[must_use]
-    pub const fn new(capacity: usize, alignment: usize) -> Self {
-        Self { capacity, alignment, end: 0, gaps: BTreeMap::new(), used: 0, high_water: 0 }
+    pub fn new(capacity: usize, alignment: usize) -> Self {
+        Self { capacity, alignment, end: 0, gaps: Gaps::default(), used: 0, high_water: 0 }
     }
 
     /// The size of the arena in bytes.
@@ -63,8 +65,7 @@ impl Arena {
     /// Bytes of the largest range that [`Arena::take`] could return.
     #[must_use]
     pub fn largest(&self) -> usize {
-        let gap = self.gaps.iter().map(|(start, end)| end - start).max().unwrap_or(0);
-        gap.max((self.capacity - self.end) / self.alignment * self.alignment)
+        self.gaps.longest().max((self.capacity - self.end) / self.alignment * self.alignment)
     }
 
     /// All bytes in order, as ranges that are taken (`true`) or free (`false`).
@@ -81,11 +82,9 @@ impl Arena {
     pub fn pieces(&self) -> Vec<(Range<usize>, bool)> {
         let mut pieces = Vec::new();
         let mut at = 0;
-        for (start, end) in
-            self.gaps.iter().map(|(&start, &end)| (start, end)).chain([(self.end, self.capacity)])
-        {
-            pieces.extend([(at..start, true), (start..end, false)]);
-            at = end;
+        for free in self.gaps.iter().cloned().chain(once(self.end..self.capacity)) {
+            pieces.extend([(at..free.start, true), (free.clone(), false)]);
+            at = free.end;
         }
         pieces.retain(|(range, _)| !range.is_empty());
         pieces
@@ -99,12 +98,7 @@ impl Arena {
             self.end += bytes;
             self.end - bytes..self.end
         } else {
-            let (&start, &end) = self.gaps.iter().find(|(start, end)| *end - *start >= bytes)?;
-            self.gaps.remove(&start);
-            if start + bytes < end {
-                self.gaps.insert(start + bytes, end);
-            }
-            start..start + bytes
+            self.gaps.cut(bytes, 1)?
         };
         self.used += bytes;
         self.high_water = self.high_water.max(self.used);
@@ -114,20 +108,10 @@ impl Arena {
     /// Frees a range that [`Arena::take`] returned and that was not freed since.
     pub fn give_back(&mut self, range: Range<usize>) {
         self.used -= range.len();
-        let Range { mut start, mut end } = range;
-        if let Some((&before, &touches)) = self.gaps.range(..start).next_back()
-            && touches == start
-        {
-            self.gaps.remove(&before);
-            start = before;
-        }
-        if let Some(after) = self.gaps.remove(&end) {
-            end = after;
-        }
-        if end == self.end {
-            self.end = start;
-        } else {
-            self.gaps.insert(start, end);
+        let gap = self.gaps.add(range);
+        if gap.end == self.end {
+            self.end = gap.start;
+            self.gaps.pop();
         }
     }
 

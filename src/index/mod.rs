@@ -12,16 +12,19 @@
 //! | single indices with a reference count | [`RefCounts`] |
 //! | buffers by size class | [`Buckets`] |
 //! | byte ranges that are all freed at once | [`Arena`] |
+//! | byte ranges of memory that others own | [`AddressSpace`] |
 //! | a free list or a set of integers to build on | [`FreeList`], [`Bitmap`] |
 //!
 //! [`Ledgered`] wraps most of them to record holders for debugging.
 
+mod address_space;
 mod arena;
 mod bad_frees;
 mod bitmap;
 mod buckets;
 mod extension;
 mod free_list;
+mod gaps;
 mod ledger;
 mod ledgered;
 mod mask;
@@ -34,6 +37,7 @@ mod row_table;
 mod runs;
 mod slot_allocator;
 
+pub use address_space::AddressSpace;
 pub use arena::Arena;
 pub use bad_frees::{BadFree, BadFrees, on_bad_frees};
 pub use bitmap::Bitmap;

@@ -13,6 +13,7 @@
               arguments arrive by value"
 )]
 
+mod address_space;
 mod args;
 mod base_pool;
 mod batch_planner;
@@ -209,6 +210,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<offload::OffloadRequest>()?;
     module.add_class::<offload::OffloadOrder>()?;
     module.add_class::<offload::OffloadTurn>()?;
+    module.add_class::<address_space::AddressSpace>()?;
     module.add_class::<prefix_report::Segment>()?;
     module.add_class::<prefix_report::Stored>()?;
     module.add_class::<prefix_report::Removed>()?;

@@ -103,6 +103,8 @@ class Offloaded:
         assert self.table.begin_store(self.keys, self.request)
         self.table.end_store(self.keys)
         self.order.insert(self.key, object(), self.turn)
+        self.space = _kvpool.AddressSpace(4096)
+        assert self.space.take(1024) == 0
 
 
 class Blocks:
@@ -369,6 +371,18 @@ OFFLOAD_CALLS: dict[str, Callable[[Offloaded], tuple[object, ...]]] = {
 }
 """Calls of `OffloadTable`, with their arguments."""
 
+SPACE_CALLS: dict[str, tuple[object, ...]] = {
+    "take": (1024,),
+    "take_many": (256, 2),
+    "give_back": (0, 1024),
+    "give_back_many": ([0], 1024),
+    "grow": (256,),
+    "rounded": (256,),
+    "stats": (),
+    "verify": (),
+}
+"""Calls of `AddressSpace`, with their arguments."""
+
 ORDER_CALLS: dict[str, Callable[[Offloaded], tuple[object, ...]]] = {
     "get": lambda o: (o.key,),
     "insert": lambda o: (b"other", object(), o.turn, 16),
@@ -419,6 +433,10 @@ BLOCK_CALLS: dict[str, Callable[[Blocks], object]] = {
 
 def _block_call(call: Callable[[Blocks], object]) -> Entry:
     return Entry(lambda w: call(w.blocks), WORKS)
+
+
+def _space_call(name: str, args: tuple[object, ...]) -> Entry:
+    return Entry(lambda w: getattr(w.offloaded.space, name)(*args), WORKS)
 
 
 TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
@@ -652,6 +670,8 @@ ENTRIES: dict[str, Entry] = {
     "OffloadRequest()": Entry(lambda w: w.spare.append(_kvpool.OffloadRequest()), WORKS),
     "OffloadOrder()": Entry(lambda w: w.spare.append(_kvpool.OffloadOrder()), WORKS),
     "OffloadTurn()": Entry(lambda w: w.spare.append(_kvpool.OffloadTurn()), WORKS),
+    "AddressSpace()": Entry(lambda w: w.spare.append(_kvpool.AddressSpace(1)), WORKS),
+    **{f"AddressSpace.{name}": _space_call(name, args) for name, args in SPACE_CALLS.items()},
     **{f"OffloadTable.{name}": _offload_call(name, args) for name, args in OFFLOAD_CALLS.items()},
     **{f"OffloadOrder.{name}": _order_call(name, args) for name, args in ORDER_CALLS.items()},
     # An engine's blocks: on the host, too.
@@ -782,6 +802,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "Block": lambda w: w.blocks.block,
     "BlockQueue": lambda w: w.blocks.queue,
     "Buffer": lambda w: w.buffer,
+    "AddressSpace": lambda w: w.offloaded.space,
     "BufferPool": lambda w: w.buffers,
     "Chunk": lambda w: w.chunk,
     "ChunkPool": lambda w: w.gpu_chunks,

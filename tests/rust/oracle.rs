@@ -1,9 +1,13 @@
 //! Single structures against models too simple to be wrong; whole pools are in `histories`.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
 
 use kvpool::base::{Id, IndexVec, Page};
-use kvpool::index::{Bitmap, LastLoc, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
+use kvpool::index::{
+    AddressSpace, BadFree, Bitmap, LastLoc, Move, Order, Rounding, Run, SlotAllocator, ascending_runs,
+    plan_moves,
+};
 use proptest::prelude::*;
 
 fn narrow(slots: &[i64], wide: bool) -> IndexVec {
@@ -12,6 +16,38 @@ fn narrow(slots: &[i64], wide: bool) -> IndexVec {
     } else {
         IndexVec::I32(slots.iter().map(|&slot| i32::try_from(slot).expect("small")).collect())
     }
+}
+
+/// The first free range of `bytes` in a naive space, which knows of each byte whether it is free.
+fn first_fit(free: &[bool], bytes: usize) -> Option<Range<usize>> {
+    let fits =
+        |start: &usize| free[*start..].len() >= bytes && free[*start..start + bytes].iter().all(|&it| it);
+    (0..free.len()).find(fits).map(|start| start..start + bytes)
+}
+
+#[derive(Clone, Debug)]
+enum Use {
+    Take(usize),
+    TakeMany(usize, usize),
+    /// One of the ranges that were taken, with what touches it up to a number of bytes.
+    GiveBack(usize, usize),
+    /// A range that need not have been taken.
+    GiveBackAny(usize, usize),
+    Grow(usize),
+}
+
+fn any_use() -> impl Strategy<Value = Use> {
+    prop_oneof![
+        5 => (0..40_usize).prop_map(Use::Take),
+        2 => (0..9_usize, 0..100_usize).prop_map(|(bytes, count)| Use::TakeMany(bytes, count)),
+        7 => (0..1000_usize, 0..80_usize).prop_map(|(number, bytes)| Use::GiveBack(number, bytes)),
+        1 => (0..700_usize, 0..60_usize).prop_map(|(start, bytes)| Use::GiveBackAny(start, bytes)),
+        1 => (0..60_usize).prop_map(Use::Grow),
+    ]
+}
+
+fn signed(start: usize) -> i64 {
+    i64::try_from(start).expect("small")
 }
 
 fn check_moves(dst: &[u32], src: &[u32]) -> Result<(), TestCaseError> {
@@ -35,7 +71,117 @@ fn check_moves(dst: &[u32], src: &[u32]) -> Result<(), TestCaseError> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { cases: 30, ..ProptestConfig::default() })]
+
+    #[test]
+    fn many_gaps_are_those_of_a_naive_space(order in Just((0..400_usize).collect::<Vec<_>>()).prop_shuffle()) {
+        let mut space = AddressSpace::new(800, 1).unwrap();
+        prop_assert_eq!(space.take_many(1, 800).unwrap().map(|starts| starts.len()), Some(800));
+        let mut free = vec![false; 800];
+        // Every second byte: gaps in several groups, which are divided.
+        for &at in &order {
+            space.give_back(2 * at..2 * at + 1).unwrap();
+            free[2 * at] = true;
+        }
+        prop_assert_eq!(space.fault(), None);
+        // Some become longer, and are found.
+        for &at in order.iter().take(200) {
+            space.give_back(2 * at + 1..2 * at + 2).unwrap();
+            free[2 * at + 1] = true;
+            let expected = first_fit(&free, 1 + at % 6);
+            prop_assert_eq!(space.take(1 + at % 6), expected.clone());
+            if let Some(range) = expected {
+                free[range].fill(false);
+            }
+            prop_assert_eq!(space.fault(), None);
+        }
+    }
+}
+
+proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn ranges_are_those_of_a_naive_space(
+        uses in prop::collection::vec(any_use(), 1..200),
+        alignment in prop::sample::select(vec![1_usize, 4]),
+    ) {
+        let mut space = AddressSpace::new(500, alignment).unwrap();
+        let mut free = vec![true; 500];
+        let mut taken: Vec<Range<usize>> = Vec::new();
+        let round = |bytes: usize| bytes.max(1).next_multiple_of(alignment);
+        for step in uses {
+            match step {
+                Use::Take(bytes) => {
+                    let expected = first_fit(&free, round(bytes));
+                    prop_assert_eq!(space.take(bytes), expected.clone());
+                    taken.extend(expected.inspect(|range| free[range.clone()].fill(false)));
+                }
+                Use::TakeMany(bytes, count) => {
+                    let mut after = free.clone();
+                    let found: Option<Vec<_>> = (0..count)
+                        .map(|_| {
+                            first_fit(&after, round(bytes)).inspect(|range| after[range.clone()].fill(false))
+                        })
+                        .collect();
+                    let starts = found.as_ref().map(|found| found.iter().map(|range| range.start).collect());
+                    prop_assert_eq!(space.take_many(bytes, count).unwrap(), starts);
+                    if let Some(found) = found {
+                        free = after;
+                        taken.extend(found);
+                    }
+                }
+                Use::GiveBack(number, most) => if !taken.is_empty() {
+                    taken.sort_by_key(|range| range.start);
+                    let at = number % taken.len();
+                    let mut range = taken.remove(at);
+                    while range.len() < most && taken.get(at).is_some_and(|next| next.start == range.end) {
+                        range.end = taken.remove(at).end;
+                    }
+                    free[range.clone()].fill(true);
+                    prop_assert_eq!(space.give_back_many(&[range.start], range.len()).dropped(), 0);
+                },
+                Use::GiveBackAny(start, bytes) => {
+                    let range = start..start + bytes;
+                    let expected = if bytes == 0 || range.end > free.len() {
+                        Err(BadFree::OutOfRange)
+                    } else if free[range.clone()].contains(&true) {
+                        Err(BadFree::AlreadyFree)
+                    } else {
+                        continue; // a part of what somebody has
+                    };
+                    prop_assert_eq!(space.give_back(range.clone()), expected);
+                    let before = space.dropped_frees();
+                    let bad = space.give_back_many(&[start; 2], bytes);
+                    prop_assert_eq!(bad.first(), expected.map_err(|reason| [(signed(start), reason); 2]).unwrap_err());
+                    prop_assert_eq!(space.dropped_frees(), before + 2);
+                }
+                Use::Grow(bytes) => {
+                    space.grow(bytes).unwrap();
+                    free.resize(free.len() + bytes, true);
+                }
+            }
+            prop_assert_eq!(space.fault(), None);
+            let used = free.iter().filter(|&&it| !it).count();
+            prop_assert_eq!((space.used(), space.capacity()), (used, free.len()));
+            let longest = free.split(|&it| !it).map(<[bool]>::len).max().unwrap_or(0);
+            prop_assert_eq!(space.longest(), longest);
+        }
+    }
+
+    #[test]
+    fn an_address_beyond_63_bits_is_refused(capacity in 0..1000_usize) {
+        prop_assert!(AddressSpace::new(usize::MAX - capacity, 1).is_err());
+        prop_assert!(AddressSpace::new(capacity, 3).is_err());
+        let mut space = AddressSpace::new(capacity, 256).unwrap();
+        prop_assert!(space.grow(usize::MAX).is_err());
+        prop_assert_eq!(space.take(usize::MAX), None);
+        prop_assert_eq!(space.take_many(usize::MAX, 1).unwrap(), None);
+        let mut vast = AddressSpace::new(1 << 62, 1).unwrap();
+        prop_assert!(vast.take_many(1, 1 << 61).is_err());
+        prop_assert_eq!(vast.used(), 0);
+        prop_assert_eq!((space.capacity(), space.fault()), (capacity, None));
+    }
 
     #[test]
     fn extend_continues_pages(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -70,7 +71,7 @@ def signature(function: Any) -> str:  # noqa: ANN401 - a function of an engine
 
 
 def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Compares the installed engine with `seams`: by class, the methods and their signatures.
+    """Compares the installed engine with `seams`: by class or imported module, functions and signatures.
 
     Of a function, that under the name "" is its own.
 
@@ -80,7 +81,7 @@ def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
     for target, methods in seams.items():
         module, _, name = target.rpartition(".")
         try:
-            found: Any = getattr(import_module(module), name)
+            found: Any = sys.modules.get(target) or getattr(import_module(module), name)
         except (ImportError, AttributeError) as error:
             problems.append(f"{target} is missing ({error})")
             continue

@@ -1,0 +1,25 @@
+"""What LMCache loads at its start: the entry point `kvpool` of its group `lmcache.device_plugins`.
+
+Nowhere else does LMCache ask installed packages for anything before it makes an allocator. It wants a
+device, so there is one, which is never available.
+"""
+
+from __future__ import annotations
+
+from kvpool.integrations.lmcache import register
+
+register()  # first: LMCache only logs what goes wrong in a plugin
+
+from lmcache.v1.platform.base.device_spec import DeviceSpec  # noqa: E402
+
+__all__ = ["NoDevice"]
+
+
+class NoDevice(DeviceSpec):  # type: ignore[misc]
+    """A device that is never there."""
+
+    device_type = backend_name = torch_module_name = "kvpool"
+
+    def is_available(self) -> bool:
+        """Whether LMCache can use it: never."""
+        return False

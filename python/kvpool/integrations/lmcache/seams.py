@@ -1,0 +1,90 @@
+"""What the adapter relies on in LMCache: classes and functions, and their signatures."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import PackageNotFoundError, version
+
+from kvpool.errors import KvPoolError
+from kvpool.integrations.seams import differences
+
+__all__ = ["SEAMS", "TESTED_VERSIONS", "EngineMismatchError", "require_seams"]
+
+TESTED_VERSIONS = ("0.5.6",)
+"""Versions of LMCache whose tests the adapter has passed."""
+
+_MEMORY = "lmcache.v1.memory_management"
+_PAGED = "lmcache.v1.memory_allocators.paged_tensor_memory_allocator"
+_FORMAT = "fmt=<MemoryFormat.KV_2LTD: 1>"
+
+SEAMS: dict[str, dict[str, str]] = {
+    f"{_MEMORY}.AddressManager": {
+        "__init__": "(self, size, align_bytes=4096)",
+        "compute_aligned_size": "(self, raw_size)",
+        "allocate": "(self, size)",
+        "batched_allocate": "(self, size, batch_size)",
+        "free": "(self, address, size)",
+        "sbrk": "(self, size)",
+        "get_heap_size": "(self)",
+        "get_free_size": "(self)",
+        "check_consistency": "(self)",
+    },
+    f"{_MEMORY}.TensorMemoryObj": {
+        "__init__": "(self, raw_data, metadata, parent_allocator)",
+        "invalidate": "(self)",
+        "is_valid": "(self)",
+        "reset_l1_manager": "(self)",
+    },
+    f"{_MEMORY}.MemoryObjMetadata": {
+        "__init__": "(self, shape, dtype, address, phy_size, ref_count, pin_count=0, "
+        "fmt=<MemoryFormat.UNDEFINED: 0>, cached_positions=None, shapes=None, dtypes=None)",
+    },
+    f"{_PAGED}.PagedTensorMemoryAllocator": {
+        "__init__": f"(self, tensor, shapes, dtypes, {_FORMAT})",
+        "_adapt_shapes_and_dtypes": "(self, shapes, dtypes)",
+        "allocate": f"(self, shapes, dtypes, {_FORMAT}, allocator_type=None)",
+        "batched_allocate": f"(self, shapes, dtypes, batch_size, {_FORMAT}, allocator_type=None)",
+        "free": "(self, memory_obj, allocator_type=None)",
+        "batched_free": "(self, memory_objs, allocator_type=None, update_stats=True)",
+        "memcheck": "(self)",
+    },
+    _MEMORY: {
+        "_allocate_cpu_memory": "(size, numa_mapping=None, shm_name=None, use_hugepages=False)",
+        "_free_cpu_memory": "(buffer, size=None, numa_mapping=None, shm_name=None, use_hugepages=False)",
+    },
+    "lmcache.utils": {"get_size_bytes": "(shapes, kv_dtypes)"},
+    "lmcache.observability.LMCStatsMonitor": {
+        "update_local_cache_usage": "(*args, **kwargs)",  # a decorator hides the rest
+        "update_active_memory_objs_count": "(*args, **kwargs)",
+    },
+    "lmcache.v1.platform.base.device_spec.DeviceSpec": {"is_available": "(self)"},
+}
+"""By class or module, the functions and their signatures: names, kinds and defaults."""
+
+_logger = logging.getLogger("kvpool")
+
+
+class EngineMismatchError(KvPoolError, RuntimeError):
+    """The installed LMCache is not what the adapter was written for."""
+
+
+def require_seams() -> None:
+    """Compares the installed LMCache with `SEAMS`, and warns about a version that was not tested.
+
+    Raises:
+        EngineMismatchError: If a class or a signature differs. The message has what was found and expected.
+    """
+    try:
+        found = version("lmcache")
+    except PackageNotFoundError:
+        found = "of unknown version"
+    problems = differences(SEAMS)
+    if problems:
+        raise EngineMismatchError(
+            f"LMCache {found} is not what kvpool was written for, and nothing was replaced: "
+            f"{'; '.join(problems)}. Without KVPOOL_LMCACHE=1 it runs on its own allocators."
+        )
+    if found not in TESTED_VERSIONS:
+        _logger.warning(
+            "LMCache %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)
+        )

@@ -1,0 +1,194 @@
+//! Ranges of any length in one address space, each freed when its owner is done with it.
+//!
+//! It knows offsets, not memory. Use it for memory that others own; [`Arena`](super::Arena) is for what is freed as a
+//! whole.
+
+use std::ops::Range;
+
+use crate::base::bounded::signed;
+use crate::base::{Error, Result, reserve};
+
+use super::gaps::Gaps;
+use super::{BadFree, BadFrees};
+
+/// Ownership of the bytes `0..capacity`: the lowest range that is long enough is taken first.
+///
+/// What is freed need not be a range that was taken: several that touch, or a part of one, are freed in one call. A
+/// range with a byte that is free already is refused as a whole.
+///
+/// Taking and giving back cost one step for each 64 gaps.
+///
+/// ```
+/// use kvpool::index::{AddressSpace, BadFree};
+/// let mut space = AddressSpace::new(4096, 256).unwrap();
+/// assert_eq!(space.take(300), Some(0..512));
+/// assert_eq!(space.take_many(100, 3).unwrap(), Some(vec![512, 768, 1024]));
+/// space.give_back(512..1024).unwrap();
+/// assert_eq!(space.give_back(768..1024), Err(BadFree::AlreadyFree));
+/// assert_eq!(space.take(512), Some(512..1024));
+/// assert_eq!((space.used(), space.capacity()), (1280, 4096));
+/// ```
+#[derive(Clone, Debug)]
+pub struct AddressSpace {
+    capacity: usize,
+    /// A power of two. Lengths are rounded up to a multiple of it.
+    alignment: usize,
+    /// What is free. Its lengths and `used` add up to `capacity`.
+    gaps: Gaps,
+    used: usize,
+    high_water: usize,
+    dropped_frees: usize,
+}
+
+impl AddressSpace {
+    /// A space of `capacity` bytes, all of them free.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if `alignment` is no power of two, or an address does not fit
+    /// 63 bits.
+    pub fn new(capacity: usize, alignment: usize) -> Result<Self> {
+        if !alignment.is_power_of_two() {
+            return Err(Error::config(format!("alignment is {alignment}; it must be a power of two")));
+        }
+        let mut space =
+            Self { capacity: 0, alignment, gaps: Gaps::default(), used: 0, high_water: 0, dropped_frees: 0 };
+        space.grow(capacity)?;
+        Ok(space)
+    }
+
+    /// All bytes, taken or free.
+    #[must_use]
+    pub const fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// What lengths are rounded up to a multiple of.
+    #[must_use]
+    pub const fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    /// Bytes taken.
+    #[must_use]
+    pub const fn used(&self) -> usize {
+        self.used
+    }
+
+    /// The most bytes taken at once.
+    #[must_use]
+    pub const fn high_water(&self) -> usize {
+        self.high_water
+    }
+
+    /// Frees that were dropped.
+    #[must_use]
+    pub const fn dropped_frees(&self) -> usize {
+        self.dropped_frees
+    }
+
+    /// Bytes of the longest gap.
+    #[must_use]
+    pub fn longest(&self) -> usize {
+        self.gaps.longest()
+    }
+
+    /// `bytes`, rounded up to the alignment; `None` where that is more than an address can name.
+    #[must_use]
+    pub fn rounded(&self, bytes: usize) -> Option<usize> {
+        bytes.checked_next_multiple_of(self.alignment)
+    }
+
+    /// Takes `bytes`, rounded up to the alignment and at least one of it, or returns `None` when no gap holds them.
+    pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
+        let taken = self.gaps.cut(self.rounded(bytes.max(1))?, 1)?;
+        self.note_taken(taken.len());
+        Some(taken)
+    }
+
+    /// Takes `count` ranges of `bytes`, rounded as in [`AddressSpace::take`], and returns where they begin, in order; or
+    /// returns `None`, and takes none, when the gaps do not hold them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for the list; nothing is
+    /// taken then.
+    pub fn take_many(&mut self, bytes: usize, count: usize) -> Result<Option<Vec<usize>>> {
+        let Some(bytes) =
+            self.rounded(bytes.max(1)).filter(|&bytes| self.gaps.fitting(bytes, count) == count)
+        else {
+            return Ok(None);
+        };
+        let mut starts = reserve(count)?;
+        while starts.len() < count {
+            let taken = self.gaps.cut(bytes, count - starts.len()).expect("there are as many");
+            self.note_taken(taken.len());
+            starts.extend(taken.step_by(bytes));
+        }
+        Ok(Some(starts))
+    }
+
+    fn note_taken(&mut self, bytes: usize) {
+        self.used += bytes;
+        self.high_water = self.high_water.max(self.used);
+    }
+
+    /// Frees a range, all bytes of which are taken.
+    ///
+    /// # Errors
+    /// Why it cannot be freed; nothing is changed then.
+    pub fn give_back(&mut self, range: Range<usize>) -> std::result::Result<(), BadFree> {
+        if range.is_empty() || range.end > self.capacity {
+            return Err(BadFree::OutOfRange);
+        }
+        if self.gaps.overlap(&range) {
+            return Err(BadFree::AlreadyFree);
+        }
+        self.used -= range.len();
+        self.gaps.add(range);
+        Ok(())
+    }
+
+    /// Frees ranges of `bytes` each, those that can be. The others are dropped, counted and reported.
+    ///
+    /// # Panics
+    /// If a dropped one begins at 2**63 or above.
+    pub fn give_back_many(&mut self, starts: &[usize], bytes: usize) -> BadFrees {
+        let mut bad = BadFrees::default();
+        for &start in starts {
+            // Where the end is no address, it lies outside, too.
+            if let Err(reason) = self.give_back(start..start.saturating_add(bytes)) {
+                bad.add(signed(start), reason, 1);
+            }
+        }
+        self.dropped_frees += bad.dropped();
+        bad
+    }
+
+    /// Adds `bytes` behind the last one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if an address does not fit 63 bits; nothing is changed then.
+    pub fn grow(&mut self, bytes: usize) -> Result<()> {
+        let end = self.capacity.checked_add(bytes).filter(|&end| isize::try_from(end).is_ok());
+        let Some(end) = end else {
+            return Err(Error::config(format!(
+                "{} and {bytes} bytes are more than an address can name",
+                self.capacity
+            )));
+        };
+        if bytes > 0 {
+            self.gaps.add(self.capacity..end);
+        }
+        self.capacity = end;
+        Ok(())
+    }
+
+    /// What is inconsistent, if something is.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        let free: usize = self.gaps.iter().map(Range::len).sum();
+        self.gaps.fault().or_else(|| {
+            (free + self.used != self.capacity)
+                .then(|| format!("{free} free and {} taken bytes are not {}", self.used, self.capacity))
+        })
+    }
+}

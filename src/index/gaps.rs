@@ -1,0 +1,193 @@
+//! Free ranges in the order of their addresses, and the first that is long enough.
+//!
+//! Ranges lie in groups, each of which knows the length of its longest: a search passes a group in one step. Taking and
+//! adding cost one step for each group before the place, and one pass over a group.
+
+use std::ops::Range;
+
+/// The most ranges of a group.
+const MOST: usize = 64;
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Gaps {
+    /// No two ranges of theirs touch.
+    groups: Vec<Group>,
+}
+
+#[derive(Clone, Debug)]
+struct Group {
+    longest: usize,
+    /// In order, and at least one; none of them is empty.
+    ranges: Vec<Range<usize>>,
+}
+
+impl Group {
+    fn new(ranges: Vec<Range<usize>>) -> Self {
+        let mut group = Self { longest: 0, ranges };
+        group.measure();
+        group
+    }
+
+    /// Finds the longest range.
+    fn measure(&mut self) {
+        self.longest = self.ranges.iter().map(Range::len).max().unwrap_or(0);
+    }
+}
+
+impl Gaps {
+    /// The ranges in order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Range<usize>> {
+        self.groups.iter().flat_map(|group| &group.ranges)
+    }
+
+    /// The length of the longest range; 0 without one.
+    pub(super) fn longest(&self) -> usize {
+        self.groups.iter().map(|group| group.longest).max().unwrap_or(0)
+    }
+
+    /// How many pieces of `bytes`, which is not 0, can be cut from the ranges; not more than `most`.
+    pub(super) fn fitting(&self, bytes: usize, most: usize) -> usize {
+        let mut found = 0;
+        for group in self.groups.iter().filter(|group| group.longest >= bytes) {
+            for range in &group.ranges {
+                found += range.len() / bytes;
+                if found >= most {
+                    return most;
+                }
+            }
+        }
+        found
+    }
+
+    /// Cuts pieces of `bytes`, which is not 0, from the beginning of the first range that holds one: as many as it
+    /// holds, but not more than `most`. Returns them as one range, or `None` when no range holds a piece.
+    pub(super) fn cut(&mut self, bytes: usize, most: usize) -> Option<Range<usize>> {
+        let at = self.groups.iter().position(|group| group.longest >= bytes)?;
+        let group = &mut self.groups[at];
+        let place = group.ranges.iter().position(|range| range.len() >= bytes)?;
+        let range = &mut group.ranges[place];
+        let was_longest = range.len() == group.longest;
+        let start = range.start;
+        range.start += most.min(range.len() / bytes) * bytes;
+        let taken = start..range.start;
+        if range.start == range.end {
+            group.ranges.remove(place);
+        }
+        if group.ranges.is_empty() {
+            self.groups.remove(at);
+        } else if was_longest {
+            group.measure();
+        }
+        Some(taken)
+    }
+
+    /// Whether a range has bytes in common with one of them.
+    pub(super) fn overlap(&self, range: &Range<usize>) -> bool {
+        let (at, place) = self.place(range.end);
+        self.before(at, place).is_some_and(|(at, place)| self.groups[at].ranges[place].end > range.start)
+    }
+
+    /// Adds a range that is not empty and overlaps none, and returns the range that it has become with those it touches.
+    pub(super) fn add(&mut self, range: Range<usize>) -> Range<usize> {
+        let (mut at, mut place) = self.place(range.start);
+        let before =
+            self.before(at, place).filter(|&(at, place)| self.groups[at].ranges[place].end == range.start);
+        let goes_on = self.groups.get(at).is_some_and(|group| group.ranges[place].start == range.end);
+        let mut whole = range;
+        if goes_on {
+            whole.end = self.groups[at].ranges[place].end;
+        }
+        if let Some((earlier, last)) = before {
+            whole.start = self.groups[earlier].ranges[last].start;
+            if goes_on {
+                self.remove(at, place);
+            }
+            (at, place) = (earlier, last);
+        } else if !goes_on {
+            (at, place) = self.insert(at, place, whole.clone());
+        }
+        let group = &mut self.groups[at];
+        group.ranges[place] = whole.clone();
+        group.longest = group.longest.max(whole.len());
+        whole
+    }
+
+    /// Removes the last range.
+    pub(super) fn pop(&mut self) {
+        if let Some(at) = self.groups.len().checked_sub(1) {
+            self.remove(at, self.groups[at].ranges.len() - 1);
+        }
+    }
+
+    /// Removes all ranges.
+    pub(super) fn clear(&mut self) {
+        self.groups.clear();
+    }
+
+    /// The group and the place in it of the first range that begins at `start` or behind it. Behind the last group when
+    /// there is none.
+    fn place(&self, start: usize) -> (usize, usize) {
+        let at =
+            self.groups.partition_point(|group| group.ranges.last().is_some_and(|last| last.start < start));
+        let place =
+            self.groups.get(at).map_or(0, |group| group.ranges.partition_point(|range| range.start < start));
+        (at, place)
+    }
+
+    /// The place before a place.
+    fn before(&self, at: usize, place: usize) -> Option<(usize, usize)> {
+        match place.checked_sub(1) {
+            Some(place) => Some((at, place)),
+            None => at.checked_sub(1).map(|at| (at, self.groups[at].ranges.len() - 1)),
+        }
+    }
+
+    /// Inserts a range before the one at a place, and returns where it is.
+    fn insert(&mut self, at: usize, place: usize, range: Range<usize>) -> (usize, usize) {
+        // Behind the last range it becomes that of the last group.
+        let (at, place) = match (self.groups.get(at), self.groups.len().checked_sub(1)) {
+            (Some(_), _) => (at, place),
+            (None, Some(last)) => (last, self.groups[last].ranges.len()),
+            (None, None) => {
+                self.groups.push(Group::new(vec![range]));
+                return (0, 0);
+            }
+        };
+        self.groups[at].ranges.insert(place, range);
+        if self.groups[at].ranges.len() <= MOST {
+            return (at, place);
+        }
+        let behind = self.groups[at].ranges.split_off(MOST / 2);
+        self.groups[at].measure();
+        self.groups.insert(at + 1, Group::new(behind));
+        if place < MOST / 2 { (at, place) } else { (at + 1, place - MOST / 2) }
+    }
+
+    fn remove(&mut self, at: usize, place: usize) {
+        let group = &mut self.groups[at];
+        group.ranges.remove(place);
+        if group.ranges.is_empty() {
+            self.groups.remove(at);
+        } else {
+            group.measure();
+        }
+    }
+
+    /// What is inconsistent, if something is.
+    pub(super) fn fault(&self) -> Option<String> {
+        let mut end = None;
+        for range in self.iter() {
+            if range.is_empty() || end.is_some_and(|end| range.start <= end) {
+                return Some(format!(
+                    "the gap {range:?} is empty, or not apart from the one before, {end:?}"
+                ));
+            }
+            end = Some(range.end);
+        }
+        self.groups.iter().find_map(|group| {
+            let found = group.ranges.iter().map(Range::len).max();
+            (found != Some(group.longest))
+                .then(|| format!("the longest gap of a group has {found:?} bytes, not {}", group.longest))
+        })
+    }
+}
