@@ -28,7 +28,9 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 import kvpool
 from kvpool.errors import ConfigError, IndexOwnershipError
 from kvpool.integrations import lmcache as adapter
+from kvpool.integrations import seams as adapters
 from kvpool.integrations.lmcache import memory, seams
+from kvpool.integrations.seams import EngineMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -396,10 +398,10 @@ def test_a_drift_of_lmcache_names_what_was_found_and_expected(monkeypatch: pytes
     for name in modules:
         monkeypatch.delitem(sys.modules, name)
     for name in (*modules, *modules):
-        with pytest.raises(seams.EngineMismatchError) as caught:
+        with pytest.raises(EngineMismatchError) as caught:
             importlib.import_module(name)
         said = str(caught.value)
-        assert said.startswith("LMCache 0.5.6 is not what kvpool was written for, and nothing was replaced: ")
+        assert said.startswith("LMCache 0.5.6 is not what kvpool was written for: ")
         assert "AddressManager.free is (self, address, size), expected was (self, address)" in said
         assert "AddressManager.realloc(self, address, size) is missing" in said
         assert not {*modules} & {*sys.modules}
@@ -416,19 +418,19 @@ def test_an_import_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(seams.SEAMS, "lmcache.v1.memory_management.AddressKeeper", {})
-    with pytest.raises(seams.EngineMismatchError, match="has no attribute 'AddressKeeper'"):
-        seams.require_seams()
+    with pytest.raises(EngineMismatchError, match="has no attribute 'AddressKeeper'"):
+        seams.LMCACHE.require(seams.SEAMS)
 
 
 def test_another_version_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(seams, "SEAMS", {})
-    seams.require_seams()
+    seams.LMCACHE.require(seams.SEAMS)
     assert not caplog.records
-    monkeypatch.setattr(seams, "version", lambda _: "0.6.0")
+    monkeypatch.setattr(adapters, "version", lambda _: "0.6.0")
     with caplog.at_level(logging.WARNING, "kvpool"):
-        seams.require_seams()
+        seams.LMCACHE.require(seams.SEAMS)
     assert caplog.messages == ["LMCache 0.6.0 was not tested with kvpool; tested are 0.5.6"]
 
 

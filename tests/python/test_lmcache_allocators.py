@@ -18,6 +18,8 @@ from kvpool.integrations import lmcache
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.processes
+
 
 def test_lmcache_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lmcache_runs, "LMCACHE", tmp_path)

@@ -86,10 +86,10 @@ def _import_paged() -> None:
 
 
 def _replace() -> None:
-    from kvpool.integrations.lmcache.seams import require_seams  # noqa: PLC0415 - once LMCache is used
+    from kvpool.integrations.lmcache.seams import LMCACHE, SEAMS  # noqa: PLC0415 - once LMCache is used
 
     try:
-        require_seams()
+        LMCACHE.require(SEAMS)
         from kvpool.integrations.lmcache.memory import replace  # noqa: PLC0415 - which needs them
     except BaseException:
         sys.modules.pop(_MEMORY, None)  # or a later import would go on without kvpool

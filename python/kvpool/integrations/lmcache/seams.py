@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from importlib.metadata import PackageNotFoundError, version
+from kvpool.integrations.seams import Engine
 
-from kvpool.errors import KvPoolError
-from kvpool.integrations.seams import differences
+__all__ = ["LMCACHE", "SEAMS"]
 
-__all__ = ["SEAMS", "TESTED_VERSIONS", "EngineMismatchError", "require_seams"]
-
-TESTED_VERSIONS = ("0.5.6",)
-"""Versions of LMCache whose tests the adapter has passed."""
+LMCACHE = Engine("LMCache", "lmcache", ("0.5.6",))
 
 _MEMORY = "lmcache.v1.memory_management"
 _PAGED = "lmcache.v1.memory_allocators.paged_tensor_memory_allocator"
@@ -60,31 +55,3 @@ SEAMS: dict[str, dict[str, str]] = {
     "lmcache.v1.platform.base.device_spec.DeviceSpec": {"is_available": "(self)"},
 }
 """By class or module, the functions and their signatures: names, kinds and defaults."""
-
-_logger = logging.getLogger("kvpool")
-
-
-class EngineMismatchError(KvPoolError, RuntimeError):
-    """The installed LMCache is not what the adapter was written for."""
-
-
-def require_seams() -> None:
-    """Compares the installed LMCache with `SEAMS`, and warns about a version that was not tested.
-
-    Raises:
-        EngineMismatchError: If a class or a signature differs. The message has what was found and expected.
-    """
-    try:
-        found = version("lmcache")
-    except PackageNotFoundError:
-        found = "of unknown version"
-    problems = differences(SEAMS)
-    if problems:
-        raise EngineMismatchError(
-            f"LMCache {found} is not what kvpool was written for, and nothing was replaced: "
-            f"{'; '.join(problems)}. Without KVPOOL_LMCACHE=1 it runs on its own allocators."
-        )
-    if found not in TESTED_VERSIONS:
-        _logger.warning(
-            "LMCache %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)
-        )
