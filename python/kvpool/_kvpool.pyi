@@ -4085,6 +4085,7 @@ class BlockQueue:
     def __len__(self) -> int:
         """Return len(self)."""
 
+@disjoint_base
 class BlockMap:
     """An engine's blocks by their hashes: bytes of any length that end with the group of layers, 4 bytes, the highest
     first, as vLLM's `BlockHashWithGroupId` has them. Several blocks may have one hash.
