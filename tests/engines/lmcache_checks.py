@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import random
 import sys
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -240,6 +241,28 @@ def test_what_is_freed_twice_is_dropped_and_reported_once(caplog: pytest.LogCapt
     assert manager.get_free_size() == PAGE
 
 
+def test_a_page_that_is_dropped_is_free_again_however_often(caplog: pytest.LogCaptureFixture) -> None:
+    """LMCache's own object frees its page when it is dropped, but only the first time."""
+    allocator = pages()
+    total = len(allocator.free_blocks)
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        for _ in range(3):
+            page = allocator.allocate(torch.Size([10]), torch.uint8)
+            del page
+            assert len(allocator.free_blocks) == total
+            assert allocator.num_active_allocations == 0
+    lost = "page 0 of LMCache was dropped without ref_count_down, and is free again"
+    assert [text for text in caplog.messages if "page 0" in text] == [lost]
+    page = allocator.allocate(torch.Size([10]), torch.uint8)
+    assert page.tensor.shape == (10,)
+    page.ref_count_down()
+    assert allocator.memcheck()
+    gone = weakref.ref(allocator)
+    del allocator, page
+    gc.collect()
+    assert gone() is None
+
+
 def test_an_invalid_free_raises_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_LMCACHE_STRICT", "1")
     manager = AddressManager(8 * PAGE)
@@ -276,9 +299,8 @@ def test_a_page_that_is_freed_twice_has_one_owner(caplog: pytest.LogCaptureFixtu
         with caplog.at_level(logging.WARNING, "kvpool"):
             page.ref_count_down()
             page.ref_count_down()
-        owners.append(
-            [each.meta.address for _ in range(4) if (each := allocator.allocate(shape, dtype)) is not None]
-        )
+        taken = [allocator.allocate(shape, dtype) for _ in range(4)]
+        owners.append([each.meta.address for each in taken if each is not None])
         if allocator is not own:
             assert allocator.memcheck()
     # LMCache's own gives the page to two owners.

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lmcache.utils import get_size_bytes
 from lmcache.v1 import memory_management
 from lmcache.v1.memory_allocators import paged_tensor_memory_allocator
-from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 from kvpool import ChunkPool
 from kvpool._kvpool import AddressSpace
@@ -167,7 +169,8 @@ class _FreePages:
 class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemoryAllocator):  # type: ignore[misc]
     """LMCache's allocator of pages, whose free pages are kvpool's: the lowest comes first.
 
-    A page has one object, made once, as in LMCache. While the page is free, the object is invalid.
+    A page has one object, as in LMCache. While the page is free, the object is invalid. A page whose object
+    was dropped without `ref_count_down` is free again, and that is logged.
 
     Takes the arguments of LMCache's own.
     """
@@ -178,13 +181,51 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         self, tensor: Any, shapes: list[Any], dtypes: list[Any], fmt: MemoryFormat = MemoryFormat.KV_2LTD
     ) -> None:
         super().__init__(tensor, shapes, dtypes, fmt)
-        self._pages = tuple(self.free_blocks)
-        self._numbers = {page: number for number, page in enumerate(self._pages)}
+        # Of a page that is taken, its owner alone has the object.
+        self._free: list[Any] = [*self.free_blocks]
+        self._known = [self._know(page) for page in self._free]
         self._is_strict = _is_strict()
-        self._space = AddressSpace(len(self._pages), strict=self._is_strict)
+        self._space = AddressSpace(len(self._free), strict=self._is_strict)
         self.free_blocks = _FreePages(self._space)
-        for page in self._pages:
+        for page in self._free:
             page.invalidate()
+
+    def _know(self, page: Any) -> weakref.ref[Any]:
+        """What tells a page's object from others, and that it is gone."""
+        return weakref.ref(page, partial(_renew, weakref.ref(self), page.meta.address))
+
+    def _number_of(self, memory_obj: Any) -> int:
+        number: int = memory_obj.meta.address
+        if not 0 <= number < len(self._known):
+            raise _foreign(memory_obj)
+        known = self._known[number]()
+        # None while the object and its allocator go in one pass of the garbage collector.
+        if known is not memory_obj and known is not None:
+            raise _foreign(memory_obj)
+        return number
+
+    def _numbers_of(self, memory_objs: list[Any]) -> list[int]:
+        numbers = [page.meta.address for page in memory_objs]
+        try:
+            known = map(self._known.__getitem__, numbers)
+            if [ref() for ref in known] == memory_objs:
+                return numbers
+        except IndexError:
+            pass
+        return [*map(self._number_of, memory_objs)]
+
+    def _replace_lost(self, number: int) -> None:
+        """Makes the object of a page anew whose owner dropped it, and frees the page."""
+        meta = MemoryObjMetadata(
+            self.shapes[0], self.dtypes[0], number, self.align_bytes, 1, 0, self.fmt,
+            shapes=self.shapes, dtypes=self.dtypes,
+        )  # fmt: skip
+        page = TensorMemoryObj(self.paged_buffers[number], meta, self)
+        page.invalidate()
+        self._known[number], self._free[number] = self._know(page), page
+        self._space.give_back(number, 1)
+        self._note()
+        _logger.warning("page %d of LMCache was dropped without ref_count_down, and is free again", number)
 
     def allocate(
         self,
@@ -207,7 +248,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         number = self._space.take(1)
         if number is None:
             return None
-        page = self._pages[number]
+        page, self._free[number] = self._free[number], None
         meta = page.meta
         meta.shape = shapes[0]
         meta.dtype = dtypes[0]
@@ -249,10 +290,11 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         numbers = self._space.take_many(1, batch_size)
         if numbers is None:
             return None
-        own = self._pages
-        pages = [own[number] for number in numbers]
+        free = self._free
+        pages = [*map(free.__getitem__, numbers)]
         shape, dtype = shapes[0], dtypes[0]
-        for page in pages:
+        for number, page in zip(numbers, pages):  # noqa: B905 - as many
+            free[number] = None
             meta = page.meta
             meta.shape = shape
             meta.dtype = dtype
@@ -271,12 +313,11 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
 
     def free(self, memory_obj: Any, allocator_type: str | None = None) -> None:
         """Free a page, as `batched_free`."""
-        number = self._numbers.get(memory_obj)
-        if number is None:
-            raise _foreign(memory_obj)
+        number = self._number_of(memory_obj)
         memory_obj.valid = False
         if memory_obj.meta.shapes is not self.shapes:
             memory_obj.raw_data = self.paged_buffers[number]
+        self._free[number] = memory_obj
         self._space.give_back(number, 1)
         self.num_active_allocations = count = self._space.in_use
         self.total_allocated_size = taken = count * self.align_bytes
@@ -292,22 +333,22 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
             IndexOwnershipError: If an object is of another allocator or, if this one is strict, if a page is
                 free or listed twice. Nothing is changed then.
         """
-        try:
-            numbers = [*map(self._numbers.__getitem__, memory_objs)]
-        except KeyError as error:
-            raise _foreign(error.args[0]) from None
+        numbers = self._numbers_of(memory_objs)
         before = [(page, page.valid, page.raw_data) for page in memory_objs] if self._is_strict else []
-        whole = self.shapes
-        for page in memory_objs:
+        whole, free = self.shapes, self._free
+        for number, page in zip(numbers, memory_objs):  # noqa: B905 - as many
             # First, since the next owner may have it as soon as it is free.
             page.valid = False
             if page.meta.shapes is not whole:
-                page.raw_data = self.paged_buffers[self._numbers[page]]
+                page.raw_data = self.paged_buffers[number]
+            free[number] = page
         try:
             self._space.give_back_many(numbers, 1)
         except IndexOwnershipError:
-            for page, was_valid, data in before:
+            for number, (page, was_valid, data) in zip(numbers, before, strict=True):
                 page.valid, page.raw_data = was_valid, data
+                if was_valid:
+                    free[number] = None
             raise
         self._note()
 
@@ -321,6 +362,13 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
     def memcheck(self) -> bool:
         """Return whether the bookkeeping is consistent."""
         return _is_consistent(self._space) and bool(super().memcheck())
+
+
+def _renew(allocator: weakref.ref[PagedTensorMemoryAllocator], number: int, _: object) -> None:
+    """Called when the object of a page is gone."""
+    found = allocator()
+    if found is not None:
+        found._replace_lost(number)  # noqa: SLF001 - of this module
 
 
 _own_allocate, _own_free = memory_management._allocate_cpu_memory, memory_management._free_cpu_memory  # noqa: SLF001
@@ -368,13 +416,14 @@ def free_cpu_memory(
     use_hugepages: bool = False,
 ) -> None:
     """Free host memory, as soon as no tensor has it, and the device has done what it was given."""
-    chunk = _chunks.pop(buffer.data_ptr(), None)
+    chunk = _chunks.get(buffer.data_ptr())
     if chunk is None:
         _own_free(buffer, size, numa_mapping, shm_name, use_hugepages)
         return
     device = memory_management.torch_dev
     if device.is_available():
         device.synchronize()
+    del _chunks[buffer.data_ptr()]
     chunk.release()
 
 
