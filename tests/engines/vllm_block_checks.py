@@ -212,6 +212,23 @@ def test_contents_are_read_until_a_block_is_used_again() -> None:
     assert pool.get_new_blocks(2) == reused == blocks
 
 
+def test_who_watches_a_block_may_use_the_pool_while_its_hashes_go() -> None:
+    pool = KvpoolBlockPool(4, enable_caching=True, hash_block_size=SIZE)
+    blocks = pool.get_new_blocks(2)
+    pool.cache_full_blocks(request("a", 2), blocks, 0, 2, SIZE, 0)
+    found: list[object] = []
+
+    def watch(_: Block) -> None:
+        found.append(pool.get_cached_block(b"a:0", [0]))
+        raise RuntimeError("a watcher fails")
+
+    pool.unpin_blocks(blocks, watch)
+    with pytest.raises(RuntimeError, match="a watcher fails"):
+        pool.reset_prefix_cache()
+    assert found == [None]
+    assert pool.get_cached_block(b"a:0", [0]) is None
+
+
 def test_a_collector_of_metrics_sees_every_call() -> None:
     seen: list[tuple[str, int]] = []
 

@@ -135,7 +135,7 @@ class PooledCache(Cache, Closing):
 
     @override
     def close(self) -> None:
-        """Give all slots back. Does nothing the second time; other calls then raise `StaleBufferError`."""
+        """Give all slots back, for good: to write then raises `StaleBufferError`. Again does nothing."""
         self._closer()
 
     @override

@@ -52,13 +52,21 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         self.num_gpu_blocks = num_gpu_blocks
         self.free_block_queue = BlockQueue(num_gpu_blocks, self)
         self.blocks = self.free_block_queue.blocks
-        self.cached_block_hash_to_block = BlockMap()
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
 
+    @property
+    def cached_block_hash_to_block(self) -> BlockMap:
+        """The blocks by their hashes. vLLM sets an empty map of its own at the start, and to forget all."""
+        return self._cached
+
+    @cached_block_hash_to_block.setter
+    def cached_block_hash_to_block(self, empty: object) -> None:
+        self._cached = BlockMap()
+
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Block] | None:
         """vLLM's: a block of each group that has the hash, or None."""
-        return self.cached_block_hash_to_block.find(block_hash, kv_cache_group_ids)
+        return self._cached.find(block_hash, kv_cache_group_ids)
 
     def cache_full_blocks(
         self,
@@ -74,7 +82,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         new = slice(num_cached_blocks, num_full_blocks)
         if num_cached_blocks < num_full_blocks and not self.enable_kv_cache_events:
             hashes: Any = resolve_block_hashes(request.block_hashes, self.hash_block_size, block_size)
-            if self.cached_block_hash_to_block.cache(
+            if self._cached.cache(
                 blocks[new], hashes[new], kv_cache_group_id, (num_cached_blocks + 1) * block_size, block_size,
                 block_mask, self.cached_block_hashes_by_block,
             ):  # fmt: skip
@@ -90,7 +98,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
             return super().get_new_blocks(num_blocks)  # type: ignore[no-any-return]
         blocks, removed = queue.alloc(
             num_blocks,
-            self.cached_block_hash_to_block,
+            self._cached,
             self.cached_block_hashes_by_block,
             events=self.enable_kv_cache_events,
         )
@@ -109,10 +117,3 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         others = self.free_block_queue.free(ordered_blocks, keep_hashed=self.enable_caching)
         if others:
             super().free_blocks(others)
-
-    def reset_prefix_cache(self) -> bool:
-        """vLLM's: forget all hashes, if only the null block is used."""
-        done: bool = super().reset_prefix_cache()
-        if done:
-            self.cached_block_hash_to_block = BlockMap()
-        return done

@@ -112,7 +112,6 @@ BLOCK_POOL: dict[str, dict[str, str]] = {
         "get_new_blocks": "(self, num_blocks)",
         "touch": "(self, blocks)",
         "free_blocks": "(self, ordered_blocks)",
-        "reset_prefix_cache": "(self)",
         "_emit_block_removed_events": "(self, block_hashes)",
         "_notify_reuse": "(self, blocks)",
         "_remove_cached_block_hashes": "(self, block)",
