@@ -16,10 +16,11 @@
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
 //! | what an engine has offloaded by keys of its own, for engines that drive the transfers | [`OffloadTable`], [`OffloadOrder`] |
-//! | an engine's blocks: the order in which free ones go, and which has which hash | [`EvictionQueue`], [`BlockMap`] |
+//! | an engine's blocks: who uses them, in which order free ones go, and which has which hash | [`BlockTable`], [`EvictionQueue`], [`BlockMap`] |
 //! | nodes with values of several kinds of attention, driven by an engine | [`hybrid`] |
 
 mod block_map;
+mod block_table;
 mod chain;
 mod eviction_queue;
 mod explain;
@@ -36,6 +37,7 @@ mod tokens;
 mod tree;
 
 pub use block_map::{BlockHash, BlockMap};
+pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken};
 pub use eviction_queue::EvictionQueue;
 pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use journal::{Event, Tier};

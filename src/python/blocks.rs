@@ -1,6 +1,5 @@
 //! An engine's blocks, which it counts and hashes itself: `Block`, `BlockQueue` and `BlockMap`.
 
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 use pyo3::exceptions::{PyAssertionError, PyRuntimeError, PyValueError};
@@ -9,8 +8,9 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, widen};
-use crate::cache::{BlockHash, BlockMap as Map, EvictionQueue};
-use crate::index::{BadFree, BadFrees};
+use crate::cache::{
+    BlockHash, BlockMap as Map, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken,
+};
 
 use super::args;
 use super::debug::Debug;
@@ -19,35 +19,12 @@ use super::logging::Reporter;
 /// Bytes of a hash and of the group behind it that need no allocation.
 const SHORT: usize = 64;
 
-/// The free blocks, and the objects of all blocks.
+/// The objects of all blocks of a queue, and of its ends.
 #[derive(Debug)]
-struct Shared {
-    queue: Mutex<EvictionQueue>,
-    /// Set when the queue is made, as each block knows of it.
-    blocks: OnceLock<Vec<Py<Block>>>,
-    ends: OnceLock<[Py<Block>; 2]>,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, EvictionQueue> {
-        lock(&self.queue)
-    }
-
-    fn blocks(&self) -> &[Py<Block>] {
-        self.blocks.get().expect("a queue is made with its blocks")
-    }
-
-    fn block(&self, number: u32) -> &Py<Block> {
-        &self.blocks()[widen(number)]
-    }
-
-    fn ends(&self) -> &[Py<Block>; 2] {
-        self.ends.get().expect("a queue is made with its ends")
-    }
-}
-
-fn ownership(message: String) -> PyErr {
-    Error::new(ErrorKind::IndexOwnership, message).into()
+struct Objects {
+    blocks: Vec<Py<Block>>,
+    front: Py<Block>,
+    back: Py<Block>,
 }
 
 /// Where a block stands.
@@ -60,129 +37,121 @@ enum Place {
     Back,
 }
 
-#[derive(Debug)]
-struct Hashed {
-    hash: BlockHash,
-    tokens: Option<u64>,
-}
-
 /// A block of an engine, by vLLM's names: its number, how many requests use it, and its hash. `BlockQueue` makes it.
 #[pyclass(frozen, module = "kvpool", name = "Block")]
 #[derive(Debug)]
 pub(super) struct Block {
     place: Place,
-    queue: Weak<Shared>,
+    table: Arc<Mutex<BlockTable>>,
+    /// Empty until all are made, and gone with the queue.
+    objects: Weak<OnceLock<Objects>>,
     /// A weak reference to the pool of the engine.
     pool: Option<Py<PyAny>>,
-    uses: AtomicI64,
-    is_null: AtomicBool,
-    hashed: Mutex<Option<Hashed>>,
-    /// Whether there is a hash: to see without the lock that there is none.
-    has_hash: AtomicBool,
 }
 
 impl Block {
-    fn new(
-        py: Python<'_>,
-        place: Place,
-        queue: &Arc<Shared>,
-        pool: Option<&Py<PyAny>>,
-    ) -> PyResult<Py<Self>> {
-        let block = Self {
-            place,
-            queue: Arc::downgrade(queue),
-            pool: pool.map(|pool| pool.clone_ref(py)),
-            uses: AtomicI64::new(0),
-            is_null: AtomicBool::new(false),
-            hashed: Mutex::new(None),
-            has_hash: AtomicBool::new(false),
-        };
-        Py::new(py, block)
-    }
-
-    const fn number(&self) -> i64 {
+    const fn number(&self) -> Option<u32> {
         match self.place {
-            Place::At(number) => number as i64,
-            Place::Front | Place::Back => -1,
+            Place::At(number) => Some(number),
+            Place::Front | Place::Back => None,
         }
     }
 
-    /// Its number in this queue.
-    fn number_in(&self, queue: &Arc<Shared>) -> Option<u32> {
-        let Place::At(number) = self.place else { return None };
-        std::ptr::eq(self.queue.as_ptr(), Arc::as_ptr(queue)).then_some(number)
+    /// Its number, which an end of a queue has not.
+    fn own_number(&self) -> PyResult<u32> {
+        self.number().ok_or_else(|| ownership("the end of a queue is no block".to_owned()))
     }
 
-    fn is_null(&self) -> bool {
-        self.is_null.load(Relaxed)
+    /// Its number in the queue of a table.
+    fn number_in(&self, table: &Arc<Mutex<BlockTable>>) -> Option<u32> {
+        self.number().filter(|_| Arc::ptr_eq(&self.table, table))
     }
 
-    fn take_hash(&self) -> Option<Hashed> {
-        let mut hashed = lock(&self.hashed);
-        self.has_hash.store(false, Relaxed);
-        hashed.take()
+    fn lock(&self) -> MutexGuard<'_, BlockTable> {
+        lock(&self.table)
     }
 
-    fn set_hash(&self, hash: BlockHash, tokens: Option<u64>) -> PyResult<()> {
-        let mut hashed = lock(&self.hashed);
-        if hashed.is_some() {
-            let message = format!("block {} already has a hash", self.number());
-            return Err(PyAssertionError::new_err(message));
+    /// What stands beside it, as long as there is the queue.
+    fn beside(&self, py: Python<'_>, find: impl FnOnce(&EvictionQueue) -> Option<Place>) -> Option<Py<Self>> {
+        let objects = self.objects.upgrade()?;
+        let objects = objects.get()?;
+        let found = find(self.lock().queue())?;
+        Some(objects.at(found).clone_ref(py))
+    }
+}
+
+impl Objects {
+    fn at(&self, place: Place) -> &Py<Block> {
+        match place {
+            Place::At(number) => &self.blocks[widen(number)],
+            Place::Front => &self.front,
+            Place::Back => &self.back,
         }
-        *hashed = Some(Hashed { hash, tokens });
-        self.has_hash.store(true, Relaxed);
-        Ok(())
     }
+}
+
+fn ownership(message: String) -> PyErr {
+    Error::new(ErrorKind::IndexOwnership, message).into()
+}
+
+/// An object in words, for messages.
+fn shown(object: &Bound<'_, PyAny>) -> String {
+    object.repr().map_or_else(|_| args::kind_of(object), |text| text.to_string())
 }
 
 #[pymethods]
 impl Block {
     /// Its number, from 0 on; -1 at the ends of a queue.
     #[getter]
-    const fn block_id(&self) -> i64 {
-        self.number()
+    fn block_id(&self) -> i64 {
+        self.number().map_or(-1, i64::from)
     }
 
     /// How many requests use it.
     #[getter]
     fn ref_cnt(&self) -> i64 {
-        self.uses.load(Relaxed)
+        self.number().map_or(0, |number| self.lock().uses(number))
     }
 
     #[setter]
-    fn set_ref_cnt(&self, count: i64) {
-        self.uses.store(count, Relaxed);
+    fn set_ref_cnt(&self, count: i64) -> PyResult<()> {
+        let number = self.own_number()?;
+        self.lock().set_uses(number, count);
+        Ok(())
     }
 
     /// Whether it stands for no memory. It is never freed.
-    #[getter(is_null)]
-    fn get_is_null(&self) -> bool {
-        self.is_null()
+    #[getter]
+    fn is_null(&self) -> bool {
+        self.number().is_some_and(|number| self.lock().is_null(number))
     }
 
     #[setter]
-    fn set_is_null(&self, is_null: bool) {
-        self.is_null.store(is_null, Relaxed);
+    fn set_is_null(&self, is_null: bool) -> PyResult<()> {
+        let number = self.own_number()?;
+        self.lock().set_null(number, is_null);
+        Ok(())
     }
 
     /// The pool that its queue was made for; `None` if there was none, or it is gone.
     #[getter]
     fn pool(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.pool
-            .as_ref()
-            .map_or(Ok(None), |pool| pool.call0(py).map(|pool| (!pool.is_none(py)).then_some(pool)))
+        let Some(pool) = &self.pool else { return Ok(None) };
+        let pool = pool.call0(py)?;
+        Ok((!pool.is_none(py)).then_some(pool))
     }
 
     /// Its hash, bytes; `None` if it has none.
     #[getter]
     fn block_hash<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        lock(&self.hashed).as_ref().map(|hashed| PyBytes::new(py, hashed.hash.as_bytes()))
+        let hash = self.lock().hashed(self.number()?)?.hash.clone();
+        Some(PyBytes::new(py, hash.as_bytes()))
     }
 
     /// How many tokens of the prompt its hash covers.
     #[getter]
     fn block_hash_num_tokens(&self) -> Option<u64> {
-        lock(&self.hashed).as_ref().and_then(|hashed| hashed.tokens)
+        self.lock().hashed(self.number()?)?.tokens
     }
 
     /// Gives it a hash.
@@ -191,48 +160,53 @@ impl Block {
     ///     AssertionError: If it has one.
     #[pyo3(signature = (block_hash, num_tokens=None))]
     fn set_block_hash(&self, block_hash: &Bound<'_, PyBytes>, num_tokens: Option<u64>) -> PyResult<()> {
-        self.set_hash(block_hash.as_bytes().into(), num_tokens)
+        let number = self.own_number()?;
+        let hashed = HashedTokens { hash: block_hash.as_bytes().into(), tokens: num_tokens };
+        if self.lock().set_hash(number, hashed) {
+            Ok(())
+        } else {
+            Err(PyAssertionError::new_err(format!("block {number} already has a hash")))
+        }
     }
 
     /// Takes its hash.
     fn reset_hash(&self) {
-        self.take_hash();
+        if let Some(number) = self.number() {
+            self.lock().take_hash(number);
+        }
     }
 
     /// The free block before it, or the front of the queue; `None` if it is not free.
     #[getter]
     fn prev_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
-        let shared = self.queue.upgrade()?;
-        let queue = shared.lock();
-        let before = match self.place {
-            Place::Front => return None,
-            Place::At(number) if !queue.contains(number) => return None,
-            Place::At(number) => queue.before(number),
-            Place::Back => queue.back(),
-        };
-        drop(queue);
-        Some(before.map_or(&shared.ends()[0], |number| shared.block(number)).clone_ref(py))
+        self.beside(py, |queue| {
+            let before = match self.place {
+                Place::Front => return None,
+                Place::At(number) => queue.contains(number).then(|| queue.before(number))?,
+                Place::Back => queue.back(),
+            };
+            Some(before.map_or(Place::Front, Place::At))
+        })
     }
 
     /// The free block behind it, or the end of the queue; `None` if it is not free.
     #[getter]
     fn next_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
-        let shared = self.queue.upgrade()?;
-        let queue = shared.lock();
-        let behind = match self.place {
-            Place::Back => return None,
-            Place::At(number) if !queue.contains(number) => return None,
-            Place::At(number) => queue.behind(number),
-            Place::Front => queue.front(),
-        };
-        drop(queue);
-        Some(behind.map_or(&shared.ends()[1], |number| shared.block(number)).clone_ref(py))
+        self.beside(py, |queue| {
+            let behind = match self.place {
+                Place::Back => return None,
+                Place::At(number) => queue.contains(number).then(|| queue.behind(number))?,
+                Place::Front => queue.front(),
+            };
+            Some(behind.map_or(Place::Back, Place::At))
+        })
     }
 
     fn __repr__(&self) -> String {
-        let (number, uses) = (self.number(), self.uses.load(Relaxed));
-        let hashed = if self.has_hash.load(Relaxed) { ", with a hash" } else { "" };
-        format!("<Block {number}: ref_cnt {uses}{hashed}>")
+        let Some(number) = self.number() else { return "<Block at an end of its queue>".to_owned() };
+        let table = self.lock();
+        let hashed = if table.hashed(number).is_some() { ", with a hash" } else { "" };
+        format!("<Block {number}: ref_cnt {}{hashed}>", table.uses(number))
     }
 }
 
@@ -250,26 +224,39 @@ impl Block {
 ///     ConfigError: If `count` is 0, negative, or too large.
 #[pyclass(frozen, module = "kvpool", name = "BlockQueue")]
 pub(super) struct BlockQueue {
-    shared: Arc<Shared>,
+    table: Arc<Mutex<BlockTable>>,
+    objects: Arc<OnceLock<Objects>>,
+    debug: Debug,
     reporter: Reporter,
 }
 
-/// Blocks of a call: those of this queue with their numbers, and what else was given.
+/// Blocks of a call: the numbers of those of this queue, and what else was given.
 struct Given<'py> {
-    own: Vec<(Bound<'py, Block>, u32)>,
+    own: Vec<u32>,
     others: Vec<Bound<'py, PyAny>>,
 }
 
 impl BlockQueue {
-    /// The blocks that are given, without null blocks. Iterating may run Python code.
+    fn lock(&self) -> MutexGuard<'_, BlockTable> {
+        lock(&self.table)
+    }
+
+    fn objects(&self) -> &Objects {
+        self.objects.get().expect("a queue is made with its blocks")
+    }
+
+    fn object(&self, py: Python<'_>, number: u32) -> Py<Block> {
+        self.objects().at(Place::At(number)).clone_ref(py)
+    }
+
+    /// Sorts what is given. Iterating may run Python code.
     fn given<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Given<'py>> {
         let mut given = Given { own: Vec::with_capacity(blocks.len().unwrap_or(0)), others: Vec::new() };
         for item in blocks.try_iter()? {
             let item = item?;
-            match item.cast::<Block>().ok().map(|block| (block.get(), block.get().number_in(&self.shared))) {
-                Some((block, _)) if block.is_null() => {}
-                Some((_, Some(number))) => given.own.push((item.cast_into()?, number)),
-                _ => given.others.push(item),
+            match item.cast::<Block>().ok().and_then(|block| block.get().number_in(&self.table)) {
+                Some(number) => given.own.push(number),
+                None => given.others.push(item),
             }
         }
         Ok(given)
@@ -277,30 +264,25 @@ impl BlockQueue {
 
     /// The numbers of blocks that must all be of this queue.
     fn numbers(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-        let number = |item: PyResult<Bound<'_, PyAny>>| {
-            let item = item?;
-            let number = item.cast::<Block>().ok().and_then(|block| block.get().number_in(&self.shared));
-            number.ok_or_else(|| {
-                let shown = item.repr().map_or_else(|_| args::kind_of(&item), |text| text.to_string());
-                ownership(format!("{shown} is no block of this queue"))
-            })
-        };
-        blocks.try_iter()?.map(number).collect()
+        let given = self.given(blocks)?;
+        match given.others.first() {
+            Some(other) => Err(ownership(format!("{} is no block of this queue", shown(other)))),
+            None => Ok(given.own),
+        }
     }
 
     /// Adds blocks that are not free, all or none.
     fn add(&self, numbers: &[u32], push: impl Fn(&mut EvictionQueue, u32) -> bool) -> PyResult<()> {
-        let mut queue = self.shared.lock();
-        let mut added = Vec::with_capacity(numbers.len());
-        for &number in numbers {
-            if !push(&mut queue, number) {
-                for number in added {
-                    queue.remove(number);
+        let mut table = self.lock();
+        let queue = table.queue_mut();
+        for (at, &number) in numbers.iter().enumerate() {
+            if !push(queue, number) {
+                for &added in &numbers[..at] {
+                    queue.remove(added);
                 }
-                drop(queue);
+                drop(table);
                 return Err(ownership(format!("block {number} is free already")));
             }
-            added.push(number);
         }
         Ok(())
     }
@@ -318,40 +300,43 @@ impl BlockQueue {
             .ok_or_else(|| Error::config(format!("count is {asked}; it must be 1 to 2**31 - 1 blocks")))?;
         let pool = pool.map(|pool| py.import("weakref")?.call_method1("ref", (pool,)).map(Bound::unbind));
         let pool = pool.transpose()?;
-        let shared = Arc::new(Shared {
-            queue: Mutex::new(EvictionQueue::full(count)),
-            blocks: OnceLock::new(),
-            ends: OnceLock::new(),
-        });
-        let block = |place| Block::new(py, place, &shared, pool.as_ref());
-        let blocks = (0..count).map(|number| block(Place::At(number))).collect::<PyResult<_>>()?;
-        shared.blocks.set(blocks).expect("it is new");
-        shared.ends.set([block(Place::Front)?, block(Place::Back)?]).expect("it is new");
-        Ok(Self { shared, reporter: Reporter::default() })
+        let table = Arc::new(Mutex::new(BlockTable::new(count)));
+        let objects = Arc::new(OnceLock::new());
+        let block = |place| {
+            let pool = pool.as_ref().map(|pool| pool.clone_ref(py));
+            Py::new(py, Block { place, table: Arc::clone(&table), objects: Arc::downgrade(&objects), pool })
+        };
+        let made = Objects {
+            blocks: (0..count).map(|number| block(Place::At(number))).collect::<PyResult<_>>()?,
+            front: block(Place::Front)?,
+            back: block(Place::Back)?,
+        };
+        objects.set(made).expect("it is new");
+        Ok(Self { table, objects, debug: Debug::without_ledger(None), reporter: Reporter::default() })
     }
 
     /// All blocks by their numbers, free or not: a new list.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.shared.blocks())
+        PyList::new(py, &self.objects().blocks)
     }
 
     /// The number of free blocks.
     #[getter]
     fn num_free_blocks(&self) -> usize {
-        self.shared.lock().len()
+        self.lock().queue().len()
     }
 
     /// What stands before the first free block.
     #[getter]
     fn fake_free_list_head(&self, py: Python<'_>) -> Py<Block> {
-        self.shared.ends()[0].clone_ref(py)
+        self.objects().front.clone_ref(py)
     }
 
     /// What stands behind the last free block.
     #[getter]
     fn fake_free_list_tail(&self, py: Python<'_>) -> Py<Block> {
-        self.shared.ends()[1].clone_ref(py)
+        self.objects().back.clone_ref(py)
     }
 
     /// Takes the first free block, whatever is counted of it.
@@ -359,9 +344,10 @@ impl BlockQueue {
     /// Raises:
     ///     ValueError: If none is free.
     fn popleft(&self, py: Python<'_>) -> PyResult<Py<Block>> {
-        let number = self.shared.lock().pop_front();
-        let number = number.ok_or_else(|| PyValueError::new_err("No free blocks available"))?;
-        Ok(self.shared.block(number).clone_ref(py))
+        let number = self.lock().queue_mut().pop_front();
+        number
+            .map(|number| self.object(py, number))
+            .ok_or_else(|| PyValueError::new_err("No free blocks available"))
     }
 
     /// Takes the first `n` free blocks, whatever is counted of them.
@@ -369,14 +355,14 @@ impl BlockQueue {
     /// Raises:
     ///     ValueError: If there are fewer. Nothing is taken.
     fn popleft_n(&self, py: Python<'_>, n: usize) -> PyResult<Vec<Py<Block>>> {
-        let mut queue = self.shared.lock();
-        let free = queue.len();
+        let mut table = self.lock();
+        let free = table.queue().len();
         if n > free {
-            return Err(PyValueError::new_err(format!("{n} blocks asked for, {free} are free")));
+            return Err(too_few(n, free));
         }
-        let numbers: Vec<u32> = (0..n).map_while(|_| queue.pop_front()).collect();
-        drop(queue);
-        Ok(numbers.into_iter().map(|number| self.shared.block(number).clone_ref(py)).collect())
+        let numbers: Vec<u32> = (0..n).map_while(|_| table.queue_mut().pop_front()).collect();
+        drop(table);
+        Ok(numbers.into_iter().map(|number| self.object(py, number)).collect())
     }
 
     /// Takes a block out.
@@ -386,7 +372,7 @@ impl BlockQueue {
     ///     RuntimeError: If it is not free.
     fn remove(&self, block: &Bound<'_, PyAny>) -> PyResult<()> {
         let numbers = self.numbers(PyList::new(block.py(), [block])?.as_any())?;
-        let was = numbers.iter().all(|&number| self.shared.lock().remove(number));
+        let was = numbers.iter().all(|&number| self.lock().queue_mut().remove(number));
         if was { Ok(()) } else { Err(not_free(block)) }
     }
 
@@ -412,8 +398,8 @@ impl BlockQueue {
 
     /// Returns the free blocks, the first one in front.
     fn get_all_free_blocks(&self, py: Python<'_>) -> Vec<Py<Block>> {
-        let numbers: Vec<u32> = self.shared.lock().iter().collect();
-        numbers.into_iter().map(|number| self.shared.block(number).clone_ref(py)).collect()
+        let numbers: Vec<u32> = self.lock().queue().iter().collect();
+        numbers.into_iter().map(|number| self.object(py, number)).collect()
     }
 
     /// Returns an iterator over the free blocks behind a block, or all. It ends where the queue ends, or at a block
@@ -448,41 +434,19 @@ impl BlockQueue {
         more_hashes: &Bound<'py, PyDict>,
         events: bool,
     ) -> PyResult<(Bound<'py, PyList>, Vec<Bound<'py, PyBytes>>)> {
-        let all = self.shared.blocks();
-        let mut queue = self.shared.lock();
-        let free = queue.len();
-        if count > free {
-            return Err(PyValueError::new_err(format!("{count} blocks asked for, {free} are free")));
-        }
-        if let Some(used) =
-            queue.iter().take(count).find(|&number| all[widen(number)].get().uses.load(Relaxed) != 0)
-        {
-            let count = all[widen(used)].get().uses.load(Relaxed);
-            return Err(PyAssertionError::new_err(format!(
-                "block {used} is free, and counted {count} times"
-            )));
-        }
-        let taken: Vec<u32> = (0..count).map_while(|_| queue.pop_front()).collect();
-        let blocks = || taken.iter().map(|&number| &all[widen(number)]);
-        for block in blocks() {
-            block.get().uses.store(1, Relaxed);
-        }
-        drop(queue);
-        let mut removed = Vec::new();
-        let has_more = !more_hashes.is_empty();
-        for block in blocks().map(Py::get).filter(|block| has_more || block.has_hash.load(Relaxed)) {
-            if let Err(error) = cached.take_hashes(block, more_hashes, &mut removed) {
-                let mut queue = self.shared.lock();
-                for &number in taken.iter().rev() {
-                    all[widen(number)].get().uses.store(0, Relaxed);
-                    queue.push_front(number);
-                }
-                return Err(error);
+        let taken = self.lock().take(count).map_err(|why| match why {
+            NotTaken::Short { free } => too_few(count, free),
+            NotTaken::InUse { block, uses } => {
+                PyAssertionError::new_err(format!("block {block} is free, and counted {uses} times"))
             }
-        }
+        })?;
+        let removed = cached.take_hashes(&self.table, &taken, more_hashes).inspect_err(|_| {
+            self.lock().undo_take(&taken);
+        })?;
         let removed = if events { removed } else { Vec::new() };
         let removed = removed.iter().map(|hash| PyBytes::new(py, hash.as_bytes())).collect();
-        Ok((PyList::new(py, blocks())?, removed))
+        let all = &self.objects().blocks;
+        Ok((PyList::new(py, taken.iter().map(|&number| &all[widen(number)]))?, removed))
     }
 
     /// Gives back one use of each block. Those that nobody uses any more are free: the ones with a hash at the end, the
@@ -504,30 +468,9 @@ impl BlockQueue {
         keep_hashed: bool,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let given = self.given(blocks)?;
-        let (mut first, mut bad) = (Vec::new(), BadFrees::default());
-        let mut queue = self.shared.lock();
-        for (block, number) in &given.own {
-            let block = block.get();
-            let uses = block.uses.load(Relaxed);
-            if uses <= 0 {
-                bad.add(i64::from(*number), BadFree::AlreadyFree, 1);
-                continue;
-            }
-            block.uses.store(uses - 1, Relaxed);
-            if uses > 1 {
-                continue;
-            }
-            if keep_hashed && block.has_hash.load(Relaxed) {
-                queue.push_back(*number);
-            } else {
-                first.push(*number);
-            }
-        }
-        for number in first.into_iter().rev() {
-            queue.push_front(number);
-        }
-        drop(queue);
-        self.reporter.bad_frees(py, &bad, "block", given.own.len(), Debug::without_ledger(None));
+        let hashed = if keep_hashed { HashedBlocks::Last } else { HashedBlocks::First };
+        let bad = self.lock().release(&given.own, hashed);
+        self.reporter.bad_frees(py, &bad, "block", given.own.len(), self.debug);
         Ok(given.others)
     }
 
@@ -540,22 +483,8 @@ impl BlockQueue {
     ///     RuntimeError: If nobody uses a block, and it is not free either. Nothing is changed.
     fn retain<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let given = self.given(blocks)?;
-        let mut queue = self.shared.lock();
-        let lost = |(block, number): &&(Bound<'py, Block>, u32)| {
-            block.get().uses.load(Relaxed) <= 0 && !queue.contains(*number)
-        };
-        if let Some((block, _)) = given.own.iter().find(lost) {
-            drop(queue);
-            return Err(not_free(block.as_any()));
-        }
-        for (block, number) in &given.own {
-            let uses = &block.get().uses;
-            let before = uses.load(Relaxed);
-            if before <= 0 {
-                queue.remove(*number);
-            }
-            uses.store(before.max(0) + 1, Relaxed);
-        }
+        let retained = self.lock().retain(&given.own);
+        retained.map_err(|lost| not_free(self.objects().at(Place::At(lost)).bind(blocks.py())))?;
         Ok(given.others)
     }
 
@@ -564,9 +493,12 @@ impl BlockQueue {
     }
 }
 
+fn too_few(asked: usize, free: usize) -> PyErr {
+    PyValueError::new_err(format!("{asked} blocks asked for, {free} are free"))
+}
+
 fn not_free(block: &Bound<'_, PyAny>) -> PyErr {
-    let shown = block.repr().map_or_else(|_| args::kind_of(block), |text| text.to_string());
-    PyRuntimeError::new_err(format!("{shown} is not free"))
+    PyRuntimeError::new_err(format!("{} is not free", shown(block)))
 }
 
 /// Free blocks in their order.
@@ -608,30 +540,50 @@ impl BlockMap {
         lock(&self.map)
     }
 
-    /// Takes all hashes from a block, and adds those that the map had of it to `removed`.
+    /// Takes all hashes from blocks of a table, and returns those that the map had of them, by block in their order.
+    /// If `more` has what is no hash, nothing is done.
     fn take_hashes(
         &self,
-        block: &Block,
+        table: &Mutex<BlockTable>,
+        blocks: &[u32],
         more: &Bound<'_, PyDict>,
-        removed: &mut Vec<BlockHash>,
-    ) -> PyResult<()> {
-        let (number, mut others) = (block.number(), Vec::new());
-        if let Some(set) = more.get_item(number)? {
-            for hash in set.try_iter()? {
-                others.push(BlockHash::from(hash?.cast::<PyBytes>()?.as_bytes()));
+    ) -> PyResult<Vec<BlockHash>> {
+        let mut others = take_more(more, blocks)?.into_iter().peekable();
+        let mut hashes = Vec::new();
+        let mut table = lock(table);
+        for &block in blocks {
+            hashes.extend(table.take_hash(block).map(|hashed| (block, hashed.hash)));
+            if let Some((_, found)) = others.next_if(|(of, _)| *of == block) {
+                hashes.extend(found.into_iter().map(|hash| (block, hash)));
             }
-            more.del_item(number)?;
         }
-        let own = block.take_hash().map(|hashed| hashed.hash);
-        for hash in own.into_iter().chain(others) {
-            let value = self.lock().remove(hash.as_bytes(), number);
-            if value.is_some() {
-                removed.push(hash);
-            }
-            drop(value); // may run Python code
-        }
-        Ok(())
+        drop(table);
+        let mut map = self.lock();
+        let gone: Vec<_> =
+            hashes.iter().map(|(block, hash)| map.remove(hash.as_bytes(), i64::from(*block))).collect();
+        drop(map);
+        let was = |((_, hash), value): (_, Option<Py<PyAny>>)| value.map(|_| hash); // may run Python code
+        Ok(hashes.into_iter().zip(gone).filter_map(was).collect())
     }
+}
+
+/// Takes from `more` the hashes of those of the blocks that have some there, in their order.
+fn take_more(more: &Bound<'_, PyDict>, blocks: &[u32]) -> PyResult<Vec<(u32, Vec<BlockHash>)>> {
+    let mut found = Vec::new();
+    if more.is_empty() {
+        return Ok(found);
+    }
+    for &block in blocks {
+        if let Some(set) = more.get_item(block)? {
+            let hash =
+                |hash: PyResult<Bound<'_, PyAny>>| Ok(BlockHash::from(hash?.cast::<PyBytes>()?.as_bytes()));
+            found.push((block, set.try_iter()?.map(hash).collect::<PyResult<_>>()?));
+        }
+    }
+    for (block, _) in &found {
+        more.del_item(block)?;
+    }
+    Ok(found)
 }
 
 /// Calls `work` with the hash of a block in a group of layers.
@@ -685,7 +637,7 @@ impl BlockMap {
     /// Gives a block a hash.
     fn insert(&self, key: &Bound<'_, PyBytes>, block: &Bound<'_, PyAny>) -> PyResult<()> {
         let number = match block.cast::<Block>() {
-            Ok(block) => block.get().number(),
+            Ok(block) => block.get().block_id(),
             Err(_) => block.getattr("block_id")?.extract()?,
         };
         let old = self.lock().insert(key.as_bytes(), number, block.clone().unbind());
@@ -787,36 +739,33 @@ impl BlockMap {
         }
         let mut full = Vec::with_capacity(blocks.len());
         for (at, (object, hash)) in blocks.iter().zip(&block_hashes).enumerate() {
-            let Ok(block) = object.cast::<Block>() else { return Ok(false) };
-            let is_chosen = block_mask.as_ref().is_none_or(|mask| mask[at]);
-            if is_chosen && !block.get().is_null() {
-                full.push((block, hash.as_bytes(), num_tokens + at as u64 * block_size));
+            let Ok(object) = object.cast::<Block>() else { return Ok(false) };
+            let block = object.get();
+            let Some(number) = block.number() else { return Ok(false) };
+            let table = block.lock();
+            if table.is_null(number) || block_mask.as_ref().is_some_and(|mask| !mask[at]) {
+                continue;
             }
-        }
-        for (block, _, tokens) in &full {
-            let hashed = lock(&block.get().hashed);
-            if let Some(known) =
-                hashed.as_ref().filter(|known| known.tokens.is_none_or(|known| known >= *tokens))
+            let tokens = num_tokens + at as u64 * block_size;
+            if let Some(HashedTokens { tokens: known, .. }) = table.hashed(number)
+                && known.is_none_or(|known| known >= tokens)
             {
-                let message = format!(
-                    "block {} has a hash of {:?} tokens, not fewer than {tokens}",
-                    block.get().number(),
-                    known.tokens
-                );
+                let known = known.map_or_else(|| "unknown".to_owned(), |known| known.to_string());
+                let message = format!("block {number} has a hash of {known} tokens, not fewer than {tokens}");
                 return Err(PyAssertionError::new_err(message));
             }
+            full.push((object, number, hash.as_bytes(), tokens));
         }
-        for (object, hash, tokens) in full {
+        for (object, number, hash, tokens) in full {
             let block = object.get();
-            if block.has_hash.load(Relaxed) {
-                self.take_hashes(block, more_hashes, &mut Vec::new())?;
+            if block.lock().hashed(number).is_some() {
+                self.take_hashes(&block.table, &[number], more_hashes)?;
             }
-            in_group(hash, group_id, |key| {
-                block.set_hash(key.into(), Some(tokens))?;
-                let old = self.lock().insert(key, block.number(), object.clone().into_any().unbind());
-                drop(old); // may run Python code
-                Ok::<_, PyErr>(())
-            })?;
+            let old = in_group(hash, group_id, |key| {
+                block.lock().set_hash(number, HashedTokens { hash: key.into(), tokens: Some(tokens) });
+                self.lock().insert(key, i64::from(number), object.clone().into_any().unbind())
+            });
+            drop(old); // may run Python code
         }
         Ok(true)
     }

@@ -117,9 +117,34 @@ def test_a_block_that_fills_up_has_only_its_new_hash() -> None:
     assert cached.cache([block], [b"full"], 0, 16, 16, None, more)
     assert more == {}
     assert [name for name, _ in cached.items()] == [key(b"full")]
-    with pytest.raises(AssertionError, match=r"has a hash of Some\(16\) tokens, not fewer than 16"):
+    with pytest.raises(AssertionError, match="block 0 has a hash of 16 tokens, not fewer than 16"):
         cached.cache([block], [b"again"], 0, 16, 16, None, {})
     assert block.block_hash == key(b"full")
+
+
+def test_a_hash_of_unknown_length_is_not_replaced() -> None:
+    block, cached = BlockQueue(1).blocks[0], BlockMap()
+    block.set_block_hash(key(b"a"))
+    with pytest.raises(AssertionError, match="block 0 has a hash of unknown tokens"):
+        cached.cache([block], [b"b"], 0, 4, 4, None, {})
+    assert (block.block_hash, len(cached)) == (key(b"a"), 0)
+
+
+def test_the_ends_of_a_queue_are_no_blocks() -> None:
+    queue, cached = BlockQueue(1), BlockMap()
+    end = queue.fake_free_list_tail
+    assert (end.ref_cnt, end.is_null, end.block_hash, end.block_hash_num_tokens) == (0, False, None, None)
+    end.reset_hash()
+    with pytest.raises(IndexOwnershipError, match="the end of a queue is no block"):
+        end.ref_cnt = 1
+    with pytest.raises(IndexOwnershipError, match="the end of a queue is no block"):
+        end.is_null = True
+    with pytest.raises(IndexOwnershipError, match="the end of a queue is no block"):
+        end.set_block_hash(b"a")
+    with pytest.raises(IndexOwnershipError, match="<Block at an end of its queue> is no block of this queue"):
+        queue.append(end)
+    assert queue.free([end]) == queue.retain([end]) == [end]
+    assert not cached.cache([end], [b"a"], 0, 4, 4, None, {})
 
 
 def test_null_and_masked_blocks_get_no_hash() -> None:
@@ -234,7 +259,10 @@ def test_none_is_left() -> None:
 
 
 def test_blocks_outlive_their_queue() -> None:
-    blocks = BlockQueue(2).blocks
+    queue = BlockQueue(2)
+    blocks, _ = queue.alloc(2, BlockMap(), {})
+    del queue
+    assert [block.ref_cnt for block in blocks] == [1, 1]
     assert [block.next_free_block for block in blocks] == [None, None]
     assert [block.pool for block in blocks] == [None, None]
     with pytest.raises(TypeError, match=r"No constructor|cannot create"):

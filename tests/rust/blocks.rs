@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use kvpool::cache::{BlockHash, BlockMap, EvictionQueue};
+use kvpool::cache::{BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken};
 use proptest::prelude::*;
 
 const COUNT: u32 = 8;
@@ -24,7 +24,136 @@ fn moved() -> impl Strategy<Value = Move> {
     ]
 }
 
+/// A block of the naive table.
+#[derive(Clone, Debug, Default)]
+struct Plain {
+    uses: i64,
+    is_null: bool,
+    hash: Option<u8>,
+}
+
+#[derive(Clone, Debug)]
+enum Call {
+    Take(usize),
+    UndoTake(usize),
+    Release(Vec<u32>, HashedBlocks),
+    Retain(Vec<u32>),
+    SetHash(u32, u8),
+    TakeHash(u32),
+    SetUses(u32, i64),
+    SetNull(u32, bool),
+    RemoveFree(u32),
+}
+
+fn call() -> impl Strategy<Value = Call> {
+    let (count, block) = (0..5_usize, 0..COUNT);
+    let blocks = prop::collection::vec(block.clone(), 0..5);
+    let hashed = prop_oneof![Just(HashedBlocks::Last), Just(HashedBlocks::First)];
+    prop_oneof![
+        5 => count.clone().prop_map(Call::Take),
+        1 => count.prop_map(Call::UndoTake),
+        5 => (blocks.clone(), hashed).prop_map(|(blocks, hashed)| Call::Release(blocks, hashed)),
+        4 => blocks.prop_map(Call::Retain),
+        4 => (block.clone(), any::<u8>()).prop_map(|(block, hash)| Call::SetHash(block, hash)),
+        2 => block.clone().prop_map(Call::TakeHash),
+        1 => (block.clone(), -1..3_i64).prop_map(|(block, uses)| Call::SetUses(block, uses)),
+        1 => (block.clone(), any::<bool>()).prop_map(|(block, is)| Call::SetNull(block, is)),
+        1 => block.prop_map(Call::RemoveFree),
+    ]
+}
+
 proptest! {
+    #[test]
+    fn a_table_is_naive_blocks_and_a_naive_queue(calls in prop::collection::vec(call(), 1..120)) {
+        let mut table = BlockTable::new(COUNT);
+        let mut plain = vec![Plain::default(); COUNT as usize];
+        let mut free: VecDeque<u32> = (0..COUNT).collect();
+        for call in calls {
+            match call {
+                Call::Take(count) | Call::UndoTake(count) => {
+                    let used = free.iter().take(count).find(|&&block| plain[block as usize].uses != 0);
+                    let expected = match used {
+                        _ if count > free.len() => Err(NotTaken::Short { free: free.len() }),
+                        Some(&block) => Err(NotTaken::InUse { block, uses: plain[block as usize].uses }),
+                        None => Ok(free.iter().take(count).copied().collect::<Vec<_>>()),
+                    };
+                    let taken = table.take(count);
+                    prop_assert_eq!(&taken, &expected);
+                    if let (Call::UndoTake(_), Ok(taken)) = (&call, &taken) {
+                        table.undo_take(taken);
+                    } else if let Ok(taken) = taken {
+                        free.drain(..taken.len());
+                        for block in taken {
+                            plain[block as usize].uses = 1;
+                        }
+                    }
+                }
+                Call::Release(blocks, hashed) => {
+                    let (mut dropped, mut first) = (0, Vec::new());
+                    for block in &blocks {
+                        let state = &mut plain[*block as usize];
+                        match state.uses {
+                            _ if state.is_null => {}
+                            ..=0 => dropped += 1,
+                            1 if hashed == HashedBlocks::Last && state.hash.is_some() => {
+                                state.uses = 0;
+                                if !free.contains(block) { free.push_back(*block) }
+                            }
+                            1 => { state.uses = 0; first.push(*block) }
+                            _ => state.uses -= 1,
+                        }
+                    }
+                    for block in first.into_iter().rev() {
+                        if !free.contains(&block) { free.push_front(block) }
+                    }
+                    prop_assert_eq!(table.release(&blocks, hashed).dropped(), dropped);
+                }
+                Call::Retain(blocks) => {
+                    let is_lost = |&&block: &&u32| {
+                        let state = &plain[block as usize];
+                        !state.is_null && state.uses <= 0 && !free.contains(&block)
+                    };
+                    let lost = blocks.iter().find(is_lost).copied();
+                    prop_assert_eq!(table.retain(&blocks), lost.map_or(Ok(()), Err));
+                    for block in blocks.into_iter().filter(|_| lost.is_none()) {
+                        let state = &mut plain[block as usize];
+                        if !state.is_null {
+                            if state.uses <= 0 { free.retain(|&other| other != block) }
+                            state.uses = state.uses.max(0) + 1;
+                        }
+                    }
+                }
+                Call::SetHash(block, hash) => {
+                    let hashed = HashedTokens { hash: [hash][..].into(), tokens: None };
+                    let place = &mut plain[block as usize].hash;
+                    prop_assert_eq!(table.set_hash(block, hashed), place.is_none());
+                    place.get_or_insert(hash);
+                }
+                Call::TakeHash(block) => {
+                    let taken = table.take_hash(block).map(|hashed| hashed.hash.as_bytes()[0]);
+                    prop_assert_eq!(taken, plain[block as usize].hash.take());
+                }
+                Call::SetUses(block, uses) => {
+                    table.set_uses(block, uses);
+                    plain[block as usize].uses = uses;
+                }
+                Call::SetNull(block, is_null) => {
+                    table.set_null(block, is_null);
+                    plain[block as usize].is_null = is_null;
+                }
+                Call::RemoveFree(block) => {
+                    prop_assert_eq!(table.queue_mut().remove(block), free.contains(&block));
+                    free.retain(|&other| other != block);
+                }
+            }
+            prop_assert!(table.queue().iter().eq(free.iter().copied()));
+            for (block, state) in (0..COUNT).zip(&plain) {
+                let hash = table.hashed(block).map(|hashed| hashed.hash.as_bytes()[0]);
+                prop_assert_eq!((table.uses(block), table.is_null(block), hash), (state.uses, state.is_null, state.hash));
+            }
+        }
+    }
+
     #[test]
     fn a_queue_is_a_naive_queue(moves in prop::collection::vec(moved(), 1..200)) {
         let mut queue = EvictionQueue::full(COUNT);

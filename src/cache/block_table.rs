@@ -1,0 +1,216 @@
+//! An engine's blocks by their numbers: how often each is used, its hash, and in which order free ones are used again.
+
+use crate::base::widen;
+use crate::index::{BadFree, BadFrees};
+
+use super::{BlockHash, EvictionQueue};
+
+/// The hash of a block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HashedTokens {
+    /// The hash, with the group of layers.
+    pub hash: BlockHash,
+    /// How many tokens of the prompt it covers, if that is known.
+    pub tokens: Option<u64>,
+}
+
+/// Where blocks with a hash go when nobody uses them any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HashedBlocks {
+    /// Behind all others, since they may be found again.
+    Last,
+    /// In front, as blocks without one.
+    First,
+}
+
+/// Why blocks were not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotTaken {
+    /// There are only so many free ones.
+    Short {
+        /// How many.
+        free: usize,
+    },
+    /// A free one is counted as used.
+    InUse {
+        /// Its number.
+        block: u32,
+        /// How often.
+        uses: i64,
+    },
+}
+
+/// How often each block is used, its hash, and the queue of free blocks.
+///
+/// An engine may set counts and drive the queue itself: what disagrees with the rest is refused where it matters.
+///
+/// ```
+/// use kvpool::cache::{BlockTable, HashedBlocks, HashedTokens};
+/// let mut table = BlockTable::new(4);
+/// assert_eq!(table.take(2).unwrap(), [0, 1]);
+/// table.set_hash(0, HashedTokens { hash: b"hash"[..].into(), tokens: Some(16) });
+/// assert_eq!(table.release(&[0, 1], HashedBlocks::Last).dropped(), 0);
+/// assert_eq!(table.queue().iter().collect::<Vec<_>>(), [1, 2, 3, 0]);
+/// table.retain(&[0]).unwrap();
+/// assert_eq!((table.uses(0), table.queue().len()), (1, 3));
+/// ```
+#[derive(Clone, Debug)]
+pub struct BlockTable {
+    queue: EvictionQueue,
+    blocks: Vec<State>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct State {
+    uses: i64,
+    is_null: bool,
+    hashed: Option<HashedTokens>,
+}
+
+impl BlockTable {
+    /// A table of `count` blocks, all of them free, the lowest in front.
+    #[must_use]
+    pub fn new(count: u32) -> Self {
+        Self { queue: EvictionQueue::full(count), blocks: vec![State::default(); widen(count)] }
+    }
+
+    /// The free blocks.
+    #[must_use]
+    pub const fn queue(&self) -> &EvictionQueue {
+        &self.queue
+    }
+
+    /// The free blocks, for an engine that drives the queue.
+    pub const fn queue_mut(&mut self) -> &mut EvictionQueue {
+        &mut self.queue
+    }
+
+    /// How often a block is used.
+    #[must_use]
+    pub fn uses(&self, block: u32) -> i64 {
+        self.state(block).uses
+    }
+
+    /// Sets how often a block is used, for an engine that counts itself.
+    pub fn set_uses(&mut self, block: u32, uses: i64) {
+        self.state_mut(block).uses = uses;
+    }
+
+    /// Whether a block stands for no memory.
+    #[must_use]
+    pub fn is_null(&self, block: u32) -> bool {
+        self.state(block).is_null
+    }
+
+    /// Lets a block stand for no memory, or for memory again.
+    pub fn set_null(&mut self, block: u32, is_null: bool) {
+        self.state_mut(block).is_null = is_null;
+    }
+
+    /// The hash of a block.
+    #[must_use]
+    pub fn hashed(&self, block: u32) -> Option<&HashedTokens> {
+        self.state(block).hashed.as_ref()
+    }
+
+    /// Gives a block a hash, unless it has one, and says whether it had none.
+    pub fn set_hash(&mut self, block: u32, hashed: HashedTokens) -> bool {
+        let place = &mut self.state_mut(block).hashed;
+        let is_new = place.is_none();
+        place.get_or_insert(hashed);
+        is_new
+    }
+
+    /// Takes the hash from a block.
+    pub fn take_hash(&mut self, block: u32) -> Option<HashedTokens> {
+        self.state_mut(block).hashed.take()
+    }
+
+    /// Takes the first free blocks for one user.
+    ///
+    /// # Errors
+    /// Why not; nothing is taken then.
+    pub fn take(&mut self, count: usize) -> Result<Vec<u32>, NotTaken> {
+        let free = self.queue.len();
+        if count > free {
+            return Err(NotTaken::Short { free });
+        }
+        if let Some(block) = self.queue.iter().take(count).find(|&block| self.uses(block) != 0) {
+            return Err(NotTaken::InUse { block, uses: self.uses(block) });
+        }
+        let taken: Vec<u32> = (0..count).map_while(|_| self.queue.pop_front()).collect();
+        for &block in &taken {
+            self.set_uses(block, 1);
+        }
+        Ok(taken)
+    }
+
+    /// Gives back what [`BlockTable::take`] has returned, as if it had not been taken.
+    pub fn undo_take(&mut self, taken: &[u32]) {
+        for &block in taken.iter().rev() {
+            self.set_uses(block, 0);
+            self.queue.push_front(block);
+        }
+    }
+
+    /// Gives back one use of each block, null blocks left out. Those that nobody uses any more are free, in the order
+    /// given. One that nobody uses is dropped and reported.
+    pub fn release(&mut self, blocks: &[u32], hashed: HashedBlocks) -> BadFrees {
+        let (mut first, mut bad) = (Vec::new(), BadFrees::default());
+        for &block in blocks {
+            let state = &mut self.blocks[widen(block)];
+            if state.is_null {
+                continue;
+            }
+            if state.uses <= 0 {
+                bad.add(i64::from(block), BadFree::AlreadyFree, 1);
+                continue;
+            }
+            state.uses -= 1;
+            if state.uses > 0 {
+                continue;
+            }
+            if hashed == HashedBlocks::Last && state.hashed.is_some() {
+                self.queue.push_back(block);
+            } else {
+                first.push(block);
+            }
+        }
+        for block in first.into_iter().rev() {
+            self.queue.push_front(block);
+        }
+        bad
+    }
+
+    /// Adds one use of each block, null blocks left out, and takes those that were free out of the queue.
+    ///
+    /// # Errors
+    /// The number of one that nobody uses, and that is not free either; nothing is changed then.
+    pub fn retain(&mut self, blocks: &[u32]) -> Result<(), u32> {
+        let is_lost =
+            |&&block: &&u32| !self.is_null(block) && self.uses(block) <= 0 && !self.queue.contains(block);
+        if let Some(&block) = blocks.iter().find(is_lost) {
+            return Err(block);
+        }
+        for &block in blocks {
+            let state = &mut self.blocks[widen(block)];
+            if state.is_null {
+                continue;
+            }
+            if state.uses <= 0 {
+                state.uses = 0;
+                self.queue.remove(block);
+            }
+            state.uses += 1;
+        }
+        Ok(())
+    }
+
+    fn state(&self, block: u32) -> &State {
+        &self.blocks[widen(block)]
+    }
+
+    fn state_mut(&mut self, block: u32) -> &mut State {
+        &mut self.blocks[widen(block)]
+    }
+}
