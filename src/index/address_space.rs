@@ -136,14 +136,37 @@ impl AddressSpace {
     /// # Errors
     /// Why it cannot be freed; nothing is changed then.
     pub fn give_back(&mut self, range: Range<usize>) -> std::result::Result<(), BadFree> {
+        self.check(&range)?;
+        self.used -= range.len();
+        self.gaps.add(range);
+        Ok(())
+    }
+
+    /// Reports those of the ranges of `bytes` each that could not be freed one after the other. Frees none.
+    ///
+    /// # Panics
+    /// If one of them begins at 2**63 or above.
+    pub fn refused(&self, starts: &[usize], bytes: usize) -> BadFrees {
+        let (mut bad, mut freed) = (BadFrees::default(), Gaps::default());
+        for &start in starts {
+            let range = start..start.saturating_add(bytes);
+            let listed = || if freed.overlap(&range) { Err(BadFree::AlreadyFree) } else { Ok(()) };
+            match self.check(&range).and_then(|()| listed()) {
+                Ok(()) => drop(freed.add(range)),
+                Err(reason) => bad.add(signed(start), reason, 1),
+            }
+        }
+        bad
+    }
+
+    /// Why a range cannot be freed.
+    fn check(&self, range: &Range<usize>) -> std::result::Result<(), BadFree> {
         if range.is_empty() || range.end > self.capacity {
             return Err(BadFree::OutOfRange);
         }
-        if self.gaps.overlap(&range) {
+        if self.gaps.overlap(range) {
             return Err(BadFree::AlreadyFree);
         }
-        self.used -= range.len();
-        self.gaps.add(range);
         Ok(())
     }
 

@@ -41,7 +41,7 @@ impl AddressSpace {
     fn free(&self, py: Python<'_>, starts: &[usize], bytes: usize) -> PyResult<()> {
         let bad = with(&self.space, |space| {
             if self.strict {
-                let bad = space.clone().give_back_many(starts, bytes);
+                let bad = space.refused(starts, bytes);
                 drop(on_bad_frees(bad, true, "range", starts.len(), space.capacity())?);
             }
             Ok(space.give_back_many(starts, bytes))

@@ -139,6 +139,8 @@ proptest! {
                         range.end = taken.remove(at).end;
                     }
                     free[range.clone()].fill(true);
+                    let again = space.refused(&[range.start; 2], range.len());
+                    prop_assert_eq!(again.first(), [(signed(range.start), BadFree::AlreadyFree)]);
                     prop_assert_eq!(space.give_back_many(&[range.start], range.len()).dropped(), 0);
                 },
                 Use::GiveBackAny(start, bytes) => {
@@ -154,6 +156,7 @@ proptest! {
                     let before = space.dropped_frees();
                     let bad = space.give_back_many(&[start; 2], bytes);
                     prop_assert_eq!(bad.first(), expected.map_err(|reason| [(signed(start), reason); 2]).unwrap_err());
+                    prop_assert_eq!(space.refused(&[start; 2], bytes), bad);
                     prop_assert_eq!(space.dropped_frees(), before + 2);
                 }
                 Use::Grow(bytes) => {
