@@ -26,7 +26,7 @@ import kvpool
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 COUNT = 50_000
 SIZE = 16
@@ -64,42 +64,53 @@ def use(pool: Any, request: Hashed) -> None:  # noqa: ANN401
     pool.free_blocks(reversed(blocks))
 
 
-def pool_cases(kind: type[Any]) -> Iterator[tuple[str, Case]]:
-    """Calls of the pool."""
-    plain = kind(COUNT, enable_caching=True, hash_block_size=SIZE)
-    yield (
-        "get_new_blocks and free_blocks of 1,024",
-        Case(repeated(lambda: plain.free_blocks(reversed(plain.get_new_blocks(1024))))),
-    )
-    pool = full(kind)
-    waiting: list[Hashed] = []
-    yield (
-        "the same with cache_full_blocks, evicting as many",
-        Case(lambda _: use(pool, waiting.pop()), lambda: waiting.append(Hashed(1024)), calls=1),
-    )
-    prompt = Hashed(4096)
-    use(pool, prompt)
+def alloc_and_free(kind: type[Any]) -> Case:
+    """Blocks without hashes come and go."""
+    pool = kind(COUNT, enable_caching=True, hash_block_size=SIZE)
+    return Case(repeated(lambda: pool.free_blocks(reversed(pool.get_new_blocks(1024)))))
 
-    def find() -> None:
+
+def evict(kind: type[Any]) -> Case:
+    """Blocks get hashes, and those that they take lose theirs."""
+    pool, waiting = full(kind), list[Hashed]()
+    return Case(lambda _: use(pool, waiting.pop()), lambda: waiting.append(Hashed(1024)), calls=1)
+
+
+def with_prompt(kind: type[Any]) -> tuple[Any, Hashed]:
+    """A full pool that has the blocks of a prompt."""
+    pool, prompt = full(kind), Hashed(4096)
+    use(pool, prompt)
+    return pool, prompt
+
+
+def find(kind: type[Any]) -> Case:
+    """The look-up of a prompt by vLLM's manager."""
+    pool, prompt = with_prompt(kind)
+
+    def run() -> None:
         (blocks,), tokens = FullAttentionManager.find_longest_cache_hit(
             prompt.block_hashes, 4096 * SIZE, [0], pool, SPEC, drop_eagle_block=False, alignment_tokens=SIZE
         )
         assert tokens == len(blocks) * SIZE == 4096 * SIZE
 
-    yield "find_longest_cache_hit of 4,096 blocks", Case(repeated(find))
+    return Case(repeated(run))
+
+
+def share(kind: type[Any]) -> Case:
+    """Another request uses the blocks of a prompt."""
+    pool, prompt = with_prompt(kind)
     found = [pool.get_cached_block(each, [0])[0] for each in prompt.block_hashes]
 
-    def share() -> None:
+    def run() -> None:
         pool.touch(found)
         pool.free_blocks(reversed(found))
 
-    yield "touch and free_blocks of the 4,096", Case(repeated(share))
+    return Case(repeated(run))
 
 
-def batch_find() -> Case:
-    """The look-up of 4,096 blocks in one call."""
-    pool, prompt = full(KvpoolBlockPool), Hashed(4096)
-    use(pool, prompt)
+def batch_find(kind: type[Any]) -> Case:
+    """The look-up of a prompt in one call."""
+    pool, prompt = with_prompt(kind)
     return Case(repeated(lambda: pool.cached_block_hash_to_block.find_prefix(prompt.block_hashes, [0])))
 
 
@@ -148,7 +159,7 @@ def decode(kind: type[Any]) -> Case:
     return Case(side.step, side.begin, calls=STEPS)
 
 
-def batch_decode() -> Case:
+def batch_decode(_: type[Any]) -> Case:
     """The same step as one call of a planner."""
     table = kvpool.ReqToTokenPool(RUNNING, 2 * CONTEXT, "cpu")
     allocator = kvpool.TokenToKVPoolAllocator(COUNT * SIZE, "cpu", SIZE)
@@ -168,26 +179,19 @@ def main() -> None:
     """Compares both."""
     init_none_hash(sha256)
     register_all_kvcache_specs(None)
-    report, alternative = Report("vllm-blocks"), "vLLM 0.33.0"
-    for (question, ours), (_, theirs) in zip(pool_cases(KvpoolBlockPool), pool_cases(BlockPool), strict=True):
+    report = Report("vllm-blocks")
+    cases: dict[str, tuple[Callable[[type[Any]], Case], Callable[[type[Any]], Case]]] = {
+        "get_new_blocks and free_blocks of 1,024": (alloc_and_free, alloc_and_free),
+        "the same with cache_full_blocks, evicting as many": (evict, evict),
+        "find_longest_cache_hit of 4,096 blocks": (find, find),
+        "touch and free_blocks of the 4,096": (share, share),
+        f"allocate_slots for a token of {RUNNING} requests each": (decode, decode),
+        f"one BatchPlanner.decode of {RUNNING} requests": (batch_decode, decode),
+        "one BlockMap.find_prefix of 4,096 blocks": (batch_find, find),
+    }
+    for question, (ours, theirs) in cases.items():
         if report.wants(question):
-            report.compare(question, ours, theirs, alternative=alternative)
-    made: list[tuple[str, Callable[[], Case], Callable[[], Case]]] = [
-        (
-            f"allocate_slots for a token of {RUNNING} requests each",
-            lambda: decode(KvpoolBlockPool),
-            lambda: decode(BlockPool),
-        ),
-        (f"one BatchPlanner.decode of {RUNNING} requests", batch_decode, lambda: decode(BlockPool)),
-        (
-            "one BlockMap.find_prefix of 4,096 blocks",
-            batch_find,
-            lambda: dict(pool_cases(BlockPool))["find_longest_cache_hit of 4,096 blocks"],
-        ),
-    ]
-    for question, make_ours, make_theirs in made:
-        if report.wants(question):
-            report.compare(question, make_ours(), make_theirs(), alternative=alternative)
+            report.compare(question, ours(KvpoolBlockPool), theirs(BlockPool), alternative="vLLM 0.33.0")
     report.finish()
 
 
