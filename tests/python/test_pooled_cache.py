@@ -13,10 +13,20 @@ import devices
 import pytest
 import torch
 from devices import here
-from tiny_models import MODELS, NOISE, TINY, VOCAB, a_model, built, make, reference, some_tasks
+from tiny_models import (
+    MODELS,
+    NOISE,
+    STATES_IN_PLACE,
+    TINY,
+    VOCAB,
+    a_model,
+    built,
+    make,
+    reference,
+    some_tasks,
+)
 from transformers import (
     AutoModelForSeq2SeqLM,
-    BambaConfig,
     DynamicCache,
     Gemma3nTextConfig,
     GenerationConfig,
@@ -406,14 +416,7 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
         "cross-attention",
     ),
     "states in place": (
-        BambaConfig(
-            **TINY,
-            attn_layer_indices=[1],
-            mamba_n_heads=8,
-            mamba_d_head=8,
-            mamba_n_groups=1,
-            mamba_d_state=16,
-        ),
+        STATES_IN_PLACE,
         "in place",
     ),
 }
@@ -530,7 +533,7 @@ def test_signatures_are_those_that_the_caches_were_written_for() -> None:
 @devices.cpu_only
 def test_another_transformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(adapters, "version", lambda _: "5.99.0")
-    adapters._look_at.cache_clear()
+    adapters._warn_if_untested.cache_clear()
     for _ in range(2):
         PooledCache(a_model("qwen3"), 8, 1)
     (warning,) = caplog.messages
@@ -551,4 +554,4 @@ def test_another_transformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         with pytest.raises(EngineMismatchError, match="has no _free_blocks, free_sectors"):
             continuous.enable()
     assert [module.CachePool for module in continuous._MAKERS] == before
-    adapters._look_at.cache_clear()
+    adapters._warn_if_untested.cache_clear()

@@ -11,8 +11,19 @@ import pytest
 import torch
 from devices import here
 from pool_reader import is_whole
-from tiny_models import MODELS, NOISE, TINY, VOCAB, Task, a_model, alone, built, make, some_tasks
-from transformers import BambaConfig, DynamicCache, MambaConfig
+from tiny_models import (
+    MODELS,
+    NOISE,
+    STATES_IN_PLACE,
+    VOCAB,
+    Task,
+    a_model,
+    alone,
+    built,
+    make,
+    some_tasks,
+)
+from transformers import DynamicCache, MambaConfig
 
 from kvpool import BatchPlan, BatchPlanner, ConfigError, HostTier, PrefixCache, StaleBufferError
 from kvpool.integrations.transformers import PooledModel
@@ -393,14 +404,7 @@ def test_pools_have_the_shapes_of_the_model(config: str) -> None:
     [
         (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "other states"),
         (
-            BambaConfig(
-                **TINY,
-                attn_layer_indices=[1],
-                mamba_n_heads=8,
-                mamba_d_head=8,
-                mamba_n_groups=1,
-                mamba_d_state=16,
-            ),
+            STATES_IN_PLACE,
             "in place",
         ),
     ],

@@ -9,6 +9,7 @@ import devices
 import torch
 import transformers
 from transformers import (
+    BambaConfig,
     DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
@@ -42,6 +43,11 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+
+# A model that writes to its recurrent states in place.
+STATES_IN_PLACE = BambaConfig(
+    **TINY, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=16
+)
 
 CONFIGS: dict[str, Any] = {
     "qwen3": lambda: Qwen3Config(**TINY, head_dim=16),

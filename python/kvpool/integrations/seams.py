@@ -53,11 +53,11 @@ class Engine(NamedTuple):
             raise EngineMismatchError(
                 f"{self.name} {found} is not what kvpool was written for: {'; '.join(problems)}"
             )
-        _look_at(self, found)
+        _warn_if_untested(self, found)
 
 
 @cache
-def _look_at(engine: Engine, found: str) -> None:
+def _warn_if_untested(engine: Engine, found: str) -> None:
     if found.partition("+")[0] not in engine.tested:  # what follows is where it was built for
         _logger.warning(
             "%s %s was not tested with kvpool; tested are %s", engine.name, found, ", ".join(engine.tested)
