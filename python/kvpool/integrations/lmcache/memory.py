@@ -262,10 +262,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         if used is not None:
             page.raw_data = page.raw_data[:used]
         page.valid = True
-        self.num_active_allocations = count = self._space.in_use
-        self.total_allocated_size = taken = count * self.align_bytes
-        self.stats_monitor.update_local_cache_usage(taken)
-        self.stats_monitor.update_active_memory_objs_count(count)
+        self._note()
         return page
 
     def batched_allocate(
@@ -319,10 +316,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
             memory_obj.raw_data = self.paged_buffers[number]
         self._free[number] = memory_obj
         self._space.give_back(number, 1)
-        self.num_active_allocations = count = self._space.in_use
-        self.total_allocated_size = taken = count * self.align_bytes
-        self.stats_monitor.update_local_cache_usage(taken)
-        self.stats_monitor.update_active_memory_objs_count(count)
+        self._note()
 
     def batched_free(
         self, memory_objs: list[Any], allocator_type: str | None = None, update_stats: bool = True
