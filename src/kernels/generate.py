@@ -7,13 +7,18 @@ most used devices, so that their drivers need not compile it. The compiler and t
 nvidia-cuda-nvcc==13.0.88`.
 
     python src/kernels/generate.py --tools TOOLS           writes the .ptx and .cubin files
-    python src/kernels/generate.py --tools TOOLS --check   compares them, and assembles them for all devices
+    python src/kernels/generate.py --tools TOOLS --check   compares them
+
+Only PTX that every architecture takes without spills is committed. To see that takes a minute, so registers.json keeps
+what was found, with the digests of the PTX: the answer is the same for the same PTX and assemblers.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -41,6 +46,8 @@ ASSEMBLERS = ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas")
 CUBINS = {80: 70, 90: 90, 100: 90, 120: 90}
 OLDEST = 75
 NEWEST = 121
+# What the assemblers said of the committed PTX.
+RECORD = HERE / "registers.json"
 
 
 class GenerateError(Exception):
@@ -199,29 +206,52 @@ def same(generated: dict[Path, bytes]) -> None:
             raise GenerateError(f"{path} does not match the sources; run this script without --check")
 
 
-def check(tools: Path, compiled: dict[Path, bytes]) -> None:
-    """Compares the compiled kernels with the committed ones, and assembles them for every architecture.
+def assembled(tools: Path, compiled: dict[Path, bytes]) -> dict[str, object]:
+    """What each assembler says of all modules, which are written already, on every architecture it knows.
 
     Raises:
-        GenerateError: If anything differs, is missing, or does not fit.
+        GenerateError: If one does not take them, or a kernel does not fit.
     """
-    same(compiled)
-    same(cubins(tools))
     used: dict[str, list[int]] = {}
+    known: dict[str, list[int]] = {}
     for name in ASSEMBLERS:
         assembler = tool(tools, name)
-        known = architectures(assembler)
-        if not known:
+        known[name] = architectures(assembler)
+        if not known[name]:
             raise GenerateError(f"{assembler} names no architecture from sm_{OLDEST} to sm_{NEWEST}")
         for path in compiled:
             oldest = next(target for target in reversed(TARGETS) if path.name.endswith(TARGETS[target]))
-            for architecture in known:
+            for architecture in known[name]:
                 if architecture >= oldest:
                     for kernel, count in registers(assembler, architecture, path).items():
                         used.setdefault(kernel, []).append(count)
+    return {
+        "ptx": digests(compiled),
+        "architectures": known,
+        "registers": {kernel: [min(counts), max(counts)] for kernel, counts in sorted(used.items())},
+    }
+
+
+def digests(compiled: dict[Path, bytes]) -> dict[str, str]:
+    """The SHA-256 of each module."""
+    return {path.name: hashlib.sha256(ptx).hexdigest() for path, ptx in compiled.items()}
+
+
+def check(tools: Path, compiled: dict[Path, bytes]) -> None:
+    """Compares the compiled kernels with the committed ones, and with those that the record is of.
+
+    Raises:
+        GenerateError: If anything differs or is missing.
+    """
+    same(compiled)
+    same(cubins(tools))
+    record = json.loads(RECORD.read_text(encoding="ascii")) if RECORD.is_file() else {"ptx": None}
+    if record["ptx"] != digests(compiled):
+        raise GenerateError(f"{RECORD} is of other kernels; run this script without --check")
+    for name, known in record["architectures"].items():
         print(f"{name}: sm_{', sm_'.join(map(str, known))}")
-    for kernel, counts in sorted(used.items()):
-        print(f"{kernel:24} {min(counts):3} to {max(counts):3} registers, no spills")
+    for kernel, (least, most) in record["registers"].items():
+        print(f"{kernel:24} {least:3} to {most:3} registers, no spills")
 
 
 def main() -> None:
@@ -247,6 +277,8 @@ def main() -> None:
             (HERE / "cubin").mkdir(exist_ok=True)
             for path, code in cubins(arguments.tools).items():
                 path.write_bytes(code)
+            record = assembled(arguments.tools, compiled)
+            RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="ascii")
     except GenerateError as error:
         sys.exit(str(error))
 
