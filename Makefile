@@ -109,7 +109,7 @@ software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 
 # Every interleaving of a few threads that share data.
 orders: $(DRIVER)
-	LD_PRELOAD=$(abspath $(DRIVER)) RUSTFLAGS='--cfg loom' cargo test --quiet --locked --features cuda --target-dir target/loom --test orders
+	LD_PRELOAD=$(abspath $(DRIVER)) RUSTFLAGS='--cfg loom -D warnings' cargo test --quiet --locked --features cuda --target-dir target/loom --test orders
 
 # Every target from its seeds on, for FUZZ_SECONDS each. A finding is an error, and stays in tests/fuzz/artifacts.
 fuzz: fuzz-build $(VENV)/.fuzz
@@ -139,9 +139,8 @@ lint:
 
 rust-lint:
 	cargo fmt --check
-	cargo clippy --locked --all-targets -- -D warnings
+	cargo clippy --locked -- -D warnings
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
-	RUSTFLAGS='--cfg loom' cargo clippy --quiet --locked --features cuda --target-dir target/loom --test orders -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
 	cargo fmt --check --manifest-path tests/fuzz/Cargo.toml
 	RUSTFLAGS='$(FUZZ_FLAGS)' cargo clippy --locked --release --all-targets --target $(HOST) \
@@ -157,7 +156,7 @@ python-lint: $(VENV)/.test
 
 # The stub and the API page are what the extension has.
 stub-lint: $(EXTENSION) $(VENV)/.test
-	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file pyproject.toml
+	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file tests/stubtest.ini
 	$(BIN)/python docs/api.py --check
 
 # The committed PTX and machine code are what the kernels give, and every architecture takes the PTX without spills.
