@@ -9,8 +9,9 @@ nvidia-cuda-nvcc==13.0.88`.
     python src/kernels/generate.py --tools TOOLS           writes the .ptx and .cubin files
     python src/kernels/generate.py --tools TOOLS --check   compares them
 
-Only PTX that every architecture takes without spills is committed. To see that takes a minute, so registers.json keeps
-what was found, with the digests of the PTX: the answer is the same for the same PTX and assemblers.
+Only PTX that every architecture takes without spills is committed. To see that takes a minute, so
+registers.json keeps what was found, with the digests of the PTX: the same PTX and assemblers give the same
+answer.
 """
 
 from __future__ import annotations
