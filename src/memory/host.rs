@@ -45,8 +45,8 @@ impl Backend for Host {
 
     unsafe fn deallocate(&self, block: Block, _users: &Users) {
         if block.bytes() >= MAP_FROM {
-            // SAFETY: `allocate` mapped exactly this range, and the caller no longer uses it.
-            unsafe { libc::munmap(block.address().as_ptr().cast(), block.bytes()) };
+            // SAFETY: `allocate` mapped this range, and the caller no longer uses it.
+            unsafe { unmap(block.address(), block.bytes()) };
         } else if let Some(layout) = layout(block.bytes()) {
             // SAFETY: `allocate` took it from the heap with this layout, and the caller no longer uses it.
             unsafe { dealloc(block.address().as_ptr(), layout) };
@@ -71,12 +71,30 @@ pub(super) fn map(bytes: usize) -> Option<NonNull<u8>> {
     NonNull::new(address.cast())
 }
 
+/// Ends the mapping of `bytes` at `address`. Where the system refuses, which it does when a process has too many
+/// mappings, the pages are given back and their addresses stay taken: a line on the standard error output says so.
+///
+/// # Safety
+/// [`map`] or the like made the mapping, and nothing uses it any more.
+pub(super) unsafe fn unmap(address: NonNull<u8>, bytes: usize) {
+    let start = address.as_ptr().cast();
+    // SAFETY: the caller says that the range is unused.
+    if unsafe { libc::munmap(start, bytes) } == 0 {
+        return;
+    }
+    let cause = std::io::Error::last_os_error();
+    // SAFETY: as above. No mapping is divided, so this does not fail for the same reason.
+    let given_back = unsafe { libc::madvise(start, bytes, libc::MADV_DONTNEED) } == 0;
+    let kept = if given_back { "addresses" } else { "memory" };
+    eprintln!("kvpool: the {kept} of {bytes} bytes at {start:p} cannot be given back: {cause}");
+}
+
 /// Asks for huge pages at addresses of this process, where whole ones fit. A large table that is read at random then
 /// costs a miss of the processor's cache for each line, and not another one for its address.
 #[cfg(target_os = "linux")]
 pub fn prefer_huge_pages(addresses: Range<usize>) {
-    use super::mapped::HUGE_PAGE;
-    let (begin, end) = (addresses.start.next_multiple_of(HUGE_PAGE), addresses.end / HUGE_PAGE * HUGE_PAGE);
+    let page = super::system_pages::transparent_page();
+    let (begin, end) = (addresses.start.next_multiple_of(page), addresses.end / page * page);
     if begin < end {
         // SAFETY: a hint, which changes no byte whatever is there. Where nothing is mapped, it fails.
         unsafe { libc::madvise(std::ptr::without_provenance_mut(begin), end - begin, libc::MADV_HUGEPAGE) };
@@ -88,16 +106,32 @@ pub fn prefer_huge_pages(_addresses: Range<usize>) {}
 
 #[cfg(test)]
 mod tests {
-    use super::prefer_huge_pages;
-    use crate::memory::mapped::HUGE_PAGE;
+    use super::{map, prefer_huge_pages, unmap};
+    use crate::memory::system_pages::{system_page, transparent_page};
 
     #[test]
     fn asking_for_huge_pages_changes_nothing() {
-        let bytes = vec![7_u8; 3 * HUGE_PAGE];
+        let page = transparent_page();
+        let bytes = vec![7_u8; 3 * page];
         let begin = bytes.as_ptr().addr();
-        for addresses in [begin..begin + bytes.len(), begin..begin + 1, begin..begin, 1..HUGE_PAGE] {
+        for addresses in [begin..begin + bytes.len(), begin..begin + 1, begin..begin, 1..page] {
             prefer_huge_pages(addresses);
         }
         assert!(bytes.iter().all(|&byte| byte == 7));
+    }
+
+    #[test]
+    fn what_the_system_does_not_unmap_stays_as_it_is() {
+        let bytes = 2 * system_page();
+        let start = map(bytes).expect("two pages");
+        let within = start.map_addr(|address| address.saturating_add(1));
+        // SAFETY: the first byte is mapped, and nothing else uses it.
+        unsafe { start.write(7) };
+        // SAFETY: a mapping does not begin there, which the system says without ending it.
+        unsafe { unmap(within, bytes - 1) };
+        // SAFETY: so it is mapped still.
+        assert_eq!(unsafe { start.read() }, 7);
+        // SAFETY: the mapping, which nothing uses from now on.
+        unsafe { unmap(start, bytes) };
     }
 }

@@ -1,5 +1,6 @@
 //! Large host memory with a choice of NUMA node and page size, page-locked step by step.
 
+use std::io;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex};
@@ -7,13 +8,9 @@ use std::sync::{Arc, Mutex};
 use crate::base::sync::lock;
 use crate::base::{Device, Error, Result};
 
-use super::host::map;
+use super::host::{map, out_of_memory, unmap};
+use super::system_pages::{huge_pages_for, system_page};
 use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, Users};
-
-/// Bytes of a huge page.
-pub(super) const HUGE_PAGE: usize = 2 << 20;
-/// Bytes of a small page; larger pages are multiples of it.
-pub const PAGE: usize = 4096;
 
 /// Host memory for large regions: on a NUMA node, in huge pages, and page-locked in steps, where the system
 /// supports it.
@@ -47,8 +44,9 @@ struct Pages {
 impl Drop for Pages {
     fn drop(&mut self) {
         let address = ptr::with_exposed_provenance_mut(self.range.start);
-        // SAFETY: exactly this range was mapped, and neither its owner nor a lock of its pages is left.
-        unsafe { libc::munmap(address, self.range.len()) };
+        let address = NonNull::new(address).expect("a mapping has an address");
+        // SAFETY: this range was mapped, and neither its owner nor a lock of its pages is left.
+        unsafe { unmap(address, self.range.len()) };
     }
 }
 
@@ -77,10 +75,18 @@ impl MappedHost {
         std::mem::take(&mut *lock(&self.notes))
     }
 
-    /// Allocates explicit huge pages, if the system has reserved enough of them.
-    fn allocate_huge(&self, bytes: usize) -> Option<Block> {
-        let mapped = bytes.checked_next_multiple_of(HUGE_PAGE)?;
-        Some(self.keep(map_huge(mapped)?, mapped, true, bytes))
+    /// Allocates explicit huge pages of the largest size of which the system has reserved enough. The error says
+    /// why there are none.
+    fn allocate_huge(&self, bytes: usize) -> std::result::Result<Block, String> {
+        let mut tried = Vec::new();
+        for page in huge_pages_for(bytes) {
+            let mapped = bytes.next_multiple_of(page);
+            match map_huge(mapped, page) {
+                Ok(address) => return Ok(self.keep(address, mapped, true, bytes)),
+                Err(cause) => tried.push(format!("{page} bytes each: {cause}")),
+            }
+        }
+        Err(if tried.is_empty() { "the system has no size that suits".to_owned() } else { tried.join("; ") })
     }
 
     /// Records the pages that were mapped for a block of `bytes`.
@@ -129,18 +135,17 @@ impl Backend for MappedHost {
         if bytes == 0 {
             return Host.allocate(0, contents);
         }
-        let huge = if self.wants_huge_pages { self.allocate_huge(bytes) } else { None };
-        if self.wants_huge_pages && huge.is_none() {
+        let huge = self.wants_huge_pages.then(|| self.allocate_huge(bytes));
+        if let Some(Err(cause)) = &huge {
             self.note(format!(
-                "no {bytes} bytes of explicit huge pages ({}); transparent ones are used where the system gives them",
-                std::io::Error::last_os_error()
+                "no {bytes} bytes of explicit huge pages ({cause}); transparent ones are used where the system gives them"
             ));
         }
-        let block = if let Some(block) = huge {
+        let block = if let Some(Ok(block)) = huge {
             block
         } else {
-            let mapped = bytes.next_multiple_of(PAGE);
-            let address = map(mapped).ok_or_else(|| super::host::out_of_memory(bytes))?;
+            let mapped = bytes.next_multiple_of(system_page());
+            let address = map(mapped).ok_or_else(|| out_of_memory(bytes))?;
             self.keep(address, mapped, false, bytes)
         };
         if let Some(node) = self.numa_node
@@ -179,7 +184,7 @@ fn touch(region: &Region, bytes: &Range<usize>) -> Result<()> {
             return Ok(());
         }
     }
-    for offset in (0..bytes.len()).step_by(PAGE) {
+    for offset in (0..bytes.len()).step_by(system_page()) {
         let byte = address.as_ptr().wrapping_add(offset);
         // SAFETY: the byte lies in the region, and is 0 already.
         unsafe { byte.write_volatile(0) };
@@ -187,19 +192,24 @@ fn touch(region: &Region, bytes: &Range<usize>) -> Result<()> {
     Ok(())
 }
 
+/// Maps whole huge pages of `page` bytes.
 #[cfg(target_os = "linux")]
-fn map_huge(bytes: usize) -> Option<NonNull<u8>> {
+fn map_huge(bytes: usize, page: usize) -> io::Result<NonNull<u8>> {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let size = page.trailing_zeros().cast_signed() << libc::MAP_HUGE_SHIFT;
     // Without MAP_NORESERVE: a missing huge page must fail here, since later it would kill the process.
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | size;
     // SAFETY: an anonymous mapping at an address of the kernel's choice touches no memory in use.
     let address = unsafe { libc::mmap(ptr::null_mut(), bytes, protection, flags, -1, 0) };
-    if address == libc::MAP_FAILED { None } else { NonNull::new(address.cast()) }
+    if address == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(NonNull::new(address.cast()).expect("the system maps nothing at 0 by itself"))
 }
 
 #[cfg(not(target_os = "linux"))]
-fn map_huge(_bytes: usize) -> Option<NonNull<u8>> {
-    None
+fn map_huge(_bytes: usize, _page: usize) -> io::Result<NonNull<u8>> {
+    Err(io::ErrorKind::Unsupported.into())
 }
 
 /// The highest number of a NUMA node, or 0 where the system reports none.
@@ -210,10 +220,10 @@ fn last_numa_node() -> usize {
 
 /// Makes `block`, whose pages are untouched, come from `node` while that has memory.
 #[cfg(target_os = "linux")]
-fn prefer_node(block: &Block, node: usize) -> std::io::Result<()> {
+fn prefer_node(block: &Block, node: usize) -> io::Result<()> {
     const MPOL_PREFERRED: libc::c_int = 1;
     let mut nodes = [0u64; 16];
-    *nodes.get_mut(node / 64).ok_or(std::io::ErrorKind::InvalidInput)? = 1 << (node % 64);
+    *nodes.get_mut(node / 64).ok_or(io::ErrorKind::InvalidInput)? = 1 << (node % 64);
     // SAFETY: the range was mapped just now and is ours; the mask has as many bits as are passed, and the
     // system counts one more.
     let answer = unsafe {
@@ -227,10 +237,10 @@ fn prefer_node(block: &Block, node: usize) -> std::io::Result<()> {
             0,
         )
     };
-    if answer == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn prefer_node(_block: &Block, _node: usize) -> std::io::Result<()> {
+fn prefer_node(_block: &Block, _node: usize) -> io::Result<()> {
     Ok(())
 }

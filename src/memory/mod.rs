@@ -27,6 +27,7 @@ mod mapped;
 mod page_locking;
 mod region;
 mod stream;
+mod system_pages;
 mod users;
 mod wrappers;
 
@@ -37,10 +38,11 @@ pub use file_lock::{FileLock, Locking};
 pub use host::{Host, prefer_huge_pages};
 pub use host_rows::HostRows;
 pub use image::Image;
-pub use mapped::{MappedHost, PAGE};
+pub use mapped::MappedHost;
 pub use page_locking::{PageLocking, Progress, Report, Sink, lock_pages, page_lock_steps};
 pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
 pub use stream::Stream;
+pub use system_pages::system_page;
 pub use users::Users;
 pub use wrappers::{Count, Fail, Limit};
 

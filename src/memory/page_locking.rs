@@ -13,11 +13,13 @@ use std::time::{Duration, Instant};
 use crate::base::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, thread};
 use crate::base::{Error, ErrorKind, Result};
 
-use super::{Gpu, PAGE, Region};
+use super::{Gpu, Region, system_page};
 
 /// Approximate bytes of one step, which delays other driver calls meanwhile. A minimum under `loom`, which
 /// explores every interleaving.
-const STEP_BYTES: usize = if cfg!(loom) { PAGE } else { 64 << 20 };
+fn step_bytes() -> usize {
+    if cfg!(loom) { system_page() } else { 64 << 20 }
+}
 
 /// Groups the pieces of a region, given by their ends, into steps of whole pieces. Each step ends where the
 /// next begins.
@@ -30,10 +32,10 @@ const STEP_BYTES: usize = if cfg!(loom) { PAGE } else { 64 << 20 };
 /// ```
 pub fn page_lock_steps(piece_ends: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
     let mut steps: Vec<Range<usize>> = Vec::new();
-    let mut start = 0;
+    let (mut start, most) = (0, step_bytes());
     for end in piece_ends {
         match steps.last_mut() {
-            Some(step) if end - step.start <= STEP_BYTES => step.end = end,
+            Some(step) if end - step.start <= most => step.end = end,
             _ => steps.push(start..end),
         }
         start = end;

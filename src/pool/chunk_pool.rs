@@ -11,7 +11,7 @@ use crate::base::{ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, by
 use crate::index::{BadFree, BadFrees, Ledgered, RefCounts, Returning, Ticket, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
-    ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, PageLocking, Region, Sink, Stream, page_lock_steps,
+    ALIGNMENT, Backend, Borrowed, Event, Gpu, PageLocking, Region, Sink, Stream, page_lock_steps, system_page,
 };
 use crate::tensor::TensorView;
 
@@ -194,7 +194,8 @@ impl ChunkPool {
         let gpu = self.locked_by.as_ref()?;
         self.state().is_locking = true;
         // A group of this many chunks begins and ends at a page.
-        let together = PAGE / (1usize << self.stride.trailing_zeros()).min(PAGE);
+        let page = system_page();
+        let together = page / (1usize << self.stride.trailing_zeros()).min(page);
         let ends = (together..).step_by(together).take_while(|end| *end < self.config.num_chunks);
         let ends = ends.chain([self.config.num_chunks]).map(|end| end * self.stride);
         let sink: Weak<dyn Sink> = Arc::<Self>::downgrade(self);

@@ -9,7 +9,7 @@ use crate::kernels::{
     Store,
 };
 use crate::memory::{
-    ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, Region, Stream, lock_pages, page_lock_steps,
+    ALIGNMENT, Backend, Borrowed, Event, Gpu, Region, Stream, lock_pages, page_lock_steps, system_page,
 };
 use crate::tensor::TensorView;
 
@@ -136,7 +136,7 @@ pub struct Scales {
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
 /// Row 0 is the padding slot. All buffers lie in one region as [`KvLayout`] says, each at a multiple of
-/// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes. Calls that work on the rows of one layer
+/// [`ALIGNMENT`] bytes, in page-locked memory of [`system_page`] bytes. Calls that work on the rows of one layer
 /// lock that layer only.
 ///
 /// ```
@@ -187,7 +187,7 @@ impl KvPool {
         let is_locked = config.pin_memory && backend.device() == Device::Cpu;
         let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
         // Buffers that are page-locked separately must not share a page.
-        let alignment = if locked_by.is_some() { PAGE } else { ALIGNMENT };
+        let alignment = if locked_by.is_some() { system_page() } else { ALIGNMENT };
         let slots = IndexSpace { noun: "slot", len: config.rows()? };
         let kinds = config.layouts(alignment)?;
         let total = config.end(kinds);

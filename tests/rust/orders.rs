@@ -11,7 +11,7 @@ use std::time::Duration;
 use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
-use kvpool::memory::{Backend, Host, Limit, MappedHost, PAGE, PageLocking, Region, Report, Stream};
+use kvpool::memory::{Backend, Host, Limit, MappedHost, PageLocking, Region, Report, Stream, system_page};
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, Grant, Lease, Offer,
     PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool,
@@ -42,7 +42,7 @@ fn locking(num_chunks: usize) -> (Arc<ChunkPool>, PageLocking) {
     set_num_threads(2);
     let config = ChunkConfig {
         num_chunks,
-        chunk_shape: vec![PAGE],
+        chunk_shape: vec![system_page()],
         dtype: DType::U8,
         pin_memory: true,
         page_lock_threads: 2,
@@ -62,7 +62,7 @@ fn steps_of(locking: &PageLocking) -> Vec<usize> {
         match locking.next(FOREVER) {
             Report::Step(progress) => {
                 assert!(progress.failure.is_none(), "{progress:?}");
-                steps.push(progress.done / PAGE);
+                steps.push(progress.done / system_page());
             }
             Report::TimedOut => panic!("time stands still"),
             Report::Finished => return steps,
@@ -134,7 +134,7 @@ fn freed_chunk_returns_after_its_copy() {
         let copier = {
             let pool = Arc::clone(&pool);
             thread::spawn(move || {
-                let region = Arc::new(Region::new(Arc::new(Host), PAGE).expect("small"));
+                let region = Arc::new(Region::new(Arc::new(Host), system_page()).expect("small"));
                 let ours = TensorView::packed(region, 0, DType::U8, *pool.tensor(chunk, None)?.shape())?;
                 pool.copy(chunk, &ours.borrow(), Direction::Pack, Stream::DEFAULT)
             })
