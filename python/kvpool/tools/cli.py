@@ -14,7 +14,7 @@ from kvpool.tools.plan.command import plan
 from kvpool.tools.replay.command import replay
 from kvpool.tools.serve.command import serve
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app: typer.Typer = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(asked: bool) -> None:

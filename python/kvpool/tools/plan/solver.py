@@ -367,7 +367,7 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(
             "as many request rows as requests with full context; shorter ones need more: --mean-context"
             if config.mean_context is None
-            else f"as many request rows as requests of {config.mean_context:,} tokens; where they are longer, "
+            else f"as many request rows as requests of {config.mean_context:,} tokens; if they are longer, "
             "slots are short before rows"
         )
     if plan.size + 3 * config.page_size + 8 > MOST_INT32:
