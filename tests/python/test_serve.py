@@ -220,6 +220,16 @@ def test_the_command_reports_errors_in_one_line(arguments: tuple[str, ...], mess
     assert result.stderr.count("\n") == 1
 
 
+def test_a_pytorch_that_cannot_use_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_size: int, **_options: object) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled\nand more")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    result = invoke("--device", "cpu")
+    told = "BackendUnavailableError: PyTorch cannot use cpu: Torch not compiled with CUDA enabled"
+    assert (result.exit_code, result.stderr) == (1, f"kvpool: {told}\n")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 @pytest.mark.parametrize(
     ("device", "message"),

@@ -106,7 +106,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
     )
     console = Console(quiet=as_json_object)
     try:
-        check_device(config.device)
+        if role != "router":  # which has no pools
+            check_device(config.device)
         if prefill or decode or role:
             from kvpool.tools.serve import cluster, cluster_report  # noqa: PLC0415
 
