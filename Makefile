@@ -59,7 +59,7 @@ define at_once
 endef
 
 .PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test process-test software-test \
-    rust-lint python-lint stub-lint kernel-lint \
+    rust-lint python-lint stub-lint kernel-lint verify-types \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
 
@@ -153,6 +153,15 @@ python-lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --no-site-packages --follow-imports=silent --disable-error-code=import-not-found \
+	    --cache-dir=.mypy_cache/without_pytorch tests/typing/none_checks.py
+
+# How much of what users can import has a type that every checker sees alike. Not a part of `make lint`: pyright is large and
+# reads the types of PyTorch and transformers for half a minute.
+verify-types: $(EXTENSION) $(VENV)/.test
+	$(PIP) install --quiet --group types
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --verifytypes kvpool --ignoreexternal --outputjson > $(VENV)/types.json; \
+	    $(BIN)/python tests/typing/completeness.py $(VENV)/types.json
 
 # The stub and the API page are what the extension has.
 stub-lint: $(EXTENSION) $(VENV)/.test

@@ -1,22 +1,17 @@
 """The command `kvpool`, also started by `python -m kvpool`."""
 
-import importlib.util
 import sys
 
-CLI_MODULES = ("rich", "typer")
-"""Modules that every command needs. Without them, `doctor` alone works and parses its arguments itself."""
+from kvpool.tools.needs import COMMAND_LINE, missing
 
 
 def main() -> None:
     """Run the command line. Exit with status 1 and one line on stderr if an extra is not installed."""
-    missing = [name for name in CLI_MODULES if importlib.util.find_spec(name) is None]
-    if missing and sys.argv[1:2] == ["doctor"]:
-        from kvpool.tools.doctor.plain import main as doctor  # noqa: PLC0415 - few ask for it
+    if missing(COMMAND_LINE):
+        from kvpool.tools.plain import main as plain  # noqa: PLC0415 - few ask for it
 
-        sys.exit(doctor(sys.argv[2:]))
-    if missing:
-        sys.stderr.write(f"kvpool: {', '.join(missing)} not found; run: pip install 'kvpool[tools]'\n")
-        sys.exit(1)
+        plain(sys.argv[1:])
+        return
     from kvpool.tools.cli import app  # noqa: PLC0415 - needs the modules looked for above
 
     app(prog_name="kvpool")

@@ -1,5 +1,6 @@
-# Tensors are `torch.Tensor` where PyTorch is installed and `kvpool.Tensor` elsewhere; a type checker that finds no
-# PyTorch takes them as `Any`.
+# Tensors are `torch.Tensor` where PyTorch is installed and `kvpool.Tensor` elsewhere. A type checker that finds no
+# PyTorch takes them as `Any`, and `torch.Tensor | None` as `Any | None`: it finds a missing check for `None` all the
+# same. `Any` is written where objects of an engine pass through.
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
@@ -17,6 +18,7 @@ from kvpool._typing import (
     DeviceLike,
     DTypeLike,
     Fence,
+    HybridAct,
     IndicesLike,
     KeysLike,
     KVStats,
@@ -26,6 +28,7 @@ from kvpool._typing import (
     SlotStats,
     StoreStats,
     StreamLike,
+    TableIndex,
     TensorLike,
     TierStats,
     UnitStats,
@@ -240,6 +243,11 @@ class Pool:
 
     Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
     `ChunkPool`, `BufferPool`, `PagePool`, `Workspace` and `PrefixCache`.
+
+    A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
+    `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`, their
+    arguments go to `__new__`; `__init__` takes any, and lists the pool in `kvpool.pools()`. What an overridden
+    method does is for callers in Python: kvpool's classes use the pool itself.
     """
 
     name: str
@@ -278,7 +286,7 @@ class Pool:
           `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
           `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
-    def used_on(self, tensor: object, stream: object | None = None) -> None:
+    def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
         work, even if the pool and its tensors are dropped first.
 
@@ -324,10 +332,14 @@ class Pool:
     @property
     def _unit_bytes(self) -> int | None:
         """Bytes of one unit. `None` if the pool has no memory or its units differ in size."""
-    def _occupancy(self) -> tuple[list[tuple[Any, ...]], list[int]]:
+    def _occupancy(
+        self,
+    ) -> tuple[
+        list[tuple[int, int, str, int | None, list[tuple[str | int | None, str, float, int]]]], list[int]
+    ]:
         """The spans of the pool, each as (first, end, state, bytes, holders), and the histogram of lifetimes."""
 
-@final
+@disjoint_base
 class KVPool(Pool):
     """K and V storage of every layer, in one region.
 
@@ -381,7 +393,7 @@ class KVPool(Pool):
         *,
         page_size: SupportsIndex = 1,
         layout: Literal["split", "fused"] = "split",
-    ) -> KVPool: ...
+    ) -> Self: ...
     @property
     def k_buffer(self) -> list[torch.Tensor]:
         """The keys of every layer: a list of `layer_num` tensors `[rows, k_head_num, k_head_dim]`, without a
@@ -557,7 +569,7 @@ class KVPool(Pool):
           `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
 
-@final
+@disjoint_base
 class TokenToKVPoolAllocator(Pool):
     """Hands out the token slots of a `KVPool` as index tensors and takes them back.
 
@@ -616,7 +628,7 @@ class TokenToKVPoolAllocator(Pool):
         strict: bool = False,
         index_dtype: DTypeLike = "int32",
         debug: bool | None = None,
-    ) -> TokenToKVPoolAllocator: ...
+    ) -> Self: ...
     @property
     def index_dtype(self) -> torch.dtype:
         """The dtype of the tensors that the allocator returns: a `torch.dtype` or, without PyTorch, its name."""
@@ -811,7 +823,7 @@ class TokenToKVPoolAllocator(Pool):
             OutOfMemoryError: If there is not enough memory. Nothing is changed.
             DriverError: If the stream is being captured. Nothing is changed.
         """
-    def used_on(self, tensor: object, stream: object | None = None) -> None:
+    def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream reads a tensor of slots. Its memory is reused only after that work, even
         if the tensor is dropped first.
 
@@ -935,7 +947,7 @@ class FreeGroup:
     def __exit__(self, *_exception: object) -> None:
         """Ends the group. An exception of the body propagates; an error of the group itself is then logged."""
 
-@final
+@disjoint_base
 class ReqToTokenPool(Pool):
     """The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 
@@ -981,7 +993,7 @@ class ReqToTokenPool(Pool):
         zero_rows: bool = True,
         foreign_writes: bool = False,
         debug: bool | None = None,
-    ) -> ReqToTokenPool: ...
+    ) -> Self: ...
     @property
     def generation(self) -> torch.Tensor:
         """How often each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a padding row),
@@ -1032,7 +1044,7 @@ class ReqToTokenPool(Pool):
         Raises:
             IndexOwnershipError: If the pool is strict and a free is invalid.
         """
-    def write(self, index: tuple[Any, Any], values: SupportsIndex | IndicesLike) -> None:
+    def write(self, index: TableIndex, values: SupportsIndex | IndicesLike) -> None:
         """Writes slots to the table; on a GPU in one launch.
 
         For a place listed twice, the last value wins; if only the GPU knows the places, either may.
@@ -1222,9 +1234,12 @@ class BatchPlanner:
         """Takes the slots for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to
         `seq_lens`.
 
+        `seq_lens` are lengths after this step, the new tokens included: a request that has 30 tokens and gets
+        its next one has the length 31 here, and 32 in the step after that.
+
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
-            seq_lens: Tokens of each request, including the new ones, ints `[bs]`.
+            seq_lens: Tokens that each request will have, including the new ones, ints `[bs]`.
             tokens_per_req: New tokens per request. Use more than one for speculative decoding, and `truncate`
                 to free the rejected ones.
             pad_to: Batch sizes of CUDA graphs, an int or a sequence. The batch is padded to the smallest size
@@ -1754,7 +1769,7 @@ class HybridTree:
         """Whether an insertion is going on."""
     def end_insertion(
         self,
-    ) -> list[tuple[Any, ...]]:
+    ) -> list[HybridAct]:
         """Gives up an insertion that is going on, if there is one, and returns what is still to be done, as
         `HybridStep.acts`.
         """
@@ -2114,7 +2129,7 @@ class HybridMatch:
 class HybridStep:
     """A step of an insertion."""
 
-    def acts(self) -> list[tuple[Any, ...]]:
+    def acts(self) -> list[HybridAct]:
         """What the engine must do, in this order, as tuples. Ranges are of the inserted slots.
 
         ("free", start, end): free them with their windows. ("free_full", start, end): free them; their windows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,11 @@ class SupportsCudaStream(Protocol):
 # int32 or int64.
 IndicesLike: TypeAlias = "TensorLike | Sequence[SupportsIndex]"
 
+# `(row, slice)`, `(row, column)`, or `(rows, columns)`.
+TableIndex: TypeAlias = (
+    "tuple[SupportsIndex, slice] | tuple[SupportsIndex | IndicesLike, SupportsIndex | IndicesLike]"
+)
+
 # `bytes` objects of 32 bytes, or a uint8 array of shape [n, 32].
 KeysLike: TypeAlias = "TensorLike | Sequence[bytes]"
 
@@ -57,6 +62,14 @@ DTypeLike: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[np.generic]"
 
 # A `torch.cuda.Stream`, or the handle of a CUDA stream.
 StreamLike: TypeAlias = "SupportsCudaStream | int"
+
+
+# What an engine does for a step of a `HybridTree`.
+HybridAct: TypeAlias = (
+    "tuple[Literal['free', 'free_full'], int, int] | tuple[Literal['free_old'], torch.Tensor] "
+    "| tuple[Literal['rebuild'], int, torch.Tensor] | tuple[Literal['recover'], int, torch.Tensor, int, int] "
+    "| tuple[Literal['evict_excess'], int]"
+)
 
 
 class PoolStats(TypedDict):

@@ -13,6 +13,7 @@ pub(super) use crate::pool::Pool as Contract;
 
 use super::debug::{self, Debug, OccupancyTuple};
 use super::framework::current_stream;
+use super::pickling::refuse;
 use super::{args, lock};
 
 /// Every pool that is alive, and possibly some that are not.
@@ -46,6 +47,11 @@ pub(super) trait PoolClass:
 ///
 /// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
 /// `ChunkPool`, `BufferPool`, `PagePool`, `Workspace` and `PrefixCache`.
+///
+/// A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
+/// `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`, their
+/// arguments go to `__new__`; `__init__` takes any, and lists the pool in `kvpool.pools()`. What an overridden
+/// method does is for callers in Python: kvpool's classes use the pool itself.
 #[pyclass(frozen, subclass, weakref, module = "kvpool", name = "Pool")]
 pub(super) struct BasePool {
     name: Mutex<String>,
@@ -168,6 +174,11 @@ impl BasePool {
         }
         pools.push(this);
         Ok(())
+    }
+
+    /// Raises, also for a class derived in Python, whose objects `copyreg` does not know.
+    fn __reduce_ex__(slf: &Bound<'_, Self>, _protocol: &Bound<'_, PyAny>) -> PyResult<()> {
+        refuse(slf)
     }
 
     /// The name of the pool in metrics and reports. Defaults to the class name and a number, such as

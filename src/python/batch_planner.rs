@@ -212,9 +212,12 @@ impl BatchPlanner {
     /// Takes the slots for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to
     /// `seq_lens`.
     ///
+    /// `seq_lens` are lengths after this step, the new tokens included: a request that has 30 tokens and gets
+    /// its next one has the length 31 here, and 32 in the step after that.
+    ///
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.
-    ///     seq_lens: Tokens of each request, including the new ones, ints `[bs]`.
+    ///     seq_lens: Tokens that each request will have, including the new ones, ints `[bs]`.
     ///     tokens_per_req: New tokens per request. Use more than one for speculative decoding, and `truncate`
     ///         to free the rejected ones.
     ///     pad_to: Batch sizes of CUDA graphs, an int or a sequence. The batch is padded to the smallest size

@@ -55,7 +55,7 @@ use super::framework::{backend, current_stream, to_dtype, torch};
 ///     TypeError: If `dtype` is not a storage dtype.
 ///     OutOfMemoryError: If there is not enough memory.
 ///     BackendUnavailableError: If `device` is not available.
-#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "KVPool")]
+#[pyclass(extends = BasePool, frozen, subclass, module = "kvpool", name = "KVPool")]
 pub(super) struct KvPool {
     pool: Arc<Pool>,
     k_buffer: Vec<Py<PyAny>>,

@@ -37,6 +37,7 @@ mod kv_pool;
 mod logging;
 mod offload;
 mod page_pool;
+mod pickling;
 mod prefix_cache;
 mod prefix_report;
 mod prefix_tree;
@@ -250,5 +251,6 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("_STORAGE_DTYPES", storage.into_py_dict(module.py())?)?;
     let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();
     module.add("_ERROR_CLASSES", errors)?;
+    pickling::explain(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

@@ -52,7 +52,7 @@ use super::{args, lock, with};
 ///     ConfigError: If a size is below 1, or the size in bytes overflows.
 ///     OutOfMemoryError: If there is not enough memory.
 ///     BackendUnavailableError: If `device` is not available.
-#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "ReqToTokenPool")]
+#[pyclass(extends = BasePool, frozen, subclass, module = "kvpool", name = "ReqToTokenPool")]
 pub(super) struct ReqToTokenPool {
     pub(super) pool: Arc<Mutex<Pool>>,
     device: Device,

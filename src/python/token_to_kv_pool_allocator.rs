@@ -69,7 +69,7 @@ use super::logging::{Reporter, warn};
 ///     ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
 ///     TypeError: If `index_dtype` is neither int32 nor int64.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
+#[pyclass(extends = BasePool, frozen, subclass, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
     pub(super) pool: Arc<Pool>,
     device: Device,

@@ -531,7 +531,7 @@ def test_a_fleet_needs_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke(*SMALL, "--link", "1GB/s")
     assert (result.exit_code, result.stderr) == (
         1,
-        "kvpool: numpy not found; run: pip install 'kvpool[tools]'\n",
+        "kvpool: plan --fleet needs numpy: pip install 'kvpool[tools]'\n",
     )
 
 

@@ -211,8 +211,9 @@ def test_windows_are_asked_for() -> None:
     assert not step.done
     assert tree.is_inserting()
     nodes = []
-    for kind, node, slots in step.acts():
-        assert kind == "rebuild"
+    for act in step.acts():
+        assert act[0] == "rebuild"
+        _, node, slots = act
         tree.set_value(node, 1, slots + 100)
         nodes.append(node)
     assert tree.advance(PROMPT, SLOTS).done
@@ -247,6 +248,7 @@ def test_states_are_found() -> None:
     step = tree.insert([1, 2, 3], [10, 11, 12], found=2, state=[8])
     assert not step.done
     (act,) = step.acts()
+    assert act[0] == "evict_excess"
     frees = tree.evict_excess_states(act[1])
     assert frees.state is not None
     assert frees.state.tolist() == [7]

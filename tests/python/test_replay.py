@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvpool import __main__ as entry
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.tools.cli import app
@@ -526,17 +524,6 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.exit_code == 1
     assert "VerificationError: request " in result.stderr
     assert result.stdout == ""
-
-
-def test_a_missing_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
-    with pytest.raises(SystemExit) as caught:
-        entry.main()
-    assert caught.value.code == 1
-    assert capsys.readouterr().err == "kvpool: rich not found; run: pip install 'kvpool[tools]'\n"
 
 
 def test_python_m_kvpool_runs_the_command() -> None:

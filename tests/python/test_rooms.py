@@ -26,7 +26,7 @@ MODULES = {
 }
 EXTENSION = "kvpool._kvpool"
 # Modules of `kvpool.tools` that every command may import.
-SHARED_BY_COMMANDS = {"bandwidths", "output", "traces", "units"}
+SHARED_BY_COMMANDS = {"bandwidths", "devices", "needs", "output", "traces", "units"}
 
 # The folders that the modules of a folder may import. "" is the public face.
 MAY_IMPORT = {

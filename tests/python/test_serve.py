@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from common import some
 from typer.testing import CliRunner
 
@@ -219,8 +220,26 @@ def test_the_command_reports_errors_in_one_line(arguments: tuple[str, ...], mess
     assert result.stderr.count("\n") == 1
 
 
-def test_missing_transformers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    result = invoke()
-    assert result.exit_code == 1
-    assert "pip install 'kvpool[transformers]'" in result.stderr
+def test_a_pytorch_that_cannot_use_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_size: int, **_options: object) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled\nand more")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    result = invoke("--device", "cpu")
+    told = "BackendUnavailableError: PyTorch cannot use cpu: Torch not compiled with CUDA enabled"
+    assert (result.exit_code, result.stderr) == (1, f"kvpool: {told}\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", "BackendUnavailableError: device cuda:0 cannot be used: no NVIDIA driver"),
+        ("tpu", "ConfigError: unknown device 'tpu'"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_told_in_one_line(device: str, message: str) -> None:
+    result = invoke("--device", device)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"kvpool: {message}")
+    assert result.stderr.count("\n") == 1

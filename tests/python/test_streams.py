@@ -98,9 +98,9 @@ def test_used_on_rejects_other_tensors() -> None:
         with pytest.raises(ConfigError, match="does not come from this allocator"):
             allocator.used_on(tensor)
     with pytest.raises(TypeError):
-        allocator.used_on([1, 2])
+        allocator.used_on([1, 2])  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        allocator.used_on(some(allocator.alloc(2)), "stream")
+        allocator.used_on(some(allocator.alloc(2)), "stream")  # type: ignore[arg-type]
 
 
 def test_slots_in_host_memory_have_no_streams() -> None:

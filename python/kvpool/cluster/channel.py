@@ -305,7 +305,7 @@ class Listener:
     def __init__(
         self, address: tuple[str, int], secret: bytes, on_channel: Callable[[Channel], object]
     ) -> None:
-        self.refused = 0
+        self.refused: int = 0
         self._secret = secret
         self._on_channel = on_channel
         self._shaking = threading.Semaphore(_MAX_HANDSHAKES)

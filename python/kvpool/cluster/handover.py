@@ -27,11 +27,11 @@ class Outgoing:
         tell: Called with the ticket when the rows are lent, or with `None` if they cannot be.
     """
 
-    brings = False
-    has_failed = False
+    brings: bool = False
+    has_failed: bool = False
 
     def __init__(self, endpoint: Endpoint, seconds: float, tell: Callable[[bytes | None], object]) -> None:
-        self.has_begun = False
+        self.has_begun: bool = False
         self._endpoint = endpoint
         self._seconds = seconds
         self._tell = tell
@@ -72,11 +72,11 @@ class Incoming:
         IndexError: If the peer has no such slots.
     """
 
-    brings = True
+    brings: bool = True
 
     def __init__(self, endpoint: Endpoint, peer: Peer, ticket: bytes) -> None:
-        self.has_begun = False
-        self.has_failed = False
+        self.has_begun: bool = False
+        self.has_failed: bool = False
         self._endpoint = endpoint
         self._peer = peer
         self._remote: RemoteSlots = peer.slots(ticket)

@@ -221,7 +221,7 @@ class MooncakeStore(Store):
         self._left = False
         self._gone = False
         self._try_at = 0.0
-        self.damaged = 0
+        self.damaged: int = 0
         """Values that were found and did not fit their keys, and were removed."""
         super().__init__()
 

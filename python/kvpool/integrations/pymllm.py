@@ -45,7 +45,7 @@ class TreeNode:
 
     def __init__(self, tree: PrefixTree, node: int) -> None:
         self._tree = tree
-        self.id = node
+        self.id: int = node
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TreeNode) and (self._tree, self.id) == (other._tree, other.id)
@@ -123,7 +123,7 @@ class RadixCache(base.BasePrefixCache):  # type: ignore[misc] # without types
         self.pool = token_to_kv_pool_allocator
         self.mamba_pool = mamba_pool
         self.on_node_evict = on_node_evict
-        self.device = torch.device("cpu" if self.pool is None else self.pool.device)
+        self.device: torch.device = torch.device("cpu" if self.pool is None else self.pool.device)
 
     @property
     def root_node(self) -> TreeNode:

@@ -87,17 +87,20 @@ class Core:
     def __init__(
         self, name: str, kv: KVPool, states: GDNPool | None, new_agent: NewAgent, *, may_cut: bool
     ) -> None:
-        self.lock = threading.RLock()
-        self.leases = Leases()
+        self.lock: threading.RLock = threading.RLock()
+        self.leases: Leases = Leases()
         self.peers: dict[str, Introduction] = {}
-        self.returned = self.expired = self.refused = 0
-        self.is_closed = False
+        self.returned: int = 0
+        self.expired: int = 0
+        self.refused: int = 0
+        self.is_closed: bool = False
         self._polled = -math.inf
         self._pools = (kv, states)  # their memory is read and written as long as this lives
         self._new_agent = new_agent
         self._readers = 0
-        self.reads = Reads(self._new_reader if may_cut else lambda: self._agent, may_cut=may_cut)
-        self.who = _introduce(name, kv, states, self.leases.words)
+        new_reader = self._new_reader if may_cut else lambda: self._agent
+        self.reads: Reads = Reads(new_reader, may_cut=may_cut)
+        self.who: Introduction = _introduce(name, kv, states, self.leases.words)
         messages.introduction(self.who)  # refuses pools that are too large
         pools, _ = messages.blocks(self.who)
         scratch = messages.words(self.reads.words)
@@ -107,7 +110,7 @@ class Core:
         ]
         self._memory += messages.regions(self.who)
         # Reads go through agents of their own: those can be closed while peers read here.
-        self._agent = new_agent(self.who.agent, self._memory, self._blocks)
+        self._agent: Agent = new_agent(self.who.agent, self._memory, self._blocks)
         self.who = self.who._replace(metadata=self._agent.metadata())
         observe(self)
 

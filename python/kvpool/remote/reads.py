@@ -87,10 +87,15 @@ class Reads:
 
     def __init__(self, new_agent: Callable[[], Agent], *, may_cut: bool) -> None:
         self.words: npt.NDArray[np.uint64] = np.zeros(MAX_READS, np.uint64)
-        self.completed = self.failed = self.cuts = self.rows = self.runs = self.bytes = 0
-        self.seconds = 0.0
+        self.completed: int = 0
+        self.failed: int = 0
+        self.cuts: int = 0
+        self.rows: int = 0
+        self.runs: int = 0
+        self.bytes: int = 0
+        self.seconds: float = 0.0
         # Completed reads that took less than 1, 2, 4, ... ms; the last took longer.
-        self.times = [0] * _TIMES
+        self.times: list[int] = [0] * _TIMES
         self._free = [*range(MAX_READS)]
         self._running: list[Read] = []
         self._new_agent, self._may_cut = new_agent, may_cut

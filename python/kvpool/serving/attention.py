@@ -62,7 +62,9 @@ class PoolAttention:
                 f"a key has {kv_pool.k_head_num} heads, a value {kv_pool.v_head_num}; they must be equal"
             )
         self.kv_pool = kv_pool
-        self.groups = [AttentionGroup(plan, kv_pool, requests, wait_layer) for requests in _group(plan)]
+        self.groups: list[AttentionGroup] = [
+            AttentionGroup(plan, kv_pool, requests, wait_layer) for requests in _group(plan)
+        ]
 
     def __call__(  # noqa: PLR0913 - the options of models
         self,
@@ -141,9 +143,10 @@ class AttentionGroup:
         device = plan.block_table.device
         starts = torch.from_numpy(plan.host.qo_indptr[requests]).long()
         seq_lens = torch.from_numpy(plan.host.seq_lens[requests]).long()
-        self.extend_len = int(plan.host.qo_indptr[requests[0] + 1] - starts[0])
-        self.tokens = (starts[:, None] + torch.arange(self.extend_len)).flatten().to(device)
-        self.requests = torch.tensor(requests, device=device)
+        self.extend_len: int = int(plan.host.qo_indptr[requests[0] + 1] - starts[0])
+        tokens = starts[:, None] + torch.arange(self.extend_len)
+        self.tokens: torch.Tensor = tokens.flatten().to(device)
+        self.requests: torch.Tensor = torch.tensor(requests, device=device)
         self._kv_pool = kv_pool
         self._wait_layer = wait_layer
         self._kv_len = int(seq_lens.max())

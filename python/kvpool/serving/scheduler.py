@@ -167,13 +167,13 @@ class Scheduler(Generic[R]):
     ) -> None:
         self.planner = planner
         self.cache = cache
-        self.max_step_tokens = planner.max_tokens
+        self.max_step_tokens: int = planner.max_tokens
         self.waiting: deque[R] = deque()
         self.fetching: deque[R] = deque()
         self.running: list[R] = []
         self.moving: list[R] = []
         self.released: dict[State, int] = {"waiting": 0, "finished": 0, "aborted": 0}
-        self.waits = 0
+        self.waits: int = 0
         # Rows that no request has: one is about to start, or some are about to be freed.
         self._spare: list[Sequence[int]] = []
         self._too_long: R | None = None
@@ -183,7 +183,7 @@ class Scheduler(Generic[R]):
         # When the first fetch of those that wait for one is given up, and one that was.
         self._fetch_until = 0.0
         self._overdue: Fetch | None = None
-        self.fetched_tokens = 0
+        self.fetched_tokens: int = 0
         self._pays_to_load = pays_to_load
         # Whether the first in the queue waits for slots of its load or its move that copies hold, and whether
         # that is tried at all: after a load that failed only when a step was computed.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import NoReturn
+
+from kvpool.tools.needs import lack
 
 WIDTH = 80
 """Width of tables, the same on every terminal and in a file."""
@@ -32,8 +33,8 @@ def fail(message: str) -> NoReturn:
     sys.exit(1)
 
 
-def need(extra: str, *modules: str) -> None:
-    """Exit the command if a module is not installed, and name the extra that installs it."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        fail(f"{', '.join(missing)} not found; run: pip install 'kvpool[{extra}]'")
+def need(what: str, *packages: str) -> None:
+    """Exit the command if one of the packages that it needs is not installed, and name all that are not."""
+    problem = lack(what, packages)
+    if problem:
+        fail(problem)

@@ -36,11 +36,11 @@ class Feed:
     def __init__(
         self, index: PrefixIndex, worker: str, *, can_replay: bool, max_bytes: int = MAX_BYTES
     ) -> None:
-        self.needs_replay = can_replay
-        self.applied = 0
-        self.refused = 0
-        self.restarts = 0
-        self.drops = 0
+        self.needs_replay: bool = can_replay
+        self.applied: int = 0
+        self.refused: int = 0
+        self.restarts: int = 0
+        self.drops: int = 0
         self._index = index
         self._worker = worker
         self._can_replay = can_replay

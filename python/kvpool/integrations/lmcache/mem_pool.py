@@ -103,9 +103,9 @@ class LocalPool(BasePool):
             )
         # A pool of one chunk gives the bytes of a chunk, and checks shape and dtype.
         probe = ChunkPool(1, metadata.kv_shape, metadata.kv_dtype, "cpu", pin_memory=False)
-        self.chunk_size = metadata.kv_shape[2]
-        self.size_per_chunk = probe.chunk_bytes
-        self.max_chunk_num = self.init_max_chunk_num(metadata)
+        self.chunk_size: int = metadata.kv_shape[2]
+        self.size_per_chunk: int = probe.chunk_bytes
+        self.max_chunk_num: int = self.init_max_chunk_num(metadata)
         self._dtype = probe.dtype
         self._shape = probe.chunk_shape
         # Frees of objects that no pool allocated.

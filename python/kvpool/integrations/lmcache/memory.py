@@ -348,8 +348,10 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
 
     def _note(self) -> None:
         """Tells LMCache what is in use."""
-        self.num_active_allocations = count = self._space.in_use
-        self.total_allocated_size = used = count * self.align_bytes
+        count = self._space.in_use
+        used = count * self.align_bytes
+        self.num_active_allocations: int = count
+        self.total_allocated_size: int = used
         self.stats_monitor.update_local_cache_usage(used)
         self.stats_monitor.update_active_memory_objs_count(count)
 

@@ -259,8 +259,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         states = -1
         if _MAMBA in parts:
             states = get_exec().mamba.mamba_max_states_per_path
-        self.page_size = params.page_size
-        self.is_eagle = params.is_eagle and _MAMBA not in parts
+        self.page_size: int = params.page_size
+        self.is_eagle: bool = params.is_eagle and _MAMBA not in parts
         self.enable_hicache = False
         self.enable_storage = False
         self.enable_external_cache_linker = False
@@ -268,7 +268,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         self.is_write_back = False
         self.has_swa_host_pool = False
         self.is_host_memory_buffer_only = False
-        self.kv_events = KVCacheEventRecorder(
+        self.kv_events: KVCacheEventRecorder = KVCacheEventRecorder(
             enabled=params.enable_kv_cache_events,
             page_size=params.page_size,
             dynamo_format=params.dynamo_kv_event_format,

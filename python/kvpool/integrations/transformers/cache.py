@@ -129,7 +129,10 @@ class PooledCache(Cache, Closing):
                 for kind in pools.kinds
             ]
         )
-        self.kv_pool, self.allocator, self.table, self.gdn_pool = pools[:4]
+        self.kv_pool: KVPool = pools.kv_pool
+        self.allocator: TokenToKVPoolAllocator = pools.allocator
+        self.table: ReqToTokenPool = pools.table
+        self.gdn_pool: GDNPool | None = pools.gdn_pool
         self._closer = weakref.finalize(self, self._batch.close)
         self._closer.atexit = False
 

@@ -38,7 +38,7 @@ class SectorPool(CachePool):
     """
 
     def __init__(self, num_sectors: int, num_allocators: int, num_reserved_sectors: int = 2) -> None:
-        self.allocator = TokenToKVPoolAllocator(num_sectors, "cpu", strict=True)
+        self.allocator: TokenToKVPoolAllocator = TokenToKVPoolAllocator(num_sectors, "cpu", strict=True)
         super().__init__(num_sectors, num_allocators, num_reserved_sectors)
 
     @override

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from kvpool._kvpool import BatchPlan
+    from kvpool._kvpool import BatchPlan, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
     from kvpool._typing import DTypeLike
     from kvpool.attention import AttentionGroup
 
@@ -105,6 +105,8 @@ class PooledModel:
         self.model = model
         embeddings: Any = model.get_input_embeddings()
         self.vocab_size: int = embeddings.num_embeddings
+        self.kv_pool: KVPool
+        self.allocator: TokenToKVPoolAllocator
         self.kv_pool, self.allocator = make_full_attention_net_mem_pool(
             size,
             len(shapes.attention_layers),
@@ -113,7 +115,7 @@ class PooledModel:
             dtype=dtype or model.dtype,
             page_size=page_size,
         )
-        self.table = make_req_to_token_pool(max_reqs, max_context_len, device)
+        self.table: ReqToTokenPool = make_req_to_token_pool(max_reqs, max_context_len, device)
         self.gdn_pool: GDNPool | None = None
         if shapes.gdn_shape is not None:
             self.gdn_pool = GDNPool(

@@ -50,9 +50,9 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
             num_hash_lookahead_tokens, medium,
         )  # fmt: skip
         self.num_gpu_blocks = num_gpu_blocks
-        self.free_block_queue = BlockQueue(num_gpu_blocks, self)
-        self.blocks = self.free_block_queue.blocks
-        self.null_block = self.free_block_queue.popleft()
+        self.free_block_queue: BlockQueue = BlockQueue(num_gpu_blocks, self)
+        self.blocks: list[Block] = self.free_block_queue.blocks
+        self.null_block: Block = self.free_block_queue.popleft()
         self.null_block.is_null = True
 
     @property

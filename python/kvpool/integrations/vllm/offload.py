@@ -291,7 +291,7 @@ class FileStoreTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: Any = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.locality = None if locality is None else Locality(locality)
+        self.locality: Locality | None = None if locality is None else Locality(locality)
         mapper = FileMapper.from_offloading_spec(
             root_dir=path,
             offloading_spec=offloading_spec,

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 from kvpool.tools.doctor import driver, host, libraries
 from kvpool.tools.doctor.report import BROKEN, MISSING, OK, Finding, Report, Verdict, unmet_text
 from kvpool.tools.doctor.trial import Outcome, run_trial
+from kvpool.tools.needs import COMMAND_LINE, COMMANDS, remedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvpool.tools.doctor.libcuda import Loader
     from kvpool.tools.doctor.libraries import TorchState
-
-NEEDED = {"serve": ("typer", "rich", "numpy"), "replay": ("typer", "rich", "numpy")}
-"""Libraries that the commands need besides PyTorch (and `serve` besides `transformers`)."""
 
 _DRIVER_ADVICE = "see 'NVIDIA driver' and 'devices' above"
 
@@ -103,22 +101,23 @@ def _verdicts(cpu: Outcome, gpus: dict[str, Outcome], torch: TorchState) -> list
         if torch.problem
         else Verdict("torch", title, True, "tensors of a pool are views of its memory")
     )
-    for name, needed in NEEDED.items():
-        problem, advice = _command_problem(name, needed, cpu, torch)
+    for name in ("serve", "replay"):
+        problem, advice = _command_problem(name, cpu, torch)
         verdicts.append(
             Verdict(name, f"kvpool {name}", not problem, problem or "all requirements are met", advice)
         )
     return verdicts
 
 
-def _command_problem(name: str, needed: tuple[str, ...], cpu: Outcome, torch: TorchState) -> tuple[str, str]:
+def _command_problem(name: str, cpu: Outcome, torch: TorchState) -> tuple[str, str]:
     """Why a command cannot be used, and the remedy."""
     if not cpu.works:
         return 'device="cpu" does not work', ""
+    needed = (*COMMAND_LINE, *COMMANDS[name].needs)
+    absent = [module for module in needed if libraries.version_of(module) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed", remedy(absent)
     if torch.problem:
         return torch.problem, torch.advice
-    missing = [module for module in needed if libraries.version_of(module) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed", "pip install 'kvpool[tools]'"
     problem = libraries.transformers_problem() if name == "serve" else ""
     return problem, "pip install 'kvpool[tools,transformers]'" if problem else ""

@@ -66,13 +66,17 @@ def plan(  # noqa: PLR0913 - one parameter per option
     context: Annotated[
         int | None, typer.Option(min=1, help="The most tokens of a request. Default: the model's.")
     ] = None,
+    mean_context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a request on average, prompt and answer. Default: --context."),
+    ] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = PAGE_SIZE,
     max_requests: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="The most requests at once, each with a row of the table and states. Default: as many as "
-            "fit with --context tokens each.",
+            "fit with --mean-context tokens each.",
         ),
     ] = None,
     step_tokens: Annotated[
@@ -206,7 +210,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
     """
     if not fleet:
         _refuse_fleet_options(called)
-    elif max_requests is None:
+    elif max_requests is None and mean_context is None:
         max_requests = MAX_REQUESTS
     try:
         made = make_plan(
@@ -217,6 +221,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
                 tp=tp,
                 dtype=dtype,
                 context_len=context,
+                mean_context=mean_context,
                 page_size=page_size,
                 max_requests=max_requests,
                 step_tokens=step_tokens,
@@ -284,7 +289,7 @@ def _run_fleet(
     *,
     as_json_object: bool,
 ) -> None:
-    need("tools", "numpy")
+    need("plan --fleet", "numpy")
     from kvpool.tools.plan.fleet import simulate  # noqa: PLC0415 - it needs NumPy
     from kvpool.tools.plan.fleet_report import fleet_as_json, print_fleet  # noqa: PLC0415
 

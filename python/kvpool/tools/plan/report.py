@@ -60,6 +60,9 @@ def _summary(plan: Plan) -> Table:
     table.add_row("token slots", f"{plan.size:,}, in {pages:,} pages of {shapes.page_size}")
     table.add_row("requests at once", f"{plan.max_reqs:,}")
     table.add_row(f"  of {plan.context_len:,} tokens", f"{plan.full_requests:,}")
+    mean = plan.config.mean_context
+    if mean is not None and mean != plan.context_len:
+        table.add_row(f"  of {mean:,} tokens", f"{plan.mean_requests:,}")
     return table
 
 

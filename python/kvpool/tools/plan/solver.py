@@ -37,8 +37,9 @@ class PlanConfig:
         tp: GPUs that share each layer (tensor parallelism).
         dtype: Data type of keys and values; None takes the model's.
         context_len: The most tokens of a request; None takes the model's.
+        mean_context: Tokens of a request on average; None for `context_len`.
         page_size: Slots in a page.
-        max_requests: The most requests at once; None for as many as fit with full context.
+        max_requests: The most requests at once; None for as many as fit with `mean_context` tokens each.
         step_tokens: The most new tokens in a step of the planner.
         mla: Storage form of latent attention, one of `MLA_FORMS`.
         device: Device of the pools, in PyTorch's notation.
@@ -49,6 +50,7 @@ class PlanConfig:
     tp: int = 1
     dtype: str | None = None
     context_len: int | None = None
+    mean_context: int | None = None
     page_size: int = PAGE_SIZE
     max_requests: int | None = None
     step_tokens: int = STEP_TOKENS
@@ -56,7 +58,7 @@ class PlanConfig:
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        for name in ("tp", "context_len", "page_size", "max_requests", "step_tokens"):
+        for name in ("tp", "context_len", "mean_context", "page_size", "max_requests", "step_tokens"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MOST_INT32:
                 raise ConfigError(f"{name} must be between 1 and {MOST_INT32:,}, not {value}")
@@ -88,6 +90,7 @@ class Plan:
         size: Token slots.
         max_reqs: Request rows, and working slots of states.
         full_requests: Requests of `context_len` tokens that fit at once.
+        mean_requests: Requests of `mean_context` tokens that fit at once.
         footprint: Bytes of each pool.
         mla_token_bytes: Bytes of a token on one GPU, by form of latent attention; empty without.
         notes: Assumptions and advice.
@@ -101,6 +104,7 @@ class Plan:
     size: int
     max_reqs: int
     full_requests: int
+    mean_requests: int
     footprint: Footprint
     mla_token_bytes: dict[str, int]
     notes: tuple[str, ...]
@@ -131,6 +135,7 @@ class Plan:
             "size": self.size,
             "max_reqs": self.max_reqs,
             "full_requests": self.full_requests,
+            "mean_requests": self.mean_requests,
             **asdict(self.footprint),
             "total_bytes": self.footprint.total_bytes,
             "spare_bytes": self.spare_bytes,
@@ -200,6 +205,11 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
     context_len = config.context_len or model.max_context_len
     if context_len is None:
         raise ConfigError(f"the configuration of {model.model_type} has no context length; give --context")
+    mean_context = config.mean_context or context_len
+    if mean_context > context_len:
+        raise ConfigError(
+            f"--mean-context, {mean_context:,} tokens, exceeds the context of {context_len:,} tokens"
+        )
     tp = config.tp
     if model.query_head_num % tp:
         raise ConfigError(f"{model.query_head_num} query heads cannot be divided among {tp} GPUs")
@@ -215,8 +225,8 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
         step_tokens=config.step_tokens,
         device=config.device,
     )
-    size, max_reqs = _solve(shapes, config)
-    full = min(max_reqs, size // (shapes.context_pages * config.page_size))
+    size, max_reqs = _solve(shapes, config, -(-mean_context // config.page_size))
+    pages = size // config.page_size
     plan = Plan(
         model=model,
         config=config,
@@ -225,7 +235,8 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
         shapes=shapes,
         size=size,
         max_reqs=max_reqs,
-        full_requests=full,
+        full_requests=min(max_reqs, pages // shapes.context_pages),
+        mean_requests=min(max_reqs, pages // -(-mean_context // config.page_size)),
         footprint=footprint(shapes, size, max_reqs),
         mla_token_bytes={name: replace(shapes, kv=form).token_bytes for name, form in forms.items()},
         notes=notes,
@@ -297,8 +308,8 @@ def _share(heads: int, tp: int, what: str) -> int:
     raise ConfigError(f"{heads} {what} can neither be divided among {tp} GPUs nor replicated evenly")
 
 
-def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
-    """Token slots and requests; if unspecified, as many requests as fit with full context."""
+def _solve(shapes: Shapes, config: PlanConfig, mean_pages: int) -> tuple[int, int]:
+    """Token slots and requests; if unspecified, as many requests as fit with `mean_pages` pages each."""
     budget, page = config.budget_bytes, config.page_size
     most_pages = (MOST_INT32 - 2 * page) // page
 
@@ -312,9 +323,8 @@ def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
     # Page tables of a whole batch are indexed in int32.
     most_requests = max(1, MOST_INT32 // shapes.context_pages - 1)
     if requests is None:
-        context = shapes.context_pages
-        most = min(most_requests, most_pages // context)
-        requests = max(1, _largest(most, lambda count: fits(count * context, count)))
+        most = min(most_requests, most_pages // mean_pages)
+        requests = max(1, _largest(most, lambda count: fits(count * mean_pages, count)))
     elif requests > most_requests:
         raise ConfigError(
             f"{requests} requests of {shapes.context_pages} pages have more pages than fit int32; at most "
@@ -355,7 +365,10 @@ def _notes(plan: Plan) -> list[str]:
         )
     elif config.max_requests is None:
         notes.append(
-            "as many request rows as requests with full context; shorter ones need more rows (--max-requests)"
+            "as many request rows as requests with full context; shorter ones need more: --mean-context"
+            if config.mean_context is None
+            else f"as many request rows as requests of {config.mean_context:,} tokens; if they are longer, "
+            "slots are short before rows"
         )
     if plan.size + 3 * config.page_size + 8 > MOST_INT32:
         notes.append("slots are int32: more memory would not give more slots")
@@ -369,7 +382,7 @@ def _notes(plan: Plan) -> list[str]:
             "allocator, whose slots are rows of all"
         )
     if model.windowed:
-        notes.append(_window_note(plan))
+        notes.append(_window_note(model))
     if shapes.states is not None:
         notes.append(_states_note(shapes.states, config.tp))
     return notes
@@ -390,20 +403,10 @@ def _mla_note(plan: Plan) -> str:
     }[plan.config.mla]
 
 
-def _window_note(plan: Plan) -> str:
-    model, window = plan.model, plan.model.window or 0
-    beyond = max(0, plan.context_len - window)
-    windowed = set(model.windowed)
-    parts = [
-        replace(group, layers=tuple(layer for layer in group.layers if layer in windowed))
-        for group in plan.shapes.kv
-    ]
-    spared = replace(plan.shapes, kv=tuple(parts)).token_bytes
-    total = plan.shapes.token_bytes * plan.context_len
+def _window_note(model: Model) -> str:
     return (
-        f"{len(windowed)} of {model.layer_num} layers attend to the last {window:,} tokens only; the pools "
-        f"store all tokens for them, too. Storing only the window would save {spared * beyond:,} bytes "
-        f"({100 * spared * beyond / total:.0f} %) of a request of {plan.context_len:,} tokens"
+        f"{len(set(model.windowed))} of {model.layer_num} layers attend to the last {model.window or 0:,} "
+        "tokens only; the pools store all tokens for them, too"
     )
 
 

@@ -20,6 +20,8 @@ from rich.progress import (
 
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import KvPoolError
+from kvpool.tools.devices import check_device
+from kvpool.tools.needs import COMMANDS
 from kvpool.tools.output import fail, need
 from kvpool.tools.replay.config import ReplayConfig
 
@@ -139,7 +141,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
 
     With --capacity the prefix cache is measured instead: its hit rate by policy and size.
     """
-    need("tools", "numpy", "torch", *(["matplotlib"] if plot is not None else []))
+    need("replay", *COMMANDS["replay"].needs, *(["matplotlib"] if plot is not None else []))
     from kvpool.tools.replay.replay import Replay  # noqa: PLC0415 - PyTorch loads slowly, and may be missing
     from kvpool.tools.traces import TraceError  # noqa: PLC0415
 
@@ -174,6 +176,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
             rates = _measure(loaded, policy, _capacities(capacity), page_size, console)
             _deliver_rates(rates, as_json_object=as_json_object, plot=plot)
             return
+        check_device(config.device)
         result = _run(Replay(loaded, config), console)
         _deliver(result, as_json_object=as_json_object, plot=plot)
     except (KvPoolError, TraceError) as error:

@@ -40,7 +40,7 @@ class Prompts:
         self._input_lens = trace.input_lens.tolist()
         self.total_lens: list[int] = trace.total_lens.tolist()
         self._first_output = 1 + max((int(blocks.max()) for blocks in self._blocks), default=-1)
-        self.prefixes = self._first_output + len(trace)
+        self.prefixes: int = self._first_output + len(trace)
 
     def output(self, request: int) -> int:
         """The number of the prefix of all positions behind a prompt."""

@@ -233,12 +233,13 @@ class Replay:
         if pool_size is None:
             fitting = trace.take(np.flatnonzero(inside))
             pool_size = suggest_pool_size(fitting, config) if len(fitting) else config.page_size
-        self.config = config = replace(config, pool_size=pool_size, max_context=max_context)
+        config = replace(config, pool_size=pool_size, max_context=max_context)
+        self.config: ReplayConfig = config
         self._samples: dict[str, array[int]] = {name: array("q") for name in OPERATIONS}
-        self.allocator = TokenToKVPoolAllocator(
+        self.allocator: TokenToKVPoolAllocator = TokenToKVPoolAllocator(
             pool_size, device=config.device, page_size=config.page_size, need_sort=config.need_sort
         )
-        self.capacity = self.allocator.available_size()
+        self.capacity: int = self.allocator.available_size()
         pages = -(-trace.total_lens // config.page_size)
         accepted = np.flatnonzero(inside & (pages * config.page_size <= self.capacity))
         if not len(accepted):
@@ -247,11 +248,15 @@ class Replay:
                 f"tokens, a request can have {max_context} (max_context), and the pool has {self.capacity} "
                 "slots"
             )
-        self.table = ReqToTokenPool(config.max_running, max_context, device=config.device)
-        self.cache = PrefixCache(self.allocator, policy=config.policy) if config.prefix_cache else None
+        self.table: ReqToTokenPool = ReqToTokenPool(config.max_running, max_context, device=config.device)
+        self.cache: PrefixCache | None = None
+        if config.prefix_cache:
+            self.cache = PrefixCache(self.allocator, policy=config.policy)
         prompts = Prompts(trace)
-        self.kv = KvStore(config, pool_size, prompts, self._samples) if config.kv else None
-        self.counts = Counts(requests=len(trace), rejected=len(trace) - len(accepted))
+        self.kv: KvStore | None = None
+        if config.kv:
+            self.kv = KvStore(config, pool_size, prompts, self._samples)
+        self.counts: Counts = Counts(requests=len(trace), rejected=len(trace) - len(accepted))
         # Hashes of the outputs' prefixes by row, for the tokens of a batch.
         self._row_keys = torch.zeros(config.max_running + 1, dtype=torch.int64, device=config.device)
         planner = BatchPlanner(
@@ -262,10 +267,10 @@ class Replay:
             kv_indices=False,
             block_table=False,
         )
-        self.scheduler = _CheckedScheduler(planner, self.cache, self.kv, self._samples)
+        self.scheduler: _CheckedScheduler = _CheckedScheduler(planner, self.cache, self.kv, self._samples)
         self._decoding = 0
         self._arrivals = self._make_requests(accepted, prompts)
-        self.time_s = 0.0
+        self.time_s: float = 0.0
         self._times, self._in_use = array("d"), array("q")
         self._evictable, self._running = array("q"), array("q")
         self._retracted_s = array("d")

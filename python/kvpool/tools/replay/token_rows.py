@@ -62,10 +62,11 @@ class TokenRows:
         self._word = widths[self._word_bytes]
         self._words = row_bytes // self._word_bytes
         seed = _mix(torch.tensor([config.seed]).to(self._device))
-        self.prefix_keys = _mix(torch.arange(prompts.prefixes, device=self._device) ^ seed)
+        prefixes = torch.arange(prompts.prefixes, device=self._device)
+        self.prefix_keys: torch.Tensor = _mix(prefixes ^ seed)
         salts = torch.arange(config.layers * 2 * self._words, device=self._device)
         self._salts = _mix(salts * self._STRIDE + (config.seed + 1)).view(config.layers, 2, self._words)
-        self.chunk = max(1, CHUNK_BYTES // (8 * self._words))
+        self.chunk: int = max(1, CHUNK_BYTES // (8 * self._words))
         self._wide = torch.empty(2, self.chunk, self._words, dtype=torch.int64, device=self._device)
 
     def keys(self, prefix_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ class KvStore:
     def __init__(
         self, config: ReplayConfig, pool_size: int, prompts: Prompts, samples: dict[str, array[int]]
     ) -> None:
-        self.pool = KVPool(
+        self.pool: KVPool = KVPool(
             pool_size,
             config.layers,
             config.heads,
@@ -132,7 +133,7 @@ class KvStore:
             dtype=config.dtype,
             page_size=config.page_size,
         )
-        self.rows = TokenRows(config, prompts)
+        self.rows: TokenRows = TokenRows(config, prompts)
         self._layers = config.layers
         self._set_kv = timed(self.pool.set_kv_buffer, samples["set_kv"])
         self._gather = timed(self.pool.gather_kv, samples["gather"])

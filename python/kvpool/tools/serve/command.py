@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 
 from kvpool.errors import KvPoolError
+from kvpool.tools.devices import check_device
+from kvpool.tools.needs import COMMANDS
 from kvpool.tools.output import fail, need
 
 if TYPE_CHECKING:
@@ -81,7 +83,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
     With --prefill and --decode, workers compute prompts and others generate, as processes of their own; with
     --role each of them is started by hand, on any machine.
     """
-    need("transformers", "numpy", "torch", "transformers")
+    cluster_needs = ("nixl", "msgspec", "zmq", "blake3") if prefill or decode or role else ()
+    need("serve", *COMMANDS["serve"].needs, *cluster_needs)
     from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
 
     if model not in service.CONFIGS:
@@ -103,8 +106,9 @@ def serve(  # noqa: PLR0913 - one parameter per option
     )
     console = Console(quiet=as_json_object)
     try:
+        if role != "router":  # which has no pools
+            check_device(config.device)
         if prefill or decode or role:
-            need("cluster", "nixl", "msgspec", "zmq", "blake3")
             from kvpool.tools.serve import cluster, cluster_report  # noqa: PLC0415
 
             options = cluster.Options(

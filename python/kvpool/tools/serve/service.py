@@ -217,7 +217,7 @@ class Pools:
     """
 
     def __init__(self, config: ServeConfig, model: Any, *, events: bool = False) -> None:  # noqa: ANN401
-        self.pooled = PooledModel(
+        self.pooled: PooledModel = PooledModel(
             model, config.pool_size, MAX_REQS, MAX_CONTEXT_LEN, page_size=config.page_size
         )
         self.tier: HostTier | None = None
@@ -225,7 +225,7 @@ class Pools:
         self.cache: PrefixCache | None = None
         if config.prefix_cache:
             self.cache = self._make_cache(config, events=events)
-        self.engine = Engine(
+        self.engine: Engine = Engine(
             self.pooled, config.prefill_budget, prefix_cache=self.cache or False, swap=config.swap
         )
 
@@ -256,7 +256,7 @@ class Service:
 
     def __init__(self, config: ServeConfig, server: Server | None = None) -> None:
         self.config = config
-        self.model = make_model(config)
+        self.model: Any = make_model(config)
         self.pools: Pools | None = None
         if server is None:
             self.pools = Pools(config, self.model)
