@@ -49,9 +49,10 @@ def small_trace() -> Trace:
     return trace_of(*((0.01 * i, 5 + 7 * i % 40, 10 + 11 * i % 30) for i in range(8)))
 
 
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kv", [True, False])
+@pytest.mark.parametrize(
+    ("page_size", "need_sort", "kv"),
+    [(1, True, True), (16, False, True), (16, True, False), (1, False, False)],
+)
 def test_a_short_pool_retracts_and_finishes_everything(page_size: int, need_sort: bool, kv: bool) -> None:
     trace = synthetic_trace(120, 3)
     result = run(trace, pool_size=20_000, page_size=page_size, need_sort=need_sort, kv=kv, speed_up=4.0)
@@ -66,8 +67,10 @@ def test_a_short_pool_retracts_and_finishes_everything(page_size: int, need_sort
     assert (counts.verified_tokens >= trace.total_lens.sum()) == kv
 
 
-@pytest.mark.parametrize("dtype", _STORAGE_DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 1), (3, 5)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim"),
+    [*((dtype, 3, 5) for dtype in _STORAGE_DTYPES), ("bfloat16", 2, 16), ("uint8", 1, 1)],
+)
 def test_rows_survive_in_every_dtype(dtype: str, heads: int, head_dim: int) -> None:
     trace = small_trace()
     result = run(trace, pool_size=128, dtype=dtype, heads=heads, head_dim=head_dim, layers=3)
@@ -235,9 +238,10 @@ def test_the_cache_finds_what_prompts_have_in_common(page_size: int, found: list
     assert result.occupancy.evictable.max() > 100
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "lru", "slru"])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize(
+    ("page_size", "need_sort", "policy"),
+    [(1, True, "adaptive"), (16, True, "lru"), (16, False, "slru"), (1, False, "adaptive")],
+)
 def test_a_short_pool_evicts_and_retracts(page_size: int, need_sort: bool, policy: str) -> None:
     trace = synthetic_trace(150, 3)
     options = {"pool_size": 20_000, "page_size": page_size, "need_sort": need_sort, "speed_up": 4.0}
