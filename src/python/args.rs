@@ -25,7 +25,7 @@ use super::tensor::{Tensor, consume};
 /// It is described as late as possible, by [`TensorArg::borrow`]: until then other arguments may still run
 /// Python code, which could resize it.
 pub(super) enum TensorArg<'a, 'py> {
-    /// A PyTorch tensor, described through the exchange table.
+    /// A PyTorch tensor.
     Torch(&'static Torch, Cow<'a, Bound<'py, PyAny>>),
     /// A NumPy array.
     Array(&'a Bound<'py, PyUntypedArray>),
@@ -135,12 +135,7 @@ pub(super) fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult
     if let Some(torch) = torch(py)?
         && torch.is_tensor(object)
     {
-        return if torch.describes() {
-            Ok(Some(TensorArg::Torch(torch, Cow::Borrowed(object))))
-        } else {
-            // A tensor that requires gradients refuses `__dlpack__`; its values can be read all the same.
-            consume(&object.call_method0("detach")?).map(|import| Some(TensorArg::Imported(import)))
-        };
+        return Ok(Some(TensorArg::Torch(torch, Cow::Borrowed(object))));
     }
     if let Ok(tensor) = object.cast::<Tensor>() {
         return Ok(Some(TensorArg::Own(tensor.get())));

@@ -202,16 +202,16 @@ impl Tensor {
                 )
             }
         } else {
-            // SAFETY: as above.
-            unsafe {
-                PyCapsule::new_with_pointer_and_destructor(
-                    py,
-                    export_legacy(&self.view).cast(),
-                    LEGACY,
-                    Some(drop_legacy),
-                )
-            }
+            legacy_capsule(py, &self.view)
         }
+    }
+}
+
+/// A capsule over the memory of `view`, without a version.
+pub(super) fn legacy_capsule<'py>(py: Python<'py>, view: &TensorView) -> PyResult<Bound<'py, PyCapsule>> {
+    // SAFETY: the pointer is a managed tensor that the capsule owns until it is renamed.
+    unsafe {
+        PyCapsule::new_with_pointer_and_destructor(py, export_legacy(view).cast(), LEGACY, Some(drop_legacy))
     }
 }
 
@@ -281,6 +281,12 @@ pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
         Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
         answer => answer?,
     };
+    take_capsule(&capsule)
+}
+
+/// Takes over the tensor of a capsule.
+pub(super) fn take_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Import> {
+    let py = capsule.py();
     // SAFETY: `capsule` is a live object; the call returns 0 for any other object.
     let is =
         |name: &std::ffi::CStr| unsafe { pyo3::ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) } == 1;

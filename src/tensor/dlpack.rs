@@ -78,7 +78,7 @@ pub struct RawDType {
 
 /// `DLTensor`.
 #[repr(C)]
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct RawTensor {
     /// The address of element 0, less `byte_offset`.
     pub data: *mut c_void,
@@ -377,7 +377,17 @@ impl Import {
     /// # Errors
     /// Same as [`borrow`], and [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
     pub fn borrow(&self) -> Result<Borrowed<'_>> {
-        let tensor = match self {
+        let tensor = self.tensor()?;
+        // SAFETY: we own the managed tensor, so its memory is valid for as long as `self`.
+        unsafe { borrow(&tensor, PhantomData) }
+    }
+
+    /// A copy of the description, whose shape and strides are valid for as long as `self`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
+    pub fn tensor(&self) -> Result<RawTensor> {
+        match self {
             Self::Versioned(managed) => {
                 // SAFETY: we own the managed tensor; the version is the first field in every major version.
                 let managed = unsafe { managed.as_ref() };
@@ -388,13 +398,11 @@ impl Import {
                         VERSION.major
                     )));
                 }
-                &managed.tensor
+                Ok(managed.tensor)
             }
             // SAFETY: we own the managed tensor.
-            Self::Legacy(managed) => &unsafe { managed.as_ref() }.tensor,
-        };
-        // SAFETY: we own the managed tensor, so its memory is valid for as long as `self`.
-        unsafe { borrow(tensor, PhantomData) }
+            Self::Legacy(managed) => Ok(unsafe { managed.as_ref() }.tensor),
+        }
     }
 }
 
