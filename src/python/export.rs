@@ -25,11 +25,12 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
 
 /// [`to_tensor`] for slots.
 pub(super) fn slots_to_tensor(py: Python<'_>, granted: &Granted) -> PyResult<Py<PyAny>> {
+    let Some(torch) = torch(py)? else { return to_tensor(py, &granted.view().at_line()?) };
     let (slot, dtype) = match granted {
         Granted::One(slot, dtype) => (slot.number(), dtype),
-        Granted::Tensor(view) => return to_tensor(py, view),
+        Granted::Tensor(view) => return torch.import(py, view),
     };
-    let Some(import) = torch(py)?.and_then(Torch::importer) else { return to_tensor(py, &granted.view()) };
+    let Some(import) = torch.importer() else { return torch.import(py, &granted.view()) };
     let managed = match dtype {
         IndexDType::I32 => export_index(i32::of(slot)),
         IndexDType::I64 => export_index(i64::of(slot)),
