@@ -27,6 +27,11 @@ LMCACHE_PARTS := $(addprefix lmcache-0.5.6/tests/,__init__.py $(addprefix v1/,__
     $(addprefix storage_backend/,__init__.py test_local_cpu_backend.py test_local_cpu_backend_nixl_paged.py)))
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
 SGLANG_TORCH := $(VENV)/torch-2.14
+# The oldest PyTorch that kvpool supports, one of those before the exchange table. What it needs of CUDA is never called on
+# the CPU: two small libraries are the real ones, the others are empty, which saves 2.5 GB.
+OLD_TORCH := $(VENV)/torch-2.4
+OLD_TORCH_EMPTY := cublas.so.12 cublasLt.so.12 cudnn.so.9 cufft.so.11 cupti.so.12 curand.so.10 cusolver.so.11 cusparse.so.12 \
+    nccl.so.2 nvrtc.so.12
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
 FUZZ_SECONDS ?= 3600
 TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
@@ -58,7 +63,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test process-test software-test \
+.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test old-torch-test process-test software-test \
     rust-lint python-lint stub-lint kernel-lint verify-types \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -103,6 +108,11 @@ machine-test: $(EXTENSION) $(VENV)/.test engines
 # What mostly waits: beside it there is time for the others.
 process-test: $(EXTENSION) $(VENV)/.test engines
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys -m processes
+
+# What crosses between kvpool and PyTorch, with the oldest PyTorch. Without `old-torch-test` below `test`, nothing installs that.
+old-torch-test: $(EXTENSION) $(VENV)/.test $(OLD_TORCH)/.installed
+	if test -d $(OLD_TORCH)/torch; then LD_LIBRARY_PATH=$(abspath $(OLD_TORCH)/lib) PYTHONPATH=$(abspath $(OLD_TORCH)) \
+	    $(BIN)/python -m pytest --capture=sys tests/python/test_dlpack.py tests/python/test_indices.py -k 'not numpy'; fi
 
 software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --capture=sys --software -m cuda
@@ -248,6 +258,19 @@ $(VLLM)/.installed: $(ENGINES)/.installed
 
 $(SGLANG_TORCH)/.installed: $(BIN)/python
 	$(PIP) install --quiet --no-deps --no-compile --target $(SGLANG_TORCH) torch==2.14.1 nvidia-curand
+	touch $@
+
+# It has packages for x86-64 Linux and Python up to 3.12. Libraries are loaded lazily, as the empty ones lack every function.
+$(OLD_TORCH)/.installed: $(BIN)/python
+	rm -rf $(OLD_TORCH)
+	mkdir -p $(OLD_TORCH)
+	if test "$$(uname -sm)" = 'Linux x86_64' && $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then \
+	    $(PIP) install --quiet --no-deps --no-compile --target $(OLD_TORCH) torch==2.4.1 \
+	        nvidia-cuda-runtime-cu12==12.1.105 nvidia-nvtx-cu12==12.1.105 && \
+	    mkdir $(OLD_TORCH)/lib && mv $(OLD_TORCH)/nvidia/*/lib/*.so.* $(OLD_TORCH)/lib && \
+	    for name in $(OLD_TORCH_EMPTY); do \
+	        cc -shared -o $(OLD_TORCH)/lib/lib$$name -Wl,-soname,lib$$name -x c /dev/null || exit; done && \
+	    printf 'import os\nimport sys\n\nsys.setdlopenflags(os.RTLD_LAZY)\n' > $(OLD_TORCH)/sitecustomize.py; fi
 	touch $@
 
 # The same on a GPU.

@@ -176,15 +176,22 @@ def _zeros(shape: Sequence[int], dtype: str, device: str = "cpu") -> torch.Tenso
 
 @final
 class Tensor:
-    """A tensor over memory that kvpool owns, for frameworks that speak DLPack (NumPy, CuPy, JAX).
+    """A tensor over memory that kvpool owns, for programs without PyTorch: `numpy()`, `numpy.asarray`, `memoryview` (from
+    Python 3.12 on) and the `from_dlpack` of NumPy, CuPy and JAX see the same bytes without a copy.
 
-    It keeps its memory alive even after the pool is dropped. It has no arithmetic: use `numpy()`,
-    `numpy.from_dlpack` or another framework's `from_dlpack`, which see the same bytes without a copy.
+    It keeps its memory alive even after the pool is dropped, and shows what is written there later, as every view of
+    it does. It has no arithmetic. Elements are read as Python numbers: `tolist()`, iteration, and `tensor[i]`, or
+    `tensor[i, j]` of two dimensions, where indices may be negative. Fewer indices, and slices with a positive step,
+    give a view. Reading elements on a device copies them, and waits for its current stream. `==` raises `TypeError`
+    unless it is the same object: compare `tolist()` or `numpy()`.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape, a tuple of ints."""
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
     @property
     def dtype(self) -> str:
         """The name of the element type."""
@@ -200,6 +207,13 @@ class Tensor:
         Raises:
             OutOfMemoryError: If the host has no memory for the copy.
         """
+    def tolist(self) -> Any:
+        """Returns the elements as Python numbers: nested lists of as many dimensions as the tensor has, or a number if it
+        has none. Those on a device are copied first, which waits for its current stream.
+
+        Raises:
+            OutOfMemoryError: If the host has no memory for them.
+        """
     def numpy(self) -> npt.NDArray[Any]:
         """Returns a NumPy array over the same memory.
 
@@ -209,8 +223,35 @@ class Tensor:
             ImportError: If NumPy, or `ml_dtypes` if needed, is not installed.
             BufferError: If the tensor is not in host memory.
         """
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Returns what `numpy.asarray` makes of the tensor: see `numpy()`.
+
+        Args:
+            dtype: The dtype of the array. Another than the tensor's takes a copy.
+            copy: `True` copies in any case, `False` never.
+
+        Raises:
+            ImportError: If NumPy, or `ml_dtypes` if needed, is not installed.
+            BufferError: If the tensor is not in host memory.
+            ValueError: If `copy` is `False`, and `dtype` takes one.
+        """
+    def __buffer__(self, _flags: int) -> memoryview:
+        """Returns a view of the memory, with the shape and the format of the tensor: what `memoryview` and other users of
+        buffers call, from Python 3.12 on.
+
+        Raises:
+            BufferError: If the tensor is not in host memory or not contiguous, if buffers have no format for its dtype
+                (bfloat16 and 8-bit floats), or no shape for it (empty, of several dimensions or none).
+        """
     def __len__(self) -> int:
         """Return len(self)."""
+    def __getitem__(self, key: SupportsIndex | slice | tuple[SupportsIndex | slice, ...], /) -> Any:
+        """Return self[key]."""
+    def __iter__(self) -> Iterator[Any]:
+        """Implement iter(self)."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
     def __dlpack_device__(self) -> tuple[int, int]:
         """Returns the DLPack device as (type, ordinal)."""
     def __dlpack__(

@@ -40,8 +40,16 @@ class SupportsCudaStream(Protocol):
         ...
 
 
-# int32 or int64.
-IndicesLike: TypeAlias = "TensorLike | Sequence[SupportsIndex]"
+class ArrayLike(Protocol):
+    """What NumPy makes an array of, such as a series of Polars or pandas, or an array of Arrow in chunks."""
+
+    def __array__(self, *args: Any, **options: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - as above
+        """An array of the values."""
+        ...
+
+
+# Integers of 16 to 64 bits.
+IndicesLike: TypeAlias = "TensorLike | ArrayLike | Sequence[SupportsIndex]"
 
 # `(row, slice)`, `(row, column)`, or `(rows, columns)`.
 TableIndex: TypeAlias = (

@@ -35,6 +35,14 @@ pub enum DType {
     I64,
     /// Boolean, one byte per element. Never stored.
     Bool,
+    /// 16-bit signed integer. Read as indices, never stored or handed out.
+    I16,
+    /// 16-bit unsigned integer. Like [`DType::I16`].
+    U16,
+    /// 32-bit unsigned integer. Like [`DType::I16`].
+    U32,
+    /// 64-bit unsigned integer. Like [`DType::I16`].
+    U64,
 }
 
 impl DType {
@@ -42,7 +50,7 @@ impl DType {
     pub const STORAGE: [Self; 7] =
         [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2, Self::I8, Self::U8];
 
-    /// Every dtype.
+    /// Every dtype that a tensor of kvpool can have.
     pub const ALL: [Self; 11] = [
         Self::F64,
         Self::F32,
@@ -61,9 +69,9 @@ impl DType {
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
-            Self::F64 | Self::I64 => 8,
-            Self::F32 | Self::I32 => 4,
-            Self::F16 | Self::BF16 => 2,
+            Self::F64 | Self::I64 | Self::U64 => 8,
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            Self::F16 | Self::BF16 | Self::I16 | Self::U16 => 2,
             Self::F8E4M3 | Self::F8E5M2 | Self::I8 | Self::U8 | Self::Bool => 1,
         }
     }
@@ -83,6 +91,10 @@ impl DType {
             Self::I32 => "int32",
             Self::I64 => "int64",
             Self::Bool => "bool",
+            Self::I16 => "int16",
+            Self::U16 => "uint16",
+            Self::U32 => "uint32",
+            Self::U64 => "uint64",
         }
     }
 
@@ -95,7 +107,7 @@ impl DType {
     /// Whether elements are integers or booleans.
     #[must_use]
     pub const fn is_integer(self) -> bool {
-        matches!(self, Self::I8 | Self::U8 | Self::I32 | Self::I64 | Self::Bool)
+        !matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::BF16 | Self::F8E4M3 | Self::F8E5M2)
     }
 
     /// Parses the name of a storage dtype, with or without the prefix `torch.`.

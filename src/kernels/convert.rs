@@ -10,7 +10,8 @@ use half::{bf16, f16};
 use crate::base::DType;
 
 /// An element type that converts to binary32.
-trait Load: Copy {
+pub(super) trait Load: Copy {
+    /// The value, which a float64 may lose digits of.
     fn load(self) -> f32;
 }
 
@@ -19,11 +20,13 @@ trait Store: Copy {
     fn store(value: f32) -> Self;
 }
 
+/// A `float8_e4m3fn`.
 #[derive(Clone, Copy)]
-struct E4M3(u8);
+pub(super) struct E4M3(u8);
 
+/// A `float8_e5m2`.
 #[derive(Clone, Copy)]
-struct E5M2(u8);
+pub(super) struct E5M2(u8);
 
 impl Load for f64 {
     #[expect(clippy::cast_possible_truncation, reason = "rounding is what a conversion does")]

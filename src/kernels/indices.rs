@@ -1,11 +1,15 @@
-//! Index tensors: where their values are, and how the host reads them.
+//! Index tensors: where their values are, and how the host reads them; numbers of any tensor in host memory.
 //!
 //! Values from the host are copied once and checked against an [`IndexSpace`]. Values on a device stay there:
 //! kernels check them.
 
+use half::{bf16, f16};
+
 use crate::base::bounded::{distance, signed, unsigned};
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
+
+use super::convert::{E4M3, E5M2, Load};
 
 /// An index space: the name of its indices and their bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,30 +120,96 @@ pub enum Numbers<'a> {
     From(i64),
 }
 
-/// Checks that indices are int32 or int64.
+/// The error for what is no index: `found` is a dtype or the type of an object.
+#[cold]
+#[must_use]
+pub fn not_indices(found: &str) -> Error {
+    Error::wrong_type(format!(
+        "indices must be int16, uint16, int32, uint32, int64 or uint64 in a tensor, an array or a series, or a \
+         sequence of ints, not {found}"
+    ))
+}
+
+/// Checks that kernels can read indices of `dtype`.
 ///
 /// # Errors
-/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for any other dtype.
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) unless it is int32 or int64.
 pub fn expect_ints(dtype: DType) -> Result<()> {
     if matches!(dtype, DType::I32 | DType::I64) {
         return Ok(());
     }
-    Err(Error::wrong_type(format!("indices must be int32 or int64, not {dtype}")))
+    Err(not_indices(&format!("{dtype} on a GPU, where int32 and int64 are read")))
 }
 
-/// Copies the values of an index tensor in host memory, of any shape and stride, in row-major order.
+/// Copies the values of an index tensor in host memory, of any shape and stride, in row-major order. Integers of 8 bits
+/// are none: they are bytes, or, as PyTorch reads them in an index, masks.
 ///
 /// # Errors
-/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it has no integers of 16 bits or more,
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
 pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
     tensor.expect_on(Device::Cpu, "the index tensor")?;
-    expect_ints(tensor.dtype())?;
     match tensor.dtype() {
         DType::I32 => Ok(IndexVec::I32(read(tensor)?)),
-        _ => Ok(IndexVec::I64(read(tensor)?)),
+        DType::I64 => Ok(IndexVec::I64(read(tensor)?)),
+        DType::I16 => widened(tensor, |value: i16| value.into()),
+        DType::U16 => widened(tensor, |value: u16| value.into()),
+        DType::U32 => widened(tensor, |value: u32| value.into()),
+        // What is beyond 63 bits is outside every range, as is the greatest int64.
+        DType::U64 => widened(tensor, |value: u64| i64::try_from(value).unwrap_or(i64::MAX)),
+        other => Err(not_indices(other.name())),
     }
+}
+
+/// Copies the elements, whose type is `T`, as int64.
+fn widened<T: Copy>(tensor: &Borrowed<'_>, widen: impl Fn(T) -> i64) -> Result<IndexVec> {
+    let narrow: Vec<T> = read(tensor)?;
+    let mut values = reserve(narrow.len())?;
+    values.extend(narrow.into_iter().map(widen));
+    Ok(IndexVec::I64(values))
+}
+
+/// The number at an element.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Element {
+    /// Of an integer.
+    Int(i64),
+    /// Of a float of at most 32 bits.
+    Single(f32),
+    /// Of a float64.
+    Double(f64),
+    /// Of a boolean.
+    Bool(bool),
+}
+
+/// The numbers in a tensor in host memory, of any shape and stride, in row-major order.
+///
+/// # Errors
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
+pub fn elements(tensor: &Borrowed<'_>) -> Result<Vec<Element>> {
+    tensor.expect_on(Device::Cpu, "the tensor")?;
+    match tensor.dtype() {
+        DType::F64 => each(tensor, Element::Double),
+        DType::F32 => each(tensor, Element::Single),
+        DType::F16 => each(tensor, |value: f16| Element::Single(value.load())),
+        DType::BF16 => each(tensor, |value: bf16| Element::Single(value.load())),
+        DType::F8E4M3 => each(tensor, |value: E4M3| Element::Single(value.load())),
+        DType::F8E5M2 => each(tensor, |value: E5M2| Element::Single(value.load())),
+        DType::I8 => each(tensor, |value: i8| Element::Int(value.into())),
+        DType::U8 => each(tensor, |value: u8| Element::Int(value.into())),
+        DType::Bool => each(tensor, |value: u8| Element::Bool(value != 0)),
+        _ => Ok(read_indices(tensor)?.iter().map(Element::Int).collect()),
+    }
+}
+
+/// The elements, whose type is `T`, as numbers.
+fn each<T: Copy>(tensor: &Borrowed<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
+    let values: Vec<T> = read(tensor)?;
+    let mut numbers = reserve(values.len())?;
+    numbers.extend(values.into_iter().map(number));
+    Ok(numbers)
 }
 
 /// Copies the elements, whose type is `T`.

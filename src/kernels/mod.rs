@@ -26,7 +26,7 @@ mod threads;
 
 pub use copy_threads::CopyThreads;
 pub use executor::{Executor, HostExecutor};
-pub use indices::{IndexSpace, Indices, Numbers, expect_ints, read_indices};
+pub use indices::{Element, IndexSpace, Indices, Numbers, elements, expect_ints, not_indices, read_indices};
 pub use launch::{Fetch, Fetcher, Grown, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};
 pub use pack::{Direction, pack};
 pub use pages::{PageCopy, PagePair, Pieces, Reach, layer_bytes, piece_bytes};

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
 use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, push, reserve};
 use crate::cache::PageHash;
-use crate::kernels::{Indices, expect_ints, read_indices};
+use crate::kernels::{Indices, expect_ints, not_indices, read_indices};
 use crate::memory::{Borrowed, HostRows, Keep, Stream};
 use crate::pool::values_now;
 use crate::tensor::dlpack::{Import, address_of};
@@ -25,7 +25,7 @@ use super::tensor::{Tensor, consume};
 /// It is described as late as possible, by [`TensorArg::borrow`]: until then other arguments may still run
 /// Python code, which could resize it.
 pub(super) enum TensorArg<'a, 'py> {
-    /// A PyTorch tensor, described through the exchange table.
+    /// A PyTorch tensor.
     Torch(&'static Torch, Cow<'a, Bound<'py, PyAny>>),
     /// A NumPy array.
     Array(&'a Bound<'py, PyUntypedArray>),
@@ -135,12 +135,7 @@ pub(super) fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult
     if let Some(torch) = torch(py)?
         && torch.is_tensor(object)
     {
-        return if torch.describes() {
-            Ok(Some(TensorArg::Torch(torch, Cow::Borrowed(object))))
-        } else {
-            // A tensor that requires gradients refuses `__dlpack__`; its values can be read all the same.
-            consume(&object.call_method0("detach")?).map(|import| Some(TensorArg::Imported(import)))
-        };
+        return Ok(Some(TensorArg::Torch(torch, Cow::Borrowed(object))));
     }
     if let Ok(tensor) = object.cast::<Tensor>() {
         return Ok(Some(TensorArg::Own(tensor.get())));
@@ -178,6 +173,10 @@ fn array_dtype(array: &Bound<'_, PyUntypedArray>) -> PyResult<Option<DType>> {
     Ok(match (descr.kind(), descr.itemsize()) {
         (b'i', 8) => Some(DType::I64),
         (b'i', 4) => Some(DType::I32),
+        (b'i', 2) => Some(DType::I16),
+        (b'u', 8) => Some(DType::U64),
+        (b'u', 4) => Some(DType::U32),
+        (b'u', 2) => Some(DType::U16),
         (b'i', 1) => Some(DType::I8),
         (b'u', 1) => Some(DType::U8),
         (b'f', 8) => Some(DType::F64),
@@ -246,11 +245,26 @@ pub(super) fn output<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<TensorA
 fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     let tensor = tensor(name, object)?;
     let writable = match &tensor {
+        TensorArg::Imported(_) if is_of_jax(object)? => {
+            return Err(Error::config(format!(
+                "{name} is a jax.Array, which must not change; pass a NumPy array, and make a jax.Array of that"
+            ))
+            .into());
+        }
         TensorArg::Imported(import) => import.is_writable(),
         TensorArg::Array(array) => array.getattr("flags")?.getattr("writeable")?.is_truthy()?,
         TensorArg::Torch(..) | TensorArg::Own(_) => true,
     };
     if writable { Ok(tensor) } else { Err(Error::config(format!("{name} is read-only")).into()) }
+}
+
+/// Whether `object` is a `jax.Array`, whose capsules do not say that they are read-only.
+fn is_of_jax(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let jax = object.py().import("sys")?.getattr("modules")?.call_method1("get", ("jax",))?;
+    match jax.getattr("Array") {
+        Ok(array) => object.is_instance(&array),
+        Err(_) => Ok(false), // it is not imported, or not wholly
+    }
 }
 
 /// What happens to [`rows`].
@@ -311,8 +325,8 @@ pub(super) fn kind_of(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string())
 }
 
-/// Indices: an int32 or int64 tensor or array of any shape, or a sequence of ints. Indices in host memory are
-/// copied.
+/// Indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, or a sequence of ints. Indices
+/// in host memory are copied.
 pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
     indices_apart(object, 1)
 }
@@ -329,7 +343,13 @@ pub(super) fn indices_apart<'a, 'py>(
     {
         return ints(object);
     }
-    if let Some(tensor) = tensor_or_none(object)? {
+    let has_array = || object.hasattr(intern!(object.py(), "__array__"));
+    let tensor = match tensor_or_none(object) {
+        // An array of Arrow with gaps or of text has no capsule, but an array whose dtype says why.
+        Err(error) if error.is_instance_of::<PyTypeError>(object.py()) && has_array()? => None,
+        tensor => tensor?,
+    };
+    if let Some(tensor) = tensor {
         let found = match &tensor {
             TensorArg::Torch(torch, tensor) => {
                 let described = torch.describe(tensor)?;
@@ -343,21 +363,24 @@ pub(super) fn indices_apart<'a, 'py>(
         };
         let found = match found {
             Ok(found) => found,
-            // Only the order of indices matters, so a shape of too many dimensions is flattened.
-            Err(_) if has_more_dimensions(object) => {
-                let flat = object.call_method1("reshape", (-1,))?;
-                return indices_apart(&flat, step)?.values(object.py()).map(IndexArg::Host);
-            }
-            Err(error) => return Err(error),
+            Err(error) => return indices_of_others(object, step, error),
         };
         return Ok(match found.device() {
             Device::Cpu if step == 1 => IndexArg::Host(read_indices(&found)?),
             Device::Cpu => IndexArg::Host(read_indices(&found.every(step)?)?),
             device @ Device::Cuda(_) => {
-                expect_ints(found.dtype())?;
                 // PyTorch without an exchange table counts the writes to an imported tensor as well.
                 let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
                 let version = if is_torch { version_of(object) } else { tensor.version() };
+                let is_narrow = matches!(found.dtype(), DType::I16 | DType::U16 | DType::U32);
+                if is_narrow && let TensorArg::Torch(torch, narrow) = &tensor {
+                    // Kernels read 32 and 64 bits. PyTorch's copy lives on its current stream, as the call does.
+                    let wide = torch.dtype(object.py(), DType::I64)?;
+                    let wide = narrow.call_method1(intern!(object.py(), "to"), (wide,))?;
+                    let tensor = TensorArg::Torch(torch, Cow::Owned(wide));
+                    return Ok(IndexArg::Device { tensor, device, version: None, step });
+                }
+                expect_ints(found.dtype())?;
                 IndexArg::Device { tensor, device, version, step }
             }
         });
@@ -367,10 +390,46 @@ pub(super) fn indices_apart<'a, 'py>(
     if !is_bytes && object.cast::<PySequence>().is_ok() {
         return ints(object);
     }
-    Err(PyTypeError::new_err(format!(
-        "indices must be an int32 or int64 tensor, an array or a sequence of ints, not {}",
-        kind_of(object)
-    )))
+    // A series of pandas or Polars, or an array of Arrow in chunks.
+    if has_array()? {
+        let (py, numpy) = (object.py(), object.py().import("numpy")?);
+        let array = numpy.call_method1("asarray", (object,)).map_err(|error| {
+            let is_none = error.is_instance_of::<PyValueError>(py);
+            if is_none { not_indices(&kind_of(object)).into() } else { error }
+        })?;
+        return indices_apart(&array, step)?.values(object.py()).map(IndexArg::Host);
+    }
+    Err(not_indices(&kind_of(object)).into())
+}
+
+/// [`indices_apart`] of what [`TensorArg::borrow`] does not describe: arrays of the other byte order, tensors of many
+/// dimensions or of dtypes that are no indices.
+#[cold]
+fn indices_of_others<'a, 'py>(
+    object: &'a Bound<'py, PyAny>,
+    step: usize,
+    error: PyErr,
+) -> PyResult<IndexArg<'a, 'py>> {
+    let py = object.py();
+    let owned = |object: &Bound<'py, PyAny>| indices_apart(object, step)?.values(py).map(IndexArg::Host);
+    // Only the order of indices matters, so a shape of too many dimensions is flattened.
+    if has_more_dimensions(object) {
+        return owned(&object.call_method1("reshape", (-1,))?);
+    }
+    if numpy_is_loaded(py)?
+        && let Ok(array) = object.cast::<PyUntypedArray>()
+    {
+        let descr = array.dtype();
+        if matches!(descr.kind(), b'i' | b'u') && descr.byteorder() == b'>' {
+            return owned(&array.call_method1("astype", (descr.call_method1("newbyteorder", ("=",))?,))?);
+        }
+    }
+    match object.getattr("dtype") {
+        Ok(dtype) if error.is_instance_of::<PyTypeError>(py) => {
+            Err(not_indices(&dtype.str()?.to_string()).into())
+        }
+        _ => Err(error),
+    }
 }
 
 /// Whether `object` is a tensor or an array of more than [`MAX_NDIM`] dimensions.
@@ -410,15 +469,23 @@ fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     if let Ok(list) = sequence.cast::<PyList>() {
         let mut values = reserve(list.len())?;
         for item in list.iter() {
-            push(&mut values, int(&item)?)?;
+            push(&mut values, item_of(&item)?)?;
         }
         return Ok(IndexVec::I64(values));
     }
     let mut values = Vec::new();
     for item in sequence.try_iter()? {
-        push(&mut values, int(&item?)?)?;
+        push(&mut values, item_of(&item?)?)?;
     }
     Ok(IndexVec::I64(values))
+}
+
+/// One index of a sequence.
+fn item_of(object: &Bound<'_, PyAny>) -> PyResult<i64> {
+    int(object).map_err(|error| {
+        let is_type = error.is_instance_of::<PyTypeError>(object.py());
+        if is_type { not_indices(&format!("one with {}", kind_of(object))).into() } else { error }
+    })
 }
 
 /// One index. An int beyond 64 bits is outside every range, so the nearest 64-bit int stands for it.

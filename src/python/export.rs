@@ -11,8 +11,8 @@ use crate::pool::Granted;
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{Versioned, export_index, export_versioned};
 
-use super::framework::{Torch, fetch, torch};
-use super::tensor::Tensor;
+use super::framework::{Exchange, Torch, fetch, torch};
+use super::tensor::{Tensor, legacy_capsule};
 
 /// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory
 /// alive.
@@ -25,11 +25,12 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
 
 /// [`to_tensor`] for slots.
 pub(super) fn slots_to_tensor(py: Python<'_>, granted: &Granted) -> PyResult<Py<PyAny>> {
+    let Some(torch) = torch(py)? else { return to_tensor(py, &granted.view().at_line()?) };
     let (slot, dtype) = match granted {
         Granted::One(slot, dtype) => (slot.number(), dtype),
-        Granted::Tensor(view) => return to_tensor(py, view),
+        Granted::Tensor(view) => return torch.import(py, view),
     };
-    let Some(import) = torch(py)?.and_then(Torch::importer) else { return to_tensor(py, &granted.view()) };
+    let Some(import) = torch.importer() else { return torch.import(py, &granted.view()) };
     let managed = match dtype {
         IndexDType::I32 => export_index(i32::of(slot)),
         IndexDType::I64 => export_index(i64::of(slot)),
@@ -87,16 +88,19 @@ impl Torch {
     }
 
     fn import_now(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        match self.importer() {
-            Some(import) => import(py, export_versioned(view)),
-            None => self.import_slowly(py, view),
+        match &self.exchange {
+            Exchange::Table(_) => match self.importer() {
+                Some(import) => import(py, export_versioned(view)),
+                None => unreachable!("a table without it is not used"),
+            },
+            Exchange::Capsules { from_capsule, .. } => self.import_capsule(py, from_capsule, view),
         }
     }
 
     /// A function that makes a tensor of a managed one, if there is an exchange table.
     #[inline]
     fn importer(&self) -> Option<impl Fn(Python<'_>, NonNull<Versioned>) -> PyResult<Py<PyAny>> + use<>> {
-        let import = self.api.as_ref()?.table().object_from_managed?;
+        let import = self.table()?.object_from_managed?;
         Some(move |py: Python<'_>, managed: NonNull<Versioned>| {
             let mut object: *mut c_void = ptr::null_mut();
             // SAFETY: the GIL is held, `managed` is ours to give away, and `object` is room for one reference.
@@ -108,25 +112,27 @@ impl Torch {
         })
     }
 
-    /// Through `torch.from_dlpack`, which every version has.
-    fn import_slowly(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        let torch = self.module.bind(py);
+    /// Through a capsule, which every version reads.
+    fn import_capsule(
+        &self,
+        py: Python<'_>,
+        from_capsule: &Py<PyAny>,
+        view: &TensorView,
+    ) -> PyResult<Py<PyAny>> {
+        let dtype = view.dtype();
+        if !dtype.is_fp8() {
+            return from_capsule.call1(py, (legacy_capsule(py, view)?,));
+        }
         // Some PyTorch versions have 8-bit floats but cannot import them.
-        let carrier = if view.dtype().is_fp8() { view.reinterpret(DType::U8)? } else { view.clone() };
-        let tensor = torch.call_method1("from_dlpack", (Tensor::new(carrier),))?;
-        let tensor = if view.dtype().is_fp8() {
-            tensor.call_method1("view", (self.dtype(py, view.dtype())?,))?
-        } else {
-            tensor
-        };
-        Ok(tensor.unbind())
+        let bytes = from_capsule.call1(py, (legacy_capsule(py, &view.reinterpret(DType::U8)?)?,))?;
+        bytes.call_method1(py, "view", (self.dtype(py, dtype)?,))
     }
 
     /// Whether `tensor` still equals what [`to_lasting_tensor`] made of `view`: same shape, memory and class,
     /// and no gradients. Attributes that the caller added are not checked.
     fn is_unchanged(&self, tensor: &Bound<'_, PyAny>, view: &TensorView) -> PyResult<bool> {
         let is_plain = tensor.get_type_ptr() == self.tensor_type.as_ptr().cast();
-        if !self.describes() || !is_plain {
+        if !is_plain {
             return Ok(false);
         }
         let is_same = self.describe(tensor)?.is_view(view);

@@ -15,7 +15,11 @@ use pyo3::types::{PyCapsule, PyDict, PyType};
 use crate::base::{DType, Device, Dims, Error, IndexVec};
 use crate::memory::{Backend, Borrowed, Stream, backend_for};
 use crate::tensor::TensorView;
-use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, is_view, only_index, raw_device};
+use crate::tensor::dlpack::{
+    EXCHANGE_API, ExchangeApi, Import, RawTensor, borrow, is_view, only_index, raw_device, raw_dtype,
+};
+
+use super::tensor::take_capsule;
 
 /// The parts of the installed PyTorch that kvpool uses.
 pub(super) struct Torch {
@@ -25,30 +29,65 @@ pub(super) struct Torch {
     dtypes: Vec<(Py<PyAny>, DType)>,
     /// `torch.is_inference_mode_enabled`. PyTorch counts no writes to inference tensors.
     pub(super) is_inference: Py<PyAny>,
-    /// Its DLPack exchange table; PyTorch before 2.10 has none.
-    pub(super) api: Option<Api>,
+    /// How tensors are made and read.
+    pub(super) exchange: Exchange,
+}
+
+/// How PyTorch's tensors are made and read.
+pub(super) enum Exchange {
+    /// Its DLPack exchange table, which PyTorch has since 2.10.
+    Table(Api),
+    /// The functions in C below `torch.utils.dlpack`: what `torch.from_dlpack` and `Tensor.__dlpack__` do besides, in
+    /// Python, takes ten times as long.
+    Capsules {
+        /// A tensor of a capsule.
+        from_capsule: Py<PyAny>,
+        /// A capsule of a tensor.
+        to_capsule: Py<PyAny>,
+    },
+}
+
+impl Exchange {
+    fn of(torch: &Bound<'_, PyModule>, tensor_type: &Bound<'_, PyType>) -> PyResult<Self> {
+        if let Ok(attribute) = tensor_type.getattr("__dlpack_c_exchange_api__") {
+            let capsule = attribute.cast_into::<PyCapsule>()?;
+            let api = Api(capsule.pointer_checked(Some(EXCHANGE_API))?.cast());
+            if api.table().is_usable() {
+                return Ok(Self::Table(api));
+            }
+        }
+        let functions = torch.getattr("_C")?;
+        let from_capsule = functions.getattr("_from_dlpack")?.unbind();
+        let to_capsule = functions.getattr("_to_dlpack")?.unbind();
+        Ok(Self::Capsules { from_capsule, to_capsule })
+    }
 }
 
 /// PyTorch's description of a tensor, to which the caller holds a reference for `'a`. Resizing its storage meanwhile
 /// would break PyTorch's own operations as well.
-pub(super) struct Described<'a>(RawTensor, PhantomData<&'a ()>);
+pub(super) struct Described<'a> {
+    raw: RawTensor,
+    /// What the shape and the strides of `raw` belong to, if not to the tensor.
+    _import: Option<Import>,
+    tensor: PhantomData<&'a ()>,
+}
 
 impl<'a> Described<'a> {
     pub(super) fn borrow(&self) -> PyResult<Borrowed<'a>> {
         // SAFETY: the type says that the tensor lives for 'a.
-        unsafe { borrow(&self.0, PhantomData) }
+        unsafe { borrow(&self.raw, self.tensor) }
     }
 
     /// The index of a 1-D tensor in host memory that has only one.
     pub(super) fn only_index(&self) -> Option<IndexVec> {
         // SAFETY: as above.
-        unsafe { only_index(&self.0) }
+        unsafe { only_index(&self.raw) }
     }
 
     /// Whether the tensor still is `view`: see [`is_view`].
     pub(super) fn is_view(&self, view: &TensorView) -> bool {
         // SAFETY: as above.
-        unsafe { is_view(&self.0, view) }
+        unsafe { is_view(&self.raw, view) }
     }
 }
 
@@ -92,21 +131,14 @@ fn is_absent(py: Python<'_>, error: &PyErr) -> PyResult<bool> {
 impl Torch {
     fn new(module: &Bound<'_, PyModule>) -> PyResult<Self> {
         let tensor_type = module.getattr("Tensor")?.cast_into::<PyType>()?;
-        let api = match tensor_type.getattr("__dlpack_c_exchange_api__") {
-            Ok(attribute) => {
-                let capsule = attribute.cast_into::<PyCapsule>()?;
-                let api = Api(capsule.pointer_checked(Some(EXCHANGE_API))?.cast());
-                api.table().is_usable().then_some(api)
-            }
-            Err(_) => None,
-        };
+        let exchange = Exchange::of(module, &tensor_type)?;
         let dtypes = DType::ALL
             .into_iter()
             .filter_map(|dtype| Some((module.getattr(dtype.name()).ok()?.unbind(), dtype)))
             .collect();
         let is_inference = module.getattr("is_inference_mode_enabled")?.unbind();
         let tensor_type = tensor_type.unbind();
-        Ok(Self { module: module.clone().unbind(), tensor_type, dtypes, is_inference, api })
+        Ok(Self { module: module.clone().unbind(), tensor_type, dtypes, is_inference, exchange })
     }
 
     /// Whether `object` is an instance of `torch.Tensor` or of a subclass, regardless of its `__class__`.
@@ -126,26 +158,52 @@ impl Torch {
         self.module.bind(py).getattr(dtype.name())
     }
 
-    /// Whether there is an exchange table, which [`Torch::describe`] needs.
-    pub(super) const fn describes(&self) -> bool {
-        self.api.is_some()
+    /// The exchange table, if there is one.
+    #[inline]
+    pub(super) const fn table(&self) -> Option<&ExchangeApi> {
+        match &self.exchange {
+            Exchange::Table(api) => Some(api.table()),
+            Exchange::Capsules { .. } => None,
+        }
     }
 
     /// Describes a PyTorch tensor.
     pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Described<'a>> {
-        let Some(describe) = self.api.as_ref().and_then(|api| api.table().describe_object) else {
-            return Err(PyRuntimeError::new_err("PyTorch has no exchange table"));
-        };
+        let Exchange::Table(api) = &self.exchange else { return self.describe_by_capsule(tensor) };
+        let describe = api.table().describe_object.expect("a table without it is not used");
         let mut raw = MaybeUninit::<RawTensor>::zeroed();
         // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and
         // `raw` is room for one description.
         if unsafe { describe(tensor.as_ptr().cast(), raw.as_mut_ptr()) } != 0 {
-            let cause = fetch(tensor.py()).value(tensor.py()).to_string();
-            let reason = cause.lines().next().unwrap_or_default();
-            return Err(Error::config(format!("the tensor cannot be read: {reason}")).into());
+            return Err(cannot_be_read(tensor.py(), &fetch(tensor.py())));
         }
         // SAFETY: the function filled it in; all zeros would be a valid value, too.
-        Ok(Described(unsafe { raw.assume_init() }, PhantomData))
+        let raw = unsafe { raw.assume_init() };
+        Ok(Described { raw, _import: None, tensor: PhantomData })
+    }
+
+    /// [`Torch::describe`] without an exchange table. Like that, it looks at no gradients and at no stream.
+    fn describe_by_capsule<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Described<'a>> {
+        let py = tensor.py();
+        let Exchange::Capsules { to_capsule, .. } = &self.exchange else {
+            unreachable!("a table is used where there is one")
+        };
+        let to_capsule = to_capsule.bind(py);
+        let (capsule, dtype) = match to_capsule.call1((tensor,)) {
+            Ok(capsule) => (capsule, None),
+            // The first versions with 8-bit floats do not export them: their bytes are.
+            Err(error) => {
+                let dtype = self.known_dtype(&tensor.getattr("dtype")?).filter(|dtype| dtype.is_fp8());
+                let Some(dtype) = dtype else { return Err(cannot_be_read(py, &error)) };
+                let bytes = self.dtype(py, DType::U8)?;
+                let bytes = tensor.call_method0("detach")?.call_method1("view", (bytes,))?;
+                (to_capsule.call1((bytes,))?, Some(dtype))
+            }
+        };
+        let import = take_capsule(&capsule)?;
+        let mut raw = import.tensor()?;
+        raw.dtype = dtype.map_or(raw.dtype, raw_dtype);
+        Ok(Described { raw, _import: Some(import), tensor: PhantomData })
     }
 
     /// A new tensor of PyTorch's own memory, with undefined contents.
@@ -164,7 +222,7 @@ impl Torch {
 
     /// The stream on which PyTorch enqueues work on `device` now.
     fn current_stream(&self, py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
-        let Some(current) = self.api.as_ref().and_then(|api| api.table().current_work_stream) else {
+        let Some(current) = self.table().and_then(|table| table.current_work_stream) else {
             let stream = self.module.bind(py).getattr("cuda")?.call_method1("current_stream", (ordinal,))?;
             return Ok(Stream::from_handle(stream.getattr("cuda_stream")?.extract()?));
         };
@@ -223,6 +281,14 @@ pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backen
         gpu.not_capturing(stream, "a new pool")?;
     }
     Ok(backend)
+}
+
+/// PyTorch refuses to describe a tensor, such as one that is sparse.
+#[cold]
+fn cannot_be_read(py: Python<'_>, error: &PyErr) -> PyErr {
+    let cause = error.value(py).to_string();
+    let reason = cause.lines().next().unwrap_or_default();
+    Error::config(format!("the tensor cannot be read: {reason}")).into()
 }
 
 /// The exception that a C function set.

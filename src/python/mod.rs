@@ -35,6 +35,7 @@ mod hybrid_results;
 mod hybrid_tree;
 mod kv_pool;
 mod logging;
+mod numbers;
 mod offload;
 mod page_pool;
 mod pickling;
@@ -186,6 +187,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     on_blocking(without_gil);
     on_large_table(prefer_huge_pages);
     module.add_class::<tensor::Tensor>()?;
+    tensor::serve_buffers(module.py())?;
     module.add_class::<base_pool::BasePool>()?;
     module.add_class::<kv_pool::KvPool>()?;
     module.add_class::<token_to_kv_pool_allocator::TokenToKvPoolAllocator>()?;

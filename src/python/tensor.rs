@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyTuple};
+use pyo3::pyclass::CompareOp;
+use pyo3::types::{PyBytes, PyCapsule, PyDict, PyIterator, PyList, PySlice, PyTuple};
 
 use crate::base::bounded::signed;
 use crate::base::{DType, Device};
@@ -17,11 +19,16 @@ use crate::tensor::dlpack::{
 };
 
 use super::framework::current_stream;
+use super::numbers::{picks, shown, to_list};
 
-/// A tensor over memory that kvpool owns, for frameworks that speak DLPack (NumPy, CuPy, JAX).
+/// A tensor over memory that kvpool owns, for programs without PyTorch: `numpy()`, `numpy.asarray`, `memoryview` (from
+/// Python 3.12 on) and the `from_dlpack` of NumPy, CuPy and JAX see the same bytes without a copy.
 ///
-/// It keeps its memory alive even after the pool is dropped. It has no arithmetic: use `numpy()`,
-/// `numpy.from_dlpack` or another framework's `from_dlpack`, which see the same bytes without a copy.
+/// It keeps its memory alive even after the pool is dropped, and shows what is written there later, as every view of
+/// it does. It has no arithmetic. Elements are read as Python numbers: `tolist()`, iteration, and `tensor[i]`, or
+/// `tensor[i, j]` of two dimensions, where indices may be negative. Fewer indices, and slices with a positive step,
+/// give a view. Reading elements on a device copies them, and waits for its current stream. `==` raises `TypeError`
+/// unless it is the same object: compare `tolist()` or `numpy()`.
 #[pyclass(frozen, module = "kvpool", name = "Tensor", weakref)]
 pub(super) struct Tensor {
     view: TensorView,
@@ -62,6 +69,42 @@ impl Tensor {
     pub(super) const fn view(&self) -> &TensorView {
         &self.view
     }
+
+    /// The view, if it is in host memory.
+    fn on_host(&self) -> PyResult<&TensorView> {
+        match self.view.device() {
+            Device::Cpu => Ok(&self.view),
+            device @ Device::Cuda(_) => Err(PyBufferError::new_err(format!(
+                "the tensor is on {device}; cpu() gives a copy in host memory"
+            ))),
+        }
+    }
+
+    /// A copy in host memory of a tensor on a device. Waits for the current stream of the device.
+    fn copied(&self, py: Python<'_>) -> PyResult<Option<TensorView>> {
+        let view = &self.view;
+        let Some(gpu) = view.region().gpu() else { return Ok(None) };
+        let stream = current_stream(py, view.device())?;
+        let copy = py.detach(|| -> crate::base::Result<TensorView> {
+            gpu.not_capturing(stream, "a copy to the host, which is waited for,")?;
+            let bytes = view.span_bytes();
+            let region = Region::scratch(bytes)?;
+            gpu.copy_out(&view.region().bytes_at(view.offset(), bytes)?, region.range(0, bytes)?, stream)?;
+            gpu.synchronize(stream)?;
+            view.over_copy(Arc::new(region))
+        })?;
+        Ok(Some(copy))
+    }
+}
+
+/// Has the interpreter call `Tensor.__buffer__` where it wants a buffer: that method stands for the slot from Python 3.12
+/// on, for classes that have it as an attribute.
+pub(super) fn serve_buffers(py: Python<'_>) -> PyResult<()> {
+    let class = py.get_type::<Tensor>();
+    if py.version_info() >= (3, 12) {
+        class.setattr("__buffer__", class.getattr("__buffer__")?)?;
+    }
+    Ok(())
 }
 
 #[pymethods]
@@ -70,6 +113,12 @@ impl Tensor {
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.view.shape().as_slice())
+    }
+
+    /// The number of dimensions.
+    #[getter]
+    fn ndim(&self) -> usize {
+        self.view.shape().ndim()
     }
 
     /// The name of the element type.
@@ -95,17 +144,59 @@ impl Tensor {
     /// Raises:
     ///     OutOfMemoryError: If the host has no memory for the copy.
     fn cpu(slf: &Bound<'_, Self>) -> PyResult<Py<Self>> {
-        let (py, view) = (slf.py(), &slf.get().view);
-        let Some(gpu) = view.region().gpu() else { return Ok(slf.clone().unbind()) };
-        let stream = current_stream(py, view.device())?;
-        let copy = py.detach(|| -> crate::base::Result<TensorView> {
-            gpu.not_capturing(stream, "a copy to the host, which is waited for,")?;
-            let region = Region::scratch(view.shape().bytes(view.dtype())?)?;
-            gpu.copy_out(&view.borrow(), region.range(0, region.bytes())?, stream)?;
-            gpu.synchronize(stream)?;
-            TensorView::packed(Arc::new(region), 0, view.dtype(), *view.shape())
-        })?;
-        Py::new(py, Self::new(copy))
+        match slf.get().copied(slf.py())? {
+            Some(copy) => Py::new(slf.py(), Self::new(copy)),
+            None => Ok(slf.clone().unbind()),
+        }
+    }
+
+    /// Returns the elements as Python numbers: nested lists of as many dimensions as the tensor has, or a number if it
+    /// has none. Those on a device are copied first, which waits for its current stream.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: If the host has no memory for them.
+    fn tolist<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self.copied(py)? {
+            Some(copy) => to_list(py, &copy),
+            None => to_list(py, &self.view),
+        }
+    }
+
+    fn __getitem__<'py>(&self, py: Python<'py>, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let view = self.view.at(&picks(index, self.view.shape().as_slice())?)?;
+        let part = Self { view, shared: AtomicBool::new(self.is_shared()) };
+        if part.ndim() == 0 { part.tolist(py) } else { Ok(Bound::new(py, part)?.into_any()) }
+    }
+
+    fn __iter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyIterator>> {
+        let (py, tensor) = (slf.py(), slf.get());
+        if tensor.ndim() == 1 {
+            return tensor.tolist(py)?.try_iter();
+        }
+        let rows: Vec<_> = (0..tensor.__len__()?)
+            .map(|row| tensor.__getitem__(py, &row.into_bound_py_any(py)?))
+            .collect::<PyResult<_>>()?;
+        PyList::new(py, rows)?.try_iter()
+    }
+
+    fn __richcmp__(slf: &Bound<'_, Self>, other: &Bound<'_, PyAny>, how: CompareOp) -> PyResult<Py<PyAny>> {
+        let is_same = slf.is(other);
+        match how {
+            // Containers ask this of the objects in them.
+            CompareOp::Eq if is_same => true.into_py_any(slf.py()),
+            CompareOp::Ne if is_same => false.into_py_any(slf.py()),
+            CompareOp::Eq | CompareOp::Ne => Err(PyTypeError::new_err(
+                "tensors have no == and no !=: compare a.tolist() == b.tolist(), or their numpy() element by element; \
+                 whether it is the same object, and whether it is None, says `is`",
+            )),
+            _ => Ok(slf.py().NotImplemented()),
+        }
+    }
+
+    /// By identity.
+    fn __hash__(slf: &Bound<'_, Self>) -> usize {
+        // Objects lie 16 bytes apart.
+        slf.as_ptr().addr() >> 4
     }
 
     fn __len__(&self) -> PyResult<usize> {
@@ -115,9 +206,14 @@ impl Tensor {
             .ok_or_else(|| PyTypeError::new_err("a tensor of no dimensions has no length"))
     }
 
-    fn __repr__(&self) -> String {
-        let shape = self.view.shape().as_slice();
-        format!("kvpool.Tensor(shape={shape:?}, dtype={}, device={})", self.view.dtype(), self.view.device())
+    fn __repr__(&self) -> PyResult<String> {
+        let (shape, dtype) = (self.view.shape().as_slice(), self.view.dtype());
+        let about = format!("shape={shape:?}, dtype={dtype}, device={}", self.view.device());
+        Ok(match self.view.device() {
+            Device::Cpu => format!("kvpool.Tensor({}, {about})", shown(&self.view)?),
+            // Whoever prints a tensor need not want to wait for a device.
+            Device::Cuda(_) => format!("kvpool.Tensor({about})"),
+        })
     }
 
     /// Returns a NumPy array over the same memory.
@@ -130,13 +226,7 @@ impl Tensor {
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let numpy = py.import("numpy")?;
-        let view = &slf.get().view;
-        if view.device() != Device::Cpu {
-            return Err(PyBufferError::new_err(format!(
-                "the tensor is on {}; cpu() gives a copy in host memory",
-                view.device()
-            )));
-        }
+        let view = slf.get().on_host()?;
         let bits = match view.dtype() {
             DType::BF16 => DType::F16,
             DType::F8E4M3 | DType::F8E5M2 => DType::U8,
@@ -145,6 +235,76 @@ impl Tensor {
         let dtype = py.import("ml_dtypes")?.getattr(view.dtype().name())?;
         let carried = Self::new(view.reinterpret(bits)?);
         numpy.call_method1("from_dlpack", (carried,))?.call_method1("view", (dtype,))
+    }
+
+    /// Returns what `numpy.asarray` makes of the tensor: see `numpy()`.
+    ///
+    /// Args:
+    ///     dtype: The dtype of the array. Another than the tensor's takes a copy.
+    ///     copy: `True` copies in any case, `False` never.
+    ///
+    /// Raises:
+    ///     ImportError: If NumPy, or `ml_dtypes` if needed, is not installed.
+    ///     BufferError: If the tensor is not in host memory.
+    ///     ValueError: If `copy` is `False`, and `dtype` takes one.
+    #[pyo3(signature = (dtype=None, copy=None))]
+    fn __array__<'py>(
+        slf: &Bound<'py, Self>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, array) = (slf.py(), Self::numpy(slf)?);
+        let options = PyDict::new(py);
+        options.set_item("dtype", dtype)?;
+        if let Some(copy) = copy {
+            options.set_item("copy", copy)?;
+            return py.import("numpy")?.call_method("array", (array,), Some(&options));
+        }
+        py.import("numpy")?.call_method("asarray", (array,), Some(&options))
+    }
+
+    /// Returns a view of the memory, with the shape and the format of the tensor: what `memoryview` and other users of
+    /// buffers call, from Python 3.12 on.
+    ///
+    /// Raises:
+    ///     BufferError: If the tensor is not in host memory or not contiguous, if buffers have no format for its dtype
+    ///         (bfloat16 and 8-bit floats), or no shape for it (empty, of several dimensions or none).
+    fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: i32) -> PyResult<Bound<'py, PyAny>> {
+        let (py, view) = (slf.py(), slf.get().on_host()?);
+        let format = match view.dtype() {
+            DType::F64 => "d",
+            DType::F32 => "f",
+            DType::F16 if py.version_info() >= (3, 12) => "e",
+            DType::I8 => "b",
+            DType::U8 => "B",
+            DType::I32 => "i",
+            DType::I64 => "q",
+            DType::Bool => "?",
+            other => {
+                return Err(PyBufferError::new_err(format!(
+                    "buffers have no format for {other}; numpy() takes it"
+                )));
+            }
+        };
+        let (shape, bytes) = (view.shape(), view.span_bytes());
+        if !view.borrow().is_contiguous() || (bytes == 0 && shape.ndim() != 1) {
+            let (shape, strides) = (shape.as_slice(), view.strides().as_slice());
+            return Err(PyBufferError::new_err(format!(
+                "a buffer cannot show shape {shape:?} with strides {strides:?}; numpy() can"
+            )));
+        }
+        slf.get().shared.store(true, Relaxed);
+        let memoryview = py.import("builtins")?.getattr("memoryview")?;
+        if bytes == 0 {
+            let one = memoryview.call1((PyBytes::new(py, &[0; 8]),))?.call_method1("cast", (format,))?;
+            return one.get_item(PySlice::new(py, 0, 0, 1));
+        }
+        // An object over the memory that keeps the tensor, and exports buffers in every version of Python.
+        let array = py.import("ctypes")?.getattr("c_ubyte")?.mul(bytes)?;
+        let array = array.call_method1("from_address", (view.address().addr(),))?;
+        array.setattr("tensor", slf)?;
+        let raw = memoryview.call1((array,))?.call_method1("cast", ("B",))?;
+        raw.call_method1("cast", (format, shape.as_slice()))
     }
 
     /// Returns the DLPack device as (type, ordinal).
@@ -202,16 +362,16 @@ impl Tensor {
                 )
             }
         } else {
-            // SAFETY: as above.
-            unsafe {
-                PyCapsule::new_with_pointer_and_destructor(
-                    py,
-                    export_legacy(&self.view).cast(),
-                    LEGACY,
-                    Some(drop_legacy),
-                )
-            }
+            legacy_capsule(py, &self.view)
         }
+    }
+}
+
+/// A capsule over the memory of `view`, without a version.
+pub(super) fn legacy_capsule<'py>(py: Python<'py>, view: &TensorView) -> PyResult<Bound<'py, PyCapsule>> {
+    // SAFETY: the pointer is a managed tensor that the capsule owns until it is renamed.
+    unsafe {
+        PyCapsule::new_with_pointer_and_destructor(py, export_legacy(view).cast(), LEGACY, Some(drop_legacy))
     }
 }
 
@@ -278,9 +438,17 @@ pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
     }
     let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
         // Producers older than DLPack 1.0 do not have the argument.
-        Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
+        Err(error) if error.get_type(py).is(py.get_type::<PyTypeError>()) => {
+            object.call_method0("__dlpack__")?
+        }
         answer => answer?,
     };
+    take_capsule(&capsule)
+}
+
+/// Takes over the tensor of a capsule.
+pub(super) fn take_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Import> {
+    let py = capsule.py();
     // SAFETY: `capsule` is a live object; the call returns 0 for any other object.
     let is =
         |name: &std::ffi::CStr| unsafe { pyo3::ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) } == 1;

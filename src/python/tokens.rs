@@ -32,14 +32,15 @@ pub(super) fn with_tokens<R>(
         }
         // The call has failed, and changed nothing.
     }
-    if let Some(tensor) = args::tensor_or_none(object)? {
-        let borrowed = tensor.borrow()?;
-        if borrowed.is_contiguous() && borrowed.device() == Device::Cpu {
-            match borrowed.dtype() {
-                DType::I32 => return work(&RawTokens::<i32>::of(&borrowed)),
-                DType::I64 => return work(&RawTokens::<i64>::of(&borrowed)),
-                _ => (),
-            }
+    if let Ok(Some(tensor)) = args::tensor_or_none(object)
+        && let Ok(borrowed) = tensor.borrow()
+        && borrowed.is_contiguous()
+        && borrowed.device() == Device::Cpu
+    {
+        match borrowed.dtype() {
+            DType::I32 => return work(&RawTokens::<i32>::of(&borrowed)),
+            DType::I64 => return work(&RawTokens::<i64>::of(&borrowed)),
+            _ => (),
         }
     }
     match args::indices(object)?.values(object.py())? {
@@ -294,15 +295,16 @@ pub(super) fn with_slots<R>(
     object: &Bound<'_, PyAny>,
     work: impl FnOnce(&dyn SlotSource, usize) -> PyResult<R>,
 ) -> PyResult<R> {
-    if let Some(tensor) = args::tensor_or_none(object)? {
-        let borrowed = tensor.borrow()?;
-        if borrowed.is_contiguous() && borrowed.device() == Device::Cpu {
-            let count = borrowed.shape().numel();
-            match borrowed.dtype() {
-                DType::I32 => return work(&RawTokens::<i32>::of(&borrowed), count),
-                DType::I64 => return work(&RawTokens::<i64>::of(&borrowed), count),
-                _ => (),
-            }
+    if let Ok(Some(tensor)) = args::tensor_or_none(object)
+        && let Ok(borrowed) = tensor.borrow()
+        && borrowed.is_contiguous()
+        && borrowed.device() == Device::Cpu
+    {
+        let count = borrowed.shape().numel();
+        match borrowed.dtype() {
+            DType::I32 => return work(&RawTokens::<i32>::of(&borrowed), count),
+            DType::I64 => return work(&RawTokens::<i64>::of(&borrowed), count),
+            _ => (),
         }
     }
     let values = args::indices(object)?.values(object.py())?;

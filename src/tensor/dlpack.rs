@@ -78,7 +78,7 @@ pub struct RawDType {
 
 /// `DLTensor`.
 #[repr(C)]
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct RawTensor {
     /// The address of element 0, less `byte_offset`.
     pub data: *mut c_void,
@@ -163,7 +163,11 @@ pub const fn raw_dtype(dtype: DType) -> RawDType {
         DType::I8 => (0, 8),
         DType::I32 => (0, 32),
         DType::I64 => (0, 64),
+        DType::I16 => (0, 16),
         DType::U8 => (1, 8),
+        DType::U16 => (1, 16),
+        DType::U32 => (1, 32),
+        DType::U64 => (1, 64),
         DType::F16 => (2, 16),
         DType::F32 => (2, 32),
         DType::F64 => (2, 64),
@@ -186,7 +190,11 @@ pub fn dtype_of(raw: RawDType) -> Result<DType> {
         (0, 8) => DType::I8,
         (0, 32) => DType::I32,
         (0, 64) => DType::I64,
-        (1, _) => DType::U8,
+        (0, 16) => DType::I16,
+        (1, 8) => DType::U8,
+        (1, 16) => DType::U16,
+        (1, 32) => DType::U32,
+        (1, _) => DType::U64,
         (2, 16) => DType::F16,
         (2, 64) => DType::F64,
         (4, _) => DType::BF16,
@@ -377,7 +385,17 @@ impl Import {
     /// # Errors
     /// Same as [`borrow`], and [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
     pub fn borrow(&self) -> Result<Borrowed<'_>> {
-        let tensor = match self {
+        let tensor = self.tensor()?;
+        // SAFETY: we own the managed tensor, so its memory is valid for as long as `self`.
+        unsafe { borrow(&tensor, PhantomData) }
+    }
+
+    /// A copy of the description, whose shape and strides are valid for as long as `self`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
+    pub fn tensor(&self) -> Result<RawTensor> {
+        match self {
             Self::Versioned(managed) => {
                 // SAFETY: we own the managed tensor; the version is the first field in every major version.
                 let managed = unsafe { managed.as_ref() };
@@ -388,13 +406,11 @@ impl Import {
                         VERSION.major
                     )));
                 }
-                &managed.tensor
+                Ok(managed.tensor)
             }
             // SAFETY: we own the managed tensor.
-            Self::Legacy(managed) => &unsafe { managed.as_ref() }.tensor,
-        };
-        // SAFETY: we own the managed tensor, so its memory is valid for as long as `self`.
-        unsafe { borrow(tensor, PhantomData) }
+            Self::Legacy(managed) => Ok(unsafe { managed.as_ref() }.tensor),
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use crate::base::bounded::signed;
+use crate::base::bounded::{signed, unsigned};
 use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides};
 use crate::memory::{Borrowed, Host, Region};
 
@@ -28,6 +28,20 @@ pub struct TensorView {
     shape: Dims,
     /// In elements, never negative.
     strides: Dims,
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// What is chosen of one dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pick {
+    /// The first index.
+    pub start: usize,
+    /// How many, or `None` for the one alone, without its dimension.
+    pub count: Option<usize>,
+    /// From one to the next.
+    pub step: usize,
 }
 
 impl TensorView {
@@ -82,6 +96,83 @@ impl TensorView {
             return Err(Error::wrong_type(format!("{} cannot be seen as {dtype}", self.dtype)));
         }
         Ok(Self { dtype, ..self.clone() })
+    }
+
+    /// What `picks` choose of the first dimensions: no copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are more picks than dimensions, or one is outside
+    /// of its dimension.
+    pub fn at(&self, picks: &[Pick]) -> Result<Self> {
+        let (extents, steps) = (self.shape.as_slice(), self.strides.as_slice());
+        let Some((rest, rest_steps)) = extents.get(picks.len()..).zip(steps.get(picks.len()..)) else {
+            return Err(Error::index(format!(
+                "{} indices for a tensor of {} dimensions",
+                picks.len(),
+                extents.len()
+            )));
+        };
+        let (mut shape, mut strides, mut offset) = (Vec::new(), Vec::new(), 0i64);
+        for (pick, (&extent, &stride)) in picks.iter().zip(extents.iter().zip(steps)) {
+            let Pick { start, count, step } = *pick;
+            let (start, last) = (signed(start), count.map_or(0, |count| signed(count) - 1));
+            if last >= 0 {
+                if start + last * signed(step) >= extent {
+                    return Err(Error::index(format!("index {} is outside [0, {extent})", start + last)));
+                }
+                offset += start * stride;
+            }
+            if let Some(count) = count {
+                shape.push(signed(count));
+                // The stride of a single one is of no use, and its step may be as long as it likes.
+                strides.push(if count > 1 { stride * signed(step) } else { stride });
+            }
+        }
+        shape.extend(rest);
+        strides.extend(rest_steps);
+        let offset = self.offset + unsigned(offset) * self.dtype.size();
+        let (shape, strides) = (Dims::new(&shape)?, Dims::new(&strides)?);
+        let offset = if shape.numel() == 0 { self.offset } else { offset };
+        self.region.borrow(offset, self.dtype, shape, strides)?;
+        Ok(Self { region: Arc::clone(&self.region), offset, dtype: self.dtype, shape, strides })
+    }
+
+    /// The same values where a cache line begins, which JAX asks of host memory that it does not copy: the tensor itself, or
+    /// a copy if it is a list of indices that begins elsewhere. Only who hands it out for the first time may copy it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for a copy.
+    pub fn at_line(&self) -> Result<Self> {
+        let Some(indices) = self.region.indices() else { return Ok(self.clone()) };
+        if self.address().addr().is_multiple_of(LINE) {
+            return Ok(self.clone());
+        }
+        let region = Region::scratch(self.region.bytes())?;
+        match indices {
+            IndexVec::I32(values) => region.write(0, values)?,
+            IndexVec::I64(values) => region.write(0, values)?,
+        }
+        Ok(Self { region: Arc::new(region), ..self.clone() })
+    }
+
+    /// Bytes from element 0 to the end of the farthest one.
+    #[must_use]
+    pub fn span_bytes(&self) -> usize {
+        if self.shape.numel() == 0 {
+            return 0;
+        }
+        let axes = self.shape.as_slice().iter().zip(self.strides.as_slice());
+        let last: i64 = axes.map(|(extent, stride)| (extent - 1) * stride).sum();
+        (unsigned(last) + 1) * self.dtype.size()
+    }
+
+    /// The same tensor over a copy of its [span](Self::span_bytes).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when `region` is shorter than that.
+    pub fn over_copy(&self, region: Arc<Region>) -> Result<Self> {
+        region.borrow(0, self.dtype, self.shape, self.strides)?;
+        Ok(Self { region, offset: 0, ..self.clone() })
     }
 
     /// `shape` has at most `MAX_NDIM` extents, whose product is the length of `values`.

@@ -24,6 +24,8 @@ from software import Driver, SoftwareTorch, is_preloaded
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy.typing as npt
+
 settings.register_profile(
     "kvpool",
     deadline=None,
@@ -223,6 +225,27 @@ def _every_other(values: Sequence[int]) -> list[int]:
     return [x for value in values for x in (value, -99)]
 
 
+def _narrow(values: Sequence[int]) -> torch.Tensor:
+    """A tensor as narrow as the values allow."""
+    dtype = torch.int16 if all(abs(value) < 1 << 15 for value in values) else torch.int64
+    return torch.tensor(values, dtype=dtype)
+
+
+def _unsigned(values: Sequence[int]) -> npt.NDArray[Any]:
+    """An array of unsigned integers, unless a value is negative."""
+    return np.array(values, dtype=np.int64 if min(values, default=0) < 0 else np.uint32)
+
+
+class Series:
+    """As series of Polars and pandas and chunked arrays of Arrow: NumPy makes arrays of them."""
+
+    def __init__(self, values: npt.NDArray[Any]) -> None:
+        self.values = values
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> npt.NDArray[Any]:  # noqa: ANN401 - as in NumPy
+        return np.array(self.values, dtype=dtype, copy=copy)
+
+
 INDEX_KINDS: dict[str, Callable[[Sequence[int]], Any]] = {
     "torch_int32": lambda values: torch.tensor(values, dtype=torch.int32),
     "torch_int64": lambda values: torch.tensor(values, dtype=torch.int64),
@@ -236,6 +259,10 @@ INDEX_KINDS: dict[str, Callable[[Sequence[int]], Any]] = {
     "numpy_int64": lambda values: np.array(values, dtype=np.int64),
     "numpy_reversed": lambda values: np.array(values[::-1], dtype=np.int64)[::-1],
     "numpy_column": lambda values: np.array(values, dtype=np.int32).reshape(len(values), 1),
+    "torch_int16": _narrow,
+    "numpy_uint32": _unsigned,
+    "numpy_big_endian": lambda values: np.array(values, dtype=">i4"),
+    "series": lambda values: Series(np.array(values, dtype=np.int64)),
     "numpy_read_only": lambda values: np.broadcast_to(np.array(values, dtype=np.int64), (1, len(values))),
     "list": list,
     "tuple": tuple,
@@ -261,12 +288,12 @@ def as_host_index(request: pytest.FixtureRequest) -> Callable[[Sequence[int]], A
 BAD_INDICES: dict[str, Any] = {
     "torch_float": torch.tensor([1.0, 2.0]),
     "torch_bool": torch.tensor([True, False]),
-    "torch_int16": torch.tensor([1, 2], dtype=torch.int16),
     "torch_uint8": torch.tensor([1, 2], dtype=torch.uint8),
     "numpy_float": np.array([1.0, 2.0]),
     "numpy_bool": np.array([True, False]),
-    "numpy_int16": np.array([1, 2], dtype=np.int16),
-    "numpy_big_endian": np.array([1, 2], dtype=">i4"),
+    "numpy_int8": np.array([1, 2], dtype=np.int8),
+    "numpy_big_endian_float": np.array([1, 2], dtype=">f4"),
+    "series_with_gaps": Series(np.array([1, np.nan])),
     "bools": [True, False],
     "floats": [1.0, 2.0],
     "mixed": [1, 2.0],

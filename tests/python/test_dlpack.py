@@ -170,6 +170,9 @@ def test_torch_reads_a_kvpool_tensor(run_snippet: RunSnippet) -> None:
         del sys.modules["torch"]
         import torch
         for dtype, ours in list(found.items()):
+            if "float8" in dtype and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+                del found[dtype]  # this version's own `from_dlpack` does not know it
+                continue
             theirs = torch.from_dlpack(ours)
             assert theirs.dtype is getattr(torch, dtype), dtype
             assert theirs.shape == ours.shape == (24, 2, 4), dtype
@@ -293,16 +296,77 @@ print(json.dumps([
 """
 
 
-def test_capsules_do_what_the_exchange_table_does(run_snippet: RunSnippet) -> None:
-    with_table = run_snippet(f"import torch\n{WORK}", has_torch=True)
+# What becomes of tensors that are not plain, as values and as indices.
+UNUSUAL = """
+import kvpool
+import warnings
+
+warnings.simplefilter("ignore")
+ones = torch.ones(2, 1, 4)
+with torch.inference_mode():
+    inference = torch.full((2, 1, 4), 5.0)
+    inference_slots = kvpool.TokenToKVPoolAllocator(8, "cpu").alloc(2)
+assert type(inference_slots) is torch.Tensor
+grads = torch.full((2, 1, 4), 3.0, requires_grad=True)
+values = {
+    "gradients": grads,
+    "a result of gradients": grads * 2,
+    "a parameter": torch.nn.Parameter(ones * 4),
+    "of inference": inference,
+    "negated": torch.view_as_complex(torch.full((2, 1, 4, 2), 7.0)).conj().imag,
+    "expanded": torch.full((1, 1, 1), 8.0).expand(2, 1, 4),
+    "transposed": torch.arange(8.0).view(4, 1, 2).permute(2, 1, 0),
+    "8-bit": (ones * 2).to(torch.float8_e5m2),
+    "8-bit, strided": (torch.ones(2, 2, 4) * 2).to(torch.float8_e4m3fn)[:, 1:],
+    "8-bit with gradients": (grads * 2).to(torch.float8_e4m3fn),
+    "sparse": ones.to_sparse(),
+    "without memory": ones.to("meta"),
+    "complex": torch.ones(2, 1, 4, dtype=torch.complex64),
+    "quantized": torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8),
+}
+indices = {
+    "of inference": inference_slots,
+    "a parameter": torch.nn.Parameter(torch.tensor([3, 4]), requires_grad=False),
+    "int16": torch.tensor([5, 6], dtype=torch.int16),
+    "uint32": torch.tensor([5, 6], dtype=torch.uint32),
+    "a scalar": torch.tensor(7),
+    "sparse": torch.tensor([3, 4]).to_sparse(),
+    "floats": torch.tensor([3.0]),
+    "bools": torch.tensor([True]),
+    "bytes": torch.tensor([3], dtype=torch.uint8),
+    "complex": torch.tensor([3], dtype=torch.complex64),
+}
+kv = kvpool.KVPool(16, 1, 1, 4, "cpu", torch.float32)
+for name, tensor in values.items():
+    kv.k_buffer[0].zero_()
+    try:
+        kv.set_kv_buffer(0, [2, 9], tensor, ones)
+    except Exception as error:
+        print(name, type(error).__name__, str(error)[:26])
+    print(name, kv.k_buffer[0][[2, 9]].tolist())
+for name, tensor in indices.items():
+    allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")
+    allocator.alloc(8)
+    try:
+        allocator.free(tensor)
+    except Exception as error:
+        print(name, type(error).__name__, str(error)[:26])
+    print(name, allocator.release_slots.tolist())
+"""
+
+
+@pytest.mark.parametrize("work", [WORK, UNUSUAL], ids=["work", "unusual tensors"])
+def test_capsules_do_what_the_exchange_table_does(run_snippet: RunSnippet, work: str) -> None:
+    with_table = run_snippet(f"import torch\n{work}", has_torch=True)
     hide = """
 for kind in torch.Tensor.__mro__:
     if "__dlpack_c_exchange_api__" in vars(kind):
         delattr(kind, "__dlpack_c_exchange_api__")
 assert not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 """
-    without_table = run_snippet(f"import torch\n{hide}\n{WORK}", has_torch=True)
+    without_table = run_snippet(f"import torch\n{hide}\n{work}", has_torch=True)
     assert without_table == with_table
+    assert with_table.count("\n") > 0
 
 
 def test_capsules_also_work_for_scalars_and_views(run_snippet: RunSnippet) -> None:
@@ -344,6 +408,106 @@ def test_tensors_of_other_libraries_are_taken(run_snippet: RunSnippet) -> None:
         allocator.free(Old(allocator.alloc(2)))
         assert allocator.available_size() == 16
         assert allocator.stats()["dropped_frees"] == 0
+        """,
+        hidden=["torch"],
+    )
+
+
+def test_arrays_that_must_not_change_are_no_targets(run_snippet: RunSnippet) -> None:
+    """Capsules of JAX do not say that they are read-only; its arrays are told by their class."""
+    run_snippet(
+        """
+        import sys, types
+        import numpy as np
+        import kvpool
+
+        class Array:
+            def __init__(self, array):
+                self.array = array
+            def __dlpack__(self, **arguments):
+                return self.array.__dlpack__()
+            def __dlpack_device__(self):
+                return self.array.__dlpack_device__()
+
+        pool = kvpool.KVPool(16, 1, 1, 4, "cpu", "float32")
+        chunk = kvpool.ChunkPool(1, (2, 4), "float32", pin_memory=False).allocate()
+        given, other = (Array(np.ones((2, 1, 4), np.float32)) for _ in range(2))
+        read_only = np.ones((2, 1, 4), np.float32)
+        read_only.flags.writeable = False
+
+        def refused(words, target):
+            gather = lambda: pool.gather_kv(0, [1, 2], out=(target, other))
+            for call in (gather, lambda: chunk.copy_to(target)):
+                try:
+                    call()
+                except kvpool.ConfigError as error:
+                    assert words in str(error), error
+                else:
+                    raise AssertionError(words)
+
+        refused("out is read-only", read_only)
+        assert given.array.all()
+        pool.set_kv_buffer(0, [1, 2], given, given)
+        pool.gather_kv(0, [3, 4], out=(given, other))  # any other class may be written to
+        assert not given.array.any()
+        sys.modules["jax"] = types.ModuleType("jax")
+        pool.gather_kv(0, [1, 2], out=(given, other))  # as long as it is not imported wholly
+        assert given.array.all()
+        sys.modules["jax"].Array = Array
+        refused("out is a jax.Array, which must not change; pass a NumPy array", given)
+        pool.set_kv_buffer(0, [5, 6], given, given)
+        assert pool.k_buffer[0].numpy()[5:7].all() and given.array.all()
+        """,
+        hidden=["torch"],
+    )
+
+
+def test_arrays_of_arrow_and_series_are_indices(run_snippet: RunSnippet) -> None:
+    """As Arrow has it, an array with gaps has no capsule, and an error of a class of its own."""
+    run_snippet(
+        """
+        import numpy as np
+        import kvpool
+
+        class ArrowError(TypeError):
+            pass
+
+        class Arrow:
+            def __init__(self, values):
+                self.values = values
+            def __dlpack__(self, stream=None):
+                if self.values.dtype.kind != "i":
+                    raise ArrowError("Can only use DLPack on arrays with no nulls.")
+                return self.values.__dlpack__()
+            def __dlpack_device__(self):
+                return self.values.__dlpack_device__()
+            def __array__(self, dtype=None, copy=None):
+                return self.values
+
+        class Series:
+            def __init__(self, values):
+                self.values = values
+            def __array__(self, dtype=None, copy=None):
+                return self.values
+
+        allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")
+        allocator.alloc(8)
+        cache = kvpool.PrefixCache(allocator)
+        beyond = np.array([3, 2**63, 2**64 - 1], np.uint64)
+        assert allocator.is_allocated(beyond).tolist() == [True, False, False]
+        for kind in (Arrow, Series):
+            for values in (np.array([3, 9]), np.array([3, 9], ">u8"), np.array([3, 9], np.uint16)):
+                assert allocator.is_allocated(kind(values)).tolist() == [True, False]
+                assert cache.cached_len(kind(values)) == 0
+            for wrong, dtype in (([3.0, np.nan], "float64"), (["3"], "<U1"), ([None], "object")):
+                for call in (allocator.free, cache.cached_len):
+                    try:
+                        call(kind(np.array(wrong)))
+                    except TypeError as error:
+                        assert str(error).startswith("indices must be "), error
+                        assert str(error).endswith(f"not {dtype}"), error
+                    else:
+                        raise AssertionError(dtype)
         """,
         hidden=["torch"],
     )
@@ -401,7 +565,8 @@ def test_without_the_exchange_table_the_same_arrives(run_snippet: RunSnippet) ->
     run_snippet(
         f"""
         import torch
-        del torch.Tensor.__dlpack_c_exchange_api__
+        if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+            del torch.Tensor.__dlpack_c_exchange_api__
         from kvpool import _kvpool
 
         for dtype in {DTYPES!r}:

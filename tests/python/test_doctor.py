@@ -309,6 +309,8 @@ def test_an_old_pytorch_for_the_cpu_comes_with_advice(monkeypatch: pytest.Monkey
     found = by_name(state.findings)
     assert found["torch"].advice.endswith("pip install -U torch")
     assert found["DLPack exchange table"].advice == "pip install 'torch>=2.10'"
+    monkeypatch.setattr(OldTorch, "__version__", "2.9.1")
+    assert "import torch_c_dlpack_ext" in by_name(torch_state(1).findings)["DLPack exchange table"].advice
     assert "CUDA build of PyTorch" in found["CUDA build"].advice
     assert state.problem == "pools return torch.Tensor, not torch.Tensor"
     assert by_name(torch_state(0).findings)["CUDA build"].status == "ok"

@@ -273,15 +273,20 @@ def test_an_extension_that_cannot_be_handed_out_is_taken_back(run_snippet: RunSn
     run_snippet(
         """
         import torch
-        del torch.Tensor.__dlpack_c_exchange_api__
+        if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+            del torch.Tensor.__dlpack_c_exchange_api__
+        is_failing, original = False, torch._C._from_dlpack
+        def from_capsule(capsule):
+            if is_failing:
+                raise RuntimeError("no tensor today")
+            return original(capsule)
+        torch._C._from_dlpack = from_capsule
         import kvpool
 
         allocator = kvpool.TokenToKVPoolAllocator(256, "cpu", 16)
         held = allocator.alloc(20)
         before = allocator.available_size()
-        def fails(_):
-            raise RuntimeError("no tensor today")
-        original, torch.from_dlpack = torch.from_dlpack, fails
+        is_failing = True
         for group in (False, True):
             if group:
                 allocator.free_group_begin()
@@ -299,7 +304,7 @@ def test_an_extension_that_cannot_be_handed_out_is_taken_back(run_snippet: RunSn
                     raise AssertionError("it had to fail")
                 assert allocator.available_size() == before
         allocator.free_group_end()
-        torch.from_dlpack = original
+        is_failing = False
         assert allocator.is_allocated(held).all()
         assert allocator.stats()["dropped_frees"] == 0
         allocator.verify()

@@ -84,6 +84,11 @@ CALLS: dict[str, tuple[Callable[..., object], list[list[int]]]] = {
     "BatchPlanner.truncate": (lambda w, *a: w.planner.truncate(*a), [[3, 4], [4, 1]]),
     "BatchPlanner.finish": (lambda w, *a: w.planner.finish(*a), [[3, 4], [5, 1]]),
 }
+# Of everything but single ints.
+NOT_INDICES = (
+    "indices must be int16, uint16, int32, uint32, int64 or uint64 in a tensor, an array or a series, "
+    "or a sequence of ints, not "
+)
 each_call = pytest.mark.parametrize("name", sorted(CALLS))
 
 
@@ -116,6 +121,6 @@ def test_rejects_what_is_not_an_index_and_changes_nothing(bad_index: Any, name: 
             ("BatchPlanner.extend, a prefix", 0),
         }:
             continue
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=NOT_INDICES):
             call(world, *arguments[:place], bad_index, *arguments[place + 1 :])
         assert world.picture() == before

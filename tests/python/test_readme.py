@@ -37,12 +37,16 @@ CLASSES = {
 
 # Runs blocks of code one after the other in one namespace, with the line numbers of their page.
 RUNNER = """
+import linecache
 import os
 os.environ.pop("KVPOOL_DEBUG", None)
 os.chdir({folder!r})
 namespace = {{"__name__": "__main__"}}
 for page, line, source in {blocks!r}:
-    exec(compile("\\n" * line + source, page, "exec"), namespace)
+    text = "\\n" * line + source
+    # Triton reads what it compiles.
+    linecache.cache[page] = len(text), None, text.splitlines(keepends=True), page
+    exec(compile(text, page, "exec"), namespace)
 """
 
 
@@ -89,6 +93,31 @@ def test_examples_run_as_printed(page: Path, tmp_path: Path, run_snippet: RunSni
     run_blocks(run_snippet, page, {"python"}, tmp_path)
 
 
+# As much of JAX as the pages use: it has capsules, and arrays that kvpool reads.
+JAX = """
+import sys, types
+import numpy
+sys.modules["jax"] = types.ModuleType("jax")
+sys.modules["jax"].dlpack = types.SimpleNamespace(from_dlpack=numpy.from_dlpack)
+sys.modules["jax"].numpy = numpy
+"""
+
+
+def test_examples_of_jax_run_on_what_it_has(tmp_path: Path, run_snippet: RunSnippet) -> None:
+    page = ROOT / "docs" / "frameworks.md"
+    blocks = [
+        (page.name, line, code) for kind, line, code in fences(page) if kind in {"python", "python jax"}
+    ]
+    run_snippet(JAX + RUNNER.format(folder=str(tmp_path), blocks=blocks))
+
+
+def test_the_first_examples_need_neither_pytorch_nor_numpy(tmp_path: Path, run_snippet: RunSnippet) -> None:
+    for name in ("classes.md", "frameworks.md"):
+        _, line, code = next(fences(ROOT / "docs" / name))
+        runner = RUNNER.format(folder=str(tmp_path), blocks=[(name, line, code)])
+        run_snippet(runner, hidden=["torch", "numpy"])
+
+
 @pytest.mark.cuda
 @each_of([page for page in PAGES if has(page, "python gpu")])
 def test_examples_run_on_a_gpu(
@@ -102,9 +131,16 @@ def test_examples_run_on_a_gpu(
 @each_page
 def test_every_block_has_a_tested_kind_and_compiles(page: Path) -> None:
     for kind, line, source in fences(page):
-        assert kind in {"python", "python gpu", "python mooncake", "python nixl", "sh", "text", "diff"}, (
-            f"{page.name}:{line}"
-        )
+        assert kind in {
+            "python",
+            "python gpu",
+            "python jax",
+            "python mooncake",
+            "python nixl",
+            "sh",
+            "text",
+            "diff",
+        }, f"{page.name}:{line}"
         if kind.startswith("python"):
             compile(source, f"{page.name}:{line}", "exec")
     assert len(re.findall(r"^```", text_of(page), flags=re.MULTILINE)) == 2 * len(list(fences(page)))

@@ -6,7 +6,7 @@ use std::ptr;
 
 use crate::base::bounded::{int32, signed};
 use crate::base::{DType, Dims, Error, Result};
-use crate::kernels::indices::Numbers;
+use crate::kernels::indices::{Numbers, expect_ints};
 use crate::memory::RegionRange;
 
 /// The place of a batch's numbers: `INDEX_...` of `params.cuh`.
@@ -130,15 +130,9 @@ impl Index {
             Numbers::From(value) => Ok(Self::computed(*value, 1)),
             Numbers::List(_) => Err(Error::config("numbers of the host are not on the device")),
             Numbers::Tensor(tensor) => {
-                let kind = match tensor.dtype() {
-                    DType::I32 => IndexKind::Narrow,
-                    DType::I64 => IndexKind::Wide,
-                    other => {
-                        return Err(Error::wrong_type(format!(
-                            "indices must be int32 or int64, not {other}"
-                        )));
-                    }
-                };
+                expect_ints(tensor.dtype())?;
+                let is_wide = tensor.dtype() == DType::I64;
+                let kind = if is_wide { IndexKind::Wide } else { IndexKind::Narrow };
                 let (ndim, shape, strides) = collapsed(tensor.shape(), tensor.strides());
                 let data = tensor.address().as_ptr().cast_const().cast();
                 Ok(Self { data, kind, ndim, shape, strides, ..Self::computed(0, 0) })

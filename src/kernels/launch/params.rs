@@ -48,7 +48,7 @@ impl Code {
             DType::BF16 => Self::Bf16,
             DType::F8E4M3 => Self::F8E4M3,
             DType::F8E5M2 => Self::F8E5M2,
-            DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::Bool => Self::None,
+            _ => Self::None,
         }
     }
 }

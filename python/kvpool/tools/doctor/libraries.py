@@ -146,8 +146,11 @@ def _exchange(torch: Any) -> Finding:  # noqa: ANN401 - a module
     name = "DLPack exchange table"
     if hasattr(torch.Tensor, EXCHANGE):
         return Finding(TORCH, name, OK, "available: tensors cost 0.1 to 0.4 us each")
-    text = "not available: tensors go through capsules, which cost several us each"
-    return Finding(TORCH, name, NOTE, text, "pip install 'torch>=2.10'")
+    text = "not available: tensors are made and read through capsules, about 1 us each"
+    advice = "pip install 'torch>=2.10'"
+    if LEAST_TORCH <= numbers_of(str(torch.__version__)) < EXCHANGE_TORCH:
+        advice += ", or torch-c-dlpack-ext, and import torch_c_dlpack_ext before the first pool"
+    return Finding(TORCH, name, NOTE, text, advice)
 
 
 def _torch_cuda(torch: Any, devices: int) -> Finding:  # noqa: ANN401 - a module

@@ -152,8 +152,9 @@ impl Table {
         if let Some(table) = TABLE.get() {
             return Ok(table);
         }
-        let library =
-            Library::open().ok_or("no NVIDIA driver: libcuda.so.1 was not found by the dynamic loader")?;
+        let library = Library::open().ok_or(
+            "no NVIDIA driver: libcuda.so.1 was not found by the dynamic loader; device=\"cpu\" needs none",
+        )?;
         if let Some(version) = library.version()
             && version < OLDEST
         {

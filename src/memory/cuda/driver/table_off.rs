@@ -28,6 +28,6 @@ entry_points!(define);
 
 impl Table {
     pub(super) fn open() -> Result<&'static Self, String> {
-        Err("kvpool was built without the `cuda` feature".to_owned())
+        Err("kvpool was built without the `cuda` feature; device=\"cpu\" needs none".to_owned())
     }
 }
