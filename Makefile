@@ -87,7 +87,7 @@ demo-cluster: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
 	    --page-size 16 --pool-size 4096
 
 test:
-	$(call at_once,process-test software-test machine-test rust-test orders fuzz-briefly)
+	$(call at_once,process-test software-test machine-test rust-test orders fuzz-briefly old-torch-test)
 
 # Without the feature `cuda` only the table of the driver's functions differs, which is then empty: the examples show that.
 rust-test: $(DRIVER)
@@ -109,7 +109,7 @@ machine-test: $(EXTENSION) $(VENV)/.test engines
 process-test: $(EXTENSION) $(VENV)/.test engines
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys -m processes
 
-# What crosses between kvpool and PyTorch, with the oldest PyTorch. Without `old-torch-test` below `test`, nothing installs that.
+# What crosses between kvpool and PyTorch, with the oldest PyTorch.
 old-torch-test: $(EXTENSION) $(VENV)/.test $(OLD_TORCH)/.installed
 	if test -d $(OLD_TORCH)/torch; then LD_LIBRARY_PATH=$(abspath $(OLD_TORCH)/lib) PYTHONPATH=$(abspath $(OLD_TORCH)) \
 	    $(BIN)/python -m pytest --capture=sys tests/python/test_dlpack.py tests/python/test_indices.py -k 'not numpy'; fi
