@@ -206,8 +206,10 @@ fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed
         }
         strides.push(i64::try_from(stride / size).expect("an address has 64 bits"));
     }
-    // SAFETY: the array is live, and its header does not move.
-    let data = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).data };
+    // SAFETY: the array is live.
+    let fields = unsafe { _PyArray_GET_ITEM_DATA(array.as_array_ptr()) };
+    // SAFETY: they are the header of the array, which does not move.
+    let data = unsafe { (*fields).data };
     let address = address_of(data.cast(), &shape)?;
     // SAFETY: NumPy promises memory behind every element of the shape; the caller's reference keeps it alive.
     Ok(unsafe { Borrowed::new(address, dtype, Device::Cpu, shape, Dims::new(&strides)?) })
