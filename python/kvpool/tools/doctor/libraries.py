@@ -70,10 +70,9 @@ def package(cuda_reason: str) -> list[Finding]:
         Finding(
             PACKAGE,
             "Python",
-            NOTE if threaded else OK,
+            OK,
             f"{platform.python_implementation()} {platform.python_version()}, "
             f"{'free-threaded' if threaded else 'with the GIL'}, {sys.executable}",
-            "kvpool is untested on free-threaded Python" if threaded else "",
         ),
         Finding(
             PACKAGE,
