@@ -41,6 +41,13 @@ FUZZ := target/fuzz/$(HOST)/release
 # What `cargo fuzz` passes, as far as a stable compiler takes it: counters for libFuzzer to see where an input leads.
 FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 \
     inline-8bit-counters pc-table trace-compares) $(addprefix -Zsanitizer=,$(SANITIZER))
+# What `make wheels` builds: for each target one for CPython with the GIL, one for 3.14 without, and one for 3.15 and later.
+WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+WHEEL_PYTHONS ?= python3.10 python3.14t python3.15t
+WHEELS := target/wheels
+# No library names a folder of the machine that built it.
+CARGO_HOME ?= $(HOME)/.cargo
+WITHOUT_PATHS := RUSTFLAGS='$(strip $(RUSTFLAGS) --remap-path-prefix=$(CARGO_HOME)/registry/src=crates --remap-path-prefix=$(CURDIR)=kvpool)'
 # The Python of the machine with a GPU.
 GPU_PYTHON ?= 3.12
 GPU_PACKAGE := .gpu/package.json
@@ -64,7 +71,7 @@ define at_once
 endef
 
 .PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test old-torch-test process-test software-test \
-    rust-lint python-lint stub-lint kernel-lint verify-types \
+    rust-lint python-lint stub-lint kernel-lint verify-types wheel-lint licences wheels \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
 
@@ -145,7 +152,7 @@ histories:
 
 # BESIDE is made at the same time, such as packages that the tests need.
 lint:
-	$(call at_once,rust-lint stub-lint $(BESIDE) python-lint kernel-lint)
+	$(call at_once,rust-lint stub-lint $(BESIDE) python-lint kernel-lint wheel-lint)
 
 rust-lint:
 	cargo fmt --check
@@ -177,6 +184,37 @@ verify-types: $(EXTENSION) $(VENV)/.test
 stub-lint: $(EXTENSION) $(VENV)/.test
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file tests/stubtest.ini
 	$(BIN)/python docs/api.py --check
+
+# The library that is compiled already, as a wheel that an index would take.
+wheel-lint: $(EXTENSION) $(VENV)/.wheels
+	$(BIN)/python tests/packaging/linked.py licences --check
+	$(BIN)/python tests/packaging/linked.py sbom $(HOST) target/wheel/kvpool.cyclonedx.json
+	rm -f target/wheel/*.whl
+	VIRTUAL_ENV=$(abspath $(VENV)) $(WITHOUT_PATHS) $(BIN)/maturin build --release --locked --quiet \
+	    --sbom-include target/wheel/kvpool.cyclonedx.json --out target/wheel
+	$(BIN)/python tests/packaging/check_wheel.py target/wheel/*.whl
+
+# Everything that is published, checked: into target/wheels. zig links for an old glibc and for other machines.
+wheels: $(BIN)/python $(VENV)/.wheels
+	$(PIP) install --quiet --group zig
+	rm -rf $(WHEELS)
+	for target in $(WHEEL_TARGETS); do \
+	    if ! test -d "$$(rustc --print target-libdir --target $$target)"; then \
+	        echo "$$target: skipped, as Rust's standard library for it is not installed: rustup target add $$target"; continue; fi; \
+	    $(BIN)/python tests/packaging/linked.py sbom $$target target/sbom/$$target/kvpool.cyclonedx.json || exit; \
+	    for python in $(WHEEL_PYTHONS); do \
+	        PATH=$(abspath $(BIN)):$$PATH $(WITHOUT_PATHS) maturin build --release --locked --quiet --zig --compatibility manylinux_2_17 \
+	            --target $$target --interpreter $$python --sbom-include target/sbom/$$target/kvpool.cyclonedx.json \
+	            --out $(WHEELS) || exit; \
+	    done; \
+	done
+	$(BIN)/maturin sdist --out $(WHEELS)
+	$(BIN)/python -m twine check --strict $(WHEELS)/*.tar.gz
+	$(BIN)/python tests/packaging/check_wheel.py $(WHEELS)/*.whl
+
+# What the licences of linked crates say.
+licences: $(BIN)/python
+	$(BIN)/python tests/packaging/linked.py licences
 
 # The committed PTX and machine code are what the kernels give, and every architecture takes the PTX without spills.
 kernel-lint: $(CUDA_TOOLS)/.installed
@@ -354,7 +392,7 @@ gpu-package:
 
 $(GPU_PACKAGE): $(BIN)/python $(RUST_SOURCES) $(shell find python/kvpool -name '*.py' -o -name '*.html') pyproject.toml
 	rm -rf .gpu
-	$(BIN)/maturin build --release --locked --quiet --out .gpu/wheel
+	VIRTUAL_ENV=$(abspath $(VENV)) $(WITHOUT_PATHS) $(BIN)/maturin build --release --locked --quiet --out .gpu/wheel
 	$(BIN)/python -m zipfile -e .gpu/wheel/*.whl .gpu/kvpool
 	rm -r .gpu/wheel
 	$(PIP) install --quiet --no-compile --target .gpu/tools --only-binary=:all: --implementation cp \
@@ -395,11 +433,11 @@ $(BIN)/python:
 
 # The extension is compiled while packages are installed; then it is installed itself.
 $(VENV)/.compiled: $(BIN)/python $(RUST_SOURCES) pyproject.toml
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --quiet --skip-install
+	VIRTUAL_ENV=$(abspath $(VENV)) $(WITHOUT_PATHS) $(BIN)/maturin develop --release --locked --quiet --skip-install
 	touch $@
 
 $(EXTENSION): $(VENV)/.compiled | $(VENV)/.tools
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --quiet
+	VIRTUAL_ENV=$(abspath $(VENV)) $(WITHOUT_PATHS) $(BIN)/maturin develop --release --locked --quiet
 	touch $@
 
 # Few of the modules of PyTorch and transformers are imported: Python compiles these when they are.
@@ -410,6 +448,10 @@ $(VENV)/.tools: pyproject.toml $(BIN)/python
 
 $(VENV)/.test: pyproject.toml $(VENV)/.tools | $(EXTENSION)
 	$(PIP) install --quiet --group test --group lint
+	touch $@
+
+$(VENV)/.wheels: pyproject.toml $(BIN)/python
+	$(PIP) install --quiet --group wheels
 	touch $@
 
 $(VENV)/.fuzz: pyproject.toml $(VENV)/.test

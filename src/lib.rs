@@ -43,13 +43,25 @@
 //! | `cuda` | NVIDIA devices, found at run time | `cudarc` |
 //! | `python` | the extension module | `pyo3`, `numpy`, `blake3` |
 
+// There this is the only error: nothing else is compiled.
+#[cfg(windows)]
+compile_error!("kvpool does not run on Windows: it needs mmap, which Linux has; use it in WSL 2");
+
+#[cfg(not(windows))]
 pub mod base;
+#[cfg(not(windows))]
 pub mod cache;
+#[cfg(not(windows))]
 pub mod index;
+#[cfg(not(windows))]
 pub mod kernels;
+#[cfg(not(windows))]
 pub mod memory;
+#[cfg(not(windows))]
 pub mod pool;
-#[cfg(feature = "python")]
+#[cfg(all(feature = "python", not(windows)))]
 mod python;
+#[cfg(not(windows))]
 pub mod tensor;
+#[cfg(not(windows))]
 pub mod transfer;

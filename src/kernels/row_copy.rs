@@ -59,6 +59,8 @@ impl RowCopy {
         if self.streaming {
             stream::fence();
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = self.streaming;
     }
 }
 

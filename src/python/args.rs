@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use numpy::npyffi::_PyArray_GET_ITEM_DATA;
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::intern;
@@ -204,8 +205,10 @@ fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed
         }
         strides.push(i64::try_from(stride / size).expect("an address has 64 bits"));
     }
-    // SAFETY: the array is live, and its header does not move.
-    let data = unsafe { (*array.as_array_ptr()).fields.data };
+    // SAFETY: the array is live.
+    let fields = unsafe { _PyArray_GET_ITEM_DATA(array.as_array_ptr()) };
+    // SAFETY: they are the header of the array, which does not move.
+    let data = unsafe { (*fields).data };
     let address = address_of(data.cast(), &shape)?;
     // SAFETY: NumPy promises memory behind every element of the shape; the caller's reference keeps it alive.
     Ok(unsafe { Borrowed::new(address, dtype, Device::Cpu, shape, Dims::new(&strides)?) })

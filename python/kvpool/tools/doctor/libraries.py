@@ -53,7 +53,8 @@ def package(cuda_reason: str) -> list[Finding]:
     from kvpool import _kvpool as extension  # noqa: PLC0415
 
     path = Path(str(extension.__file__))
-    abi = "stable ABI (abi3)" if ".abi3." in path.name else sysconfig.get_config_var("SOABI")
+    stable = (f"stable ABI ({kind})" for kind in ("abi3t", "abi3") if f".{kind}" in path.name)
+    abi = next(stable, sysconfig.get_config_var("SOABI"))
     without = _WITHOUT_CUDA in cuda_reason
     threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
     linux = sys.platform == "linux"
@@ -70,10 +71,9 @@ def package(cuda_reason: str) -> list[Finding]:
         Finding(
             PACKAGE,
             "Python",
-            NOTE if threaded else OK,
+            OK,
             f"{platform.python_implementation()} {platform.python_version()}, "
             f"{'free-threaded' if threaded else 'with the GIL'}, {sys.executable}",
-            "kvpool is untested on free-threaded Python" if threaded else "",
         ),
         Finding(
             PACKAGE,

@@ -39,7 +39,7 @@ macro_rules! stands {
 
 stands! {
     u8 => u8;
-    c_char => c_char;
+    i8 => i8; // `c_char` is one of the two
     c_int => c_int;
     c_uint => c_uint;
     u64 => sys::cuuint64_t;
