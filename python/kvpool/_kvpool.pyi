@@ -3026,8 +3026,9 @@ class ChunkPool(Pool):
         device: Device of the chunks.
         pin_memory: Whether to page-lock host memory if a driver is present.
         numa_node: Prefer this NUMA node for host memory. A machine without NUMA has node 0.
-        huge_pages: Whether to use explicit huge pages of 2 MiB for host memory. If the system has not
-            reserved enough of them, transparent huge pages are used, with a log message.
+        huge_pages: Whether to use explicit huge pages for host memory: of the largest size of which the system
+            has reserved enough, and which adds at most an eighth to the memory. If there is none, transparent
+            huge pages are used, with a log message.
         strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
         debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
             variable `KVPOOL_DEBUG`.
