@@ -131,9 +131,9 @@ orders: $(DRIVER)
 # Every target from its seeds on, for FUZZ_SECONDS each. A finding is an error, and stays in tests/fuzz/artifacts.
 fuzz: fuzz-build $(VENV)/.fuzz
 	printf '%s\n' $(TARGETS) | xargs -P $(FUZZ_JOBS) -I{} sh -c 'if test ! -e tests/fuzz/{}.py; \
-	    then exec tests/fuzz/run {} $(FUZZ_SECONDS) env KVPOOL_HISTORY={} $(FUZZ)/histories; \
+	    then exec bash tests/fuzz/run {} $(FUZZ_SECONDS) env KVPOOL_HISTORY={} $(FUZZ)/histories; \
 	    elif $(BIN)/python -c "import atheris" 2>/dev/null; \
-	    then exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/{}.py; \
+	    then exec bash tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/{}.py; \
 	    else echo "{}: skipped, as atheris needs Linux and Python 3.11"; fi'
 
 # A look at each, in every run of the tests: for that, fewer optimisations are enough.
