@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -265,7 +266,7 @@ def test_a_pytorch_that_does_not_load_is_not_taken_for_absent(
             raise AssertionError("it had to fail")
         assert allocator.available_size() == 16
         """,
-        env={"PYTHONPATH": str(tmp_path)},
+        env={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
     )
 
 

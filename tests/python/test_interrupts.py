@@ -30,7 +30,7 @@ START = """
         pass
 
     def meanwhile(work):
-        "Does `work` on another thread when the next call gives the interpreter up."
+        "A thread that does `work` once it is let: with a GIL, when the next call gives that up."
         ready = threading.Event()
 
         def run():
@@ -39,8 +39,7 @@ START = """
 
         thread = threading.Thread(target=run)
         thread.start()
-        ready.set()
-        return thread
+        return thread, ready.set
 
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
@@ -119,8 +118,9 @@ def test_a_signal_in_the_middle_of_a_copy(run_snippet: RunSnippet, handler: str,
             caught = 0
             for _ in range(4):
                 prepare()
-                thread = meanwhile(interrupt)
+                thread, begin = meanwhile(interrupt)
                 try:
+                    begin()
                     call()
                     thread.join()
                 except (KeyboardInterrupt, Stop):
@@ -174,6 +174,7 @@ def test_an_exception_from_another_thread_in_the_middle_of_a_copy(run_snippet: R
 
         def work(call):
             try:
+                begun.set()
                 call()
                 # It comes at the latest here.
                 while True:
@@ -185,9 +186,10 @@ def test_an_exception_from_another_thread_in_the_middle_of_a_copy(run_snippet: R
             caught = []
             for _ in range(4):
                 prepare()
-                thread = threading.Thread(target=work, args=(call,))
-                # It has the interpreter from its start until its copy gives it up.
+                thread, begun = threading.Thread(target=work, args=(call,)), threading.Event()
+                # With a GIL it has that until its copy gives it up.
                 thread.start()
+                begun.wait()
                 assert raise_in(ctypes.c_ulong(thread.ident), ctypes.py_object(Stop)) == 1
                 thread.join()
                 value(name)
@@ -278,8 +280,9 @@ def test_an_interrupt_while_page_locking_is_waited_for(
         kvpool.set_num_threads(1)
         go = threading.Event()
         pool = kvpool.ChunkPool(66, (1 << 22,), "uint8", progress=lambda *_: go.wait())
-        thread = meanwhile(interrupt)
+        thread, begin = meanwhile(interrupt)
         try:
+            begin()
             {wait}
             pool.wait_registered()
         except KeyboardInterrupt:
@@ -320,8 +323,9 @@ def test_an_interrupt_while_the_planner_waits_for_values(
             lens = torch.tensor([9], dtype=torch.int32).cuda()
             driver.soft_set_queries(NEVER)
             caught = 0
-            thread = meanwhile(other)
+            thread, begin = meanwhile(other)
             try:
+                begin()
                 planner.extend([row], [0], lens)
                 thread.join()
                 # It comes at the latest here.
