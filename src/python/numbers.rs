@@ -54,14 +54,15 @@ pub(super) fn shown(view: &TensorView) -> crate::base::Result<String> {
         return Ok(elements(&view.borrow())?.into_iter().map(text).collect());
     };
     let (extent, edge) = (unsigned(extent), if shape.len() > 2 { 1 } else { EDGE });
-    let mut parts = Vec::new();
-    for index in 0..extent {
-        let is_left_out = extent > 2 * EDGE && (edge..extent - edge).contains(&index);
-        if !is_left_out {
-            parts.push(shown(&view.at(&[Pick { start: index, count: None, step: 1 }])?)?);
-        } else if index == edge {
-            parts.push("...".to_owned());
-        }
+    let row = |index| shown(&view.at(&[Pick { start: index, count: None, step: 1 }])?);
+    let is_long = extent > 2 * EDGE;
+    let (first, last) = if is_long { (0..edge, extent - edge..extent) } else { (0..extent, extent..extent) };
+    let mut parts = first.map(row).collect::<crate::base::Result<Vec<_>>>()?;
+    if is_long {
+        parts.push("...".to_owned());
+    }
+    for index in last {
+        parts.push(row(index)?);
     }
     Ok(format!("[{}]", parts.join(", ")))
 }
