@@ -77,7 +77,10 @@ def test_a_tensor_without_pytorch_is_not_read_within_a_capture(run_snippet: RunS
         tensor = kvpool._kvpool._zeros([4], "float32", "cuda")
         calls = {
             "shape": lambda: tensor.shape, "dtype": lambda: tensor.dtype, "device": lambda: tensor.device,
-            "data_ptr": tensor.data_ptr, "__len__": lambda: len(tensor), "cpu": tensor.cpu,
+            "data_ptr": tensor.data_ptr, "__len__": lambda: len(tensor), "ndim": lambda: tensor.ndim,
+            "cpu": tensor.cpu, "tolist": tensor.tolist, "__getitem__": lambda: tensor[1],
+            "slice": lambda: tensor[1:], "__iter__": lambda: iter(tensor), "__repr__": lambda: repr(tensor),
+            "__array__": tensor.__array__, "__buffer__": lambda: tensor.__buffer__(0),
             "__dlpack_device__": tensor.__dlpack_device__, "__dlpack__": lambda: tensor.__dlpack__(stream=-1),
             "numpy": tensor.numpy,
         }
@@ -93,7 +96,8 @@ def test_a_tensor_without_pytorch_is_not_read_within_a_capture(run_snippet: RunS
             except (kvpool.KvPoolError, TypeError, BufferError) as error:
                 said = type(error).__name__
             end = soft.soft_end_capture(stream)
-            expected = {"cpu": "DriverError", "numpy": "BufferError"}
+            expected = dict.fromkeys(["cpu", "tolist", "__getitem__", "__iter__"], "DriverError")
+            expected.update(dict.fromkeys(["numpy", "__array__", "__buffer__"], "BufferError"))
             assert (said, end > 0) == (expected.get(name, "works"), True), (name, said, end)
         """,
         hidden=["torch"],

@@ -231,7 +231,11 @@ def _check(event: Event, kind: tuple[int, bool] | None) -> tuple[int, bool] | No
 
 def _bytes_of(tokens: IndicesLike) -> bytes:
     """Token ids as int32 in little endian."""
-    values: Any = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    values: Any = tokens
+    if not hasattr(tokens, "tolist") and hasattr(tokens, "__array__"):  # an array of Arrow
+        values = tokens.__array__()
+    if hasattr(values, "tolist"):
+        values = values.tolist()
     try:
         content = array("i", iter(values))
     except OverflowError:
