@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -107,7 +108,7 @@ def on_stream(handle: int) -> Iterator[None]:
 def resident_bytes() -> int:
     """Memory of the process, when garbage is collected."""
     gc.collect()
-    return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
+    return int(STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def assert_steady(once: Callable[[], object], most: int, *, warm: int = 50, turns: int = 500) -> None:

@@ -79,13 +79,13 @@ def test_given_tensors_are_let_go() -> None:
 def test_unused_capsules_give_their_memory_back(run_snippet: RunSnippet) -> None:
     run_snippet(
         """
-        import gc
+        import gc, resource
         from pathlib import Path
         import kvpool
 
         def resident():
             gc.collect()
-            return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+            return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
         def once():
             pool = kvpool.KVPool(16376, 1, 4, 16, "cpu", "float32")
