@@ -446,7 +446,8 @@ $(VENV)/.tools: pyproject.toml $(BIN)/python
 	$(PIP) install --quiet --no-compile 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' 'transformers>=5.21,<6'
 	touch $@
 
-$(VENV)/.test: pyproject.toml $(VENV)/.tools | $(EXTENSION)
+# Not after the extension, whose link takes a minute of one core alone.
+$(VENV)/.test: pyproject.toml $(VENV)/.tools
 	$(PIP) install --quiet --group test --group lint
 	touch $@
 
