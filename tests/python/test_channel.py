@@ -110,6 +110,32 @@ def test_payloads_arrive_in_order_both_ways(house: House) -> None:
     channel.close()
 
 
+def test_a_last_payload_arrives_before_the_end(house: House) -> None:
+    last = bytes(MAX_BYTES)
+    with caller(house) as channel:
+        until(lambda: len(house.channels) == 1)
+        house.channels[0].send(b"first")
+        house.channels[0].finish(last)
+        house.channels[0].close()  # for what else there was to send
+        assert house.channels[0].is_over
+        with pytest.raises(ChannelError, match="ended"):
+            house.channels[0].send(b"later")
+        assert [channel.receive(), channel.receive()] == [b"first", last]
+        with pytest.raises(ChannelError, match="ended"):
+            channel.receive()
+    assert "ended" in str(house.next())
+
+
+def test_a_last_payload_that_nobody_takes_keeps_no_channel(house: House) -> None:
+    with raw(house) as connection:
+        other = channels._call(connection, SECRET)
+        until(lambda: len(house.channels) == 1)
+        house.channels[0].finish(bytes(MAX_BYTES))
+        other.close()
+        assert "ended" in str(house.next())
+        until(lambda: house.channels[0]._is_closed)
+
+
 def test_several_callers_are_heard_at_once(house: House) -> None:
     with caller(house) as first, caller(house) as second:
         second.send(b"second")

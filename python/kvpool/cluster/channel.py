@@ -129,8 +129,15 @@ class Channel:
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._unsent_bytes = 0
         self._lock = threading.Lock()
+        self._takes_more = True
+        self._is_finishing = False
         self._is_closed = False
         threading.Thread(target=self._write, name="kvpool channel", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more can be sent. What the other end has sent may still be received."""
+        return not self._takes_more
 
     def send(self, payload: bytes) -> None:
         """Send a payload. Does not wait.
@@ -142,7 +149,7 @@ class Channel:
         if len(payload) > MAX_BYTES:
             raise ChannelError(f"a payload of {len(payload)} bytes is larger than {MAX_BYTES}")
         with self._lock:
-            if self._is_closed:
+            if not self._takes_more:
                 raise ChannelError("the connection has ended")
             self._unsent_bytes += len(payload)
             unsent = self._unsent_bytes
@@ -151,15 +158,30 @@ class Channel:
             self.close()
             raise ChannelError(f"{unsent} bytes are not taken by the other end")
 
+    def finish(self, payload: bytes) -> None:
+        """Send a last payload, and end the connection once it is on its way. Does not wait.
+
+        Raises:
+            ChannelError: As `send`.
+        """
+        self.send(payload)
+        with self._lock:
+            self._takes_more, self._is_finishing = False, True
+            self._unsent.put(None)
+
     def _write(self) -> None:
-        while (payload := self._unsent.get()) is not None:
-            try:
+        try:
+            while (payload := self._unsent.get()) is not None:
                 self._connection.sendall(_LENGTH.pack(len(payload)) + payload + self._sending.of(payload))
-            except OSError:
-                self.close()  # who receives is told why
-                return
-            with self._lock:
-                self._unsent_bytes -= len(payload)
+                with self._lock:
+                    self._unsent_bytes -= len(payload)
+        except OSError:
+            pass  # who receives is told why, after what the other end said before
+        with self._lock:
+            self._takes_more = False
+            was_finishing, self._is_finishing = self._is_finishing, False
+        if was_finishing:
+            self.close()
 
     def receive(self) -> bytes:
         """Return the next payload. Waits for it.
@@ -183,11 +205,14 @@ class Channel:
         return payload
 
     def close(self) -> None:
-        """End the connection, and every call that waits for it. What is not sent yet is dropped."""
+        """End the connection, and every call that waits for it.
+
+        What is not sent yet is dropped, unless the channel finishes: then it ends by itself.
+        """
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or self._is_finishing:
                 return
-            self._is_closed = True
+            self._is_closed, self._takes_more = True, False
             self._unsent.put(None)
         _end(self._connection)
         self._connection.close()

@@ -327,9 +327,8 @@ class Router(Closing):
             if model.get(name) != join.model.get(name):
                 reason = f"its {name} is {join.model.get(name)!r}, and that of others is {model.get(name)!r}"
                 _log.warning("%s is refused: %s", join.name, reason)
-                with suppress(KvPoolError):
-                    channel.send(messages.encode(Refused(reason[: messages.MAX_TEXT])))
-                channel.close()
+                with suppress(ChannelError):
+                    channel.finish(messages.encode(Refused(reason[: messages.MAX_TEXT])))
                 return
         gone = [name for name, one in self._workers.items() if not one.is_alive]
         for name in gone[:-_MOST_GONE]:

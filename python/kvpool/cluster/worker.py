@@ -118,7 +118,7 @@ class Worker:
         listener = threading.Thread(target=_listen, args=(channel, heard), daemon=True)
         listener.start()
         try:
-            channel.send(messages.encode(self._join))
+            _send(channel, self._join)
             is_busy = False
             while not stop.is_set():
                 self._hear(heard, 0.0 if is_busy else _IDLE_S)
@@ -213,7 +213,7 @@ class Worker:
             self._reported = now
             report.stats = self._engine.stats() | {"read_bytes": self._endpoint.stats()["bytes"]}
             self._requests = {number: one for number, one in self._requests.items() if not one.is_over}
-        channel.send(messages.encode(report))
+        _send(channel, report)
 
     def _drop(self) -> None:
         """Abort everything: the router, if there is one, has given it to others."""
@@ -222,6 +222,15 @@ class Worker:
         self._requests.clear()
         self._peers.clear()
         self._report = Report()
+
+
+def _send(channel: Channel, message: Join | Report) -> None:
+    """Send, unless the connection is over: what is heard says why, after what the router has said before."""
+    try:
+        channel.send(messages.encode(message))
+    except ChannelError:
+        if not channel.is_over:
+            raise
 
 
 def _listen(channel: Channel, heard: queue.SimpleQueue[ToWorker | ChannelError]) -> None:
