@@ -129,7 +129,7 @@ orders: $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) RUSTFLAGS='--cfg loom -D warnings' cargo test --quiet --locked --features cuda --target-dir target/loom --test orders
 
 # Every target from its seeds on, for FUZZ_SECONDS each. A finding is an error, and stays in tests/fuzz/artifacts.
-fuzz: fuzz-build $(VENV)/.fuzz
+fuzz: fuzz-build $(EXTENSION) $(VENV)/.fuzz
 	printf '%s\n' $(TARGETS) | xargs -P $(FUZZ_JOBS) -I{} sh -c 'if test ! -e tests/fuzz/{}.py; \
 	    then exec bash tests/fuzz/run {} $(FUZZ_SECONDS) env KVPOOL_HISTORY={} $(FUZZ)/histories; \
 	    elif $(BIN)/python -c "import atheris" 2>/dev/null; \
