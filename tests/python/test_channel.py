@@ -133,7 +133,7 @@ def test_a_last_payload_that_nobody_takes_keeps_no_channel(house: House) -> None
         house.channels[0].finish(bytes(MAX_BYTES))
         other.close()
         assert "ended" in str(house.next())
-        until(lambda: house.channels[0]._is_closed)
+        until(lambda: house.channels[0]._state is channels._State.CLOSED)
 
 
 def test_several_callers_are_heard_at_once(house: House) -> None:

@@ -25,6 +25,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -117,6 +118,15 @@ def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, 
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+class _State(Enum):
+    """Of a channel: it sends, it sends what there is and ends, it only receives, or it has ended."""
+
+    OPEN = auto()
+    FINISHING = auto()
+    MUTE = auto()
+    CLOSED = auto()
+
+
 class Channel:
     """A connection whose other end has proved that it knows the secret.
 
@@ -129,15 +139,13 @@ class Channel:
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._unsent_bytes = 0
         self._lock = threading.Lock()
-        self._takes_more = True
-        self._is_finishing = False
-        self._is_closed = False
+        self._state = _State.OPEN
         threading.Thread(target=self._write, name="kvpool channel", daemon=True).start()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more can be sent. What the other end has sent may still be received."""
-        return not self._takes_more
+        return self._state is not _State.OPEN
 
     def send(self, payload: bytes) -> None:
         """Send a payload. Does not wait.
@@ -146,17 +154,7 @@ class Channel:
             ChannelError: If the connection has ended, the other side does not take what was sent before, or
                 the payload is too large.
         """
-        if len(payload) > MAX_BYTES:
-            raise ChannelError(f"a payload of {len(payload)} bytes is larger than {MAX_BYTES}")
-        with self._lock:
-            if not self._takes_more:
-                raise ChannelError("the connection has ended")
-            self._unsent_bytes += len(payload)
-            unsent = self._unsent_bytes
-            self._unsent.put(payload)
-        if unsent > _MAX_UNSENT_BYTES:
-            self.close()
-            raise ChannelError(f"{unsent} bytes are not taken by the other end")
+        self._put(payload, _State.OPEN)
 
     def finish(self, payload: bytes) -> None:
         """Send a last payload, and end the connection once it is on its way. Does not wait.
@@ -164,10 +162,24 @@ class Channel:
         Raises:
             ChannelError: As `send`.
         """
-        self.send(payload)
+        self._put(payload, _State.FINISHING)
+
+    def _put(self, payload: bytes, state: _State) -> None:
+        """Leave a payload to the thread that writes. `state` is that of the channel from then on."""
+        if len(payload) > MAX_BYTES:
+            raise ChannelError(f"a payload of {len(payload)} bytes is larger than {MAX_BYTES}")
         with self._lock:
-            self._takes_more, self._is_finishing = False, True
-            self._unsent.put(None)
+            if self.is_over:
+                raise ChannelError("the connection has ended")
+            unsent = self._unsent_bytes + len(payload)
+            if unsent <= _MAX_UNSENT_BYTES:
+                self._state, self._unsent_bytes = state, unsent
+                self._unsent.put(payload)
+                if state is _State.FINISHING:
+                    self._unsent.put(None)
+                return
+        self.close()
+        raise ChannelError(f"{unsent} bytes are not taken by the other end")
 
     def _write(self) -> None:
         try:
@@ -178,9 +190,10 @@ class Channel:
         except OSError:
             pass  # who receives is told why, after what the other end said before
         with self._lock:
-            self._takes_more = False
-            was_finishing, self._is_finishing = self._is_finishing, False
-        if was_finishing:
+            state = self._state
+            if state is not _State.CLOSED:
+                self._state = _State.MUTE
+        if state is _State.FINISHING:
             self.close()
 
     def receive(self) -> bytes:
@@ -210,9 +223,9 @@ class Channel:
         What is not sent yet is dropped, unless the channel finishes: then it ends by itself.
         """
         with self._lock:
-            if self._is_closed or self._is_finishing:
+            if self._state in {_State.FINISHING, _State.CLOSED}:
                 return
-            self._is_closed, self._takes_more = True, False
+            self._state = _State.CLOSED
             self._unsent.put(None)
         _end(self._connection)
         self._connection.close()
