@@ -228,9 +228,15 @@ def assembled(tools: Path, compiled: dict[Path, bytes]) -> dict[str, object]:
                         used.setdefault(kernel, []).append(count)
     return {
         "ptx": digests(compiled),
+        "assemblers": versions(tools),
         "architectures": known,
         "registers": {kernel: [min(counts), max(counts)] for kernel, counts in sorted(used.items())},
     }
+
+
+def versions(tools: Path) -> dict[str, str]:
+    """The release of each assembler."""
+    return {name: run(tool(tools, name), "--version").splitlines()[-1] for name in ASSEMBLERS}
 
 
 def digests(compiled: dict[Path, bytes]) -> dict[str, str]:
@@ -239,7 +245,7 @@ def digests(compiled: dict[Path, bytes]) -> dict[str, str]:
 
 
 def check(tools: Path, compiled: dict[Path, bytes]) -> None:
-    """Compares the compiled kernels with the committed ones, and with those that the record is of.
+    """Compares the compiled kernels with the committed ones, and with the record, as well as the assemblers.
 
     Raises:
         GenerateError: If anything differs or is missing.
@@ -247,8 +253,8 @@ def check(tools: Path, compiled: dict[Path, bytes]) -> None:
     same(compiled)
     same(cubins(tools))
     record = json.loads(RECORD.read_text(encoding="ascii")) if RECORD.is_file() else {}
-    if record.get("ptx") != digests(compiled):
-        raise GenerateError(f"{RECORD} is of other kernels; run this script without --check")
+    if (record.get("ptx"), record.get("assemblers")) != (digests(compiled), versions(tools)):
+        raise GenerateError(f"{RECORD} is of other kernels or assemblers; run this script without --check")
     for name, known in record["architectures"].items():
         print(f"{name}: sm_{', sm_'.join(map(str, known))}")
     for kernel, (least, most) in record["registers"].items():
