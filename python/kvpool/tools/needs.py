@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 COMMAND_LINE = ("typer", "rich")
 """What every command needs. Without it `doctor` alone works, and parses its arguments itself."""
 
+CLUSTER = ("nixl", "msgspec", "zmq", "blake3")
+"""What `serve` needs besides when it is a process of a cluster."""
+
 
 class Command(NamedTuple):
     """A command.
@@ -35,7 +38,7 @@ _EXTRAS = {
     **dict.fromkeys((*COMMAND_LINE, "matplotlib", "numpy"), "tools"),
     "torch": "torch",
     "transformers": "transformers",
-    **dict.fromkeys(("nixl", "msgspec", "zmq", "blake3"), "cluster"),
+    **dict.fromkeys(CLUSTER, "cluster"),
 }
 
 

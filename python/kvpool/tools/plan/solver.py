@@ -225,7 +225,8 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
         step_tokens=config.step_tokens,
         device=config.device,
     )
-    size, max_reqs = _solve(shapes, config, -(-mean_context // config.page_size))
+    mean_pages = -(-mean_context // config.page_size)
+    size, max_reqs = _solve(shapes, config, mean_pages)
     pages = size // config.page_size
     plan = Plan(
         model=model,
@@ -236,7 +237,7 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
         size=size,
         max_reqs=max_reqs,
         full_requests=min(max_reqs, pages // shapes.context_pages),
-        mean_requests=min(max_reqs, pages // -(-mean_context // config.page_size)),
+        mean_requests=min(max_reqs, pages // mean_pages),
         footprint=footprint(shapes, size, max_reqs),
         mla_token_bytes={name: replace(shapes, kv=form).token_bytes for name, form in forms.items()},
         notes=notes,

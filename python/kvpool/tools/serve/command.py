@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvpool.errors import KvPoolError
 from kvpool.tools.devices import check_device
-from kvpool.tools.needs import COMMANDS
+from kvpool.tools.needs import CLUSTER, COMMANDS
 from kvpool.tools.output import fail, need
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     With --prefill and --decode, workers compute prompts and others generate, as processes of their own; with
     --role each of them is started by hand, on any machine.
     """
-    cluster_needs = ("nixl", "msgspec", "zmq", "blake3") if prefill or decode or role else ()
-    need("serve", *COMMANDS["serve"].needs, *cluster_needs)
+    need("serve", *COMMANDS["serve"].needs, *(CLUSTER if prefill or decode or role else ()))
     from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
 
     if model not in service.CONFIGS:
