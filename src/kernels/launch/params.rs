@@ -48,7 +48,15 @@ impl Code {
             DType::BF16 => Self::Bf16,
             DType::F8E4M3 => Self::F8E4M3,
             DType::F8E5M2 => Self::F8E5M2,
-            _ => Self::None,
+            DType::I8
+            | DType::U8
+            | DType::I16
+            | DType::U16
+            | DType::I32
+            | DType::U32
+            | DType::I64
+            | DType::U64
+            | DType::Bool => Self::None,
         }
     }
 }
