@@ -1,15 +1,11 @@
-//! Index tensors: where their values are, and how the host reads them; numbers of any tensor in host memory.
+//! Index tensors: where their values are, and how the host reads them.
 //!
 //! Values from the host are copied once and checked against an [`IndexSpace`]. Values on a device stay there:
 //! kernels check them.
 
-use half::{bf16, f16};
-
 use crate::base::bounded::{distance, signed, unsigned};
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
-
-use super::convert::{E4M3, E5M2, Load};
 
 /// An index space: the name of its indices and their bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,50 +166,8 @@ fn widened<T: Copy>(tensor: &Borrowed<'_>, widen: impl Fn(T) -> i64) -> Result<I
     Ok(IndexVec::I64(values))
 }
 
-/// The number at an element.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Element {
-    /// Of an integer.
-    Int(i64),
-    /// Of a float of at most 32 bits.
-    Single(f32),
-    /// Of a float64.
-    Double(f64),
-    /// Of a boolean.
-    Bool(bool),
-}
-
-/// The numbers in a tensor in host memory, of any shape and stride, in row-major order.
-///
-/// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
-/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
-pub fn elements(tensor: &Borrowed<'_>) -> Result<Vec<Element>> {
-    tensor.expect_on(Device::Cpu, "the tensor")?;
-    match tensor.dtype() {
-        DType::F64 => each(tensor, Element::Double),
-        DType::F32 => each(tensor, Element::Single),
-        DType::F16 => each(tensor, |value: f16| Element::Single(value.load())),
-        DType::BF16 => each(tensor, |value: bf16| Element::Single(value.load())),
-        DType::F8E4M3 => each(tensor, |value: E4M3| Element::Single(value.load())),
-        DType::F8E5M2 => each(tensor, |value: E5M2| Element::Single(value.load())),
-        DType::I8 => each(tensor, |value: i8| Element::Int(value.into())),
-        DType::U8 => each(tensor, |value: u8| Element::Int(value.into())),
-        DType::Bool => each(tensor, |value: u8| Element::Bool(value != 0)),
-        _ => Ok(read_indices(tensor)?.iter().map(Element::Int).collect()),
-    }
-}
-
-/// The elements, whose type is `T`, as numbers.
-fn each<T: Copy>(tensor: &Borrowed<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
-    let values: Vec<T> = read(tensor)?;
-    let mut numbers = reserve(values.len())?;
-    numbers.extend(values.into_iter().map(number));
-    Ok(numbers)
-}
-
 /// Copies the elements, whose type is `T`.
-fn read<T: Copy>(tensor: &Borrowed<'_>) -> Result<Vec<T>> {
+pub(super) fn read<T: Copy>(tensor: &Borrowed<'_>) -> Result<Vec<T>> {
     let count = tensor.shape().numel();
     let source: *const T = tensor.address().as_ptr().cast_const().cast();
     let mut values: Vec<T> = reserve(count)?;

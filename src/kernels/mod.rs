@@ -11,6 +11,7 @@
 
 mod convert;
 mod copy_threads;
+mod elements;
 mod executor;
 mod indices;
 mod launch;
@@ -25,8 +26,9 @@ mod table;
 mod threads;
 
 pub use copy_threads::CopyThreads;
+pub use elements::{Element, elements};
 pub use executor::{Executor, HostExecutor};
-pub use indices::{Element, IndexSpace, Indices, Numbers, elements, expect_ints, not_indices, read_indices};
+pub use indices::{IndexSpace, Indices, Numbers, expect_ints, not_indices, read_indices};
 pub use launch::{Fetch, Fetcher, Grown, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};
 pub use pack::{Direction, pack};
 pub use pages::{PageCopy, PagePair, Pieces, Reach, layer_bytes, piece_bytes};

@@ -1,0 +1,51 @@
+//! The numbers in a tensor of any dtype.
+
+use half::{bf16, f16};
+
+use crate::base::{DType, Device, Result, reserve};
+use crate::memory::Borrowed;
+
+use super::convert::{E4M3, E5M2, Load};
+use super::indices::{read, read_indices};
+
+/// The number at an element.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Element {
+    /// Of an integer.
+    Int(i64),
+    /// Of a float of at most 32 bits.
+    Single(f32),
+    /// Of a float64.
+    Double(f64),
+    /// Of a boolean.
+    Bool(bool),
+}
+
+/// The numbers in a tensor in host memory, of any shape and stride, in row-major order.
+///
+/// # Errors
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
+pub fn elements(tensor: &Borrowed<'_>) -> Result<Vec<Element>> {
+    tensor.expect_on(Device::Cpu, "the tensor")?;
+    match tensor.dtype() {
+        DType::F64 => each(tensor, Element::Double),
+        DType::F32 => each(tensor, Element::Single),
+        DType::F16 => each(tensor, |value: f16| Element::Single(value.load())),
+        DType::BF16 => each(tensor, |value: bf16| Element::Single(value.load())),
+        DType::F8E4M3 => each(tensor, |value: E4M3| Element::Single(value.load())),
+        DType::F8E5M2 => each(tensor, |value: E5M2| Element::Single(value.load())),
+        DType::I8 => each(tensor, |value: i8| Element::Int(value.into())),
+        DType::U8 => each(tensor, |value: u8| Element::Int(value.into())),
+        DType::Bool => each(tensor, |value: u8| Element::Bool(value != 0)),
+        _ => Ok(read_indices(tensor)?.iter().map(Element::Int).collect()),
+    }
+}
+
+/// The elements, whose type is `T`, as numbers.
+fn each<T: Copy>(tensor: &Borrowed<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
+    let values: Vec<T> = read(tensor)?;
+    let mut numbers = reserve(values.len())?;
+    numbers.extend(values.into_iter().map(number));
+    Ok(numbers)
+}
