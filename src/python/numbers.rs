@@ -77,16 +77,15 @@ fn text(element: Element) -> String {
     if text == "NaN" { "nan".to_owned() } else { text }
 }
 
-/// What an index of Python chooses of a tensor of `shape`: an int or a slice, or a tuple of them.
-pub(super) fn picks(index: &Bound<'_, PyAny>, shape: &[i64]) -> PyResult<Vec<Pick>> {
+/// What an index of Python chooses of a tensor: an int or a slice, or a tuple of them.
+pub(super) fn part_of(view: &TensorView, index: &Bound<'_, PyAny>) -> PyResult<TensorView> {
     let Ok(tuple) = index.cast::<PyTuple>() else {
-        return picks(PyTuple::new(index.py(), [index])?.as_any(), shape);
+        return part_of(view, PyTuple::new(index.py(), [index])?.as_any());
     };
-    if tuple.len() > shape.len() {
-        let text = format!("{} indices for a tensor of {} dimensions", tuple.len(), shape.len());
-        return Err(Error::index(text).into());
-    }
-    tuple.iter().zip(shape).map(|(index, &extent)| pick(&index, extent)).collect()
+    view.expect_indices(tuple.len())?;
+    let extents = view.shape().as_slice();
+    let picks = tuple.iter().zip(extents).map(|(index, &extent)| pick(&index, extent));
+    Ok(view.at(&picks.collect::<PyResult<Vec<_>>>()?)?)
 }
 
 fn pick(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<Pick> {

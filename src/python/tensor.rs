@@ -19,7 +19,7 @@ use crate::tensor::dlpack::{
 };
 
 use super::framework::current_stream;
-use super::numbers::{picks, shown, to_list};
+use super::numbers::{part_of, shown, to_list};
 
 /// A tensor over memory that kvpool owns, for programs without PyTorch: `numpy()`, `numpy.asarray`, `memoryview` (from
 /// Python 3.12 on) and the `from_dlpack` of NumPy, CuPy and JAX see the same bytes without a copy.
@@ -163,7 +163,7 @@ impl Tensor {
     }
 
     fn __getitem__<'py>(&self, py: Python<'py>, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let view = self.view.at(&picks(index, self.view.shape().as_slice())?)?;
+        let view = part_of(&self.view, index)?;
         let part = Self { view, shared: AtomicBool::new(self.is_shared()) };
         if part.ndim() == 0 { part.tolist(py) } else { Ok(Bound::new(py, part)?.into_any()) }
     }

@@ -105,13 +105,7 @@ impl TensorView {
     /// of its dimension.
     pub fn at(&self, picks: &[Pick]) -> Result<Self> {
         let (extents, steps) = (self.shape.as_slice(), self.strides.as_slice());
-        let Some((rest, rest_steps)) = extents.get(picks.len()..).zip(steps.get(picks.len()..)) else {
-            return Err(Error::index(format!(
-                "{} indices for a tensor of {} dimensions",
-                picks.len(),
-                extents.len()
-            )));
-        };
+        self.expect_indices(picks.len())?;
         let (mut shape, mut strides, mut offset) = (Vec::new(), Vec::new(), 0i64);
         for (pick, (&extent, &stride)) in picks.iter().zip(extents.iter().zip(steps)) {
             let Pick { start, count, step } = *pick;
@@ -128,13 +122,25 @@ impl TensorView {
                 strides.push(if count > 1 { stride * signed(step) } else { stride });
             }
         }
-        shape.extend(rest);
-        strides.extend(rest_steps);
+        shape.extend(&extents[picks.len()..]);
+        strides.extend(&steps[picks.len()..]);
         let offset = self.offset + unsigned(offset) * self.dtype.size();
         let (shape, strides) = (Dims::new(&shape)?, Dims::new(&strides)?);
         let offset = if shape.numel() == 0 { self.offset } else { offset };
         self.region.borrow(offset, self.dtype, shape, strides)?;
         Ok(Self { region: Arc::clone(&self.region), offset, dtype: self.dtype, shape, strides })
+    }
+
+    /// Checks that there are as many dimensions.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are fewer.
+    pub fn expect_indices(&self, count: usize) -> Result<()> {
+        let ndim = self.shape.ndim();
+        if count <= ndim {
+            return Ok(());
+        }
+        Err(Error::index(format!("{count} indices for a tensor of {ndim} dimensions")))
     }
 
     /// The same values where a cache line begins, which JAX asks of host memory that it does not copy: the tensor itself, or
