@@ -41,6 +41,11 @@ FUZZ := target/fuzz/$(HOST)/release
 # What `cargo fuzz` passes, as far as a stable compiler takes it: counters for libFuzzer to see where an input leads.
 FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 \
     inline-8bit-counters pc-table trace-compares) $(addprefix -Zsanitizer=,$(SANITIZER))
+# Files of tests that mostly wait for other processes: they run beside the rest, which need not read them.
+PROCESS_TESTS := $(shell grep -l '^pytestmark = pytest.mark.processes' tests/python/test_*.py)
+OTHER_TESTS := tests/python $(addprefix --ignore=,$(PROCESS_TESTS))
+# Hundreds of processes import the same modules, which are compiled once, whatever else is compiled for one process alone.
+unexport PYTHONDONTWRITEBYTECODE
 # What `make wheels` builds: for each target one for CPython with the GIL, one for 3.14 without, and one for 3.15 and later.
 WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 WHEEL_PYTHONS ?= python3.10 python3.14t python3.15t
@@ -110,11 +115,11 @@ python-test:
 engines: $(addsuffix /.installed,$(ENGINES) $(MOONCAKE) $(NIXL) $(VLLM) $(FLASHINFER) $(LMCACHE))
 
 machine-test: $(EXTENSION) $(VENV)/.test engines
-	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys -m 'not processes'
+	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys $(OTHER_TESTS)
 
 # What mostly waits: beside it there is time for the others.
 process-test: $(EXTENSION) $(VENV)/.test engines
-	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys -m processes
+	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys $(PROCESS_TESTS)
 
 # What crosses between kvpool and PyTorch, with the oldest PyTorch.
 old-torch-test: $(EXTENSION) $(VENV)/.test $(OLD_TORCH)/.installed
@@ -137,9 +142,9 @@ fuzz: fuzz-build $(EXTENSION) $(VENV)/.fuzz
 	    then exec bash tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/{}.py; \
 	    else echo "{}: skipped, as atheris needs Linux and Python 3.11"; fi'
 
-# A look at each, in every run of the tests: for that, fewer optimisations are enough.
-fuzz-briefly: FUZZ_SECONDS = 3
-fuzz-briefly: FUZZ_LEVEL = CARGO_PROFILE_RELEASE_OPT_LEVEL=1
+# A look at each, in every run of the tests: without optimisations, which take longer than that.
+fuzz-briefly: FUZZ_SECONDS = 1
+fuzz-briefly: FUZZ_LEVEL = CARGO_PROFILE_RELEASE_OPT_LEVEL=0
 fuzz-briefly: fuzz
 
 fuzz-build:
