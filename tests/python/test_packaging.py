@@ -81,7 +81,7 @@ def test_what_is_linked_is_neither_a_tool_nor_a_part_of_the_tests() -> None:
 def fake_wheel(folder: Path, **changes: bytes | None) -> check_wheel.Wheel:
     """A wheel that passes every check of its files, but for `changes`: other contents, or `None` for none."""
     kernels = b"".join(
-        path.read_bytes() for end in ("ptx", "cubin") for path in linked.ROOT.rglob(f"src/**/*.{end}")
+        path.read_bytes() for end in ("ptx", "cubin") for path in check_wheel.KERNELS.rglob(f"*.{end}")
     )
     info = "kvpool-1.0.dist-info"
     page = "Requires-Python: >=3.10\nLicense-Expression: A\nAuthor: B\nSummary: C\n\n[a link](https://example.org)\n"
