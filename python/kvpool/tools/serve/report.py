@@ -42,7 +42,7 @@ def as_json(result: ServeResult) -> dict[str, Any]:
         "timing": {
             "served_s": result.served_s,
             "first_token_s": result.first_token_s,
-            "alone_s": result.alone_s,
+            "checked_s": result.checked_s,
         },
     }
     if result.workers:
@@ -174,7 +174,7 @@ def _rows(result: ServeResult, *, of: ServeResult) -> list[tuple[str, str]]:
         *(host if of.host_capacity else []),
         ("first token", f"after {1000 * result.first_token_s:,.0f} ms (median)"),
         ("served in", f"{result.served_s:,.1f} s"),
-        ("one after the other in", f"{result.alone_s:,.1f} s"),
+        ("checked in", f"{result.checked_s:,.1f} s"),
         ("equal to the model alone", f"{stats['finished'] - len(result.differences):,}"),
         ("different at a tie", f"{ties:,}"),
         ("wrong", f"{len(result.differences) - ties:,}"),
