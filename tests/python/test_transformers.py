@@ -19,8 +19,11 @@ from tiny_models import (
     Task,
     a_model,
     alone,
+    behind,
     built,
+    check_alone,
     make,
+    reference,
     some_tasks,
 )
 from transformers import DynamicCache, MambaConfig
@@ -39,21 +42,36 @@ def _device(request: pytest.FixtureRequest, device: str) -> str:
     return device
 
 
-def some_chats(config: str, users: int = 14, turns: int = 3) -> list[list[Task]]:
-    """The turns of conversations that begin alike: each prompt holds the earlier prompts and answers."""
-    chance = random.Random(users)  # noqa: S311 - no secrets
+class Chats:
+    """Conversations that begin alike: each prompt holds the earlier prompts and answers."""
 
-    def message(most: int) -> tuple[int, ...]:
-        return tuple(chance.choices(range(VOCAB), k=chance.randint(1, most)))
+    def __init__(self, engine: Engine, users: int = 14, turns: int = 3) -> None:
+        self.engine = engine
+        self.requests: list[Request] = []
+        self._chance = random.Random(users)  # noqa: S311 - no secrets
+        head = self._message(20)
+        for _ in range(users):
+            self._submit(head, turns)
+        engine.run()
 
-    chats, head = [], message(20)
-    for _ in range(users):
-        tasks, before = [], head
-        for _ in range(turns):
-            tasks.append(Task(before + message(15), chance.randint(1, 40)))
-            before = tasks[-1].prompt + tuple(alone(config, tasks[-1:])[0])
-        chats.append(tasks)
-    return chats
+    def _message(self, most: int) -> list[int]:
+        return self._chance.choices(range(VOCAB), k=self._chance.randint(1, most))
+
+    def _submit(self, before: list[int], turns: int) -> None:
+        def on_token(request: Request, _token: int) -> None:
+            if request.is_over and turns > 1:
+                self._submit(request.prompt + request.tokens, turns - 1)
+            elif len(request.tokens) == 3 and len(self.requests) % 4 == 0 and not request.is_over:
+                self.requests.append(self.engine.fork(request))
+
+        prompt, new_tokens = before + self._message(15), self._chance.randint(1, 40)
+        self.requests.append(self.engine.submit(prompt, new_tokens, on_token=on_token))
+
+    def check(self, config: str) -> None:
+        for request in self.requests:
+            assert len(request.tokens) == request.max_new_tokens
+            check_alone(config, request.prompt, request.tokens)
+        assert is_whole(self.engine)
 
 
 class Room(NamedTuple):
@@ -91,31 +109,17 @@ def test_every_request_equals_the_model_alone(config: str, room_name: str) -> No
         a_model(config), room.size, 24, 200, page_size=room.page_size, max_track_slots=snapshots
     )
     engine = Engine(pooled, max_step_tokens=48, prefix_cache=room.prefix_cache)
-    served: list[tuple[Task, Request]] = []
-
-    def submit(task: Task, *later: Task) -> None:
-        def on_token(request: Request, _token: int) -> None:
-            if request.is_over and later:
-                submit(*later)
-            elif len(request.tokens) == 3 and len(served) % 4 == 0 and not request.is_over:
-                served.append((task, engine.fork(request)))
-
-        served.append((task, engine.submit(*task, on_token=on_token)))
-
-    for tasks in some_chats(config):
-        submit(*tasks)
-    engine.run()
-    asked = [task for task, _ in served]
-    assert len(asked) > 14 * 3  # and forks
-    assert [request.tokens for _, request in served] == alone(config, asked)
-    assert len({token for _, request in served for token in request.tokens}) > VOCAB // 2
-    assert max(len(task.prompt) for task in asked) > 48
+    chats = Chats(engine)
+    chats.check(config)
+    served = chats.requests
+    assert len(served) > 14 * 3  # and forks
+    assert len({token for request in served for token in request.tokens}) > VOCAB // 2
+    assert max(len(request.prompt) for request in served) > 48
     stats, cache = engine.stats(), engine.prefix_cache
     assert (stats["retractions"] > 0) == (room.size < 1000)
     assert (cache is not None and cache.stats()["evicted"] > 0) == (room == ROOMS["much too small"])
     assert stats["found_tokens"] >= room.found_tokens
     assert (stats["found_tokens"] > 0) == room.prefix_cache
-    assert is_whole(engine)
 
 
 @pytest.mark.parametrize("swap", ["load", "auto"])
@@ -125,23 +129,10 @@ def test_evicted_prefixes_come_back_layer_by_layer(config: str, swap: Literal["l
     tier = HostTier(pooled.kv_pool, 4000, states=pooled.gdn_pool)
     cache = PrefixCache(pooled.allocator, states=pooled.gdn_pool, tiers=(tier,))
     engine = Engine(pooled, max_step_tokens=48, prefix_cache=cache, swap=swap)
-    served: list[tuple[Task, Request]] = []
-
-    def submit(task: Task, *later: Task) -> None:
-        def on_token(request: Request, _token: int) -> None:
-            if request.is_over and later:
-                submit(*later)
-
-        served.append((task, engine.submit(*task, on_token=on_token)))
-
-    for tasks in some_chats(config):
-        submit(*tasks)
-    engine.run()
-    assert [request.tokens for _, request in served] == alone(config, [task for task, _ in served])
+    Chats(engine).check(config)
     stats = engine.stats()
     assert stats["retractions"] > 0
     assert stats["loaded_tokens"] > 0
-    assert is_whole(engine)
 
 
 @pytest.mark.parametrize("config", ["qwen3", "qwen3_next", "gpt_oss", "gemma2"])
@@ -211,7 +202,10 @@ def test_sampled_tokens_do_not_depend_on_the_batch(config: str) -> None:
         found.append([request.tokens for request in requests])
         assert is_whole(engine)
     assert found[0] == found[1] == found[2]
-    assert found[0] != alone(config, tasks)
+    model = reference(config, devices.current())
+    assert any(
+        behind(model, *served).any() for served in zip((task.prompt for task in tasks), found[0], strict=True)
+    )
 
 
 def test_bfloat16_is_within_its_noise() -> None:
@@ -224,14 +218,7 @@ def test_bfloat16_is_within_its_noise() -> None:
     engine = Engine(PooledModel(model, 512, 24, 120, page_size=16), 48)
     requests = [engine.submit(task.prompt, task.new_tokens) for task in some_tasks(64)]
     engine.run()
-    behind = []
-    for request in requests:
-        tokens = here(torch.tensor([request.prompt + request.tokens]))
-        with torch.no_grad():
-            logits = model(tokens).logits[0, len(request.prompt) - 1 : -1].float()
-        picked = logits.gather(1, tokens[0, len(request.prompt) :, None])[:, 0]
-        behind.append(logits.amax(1) - picked)
-    found = torch.cat(behind)
+    found = torch.cat([behind(model, request.prompt, request.tokens) for request in requests])
     assert float(found.max()) <= 8 * 2**-5
     assert float((found > 0).float().mean()) < 0.05
 

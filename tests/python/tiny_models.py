@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import devices
 import torch
 import transformers
+from devices import here
 from transformers import (
     BambaConfig,
     DeepseekV3Config,
@@ -159,3 +160,16 @@ def alone(config: str, tasks: Sequence[Task]) -> list[list[int]]:
     found = [generated(config, devices.current(), task) for task in tasks]
     assert min(gap for _, gap in found) > NOISE
     return [tokens for tokens, _ in found]
+
+
+def behind(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:  # noqa: ANN401
+    """By how much the logit of each token is below that of the model's best one after those before it."""
+    text = here(torch.tensor([[*prompt, *tokens]]))
+    with torch.no_grad():
+        logits = model(text, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return logits.amax(1) - logits.gather(1, text[0, len(prompt) :, None])[:, 0]
+
+
+def check_alone(config: str, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """Each token is the best for the model alone after those before it, or so near that noise decides."""
+    assert float(behind(reference(config, devices.current()), prompt, tokens).max()) <= NOISE
