@@ -550,7 +550,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - JSON
                 yield from places(inner)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(example=examples, value=json_values, mla=st.sampled_from(MLA_FORMS), choose=st.data())
 def test_any_value_gives_a_plan_or_an_error(
     example: dict[str, Any], value: object, mla: str, choose: st.DataObject

@@ -357,8 +357,12 @@ def test_what_waits_to_be_written_is_bounded(device: str) -> None:
 
 
 def test_a_store_of_files_may_be_damaged(device: str, tmp_path: Path) -> None:
+    """The third page of the file, which is one of those behind the first two of the prompt."""
     with files(tmp_path) as store:
-        scene = stored_prompt(device, store)
+        scene = Scene(device, store=store)
+        for end in (8, len(PROMPT)):
+            scene.keep(PROMPT[:end])
+            scene.stored()
         scene.end()
     pages = tmp_path / "pages"
     damaged = bytearray(pages.read_bytes())
@@ -366,7 +370,7 @@ def test_a_store_of_files_may_be_damaged(device: str, tmp_path: Path) -> None:
     pages.write_bytes(damaged)
     with files(tmp_path) as store:
         scene = Scene(device, store=store)
-        assert fetched(scene, PROMPT).length == 8
+        assert 8 <= fetched(scene, PROMPT).length < len(PROMPT)
         lease = scene.cache.match(PROMPT)
         scene.finish(some(lease.load()))
         scene.check(lease, PROMPT)
@@ -665,7 +669,7 @@ def test_a_child_of_a_fork_does_not_wait_for_threads_of_its_parent(tmp_path: Pat
         thread = threading.Thread(target=work)
         thread.start()
         try:
-            for _ in range(60):
+            for _ in range(25):
                 child = os.fork()
                 if child == 0:
                     signal.signal(signal.SIGALRM, signal.SIG_DFL)
