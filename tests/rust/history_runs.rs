@@ -1,4 +1,4 @@
-//! Runs of histories: from a seed, and from every file that a fuzzer has saved.
+//! Runs of histories: from a seed, and from everything that a fuzzer has found.
 //!
 //! A failing history is saved in `tests/fuzz/artifacts`, as `make fuzz` saves its findings.
 
@@ -77,7 +77,7 @@ fn setting(name: &str, default: u64) -> u64 {
 #[test]
 fn short_histories_agree_with_their_models() {
     /// Steps of each kind: some seconds in all, without optimisation.
-    const STEPS: usize = 20_000;
+    const STEPS: usize = 8_000;
     std::thread::scope(|scope| {
         for (name, _) in ALL {
             scope.spawn(move || run_seeded(name, setting("KVPOOL_HISTORY_SEED", 1), STEPS));
@@ -125,15 +125,18 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
+/// Each target begins with the seeds itself.
 #[test]
 fn fuzzer_findings_agree_with_models() {
+    let mut findings = 0;
     for (name, _) in ALL {
-        let seeds = files(&folder("corpus", name));
-        assert!(!seeds.is_empty(), "{name} has no seeds");
-        let kept = seeds.into_iter().chain(files(&folder("findings", name)));
-        let steps: usize = kept.map(|path| run(name, &fs::read(path).expect("a file"))).sum();
-        assert!(steps > 100, "the seeds of {name} have {steps} steps");
+        assert!(!files(&folder("corpus", name)).is_empty(), "{name} has no seeds");
+        for path in files(&folder("findings", name)) {
+            assert!(run(name, &fs::read(&path).expect("a file")) > 0, "{} has no steps", path.display());
+            findings += 1;
+        }
     }
+    assert!(findings > 0, "there are no findings");
 }
 
 #[test]
