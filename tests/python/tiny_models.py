@@ -166,7 +166,7 @@ def behind(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Te
     """By how much the logit of each token is below that of the model's best one after those before it."""
     text = here(torch.tensor([[*prompt, *tokens]]))
     with torch.no_grad():
-        logits = model(text, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logits: torch.Tensor = model(text, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     return logits.amax(1) - logits.gather(1, text[0, len(prompt) :, None])[:, 0]
 
 
