@@ -298,10 +298,8 @@ def test_the_order_of_snapshots_is_that_of_their_uses() -> None:
     assert [scene.cache.cached_len([token]) for token in (10, 20, 30, 40, 50)] == [0, 1, 0, 1, 1]
 
 
-@devices.cpu_only
-@pytest.mark.parametrize("call", ["publish", "restore"])
-def test_long_copies_of_states_let_others_run(call: str) -> None:
-    """Neither the GIL nor the cache's lock is held during the copy of a state."""
+def looks_during(call: str) -> int:
+    """How often another thread asks a cache while a state of it is copied."""
     # Copies of this size take several milliseconds.
     states = GDNPool(1, 4, 8, 128, 128, 64, 4, devices.current(), max_track_slots=2)
     while states.mem_bytes() < 256 << 20:
@@ -339,8 +337,18 @@ def test_long_copies_of_states_let_others_run(call: str) -> None:
         sys.setswitchinterval(before)
         over.set()
         looker.join()
-    assert looked > 0
     assert lease.state_slot is not None
+    return looked
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("call", ["publish", "restore"])
+def test_long_copies_of_states_let_others_run(call: str) -> None:
+    """Neither the GIL nor the cache's lock is held during the copy of a state.
+
+    On a busy machine the other thread may get no processor in time.
+    """
+    assert any(looks_during(call) for _ in range(20))
 
 
 # Notices
