@@ -44,7 +44,7 @@ FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sani
 # Files of tests that mostly wait for other processes: they run beside the rest, which need not read them.
 PROCESS_TESTS := $(shell grep -l '^pytestmark = pytest.mark.processes' tests/python/test_*.py)
 OTHER_TESTS := tests/python $(addprefix --ignore=,$(PROCESS_TESTS))
-# Hundreds of processes import the same modules, which are compiled once, whatever else is compiled for one process alone.
+# Hundreds of processes import the same modules: each is compiled once, also where the environment tells Python to keep none.
 unexport PYTHONDONTWRITEBYTECODE
 # What `make wheels` builds: for each target one for CPython with the GIL, one for 3.14 without, and one for 3.15 and later.
 WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
