@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return run(tmp_path_factory.mktemp("own"), "none", OFFLOADING, *APART)
+    [ran] = run(tmp_path_factory.mktemp("own"), {"none": [OFFLOADING, *APART]})
+    return ran
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("mode", "inside"), [("manager", 7), ("policy", 2)])
 def test_all_tests_of_offloading_pass(tmp_path: Path, own: Ran, mode: str, inside: int) -> None:
-    ran = run(tmp_path, mode, OFFLOADING, *APART)
+    [ran] = run(tmp_path, {mode: [OFFLOADING, *APART]})
     more = Counter(ran.skipped) - Counter(own.skipped)
     assert more.total() == inside
     assert all("within vLLM's own class" in reason for reason in more)
@@ -29,6 +30,6 @@ def test_all_tests_of_offloading_pass(tmp_path: Path, own: Ran, mode: str, insid
 
 @pytest.mark.timeout(1800)
 def test_all_tests_of_the_core_pass(tmp_path: Path) -> None:
-    own, ours = (run(tmp_path / mode, mode, CORE, *NOT_HERE) for mode in ("none", "blocks"))
+    own, ours = run(tmp_path, dict.fromkeys(("none", "blocks"), [CORE, *NOT_HERE]))
     assert ours.passed == own.passed > 1100
     assert Counter(ours.skipped) == Counter(own.skipped)

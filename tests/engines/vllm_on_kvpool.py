@@ -1,6 +1,6 @@
 """A plugin of pytest: vLLM's own tests, with classes of kvpool in the place of vLLM's.
 
-`VLLM_ON_KVPOOL=manager` replaces the managers of chunks in host memory, `policy` the LRU order within vLLM's
+`--on-kvpool=manager` replaces the managers of chunks in host memory, `policy` the LRU order within vLLM's
 own managers, `blocks` the pool of blocks, and `none` nothing; `manager,blocks` replaces both. What vLLM has
 beside LRU stays vLLM's.
 """
@@ -8,7 +8,6 @@ beside LRU stays vLLM's.
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -35,9 +34,7 @@ from kvpool.integrations.vllm.offload import (  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MODES = os.environ["VLLM_ON_KVPOOL"].split(",")
-
-_INSIDE: dict[str, dict[str, str]] = {
+INSIDE: dict[str, dict[str, str]] = {
     "manager": {
         "test_cpu_manager_reports_allocation_size_on_allocation_failure": "replaces `_allocate_chunks`",
         "test_lru_batch_eviction_failure_is_atomic": "calls `_policy.evict`",
@@ -55,7 +52,6 @@ _INSIDE: dict[str, dict[str, str]] = {
     "none": {},
 }
 
-INSIDE = {name: part for mode in MODES for name, part in _INSIDE[mode].items()}
 """Tests of how vLLM's classes are made, not of what they do, and the part that kvpool's do not have."""
 
 
@@ -143,24 +139,38 @@ def _kind(own: type, pooled: type) -> type:
     return replaced  # type: ignore[no-any-return]
 
 
-if "manager" in MODES:
-    manager = _kind(cpu_manager.CPUOffloadingManager, KvpoolOffloadingManager)
-    primary = _kind(tiering_manager.CPUPrimaryTierOffloadingManager, KvpoolPrimaryTier)
-    cpu_manager.CPUOffloadingManager = cpu_spec.CPUOffloadingManager = manager
-    tiering_manager.CPUPrimaryTierOffloadingManager = primary
-    tiering_spec.CPUPrimaryTierOffloadingManager = primary
-if "policy" in MODES:
-    lru.LRUCachePolicy = KvpoolLRUPolicy
-if "blocks" in MODES:
-    vllm_blocks.replace()
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that says what is replaced."""
+    parser.addoption("--on-kvpool", default="none")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _modes(config: pytest.Config) -> list[str]:
+    modes: str = config.getoption("on_kvpool")
+    return modes.split(",")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replaces it."""
+    modes = _modes(config)
+    if "manager" in modes:
+        manager = _kind(cpu_manager.CPUOffloadingManager, KvpoolOffloadingManager)
+        primary = _kind(tiering_manager.CPUPrimaryTierOffloadingManager, KvpoolPrimaryTier)
+        cpu_manager.CPUOffloadingManager = cpu_spec.CPUOffloadingManager = manager
+        tiering_manager.CPUPrimaryTierOffloadingManager = primary
+        tiering_spec.CPUPrimaryTierOffloadingManager = primary
+    if "policy" in modes:
+        lru.LRUCachePolicy = KvpoolLRUPolicy
+    if "blocks" in modes:
+        vllm_blocks.replace()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips the tests of `INSIDE`."""
+    inside = {name: part for mode in _modes(config) for name, part in INSIDE[mode].items()}
     for item in items:
         name = item.name.partition("[")[0]
-        if name in INSIDE:
-            item.add_marker(pytest.mark.skip(reason=f"within vLLM's own class: it {INSIDE[name]}"))
+        if name in inside:
+            item.add_marker(pytest.mark.skip(reason=f"within vLLM's own class: it {inside[name]}"))
 
 
 NOT_WITHOUT_A_GPU = {

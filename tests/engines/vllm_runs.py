@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -77,18 +78,22 @@ def require() -> None:
         pytest.skip(missing)
 
 
-def run(folder: Path, mode: str, *arguments: str) -> Ran:
-    """Runs pytest within vLLM, with classes of kvpool as `vllm_on_kvpool` has them. All tests must pass."""
+def run(folder: Path, runs: dict[str, list[str]]) -> list[Ran]:
+    """Runs pytest within vLLM, for each mode of `vllm_on_kvpool` with its arguments. All tests must pass."""
     require()
     package = find_spec("kvpool")
     assert package is not None
     assert package.origin is not None
-    report = folder / "report.xml"
     write_configs(folder / "models")
+    places = (HERE, VLLM, ENGINES, Path(package.origin).parents[1])
     options = ["-q", "-c", os.devnull, "--rootdir", str(VLLM), "-p", "no:cacheprovider", "--timeout=300"]
-    command = [sys.executable, "-m", "pytest", "-p", "vllm_on_kvpool", *options, f"--junitxml={report}"]
+    reports = {mode: folder / f"{mode}.xml" for mode in runs}
+    commands = [
+        [*options, f"--on-kvpool={mode}", f"--junitxml={reports[mode]}", *arguments]
+        for mode, arguments in runs.items()
+    ]
     done = subprocess.run(
-        [*command, *arguments],
+        [sys.executable, str(HERE / "vllm_forks.py"), json.dumps(commands)],
         cwd=VLLM,
         env={
             **{
@@ -96,10 +101,7 @@ def run(folder: Path, mode: str, *arguments: str) -> Ran:
                 for name, value in os.environ.items()
                 if not name.startswith(("KVPOOL_", "PYTEST_"))
             },
-            "VLLM_ON_KVPOOL": mode,
-            "PYTHONPATH": os.pathsep.join(
-                str(place) for place in (HERE, VLLM, ENGINES, Path(package.origin).parents[1])
-            ),
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
             "HF_HOME": str(folder / "models"),
             "HF_HUB_OFFLINE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
@@ -110,6 +112,11 @@ def run(folder: Path, mode: str, *arguments: str) -> Ran:
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    return [ran(report) for report in reports.values()]
+
+
+def ran(report: Path) -> Ran:
+    """What a report of pytest says."""
     cases = ET.parse(report).getroot().iter("testcase")  # noqa: S314 - pytest wrote it
     reasons = [[skip.get("message", "") for skip in case.iter("skipped")] for case in cases]
     return Ran(sum(not reason for reason in reasons), [text for reason in reasons for text in reason])

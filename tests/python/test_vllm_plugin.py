@@ -35,16 +35,12 @@ def test_vllm_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch,
         vllm_runs.require()
 
 
-def test_classes_and_events_of_kvpool_within_vllm(tmp_path: Path) -> None:
-    """In one process, since the import of vLLM takes the most time."""
+def test_within_vllm(tmp_path: Path) -> None:
+    """Classes and events of kvpool, and tests of vLLM with the blocks and the manager of kvpool."""
     checks = [str(HERE / f"vllm_{name}checks.py") for name in ("", "block_", "event_")]
-    ran = run(tmp_path, "none", *checks)
-    assert ran.passed >= 15 + 22 + 8
-    assert not ran.skipped
-
-
-def test_tests_of_vllm_pass_with_the_blocks_and_the_manager_of_kvpool(tmp_path: Path) -> None:
-    ran = run(tmp_path, "manager,blocks", *BRIEFLY)
-    assert ran.passed >= 120 + 230
-    assert len(ran.skipped) == 7
-    assert all("within vLLM's own class" in reason for reason in ran.skipped)
+    own, ours = run(tmp_path, {"none": checks, "manager,blocks": BRIEFLY})
+    assert own.passed >= 15 + 22 + 8
+    assert not own.skipped
+    assert ours.passed >= 120 + 230
+    assert len(ours.skipped) == 7
+    assert all("within vLLM's own class" in reason for reason in ours.skipped)
