@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import devices
@@ -78,7 +79,7 @@ class PoolReader:
         for layer in range(self.layers):
             if wait_layer is not None:
                 wait_layer(layer)
-            found = [self._tokens(layer, plan, request) for request in range(len(host.seq_lens))]
+            found = self._tokens(layer, plan)
             known = known or found
             assert found == known
         self.note_tokens(plan, known)
@@ -87,14 +88,19 @@ class PoolReader:
     def note_tokens(self, plan: BatchPlan, tokens: list[list[int]]) -> None:
         """All tokens of each request of a batch were read."""
 
-    def _tokens(self, layer: int, plan: BatchPlan, request: int) -> list[int]:
-        """The tokens of a request of a batch, as a layer has them."""
+    def _tokens(self, layer: int, plan: BatchPlan) -> list[list[int]]:
+        """The tokens of each request of a batch, as a layer has them."""
         host, page_size = plan.host, self.allocator.page_size
-        pages = some(host.kv_indices)[host.kv_indptr[request] : host.kv_indptr[request + 1]]
-        slots = (pages[:, None] * page_size + np.arange(page_size)).flatten()[: host.seq_lens[request]]
-        keys, values = (x.flatten().tolist() for x in self.pool.gather_kv(layer, slots))
+        pages = np.split(some(host.kv_indices), host.kv_indptr[1:-1])
+        offsets = np.arange(page_size)
+        slots = [
+            (held[:, None] * page_size + offsets).flatten()[:length]
+            for held, length in zip(pages, host.seq_lens, strict=True)
+        ]
+        keys, values = (x.flatten().tolist() for x in self.pool.gather_kv(layer, np.concatenate(slots)))
         assert [key - layer * VOCAB for key in keys] == values
-        return [int(token) for token in values]
+        tokens = iter(values)
+        return [[int(token) for token in islice(tokens, int(length))] for length in host.seq_lens]
 
 
 def settle(engine: Engine) -> None:

@@ -190,6 +190,11 @@ def _is_on_device(value: object) -> bool:
 class SoftwareTorch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operations on device tensors on the host."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without a wrapper around each operation that hides it from `torch.compile`, which no test uses."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,  # noqa: ANN401

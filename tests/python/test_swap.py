@@ -254,8 +254,8 @@ def test_a_layer_computes_while_the_next_one_arrives(kind: str) -> None:
 
     read = model._tokens
 
-    def tokens(layer: int, plan: BatchPlan, request: int) -> list[int]:
-        found = read(layer, plan, request)
+    def tokens(layer: int, plan: BatchPlan) -> list[list[int]]:
+        found = read(layer, plan)
         was_read[layer].set()
         return found
 
@@ -303,8 +303,8 @@ def test_copies_of_all_layers_are_enqueued_before_the_first_is_awaited(driver: D
     left: list[int] = []
     read = model._tokens
 
-    def tokens(layer: int, plan: BatchPlan, request: int) -> list[int]:
-        found = read(layer, plan, request)  # waits for the stream
+    def tokens(layer: int, plan: BatchPlan) -> list[list[int]]:
+        found = read(layer, plan)  # waits for the stream
         left.append(driver.pending())
         return found
 
