@@ -1,4 +1,4 @@
-"""Imports vLLM once and runs pytest in forks of the process, one after the other: the import takes the most time.
+"""Imports vLLM once and runs pytest in forks of the process: the import takes the most time.
 
     python vllm_forks.py '[[ARGUMENT, ...], ...]'
 
@@ -30,4 +30,4 @@ def passes(arguments: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(not all([passes(arguments) for arguments in json.loads(sys.argv[1])]))
+    sys.exit(not all(passes(arguments) for arguments in json.loads(sys.argv[1])))
