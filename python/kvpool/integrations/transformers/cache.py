@@ -515,14 +515,14 @@ def _run_of(buffer: torch.Tensor, run: _Run, n: int, length: int) -> torch.Tenso
     )
 
 
-class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # __init_subclass__
+class _PoolLayer(CacheLayerMixin):
     """An attention layer of a cache; what it reads of its window is what `transformers`' own layers keep."""
 
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, batch: _Batch, layer_id: int, sliding_window: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.is_initialized = True
         self.is_sliding = sliding_window > 0
         self._batch, self._layer_id, self._window = batch, layer_id, sliding_window

@@ -65,7 +65,7 @@ class SectorPool(CachePool):
         return self.allocator.available_size()
 
     @property
-    def free_sectors(self) -> list[int]:  # type: ignore[override] # an attribute there
+    def free_sectors(self) -> list[int]:  # an attribute there
         """The free sectors, ascending: a list made of the allocator's."""
         slots = [*self.allocator.free_slots.tolist(), *self.allocator.release_slots.tolist()]
         return sorted(slot - 1 + self.num_reserved_sectors for slot in slots)

@@ -316,7 +316,8 @@ class _RecordingCache(DynamicCache):
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self.returned.add(layer_idx)
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        held: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        return held
 
 
 class _Shapes(NamedTuple):
@@ -453,7 +454,9 @@ def _dense_attention(
     """Attention over the tensors that the model passes."""
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     if softcap is None and sinks is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        output: torch.Tensor
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return output, None
     scale = options.get("scaling")
     out = plain_attention(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
     return out.transpose(1, 2).contiguous(), None
