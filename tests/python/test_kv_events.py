@@ -405,6 +405,7 @@ class Network:
                     assert found == cached if is_exact else found <= cached
 
 
+@settings(max_examples=20)  # long ones
 @given(
     history=operations,
     sizes=st.permutations([1, 4, 16]),

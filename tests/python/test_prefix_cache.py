@@ -1113,6 +1113,7 @@ def test_a_prompt_of_a_million_tokens() -> None:
     assert scene.cache.evict(size) == size
 
 
+@devices.cpu_only
 def test_a_million_leaves() -> None:
     size = 1_000_000
     scene = Scene(size=size)

@@ -669,7 +669,7 @@ def test_a_child_of_a_fork_does_not_wait_for_threads_of_its_parent(tmp_path: Pat
         thread = threading.Thread(target=work)
         thread.start()
         try:
-            for _ in range(25):
+            for _ in range(12):
                 child = os.fork()
                 if child == 0:
                     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -84,7 +84,7 @@ def let_work(pools: Pools, seed: int, steps: int) -> None:
 def test_eight_threads_on_one_pool_of_each_class(page_size: int, strict: bool) -> None:
     end = time.monotonic() + SOAK_S / len(LAYOUTS)
     for seed in itertools.count():
-        let_work(Pools(Sizes("cpu", page_size, seed % 2 == 0, strict, users=THREADS)), seed, 240)
+        let_work(Pools(Sizes("cpu", page_size, seed % 2 == 0, strict, users=THREADS)), seed, 120)
         if time.monotonic() >= end:
             return
 

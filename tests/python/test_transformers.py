@@ -44,7 +44,7 @@ def _device(request: pytest.FixtureRequest, device: str) -> str:
 
 def serve_chats(engine: Engine) -> list[Request]:
     """Serves conversations that begin alike, some forked; each prompt holds what was said before it."""
-    users, turns = 14, 3
+    users, turns = 9, 3
     chance = random.Random(users)  # noqa: S311 - no secrets
     served: list[Request] = []
 
@@ -85,8 +85,8 @@ class Room(NamedTuple):
 
 ROOMS = {
     "ample": Room(3000, 16, prefix_cache=True, found_tokens=700),
-    "much too small": Room(320, 4, prefix_cache=True, found_tokens=60),
-    "much too small, without a cache": Room(320, 1, prefix_cache=False),
+    "much too small": Room(224, 4, prefix_cache=True, found_tokens=60),
+    "much too small, without a cache": Room(224, 1, prefix_cache=False),
 }
 
 
@@ -124,7 +124,7 @@ def test_every_request_equals_the_model_alone(config: str, room_name: str) -> No
 @pytest.mark.parametrize("swap", ["load", "auto"])
 @pytest.mark.parametrize("config", ["qwen3", "gpt_oss", "qwen3_next"])
 def test_evicted_prefixes_come_back_layer_by_layer(config: str, swap: Literal["load", "auto"]) -> None:
-    pooled = PooledModel(a_model(config), 320, 24, 200, page_size=4, max_track_slots=8)
+    pooled = PooledModel(a_model(config), 224, 24, 200, page_size=4, max_track_slots=8)
     tier = HostTier(pooled.kv_pool, 4000, states=pooled.gdn_pool)
     cache = PrefixCache(pooled.allocator, states=pooled.gdn_pool, tiers=(tier,))
     engine = Engine(pooled, max_step_tokens=48, prefix_cache=cache, swap=swap)
