@@ -13,7 +13,7 @@ ifdef PIP_INDEX_URL
 export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 endif
 # Fetches the source of a package, which pip keeps when the source has told its name: nothing of it is built.
-SOURCE := PYTHONPATH=tests/engines/sources_only $(PIP) download --quiet --no-deps --no-build-isolation
+SOURCE := PYTHONPATH=$(abspath tests/engines/sources_only) $(PIP) download --quiet --no-deps --no-build-isolation
 RUST_SOURCES := $(shell find src -name '*.rs' -o -name '*.ptx' -o -name '*.cubin') Cargo.toml Cargo.lock
 EXTENSION := $(VENV)/.extension
 DRIVER := target/software_driver/lib/libcuda.so.1
