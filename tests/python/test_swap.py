@@ -483,11 +483,26 @@ ROUNDS = [
 ]
 """Prompts that are served together; before each round what is cached is evicted."""
 
+LOADING = {
+    "plan",
+    "_admit",
+    "_loadable",
+    "_is_loaded",
+    "_with_slots",
+    "_step_of",
+    "_forward",
+    "wait_layer",
+    "wait",
+    "note_computed",
+    "release",
+}
+"""Functions that load, or that have to do with what is being loaded."""
+
 
 def serve_interrupted(kind: str, write: str, at: int) -> list[Place]:
     """Serves prompts that are loaded, with an interrupt at an event, and goes on; all events up to it."""
     model = READERS[kind](40, 3, 40, 4)
-    engine, interrupts = tiered(model, 12, 400, write), Interrupts(at)
+    engine, interrupts = tiered(model, 12, 400, write), Interrupts(at, LOADING)
     requests: list[Request] = []
     raised = 0
 
@@ -510,39 +525,24 @@ def serve_interrupted(kind: str, write: str, at: int) -> list[Place]:
             traced(lambda: requests.append(engine.submit(prompt, 5)))  # noqa: B023 - called at once
         while not all(request.is_over for request in requests):
             traced(engine.step)
-    # Copies that pages wait for may take fewer events another time.
-    assert raised == (at > 0) or (raised == 0 and write == "back")
+    # Copies that are waited for may take fewer events another time.
+    assert raised == (0 < at <= len(interrupts.places))
     assert_served(engine, requests)
     assert at > 0 or engine.stats()["loaded_tokens"] > 30
     return interrupts.places
-
-
-LOADING = {
-    "plan",
-    "_admit",
-    "_loadable",
-    "_is_loaded",
-    "_with_slots",
-    "_step_of",
-    "_forward",
-    "wait_layer",
-    "wait",
-    "note_computed",
-    "release",
-}
-"""Functions that load, or that have to do with what is being loaded."""
 
 
 @devices.cpu_only
 @pytest.mark.parametrize(("kind", "write"), [("dense", "through"), ("hybrid", "through"), ("dense", "back")])
 def test_an_interrupt_while_prefixes_are_loaded_loses_nothing(kind: str, write: str) -> None:
     places = serve_interrupted(kind, write, 0)
-    assert {name for name, *_ in places} >= LOADING
-    last = {place: at for at, place in enumerate(places, 1) if place[0] in LOADING}
+    assert {name for name, *_ in places} == LOADING
+    last = {place: at for at, place in enumerate(places, 1)}
     # A third of the places each.
     offset = ["dense through", "hybrid through", "dense back"].index(f"{kind} {write}")
-    for at in [*last.values()][offset::3]:
-        serve_interrupted(kind, write, at)
+    chosen = [*last.values()][offset::3]
+    reached = sum(len(serve_interrupted(kind, write, at)) == at for at in chosen)
+    assert reached > 0.8 * len(chosen)
 
 
 # What auto chooses
