@@ -247,6 +247,24 @@ def test_a_cancelled_load_gives_its_slots_back_behind_its_copies(driver: Driver)
 
 
 @pytest.mark.cuda
+def test_a_load_that_ends_while_its_lease_is_looked_at_has_arrived(driver: Driver) -> None:
+    """Each look asks about the copies more than once, and they may end in between."""
+    with devices.on("cuda"):
+        for patience in range(1, 9):
+            scene = Scene("cuda")
+            scene.only_below(driver)
+            lease = scene.cache.match(PROMPT)
+            driver.set_patience(patience)
+            load = some(lease.load())
+            assert [lease.length for _ in range(9)] == [24] * 9
+            assert load.query()
+            scene.check(lease, PROMPT)
+            lease.release()
+            driver.restore()
+            scene.end()
+
+
+@pytest.mark.cuda
 def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda", page_size=1)
