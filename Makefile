@@ -166,7 +166,7 @@ histories:
 lint:
 	$(call at_once,rust-lint stub-lint $(BESIDE) python-lint kernel-lint wheel-lint)
 
-# What is built for the orders and for fuzzing has histories and sources that are read here, and warnings are errors there, too.
+# The builds for the orders and for fuzzing have few lines of their own: warnings are errors in them, and no more.
 rust-lint:
 	cargo fmt --check
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
@@ -433,8 +433,10 @@ format: $(VENV)/.test
 clean:
 	rm -rf $(VENV) target .gpu python/kvpool/*.so
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+$(BIN)/python: | $(BIN)/uv ;
+
+$(BIN)/uv:
+	test -e $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet 'pip>=22.3' 'uv>=0.9' 'maturin>=1.10,<2'
 
 # The extension is compiled while packages are installed; then it is installed itself.
