@@ -7,12 +7,10 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
-from xml.etree import ElementTree as ET
 
 import pytest
 from sglang_on_cpu import ENGINES, HAS_PACKAGES, HERE
-from vllm_runs import VLLM
+from vllm_runs import VLLM, Ran, ran
 
 LMCACHE = Path(os.environ.get("KVPOOL_LMCACHE_PATH") or ENGINES.with_name("lmcache"))
 """Where `make` puts LMCache and its tests."""
@@ -31,13 +29,6 @@ TESTS = (
 """LMCache's tests of its allocators, and of what asks them for memory."""
 
 SWITCHED_ON = {"KVPOOL_LMCACHE": "1"}
-
-
-class Ran(NamedTuple):
-    """How many tests passed, and why others were skipped."""
-
-    passed: int
-    skipped: list[str]
 
 
 def require() -> None:
@@ -82,6 +73,4 @@ def run(folder: Path, *arguments: str, **variables: str) -> Ran:
     command = ["-m", "pytest", "-p", "lmcache_on_kvpool", *options, f"--junitxml={report}"]
     done = python(*command, *arguments, **variables)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    cases = ET.parse(report).getroot().iter("testcase")  # noqa: S314 - pytest wrote it
-    reasons = [[skip.get("message", "") for skip in case.iter("skipped")] for case in cases]
-    return Ran(sum(not reason for reason in reasons), [text for reason in reasons for text in reason])
+    return ran(report)
