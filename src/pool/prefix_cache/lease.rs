@@ -601,14 +601,14 @@ impl Held {
         let Self { hold, loading, .. } = self;
         let Some(coming) = loading.as_mut().filter(|loading| !loading.has_arrived) else { return Ok(None) };
         // Asked first: what ends in between has not ended early.
-        let is_over = coming.tail.transfer().is_over()?;
+        let may_give_up = !has_request && coming.tail.transfer().is_over()?;
         if coming.tail.transfer().is_complete_on(stream)? {
             if let Some(before) = coming.settle(kept, hold)? {
                 let gone = kept.tree.release(before);
                 open.give_back(kept, gone);
             }
             open.send_down(kept);
-        } else if !has_request && is_over {
+        } else if may_give_up {
             return Ok(self.give_up_loading(open, kept));
         }
         Ok(None)
