@@ -46,7 +46,7 @@ FUZZ_JOBS ?= $(shell nproc)
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ := target/fuzz/$(HOST)/release
 # What `cargo fuzz` passes, as far as a stable compiler takes it: counters for libFuzzer to see where an input leads.
-FUZZ_FLAGS := -Dwarnings --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 \
+FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 \
     inline-8bit-counters pc-table trace-compares) $(addprefix -Zsanitizer=,$(SANITIZER))
 # Files of tests that mostly wait for other processes: they run beside the rest, which need not read them.
 PROCESS_TESTS := $(shell grep -l '^pytestmark = pytest.mark.processes' tests/python/test_*.py)
@@ -138,7 +138,7 @@ software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 
 # Every interleaving of a few threads that share data.
 orders: $(DRIVER)
-	LD_PRELOAD=$(abspath $(DRIVER)) RUSTFLAGS='--cfg loom -Dwarnings' cargo test --quiet --locked --features cuda --target-dir target/loom --test orders
+	LD_PRELOAD=$(abspath $(DRIVER)) RUSTFLAGS='--cfg loom' cargo test --quiet --locked --features cuda --target-dir target/loom --test orders
 
 # Every target from its seeds on, for FUZZ_SECONDS each. A finding is an error, and stays in tests/fuzz/artifacts.
 fuzz: fuzz-build $(EXTENSION) $(VENV)/.fuzz
@@ -166,12 +166,15 @@ histories:
 lint:
 	$(call at_once,rust-lint stub-lint $(BESIDE) python-lint kernel-lint wheel-lint)
 
-# The builds for the orders and for fuzzing have few lines of their own: warnings are errors in them, and no more.
 rust-lint:
 	cargo fmt --check
+	cargo clippy --locked --all-targets -- -D warnings
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
+	RUSTFLAGS='--cfg loom' cargo clippy --quiet --locked --features cuda --target-dir target/loom --test orders -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
 	cargo fmt --check --manifest-path tests/fuzz/Cargo.toml
+	RUSTFLAGS='$(FUZZ_FLAGS)' cargo clippy --locked --release --all-targets --target $(HOST) \
+	    --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
 	cargo fmt --check --manifest-path tests/software_driver/Cargo.toml
 	cargo clippy --locked --release --all-targets --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver -- -D warnings
 	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
