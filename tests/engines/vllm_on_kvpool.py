@@ -51,7 +51,6 @@ INSIDE: dict[str, dict[str, str]] = {
     "blocks": {},
     "none": {},
 }
-
 """Tests of how vLLM's classes are made, not of what they do, and the part that kvpool's do not have."""
 
 

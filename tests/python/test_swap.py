@@ -542,7 +542,7 @@ def test_an_interrupt_while_prefixes_are_loaded_loses_nothing(kind: str, write: 
     offset = ["dense through", "hybrid through", "dense back"].index(f"{kind} {write}")
     chosen = [*last.values()][offset::3]
     reached = sum(len(serve_interrupted(kind, write, at)) == at for at in chosen)
-    assert reached > 0.8 * len(chosen)
+    assert reached >= len(chosen) - 5
 
 
 # What auto chooses
