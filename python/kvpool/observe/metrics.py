@@ -146,7 +146,7 @@ _ENDPOINT_COUNTERS = {
     "expired": ("kvpool_remote_leases_expired", "Leases whose time was over"),
     "completed": ("kvpool_remote_reads_completed", "Reads that brought their rows"),
     "failed": ("kvpool_remote_reads_failed", "Reads that did not bring their rows"),
-    "cuts": ("kvpool_remote_cuts", "How often all reads were interrupted to end one"),
+    "cuts": ("kvpool_remote_cuts", "How often connections were ended to end reads that failed"),
     "refused": ("kvpool_remote_refused_notes", "Notes of peers that could not be used"),
     "rows": ("kvpool_remote_read_rows", "Slots and states that reads brought"),
     "runs": ("kvpool_remote_read_runs", "Pieces in which they came, over all buffers"),

@@ -47,7 +47,7 @@ class EndpointStats(TypedDict):
         expired: Leases whose time was over.
         completed: Reads that brought their rows.
         failed: Reads that did not.
-        cuts: How often all reads were interrupted to end one.
+        cuts: How often connections were ended to end reads that failed.
         refused: Notes of peers that could not be used.
         rows: Slots and states that completed reads brought.
         runs: Pieces in which they came, over all buffers.

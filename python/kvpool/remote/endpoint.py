@@ -326,7 +326,8 @@ class Endpoint(Closing):
     def disconnect(self, peer: Peer) -> None:
         """Let go of a peer that is gone. What was read from it fails now, and not when its lease is over.
 
-        Takes some tenths of a second if something was; other reads begin again.
+        It is over when no byte of it can arrive any more: within a second if other reads go on, and otherwise
+        when this returns, after some tenths of a second.
         """
         self._core.disconnect(peer._who)  # noqa: SLF001 - of this module
 
@@ -359,7 +360,8 @@ class Endpoint(Closing):
         """Answer peers, and see how far transfers are.
 
         Does not wait, but for some tenths of a second when a read has to be cut off: it failed, or its lease
-        is over, and nothing else keeps late bytes from slots with new owners.
+        is over, and nothing else keeps late bytes from slots with new owners. Other reads have a second to
+        end before that, and begin again if it is not enough.
         """
         self._core.poll()
 

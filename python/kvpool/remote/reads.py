@@ -26,6 +26,9 @@ _log = logging.getLogger("kvpool")
 MAX_READS = 4096
 """Reads that run at once."""
 
+PATIENCE_S = 1.0
+"""How long other reads may go on before an agent is closed in the middle of them."""
+
 _POOLS, _WORDS = 0, 1
 _TIMES = 16
 
@@ -43,7 +46,7 @@ class Read:
         mark: Work that must be done before the first byte arrives.
         keep: The lease is still needed when the rows are here.
         begun: When it was asked for, in seconds of `time.monotonic`.
-        step: What it does.
+        step: What it does. One that is lost is over when its agent is closed.
         reading: What the network does for it.
         word: Where the word of the lease goes.
         error: Why the rows will not be here; then only the end of `reading` is waited for.
@@ -57,7 +60,7 @@ class Read:
     mark: Mark | None
     keep: bool = False
     begun: float = 0.0
-    step: Literal["waiting", "reading", "checking", "over"] = "waiting"
+    step: Literal["waiting", "reading", "checking", "lost", "over"] = "waiting"
     reading: Reading | None = None
     word: int = -1
     error: TransferError | None = None
@@ -77,8 +80,9 @@ class Reads:
 
     Invariant: a read is over only if nothing of it can arrive any more. That is so when the network says that
     all has arrived, and when its agent is closed: a network may say that a read has failed, or let go of it,
-    while a peer that slept still sends. So what does not end well is cut off with the agent, and the other
-    reads begin again with the next one.
+    while a peer that slept still sends. So what does not end well is lost, and cut off with the agent. Other
+    reads end before, for their peers are not told either: over TCP, UCX may end the process of one that is
+    sending. Those that begin wait for the next agent, and so do those that are not over in `PATIENCE_S`.
 
     Args:
         new_agent: Makes an agent that reads. Closed by this class, if it `may_cut`.
@@ -102,6 +106,8 @@ class Reads:
         self._agent: Agent | None = None
         # What the agent knows of peers, by their agents.
         self._reached: dict[str, object] = {}
+        # When the agent is closed at the latest, if reads are lost.
+        self._cut_at: float | None = None
 
     def __len__(self) -> int:
         return len(self._running)
@@ -128,11 +134,11 @@ class Reads:
 
     def leave(self, who: Introduction) -> None:
         """End the reads from a peer that is gone. It costs a cut if any is under way."""
-        theirs = [read for read in self._running if read.who.agent == who.agent]
-        for read in theirs:
-            read.give_up(f"{who.name} is gone")
-        if any(read.step != "waiting" for read in theirs):
-            self._lose(theirs[0], f"{who.name} is gone")
+        for read in self._running:
+            if read.who.agent == who.agent:
+                read.give_up(f"{who.name} is gone")
+                if self._may_cut and read.step != "waiting":
+                    self._lose(read)
         self.advance()
         self.forget(who)
 
@@ -157,11 +163,13 @@ class Reads:
         read.word = self._free.pop()
         self._running.append(read)
         self._advance(read)
+        self._cut_off()
 
     def advance(self) -> None:
         """See how far all reads are."""
         for read in [*self._running]:
             self._advance(read)
+        self._cut_off()
 
     def close(self) -> None:
         """End all reads. Returns when no byte arrives any more."""
@@ -176,12 +184,14 @@ class Reads:
             if is_late:
                 read.give_up(f"the lease of {read.who.name} was over before rows were read")
             self._start(read)
-        elif read.reading is not None:
+        elif read.step != "lost":
             self._follow(read, is_late=is_late)
 
     def _start(self, read: Read) -> None:
         if read.error is not None:
             self._finish(read)
+        elif self._cut_at is not None:
+            return  # the next agent is its own
         elif not len(read.here):
             self._has_arrived(read)
         elif read.mark is None or read.mark.query():
@@ -193,11 +203,11 @@ class Reads:
             read.reading = None
             self._has_arrived(read)
         elif state == "failed":
-            self._lose(read, f"the connection to {read.who.name} failed")
+            self._fail(read, f"the connection to {read.who.name} failed")
         elif is_late:
             read.give_up(f"the lease of {read.who.name} was over before all rows had arrived")
             if self._may_cut:
-                self._cut(str(read.error))
+                self._lose(read)
 
     @staticmethod
     def _state(read: Read) -> Literal["running", "done", "failed"]:
@@ -249,10 +259,10 @@ class Reads:
             failure = str(error)
         # The traceback is gone: what it held of the agent would keep that alive.
         if failure is not None:
-            self._lose(read, failure)
+            self._fail(read, failure)
 
-    def _lose(self, failed: Read, why: str) -> None:
-        """Ends a read that failed and, if all are cut, those from its peer: they would fail one by one."""
+    def _fail(self, failed: Read, why: str) -> None:
+        """Ends a read that failed and, if it is cut off, those from its peer: they would fail one by one."""
         failed.give_up(why)
         if not self._may_cut:
             # Of the others from this peer something may still arrive.
@@ -261,24 +271,37 @@ class Reads:
         for read in self._running:
             if read.who.agent == failed.who.agent and read.step != "waiting":
                 read.give_up(why)
-        self._cut(why)
+                self._lose(read)
 
-    def _cut(self, why: str) -> None:
-        """Ends the reads that were given up, of which more may arrive."""
+    def _lose(self, read: Read) -> None:
+        """Leaves a read that was given up, and of which more may arrive, to the end of the agent."""
+        read.step = "lost"
+        if self._cut_at is None:
+            self._cut_at = time.monotonic() + PATIENCE_S
+
+    def _cut_off(self) -> None:
+        """Ends the reads that are lost, when the others have ended or were waited for."""
+        if self._cut_at is None:
+            return
+        begun = [read for read in self._running if read.step != "waiting"]
+        lost = [read for read in begun if read.step == "lost"]
+        if len(lost) < len(begun) and time.monotonic() < self._cut_at:
+            return
         self.cuts += 1
-        _log.warning("all transfers are interrupted: %s", why)
+        again = sum(read.error is None for read in begun)
+        _log.warning("transfers are cut off: %s; %d begin again", lost[0].error, again)
         self._end_agent()
-        for running in [*self._running]:
-            if running.step != "waiting":
-                running.step = "waiting"
-            if running.error is not None:
-                self._finish(running)
+        for read in begun:
+            read.step = "waiting"
+            if read.error is not None:
+                self._finish(read)
 
     def _end_agent(self) -> None:
         # It lives as long as what it has made.
         for read in self._running:
             read.reading = None
         self._reached.clear()
+        self._cut_at = None
         agent, self._agent = self._agent, None
         if agent is not None and self._may_cut:
             agent.close()
