@@ -492,6 +492,7 @@ impl ReqToTokenPool {
                 "{length} columns of row {row} are not in [0, {}]",
                 self.config.max_context_len
             ))
+            .at_index(length)
         })?;
         let offset = self.place(widen(row.number()), 0);
         TensorView::contiguous(Arc::clone(self.table.region()), offset, DType::I32, &[length])

@@ -10,7 +10,7 @@ use crate::base::{
     widen,
 };
 use crate::index::{
-    Act, BadFrees, FenceId, Fit, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats,
+    Act, BadFrees, FenceId, Fit, LastLoc, Ledger, Ledgered, Order, Owner, Run, SlotAllocator, SlotStats,
 };
 use crate::kernels::{Grown, Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
@@ -227,16 +227,26 @@ impl SlotTensors {
         std::mem::take(&mut self.writers)
     }
 
-    /// Takes `count` pages, without a tensor.
-    pub(super) fn take_pages(&mut self, count: usize) -> Result<OrShort<Vec<Page>>> {
+    /// Takes `count` pages for a prefix cache, the `owner`.
+    pub(super) fn take_cached_pages(&mut self, count: usize, owner: &Owner) -> Result<OrShort<Vec<Page>>> {
         let slots = count * self.slots.page_size();
         if self.must_land_before(|| slots) {
             return Ok(Err(Short::InFlight));
         }
         let mut pages = reserve(count)?;
-        let take = |run: Run<Page>| pages.extend(run.range().map(Page::new));
-        let is_taken = self.slots.alloc_pages(count, take);
-        Ok(if is_taken { Ok(pages) } else { Err(self.short(slots)) })
+        let mut runs = Vec::new();
+        let take = |run: Run<Page>| {
+            pages.extend(run.range().map(Page::new));
+            runs.push(run);
+        };
+        if !self.slots.alloc_pages(count, take) {
+            return Ok(Err(self.short(slots)));
+        }
+        if let Err(error) = self.slots.cache(&pages, &[], owner) {
+            self.slots.release(&runs, None).expect("they were taken just now");
+            return Err(error);
+        }
+        Ok(Ok(pages))
     }
 
     /// [`Self::alloc`] in host memory.

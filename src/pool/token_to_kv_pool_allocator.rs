@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result, blocking};
-use crate::index::{BadFrees, FenceId, Fit, Ledgered, SlotAllocator, SlotStats, ascending_runs};
+use crate::index::{BadFrees, FenceId, Fit, Ledgered, Owner, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
@@ -176,14 +176,23 @@ impl TokenToKvPoolAllocator {
         .map(|_| granted)
     }
 
-    /// Takes `count` pages. `None` if there are not enough, or the slots were cleared since they had been `clears`
-    /// times.
+    /// Takes `count` pages for a prefix cache, the `owner`. `None` if there are not enough, or the slots were cleared
+    /// since they had been `clears` times.
     ///
     /// # Errors
     /// As [`Self::poll`]. Nothing is taken.
-    pub(super) fn take_pages(&self, count: usize, clears: u64, stream: Stream) -> Result<Option<Vec<Page>>> {
+    pub(super) fn take_cached_pages(
+        &self,
+        count: usize,
+        owner: &Owner,
+        clears: u64,
+        stream: Stream,
+    ) -> Result<Option<Vec<Page>>> {
         let take = |slots: &mut SlotTensors| {
-            if slots.clears() == clears { Ok(slots.take_pages(count)?.map(Some)) } else { Ok(Ok(None)) }
+            if slots.clears() != clears {
+                return Ok(Ok(None));
+            }
+            Ok(slots.take_cached_pages(count, owner)?.map(Some))
         };
         Ok(self.take(stream, take)?.flatten())
     }

@@ -217,14 +217,16 @@ impl Lease {
             state.make_ready(stream)?;
         }
         let count = wanted.keys.len();
-        let Some(pages) = self.allocator.take_pages(count, self.clears, stream)? else { return Ok(None) };
+        let owner = &self.shared.owner;
+        let Some(pages) = self.allocator.take_cached_pages(count, owner, self.clears, stream)? else {
+            return Ok(None);
+        };
         let Wanted { begin, mut lock, keys, tokens, pieces, state, tier } = wanted;
         let open = self.shared.open(&self.allocator, stream);
         let owner = &self.shared.owner;
         let slot = state.as_ref().map(TakenSlot::slot);
         // Under one lock: the allocator is not cleared in between, and knows of the copies when it is.
         let started = open.slots.change(self.clears, |slots| {
-            slots.slots_mut().cache(&pages, &[], owner)?;
             let started = tier.load(&pieces, &pages, slot, stream);
             match &started {
                 Ok(transfer) => slots.add_writer(transfer),
