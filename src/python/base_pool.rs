@@ -163,15 +163,20 @@ impl BasePool {
     ) -> PyResult<()> {
         let py = slf.py();
         let this = PyWeakrefReference::new(slf)?.unbind();
+        let known: Vec<_> = {
+            let pools = lock(&POOLS);
+            // A pool is listed once, however often it is initialised: it has one weak reference without a callback.
+            if pools.iter().any(|pool| pool.is(&this)) {
+                return Ok(());
+            }
+            let is_full = pools.len() == pools.capacity();
+            pools.iter().filter(|_| is_full).map(|pool| pool.clone_ref(py)).collect()
+        };
+        // Dropped pools are removed before the list grows. They are looked for without the lock: the last reference
+        // to a pool may be dropped here.
+        let gone: Vec<_> = known.iter().filter(|pool| pool.bind(py).upgrade().is_none()).collect();
         let mut pools = lock(&POOLS);
-        // A pool is listed once, however often it is initialised: it has one weak reference without a callback.
-        if pools.iter().any(|pool| pool.is(&this)) {
-            return Ok(());
-        }
-        // Dropped pools are removed before the list grows. The GIL is held, so no pool is dropped meanwhile.
-        if pools.len() == pools.capacity() {
-            pools.retain(|pool| pool.bind(py).upgrade().is_some());
-        }
+        pools.retain(|pool| !gone.iter().any(|gone| pool.is(*gone)));
         pools.push(this);
         Ok(())
     }

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::OnceLock;
 
 use pyo3::ffi;
 use pyo3::intern;
@@ -18,13 +19,22 @@ use crate::memory::Borrowed;
 
 use super::args;
 
+/// Whether this interpreter is built to run threads without the GIL: then others may change a list or resize an
+/// array while it is read, and both are copied first.
+fn has_free_threads() -> bool {
+    static ANSWER: OnceLock<bool> = OnceLock::new();
+    *ANSWER.get_or_init(|| Python::version_str().contains("free-threading"))
+}
+
 /// Calls `work` with the tokens of `object`: a list or a contiguous array is read in place, anything else is
 /// copied first.
 pub(super) fn with_tokens<R>(
     object: &Bound<'_, PyAny>,
     work: impl Fn(&dyn Tokens) -> PyResult<R>,
 ) -> PyResult<R> {
-    if let Ok(list) = object.cast::<PyList>() {
+    if !has_free_threads()
+        && let Ok(list) = object.cast::<PyList>()
+    {
         let tokens = ListTokens { list, has_others: Cell::new(false) };
         let answer = work(&tokens);
         if !tokens.has_others.get() {
@@ -61,7 +71,7 @@ struct ListTokens<'a, 'py> {
 impl ListTokens<'_, '_> {
     fn get(&self, at: usize) -> Result<i64> {
         let index = at.cast_signed();
-        // SAFETY: the GIL is held, the object is a list, and the call checks the index.
+        // SAFETY: the interpreter's GIL is held, the object is a list, and the call checks the index.
         let item = unsafe { ffi::PyList_GetItem(self.list.as_ptr(), index) };
         if item.is_null() {
             return Err(raised(self.list.py()));
@@ -216,7 +226,8 @@ pub(super) fn with_keys<R>(
         }
         Err(Error::config(format!("tokens {start}..{end} are not within the {len} given")).into())
     };
-    if object.get_type().is(ARRAY.import(py, "array", "array")?)
+    if !has_free_threads()
+        && object.get_type().is(ARRAY.import(py, "array", "array")?)
         && object.getattr(intern!(py, "typecode"))?.eq(intern!(py, "q"))?
     {
         let (address, len): (usize, usize) = object.call_method0(intern!(py, "buffer_info"))?.extract()?;
