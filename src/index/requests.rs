@@ -308,7 +308,8 @@ impl Requests {
                             "slot {slot} in the cached prefix of request row {row} at position {position} is not \
                              allocated"
                         ),
-                    ));
+                    )
+                    .at_index(slot));
                 };
                 pages.push(page);
             }
@@ -379,6 +380,7 @@ impl Requests {
             ErrorKind::IndexOwnership,
             format!("slot {slot} of request row {row} at position {position} was freed by another caller"),
         )
+        .at_index(slot)
     }
 
     /// Grows every request of a batch, or none: gives it the pages of its cached prefix, which are shared unless

@@ -291,17 +291,25 @@ impl SlotAllocator {
                     request.prefix
                 )));
             } else if !self.is_owned(page) {
-                fault = Some(Error::new(
-                    ErrorKind::IndexOwnership,
-                    format!(
-                        "last_loc {last} of request {position} is in page {page}, which is not allocated"
-                    ),
-                ));
+                fault = Some(
+                    Error::new(
+                        ErrorKind::IndexOwnership,
+                        format!(
+                            "last_loc {last} of request {position} is in page {page}, which is not allocated"
+                        ),
+                    )
+                    .at_index(last),
+                );
             } else if self.named.contains(widen(page.number())) {
-                fault = Some(Error::new(
-                    ErrorKind::IndexOwnership,
-                    format!("request {position} continues page {page}, as another request of the batch does"),
-                ));
+                fault = Some(
+                    Error::new(
+                        ErrorKind::IndexOwnership,
+                        format!(
+                            "request {position} continues page {page}, as another request of the batch does"
+                        ),
+                    )
+                    .at_index(last),
+                );
             }
             if fault.is_some() {
                 break;

@@ -175,7 +175,8 @@ impl BufferPool {
         let buffer = buffer.get();
         if !buffer.pool.is(slf) {
             let text = format!("buffer {} is of another pool", buffer.ticket.index());
-            return Err(Error::new(ErrorKind::IndexOwnership, text).into());
+            let error = Error::new(ErrorKind::IndexOwnership, text);
+            return Err(error.at_index(buffer.ticket.index().number()).into());
         }
         buffer.release(slf.py())
     }

@@ -111,7 +111,8 @@ fn pick(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<Pick> {
     let given = int(index)?;
     let from_start = if given < 0 { given.saturating_add(extent) } else { given };
     if !(0..extent).contains(&from_start) {
-        return Err(Error::index(format!("index {given} is outside [{}, {extent})", -extent)).into());
+        let text = format!("index {given} is outside [{}, {extent})", -extent);
+        return Err(Error::index(text).at_index(given).into());
     }
     Ok(Pick { start: unsigned(from_start), count: None, step: 1 })
 }

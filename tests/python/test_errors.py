@@ -105,7 +105,7 @@ TOO_MUCH = 2 * 4096 * (2**30 + 8) * 64 * 256 * 4
         (lambda: _strict_table().write((9, 0), 1), IndexError, "9 5", {"index": 9}),
         (lambda: _strict_table().write((1, 77), 1), IndexError, "77 8", {"index": 77}),
         (lambda: _strict_table().write((1, slice(0, 3)), [1, 2]), kvpool.ConfigError, "3 2", {}),
-        (lambda: _strict_table().read(1, 55), IndexError, "55 8", {}),
+        (lambda: _strict_table().read(1, 55), IndexError, "55 8", {"index": 55}),
         (lambda: _kv().gather_kv(7, [1]), IndexError, "7 2", {"index": 7}),
         (lambda: _kv().gather_kv(0, [1, 333]), IndexError, "333 24", {"index": 333}),
         (lambda: _kv().move_kv([1, 2, 3], [1, 2]), kvpool.ConfigError, "3 2", {}),

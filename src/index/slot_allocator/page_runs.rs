@@ -173,8 +173,10 @@ fn masks_of(runs: &[Run<Page>]) -> impl Iterator<Item = Mask> + Clone + '_ {
 
 fn only_cached(page: Page) -> Error {
     Error::new(ErrorKind::IndexOwnership, format!("page {page} belongs to the prefix cache alone"))
+        .at_index(page.number())
 }
 
 fn not_owned(page: Page, what: &str) -> Error {
     Error::new(ErrorKind::IndexOwnership, format!("page {page} is not allocated, and cannot be {what}"))
+        .at_index(page.number())
 }
