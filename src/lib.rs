@@ -11,8 +11,7 @@
 //! |---|---|---|
 //! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; a lock | in `prefetch.rs` |
 //! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
-//! | [`cache`] | what is kept of finished prompts, and what goes first: policies | no |
-//! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, what is evicted first | no |
+//! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, the policies of what is evicted first | no |
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |
