@@ -283,7 +283,7 @@ class Pool:
     """The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 
     Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-    `ChunkPool`, `BufferPool`, `PagePool`, `Workspace` and `PrefixCache`.
+    `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache` and `HostTier`.
 
     A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
     `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`, their
@@ -324,8 +324,12 @@ class Pool:
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
     def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
@@ -606,8 +610,12 @@ class KVPool(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
 
 @disjoint_base
@@ -974,8 +982,12 @@ class TokenToKVPoolAllocator(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
 
 @final
@@ -1159,8 +1171,12 @@ class ReqToTokenPool(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
 
 @final
@@ -1652,8 +1668,12 @@ class GDNPool(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
 
 @final
@@ -2472,8 +2492,12 @@ class PrefixCache(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
 
 @final
@@ -3002,8 +3026,12 @@ class PagePool(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
 
 @final
@@ -3133,8 +3161,12 @@ class ChunkPool(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
 
 @final
@@ -3367,8 +3399,12 @@ class BufferPool(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
 
 @final
@@ -3471,8 +3507,12 @@ class _Workspace(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
     def _reset(self) -> bool:
         """Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds
@@ -3563,8 +3603,12 @@ class HostTier(Pool):
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
         - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
         """
     def mem_bytes(self) -> int:
         """Bytes of the memory."""

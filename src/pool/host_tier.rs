@@ -256,7 +256,8 @@ impl HostTier {
 
     /// The statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and `state_capacity`; what
     /// was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`, and `fetched` from a store, what
-    /// is on its way to it (`storing`) and what it did not take (`unstored`), with snapshots; `bytes`.
+    /// is on its way to it (`storing`) and what it did not take (`unstored`), with snapshots; page-locked places
+    /// (`registered`); `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *lock(&self.counts);

@@ -46,7 +46,7 @@ pub(super) trait PoolClass:
 /// The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 ///
 /// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-/// `ChunkPool`, `BufferPool`, `PagePool`, `Workspace` and `PrefixCache`.
+/// `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache` and `HostTier`.
 ///
 /// A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
 /// `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`, their
@@ -232,8 +232,12 @@ impl BasePool {
     /// - `Workspace` has no `dropped_frees`.
     /// - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
     /// - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-    ///   `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
-    ///   `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+    ///   `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
+    ///   `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+    /// - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
+    ///   `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
+    ///   `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
+    ///   their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
         let (py, stats) = (slf.py(), Self::look(slf, |pool| pool.stats()));
