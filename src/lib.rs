@@ -11,7 +11,7 @@
 //! |---|---|---|
 //! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; a lock | in `prefetch.rs` |
 //! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
-//! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, the policies of what is evicted first | no |
+//! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, policies of eviction | no |
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |

@@ -34,7 +34,8 @@ pub fn on_blocking(section: Section) {
     let _ = SECTION.set(section);
 }
 
-/// Calls `wait`, which may take long: it waits for a device or another thread, or copies much. The caller must hold no lock.
+/// Calls `wait`, which may take long: it waits for a device or another thread, or copies much. The caller
+/// must hold no lock.
 ///
 /// ```
 /// use kvpool::base::blocking;

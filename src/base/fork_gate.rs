@@ -1,4 +1,5 @@
-//! Keeps a process from being forked while a thread of ours holds locks that its child would wait for, for ever.
+//! Keeps a process from being forked while a thread of ours holds locks that its child would wait for, for
+//! ever.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -14,20 +15,21 @@ thread_local! {
     static CLOSED: RefCell<Option<RwLockWriteGuard<'static, ()>>> = const { RefCell::new(None) };
 }
 
-/// A time in which the process is not forked by a thread that [closes](close_fork_gate) the gate before. Threads that
-/// have no callers enter before they lock anything that callers lock, too.
+/// A time in which the process is not forked by a thread that [closes](close_fork_gate) the gate before.
+/// Threads that have no callers enter before they lock anything that callers lock, too.
 #[derive(Debug)]
 pub struct ForkGate(());
 
 impl ForkGate {
-    /// Enters on a thread that [is ours](super::on_own_thread). The others may hold locks that such a thread waits for
-    /// within, and must not wait for the gate.
+    /// Enters on a thread that [is ours](super::on_own_thread). The others may hold locks that such a thread
+    /// waits for within, and must not wait for the gate.
     #[must_use]
     pub fn enter_on_own_thread() -> Option<Self> {
         is_own_thread().then(Self::enter)
     }
 
-    /// Enters, again if this thread has before. Waits while the process is being forked. The caller holds no lock.
+    /// Enters, again if this thread has before. Waits while the process is being forked. The caller holds no
+    /// lock.
     #[must_use]
     pub fn enter() -> Self {
         if ENTRIES.get() == 0 {
@@ -48,7 +50,8 @@ impl Drop for ForkGate {
     }
 }
 
-/// Waits until no thread is in, and lets none in until [`open_fork_gate`]. Call it before a fork, without locks.
+/// Waits until no thread is in, and lets none in until [`open_fork_gate`]. Call it before a fork, without
+/// locks.
 ///
 /// ```
 /// use kvpool::base::{ForkGate, close_fork_gate, open_fork_gate};

@@ -1,7 +1,7 @@
 //! Large tables that are read at random, and a process-wide hook for their memory.
 //!
-//! A binding installs the hook once, for example to ask the system for huge pages. Without one, such a table is a
-//! vector like any other.
+//! A binding installs the hook once, for example to ask the system for huge pages. Without one, such a table
+//! is a vector like any other.
 
 use std::ops::Range;
 use std::sync::OnceLock;

@@ -101,7 +101,8 @@ impl<V> Later<V> {
     }
 }
 
-/// Values of blocks, by the hash of a block and its number. Of several blocks with one hash the first is found.
+/// Values of blocks, by the hash of a block and its number. Of several blocks with one hash the first is
+/// found.
 ///
 /// ```
 /// use kvpool::cache::BlockMap;

@@ -1,4 +1,5 @@
-//! An engine's blocks by their numbers: how often each is used, its hash, and in which order free ones are used again.
+//! An engine's blocks by their numbers: how often each is used, its hash, and in which order free ones are
+//! used again.
 
 use crate::base::widen;
 use crate::index::{BadFree, BadFrees};
@@ -42,7 +43,8 @@ pub enum NotTaken {
 
 /// How often each block is used, its hash, and the queue of free blocks.
 ///
-/// An engine may set counts and drive the queue itself: what disagrees with the rest is refused where it matters.
+/// An engine may set counts and drive the queue itself: what disagrees with the rest is refused where it
+/// matters.
 ///
 /// ```
 /// use kvpool::cache::{BlockTable, HashedBlocks, HashedTokens};
@@ -153,8 +155,8 @@ impl BlockTable {
         }
     }
 
-    /// Gives back one use of each block, null blocks left out. Those that nobody uses any more are free, in the order
-    /// given. One that nobody uses is dropped and reported.
+    /// Gives back one use of each block, null blocks left out. Those that nobody uses any more are free, in
+    /// the order given. One that nobody uses is dropped and reported.
     pub fn release(&mut self, blocks: &[u32], hashed: HashedBlocks) -> BadFrees {
         let (mut first, mut bad) = (Vec::new(), BadFrees::default());
         for &block in blocks {

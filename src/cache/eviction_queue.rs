@@ -4,8 +4,8 @@ use crate::base::widen;
 
 use super::RecencyList;
 
-/// A queue of the numbers below a count, each at most once: taken from the front, added at either end, and taken out
-/// of the middle at the same cost.
+/// A queue of the numbers below a count, each at most once: taken from the front, added at either end, and
+/// taken out of the middle at the same cost.
 ///
 /// ```
 /// use kvpool::cache::EvictionQueue;

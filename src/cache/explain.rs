@@ -100,7 +100,8 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Takes note that what follows the parts that a request can use or load is in a store, up to token `end`.
+    /// Takes note that what follows the parts that a request can use or load is in a store, up to token
+    /// `end`.
     pub fn note_stored(segments: &mut Vec<Self>, end: usize) {
         let is_usable = |part: &&Self| matches!(part.whereabouts, Whereabouts::Device | Whereabouts::Host);
         let front = segments.iter().take_while(is_usable).count();

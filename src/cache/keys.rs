@@ -70,8 +70,8 @@ impl KeyChain {
     }
 }
 
-/// The names of pieces in stores that many caches use, also those of other models: hashes of the key of a page and
-/// of all else that the bytes depend on.
+/// The names of pieces in stores that many caches use, also those of other models: hashes of the key of a
+/// page and of all else that the bytes depend on.
 ///
 /// ```
 /// use kvpool::cache::StoreKeys;
@@ -142,7 +142,8 @@ impl PageKeys {
         keys
     }
 
-    /// Forgets pages that are found no more, and returns their keys. Those that it does not know are left out.
+    /// Forgets pages that are found no more, and returns their keys. Those that it does not know are left
+    /// out.
     pub(super) fn remove(&mut self, pages: &[Page]) -> Vec<PageHash> {
         pages.iter().filter_map(|page| self.by_page.remove(page)).collect()
     }

@@ -1,8 +1,8 @@
 //! What a prefix cache keeps: which tokens have pages, who uses them, and what goes first.
 //!
 //! [`Tree`] maps tokens to pages. It decides which pages are cached, not which are free: their ownership lies
-//! with [`index`](crate::index), and [`pool`](crate::pool) moves both together. It knows no address, no device
-//! and no clock, and is not synchronised.
+//! with [`index`](crate::index), and [`pool`](crate::pool) moves both together. It knows no address, no
+//! device and no clock, and is not synchronised.
 //!
 //! | for | use |
 //! |---|---|

@@ -1,5 +1,5 @@
-//! The order in which an engine's offloaded chunks go: those of the request used longest ago first, and of a request
-//! the end before its beginning.
+//! The order in which an engine's offloaded chunks go: those of the request used longest ago first, and of a
+//! request the end before its beginning.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -159,8 +159,8 @@ impl<P> OffloadOrder<P> {
         RequestRank { of: Some(self.owner), at: None }
     }
 
-    /// Adds a chunk, which may not be evicted yet. With a position it has the rank of the request; without, it is
-    /// the one used last. A chunk that had the key makes way for it.
+    /// Adds a chunk, which may not be evicted yet. With a position it has the rank of the request; without,
+    /// it is the one used last. A chunk that had the key makes way for it.
     pub fn insert(
         &mut self,
         key: &[u8],
@@ -227,8 +227,8 @@ impl<P> OffloadOrder<P> {
         }
     }
 
-    /// Takes out the chunks that go first, but for those that are `spared`. Returns their keys and values; `None`,
-    /// and nothing is changed, if there are not so many.
+    /// Takes out the chunks that go first, but for those that are `spared`. Returns their keys and values;
+    /// `None`, and nothing is changed, if there are not so many.
     pub fn evict<'a>(
         &mut self,
         count: usize,

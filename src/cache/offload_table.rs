@@ -17,8 +17,8 @@ pub struct NamedChunk<'a> {
     pub position: Option<i64>,
 }
 
-/// The chunks that a request has used. It belongs to the first table that it is given to, until that is cleared;
-/// with another it begins anew.
+/// The chunks that a request has used. It belongs to the first table that it is given to, until that is
+/// cleared; with another it begins anew.
 #[derive(Debug, Default)]
 pub struct OffloadRequest {
     rank: RequestRank,
@@ -34,8 +34,8 @@ struct Used {
 }
 
 impl OffloadRequest {
-    /// The keys in the order of the prompt: by their positions if all are known; otherwise group by group, each by
-    /// its positions if they are known, or as the chunks were used first.
+    /// The keys in the order of the prompt: by their positions if all are known; otherwise group by group,
+    /// each by its positions if they are known, or as the chunks were used first.
     fn in_order(&self) -> Vec<&Used> {
         let mut groups: BTreeMap<&[u8], Vec<&Used>> = BTreeMap::new();
         for used in &self.used {
@@ -136,8 +136,8 @@ pub struct OffloadCounts {
 
 /// Which chunk is in which place of host memory.
 ///
-/// What is stored is found when it is complete. What transfers use keeps its place. Of the rest goes first what
-/// [`OffloadOrder`] says, and never what the same call offers.
+/// What is stored is found when it is complete. What transfers use keeps its place. Of the rest goes first
+/// what [`OffloadOrder`] says, and never what the same call offers.
 ///
 /// ```
 /// use kvpool::cache::{NamedChunk, OffloadConfig, OffloadRequest, OffloadTable};
@@ -202,8 +202,9 @@ impl OffloadTable {
         OffloadCounts { capacity: self.capacity, arriving: self.arriving, loading, idle }
     }
 
-    /// Takes places for those of the chunks that are not here, evicting others where none are free. `None`, and
-    /// nothing is evicted, if there are not enough. The request has used them in any case, and those that can be read.
+    /// Takes places for those of the chunks that are not here, evicting others where none are free. `None`,
+    /// and nothing is evicted, if there are not enough. The request has used them in any case, and those that
+    /// can be read.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if the request is finished, and has not used one of them before.
@@ -409,7 +410,8 @@ impl OffloadTable {
         std::mem::take(&mut self.asked)
     }
 
-    /// The number of chunks that were not stored since they were not offered often enough, since the last time.
+    /// The number of chunks that were not stored since they were not offered often enough, since the last
+    /// time.
     pub const fn take_skipped(&mut self) -> usize {
         std::mem::replace(&mut self.skipped, 0)
     }

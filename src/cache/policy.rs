@@ -5,8 +5,8 @@
 //! for the one to evict next ([`Policy::victim`]). Uses, publications and evictions are reported as they
 //! happen, so that a policy can learn; by default a policy ignores them.
 //!
-//! *Invariant.* A policy holds exactly the leaves that were inserted and not removed since, and `victim` names
-//! one of them.
+//! *Invariant.* A policy holds exactly the leaves that were inserted and not removed since, and `victim`
+//! names one of them.
 //!
 //! *Cost.* No call depends on how many leaves there are: `lru`, `fifo`, `lfu`, `slru` and `priority` keep one
 //! ordered set (logarithmic, a fraction of a microsecond at a million leaves), `adaptive` linked lists.
@@ -134,8 +134,8 @@ pub trait Policy: fmt::Debug + Send {
     /// The leaf to evict next, or `None` when there is none. It stays until it is removed.
     fn victim(&mut self, now: Tick) -> Option<NodeId>;
 
-    /// A guess which leaf is the victim after `leaf`, which was inserted and perhaps removed since. What it names
-    /// is fetched ahead; nothing depends on it.
+    /// A guess which leaf is the victim after `leaf`, which was inserted and perhaps removed since. What it
+    /// names is fetched ahead; nothing depends on it.
     fn guess_after(&self, leaf: NodeId) -> Option<NodeId> {
         let _ = leaf;
         None
@@ -149,13 +149,14 @@ pub trait Policy: fmt::Debug + Send {
         let _ = (before, tokens, now);
     }
 
-    /// The blocks `keys` are about to be published. What is known of them is fetched ahead; nothing depends on it.
+    /// The blocks `keys` are about to be published. What is known of them is fetched ahead; nothing depends
+    /// on it.
     fn fetch(&self, keys: &mut dyn Iterator<Item = PageKey>) {
         let _ = keys;
     }
 
-    /// The block `key` is new in the cache. Returns what is remembered of an earlier stay; pages whose answers
-    /// differ belong into different nodes.
+    /// The block `key` is new in the cache. Returns what is remembered of an earlier stay; pages whose
+    /// answers differ belong into different nodes.
     fn note_published(&mut self, key: PageKey, now: Tick) -> Remembered {
         let _ = (key, now);
         Remembered::default()

@@ -40,9 +40,10 @@ struct Entry<P> {
 
 /// The contents of a tier, by key: pages, or snapshots of states.
 ///
-/// What arrives is found when it is complete. What copies use keeps its place until the last of them has ended,
-/// even if it is given up meanwhile. Of the rest goes first what the device has no more, and of that the least
-/// recently used: what the device uses is not looked up here, and will be needed here when it is evicted there.
+/// What arrives is found when it is complete. What copies use keeps its place until the last of them has
+/// ended, even if it is given up meanwhile. Of the rest goes first what the device has no more, and of that
+/// the least recently used: what the device uses is not looked up here, and will be needed here when it is
+/// evicted there.
 ///
 /// ```
 /// use kvpool::cache::{Namespace, Residency};
@@ -172,8 +173,8 @@ impl<P: Copy> Residency<P> {
         EntryId(number)
     }
 
-    /// Makes a page that was arriving complete, as the one used last; the device has it still if it `is_above`.
-    /// Returns its place if it was given up meanwhile.
+    /// Makes a page that was arriving complete, as the one used last; the device has it still if it
+    /// `is_above`. Returns its place if it was given up meanwhile.
     pub fn arrive(&mut self, entry: EntryId, is_above: bool) -> Option<P> {
         let here = self.entry_mut(entry.0);
         if matches!(here.stage, Stage::Arriving | Stage::Fetched) {
@@ -183,8 +184,8 @@ impl<P: Copy> Residency<P> {
         self.release(entry)
     }
 
-    /// Takes note that the device has pages, or has them no more, which is a use: the last is evicted last. Those that
-    /// are not complete here are left out.
+    /// Takes note that the device has pages, or has them no more, which is a use: the last is evicted last.
+    /// Those that are not complete here are left out.
     pub fn set_above<'a>(&mut self, keys: impl IntoIterator<Item = &'a PageHash>, is_above: bool) {
         for key in keys {
             if let Some(EntryId(number)) = self.find(key) {
@@ -243,8 +244,8 @@ impl<P: Copy> Residency<P> {
         Some((key, self.vacate(oldest)))
     }
 
-    /// Gives up the pages of a namespace, or all: they are found no more. Returns their keys, and the places of
-    /// those that nothing uses.
+    /// Gives up the pages of a namespace, or all: they are found no more. Returns their keys, and the places
+    /// of those that nothing uses.
     pub fn clear(&mut self, namespace: Option<&Namespace>) -> (Vec<PageHash>, Vec<P>) {
         self.clears += 1;
         let name = namespace.map(hash_of);

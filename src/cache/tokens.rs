@@ -26,8 +26,8 @@ pub trait Tokens: fmt::Debug {
     /// Appends the tokens of `range` to `out`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is no token id; the error of an
-    /// element that cannot be read.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is no token id; the error of
+    /// an element that cannot be read.
     fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()>;
 
     /// Checks that the numbers of `range` are token ids.

@@ -146,8 +146,8 @@ pub struct TreeStats {
 /// Cached prefixes.
 ///
 /// A node is evictable when no lease holds it or a node below. Only leaves are evicted, from their end, so
-/// that a prefix stays as long as what hangs on it. Finding a prefix costs one comparison of its tokens and one
-/// look-up for each node; adding to it costs the new tokens; evicting costs the evicted tokens.
+/// that a prefix stays as long as what hangs on it. Finding a prefix costs one comparison of its tokens and
+/// one look-up for each node; adding to it costs the new tokens; evicting costs the evicted tokens.
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
@@ -212,8 +212,8 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// An empty tree of pages of `page_size` tokens. If it is stateful, a prefix is of use only with a snapshot
-    /// of the state at its end.
+    /// An empty tree of pages of `page_size` tokens. If it is stateful, a prefix is of use only with a
+    /// snapshot of the state at its end.
     #[must_use]
     pub fn new(page_size: usize, is_stateful: bool, policy: Box<dyn Policy>) -> Self {
         let page_tokens = u32::try_from(page_size).expect("a page fits int32");

@@ -1,7 +1,7 @@
 //! Ranges of any length in one address space, each freed when its owner is done with it.
 //!
-//! It knows offsets, not memory. Use it for memory that others own; [`Arena`](super::Arena) is for what is freed as a
-//! whole.
+//! It knows offsets, not memory. Use it for memory that others own; [`Arena`](super::Arena) is for what is
+//! freed as a whole.
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ use super::{BadFree, BadFrees};
 
 /// Ownership of the bytes `0..capacity`: the lowest range that is long enough is taken first.
 ///
-/// What is freed need not be a range that was taken: several that touch, or a part of one, are freed in one call. A
-/// range with a byte that is free already is refused as a whole.
+/// What is freed need not be a range that was taken: several that touch, or a part of one, are freed in one
+/// call. A range with a byte that is free already is refused as a whole.
 ///
 /// Taking and giving back cost one step for each 64 gaps.
 ///
@@ -44,8 +44,8 @@ impl AddressSpace {
     /// A space of `capacity` bytes, all of them free.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if `alignment` is no power of two, or an address does not fit
-    /// 63 bits.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if `alignment` is no power of two, or an address
+    /// does not fit 63 bits.
     pub fn new(capacity: usize, alignment: usize) -> Result<Self> {
         if !alignment.is_power_of_two() {
             return Err(Error::config(format!("alignment is {alignment}; it must be a power of two")));
@@ -98,19 +98,20 @@ impl AddressSpace {
         bytes.checked_next_multiple_of(self.alignment)
     }
 
-    /// Takes `bytes`, rounded up to the alignment and at least one of it, or returns `None` when no gap holds them.
+    /// Takes `bytes`, rounded up to the alignment and at least one of it, or returns `None` when no gap holds
+    /// them.
     pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
         let taken = self.gaps.cut(self.rounded(bytes.max(1))?, 1)?;
         self.note_taken(taken.len());
         Some(taken)
     }
 
-    /// Takes `count` ranges of `bytes`, rounded as in [`AddressSpace::take`], and returns where they begin, in order; or
-    /// returns `None`, and takes none, when the gaps do not hold them.
+    /// Takes `count` ranges of `bytes`, rounded as in [`AddressSpace::take`], and returns where they begin,
+    /// in order; or returns `None`, and takes none, when the gaps do not hold them.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for the list; nothing is
-    /// taken then.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for the
+    /// list; nothing is taken then.
     pub fn take_many(&mut self, bytes: usize, count: usize) -> Result<Option<Vec<usize>>> {
         let Some(bytes) =
             self.rounded(bytes.max(1)).filter(|&bytes| self.gaps.fitting(bytes, count) == count)
@@ -189,7 +190,8 @@ impl AddressSpace {
     /// Adds `bytes` behind the last one.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if an address does not fit 63 bits; nothing is changed then.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if an address does not fit 63 bits; nothing is
+    /// changed then.
     pub fn grow(&mut self, bytes: usize) -> Result<()> {
         let end = self.capacity.checked_add(bytes).filter(|&end| isize::try_from(end).is_ok());
         let Some(end) = end else {

@@ -309,8 +309,8 @@ impl<I: Id> FreeList<I> {
     /// Takes a run of `count` consecutive indices, or returns `None` and takes none.
     ///
     /// [`Fit::First`] searches the free set first; if it has no such run, it is merged and searched again.
-    /// [`Fit::Best`] merges at once: a released index may make a run that fits better. Costs one pass over the
-    /// free runs, and in [`Order::Fifo`] one over the queue.
+    /// [`Fit::Best`] merges at once: a released index may make a run that fits better. Costs one pass over
+    /// the free runs, and in [`Order::Fifo`] one over the queue.
     pub fn alloc_run(&mut self, count: usize, fit: Fit) -> Option<Run<I>> {
         let count = u32::try_from(count).ok()?;
         let found = match fit {
@@ -345,7 +345,8 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// Finds the first `count` indices of the shortest run of free ones that has so many, the lowest of several.
+    /// Finds the first `count` indices of the shortest run of free ones that has so many, the lowest of
+    /// several.
     fn best_fit(&self, count: u32) -> Option<Range<u32>> {
         let (mut start, mut least) = (None, u32::MAX);
         let mut from = self.first;
@@ -452,7 +453,8 @@ impl<I: Id> FreeList<I> {
     /// The free indices, in the order in which they would be handed out without a merge.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// list.
     pub fn free_ids(&self) -> Result<Vec<u32>> {
         let mut free = reserve(self.records.count(Set::Free))?;
         match self.order {

@@ -1,7 +1,7 @@
 //! Free ranges in the order of their addresses, and the first that is long enough.
 //!
-//! Ranges lie in groups, each of which knows the length of its longest: a search passes a group in one step. Taking and
-//! adding cost one step for each group before the place, and one pass over a group.
+//! Ranges lie in groups, each of which knows the length of its longest: a search passes a group in one step.
+//! Taking and adding cost one step for each group before the place, and one pass over a group.
 
 use std::ops::Range;
 
@@ -59,8 +59,9 @@ impl Gaps {
         found
     }
 
-    /// Cuts pieces of `bytes`, which is not 0, from the beginning of the first range that holds one: as many as it
-    /// holds, but not more than `most`. Returns them as one range, or `None` when no range holds a piece.
+    /// Cuts pieces of `bytes`, which is not 0, from the beginning of the first range that holds one: as many
+    /// as it holds, but not more than `most`. Returns them as one range, or `None` when no range holds a
+    /// piece.
     pub(super) fn cut(&mut self, bytes: usize, most: usize) -> Option<Range<usize>> {
         let at = self.groups.iter().position(|group| group.longest >= bytes)?;
         let group = &mut self.groups[at];
@@ -87,7 +88,8 @@ impl Gaps {
         self.before(at, place).is_some_and(|(at, place)| self.groups[at].ranges[place].end > range.start)
     }
 
-    /// Adds a range that is not empty and overlaps none, and returns the range that it has become with those it touches.
+    /// Adds a range that is not empty and overlaps none, and returns the range that it has become with those
+    /// it touches.
     pub(super) fn add(&mut self, range: Range<usize>) -> Range<usize> {
         let (mut at, mut place) = self.place(range.start);
         let before =
@@ -124,8 +126,8 @@ impl Gaps {
         self.groups.clear();
     }
 
-    /// The group and the place in it of the first range that begins at `start` or behind it. Behind the last group when
-    /// there is none.
+    /// The group and the place in it of the first range that begins at `start` or behind it. Behind the last
+    /// group when there is none.
     fn place(&self, start: usize) -> (usize, usize) {
         let at =
             self.groups.partition_point(|group| group.ranges.last().is_some_and(|last| last.start < start));

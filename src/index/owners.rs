@@ -42,8 +42,8 @@ impl Owners {
         self.shared == 0 && self.pending.is_empty() && self.cached.is_empty()
     }
 
-    /// Whether each of `pages` has one owner, which is not the cache, and no removal is pending. May be `false`
-    /// if there are such pages elsewhere.
+    /// Whether each of `pages` has one owner, which is not the cache, and no removal is pending. May be
+    /// `false` if there are such pages elsewhere.
     pub(super) fn is_trivial_for(&self, pages: Mask) -> bool {
         let is_uncached = || self.cached.word(widen(pages.word)) & pages.bits == 0;
         self.shared == 0 && self.pending.is_empty() && (self.cached.is_empty() || is_uncached())
@@ -94,8 +94,8 @@ impl Owners {
         self.more(page) + 1 > self.pending(page) + u32::from(self.is_cached(page))
     }
 
-    /// [`Owners::cache`] for pages that are live and have one owner each, by words. Returns `false`, and changes
-    /// nothing, if there are others among them.
+    /// [`Owners::cache`] for pages that are live and have one owner each, by words. Returns `false`, and
+    /// changes nothing, if there are others among them.
     pub(super) fn cache_plain(
         &mut self,
         space: usize,

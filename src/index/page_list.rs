@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use crate::base::{Page, Result, reserve};
 
-/// Pages in order: whole runs in memory that is shared with a cache, and behind them pages in memory of their own.
+/// Pages in order: whole runs in memory that is shared with a cache, and behind them pages in memory of their
+/// own.
 ///
-/// A request with a long cached prefix costs no copy of it. What is shared is only the memory: which pages have
-/// which owners is the allocator's.
+/// A request with a long cached prefix costs no copy of it. What is shared is only the memory: which pages
+/// have which owners is the allocator's.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -193,8 +194,8 @@ impl PageList {
         }
     }
 
-    /// Replaces the pages from position `from` on, which are not shared, and returns the position of the first
-    /// that differs.
+    /// Replaces the pages from position `from` on, which are not shared, and returns the position of the
+    /// first that differs.
     pub fn replace(&mut self, from: usize, pages: &[Page]) -> Option<usize> {
         let before = self.before();
         let own = &mut self.rest[from - before..][..pages.len()];

@@ -275,7 +275,8 @@ impl Requests {
         Error::config(format!("request row {row} at position {position} {text}"))
     }
 
-    /// Like [`Requests::growth`], for a new request with a cached prefix in `slots`. Also returns their pages.
+    /// Like [`Requests::growth`], for a new request with a cached prefix in `slots`. Also returns their
+    /// pages.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when it has tokens already, when there are not `prefix` slots, or they do not
@@ -383,8 +384,9 @@ impl Requests {
         .at_index(slot)
     }
 
-    /// Grows every request of a batch, or none: gives it the pages of its cached prefix, which are shared unless
-    /// they are leased, and takes new ones. Returns `false`, and takes nothing, when there are not enough.
+    /// Grows every request of a batch, or none: gives it the pages of its cached prefix, which are shared
+    /// unless they are leased, and takes new ones. Returns `false`, and takes nothing, when there are not
+    /// enough.
     ///
     /// `prefixes` are those of the new requests with one, in the order of the batch.
     ///
@@ -481,8 +483,8 @@ impl Requests {
     }
 
     /// Copies the first `len` tokens of `src` to request `dst`, which has none: full pages are shared, except
-    /// the leading `leased` ones, which a cache keeps for it, and a partial one is replaced by a new one. Returns the slots to copy to and from, or `None` when no page is
-    /// free for it.
+    /// the leading `leased` ones, which a cache keeps for it, and a partial one is replaced by a new one.
+    /// Returns the slots to copy to and from, or `None` when no page is free for it.
     ///
     /// # Errors
     /// [`ErrorKind::IndexOwnership`] when another call freed a page of `src`; otherwise same as

@@ -1,7 +1,7 @@
 //! Standing threads that take part in large copies.
 //!
-//! Starting a thread costs as much as copying some 200 KB. Waking one that sleeps costs less, and reaching one
-//! that still looks for work costs nothing. A copy allocates no memory.
+//! Starting a thread costs as much as copying some 200 KB. Waking one that sleeps costs less, and reaching
+//! one that still looks for work costs nothing. A copy allocates no memory.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -14,8 +14,8 @@ use crate::base::sync::{AtomicBool, AtomicPtr, thread};
 use super::processors::Processors;
 
 /// How often a thread looks for work, or for the end of another thread's part, before it sleeps: some hundred
-/// microseconds, longer than a wake-up may take, so that a series of copies finds it awake. None under `loom`, which explores every
-/// interleaving.
+/// microseconds, longer than a wake-up may take, so that a series of copies finds it awake. None under
+/// `loom`, which explores every interleaving.
 const LOOKS: usize = if cfg!(loom) { 0 } else { 1 << 12 };
 
 /// Work in parts, on the stack of its caller until the last part is done.

@@ -328,17 +328,18 @@ impl Executor {
 
     /// Copies the `layers` of whole pages of `rows` to their pieces, or back.
     ///
-    /// On the host it copies on this thread alone and takes no lock, so that no other call waits for it. On a device it is
-    /// one launch on `stream` for up to 486 pages, and never waits. With [`Reach::Copied`](super::Reach::Copied) it is a copy
-    /// by the driver for each page and kind: if the memory is pageable, the call may wait for them, and for what `stream` did
-    /// before. The caller keeps the pages and pieces from other use until the copies have run.
+    /// On the host it copies on this thread alone and takes no lock, so that no other call waits for it. On a
+    /// device it is one launch on `stream` for up to 486 pages, and never waits. With
+    /// [`Reach::Copied`](super::Reach::Copied) it is a copy by the driver for each page and kind: if the
+    /// memory is pageable, the call may wait for them, and for what `stream` did before. The caller keeps the
+    /// pages and pieces from other use until the copies have run.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for pages, pieces or layers that do not exist,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pieces of other rows and for a target that is named twice;
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being captured. Nothing is copied then.
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails: some pages may have been copied.
-    /// Faults of earlier calls are left to [`Executor::fault`].
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pieces of other rows and for a target that
+    /// is named twice; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being
+    /// captured. Nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver
+    /// call fails: some pages may have been copied. Faults of earlier calls are left to [`Executor::fault`].
     pub fn copy_pages(
         &self,
         rows: &LayerRows,

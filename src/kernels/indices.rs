@@ -137,8 +137,8 @@ pub fn expect_ints(dtype: DType) -> Result<()> {
     Err(not_indices(&format!("{dtype} on a GPU, where int32 and int64 are read")))
 }
 
-/// Copies the values of an index tensor in host memory, of any shape and stride, in row-major order. Integers of 8 bits
-/// are none: they are bytes, or, as PyTorch reads them in an index, masks.
+/// Copies the values of an index tensor in host memory, of any shape and stride, in row-major order. Integers
+/// of 8 bits are none: they are bytes, or, as PyTorch reads them in an index, masks.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it has no integers of 16 bits or more,

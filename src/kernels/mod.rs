@@ -6,8 +6,8 @@
 //!
 //! The images of the CUDA kernels are loaded once per device, at the first use, and stay loaded. A
 //! [`Fetcher`] copies index values from a device to the host without waiting; [`pack()`] copies tensors with
-//! any strides to and from contiguous memory; [`Executor::copy_pages`] copies pages to and from [`Pieces`] of host memory.
-//! Nothing here decides which indices are in use.
+//! any strides to and from contiguous memory; [`Executor::copy_pages`] copies pages to and from [`Pieces`] of
+//! host memory. Nothing here decides which indices are in use.
 
 mod convert;
 mod copy_threads;

@@ -1,7 +1,8 @@
 //! Copies between the pages of a pool and pieces of host memory.
 //!
-//! A piece holds one page: for the first layer the page's rows of the first kind, then those of the second, then the
-//! next layer. Every function checks its pages and pieces, then acts. None takes a lock: the pages belong to the caller.
+//! A piece holds one page: for the first layer the page's rows of the first kind, then those of the second,
+//! then the next layer. Every function checks its pages and pieces, then acts. None takes a lock: the pages
+//! belong to the caller.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,8 +44,8 @@ pub enum Reach {
 /// Bytes of one layer of a piece: a page's rows of both kinds.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pages of no rows and for more bytes than an address can
-/// name.
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pages of no rows and for more bytes than an
+/// address can name.
 pub fn layer_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
     let [first, second] = page_bytes(rows, page_size)?;
     first.checked_add(second).ok_or_else(|| Error::config(format!("pages of {page_size} rows are too large")))
@@ -120,16 +121,16 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// The first `count` pieces of `region`, `stride` bytes apart, for pages of `page_size` of `rows`. Rows behind the
-    /// last whole page belong to no page.
+    /// The first `count` pieces of `region`, `stride` bytes apart, for pages of `page_size` of `rows`. Rows
+    /// behind the last whole page belong to no page.
     ///
     /// Memory that the device of `rows` cannot reach in place is copied, whatever `reach` says.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for memory of a device or of the pool itself, for pageable
-    /// memory that a device is to reach in place, for pieces that overlap and for more of them than int32 can name;
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the region;
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for memory of a device or of the pool itself,
+    /// for pageable memory that a device is to reach in place, for pieces that overlap and for more of them
+    /// than int32 can name; [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the
+    /// region; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn new(
         region: Arc<Region>,
         reach: Reach,
@@ -358,8 +359,8 @@ pub(super) struct KindCopy<'a> {
     pub(super) bytes: usize,
 }
 
-/// Where the pages of a kind lie, in the pool or in pieces: those of a layer are `stride` bytes apart, layers are `step`
-/// bytes apart.
+/// Where the pages of a kind lie, in the pool or in pieces: those of a layer are `stride` bytes apart, layers
+/// are `step` bytes apart.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Side<'a> {
     region: &'a Region,

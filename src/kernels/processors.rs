@@ -1,7 +1,8 @@
 //! The processors that a copy's threads run on.
 //!
-//! A thread that is woken is often put on the processor of its waker. The caller of a copy does a part itself and
-//! makes no room there, so the thread would begin when the copy is over. It is kept off that processor instead.
+//! A thread that is woken is often put on the processor of its waker. The caller of a copy does a part itself
+//! and makes no room there, so the thread would begin when the copy is over. It is kept off that processor
+//! instead.
 
 use std::os::unix::thread::JoinHandleExt;
 use std::thread::JoinHandle;

@@ -12,9 +12,9 @@ pub(super) const AHEAD: usize = 4;
 /// ones.
 const STREAM_FROM: usize = 4 << 20;
 
-/// Pages of this many bytes are copied as `memcpy` does, which needs no help with them: on a virtual Intel Xeon with 2 MiB
-/// of second-level cache a core (2026-11) pages of 4 KiB at random places are copied to host memory at 0.85 of the speed
-/// of `memcpy` when they bypass the caches, and those of 2 KiB at 1.03.
+/// Pages of this many bytes are copied as `memcpy` does, which needs no help with them: on a virtual Intel
+/// Xeon with 2 MiB of second-level cache a core (2026-11) pages of 4 KiB at random places are copied to host
+/// memory at 0.85 of the speed of `memcpy` when they bypass the caches, and those of 2 KiB at 1.03.
 const LARGE_PAGE: usize = 4096;
 
 /// The method of copying a batch of rows.

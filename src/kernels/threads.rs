@@ -9,8 +9,9 @@ use std::{process, thread};
 use super::CopyThreads;
 
 /// The least work of a thread. On a virtual Intel Xeon with 2 MiB of second-level cache a core (2026-11) two
-/// threads copy 2 MiB in 35 us instead of 130 when they are awake, as in a series of copies. When they sleep, to
-/// wake one delays its caller by 15 us, and two threads win from 4 MiB on: 2 MiB take 145 us instead of 124.
+/// threads copy 2 MiB in 35 us instead of 130 when they are awake, as in a series of copies. When they
+/// sleep, to wake one delays its caller by 15 us, and two threads win from 4 MiB on: 2 MiB take 145 us
+/// instead of 124.
 const BYTES_PER_THREAD: usize = 1 << 20;
 
 /// More threads than this add no bandwidth on any host we know of.
@@ -45,15 +46,16 @@ pub fn set_num_threads(threads: usize) {
 /// The standing threads, and the process that has them: the child of a fork does not.
 static COPY_THREADS: Mutex<(u32, CopyThreads)> = Mutex::new((0, CopyThreads::new()));
 
-/// Calls `work(part, parts)` for every part, on as many threads as pay for `bytes`, or on this one alone while
-/// another call has the others.
+/// Calls `work(part, parts)` for every part, on as many threads as pay for `bytes`, or on this one alone
+/// while another call has the others.
 pub(super) fn in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
     if bytes < 2 * BYTES_PER_THREAD || !on_threads(bytes, &work) {
         work(0, 1);
     }
 }
 
-/// Does the work in parts, or says that it is for one thread. Apart from [`in_parts`], to keep small copies small.
+/// Does the work in parts, or says that it is for one thread. Apart from [`in_parts`], to keep small copies
+/// small.
 #[inline(never)]
 fn on_threads(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) -> bool {
     let parts = num_threads().min(bytes / BYTES_PER_THREAD);

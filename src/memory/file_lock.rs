@@ -12,7 +12,8 @@ use std::sync::{LazyLock, Mutex};
 
 use crate::base::sync::lock;
 
-/// A file of this process: the process, the device and the inode. The child of a fork has none of its parent's.
+/// A file of this process: the process, the device and the inode. The child of a fork has none of its
+/// parent's.
 type Claim = (u32, u64, u64);
 
 /// The system refuses other processes only.
@@ -38,8 +39,8 @@ pub enum Locking {
 }
 
 impl FileLock {
-    /// Locks the file at `path`, which is made if it is missing, without waiting. Nothing else in this process may
-    /// open it: the system ends the lock when any handle of the file is closed.
+    /// Locks the file at `path`, which is made if it is missing, without waiting. Nothing else in this
+    /// process may open it: the system ends the lock when any handle of the file is closed.
     ///
     /// # Errors
     /// Those of the system, where it cannot open or lock the file.

@@ -71,8 +71,9 @@ pub(super) fn map(bytes: usize) -> Option<NonNull<u8>> {
     NonNull::new(address.cast())
 }
 
-/// Ends the mapping of `bytes` at `address`. Where the system refuses, which it does when a process has too many
-/// mappings, the pages are given back and their addresses stay taken: a line on the standard error output says so.
+/// Ends the mapping of `bytes` at `address`. Where the system refuses, which it does when a process has too
+/// many mappings, the pages are given back and their addresses stay taken: a line on the standard error
+/// output says so.
 ///
 /// # Safety
 /// [`map`] or the like made the mapping, and nothing uses it any more.
@@ -89,8 +90,8 @@ pub(super) unsafe fn unmap(address: NonNull<u8>, bytes: usize) {
     eprintln!("kvpool: the {kept} of {bytes} bytes at {start:p} cannot be given back: {cause}");
 }
 
-/// Asks for huge pages at addresses of this process, where whole ones fit. A large table that is read at random then
-/// costs a miss of the processor's cache for each line, and not another one for its address.
+/// Asks for huge pages at addresses of this process, where whole ones fit. A large table that is read at
+/// random then costs a miss of the processor's cache for each line, and not another one for its address.
 #[cfg(target_os = "linux")]
 pub fn prefer_huge_pages(addresses: Range<usize>) {
     let page = super::system_pages::transparent_page();

@@ -56,7 +56,8 @@ impl HostRows {
     /// contiguous, and no two overlap.
     ///
     /// # Safety
-    /// As long as `keep` lives, the memory of the tensor is valid for reads, and for writes where the rows are written.
+    /// As long as `keep` lives, the memory of the tensor is valid for reads, and for writes where the rows
+    /// are written.
     pub unsafe fn of_tensor(name: &str, tensor: &Borrowed<'_>, keep: Keep) -> Result<Self> {
         if tensor.device() != Device::Cpu {
             let device = tensor.device();

@@ -75,8 +75,8 @@ impl MappedHost {
         std::mem::take(&mut *lock(&self.notes))
     }
 
-    /// Allocates explicit huge pages of the largest size of which the system has reserved enough. The error says
-    /// why there are none.
+    /// Allocates explicit huge pages of the largest size of which the system has reserved enough. The error
+    /// says why there are none.
     fn allocate_huge(&self, bytes: usize) -> std::result::Result<Block, String> {
         let mut tried = Vec::new();
         for page in huge_pages_for(bytes) {

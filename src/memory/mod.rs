@@ -1,8 +1,9 @@
 //! Sources of bytes: backends, regions, devices and streams.
 //!
 //! A [`Backend`] allocates memory on one device; a [`Region`] owns a piece of it and frees it on drop.
-//! [`Borrowed`] describes a tensor of another owner for the length of a call, [`HostRows`] one for as long as work
-//! takes. A [`FileLock`] keeps the files behind memory for one process. Everything here may be used from any thread.
+//! [`Borrowed`] describes a tensor of another owner for the length of a call, [`HostRows`] one for as long as
+//! work takes. A [`FileLock`] keeps the files behind memory for one process. Everything here may be used from
+//! any thread.
 //!
 //! | backend | memory |
 //! |---|---|

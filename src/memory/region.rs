@@ -164,8 +164,8 @@ impl Region {
         Self { block, device: Device::Cpu, owner: Owner::Indices(indices) }
     }
 
-    /// The indices of a region that was made [of them](Region::from_indices). Nothing else may write to the region
-    /// meanwhile.
+    /// The indices of a region that was made [of them](Region::from_indices). Nothing else may write to the
+    /// region meanwhile.
     #[must_use]
     pub const fn indices(&self) -> Option<&IndexVec> {
         match &self.owner {

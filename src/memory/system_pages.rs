@@ -1,4 +1,5 @@
-//! Sizes of the system's pages, which differ between machines: 4, 16 or 64 KiB, and huge ones of 2 MiB to 16 GiB.
+//! Sizes of the system's pages, which differ between machines: 4, 16 or 64 KiB, and huge ones of 2 MiB to 16
+//! GiB.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -26,8 +27,8 @@ pub fn system_page() -> usize {
     *PAGE
 }
 
-/// The sizes of explicit huge pages that suit a block of `bytes`, the largest first: those which add at most an
-/// eighth to it. The system need not have any of them free.
+/// The sizes of explicit huge pages that suit a block of `bytes`, the largest first: those which add at most
+/// an eighth to it. The system need not have any of them free.
 pub(super) fn huge_pages_for(bytes: usize) -> impl Iterator<Item = usize> {
     suitable(&HUGE, bytes)
 }

@@ -197,8 +197,9 @@ impl BatchPlanner {
     /// among them.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`] and [`Requests::check_cut`]; nothing is changed. [`ErrorKind::IndexOwnership`]
-    /// if the allocator is strict and another owner has freed a page; all others are freed.
+    /// As [`Requests::resolve_rows`] and [`Requests::check_cut`]; nothing is changed.
+    /// [`ErrorKind::IndexOwnership`] if the allocator is strict and another owner has freed a page; all
+    /// others are freed.
     ///
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     /// [`Requests::check_cut`]: crate::index::Requests::check_cut
@@ -217,9 +218,9 @@ impl BatchPlanner {
     /// requests. Returns the number of slots given up, and the invalid ones among them.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`], and [`ErrorKind::Config`] for a length that does not match; nothing is changed.
-    /// As [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when zeroing the rows fails, which are freed all
-    /// the same.
+    /// As [`Requests::resolve_rows`], and [`ErrorKind::Config`] for a length that does not match; nothing is
+    /// changed. As [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when zeroing the rows fails, which are
+    /// freed all the same.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
@@ -240,9 +241,8 @@ impl BatchPlanner {
     /// `stream`.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has fewer tokens or
-    /// `dst` is not empty;
-    /// [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
+    /// As [`Requests::resolve_rows`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has fewer
+    /// tokens or `dst` is not empty; [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver

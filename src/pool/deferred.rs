@@ -123,8 +123,8 @@ impl Deferred {
         Ok(&self.fetchers[at])
     }
 
-    /// Enqueues a copy of `tensor`, kept alive by what `keep` returns then, with up to `values` values in flight.
-    /// `None` if there is no room.
+    /// Enqueues a copy of `tensor`, kept alive by what `keep` returns then, with up to `values` values in
+    /// flight. `None` if there is no room.
     pub(super) fn fetch(
         &mut self,
         gpu: &Arc<Gpu>,
@@ -184,7 +184,8 @@ impl Deferred {
     }
 }
 
-/// The slots of parts that are complete, in one list. Moves the owners of their tensors to `keeps`, also if it fails.
+/// The slots of parts that are complete, in one list. Moves the owners of their tensors to `keeps`, also if
+/// it fails.
 pub(super) fn slots_of(parts: Vec<Part>, page_size: usize, keeps: &mut Vec<Keep>) -> Result<IndexVec> {
     let mut all = Ok(None);
     for part in parts {

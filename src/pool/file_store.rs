@@ -43,8 +43,9 @@ pub struct FileStoreConfig {
 
 /// Pages by their keys in two files, which survive the process and its end at any moment.
 ///
-/// A page that is found has the bytes that were put under its key: a checksum covers both. What a killed process has
-/// not completed is missing. The pages used least recently are evicted; of a call, the last ones first.
+/// A page that is found has the bytes that were put under its key: a checksum covers both. What a killed
+/// process has not completed is missing. The pages used least recently are evicted; of a call, the last ones
+/// first.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -130,16 +131,16 @@ struct Counts {
 }
 
 impl FileStore {
-    /// Opens the store in the folder at `path`, which is made if it is missing. Pages pass the system's cache by if
-    /// `wants_direct` and the file system can do that.
+    /// Opens the store in the folder at `path`, which is made if it is missing. Pages pass the system's cache
+    /// by if `wants_direct` and the file system can do that.
     ///
-    /// Reads the index only, unless the capacity has become smaller: then pages behind it are moved or, those used
-    /// least recently, dropped.
+    /// Reads the index only, unless the capacity has become smaller: then pages behind it are moved or, those
+    /// used least recently, dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`], with the path, for sizes that do not fit, for a folder that is in use, that the system
-    /// refuses, or that has a store with other pages; [`ErrorKind::OutOfMemory`] if the index does not fit in memory or
-    /// no thread can be started.
+    /// [`ErrorKind::Config`], with the path, for sizes that do not fit, for a folder that is in use, that the
+    /// system refuses, or that has a store with other pages; [`ErrorKind::OutOfMemory`] if the index does not
+    /// fit in memory or no thread can be started.
     pub fn at(path: &Path, config: &FileStoreConfig, wants_direct: bool) -> Result<Self> {
         Self::check(config)?;
         let disk: Arc<dyn Disk> = Arc::new(Folder::open(path, wants_direct)?);
@@ -218,8 +219,8 @@ impl FileStore {
         Ok(store)
     }
 
-    /// The number of keys before the first whose page is not there. Looks in memory only, and counts as a use of
-    /// those that are there.
+    /// The number of keys before the first whose page is not there. Looks in memory only, and counts as a use
+    /// of those that are there.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
@@ -230,11 +231,12 @@ impl FileStore {
         Ok(slots.len())
     }
 
-    /// Reads pages to `rows`, one for each key, which must not be used before they are done. The row of a page that is
-    /// not found keeps its bytes.
+    /// Reads pages to `rows`, one for each key, which must not be used before they are done. The row of a
+    /// page that is not found keeps its bytes.
     ///
     /// # Errors
-    /// As [`FileStore::exists`]; [`ErrorKind::Config`] unless there are as many rows as keys, of the size of a page.
+    /// As [`FileStore::exists`]; [`ErrorKind::Config`] unless there are as many rows as keys, of the size of
+    /// a page.
     pub fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_rows(&rows)?;
         self.begin_get(keys, rows)
@@ -258,8 +260,8 @@ impl FileStore {
         Ok(transfer)
     }
 
-    /// Writes pages from `rows`, one for each key, which must not change before they are done. Never waits: pages
-    /// beyond `queue_bytes` are dropped. Those that are there, or on their way, are not written again.
+    /// Writes pages from `rows`, one for each key, which must not change before they are done. Never waits:
+    /// pages beyond `queue_bytes` are dropped. Those that are there, or on their way, are not written again.
     ///
     /// # Errors
     /// As [`FileStore::get`].
@@ -298,12 +300,12 @@ impl FileStore {
         Ok(transfer)
     }
 
-    /// Removes pages, also for later processes; returns how many were there. Those that are still being put are
-    /// stored nevertheless. Writes to the index.
+    /// Removes pages, also for later processes; returns how many were there. Those that are still being put
+    /// are stored nevertheless. Writes to the index.
     ///
     /// # Errors
-    /// As [`FileStore::exists`]. A page whose entry cannot be cleared counts among `errors`, and may be back when the
-    /// store is opened again.
+    /// As [`FileStore::exists`]. A page whose entry cannot be cleared counts among `errors`, and may be back
+    /// when the store is opened again.
     pub fn remove(&self, keys: &[PageHash]) -> Result<usize> {
         let disk = self.disk()?;
         let mut state = self.open_state()?;
@@ -326,8 +328,8 @@ impl FileStore {
         self.remove(&keys)
     }
 
-    /// Takes no more calls, and waits up to `timeout` until what was put and got is done. Returns whether it is; then
-    /// the files can be opened again.
+    /// Takes no more calls, and waits up to `timeout` until what was put and got is done. Returns whether it
+    /// is; then the files can be opened again.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.
@@ -398,9 +400,9 @@ impl FileStore {
         Ok(self.len()? == 0)
     }
 
-    /// The statistics: `pages`, `capacity` and `queued` in pages; `bytes` of the pages; `hits` and `misses` of `get`;
-    /// `evicted`, `damaged` (also entries of the index), `dropped`, `errors`, `read_bytes` and `written_bytes`, all
-    /// since the store was opened.
+    /// The statistics: `pages`, `capacity` and `queued` in pages; `bytes` of the pages; `hits` and `misses`
+    /// of `get`; `evicted`, `damaged` (also entries of the index), `dropped`, `errors`, `read_bytes` and
+    /// `written_bytes`, all since the store was opened.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.

@@ -149,9 +149,9 @@ impl HostTier {
     /// A tier for the pages of `kv`, and for snapshots of `states`, in memory of `backend`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for less than a page, for room for snapshots without
-    /// `states` or no room with them, and for sizes whose bytes overflow; the error of the backend if it runs out
-    /// of memory.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for less than a page, for room for snapshots
+    /// without `states` or no room with them, and for sizes whose bytes overflow; the error of the backend if
+    /// it runs out of memory.
     pub fn new(
         config: &HostTierConfig,
         kv: &Arc<KvPool>,
@@ -241,7 +241,8 @@ impl HostTier {
         Ok(true)
     }
 
-    /// Gives up all pages and snapshots, or those of a namespace. Copies that use one keep its place until they end.
+    /// Gives up all pages and snapshots, or those of a namespace. Copies that use one keep its place until
+    /// they end.
     pub fn clear(&self, namespace: Option<&Namespace>) {
         self.forget(namespace);
     }
@@ -254,10 +255,10 @@ impl HostTier {
         self.pages.clear(namespace)
     }
 
-    /// The statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and `state_capacity`; what
-    /// was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`, and `fetched` from a store, what
-    /// is on its way to it (`storing`) and what it did not take (`unstored`), with snapshots; page-locked places
-    /// (`registered`); `bytes`.
+    /// The statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
+    /// `state_capacity`; what was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`,
+    /// and `fetched` from a store, what is on its way to it (`storing`) and what it did not take
+    /// (`unstored`), with snapshots; page-locked places (`registered`); `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *lock(&self.counts);
@@ -341,8 +342,9 @@ impl HostTier {
         self.pages.set_above(keys, is_above);
     }
 
-    /// Starts to copy down what is offered and not here, behind what is enqueued on the streams `after`. Returns it
-    /// if there is any, and the keys of the pages that went for it. A copy that cannot be started counts as failed.
+    /// Starts to copy down what is offered and not here, behind what is enqueued on the streams `after`.
+    /// Returns it if there is any, and the keys of the pages that went for it. A copy that cannot be started
+    /// counts as failed.
     pub(super) fn write(&self, offered: &Offered, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
         let (mut pages, mut states, mut runs) = (Arrivals::default(), Arrivals::default(), Vec::new());
         for run in &offered.pages {
@@ -378,8 +380,8 @@ impl HostTier {
         (started, gone)
     }
 
-    /// Ends a write whose copies are over. If it `is_right`, its pages can be found from now on; `is_above` tells which
-    /// of them the device has still.
+    /// Ends a write whose copies are over. If it `is_right`, its pages can be found from now on; `is_above`
+    /// tells which of them the device has still.
     pub(super) fn settle(&self, write: &Write, is_right: bool, is_above: impl Fn(Page, &PageHash) -> bool) {
         let number = write.pages.entries.len() + write.states.entries.len();
         if is_right {
@@ -393,8 +395,8 @@ impl HostTier {
         }
     }
 
-    /// Starts to copy held pages to pages of the device, layer by layer, and a held snapshot before them, behind what
-    /// is enqueued on `after`.
+    /// Starts to copy held pages to pages of the device, layer by layer, and a held snapshot before them,
+    /// behind what is enqueued on `after`.
     ///
     /// # Errors
     /// As [`Lane::run`]. Nothing is on its way then.

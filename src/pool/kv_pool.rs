@@ -24,9 +24,9 @@ pub enum KvLayout {
     /// Keys of every layer, then values of every layer.
     #[default]
     Split,
-    /// Keys and values of the first layer, then those of the next. Values begin a whole number of pages behind
-    /// the keys of their layer, for kernels that reach both from one address. Rows of keys and of values have the
-    /// same shape.
+    /// Keys and values of the first layer, then those of the next. Values begin a whole number of pages
+    /// behind the keys of their layer, for kernels that reach both from one address. Rows of keys and of
+    /// values have the same shape.
     Fused,
 }
 
@@ -136,8 +136,8 @@ pub struct Scales {
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
 /// Row 0 is the padding slot. All buffers lie in one region as [`KvLayout`] says, each at a multiple of
-/// [`ALIGNMENT`] bytes, in page-locked memory of [`system_page`] bytes. Calls that work on the rows of one layer
-/// lock that layer only.
+/// [`ALIGNMENT`] bytes, in page-locked memory of [`system_page`] bytes. Calls that work on the rows of one
+/// layer lock that layer only.
 ///
 /// ```
 /// use std::sync::Arc;

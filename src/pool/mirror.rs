@@ -1,4 +1,5 @@
-//! Mirrors: copies in host memory of index tensors on a device, from which values are read without a transfer.
+//! Mirrors: copies in host memory of index tensors on a device, from which values are read without a
+//! transfer.
 
 use std::fmt::Debug;
 use std::ops::Range;

@@ -1,13 +1,14 @@
-//! Pools: index, memory and tensor together. One file for each public class. The trait [`Pool`] is what metrics,
-//! snapshots and leak reports see of a class: all implement it but [`BatchPlanner`], [`PrefixTree`] and the stores,
-//! [`FileStore`] and [`RemoteStore`].
+//! Pools: index, memory and tensor together. One file for each public class. The trait [`Pool`] is what
+//! metrics, snapshots and leak reports see of a class: all implement it but [`BatchPlanner`], [`PrefixTree`]
+//! and the stores, [`FileStore`] and [`RemoteStore`].
 //!
-//! A pool with memory of its own is constructed from a config and a [`Backend`](crate::memory::Backend), which
-//! provides all of it. An [`Executor`](crate::kernels::Executor) for the host or for a device works on that memory.
+//! A pool with memory of its own is constructed from a config and a [`Backend`](crate::memory::Backend),
+//! which provides all of it. An [`Executor`](crate::kernels::Executor) for the host or for a device works on
+//! that memory.
 //!
-//! [`ReqToTokenPool`], [`PagePool`] and [`BufferPool`] take `&mut self`: share them behind a lock. The calls of the
-//! others take `&self` and lock within, so that threads can share them. By design, other frameworks access the same
-//! bytes without these locks.
+//! [`ReqToTokenPool`], [`PagePool`] and [`BufferPool`] take `&mut self`: share them behind a lock. The calls
+//! of the others take `&self` and lock within, so that threads can share them. By design, other frameworks
+//! access the same bytes without these locks.
 
 mod batch_planner;
 mod buffer_pool;

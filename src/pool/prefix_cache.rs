@@ -66,8 +66,8 @@ pub struct LowerTier {
 pub struct LowerStore {
     /// The store.
     pub store: Arc<dyn Store>,
-    /// The model, and all else that K and V depend on beside the tokens and the shape of the pools, such as the rank of a
-    /// part of it: caches with the same name share pages.
+    /// The model, and all else that K and V depend on beside the tokens and the shape of the pools, such as
+    /// the rank of a part of it: caches with the same name share pages.
     pub model: String,
 }
 
@@ -103,8 +103,8 @@ pub struct CachedSizes {
 /// them again. Calls are atomic and thread-safe.
 ///
 /// Cached pages belong to the cache: frees do not remove them. Requests hold [`Lease`]s. A call of the
-/// allocator that is short of slots evicts pages without a lease. Clearing the allocator empties the cache and
-/// ends its leases.
+/// allocator that is short of slots evicts pages without a lease. Clearing the allocator empties the cache
+/// and ends its leases.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -171,8 +171,8 @@ impl PrefixCache {
     /// state at its end. What is copied to the `tier` below can be [loaded](Lease::load) when it is evicted.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_pinned` is not a share, the pools are on
-    /// different devices, or the tier is for other pools or belongs to another cache.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_pinned` is not a share, the pools are
+    /// on different devices, or the tier is for other pools or belongs to another cache.
     pub fn new(
         config: PrefixCacheConfig,
         allocator: Arc<TokenToKvPoolAllocator>,
@@ -286,12 +286,14 @@ impl PrefixCache {
         open.give_back(&kept, gone);
     }
 
-    /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and `priority` has
-    /// no effect; without one it is evicted after all that are not retained, the lowest `priority` first.
+    /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and
+    /// `priority` has no effect; without one it is evicted after all that are not retained, the lowest
+    /// `priority` first.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the
-    /// capacity would be pinned, the prefix was cleared, or the lease is of another cache; the errors of a lease.
+    /// capacity would be pinned, the prefix was cleared, or the lease is of another cache; the errors of a
+    /// lease.
     pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u8, stream: Stream) -> Result<()> {
         let capacity = self.allocator.stats().capacity;
         // The share of a capacity below 2**31 is exact enough in floating point.
@@ -325,8 +327,8 @@ impl PrefixCache {
         })
     }
 
-    /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing: the prefix is neither
-    /// leased nor refreshed.
+    /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing: the prefix is
+    /// neither leased nor refreshed.
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
@@ -334,7 +336,8 @@ impl PrefixCache {
         self.open(stream).current().tree.cached_len(namespace, tokens)
     }
 
-    /// Where the parts of a prompt are cached, or why they are not. Changes nothing. Waits for the store, if there is one.
+    /// Where the parts of a prompt are cached, or why they are not. Changes nothing. Waits for the store, if
+    /// there is one.
     ///
     /// # Errors
     /// As [`Self::acquire`].
@@ -365,13 +368,13 @@ impl PrefixCache {
         Ok(parts)
     }
 
-    /// Begins to bring to the host tier what the store below has of `tokens`, at most of the first `limit`. Waits for
-    /// nothing; prompts come one after the other. When it is over, or at any time before, [`Self::acquire`] tells how
-    /// much can be loaded.
+    /// Begins to bring to the host tier what the store below has of `tokens`, at most of the first `limit`.
+    /// Waits for nothing; prompts come one after the other. When it is over, or at any time before,
+    /// [`Self::acquire`] tells how much can be loaded.
     ///
     /// # Errors
-    /// As [`Self::acquire`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when no thread can be
-    /// started.
+    /// As [`Self::acquire`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when no thread
+    /// can be started.
     pub fn fetch(
         &self,
         namespace: &Namespace,
@@ -507,8 +510,8 @@ impl Shared {
         Open { shared: self, slots: allocator.changing(stream) }
     }
 
-    /// Changes the number of pages that are on their way, unless the allocator was cleared since it had been `clears`
-    /// times.
+    /// Changes the number of pages that are on their way, unless the allocator was cleared since it had been
+    /// `clears` times.
     fn note_coming(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
         let mut kept = lock(&self.kept);
         if kept.clears == clears {
@@ -619,8 +622,9 @@ impl Open<'_> {
         freed * page_size
     }
 
-    /// Returns pages and snapshots to their pools, those that are being copied behind their copies, and tells how many
-    /// pages are free then. The lock on what is kept is held, so that no call finds pages that it is about to lose.
+    /// Returns pages and snapshots to their pools, those that are being copied behind their copies, and tells
+    /// how many pages are free then. The lock on what is kept is held, so that no call finds pages that it is
+    /// about to lose.
     fn give_back(&self, kept: &Kept, gone: Evicted) -> usize {
         let Evicted { pages, states, .. } = gone;
         let Some(below) = &kept.below else { return self.give(kept.clears, &Given { pages, states }) };
@@ -645,8 +649,8 @@ impl Open<'_> {
         freed
     }
 
-    /// Returns pages and snapshots to their pools when a copy is over, which needs the `pieces`. Returns the number
-    /// of pages.
+    /// Returns pages and snapshots to their pools when a copy is over, which needs the `pieces`. Returns the
+    /// number of pages.
     fn give_back_behind(
         &self,
         clears: u64,
@@ -788,7 +792,8 @@ enum Rest {
 /// The pages of slots that fill pages in order: the partial one at the end only if it is freed.
 ///
 /// # Errors
-/// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is elsewhere.
+/// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is
+/// elsewhere.
 fn pages_of(slots: &IndexVec, page_size: usize, rest: Rest) -> Result<Vec<Page>> {
     let kept = if rest == Rest::Kept { slots.len() % page_size } else { 0 };
     match slots {

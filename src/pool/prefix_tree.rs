@@ -61,9 +61,9 @@ pub struct EvictedNodes {
 
 /// Finds slots by tokens, and names the nodes at the ends of prefixes. Calls are atomic and thread-safe.
 ///
-/// Slots that are inserted belong to the tree until they are evicted, if it has an allocator; without one they
-/// are plain numbers. Insertions free nothing: slots of tokens that were cached before stay the caller's. The
-/// tree evicts when it is told to, and only whole nodes.
+/// Slots that are inserted belong to the tree until they are evicted, if it has an allocator; without one
+/// they are plain numbers. Insertions free nothing: slots of tokens that were cached before stay the
+/// caller's. The tree evicts when it is told to, and only whole nodes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -143,8 +143,8 @@ impl PrefixTree {
         self.current(stream).root
     }
 
-    /// Finds the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and refreshes
-    /// it. Cuts a node in two if none ends there.
+    /// Finds the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and
+    /// refreshes it. Cuts a node in two if none ends there.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for a number that is no token id; the error of tokens that cannot be read.
@@ -167,11 +167,11 @@ impl PrefixTree {
     /// node before it is locked or is the root.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a number that is no token id or no slot, and when there are not as many slots
-    /// as tokens; [`ErrorKind::IndexOwnership`] for slots that are listed twice, or are cached with other
-    /// tokens; [`ErrorKind::StaleBuffer`] when another thread clears the allocator meanwhile. Nothing is
-    /// changed. Without an allocator, different slots are the caller's duty; [`Self::verify`] finds a slot that
-    /// the tree has twice.
+    /// [`ErrorKind::Config`] for a number that is no token id or no slot, and when there are not as many
+    /// slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are listed twice, or are cached with
+    /// other tokens; [`ErrorKind::StaleBuffer`] when another thread clears the allocator meanwhile. Nothing
+    /// is changed. Without an allocator, different slots are the caller's duty; [`Self::verify`] finds a slot
+    /// that the tree has twice.
     pub fn insert(
         &self,
         namespace: &Namespace,
@@ -228,8 +228,8 @@ impl PrefixTree {
         })
     }
 
-    /// Evicts whole leaves, and nodes that become leaves by that, until at least `tokens` slots became free or
-    /// nothing is evictable.
+    /// Evicts whole leaves, and nodes that become leaves by that, until at least `tokens` slots became free
+    /// or nothing is evictable.
     #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> EvictedNodes {
         let changing = self.changing(stream);
@@ -350,7 +350,8 @@ impl PrefixTree {
         self.allocator.as_ref().map(|allocator| allocator.changing(stream))
     }
 
-    /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned` ones.
+    /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned`
+    /// ones.
     fn take(&self, slots: &Changing<'_>, clears: u64, new: &[Page], returned: &[Page]) -> Result<()> {
         let taken = slots.change(clears, |slots| {
             let returned_runs: Vec<_> = returned.iter().map(|&start| Run { start, len: 1 }).collect();
@@ -370,8 +371,8 @@ impl PrefixTree {
         })
     }
 
-    /// Returns slots of the tree to the allocator, and tells how many became free; `None` if an allocator that was
-    /// cleared since it had been `clears` times has them already.
+    /// Returns slots of the tree to the allocator, and tells how many became free; `None` if an allocator
+    /// that was cleared since it had been `clears` times has them already.
     fn give_back(&self, slots: Option<&Changing<'_>>, clears: u64, pages: &[Page]) -> Option<usize> {
         let Some(slots) = slots else { return Some(pages.len()) };
         let freed = slots.change(clears, |slots| {

@@ -116,7 +116,8 @@ impl RemoteStore {
         }
     }
 
-    /// Takes no more calls, and waits up to `timeout` until those before are answered. Returns whether they are.
+    /// Takes no more calls, and waits up to `timeout` until those before are answered. Returns whether they
+    /// are.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.

@@ -274,7 +274,8 @@ impl ReqToTokenPool {
         }
     }
 
-    /// Frees rows and zeroes their written columns, unless rows are not zeroed; drops and reports rows that are not live.
+    /// Frees rows and zeroes their written columns, unless rows are not zeroed; drops and reports rows that
+    /// are not live.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;

@@ -9,12 +9,12 @@ use crate::memory::Stream;
 /// A pool calls it without holding a lock, from the threads that are short, possibly several at once. It may
 /// use the pool.
 pub trait Reclaim: Send + Sync {
-    /// The slots that it could free now, at most: a call that lacks more than all doors could free fails without
-    /// a reclaim. It may be more than it turns out to be, never less.
+    /// The slots that it could free now, at most: a call that lacks more than all doors could free fails
+    /// without a reclaim. It may be more than it turns out to be, never less.
     fn obtainable(&self, stream: Stream) -> Obtainable;
 
-    /// Frees at least `slots` slots, or as many as possible, and returns the number freed: at once, or behind a
-    /// fence. Enqueues any work on `stream`.
+    /// Frees at least `slots` slots, or as many as possible, and returns the number freed: at once, or behind
+    /// a fence. Enqueues any work on `stream`.
     ///
     /// # Errors
     /// The call that was short returns the error.
@@ -53,9 +53,9 @@ pub(super) struct Missing {
 }
 
 impl Missing {
-    /// How many slots to reclaim, 0 for none: all that are missing, if they would be free at once. Otherwise the
-    /// call fails, and only what its repetition will lack when fences have passed is worth reclaiming, as far
-    /// as that takes a fence, too.
+    /// How many slots to reclaim, 0 for none: all that are missing, if they would be free at once. Otherwise
+    /// the call fails, and only what its repetition will lack when fences have passed is worth reclaiming, as
+    /// far as that takes a fence, too.
     pub(super) fn to_reclaim(self, obtainable: Obtainable) -> usize {
         let Obtainable { at_once, behind_fences } = obtainable;
         let later = self.slots.saturating_sub(self.fenced);

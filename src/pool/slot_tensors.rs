@@ -342,17 +342,17 @@ impl SlotTensors {
         Ok(Ok((view, continued)))
     }
 
-    /// Whether frees in flight, if there are any, must be complete before `count()` slots are taken: the slots
-    /// that are handed out must not depend on when values land. First in, first out, later frees stay behind
-    /// those in flight, and a call takes from the other end. Lowest first, the order of frees has no effect until
-    /// they are merged.
+    /// Whether frees in flight, if there are any, must be complete before `count()` slots are taken: the
+    /// slots that are handed out must not depend on when values land. First in, first out, later frees stay
+    /// behind those in flight, and a call takes from the other end. Lowest first, the order of frees has no
+    /// effect until they are merged.
     #[inline]
     pub(super) fn must_land_before(&self, count: impl FnOnce() -> usize) -> bool {
         !self.deferred.is_empty() && self.need_sort && self.slots.merges_for(count())
     }
 
-    /// The shortage for `count` more slots, beside those that are on their way as values that have not landed. A
-    /// request beyond the capacity is not worth reclaiming for.
+    /// The shortage for `count` more slots, beside those that are on their way as values that have not
+    /// landed. A request beyond the capacity is not worth reclaiming for.
     pub(super) fn short(&self, count: usize) -> Short {
         let coming = self.slots.available() + self.landing();
         let is_possible = count <= self.slots.capacity();
@@ -469,8 +469,8 @@ impl SlotTensors {
         }
     }
 
-    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position alive.
-    /// Otherwise like [`Self::free`].
+    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position
+    /// alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
     /// As [`Self::free`]. Drop the owners in `abandoned` without locks: that may run foreign code.
@@ -808,8 +808,8 @@ impl Lens<'_> {
         tokens.fold(0, |slots: usize, tokens| slots.saturating_add(tokens).saturating_add(page_size))
     }
 
-    /// The slots that each request has in its last page, 0 if that is full, and where its new slots begin among
-    /// those of the batch, with the end of all. Call it after slots were taken.
+    /// The slots that each request has in its last page, 0 if that is full, and where its new slots begin
+    /// among those of the batch, with the end of all. Call it after slots were taken.
     fn in_pages(self, page_size: usize) -> Result<(Vec<i32>, Vec<i32>)> {
         let (mut offsets, mut indptr) = (reserve(self.prefix.len())?, reserve(self.seq.len() + 1)?);
         let mut end = 0;

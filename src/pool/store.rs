@@ -11,8 +11,8 @@ use crate::memory::HostRows;
 
 /// Keeps pieces of memory by their keys, in a place that is slower and larger than host memory.
 ///
-/// A key names all that its bytes depend on. What is found has the bytes that were put; a piece that was damaged or
-/// given up is missing. Calls may come from any thread.
+/// A key names all that its bytes depend on. What is found has the bytes that were put; a piece that was
+/// damaged or given up is missing. Calls may come from any thread.
 pub trait Store: fmt::Debug + Send + Sync {
     /// Bytes of the largest piece that it takes.
     fn most_bytes(&self) -> usize;
@@ -23,15 +23,15 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>>;
 
-    /// Begins to copy pieces to `rows`, one for each key, which must not be used before they are done. A row whose
-    /// piece is not found has any bytes.
+    /// Begins to copy pieces to `rows`, one for each key, which must not be used before they are done. A row
+    /// whose piece is not found has any bytes.
     ///
     /// # Errors
     /// As [`Store::find`]; [`ErrorKind::Config`] for sizes that do not fit.
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
 
-    /// Begins to copy pieces from `rows`, one for each key, which must not change before they are done. Never waits; the
-    /// caller bounds what is on its way.
+    /// Begins to copy pieces from `rows`, one for each key, which must not change before they are done. Never
+    /// waits; the caller bounds what is on its way.
     ///
     /// # Errors
     /// As [`Store::get`].
@@ -87,8 +87,8 @@ impl StoreTransfer {
         Ok(true)
     }
 
-    /// For each page whether it is where it was to go: after a `get` in memory, after a `put` in the store. Pages that
-    /// are not done are not.
+    /// For each page whether it is where it was to go: after a `get` in memory, after a `put` in the store.
+    /// Pages that are not done are not.
     ///
     /// # Errors
     /// As [`StoreTransfer::query`].

@@ -63,8 +63,8 @@ impl AllocatorConfig {
     }
 }
 
-/// Hands out token slots of a [`KvPool`] as tensors of int32 or int64 and takes them back. Calls are atomic and
-/// thread-safe.
+/// Hands out token slots of a [`KvPool`] as tensors of int32 or int64 and takes them back. Calls are atomic
+/// and thread-safe.
 ///
 /// On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time, so `alloc`
 /// and `free` make no driver call as long as slots come in the predicted order. The values of a freed tensor
@@ -73,14 +73,14 @@ impl AllocatorConfig {
 /// completes. Slots that were freed behind a [`Fence`] become free when it has passed. Every call that takes
 /// or frees slots checks for both; [`Self::poll`] does only that.
 ///
-/// When there are not enough slots, a call that takes some completes pending frees, waits for values in flight
-/// from a device, calls the [`Reclaim`]s registered with [`Self::on_shortage`], and only then returns `None`. If
-/// all of them together could not free what is missing, none is called.
+/// When there are not enough slots, a call that takes some completes pending frees, waits for values in
+/// flight from a device, calls the [`Reclaim`]s registered with [`Self::on_shortage`], and only then returns
+/// `None`. If all of them together could not free what is missing, none is called.
 ///
 /// Which slots a call hands out depends on the calls before it alone, and not on when values of frees land:
-/// processes that make the same calls get the same slots. For that, a merge of released slots waits for values
-/// in flight, and first in, first out, a free stays behind those in flight. Slots that were freed behind a
-/// fence, or by a prefix cache in first in, first out order, are free when they are.
+/// processes that make the same calls get the same slots. For that, a merge of released slots waits for
+/// values in flight, and first in, first out, a free stays behind those in flight. Slots that were freed
+/// behind a fence, or by a prefix cache in first in, first out order, are free when they are.
 ///
 /// A `stream` argument is the stream of the caller's work: tensors are valid on it, and values are copied and
 /// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].
@@ -176,8 +176,8 @@ impl TokenToKvPoolAllocator {
         .map(|_| granted)
     }
 
-    /// Takes `count` pages for a prefix cache, the `owner`. `None` if there are not enough, or the slots were cleared
-    /// since they had been `clears` times.
+    /// Takes `count` pages for a prefix cache, the `owner`. `None` if there are not enough, or the slots were
+    /// cleared since they had been `clears` times.
     ///
     /// # Errors
     /// As [`Self::poll`]. Nothing is taken.
@@ -197,8 +197,8 @@ impl TokenToKvPoolAllocator {
         Ok(self.take(stream, take)?.flatten())
     }
 
-    /// Like [`Self::alloc`], in one ascending run: that which `fit` says. Reclaims nothing if there are enough
-    /// slots, but not in one run.
+    /// Like [`Self::alloc`], in one ascending run: that which `fit` says. Reclaims nothing if there are
+    /// enough slots, but not in one run.
     ///
     /// # Errors
     /// As [`Self::alloc`].
@@ -211,13 +211,13 @@ impl TokenToKvPoolAllocator {
 
     /// Takes the slots for positions `prefix..seq` of each request, concatenated.
     ///
-    /// `last_loc` is on the host or on the device of the pool. The slots behind values that only the device knows
-    /// are written there, by one launch on `stream`, and the host does not know them either.
+    /// `last_loc` is on the host or on the device of the pool. The slots behind values that only the device
+    /// knows are written there, by one launch on `stream`, and the host does not know them either.
     ///
     /// # Errors
-    /// As [`SlotAllocator::extend`] and [`Self::alloc`]. [`ErrorKind::Config`](crate::base::ErrorKind::Config)
-    /// when an earlier call was given a last slot, in a tensor on the device, that does not end its request: that
-    /// call handed out the padding slot instead.
+    /// As [`SlotAllocator::extend`] and [`Self::alloc`].
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when an earlier call was given a last slot, in a
+    /// tensor on the device, that does not end its request: that call handed out the padding slot instead.
     pub fn alloc_extend(
         &self,
         prefix_lens: &[i64],
@@ -252,8 +252,8 @@ impl TokenToKvPoolAllocator {
     /// passed.
     ///
     /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then; it is
-    /// dropped without locks.
+    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then;
+    /// it is dropped without locks.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
@@ -273,8 +273,8 @@ impl TokenToKvPoolAllocator {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
-    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position of `given`
-    /// alive. Otherwise like [`Self::free`].
+    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position of
+    /// `given` alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
     /// As [`Self::free`].
@@ -342,8 +342,8 @@ impl TokenToKvPoolAllocator {
     /// Changes the number of slots. Frees every slot, as [`Self::clear`] does.
     ///
     /// # Errors
-    /// As [`Self::new`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is captured.
-    /// Nothing is changed.
+    /// As [`Self::new`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is
+    /// captured. Nothing is changed.
     pub fn resize(&self, size: usize, stream: Stream) -> Result<()> {
         if let Some(gpu) = self.backend.gpu() {
             gpu.not_capturing(stream, "a change of the number of slots")?;
@@ -575,8 +575,8 @@ impl TokenToKvPoolAllocator {
         answer
     }
 
-    /// [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a notice
-    /// when it holds none.
+    /// [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a
+    /// notice when it holds none.
     #[inline]
     fn freeing_quietly<R>(
         mut slots: MutexGuard<'_, SlotTensors>,
@@ -798,8 +798,8 @@ impl Drop for Grant<'_> {
     }
 }
 
-/// Changes of the slots during a call that holds locks. Make it before any lock: notices are passed on when it is
-/// dropped.
+/// Changes of the slots during a call that holds locks. Make it before any lock: notices are passed on when
+/// it is dropped.
 pub(super) struct Changing<'a> {
     allocator: &'a TokenToKvPoolAllocator,
     stream: Stream,
@@ -817,8 +817,8 @@ impl<'a> Changing<'a> {
         self.stream
     }
 
-    /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been `clears`
-    /// times.
+    /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been
+    /// `clears` times.
     pub(super) fn change<R>(
         &self,
         clears: u64,

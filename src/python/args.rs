@@ -328,8 +328,8 @@ pub(super) fn kind_of(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string())
 }
 
-/// Indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, or a sequence of ints. Indices
-/// in host memory are copied.
+/// Indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, or a sequence of
+/// ints. Indices in host memory are copied.
 pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
     indices_apart(object, 1)
 }
@@ -405,8 +405,8 @@ pub(super) fn indices_apart<'a, 'py>(
     Err(not_indices(&kind_of(object)).into())
 }
 
-/// [`indices_apart`] of what [`TensorArg::borrow`] does not describe: arrays of the other byte order, tensors of many
-/// dimensions or of dtypes that are no indices.
+/// [`indices_apart`] of what [`TensorArg::borrow`] does not describe: arrays of the other byte order, tensors
+/// of many dimensions or of dtypes that are no indices.
 #[cold]
 fn indices_of_others<'a, 'py>(
     object: &'a Bound<'py, PyAny>,

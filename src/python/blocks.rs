@@ -540,8 +540,8 @@ impl BlockMap {
         lock(&self.map)
     }
 
-    /// Takes all hashes from blocks of a table, and returns those that the map had of them, by block in their order.
-    /// If `more` has what is no hash, nothing is done.
+    /// Takes all hashes from blocks of a table, and returns those that the map had of them, by block in their
+    /// order. If `more` has what is no hash, nothing is done.
     fn take_hashes(
         &self,
         table: &Mutex<BlockTable>,

@@ -37,8 +37,8 @@ pub(super) struct Torch {
 pub(super) enum Exchange {
     /// Its DLPack exchange table, which PyTorch has since 2.10.
     Table(Api),
-    /// The functions in C below `torch.utils.dlpack`: what `torch.from_dlpack` and `Tensor.__dlpack__` do besides, in
-    /// Python, takes ten times as long.
+    /// The functions in C below `torch.utils.dlpack`: what `torch.from_dlpack` and `Tensor.__dlpack__` do
+    /// besides, in Python, takes ten times as long.
     Capsules {
         /// A tensor of a capsule.
         from_capsule: Py<PyAny>,
@@ -63,8 +63,8 @@ impl Exchange {
     }
 }
 
-/// PyTorch's description of a tensor, to which the caller holds a reference for `'a`. Resizing its storage meanwhile
-/// would break PyTorch's own operations as well.
+/// PyTorch's description of a tensor, to which the caller holds a reference for `'a`. Resizing its storage
+/// meanwhile would break PyTorch's own operations as well.
 pub(super) struct Described<'a> {
     raw: RawTensor,
     /// What the shape and the strides of `raw` belong to, if not to the tensor.

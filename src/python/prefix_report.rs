@@ -1,4 +1,5 @@
-//! `kvpool.Segment`, and the events of a prefix cache: `kvpool.Stored`, `kvpool.Removed` and `kvpool.Cleared`.
+//! `kvpool.Segment`, and the events of a prefix cache: `kvpool.Stored`, `kvpool.Removed` and
+//! `kvpool.Cleared`.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};

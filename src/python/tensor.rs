@@ -97,8 +97,8 @@ impl Tensor {
     }
 }
 
-/// Has the interpreter call `Tensor.__buffer__` where it wants a buffer: that method stands for the slot from Python 3.12
-/// on, for classes that have it as an attribute.
+/// Has the interpreter call `Tensor.__buffer__` where it wants a buffer: that method stands for the slot from
+/// Python 3.12 on, for classes that have it as an attribute.
 pub(super) fn serve_buffers(py: Python<'_>) -> PyResult<()> {
     let class = py.get_type::<Tensor>();
     if py.version_info() >= (3, 12) {

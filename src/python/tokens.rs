@@ -59,8 +59,8 @@ pub(super) fn with_tokens<R>(
     }
 }
 
-/// The elements of a list, read one by one. Only plain ints are: the conversion of anything else may run Python
-/// code, which must not happen under a lock.
+/// The elements of a list, read one by one. Only plain ints are: the conversion of anything else may run
+/// Python code, which must not happen under a lock.
 #[derive(Debug)]
 struct ListTokens<'a, 'py> {
     list: &'a Bound<'py, PyList>,
@@ -209,8 +209,8 @@ fn at_position(error: Error, begin: usize) -> Error {
     if begin == 0 { error } else { error.prefixed(&format!("in the tokens from position {begin} on")) }
 }
 
-/// Calls `work` with the tokens `start..end` of `object`, 64-bit ints: an `array.array("q")` is read in place,
-/// anything else is copied first. Without `end`, to the end.
+/// Calls `work` with the tokens `start..end` of `object`, 64-bit ints: an `array.array("q")` is read in
+/// place, anything else is copied first. Without `end`, to the end.
 pub(super) fn with_keys<R>(
     object: &Bound<'_, PyAny>,
     start: usize,
@@ -300,8 +300,8 @@ impl Keys for RawKeys<'_, '_> {
     }
 }
 
-/// Calls `work` with the slots in `object`: a contiguous int32 or int64 tensor in host memory is read in place,
-/// anything else is copied first.
+/// Calls `work` with the slots in `object`: a contiguous int32 or int64 tensor in host memory is read in
+/// place, anything else is copied first.
 pub(super) fn with_slots<R>(
     object: &Bound<'_, PyAny>,
     work: impl FnOnce(&dyn SlotSource, usize) -> PyResult<R>,

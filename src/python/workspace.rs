@@ -20,7 +20,8 @@ use super::tensor_cache::TensorCache;
 /// Default size of an arena in bytes.
 const ARENA_BYTES: usize = 512 << 20;
 
-/// Maximum number of PyTorch's threads. `OpenMP` ends the process when it cannot start as many as it was given.
+/// Maximum number of PyTorch's threads. `OpenMP` ends the process when it cannot start as many as it was
+/// given.
 const MOST_THREADS: usize = 1024;
 
 /// The arena of a `Workspace`.

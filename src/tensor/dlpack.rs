@@ -302,8 +302,8 @@ pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
     versioned(raw_tensor(view), dims, Arc::clone(view.region())).cast()
 }
 
-/// Exports a 1-D tensor of one index on the host, which has no memory beside the managed tensor's. Otherwise like
-/// [`export_versioned`].
+/// Exports a 1-D tensor of one index on the host, which has no memory beside the managed tensor's. Otherwise
+/// like [`export_versioned`].
 #[must_use]
 pub fn export_index<T: IndexNumber>(index: T) -> NonNull<Versioned> {
     let tensor = RawTensor {
@@ -435,8 +435,8 @@ impl Drop for Import {
     }
 }
 
-/// The tensor that a `DLTensor` describes. The caller chooses the type of errors, as a result with another one would
-/// be a copy of the tensor.
+/// The tensor that a `DLTensor` describes. The caller chooses the type of errors, as a result with another
+/// one would be a copy of the tensor.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config)
@@ -476,7 +476,8 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
 }
 
-/// The index of a 1-D tensor in host memory that has only one. `None` for all others, which [`borrow`] describes.
+/// The index of a 1-D tensor in host memory that has only one. `None` for all others, which [`borrow`]
+/// describes.
 ///
 /// # Safety
 /// Same as [`borrow`].

@@ -101,8 +101,8 @@ impl TensorView {
     /// What `picks` choose of the first dimensions: no copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are more picks than dimensions, or one is outside
-    /// of its dimension.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are more picks than dimensions, or one
+    /// is outside of its dimension.
     pub fn at(&self, picks: &[Pick]) -> Result<Self> {
         let (extents, steps) = (self.shape.as_slice(), self.strides.as_slice());
         self.expect_indices(picks.len())?;
@@ -143,8 +143,9 @@ impl TensorView {
         Err(Error::index(format!("{count} indices for a tensor of {ndim} dimensions")))
     }
 
-    /// The same values where a cache line begins, which JAX asks of host memory that it does not copy: the tensor itself, or
-    /// a copy if it is a list of indices that begins elsewhere. Only who hands it out for the first time may copy it.
+    /// The same values where a cache line begins, which JAX asks of host memory that it does not copy: the
+    /// tensor itself, or a copy if it is a list of indices that begins elsewhere. Only who hands it out for
+    /// the first time may copy it.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for a copy.

@@ -3,8 +3,8 @@
 use std::fmt::Debug;
 use std::io::{Error, ErrorKind, Result};
 
-/// Offsets, lengths and addresses are multiples of this many bytes wherever a disk is accessed without the system's
-/// cache.
+/// Offsets, lengths and addresses are multiples of this many bytes wherever a disk is accessed without the
+/// system's cache.
 pub const BLOCK: usize = 4096;
 
 /// A file of a store.
@@ -18,7 +18,8 @@ pub enum DiskFile {
 
 /// The two files of a store. Calls may come from several threads at once.
 ///
-/// A process that is killed leaves behind what its calls have written, in their order; the last may be cut short.
+/// A process that is killed leaves behind what its calls have written, in their order; the last may be cut
+/// short.
 pub trait Disk: Debug + Send + Sync {
     /// Bytes of a file.
     ///
@@ -32,8 +33,8 @@ pub trait Disk: Debug + Send + Sync {
     /// Those of the system.
     fn truncate(&self, file: DiskFile, bytes: u64) -> Result<()>;
 
-    /// Reads to `buffer`; returns how many bytes, which may be fewer, and 0 at the end of the file. Pages are read by
-    /// whole [`BLOCK`]s to [`AlignedBytes`].
+    /// Reads to `buffer`; returns how many bytes, which may be fewer, and 0 at the end of the file. Pages are
+    /// read by whole [`BLOCK`]s to [`AlignedBytes`].
     ///
     /// # Errors
     /// Those of the system.

@@ -25,8 +25,8 @@ impl Folder {
     /// Pages pass the system's cache by if `wants_direct` and the file system can do that.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config), with the path and the cause, if the system refuses the
-    /// folder or a file in it, or the folder is in use by a process, also this one.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config), with the path and the cause, if the system
+    /// refuses the folder or a file in it, or the folder is in use by a process, also this one.
     pub fn open(path: &Path, wants_direct: bool) -> crate::base::Result<Self> {
         let refused =
             |cause: std::io::Error| Error::config(format!("{} cannot be used: {cause}", path.display()));

@@ -7,8 +7,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result, on_own_thread};
 
-/// A thread that does jobs one after the other. The first job starts it, in the child of a fork again; it ends after
-/// its last job when this is dropped.
+/// A thread that does jobs one after the other. The first job starts it, in the child of a fork again; it
+/// ends after its last job when this is dropped.
 ///
 /// ```
 /// use kvpool::transfer::JobThread;

@@ -9,8 +9,8 @@ use crate::memory::{Event, Gpu, SideStream, Stream};
 use super::JobThread;
 use super::steps::{Note, Transfer};
 
-/// Copies in one direction, one after the other, beside their callers: on a thread or, with a device, on a stream of
-/// its own.
+/// Copies in one direction, one after the other, beside their callers: on a thread or, with a device, on a
+/// stream of its own.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -45,12 +45,14 @@ impl Lane {
         Self { direction, gpu, thread: JobThread::new(name) }
     }
 
-    /// Copies in `steps`, at least 1, behind the copies before and behind what is enqueued on the streams `after`. Calls `step`
-    /// for each, which enqueues its copy on the stream that it is given, or copies at once. Does not wait.
+    /// Copies in `steps`, at least 1, behind the copies before and behind what is enqueued on the streams
+    /// `after`. Calls `step` for each, which enqueues its copy on the stream that it is given, or copies at
+    /// once. Does not wait.
     ///
     /// # Errors
-    /// As [`JobThread::run`]; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of `after` is being
-    /// captured; the error of a step on a device, after waiting for the steps before. Nothing is on its way then.
+    /// As [`JobThread::run`]; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of `after` is
+    /// being captured; the error of a step on a device, after waiting for the steps before. Nothing is on its
+    /// way then.
     pub fn run(
         &self,
         steps: usize,

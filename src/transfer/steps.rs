@@ -6,10 +6,11 @@ use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result, blocking};
 use crate::memory::{Event, Gpu, Stream};
 
-/// Copies in steps, such as the layers of a model, one after the other: on a thread, or on a stream of their own.
+/// Copies in steps, such as the layers of a model, one after the other: on a thread, or on a stream of their
+/// own.
 ///
-/// In the child of a fork the copies of its parent are over, and failed: the child has neither the threads nor the
-/// device that do them.
+/// In the child of a fork the copies of its parent are over, and failed: the child has neither the threads
+/// nor the device that do them.
 #[derive(Debug)]
 pub struct Transfer {
     process: u32,
@@ -94,12 +95,13 @@ impl Transfer {
         }
     }
 
-    /// Lets `stream` go on when step `step` is done; without a device, the calling thread. The host does not wait
-    /// for a device.
+    /// Lets `stream` go on when step `step` is done; without a device, the calling thread. The host does not
+    /// wait for a device.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] for a step that does not exist; [`ErrorKind::State`] when the copies were cancelled or
-    /// failed before it; [`ErrorKind::Driver`] while `stream` is being captured, and when a driver call fails.
+    /// [`ErrorKind::Index`] for a step that does not exist; [`ErrorKind::State`] when the copies were
+    /// cancelled or failed before it; [`ErrorKind::Driver`] while `stream` is being captured, and when a
+    /// driver call fails.
     pub fn order(&self, step: usize, stream: Stream) -> Result<()> {
         let steps = self.steps();
         if step >= steps {
@@ -156,8 +158,8 @@ impl Transfer {
         }
     }
 
-    /// Lets nothing be copied behind what is enqueued on `stream` from now on: a thread ends after its step, which is
-    /// waited for; the host does not wait for a device.
+    /// Lets nothing be copied behind what is enqueued on `stream` from now on: a thread ends after its step,
+    /// which is waited for; the host does not wait for a device.
     ///
     /// # Errors
     /// As [`Transfer::is_over`].
@@ -166,8 +168,8 @@ impl Transfer {
         self.precede(stream)
     }
 
-    /// Lets `stream` go on when nothing is copied any more; without a device, the calling thread. The host does not
-    /// wait for a device.
+    /// Lets `stream` go on when nothing is copied any more; without a device, the calling thread. The host
+    /// does not wait for a device.
     ///
     /// # Errors
     /// As [`Transfer::is_over`].

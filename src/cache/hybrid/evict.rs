@@ -173,8 +173,8 @@ impl HybridTree {
         Some(Some(frees))
     }
 
-    /// Evicts leaves in the order of the eviction, until at least `wanted` slots for full attention were given
-    /// up or nothing evictable is left.
+    /// Evicts leaves in the order of the eviction, until at least `wanted` slots for full attention were
+    /// given up or nothing evictable is left.
     pub fn evict_full(&mut self, wanted: usize) -> Frees {
         let mut frees = Frees::default();
         while frees.count(Part::Full) < wanted

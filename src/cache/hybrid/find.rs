@@ -43,9 +43,9 @@ impl HybridTree {
         keys.count() / self.config.page_size * self.config.page_size
     }
 
-    /// The child of `node` that the tokens from `at` on lead to, and how many whole pages of it, in tokens, are
-    /// equal. The first `found` tokens are known to be in the tree: as no two children of a node have the same
-    /// first page, those alone lead to them. `page` is room for a page.
+    /// The child of `node` that the tokens from `at` on lead to, and how many whole pages of it, in tokens,
+    /// are equal. The first `found` tokens are known to be in the tree: as no two children of a node have the
+    /// same first page, those alone lead to them. `page` is room for a page.
     pub(super) fn step(
         &self,
         node: NodeId,

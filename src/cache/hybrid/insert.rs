@@ -7,8 +7,8 @@ use crate::cache::Namespace;
 /// What is known of tokens to insert.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Insert {
-    /// Tokens that the request had found in the tree, and has locked since: their slots are the tree's already.
-    /// They are looked for by the first pages of nodes, and only the last tokens are compared again.
+    /// Tokens that the request had found in the tree, and has locked since: their slots are the tree's
+    /// already. They are looked for by the first pages of nodes, and only the last tokens are compared again.
     pub found: usize,
     /// Tokens that the request has inserted before: they do not count as used again.
     pub inserted: usize,
@@ -144,12 +144,13 @@ pub(super) struct Insertion {
 }
 
 impl HybridTree {
-    /// Inserts the whole pages of `keys` with their `slots`, up to the first step that the engine must act on.
+    /// Inserts the whole pages of `keys` with their `slots`, up to the first step that the engine must act
+    /// on.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) while another insertion is going on, and without a
-    /// state where nodes have states; the error of `slots`. After an error in a later step the tokens walked
-    /// over are there, and the rest is not.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) while another insertion is going on, and without
+    /// a state where nodes have states; the error of `slots`. After an error in a later step the tokens
+    /// walked over are there, and the rest is not.
     pub fn begin(
         &mut self,
         name: &Namespace,

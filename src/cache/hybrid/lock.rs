@@ -63,8 +63,8 @@ pub struct NotLocked {
 
 impl HybridTree {
     /// Locks a node: the slots for full attention up to its end, those of its last window, and its state.
-    /// Returns what to release it with and how many slots for full attention were without locks; `None` if the
-    /// node is gone.
+    /// Returns what to release it with and how many slots for full attention were without locks; `None` if
+    /// the node is gone.
     pub fn lock(&mut self, node: NodeHandle, skipped: Skipped) -> Option<Locked> {
         let id = self.at(node)?;
         let mut locked = Locked { receipt: Receipt { skipped, boundary: None }, newly: 0 };

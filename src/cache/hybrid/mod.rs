@@ -1,20 +1,22 @@
-//! A radix tree whose nodes carry values of several kinds of attention, for engines that drive it node by node.
+//! A radix tree whose nodes carry values of several kinds of attention, for engines that drive it node by
+//! node.
 //!
 //! Every node has the slots of its tokens for full attention ([`Part::Full`]). Beside them it may have slots
-//! for sliding-window attention ([`Part::Window`]) and a state of linear attention ([`Part::State`]), which come
-//! and go on their own. A prefix is found up to the deepest node that every part accepts: a window needs its
-//! whole last stretch, a state only the node itself.
+//! for sliding-window attention ([`Part::Window`]) and a state of linear attention ([`Part::State`]), which
+//! come and go on their own. A prefix is found up to the deepest node that every part accepts: a window needs
+//! its whole last stretch, a state only the node itself.
 //!
-//! The engine drives it: it names nodes by [`NodeHandle`], applies the [`Act`]s of an insertion to its allocators
-//! between two [`HybridTree::advance`]s, and frees what an eviction hands out ([`Frees`]). The tree decides
-//! everything else: which node goes next, what goes with it, what is locked, and what may be found.
+//! The engine drives it: it names nodes by [`NodeHandle`], applies the [`Act`]s of an insertion to its
+//! allocators between two [`HybridTree::advance`]s, and frees what an eviction hands out ([`Frees`]). The
+//! tree decides everything else: which node goes next, what goes with it, what is locked, and what may be
+//! found.
 //!
-//! *Invariant.* Every node except the root has slots for full attention, one a token; a window has one a token
-//! or none; a node is in the list of a part exactly while it has a value of that part; leaves without locks are
-//! queued by the rank of the eviction order. [`HybridTree::fault`] checks all of it.
+//! *Invariant.* Every node except the root has slots for full attention, one a token; a window has one a
+//! token or none; a node is in the list of a part exactly while it has a value of that part; leaves without
+//! locks are queued by the rank of the eviction order. [`HybridTree::fault`] checks all of it.
 //!
-//! *Cost.* Finding and inserting cost one comparison of the tokens and one look-up a node. Evicting costs what
-//! is evicted and a logarithm of the number of leaves. Locking costs the nodes on the path.
+//! *Cost.* Finding and inserting cost one comparison of the tokens and one look-up a node. Evicting costs
+//! what is evicted and a logarithm of the number of leaves. Locking costs the nodes on the path.
 //!
 //! It owns no slot and knows no device, and is not synchronised.
 
@@ -158,8 +160,8 @@ impl HybridConfig {
     }
 }
 
-/// A moment: later ones are larger. A path is refreshed at one moment, its nodes the earlier the nearer to the
-/// root they are.
+/// A moment: later ones are larger. A path is refreshed at one moment, its nodes the earlier the nearer to
+/// the root they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Moment(u64);
 

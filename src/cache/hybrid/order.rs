@@ -25,8 +25,8 @@ pub enum EvictionOrder {
     Priority,
     /// Leaves used fewer times than this, then the others; each used longest ago first.
     Slru(u32),
-    /// Leaves within this many tokens of the end of the longest prompt that went through them, evicted or not:
-    /// what a prompt loses there is soon computed again. Then the others; each used longest ago first.
+    /// Leaves within this many tokens of the end of the longest prompt that went through them, evicted or
+    /// not: what a prompt loses there is soon computed again. Then the others; each used longest ago first.
     Tlru(usize),
 }
 

@@ -115,8 +115,8 @@ impl HybridTree {
     /// Names the pages from `start` up to the end of a node, on the way to it. `None` if the node is gone.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless there is one hash for each page, and `start`
-    /// is where a node begins. Nothing is changed.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless there is one hash for each page, and
+    /// `start` is where a node begins. Nothing is changed.
     pub fn set_hashes(&mut self, node: NodeHandle, start: usize, hashes: &[PageHash]) -> Option<Result<()>> {
         let id = self.at(node)?;
         let end = self.node(id).end;
@@ -155,8 +155,8 @@ impl HybridTree {
     /// gone.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, a part that nodes do
-    /// not have, a node that has a value, the root, and a value of a wrong length.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, a part that nodes
+    /// do not have, a node that has a value, the root, and a value of a wrong length.
     pub fn set_value(&mut self, node: NodeHandle, part: Part, value: Vec<u32>) -> Option<Result<()>> {
         let id = self.at(node)?;
         let tokens = self.node(id).tokens.len();
@@ -201,12 +201,12 @@ impl HybridTree {
         gaps
     }
 
-    /// Gives the tokens `start..end`, whole pages that have no window, the windows `values`. Cuts nodes at the
-    /// ends.
+    /// Gives the tokens `start..end`, whole pages that have no window, the windows `values`. Cuts nodes at
+    /// the ends.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for another number of values, tokens that are not
-    /// there, and ones that have a window. Nothing is changed.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for another number of values, tokens that are
+    /// not there, and ones that have a window. Nothing is changed.
     pub fn attach_window(
         &mut self,
         name: &Namespace,
@@ -261,8 +261,8 @@ impl HybridTree {
         std::iter::once(ROOT).chain(self.runs()).map(|id| self.handle(id)).collect()
     }
 
-    /// The nodes directly behind a node, in the order in which they came. `None` if the node is gone. Looks at
-    /// every node.
+    /// The nodes directly behind a node, in the order in which they came. `None` if the node is gone. Looks
+    /// at every node.
     #[must_use]
     pub fn children(&self, node: NodeHandle) -> Option<Vec<NodeHandle>> {
         let id = self.at(node)?;
@@ -339,7 +339,8 @@ impl HybridTree {
         Some(order)
     }
 
-    /// The slots for full attention of all nodes that `wanted` accepts, by its locks and whether it has a window.
+    /// The slots for full attention of all nodes that `wanted` accepts, by its locks and whether it has a
+    /// window.
     #[must_use]
     pub fn slot_rows(&self, wanted: impl Fn(&[u32; 3], bool) -> bool) -> Vec<SlotRow> {
         let mut rows = Vec::new();

@@ -4,7 +4,8 @@
 //! (how often it was used) and by their length, whether the block was still cached when it was used again or
 //! only remembered ([`Ghosts`]). From the counts follows the *worth* of a block of a class and age: the most
 //! hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves lie in cohorts of
-//! equal class and about equal age ([`Cohorts`]); the oldest leaf of the cohort that is worth least is evicted.
+//! equal class and about equal age ([`Cohorts`]); the oldest leaf of the cohort that is worth least is
+//! evicted.
 //!
 //! Beside it runs a ledger of what eviction by recency would have found ([`Recency`]). While the cache finds
 //! less than that, an allowance aside, and until enough is learned, the leaf used least recently is evicted
@@ -12,9 +13,9 @@
 //!
 //! *Invariant.* All state follows from the calls: times are counted in tokens, nothing is drawn at random.
 //!
-//! *Cost.* Constant for each call but for learning, some microseconds once in an eighth of the capacity looked
-//! up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity (16 remembered blocks of 8
-//! bytes for each block), and some 30 KiB.
+//! *Cost.* Constant for each call but for learning, some microseconds once in an eighth of the capacity
+//! looked up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity (16 remembered
+//! blocks of 8 bytes for each block), and some 30 KiB.
 
 mod ages;
 mod cohorts;

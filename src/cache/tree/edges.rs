@@ -1,8 +1,8 @@
 //! From a node to its children, by the fingerprint of their first page.
 //!
-//! One open table for all nodes, of words that are half a hash and a child. A look-up, an insertion and a removal
-//! touch one line of the processor's cache, or a few where many words belong. Children of equal hash have a word
-//! each; the tree compares their pages.
+//! One open table for all nodes, of words that are half a hash and a child. A look-up, an insertion and a
+//! removal touch one line of the processor's cache, or a few where many words belong. Children of equal hash
+//! have a word each; the tree compares their pages.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -36,11 +36,11 @@ impl Bucket {
 /// The children of all nodes.
 #[derive(Debug)]
 pub(in crate::cache) struct Edges {
-    /// A word lies in the bucket that the upper bits of its hash name or, if that is full, in the next one that is
-    /// not. The length is a power of two, or 0.
+    /// A word lies in the bucket that the upper bits of its hash name or, if that is full, in the next one
+    /// that is not. The length is a power of two, or 0.
     buckets: Vec<Bucket>,
-    /// Words that are not 0: at most 3.5 in a bucket, on average. Full ones are rare then, behind which a removal has
-    /// to look.
+    /// Words that are not 0: at most 3.5 in a bucket, on average. Full ones are rare then, behind which a
+    /// removal has to look.
     len: usize,
     /// Secret: callers choose tokens, and with them fingerprints, but cannot choose ones that collide.
     plus: u64,
@@ -156,8 +156,8 @@ impl Edges {
         usize::try_from(word >> (u64::BITS - bits)).expect("there is no bit of the child in it")
     }
 
-    /// The hash in the upper half of a word. Multiplied once, fingerprints that follow each other, as those of new
-    /// tokens may, would crowd in a few buckets under one multiplier of twenty.
+    /// The hash in the upper half of a word. Multiplied once, fingerprints that follow each other, as those
+    /// of new tokens may, would crowd in a few buckets under one multiplier of twenty.
     fn hash(&self, parent: NodeId, fingerprint: u32) -> Word {
         let edge = u64::from(parent.number()) << 32 | u64::from(fingerprint);
         self.mix(self.mix(edge)) >> 32 << 32

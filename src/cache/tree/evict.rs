@@ -22,8 +22,8 @@ pub struct Evicted {
     pub states: Vec<StateSlot>,
     /// The keys of the pages, if there are keys: what was worth least first.
     pub keys: Vec<PageHash>,
-    /// Numbers of pages by age, if they were evicted: below 1, 2, 4, ... tokens were looked up since their last
-    /// use.
+    /// Numbers of pages by age, if they were evicted: below 1, 2, 4, ... tokens were looked up since their
+    /// last use.
     pub ages: [u64; AGE_BUCKETS],
 }
 
@@ -54,7 +54,8 @@ impl Queues {
     }
 }
 
-/// How many evictions ahead nodes are fetched: as many as it takes, and few enough that all of them stay near.
+/// How many evictions ahead nodes are fetched: as many as it takes, and few enough that all of them stay
+/// near.
 const NODES_AHEAD: usize = 24;
 
 /// How many evictions ahead edges are fetched, for which the node must have come.
@@ -79,8 +80,8 @@ impl Tree {
         gone
     }
 
-    /// Fetches what the eviction of `leaf` and those that probably follow will need: first their nodes, and a few
-    /// evictions later what these name.
+    /// Fetches what the eviction of `leaf` and those that probably follow will need: first their nodes, and a
+    /// few evictions later what these name.
     pub(super) fn fetch_after(&mut self, leaf: NodeId) {
         let Queues { policy, upcoming, .. } = &mut self.queues;
         // A leaf of which a part was evicted is still the first.

@@ -32,8 +32,8 @@ impl Hold {
         self.len
     }
 
-    /// Tokens whose pages are cached, in whole pages: more than [`Hold::len`] where the tree is stateful and has
-    /// no snapshot at their end.
+    /// Tokens whose pages are cached, in whole pages: more than [`Hold::len`] where the tree is stateful and
+    /// has no snapshot at their end.
     #[must_use]
     pub const fn found(&self) -> usize {
         if self.found > self.len { self.found } else { self.len }
@@ -47,8 +47,8 @@ impl Hold {
 }
 
 impl Tree {
-    /// Locks the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and refreshes
-    /// it.
+    /// Locks the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and
+    /// refreshes it.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none. Nothing is changed.

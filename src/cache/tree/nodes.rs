@@ -1,10 +1,10 @@
 //! The tree by its nodes, for engines that hold nodes instead of leases.
 //!
-//! Prefixes are found in whole steps ([`Tree::in_steps`]), while pages are kept one by one. What is left of an
-//! insertion behind its last whole step is a *tail*: a leaf that no look-up finds. It stays with those that
-//! inserted it: the next insertion of the same pages takes it over, and it is not evicted while the node before
-//! it is locked, as the lock of its request is on that node. A root has no such lock, so a tail below a root is
-//! locked until its pages are inserted again.
+//! Prefixes are found in whole steps ([`Tree::in_steps`]), while pages are kept one by one. What is left of
+//! an insertion behind its last whole step is a *tail*: a leaf that no look-up finds. It stays with those
+//! that inserted it: the next insertion of the same pages takes it over, and it is not evicted while the node
+//! before it is locked, as the lock of its request is on that node. A root has no such lock, so a tail below
+//! a root is locked until its pages are inserted again.
 //!
 //! *Cost.* A tail costs two look-ups in a table. Without tails there are none.
 
@@ -17,8 +17,8 @@ use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
 use crate::cache::Remembered;
 use crate::cache::explain::Cause;
 
-/// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part keeps
-/// the name, the end and the locks.
+/// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part
+/// keeps the name, the end and the locks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeHandle(u64);
 
@@ -139,8 +139,8 @@ impl Tree {
         }
     }
 
-    /// Finds the longest cached prefix of `tokens`, in whole steps and of at most `limit` tokens, and refreshes
-    /// it. Cuts a node if none ends there. `None` if nothing is found.
+    /// Finds the longest cached prefix of `tokens`, in whole steps and of at most `limit` tokens, and
+    /// refreshes it. Cuts a node if none ends there. `None` if nothing is found.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none. Nothing is changed.
@@ -304,8 +304,8 @@ impl Tree {
         Some(())
     }
 
-    /// Evicts whole leaves, and nodes that become leaves by that, until `gone` has at least `pages` pages or nothing
-    /// is evictable. Adds their former names to `names`.
+    /// Evicts whole leaves, and nodes that become leaves by that, until `gone` has at least `pages` pages or
+    /// nothing is evictable. Adds their former names to `names`.
     pub fn evict_leaves(
         &mut self,
         pages: usize,
@@ -413,8 +413,8 @@ impl Tree {
         self.tails.get_mut(&parent).expect("the tail was noted").parked.insert(id);
     }
 
-    /// Counts as locked what the first lock of a node keeps beside the node. The locks before it are unchanged
-    /// yet.
+    /// Counts as locked what the first lock of a node keeps beside the node. The locks before it are
+    /// unchanged yet.
     pub(super) fn cover_tails(&mut self, id: NodeId) {
         if self.tails.is_empty() {
             return;

@@ -114,14 +114,14 @@ impl Tree {
         self.offers = Some(Offers { when, list: Offered::default() });
     }
 
-    /// What was offered since the last call, in order. Pages that were [evicted](Offering::Evicted) are found no
-    /// more, and neither are snapshots that were given up in between.
+    /// What was offered since the last call, in order. Pages that were [evicted](Offering::Evicted) are found
+    /// no more, and neither are snapshots that were given up in between.
     pub fn take_offers(&mut self) -> Offered {
         self.offers.as_mut().map_or_else(Offered::default, |offers| std::mem::take(&mut offers.list))
     }
 
-    /// The keys of the pages that the tier below could add to a hold: of `tokens`, at most `limit`. A stateful tree
-    /// needs a snapshot at their end.
+    /// The keys of the pages that the tier below could add to a hold: of `tokens`, at most `limit`. A
+    /// stateful tree needs a snapshot at their end.
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
@@ -138,8 +138,8 @@ impl Tree {
         self.keys_behind(namespace, (Some(begin), hold.found()), (tokens, limit), lower)
     }
 
-    /// How `tokens`, of which the first `limit` are looked at, go on behind what is found of them; `None` if there are
-    /// no keys.
+    /// How `tokens`, of which the first `limit` are looked at, go on behind what is found of them; `None` if
+    /// there are no keys.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none.

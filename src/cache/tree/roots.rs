@@ -59,8 +59,9 @@ impl Roots {
         nodes
     }
 
-    /// Lists a new node below `root`, unless that is found no more. Removals take no note of it: a list that is
-    /// full is rid of those that are gone, which `is_below` tells, so that a node costs the same at any size.
+    /// Lists a new node below `root`, unless that is found no more. Removals take no note of it: a list that
+    /// is full is rid of those that are gone, which `is_below` tells, so that a node costs the same at any
+    /// size.
     pub(super) fn list(&mut self, root: NodeId, node: NodeId, is_below: impl Fn(NodeId) -> bool) {
         let Some(Space { nodes, .. }) = self.spaces.get_mut(&root) else { return };
         let before = nodes.capacity();

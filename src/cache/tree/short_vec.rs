@@ -1,5 +1,5 @@
-//! A vector that lies in place while it is short: a leaf of few pages needs no memory of its own. A long one can be
-//! shared with those that read it.
+//! A vector that lies in place while it is short: a leaf of few pages needs no memory of its own. A long one
+//! can be shared with those that read it.
 
 use std::borrow::Cow;
 use std::ops::Deref;

@@ -107,8 +107,8 @@ impl Tree {
         self.snapshots.by_node.get(&node).map(|snapshot| snapshot.slot)
     }
 
-    /// Keeps a snapshot of the state at the end of a hold that has tokens and no snapshot. It supersedes the one
-    /// that was kept through this hold before, if both are behind the tokens that were looked up.
+    /// Keeps a snapshot of the state at the end of a hold that has tokens and no snapshot. It supersedes the
+    /// one that was kept through this hold before, if both are behind the tokens that were looked up.
     pub fn set_snapshot(&mut self, hold: &mut Hold, slot: StateSlot) {
         let snapshot = Snapshot { slot, rank: Rank::Last, since: None };
         let before = self.snapshots.by_node.insert(hold.node, snapshot);
@@ -123,7 +123,8 @@ impl Tree {
     }
 
     /// Gives up a snapshot for one at a later end of `hold`: one that is superseded, or the one that it will
-    /// supersede, or else the least recently used, at last the one at the end. Those that other leases end at stay.
+    /// supersede, or else the least recently used, at last the one at the end. Those that other leases end at
+    /// stay.
     pub fn evict_snapshot(&mut self, hold: &mut Hold) -> Option<StateSlot> {
         if !self.snapshots.has_superseded()
             && let Some(own) = hold.passing.filter(|&own| self.is_alone_at(own, hold))
@@ -143,8 +144,8 @@ impl Tree {
         self.node(node).has_snapshot && self.node(node).leases == leases
     }
 
-    /// Whether a prefix that ends `len` tokens behind its hold, of which `found` are cached, has tokens and no
-    /// snapshot at its end.
+    /// Whether a prefix that ends `len` tokens behind its hold, of which `found` are cached, has tokens and
+    /// no snapshot at its end.
     #[must_use]
     pub fn lacks_snapshot(&self, found: &Found, len: usize) -> bool {
         let (place, end) = (found.place, found.begin + len);

@@ -332,8 +332,8 @@ impl Records {
     }
 }
 
-/// The first word, at or after `from`, of the summary that has a record with a free index or, with `MERGE`, a released
-/// one.
+/// The first word, at or after `from`, of the summary that has a record with a free index or, with `MERGE`, a
+/// released one.
 fn next_block<const MERGE: bool>(with_free: &Bitmap, with_released: &Bitmap, from: usize) -> Option<usize> {
     let free = with_free.next_word(from);
     match with_released.next_word(from).filter(|_| MERGE) {
@@ -342,8 +342,8 @@ fn next_block<const MERGE: bool>(with_free: &Bitmap, with_released: &Bitmap, fro
     }
 }
 
-/// Adds `masks` to the sets that `set` names, and their records to `numbers`, up to the first mask with an index
-/// that is free or released. Returns how many masks were added.
+/// Adds `masks` to the sets that `set` names, and their records to `numbers`, up to the first mask with an
+/// index that is free or released. Returns how many masks were added.
 #[inline]
 fn give_masks(
     masks: &[Mask],

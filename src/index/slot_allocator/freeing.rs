@@ -111,8 +111,8 @@ impl Freeing<'_> {
         is_trivial && self.owners.pages().is_empty()
     }
 
-    /// [`Self::is_plain`] where other pages have more owners or belong to the cache; apart, so that the common
-    /// case stays small.
+    /// [`Self::is_plain`] where other pages have more owners or belong to the cache; apart, so that the
+    /// common case stays small.
     #[inline(never)]
     fn is_plain_beside_others(&self, pages: impl IntoIterator<Item = Mask>) -> bool {
         pages.into_iter().all(|pages| self.owners.owners().is_trivial_for(pages))

@@ -38,8 +38,8 @@ impl SlotAllocator {
         FenceId(self.next_fence)
     }
 
-    /// Makes fences of this allocator different from those of `other`, which it replaces: a fence of that may pass
-    /// later.
+    /// Makes fences of this allocator different from those of `other`, which it replaces: a fence of that may
+    /// pass later.
     pub const fn number_fences_after(&mut self, other: &Self) {
         self.next_fence = other.next_fence;
     }
@@ -135,8 +135,8 @@ impl SlotAllocator {
         Ok(bad)
     }
 
-    /// The page of the only slot of a free, if it is live and no page has more owners: the most frequent free,
-    /// which needs no list.
+    /// The page of the only slot of a free, if it is live and no page has more owners: the most frequent
+    /// free, which needs no list.
     #[inline]
     fn only_page(&self, given: &IndexVec) -> Option<Page> {
         let slot = match given {

@@ -84,8 +84,8 @@ impl SlotAllocator {
         self.release(&duplicates, None).inspect_err(|_| self.owners.uncache(masks_of(&runs)))
     }
 
-    /// Removes the cache's ownership of pages, each of which it owns: at once, or when a fence has passed. A page
-    /// returns with its last owner.
+    /// Removes the cache's ownership of pages, each of which it owns: at once, or when a fence has passed. A
+    /// page returns with its last owner.
     ///
     /// # Panics
     /// If the cache does not own a page.

@@ -94,8 +94,8 @@ impl Fetcher {
     }
 
     /// Enqueues a copy of `tensor`, int32 or int64, with its contents at this point of `stream`. `None` when
-    /// too many values are in transfer. What `keep` returns keeps the tensor's memory alive, even beyond the end
-    /// of its stream; it is only called when the copy is enqueued.
+    /// too many values are in transfer. What `keep` returns keeps the tensor's memory alive, even beyond the
+    /// end of its stream; it is only called when the copy is enqueued.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or `stream` is being

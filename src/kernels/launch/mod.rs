@@ -170,8 +170,8 @@ const MOST_GROWN: usize = (WithList::<ContinueParams>::ROOM - 1) / 2;
 /// The most pages in one launch of [`Launcher::copy_pages`].
 const MOST_PAGES: usize = WithList::<PagesParams>::ROOM / 2;
 
-/// The most blocks of a copy of pages. Each has up to 16 KiB in flight: 512 KiB together are several times what a bus
-/// transfers while one access takes, and the rest of the device is left to other streams.
+/// The most blocks of a copy of pages. Each has up to 16 KiB in flight: 512 KiB together are several times
+/// what a bus transfers while one access takes, and the rest of the device is left to other streams.
 const PAGE_BLOCKS: u32 = 32;
 
 /// The most bytes from a row to the next in a copy of rows by the driver.
@@ -488,9 +488,9 @@ impl Launcher {
         })
     }
 
-    /// Carries out a copy of pages. It is one launch for every `MOST_PAGES` pages, whose numbers are passed with it: the ring
-    /// would keep those of a slow copy, and calls that need the ring would wait for it. With [`Reach::Copied`] it is one copy
-    /// for each page and kind.
+    /// Carries out a copy of pages. It is one launch for every `MOST_PAGES` pages, whose numbers are passed
+    /// with it: the ring would keep those of a slow copy, and calls that need the ring would wait for it.
+    /// With [`Reach::Copied`] it is one copy for each page and kind.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] while `stream` is being captured, and when a driver call fails.
@@ -639,8 +639,8 @@ impl Launcher {
     /// captured, for every `MOST_GROWN` requests; their numbers are passed with it.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when a driver call fails. A last slot that does not end its request leaves the slots
-    /// behind it as they are, and `Launcher::fault` reports it.
+    /// [`ErrorKind::Driver`] when a driver call fails. A last slot that does not end its request leaves the
+    /// slots behind it as they are, and `Launcher::fault` reports it.
     pub fn continue_pages(
         &self,
         out: &Borrowed<'_>,

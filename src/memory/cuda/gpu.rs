@@ -379,8 +379,8 @@ impl Gpu {
         })
     }
 
-    /// The stream for copies in this direction: made by the first call, and kept for the life of the process. It
-    /// does not wait for the default stream. Other streams may be in a capture meanwhile.
+    /// The stream for copies in this direction: made by the first call, and kept for the life of the process.
+    /// It does not wait for the default stream. Other streams may be in a capture meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails; the next call tries again.
@@ -398,8 +398,8 @@ impl Gpu {
         Ok(*place.insert(self.driver.create_stream()?))
     }
 
-    /// Whether kernels reach all page-locked host memory at its host address: that which was page-locked in place, too,
-    /// not only that of [`Pinned`](crate::memory::Pinned).
+    /// Whether kernels reach all page-locked host memory at its host address: that which was page-locked in
+    /// place, too, not only that of [`Pinned`](crate::memory::Pinned).
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.

@@ -9,7 +9,8 @@ use crate::memory::Stream;
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{BatchPlanner, Lease, TokenToKvPoolAllocator};
 
-/// A lease that is to become that of a request. Dropping it before [`Claim::keep`] leaves the lease as it was.
+/// A lease that is to become that of a request. Dropping it before [`Claim::keep`] leaves the lease as it
+/// was.
 #[derive(Debug)]
 pub(super) struct Claim {
     lease: Arc<Lease>,

@@ -78,7 +78,8 @@ impl PlannerConfig {
     /// The bytes of a planner on `device` for a table and an allocator.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and for sizes that do not fit int32.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and for sizes that do
+    /// not fit int32.
     pub fn footprint(
         &self,
         table: &ReqToTokenConfig,

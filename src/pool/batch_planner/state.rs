@@ -68,7 +68,8 @@ pub(in crate::pool) struct PlannerState {
     leases: Vec<Option<Bound>>,
     /// The number of frees of rows until which leases of other calls' frees have ended.
     frees: u64,
-    /// Leases of requests whose rows were freed by another call, which end when this is dropped, without locks.
+    /// Leases of requests whose rows were freed by another call, which end when this is dropped, without
+    /// locks.
     pub(super) retired: Vec<LeaseCut>,
 }
 
@@ -228,8 +229,8 @@ impl PlannerState {
         self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
     }
 
-    /// Retires the leases of requests whose rows were freed by another call. It looks at them only if there was
-    /// one.
+    /// Retires the leases of requests whose rows were freed by another call. It looks at them only if there
+    /// was one.
     pub(super) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
         let frees = table.rows().frees();
         if std::mem::replace(&mut self.frees, frees) == frees {

@@ -91,8 +91,8 @@ pub(super) fn header(digest: Digest, page_bytes: usize) -> [u8; ENTRIES] {
     block
 }
 
-/// Checks that `block` is the header of a store of pages of `page_bytes`. An empty store, whose process may have been
-/// killed when it wrote the header, may have a part of it. Returns whether it has to be written.
+/// Checks that `block` is the header of a store of pages of `page_bytes`. An empty store, whose process may
+/// have been killed when it wrote the header, may have a part of it. Returns whether it has to be written.
 pub(super) fn check_header(digest: Digest, page_bytes: usize, block: &[u8], is_empty: bool) -> Result<bool> {
     let expected = header(digest, page_bytes);
     if block == expected {

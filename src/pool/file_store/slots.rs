@@ -47,8 +47,8 @@ impl Place {
 
 /// The slots of a store.
 ///
-/// Pages that can be found are in a list by their last use. A slot is taken for a page, which then is stored or
-/// given up. Slots that are held are not taken.
+/// Pages that can be found are in a list by their last use. A slot is taken for a page, which then is stored
+/// or given up. Slots that are held are not taken.
 #[derive(Debug)]
 pub(super) struct Slots {
     /// Those that were ever used, at most `count`.
@@ -118,7 +118,8 @@ impl Slots {
         &mut self.places[widen(slot)]
     }
 
-    /// Ticks for `count` pages that follow each other, the first one the latest. Returns that of the last one.
+    /// Ticks for `count` pages that follow each other, the first one the latest. Returns that of the last
+    /// one.
     pub(super) fn take_ticks(&mut self, count: usize) -> u64 {
         let first = self.next_tick;
         self.next_tick += wide(count);
@@ -196,7 +197,8 @@ impl Slots {
         Some(slot)
     }
 
-    /// Makes the page in a taken slot one that can be found: next to the page `before` it, or else as the last used.
+    /// Makes the page in a taken slot one that can be found: next to the page `before` it, or else as the
+    /// last used.
     pub(super) fn store(&mut self, slot: u32, record: Record, before: Option<&PageHash>) {
         let newer = before.and_then(|key| self.find(key));
         let place = self.place_mut(slot);
@@ -220,7 +222,8 @@ impl Slots {
         self.free.push_front(slot);
     }
 
-    /// Notes that the disk has no space for more pages than there are. From then on others are evicted for a new one.
+    /// Notes that the disk has no space for more pages than there are. From then on others are evicted for a
+    /// new one.
     pub(super) fn note_full(&mut self) {
         self.room = (self.len() + self.written).min(self.count).max(1);
         self.stored_since_full = 0;
@@ -236,7 +239,8 @@ impl Slots {
         Some(slot)
     }
 
-    /// Fills the slots with the pages of an index, by ascending tick. Slots are below `count`, and each occurs once.
+    /// Fills the slots with the pages of an index, by ascending tick. Slots are below `count`, and each
+    /// occurs once.
     pub(super) fn fill(&mut self, pages: &[(u32, Record)]) -> crate::base::Result<()> {
         let end = pages.iter().map(|(slot, _)| widen(*slot) + 1).max().unwrap_or(0);
         for slot in 0..end {

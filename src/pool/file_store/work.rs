@@ -12,7 +12,8 @@ use super::batch::PageWork;
 use super::layout::{ENTRY_BYTES, Record, entry_offset, page_offset, page_sum};
 use super::opening::clear_entries;
 
-/// One thread: it takes pages from the queues, those to read first, until the store closes and they are empty.
+/// One thread: it takes pages from the queues, those to read first, until the store closes and they are
+/// empty.
 pub(super) struct Worker {
     shared: Arc<Shared>,
     disk: Arc<dyn Disk>,

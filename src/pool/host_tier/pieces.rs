@@ -127,8 +127,8 @@ impl Incoming {
         self.tier.storage(self.kind)
     }
 
-    /// Makes the first `count` of them complete and holds them, and gives up the others. Nothing is copied there any
-    /// more.
+    /// Makes the first `count` of them complete and holds them, and gives up the others. Nothing is copied
+    /// there any more.
     pub(in crate::pool) fn arrive(&self, count: usize) -> HeldPieces {
         let entries = std::mem::take(&mut *lock(&self.entries));
         let held = self.storage().map_or(Vec::new(), |storage| storage.arrive_fetched(&entries, count));
@@ -183,8 +183,8 @@ impl HostTier {
         Sending(Arc::clone(self))
     }
 
-    /// Holds those pieces that are here for a store, and returns their keys; the first ones only, if there is more to be
-    /// stored than half of what there is room for.
+    /// Holds those pieces that are here for a store, and returns their keys; the first ones only, if there is
+    /// more to be stored than half of what there is room for.
     pub(in crate::pool) fn send_out(
         self: &Arc<Self>,
         kind: PieceKind,
@@ -205,8 +205,8 @@ impl HostTier {
         self.count(TierCounts { unstored: count, ..TierCounts::default() });
     }
 
-    /// Makes places for pieces from a store, as far as there can be; those that are here or come from the device are
-    /// left out. `None` if anything was cleared since there had been `clears`.
+    /// Makes places for pieces from a store, as far as there can be; those that are here or come from the
+    /// device are left out. `None` if anything was cleared since there had been `clears`.
     pub(in crate::pool) fn expect(
         self: &Arc<Self>,
         kind: PieceKind,

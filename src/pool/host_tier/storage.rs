@@ -154,7 +154,8 @@ impl Storage {
         self.resident().set_none_above();
     }
 
-    /// Lets what is not here begin to arrive, in order and as far as there are places. Returns which of it does.
+    /// Lets what is not here begin to arrive, in order and as far as there are places. Returns which of it
+    /// does.
     pub(super) fn begin<'a>(
         &self,
         numbered: impl Iterator<Item = (&'a PageHash, u32)>,
@@ -187,8 +188,8 @@ impl Storage {
         begun
     }
 
-    /// Lets what is not here begin to arrive from below, in order and as far as there are places; nothing, if anything
-    /// was cleared since there had been `clears`.
+    /// Lets what is not here begin to arrive from below, in order and as far as there are places; nothing, if
+    /// anything was cleared since there had been `clears`.
     pub(super) fn begin_fetch(
         &self,
         clears: u64,
@@ -215,8 +216,8 @@ impl Storage {
         Some(arrivals)
     }
 
-    /// Makes the first `count` of what was fetched complete, and holds them; gives up the others. Nothing is copied
-    /// there any more.
+    /// Makes the first `count` of what was fetched complete, and holds them; gives up the others. Nothing is
+    /// copied there any more.
     pub(super) fn arrive_fetched(&self, entries: &[EntryId], count: usize) -> Vec<EntryId> {
         let mut resident = self.resident();
         let (arrived, missing) = entries.split_at(count.min(entries.len()));

@@ -23,8 +23,8 @@ pub(super) struct Backing {
     /// What threads need of it.
     depot: Arc<Depot>,
     visits: Arc<Visits>,
-    /// Waits for copies to the tier, so that the store gets them without a call of the cache; and names and puts their
-    /// pieces, which takes longer than a call of the cache shall.
+    /// Waits for copies to the tier, so that the store gets them without a call of the cache; and names and
+    /// puts their pieces, which takes longer than a call of the cache shall.
     puts: JobThread,
     fetches: JobThread,
 }
@@ -170,8 +170,8 @@ impl Depot {
         &self.tier
     }
 
-    /// Looks for pages of `tokens`, which go on behind the usable tokens of `beyond`, as long as `goes_on` says so.
-    /// Waits for the store.
+    /// Looks for pages of `tokens`, which go on behind the usable tokens of `beyond`, as long as `goes_on`
+    /// says so. Waits for the store.
     ///
     /// # Errors
     /// The error of the store.

@@ -119,8 +119,8 @@ impl Below {
         }
     }
 
-    /// Gives up what is in the tier and on its way there: pages of the device may get other contents before they are
-    /// copied.
+    /// Gives up what is in the tier and on its way there: pages of the device may get other contents before
+    /// they are copied.
     pub(super) fn clear(&mut self) {
         self.writes.iter_mut().for_each(|flight| flight.is_void = true);
         self.tier.clear(None);
@@ -136,8 +136,8 @@ impl Below {
         self.states.get(&state).cloned()
     }
 
-    /// Divides what is given up into what may be used at once and, if there is any, what may be used when a copy is
-    /// over.
+    /// Divides what is given up into what may be used at once and, if there is any, what may be used when a
+    /// copy is over.
     pub(super) fn divide(
         &self,
         pages: Vec<Page>,

@@ -103,8 +103,8 @@ impl Fetch {
         Ok(Self { process: std::process::id(), progress })
     }
 
-    /// Tokens whose pages came so far. Those of a page are found when it is complete, and the prompt's [`match`] tells
-    /// what a request can load.
+    /// Tokens whose pages came so far. Those of a page are found when it is complete, and the prompt's
+    /// [`match`] tells what a request can load.
     ///
     /// [`match`]: super::PrefixCache::acquire
     #[must_use]
@@ -187,8 +187,8 @@ struct Courier<'a> {
     sought: &'a Sought,
 }
 
-/// Pieces that a store was asked for. What has not arrived when this drops may be brought by others, while the store
-/// still copies to its places.
+/// Pieces that a store was asked for. What has not arrived when this drops may be brought by others, while
+/// the store still copies to its places.
 struct Batch {
     incoming: Arc<Incoming>,
     transfer: Arc<StoreTransfer>,
@@ -247,7 +247,8 @@ impl Courier<'_> {
         self.depot.tier().kv().config().page_size
     }
 
-    /// Brings pieces, in order and as far as they come, reports those of each batch, and returns how many came.
+    /// Brings pieces, in order and as far as they come, reports those of each batch, and returns how many
+    /// came.
     fn bring(
         &self,
         kind: PieceKind,
@@ -278,7 +279,8 @@ impl Courier<'_> {
         }
     }
 
-    /// Asks the store for pieces, as far as there are places for them, and tells whether there was one for all.
+    /// Asks the store for pieces, as far as there are places for them, and tells whether there was one for
+    /// all.
     fn ask(&self, kind: PieceKind, keys: &[PageHash], batches: &mut VecDeque<Batch>) -> Result<bool> {
         let Sought { namespace, clears, .. } = self.sought;
         let expect = || self.depot.tier().expect(kind, keys, namespace, clears.of(kind));

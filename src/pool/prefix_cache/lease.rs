@@ -70,8 +70,8 @@ pub struct Offer<'a> {
 pub struct Published {
     /// Tokens of the lease now.
     pub length: usize,
-    /// Tokens that others had published in between: the cache has other slots for them, and those offered were
-    /// freed.
+    /// Tokens that others had published in between: the cache has other slots for them, and those offered
+    /// were freed.
     pub duplicates: usize,
     /// The cache's pages from the former end of the lease on.
     pub pages: Vec<Page>,
@@ -105,7 +105,8 @@ impl Lease {
         self.with(self.stream, |_, _, held| Ok(held.len()))
     }
 
-    /// Tokens behind the prefix that the tier below had when it was made, and that [`Self::load`] brings back.
+    /// Tokens behind the prefix that the tier below had when it was made, and that [`Self::load`] brings
+    /// back.
     ///
     /// # Errors
     /// As [`Self::len`].
@@ -120,8 +121,8 @@ impl Lease {
         }
     }
 
-    /// Tokens whose K and V were cached when it was made, in whole pages: more than [`Self::len`] if the cache has
-    /// states, but no snapshot at their end.
+    /// Tokens whose K and V were cached when it was made, in whole pages: more than [`Self::len`] if the
+    /// cache has states, but no snapshot at their end.
     ///
     /// # Errors
     /// As [`Self::len`].
@@ -234,8 +235,8 @@ impl Lease {
         self.with(self.stream, |_, kept, held| Ok(held.state(&kept.tree)))
     }
 
-    /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that for a prefix without
-    /// tokens.
+    /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that for a prefix
+    /// without tokens.
     ///
     /// # Errors
     /// As [`Self::len`] and [`GdnPool::copy_states`](crate::pool::GdnPool::copy_states);
@@ -268,14 +269,14 @@ impl Lease {
     /// partial page at the end stays the caller's. The caller's slots of pages that others have published in
     /// between are freed.
     ///
-    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it. It is
-    /// copied first, without locks.
+    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it.
+    /// It is copied first, without locks.
     ///
     /// # Errors
-    /// As [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as many
-    /// slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are cached
-    /// already, or do not fill pages in order; as [`GdnPool::copy_states`]. Nothing is changed, except that
-    /// another snapshot may have been given up for the state.
+    /// As [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as
+    /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
+    /// cached already, or do not fill pages in order; as [`GdnPool::copy_states`]. Nothing is changed, except
+    /// that another snapshot may have been given up for the state.
     pub fn publish(&self, offer: &Offer<'_>, stream: Stream) -> Result<Published> {
         let tokens = offer.tokens.count();
         let pages = offer.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
@@ -305,8 +306,8 @@ impl Lease {
         })
     }
 
-    /// A copy of the state of `row`, for the end of the whole pages of `tokens` behind the lease. `None` if there
-    /// is one already, or no track slot for it.
+    /// A copy of the state of `row`, for the end of the whole pages of `tokens` behind the lease. `None` if
+    /// there is one already, or no track slot for it.
     fn take_snapshot(&self, tokens: &[i32], row: i64, stream: Stream) -> Result<Option<TakenSlot<'_>>> {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("a state was published to a prefix cache without states"));
@@ -327,8 +328,8 @@ impl Lease {
         Ok(taken)
     }
 
-    /// Publishes what the request has computed, frees the partial page at the end, and ends the lease: the end of
-    /// a request without a planner.
+    /// Publishes what the request has computed, frees the partial page at the end, and ends the lease: the
+    /// end of a request without a planner.
     ///
     /// # Errors
     /// As [`Self::publish`], also for the slots of the partial page; [`ErrorKind::Config`] for the lease of a
@@ -358,7 +359,8 @@ impl Lease {
         pages_of(slots, self.allocator.page_size(), rest)
     }
 
-    /// Publishes whole pages, and frees the one behind them, if there is one; `planner` is that of the request.
+    /// Publishes whole pages, and frees the one behind them, if there is one; `planner` is that of the
+    /// request.
     fn publish_pages(
         &self,
         open: &Open<'_>,
@@ -499,8 +501,8 @@ impl Lease {
         Ok(again)
     }
 
-    /// Shortens it to the whole pages of `len` tokens, or ends it if that is 0: its request was cut. Returns a
-    /// lock of what it had, unless it has ended before.
+    /// Shortens it to the whole pages of `len` tokens, or ends it if that is 0: its request was cut. Returns
+    /// a lock of what it had, unless it has ended before.
     pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) -> Option<PrefixLock> {
         if len == 0 {
             let held = lock(&self.held).take();
@@ -515,8 +517,8 @@ impl Lease {
         before.ok().map(|(hold, loading)| self.lock_of(hold, loading, stream))
     }
 
-    /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's request
-    /// stays until the request is finished.
+    /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's
+    /// request stays until the request is finished.
     pub fn release(&self, stream: Stream) {
         let is_over = |held: &mut Held| {
             held.is_given_up = held.request().is_some();
@@ -594,8 +596,8 @@ impl Held {
         })
     }
 
-    /// Moves the hold to the end of what has arrived, in the order of `stream`, or gives up what never will. Returns
-    /// what is to be dropped without locks.
+    /// Moves the hold to the end of what has arrived, in the order of `stream`, or gives up what never will.
+    /// Returns what is to be dropped without locks.
     fn settle(&mut self, open: &Open<'_>, kept: &mut Kept, stream: Stream) -> Result<Option<Loading>> {
         let has_request = self.request().is_some();
         let Self { hold, loading, .. } = self;
@@ -614,7 +616,8 @@ impl Held {
         Ok(None)
     }
 
-    /// Lets the lease end where it did before what is on its way, which is returned, to be dropped without locks.
+    /// Lets the lease end where it did before what is on its way, which is returned, to be dropped without
+    /// locks.
     pub(super) fn give_up_loading(&mut self, open: &Open<'_>, kept: &mut Kept) -> Option<Loading> {
         let mut given_up = self.loading.take_if(|loading| !loading.has_arrived)?;
         if let Some(before) = given_up.before.take() {

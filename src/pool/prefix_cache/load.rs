@@ -26,8 +26,8 @@ pub(super) struct Loadable {
     pub(super) keys: Vec<PageHash>,
 }
 
-/// A part of a prefix on its way from the tier below, in pages of the cache that the tree does not have. Leases share
-/// it. When it is complete, the tree gets it.
+/// A part of a prefix on its way from the tier below, in pages of the cache that the tree does not have.
+/// Leases share it. When it is complete, the tree gets it.
 ///
 /// Drop it without locks.
 pub(super) struct Tail {
@@ -116,8 +116,8 @@ impl Load {
         self.len == 0
     }
 
-    /// Lets `stream` go on when the pages of a layer are there, and those of the layers before; without a device, the
-    /// calling thread. The host does not wait for a device.
+    /// Lets `stream` go on when the pages of a layer are there, and those of the layers before; without a
+    /// device, the calling thread. The host does not wait for a device.
     ///
     /// # Errors
     /// As [`Transfer::order`].
@@ -128,8 +128,8 @@ impl Load {
     /// Whether all is there. Then the cache has it, for others too.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request computes;
-    /// [`ErrorKind::Driver`] when the device has failed.
+    /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request
+    /// computes; [`ErrorKind::Driver`] when the device has failed.
     pub fn query(&self, stream: Stream) -> Result<bool> {
         let Some(Coming { transfer, outcome }) = &self.coming else { return Ok(true) };
         if !transfer.is_over()? {
@@ -145,8 +145,8 @@ impl Load {
         Err(Error::new(ErrorKind::State, format!("the load of {} tokens has ended early", self.len)))
     }
 
-    /// Gives up what is not there yet: the lease ends where it did before, its pages are free when nothing is copied
-    /// there any more. Does nothing if all is there, or the lease was released.
+    /// Gives up what is not there yet: the lease ends where it did before, its pages are free when nothing is
+    /// copied there any more. Does nothing if all is there, or the lease was released.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when a planner has the lease, whose request uses the pages.
@@ -190,17 +190,18 @@ struct Wanted<'a> {
 }
 
 impl Lease {
-    /// Brings back what the tier below has behind the prefix, at most `limit` tokens: the lease has its pages from
-    /// now on, and what uses a layer of them goes behind [`Load::wait_layer`]. What others are loading, or have
-    /// loaded, is not loaded twice. `None` if there are not enough slots, or no track slot for the state.
+    /// Brings back what the tier below has behind the prefix, at most `limit` tokens: the lease has its pages
+    /// from now on, and what uses a layer of them goes behind [`Load::wait_layer`]. What others are loading,
+    /// or have loaded, is not loaded twice. `None` if there are not enough slots, or no track slot for the
+    /// state.
     ///
     /// The copies are enqueued behind what is enqueued on `stream`.
     ///
     /// # Errors
     /// As [`Self::len`]; [`ErrorKind::Config`] when a planner has the lease, or it is loading already; as
-    /// [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc); [`ErrorKind::Driver`] while
-    /// `stream` is being captured, and when a driver call fails. Nothing is changed, except that other prefixes may
-    /// have been evicted for it.
+    /// [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc); [`ErrorKind::Driver`]
+    /// while `stream` is being captured, and when a driver call fails. Nothing is changed, except that other
+    /// prefixes may have been evicted for it.
     pub fn load(self: &Arc<Self>, limit: usize, stream: Stream) -> Result<Option<Load>> {
         if let Some(gpu) = self.allocator.gpu() {
             gpu.not_capturing(stream, "a load, whose copies run beside it,")?;
@@ -364,8 +365,8 @@ impl Tail {
         &self.transfer
     }
 
-    /// Whether it has the pages of `keys`, which begin where it does, and ends with them if it `must_end`; and the tree
-    /// does not have it yet.
+    /// Whether it has the pages of `keys`, which begin where it does, and ends with them if it `must_end`;
+    /// and the tree does not have it yet.
     pub(super) fn covers(&self, keys: &[PageHash], must_end: bool) -> bool {
         // A state alone has no keys that would tell whose it is.
         let is_one = !keys.is_empty() && (!must_end || self.keys.len() == keys.len());

@@ -162,7 +162,8 @@ impl Driver {
         Ok((ask(DeviceAttribute::CAPABILITY_MAJOR)?, ask(DeviceAttribute::CAPABILITY_MINOR)?))
     }
 
-    /// Whether kernels on device `ordinal` reach host memory that was page-locked in place at its host address.
+    /// Whether kernels on device `ordinal` reach host memory that was page-locked in place at its host
+    /// address.
     pub(super) fn uses_host_pointers(self, ordinal: u32) -> Result<bool> {
         let device = self.device(ordinal)?;
         Ok(self.attribute(device, DeviceAttribute::USES_HOST_POINTERS)? != 0)
