@@ -29,14 +29,14 @@ pub enum HashedBlocks {
 pub enum NotTaken {
     /// There are only so many free ones.
     Short {
-        /// How many.
+        /// Blocks in the queue.
         free: usize,
     },
     /// A free one is counted as used.
     InUse {
-        /// Its number.
+        /// The number of the block.
         block: u32,
-        /// How often.
+        /// Its count of uses, which is not 0.
         uses: i64,
     },
 }

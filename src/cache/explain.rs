@@ -36,7 +36,7 @@ impl Pressure {
 /// Why pages go, and when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cause {
-    /// What for.
+    /// What they made room for.
     pub pressure: Pressure,
     /// The time of the call.
     pub at: Instant,
@@ -70,7 +70,7 @@ pub enum Whereabouts {
     Host,
     /// In a store below, from where it can be fetched to host memory.
     Store,
-    /// It was cached.
+    /// It was cached, and is gone.
     Evicted(Gone),
     /// Another namespace has it.
     Elsewhere(Namespace),
@@ -93,9 +93,9 @@ impl Whereabouts {
 /// Neighbouring tokens of a prompt with the same answer.
 #[derive(Clone, Debug)]
 pub struct Segment {
-    /// Positions.
+    /// Positions of its tokens in the prompt.
     pub range: Range<usize>,
-    /// Where they are.
+    /// The answer for all of them.
     pub whereabouts: Whereabouts,
 }
 

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use super::{Namespace, PageHash};
 
-/// Where pages are.
+/// The memory that pages are in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
     /// In the pages of an allocator.
@@ -32,22 +32,22 @@ impl Tier {
 pub enum Event {
     /// Pages that follow each other were stored.
     Stored {
-        /// Their keys.
+        /// Their keys, the first page's first.
         pages: Vec<PageHash>,
         /// The key of the page before them, if there is one.
         parent: Option<PageHash>,
-        /// Their tokens.
+        /// Their token ids, equally many for each page.
         tokens: Vec<i32>,
-        /// Their namespace.
+        /// The namespace of their prefix.
         namespace: Namespace,
-        /// Where.
+        /// The memory that has them now.
         tier: Tier,
     },
     /// Pages were removed.
     Removed {
         /// Their keys.
         pages: Vec<PageHash>,
-        /// From where.
+        /// The memory that has them no more.
         tier: Tier,
     },
     /// Nothing is cached any more, or events were lost: what follows is not all that is cached.

@@ -82,9 +82,9 @@ pub enum OffloadChange {
 /// Chunks that came or went together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OffloadEvent {
-    /// What happened.
+    /// What happened to them.
     pub change: OffloadChange,
-    /// To which chunks.
+    /// The chunks.
     pub keys: Vec<OffloadKey>,
 }
 
@@ -100,7 +100,7 @@ pub enum OffloadStage {
 /// A chunk as it is now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadedChunk {
-    /// Its place.
+    /// Its place, below the capacity.
     pub place: u32,
     /// Whether it can be read.
     pub stage: OffloadStage,
@@ -111,7 +111,7 @@ pub struct OffloadedChunk {
 /// How [`OffloadTable`] is made.
 #[derive(Clone, Copy, Debug)]
 pub struct OffloadConfig {
-    /// Places of chunks.
+    /// Places, one for each chunk.
     pub capacity: u32,
     /// How often a chunk is offered until it is stored. Up to 1, each is stored at once.
     pub store_threshold: usize,
@@ -124,7 +124,7 @@ pub struct OffloadConfig {
 /// Numbers of chunks in an [`OffloadTable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadCounts {
-    /// Places.
+    /// Chunks that there is room for.
     pub capacity: u32,
     /// Chunks that are being stored.
     pub arriving: usize,

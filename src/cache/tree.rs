@@ -186,7 +186,7 @@ pub struct Tree {
     chain: Chain,
     queues: Queues,
     now: Tick,
-    /// Pages.
+    /// Pages in all nodes.
     cached: usize,
     /// The room for tokens and pages in the vectors of nodes.
     contents: usize,

@@ -68,7 +68,7 @@ impl AddressSpace {
         self.alignment
     }
 
-    /// Bytes taken.
+    /// Bytes taken, in whole alignments.
     #[must_use]
     pub const fn used(&self) -> usize {
         self.used

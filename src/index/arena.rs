@@ -50,7 +50,7 @@ impl Arena {
         self.capacity
     }
 
-    /// Bytes taken.
+    /// Bytes taken, in whole alignments.
     #[must_use]
     pub const fn used(&self) -> usize {
         self.used

@@ -12,7 +12,7 @@ const NAMED: usize = 8;
 pub enum BadFree {
     /// Outside of the index space.
     OutOfRange,
-    /// The padding index.
+    /// The padding index, which has no owner.
     Padding,
     /// Never handed out.
     NotAllocated,

@@ -5,7 +5,7 @@ use crate::base::{Error, PADDING, Page, Result, widen};
 /// The slot of the last token of each request of a batch.
 #[derive(Clone, Copy, Debug)]
 pub enum LastLoc<'a> {
-    /// The slots.
+    /// One slot for each request.
     Known(&'a [i64]),
     /// That many slots, which only a device knows.
     OnDevice(usize),

@@ -63,7 +63,7 @@ impl<I: Id> Run<I> {
 /// Which of the runs that are long enough serves a request for consecutive indices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// The lowest.
+    /// The one with the lowest indices.
     First,
     /// The shortest; of several, the lowest. Long runs stay for those who need them.
     Best,

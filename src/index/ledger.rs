@@ -149,9 +149,9 @@ impl State {
 /// Neighbouring indices with the same state and the same holders.
 #[derive(Clone, Debug)]
 pub struct Span {
-    /// The indices.
+    /// The first index, and the one behind the last.
     pub range: Range<u32>,
-    /// Their state.
+    /// The state of each.
     pub state: State,
     /// Their holders, when they have any and the ledger is open.
     pub holders: Vec<Arc<Act>>,

@@ -96,9 +96,9 @@ pub struct GrowthRequest {
     pub position: usize,
     /// The row of the request.
     pub row: RequestRow,
-    /// Tokens before.
+    /// Tokens of the request before, as the caller counts them.
     pub prefix: i64,
-    /// Tokens afterwards.
+    /// Tokens of the request afterwards.
     pub seq: i64,
 }
 
@@ -585,7 +585,7 @@ pub(crate) fn put_slots_of(pages: impl ExactSizeIterator<Item = u32>, page_size:
 /// Pages that were taken and not yet appended to a request.
 struct NewPages {
     runs: Vec<Run<Page>>,
-    /// The next run.
+    /// The position of the next run in `runs`.
     at: usize,
 }
 

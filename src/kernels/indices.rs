@@ -30,7 +30,7 @@ impl IndexSpace {
 /// Index values of a call: copied on the host, or still on a device.
 #[derive(Clone, Debug)]
 pub enum Indices<'a> {
-    /// On the host.
+    /// Copied on the host.
     Host(IndexVec),
     /// On a device, int32 or int64. The host may know them or not.
     Device {

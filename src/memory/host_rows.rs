@@ -38,7 +38,7 @@ pub struct HostRows {
 enum Places {
     /// Rows of one size, `stride` bytes apart.
     Even { stride: isize, rows: usize, row_bytes: usize },
-    /// Ranges of bytes.
+    /// The range of bytes of each row.
     Listed(Vec<Range<usize>>),
 }
 

@@ -24,7 +24,7 @@ use super::{Fence, Lease, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
 /// The requests of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
-    /// Request rows.
+    /// The row of each request in the table.
     pub rows: &'a IndexVec,
     /// Tokens that each request has now, or the length of its cached prefix.
     pub prefix_lens: &'a [i64],
@@ -125,7 +125,7 @@ impl BatchPlanner {
         lock(&self.state).mem_bytes()
     }
 
-    /// Plans so far.
+    /// The number of plans made so far.
     #[must_use]
     pub fn plans(&self) -> usize {
         lock(&self.state).plans()

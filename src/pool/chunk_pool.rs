@@ -39,7 +39,7 @@ pub struct ChunkConfig {
 /// The result of an allocation that does not wait.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attempt {
-    /// The chunks.
+    /// As many chunks as were asked for.
     Taken(Vec<Ticket<ChunkId>>),
     /// There are not enough chunks.
     Full,

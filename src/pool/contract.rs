@@ -120,9 +120,9 @@ impl<const N: usize> From<[(&'static str, usize); N]> for Stats {
 /// A span of units with the same state and the same holders.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// The units.
+    /// The first unit, and the one behind the last.
     pub range: Range<usize>,
-    /// Their state.
+    /// The state of each.
     pub state: State,
     /// Bytes of the span, if units differ in size.
     pub bytes: Option<usize>,

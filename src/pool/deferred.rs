@@ -78,7 +78,7 @@ impl Part {
     }
 }
 
-/// One free.
+/// Values that were freed together, by one call or one group.
 #[derive(Debug)]
 struct Free {
     parts: Vec<Part>,

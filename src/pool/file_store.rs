@@ -90,7 +90,7 @@ pub struct FileStore {
 #[derive(Debug)]
 struct Shared {
     config: FileStoreConfig,
-    /// In messages.
+    /// Its name in messages.
     name: String,
     slot_bytes: usize,
     is_direct: bool,

@@ -22,7 +22,7 @@ pub struct GdnConfig {
     pub max_reqs: usize,
     /// Linear-attention layers.
     pub num_gdn_layers: usize,
-    /// Value heads.
+    /// Number of value heads.
     pub num_v_heads: usize,
     /// Elements of a key head.
     pub head_k_dim: usize,

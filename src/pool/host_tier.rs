@@ -79,9 +79,9 @@ pub struct HostTier {
 /// What a tier did, in pages and snapshots together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct TierCounts {
-    /// Copied here.
+    /// Copied here from the device.
     written: usize,
-    /// Copied back.
+    /// Copied back to the device.
     loaded: usize,
     /// Given up for others.
     evicted: usize,

@@ -35,7 +35,7 @@ pub enum KvLayout {
 pub struct KvConfig {
     /// Usable slots, numbered `1..=size`.
     pub size: usize,
-    /// Layers.
+    /// Number of layers.
     pub layer_num: usize,
     /// Heads of a key row.
     pub k_head_num: usize,

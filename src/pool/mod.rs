@@ -82,7 +82,7 @@ fn fits_int32(what: &str, end: Option<usize>) -> Result<u32> {
 /// The bytes of a pool, known before it is constructed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Footprint {
-    /// Its memory.
+    /// Bytes of its memory.
     pub pool: usize,
     /// On a device, the buffers for numbers from the host.
     pub transfer: usize,

@@ -20,18 +20,18 @@ use super::{Footprint, at_least_one, fits_int32};
 pub enum TableIndex<'a> {
     /// Columns `start..end` of a row.
     Columns {
-        /// The row.
+        /// The request row.
         row: i64,
-        /// The first column.
+        /// The first column, from 0 on.
         start: i64,
         /// The end; `None` for the end of the row.
         end: Option<i64>,
     },
     /// One place for each value: `(rows[i], columns[i])`.
     Points {
-        /// The rows.
+        /// One row for each value.
         rows: Indices<'a>,
-        /// The columns.
+        /// One column for each value.
         columns: Indices<'a>,
     },
 }

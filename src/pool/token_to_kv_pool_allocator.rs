@@ -56,7 +56,7 @@ impl AllocatorConfig {
         )
     }
 
-    /// Whole pages.
+    /// The number of whole pages.
     pub(super) fn pages(&self) -> Result<usize> {
         at_least_one(&[("page_size", self.page_size)])?;
         Ok(self.size / self.page_size)

@@ -70,7 +70,7 @@ pub struct RawDevice {
 pub struct RawDType {
     /// `DLDataTypeCode`.
     pub code: u8,
-    /// Bits per element.
+    /// Bits per element of a lane.
     pub bits: u8,
     /// Elements per vector; 1 for scalars.
     pub lanes: u16,

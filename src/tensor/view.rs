@@ -38,9 +38,9 @@ const LINE: usize = 64;
 pub struct Pick {
     /// The first index.
     pub start: usize,
-    /// How many, or `None` for the one alone, without its dimension.
+    /// The number of indices; `None` for the first alone, without its dimension.
     pub count: Option<usize>,
-    /// From one to the next.
+    /// The distance from one index to the next.
     pub step: usize,
 }
 

@@ -11,7 +11,7 @@ pub struct Frees {
     pub full: Vec<u32>,
     /// Slots for full attention whose windows go.
     pub window: Vec<u32>,
-    /// States.
+    /// Slots of states.
     pub state: Vec<u32>,
     /// Values given up, by part.
     pub counts: [usize; 3],
@@ -22,7 +22,7 @@ pub struct Frees {
 /// A node that is gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Removed {
-    /// Its namespace.
+    /// The namespace of its prefix.
     pub name: Namespace,
     /// The hashes of its pages.
     pub hashes: Vec<PageHash>,

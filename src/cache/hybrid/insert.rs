@@ -33,7 +33,7 @@ pub enum Act {
     FreeOld(Vec<u32>),
     /// Find the window of `slots`, and give it to the node with [`HybridTree::set_value`].
     Rebuild {
-        /// The node.
+        /// The node that gets it.
         node: NodeHandle,
         /// Its slots for full attention.
         slots: Vec<u32>,
@@ -41,11 +41,11 @@ pub enum Act {
     /// Move the windows of inserted slots to slots that are locked, and give them to the node with
     /// [`HybridTree::set_value`]. Free the inserted slots without their windows.
     Recover {
-        /// The node.
+        /// The node that gets them.
         node: NodeHandle,
         /// Its slots for full attention.
         kept: Vec<u32>,
-        /// The inserted ones.
+        /// The inserted slots, whose windows are moved.
         incoming: Range,
     },
     /// Call [`HybridTree::evict_excess_states`] with the node.
@@ -67,7 +67,7 @@ pub type Range = std::ops::Range<usize>;
 pub struct Adopted {
     /// Slots for full attention.
     pub full: Vec<Range>,
-    /// Windows.
+    /// Slots whose windows are the tree's now.
     pub window: Vec<Range>,
 }
 
@@ -113,7 +113,7 @@ pub struct Step {
 pub struct Added {
     /// The node at their end.
     pub node: NodeHandle,
-    /// Their positions.
+    /// Their positions in the prompt.
     pub tokens: Range,
 }
 
@@ -139,7 +139,7 @@ pub(super) struct Insertion {
     result: Inserted,
     /// What was not handed out yet.
     acts: Vec<Act>,
-    /// As the acts.
+    /// The tokens added, if they were not handed out yet.
     added: Option<Added>,
 }
 

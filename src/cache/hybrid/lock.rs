@@ -35,7 +35,7 @@ pub struct Receipt {
 pub struct Skipped([bool; 3]);
 
 impl Skipped {
-    /// These parts.
+    /// A lock that leaves these parts out.
     #[must_use]
     pub fn of(parts: impl IntoIterator<Item = Part>) -> Self {
         let mut skipped = Self::default();
@@ -55,9 +55,9 @@ impl Skipped {
 /// A lock that a node does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotLocked {
-    /// The node.
+    /// The node, which may lie before the one that was to be unlocked.
     pub node: NodeHandle,
-    /// The part.
+    /// The part of which it has no lock.
     pub part: Part,
 }
 
@@ -283,7 +283,7 @@ pub struct Locked {
 /// What was released of a lock before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Done {
-    /// Nothing.
+    /// Nothing: the lock is as it was taken.
     Nothing,
     /// The window, and the state with it.
     Window,

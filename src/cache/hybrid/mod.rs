@@ -196,7 +196,7 @@ struct Node {
     hashes: Vec<PageHash>,
     /// By part; empty where there is none.
     values: [Vec<u32>; 3],
-    /// By part.
+    /// Numbers of locks, by part.
     locks: [u32; 3],
     /// The name of the window locks that end here.
     boundary: Option<Boundary>,
@@ -250,9 +250,9 @@ impl Node {
 /// Values of a part, by whether they are locked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sizes {
-    /// Without locks.
+    /// Values of nodes without locks of the part.
     pub evictable: usize,
-    /// With locks.
+    /// Values of nodes with such locks.
     pub locked: usize,
 }
 

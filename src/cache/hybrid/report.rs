@@ -10,11 +10,11 @@ use crate::cache::Namespace;
 /// A node on a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathNode {
-    /// The node.
+    /// Its name.
     pub node: NodeHandle,
-    /// The one before it.
+    /// The node before it.
     pub parent: NodeHandle,
-    /// Tokens before it.
+    /// Tokens of the prompt before its first.
     pub start: usize,
     /// Tokens up to its end.
     pub end: usize,
@@ -27,7 +27,7 @@ pub struct PathNode {
 pub struct NodeState {
     /// The node before it; `None` for the root.
     pub parent: Option<NodeHandle>,
-    /// Its own tokens.
+    /// Its tokens, without those of the nodes before.
     pub tokens: Vec<i64>,
     /// Tokens up to its end.
     pub end: usize,
@@ -44,9 +44,9 @@ pub struct NodeState {
 /// The slot of a token, its position in the prompt, and the slot of the token before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotRow {
-    /// The slot.
+    /// The slot of the token, for full attention.
     pub slot: u32,
-    /// The position.
+    /// The token's position in the prompt, from 0 on.
     pub position: usize,
     /// The slot before; `None` for the first.
     pub before: Option<u32>,

@@ -10,7 +10,7 @@ pub const BLOCK: usize = 512;
 pub enum TokenRun {
     /// All of them are below 2**32.
     Narrow(Vec<u32>),
-    /// Any.
+    /// Any 64-bit ids.
     Wide(Vec<i64>),
 }
 

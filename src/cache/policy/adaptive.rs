@@ -38,7 +38,7 @@ fn class(uses: u32) -> usize {
     (uses.max(1).next_power_of_two().trailing_zeros() as usize).min(CLASSES - 1)
 }
 
-/// The policy.
+/// The adaptive policy: see the [module](self).
 #[derive(Debug)]
 pub(super) struct Adaptive {
     ages: Ages,

@@ -16,9 +16,9 @@ pub const AGE_BUCKETS: usize = 40;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Evicted {
-    /// Pages.
+    /// Numbers of pages in the allocator.
     pub pages: Vec<Page>,
-    /// Snapshots of states.
+    /// Track slots of snapshots.
     pub states: Vec<StateSlot>,
     /// The keys of the pages, if there are keys: what was worth least first.
     pub keys: Vec<PageHash>,

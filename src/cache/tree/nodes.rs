@@ -66,9 +66,9 @@ pub struct NodeInfo {
     pub parent: Option<NodeHandle>,
     /// The nodes behind, tails included.
     pub children: Vec<NodeHandle>,
-    /// Its own tokens.
+    /// Its tokens, without those of the nodes before.
     pub tokens: Vec<i32>,
-    /// Its own pages.
+    /// The pages of these tokens.
     pub pages: Vec<Page>,
     /// Locks of the node and of all nodes behind.
     pub locks: usize,

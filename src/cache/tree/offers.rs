@@ -42,11 +42,11 @@ pub struct Beyond {
 /// Pages that follow each other, offered to the tier below.
 #[derive(Clone, Debug)]
 pub struct OfferedPages {
-    /// The pages.
+    /// Their numbers in the allocator.
     pub pages: Vec<Page>,
-    /// Their keys.
+    /// The key of each page.
     pub keys: Vec<PageHash>,
-    /// Their namespace.
+    /// The namespace of their prefix.
     pub namespace: Namespace,
     /// The key of the page before them.
     pub parent: Option<PageHash>,
@@ -75,7 +75,7 @@ impl OfferedPages {
 /// A snapshot of a state, offered to the tier below.
 #[derive(Clone, Debug)]
 pub struct OfferedState {
-    /// Where it is.
+    /// The track slot that has it.
     pub slot: StateSlot,
     /// The key of the last page before it.
     pub key: PageHash,
@@ -86,9 +86,9 @@ pub struct OfferedState {
 /// What a tree offers since the last call of [`Tree::take_offers`].
 #[derive(Debug, Default)]
 pub struct Offered {
-    /// Pages.
+    /// Runs of pages.
     pub pages: Vec<OfferedPages>,
-    /// Snapshots.
+    /// Snapshots of states.
     pub states: Vec<OfferedState>,
 }
 

@@ -28,7 +28,7 @@ struct Snapshot {
 enum Rank {
     /// A later one of the same request took its place.
     Superseded,
-    /// Any other.
+    /// None did: it goes after those.
     Last,
 }
 

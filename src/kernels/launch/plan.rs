@@ -14,7 +14,7 @@ use super::params::PlanParams;
 /// The fields of a plan on a device, as byte offsets into a region.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanFields<'a> {
-    /// The region.
+    /// The device memory that the offsets are in.
     pub region: &'a Region,
     /// int32, one per new token.
     pub out_cache_loc: usize,

@@ -13,7 +13,7 @@ use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionR
 
 use super::{Event, Gpu, Pinned};
 
-/// Alignment of pieces.
+/// Alignment of pieces, in bytes.
 const PIECE: usize = 16;
 
 /// From this many pieces in use on, the driver is asked which are done.

@@ -18,7 +18,7 @@ pub enum Field {
     Positions,
     /// Slots of the new tokens, int64; -1 for padding.
     SlotMapping,
-    /// Request rows.
+    /// The row of each request in the table.
     ReqPoolIndices,
     /// Tokens of each request, including the new ones.
     SeqLens,

@@ -136,7 +136,7 @@ impl PlannerState {
         self.fields.bytes()
     }
 
-    /// Plans so far.
+    /// The number of plans made so far.
     pub(super) const fn plans(&self) -> usize {
         self.plans
     }

@@ -237,7 +237,7 @@ fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, tran
 pub(super) struct Parting {
     pub(super) states: Option<Arc<GdnPool>>,
     pub(super) slots: Vec<StateSlot>,
-    /// What is copied.
+    /// Pieces of the tier that the copy reads or writes.
     pub(super) _pieces: Option<HeldPieces>,
 }
 
