@@ -19,7 +19,9 @@ pub type Digest = fn(&[&[u8]]) -> PageHash;
 ///
 /// ```
 /// use kvpool::cache::{KeyChain, Namespace};
-/// let digest = |parts: &[&[u8]]| [parts.concat().iter().fold(7, |sum: u8, byte| sum.wrapping_mul(31) ^ byte); 32];
+/// let digest = |parts: &[&[u8]]| {
+///     [parts.concat().iter().fold(7, |sum: u8, byte| sum.wrapping_mul(31) ^ byte); 32]
+/// };
 /// let mut chain = KeyChain::at_root(digest, &Namespace::Unnamed, 2);
 /// let (first, second) = (chain.next(&[1, 2]), chain.next(&[3, 4]));
 /// assert_eq!(KeyChain::behind(digest, first).next(&[3, 4]), second);
@@ -75,7 +77,9 @@ impl KeyChain {
 ///
 /// ```
 /// use kvpool::cache::StoreKeys;
-/// let digest = |parts: &[&[u8]]| [parts.concat().iter().fold(7, |sum: u8, byte| sum.wrapping_mul(31) ^ byte); 32];
+/// let digest = |parts: &[&[u8]]| {
+///     [parts.concat().iter().fold(7, |sum: u8, byte| sum.wrapping_mul(31) ^ byte); 32]
+/// };
 /// let of = |model: &str| StoreKeys::new(digest, &[model.as_bytes(), b"float16"]);
 /// assert_eq!(of("one").piece(&[1; 32], 0), of("one").piece(&[1; 32], 0));
 /// assert_ne!(of("one").piece(&[1; 32], 0), of("other").piece(&[1; 32], 0));

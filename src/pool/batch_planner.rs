@@ -64,9 +64,13 @@ pub enum Prefix {
 ///     TokenToKvPoolAllocator,
 /// };
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 64, page_size: 1, need_sort: true, strict: false, ..AllocatorConfig::default() };
+/// let config = AllocatorConfig {
+///     size: 64, page_size: 1, need_sort: true, strict: false, ..AllocatorConfig::default()
+/// };
 /// let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-/// let config = ReqToTokenConfig { max_reqs: 4, max_context_len: 32, padding_row: true, strict: false, ..ReqToTokenConfig::default() };
+/// let config = ReqToTokenConfig {
+///     max_reqs: 4, max_context_len: 32, padding_row: true, strict: false, ..ReqToTokenConfig::default()
+/// };
 /// let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
 /// let config = PlannerConfig { max_batch_size: 4, max_tokens: 16, kv_indices: true, block_table: true };
 /// let planner = BatchPlanner::new(&config, &host, slots, Arc::clone(&table)).unwrap();

@@ -32,7 +32,9 @@ use crate::transfer::Transfer;
 /// }
 ///
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 8, page_size: 1, need_sort: true, strict: false, ..AllocatorConfig::default() };
+/// let config = AllocatorConfig {
+///     size: 8, page_size: 1, need_sort: true, strict: false, ..AllocatorConfig::default()
+/// };
 /// let allocator = TokenToKvPoolAllocator::new(&config, &host).unwrap();
 /// let slots = allocator.alloc(3, stream).unwrap().unwrap().keep();
 /// let sent = Arc::new(Sent(AtomicBool::new(false)));

@@ -54,13 +54,15 @@ pub struct FileStoreConfig {
 /// use kvpool::pool::{FileStore, FileStoreConfig};
 ///
 /// fn digest(parts: &[&[u8]]) -> [u8; 32] {
-///     let sum = parts.concat().iter().fold(0_u64, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+///     let mix = |sum: u64, &byte: &u8| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+///     let sum = parts.concat().iter().fold(0, mix);
 ///     [sum.to_le_bytes(); 4].concat().try_into().unwrap()
 /// }
 ///
 /// let path = std::env::temp_dir().join(format!("kvpool-example-{}", std::process::id()));
-/// let config =
-///     FileStoreConfig { capacity_bytes: 1 << 20, page_bytes: 4096, threads: 1, queue_bytes: 1 << 20, digest };
+/// let config = FileStoreConfig {
+///     capacity_bytes: 1 << 20, page_bytes: 4096, threads: 1, queue_bytes: 1 << 20, digest,
+/// };
 /// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4096).unwrap());
 /// let rows = || HostRows::of_region(&region, 0, 2, 4096).unwrap();
 /// rows().write(1, &[7; 4096]);

@@ -50,8 +50,8 @@ pub struct HostTierConfig {
 /// use kvpool::pool::{HostTier, HostTierConfig, KvConfig, KvLayout, KvPool};
 /// let host: Arc<dyn Backend> = Arc::new(Host);
 /// let config = KvConfig {
-///     size: 64, layer_num: 2, k_head_num: 4, k_head_dim: 8, v_head_num: 4, v_head_dim: 8, dtype: DType::BF16,
-///     page_size: 16, layout: KvLayout::Split, pin_memory: false,
+///     size: 64, layer_num: 2, k_head_num: 4, k_head_dim: 8, v_head_num: 4, v_head_dim: 8,
+///     dtype: DType::BF16, page_size: 16, layout: KvLayout::Split, pin_memory: false,
 /// };
 /// let kv = Arc::new(KvPool::new(&config, &host).unwrap());
 /// let config = HostTierConfig {

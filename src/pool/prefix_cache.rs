@@ -113,16 +113,21 @@ pub struct CachedSizes {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false, ..AllocatorConfig::default() };
+/// let config = AllocatorConfig {
+///     size: 8, page_size: 2, need_sort: true, strict: false, ..AllocatorConfig::default()
+/// };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-/// let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None };
+/// let config = PrefixCacheConfig {
+///     policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None,
+/// };
 /// let cache = PrefixCache::new(config, Arc::clone(&allocator), None, None).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
 /// let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap();
 /// assert_eq!(lease.len().unwrap(), 0);
 /// let slots = IndexVec::I32(vec![2, 3, 4, 5]);
 /// drop(allocator.alloc(4, stream).unwrap().unwrap().keep());
-/// let published = lease.publish(&Offer { tokens: &&prompt[..4], slots: Some(&slots), state: None }, stream).unwrap();
+/// let offer = Offer { tokens: &&prompt[..4], slots: Some(&slots), state: None };
+/// let published = lease.publish(&offer, stream).unwrap();
 /// assert_eq!((published.length, cache.tree_stats(stream).locked), (4, 4));
 /// drop(lease);
 /// assert_eq!(cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap().len().unwrap(), 4);

@@ -47,7 +47,8 @@ pub enum ErrandQueue {
 /// let store = RemoteStore::default();
 /// std::thread::scope(|scope| {
 ///     scope.spawn(|| {
-///         let errand = store.next(ErrandQueue::Reads, Duration::from_secs(60)).unwrap().expect("one was queued");
+///         let errand = store.next(ErrandQueue::Reads, Duration::from_secs(60)).unwrap();
+///         let errand = errand.expect("one was queued");
 ///         assert_eq!((errand.kind(), errand.keys().len()), (ErrandKind::Find, 2));
 ///         errand.finish(&[true, false]);
 ///     });
