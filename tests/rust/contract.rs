@@ -3,15 +3,17 @@
 use std::sync::Arc;
 
 use kvpool::base::{Device, ErrorKind, Id, IndexVec, Result};
+use kvpool::cache::PolicyKind;
 use kvpool::index::{Act, BadFrees, Rounding, State};
 use kvpool::kernels::Indices;
 use kvpool::pool::{
-    AllocatorConfig, BufferConfig, BufferPool, ChunkPool, GdnConfig, GdnPool, KvPool, PageConfig, PagePool,
-    Pool, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
+    AllocatorConfig, BufferConfig, BufferPool, ChunkPool, GdnConfig, GdnPool, HostTier, KvPool, PageConfig,
+    PagePool, Pool, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
+    Workspace, WorkspaceConfig,
 };
 use kvpool::tensor::TensorView;
 
-use crate::pool_table::{GDN, KV, PAGES, ROWS, SLOTS, STREAM, chunks, host};
+use crate::pool_table::{GDN, KV, PAGES, ROWS, SLOTS, STREAM, TIER, chunks, host};
 
 fn first(view: &TensorView) -> i64 {
     view.region().read::<i32>(view.offset(), 1).expect("inside")[0].into()
@@ -83,14 +85,29 @@ fn counted(strict: bool) -> Vec<Box<dyn Counted>> {
     ]
 }
 
+/// A cache of prefixes on an allocator of its own.
+fn cache(strict: bool) -> PrefixCache {
+    let config = PrefixCacheConfig {
+        policy: PolicyKind::Adaptive,
+        max_pinned: 0.5,
+        name: "cache".into(),
+        events: None,
+    };
+    let slots = TokenToKvPoolAllocator::new(&AllocatorConfig { strict, ..SLOTS }, &host()).expect("memory");
+    PrefixCache::new(config, Arc::new(slots), None, None).expect("valid")
+}
+
 /// One pool of each class.
 fn all() -> Vec<Box<dyn Pool>> {
     let arena = WorkspaceConfig { arena_bytes: 4096, poison: false };
+    let kv = Arc::new(KvPool::new(&KV, &host()).expect("memory"));
     let mut pools: Vec<Box<dyn Pool>> = vec![
         Box::new(KvPool::new(&KV, &host()).expect("memory")),
         Box::new(ChunkPool::new(&chunks(6, true), &host()).expect("memory")),
         Box::new(BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &host())),
         Box::new(Workspace::new(&arena, &host()).expect("memory")),
+        Box::new(cache(false)),
+        Box::new(HostTier::new(&TIER, &kv, None, &host()).expect("memory")),
     ];
     pools.extend(counted(true).into_iter().map(|pool| pool as Box<dyn Pool>));
     pools
@@ -127,6 +144,13 @@ fn every_pool_describes_itself() {
         } else {
             assert!(pool.occupancy().pieces.is_empty());
         }
+    }
+}
+
+#[test]
+fn a_cache_is_as_strict_as_the_allocator_of_its_slots() {
+    for strict in [false, true] {
+        assert_eq!(Pool::strict(&cache(strict)), strict);
     }
 }
 

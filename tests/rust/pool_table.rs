@@ -3,12 +3,13 @@
 use std::sync::{Arc, Mutex};
 
 use kvpool::base::{DType, ErrorKind, IndexDType, Result};
+use kvpool::cache::Offering;
 use kvpool::index::Rounding;
 use kvpool::memory::{Backend, Count, Fail, Host, Limit, Stream};
 use kvpool::pool::{
     AllocatorConfig, BatchPlanner, BufferConfig, BufferPool, ChunkConfig, ChunkPool, GdnConfig, GdnPool,
-    KvConfig, KvLayout, KvPool, PageConfig, PagePool, PlannerConfig, ReqToTokenConfig, ReqToTokenPool,
-    TableWriters, TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
+    HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, PageConfig, PagePool, PlannerConfig,
+    ReqToTokenConfig, ReqToTokenPool, TableWriters, TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
 };
 
 /// Host memory has no streams.
@@ -21,7 +22,7 @@ pub(crate) fn host() -> Arc<dyn Backend> {
 /// Makes a pool on a backend, takes something from it, and drops it.
 type Make = fn(&Arc<dyn Backend>) -> Result<()>;
 
-/// Every pool. On the host an allocator takes no memory from its backend.
+/// Every pool that takes memory. On the host an allocator takes none from its backend.
 const POOLS: [(&str, Make); 9] = [
     ("KvPool", |backend| KvPool::new(&KV, backend).map(drop)),
     ("GdnPool", |backend| GdnPool::new(&GDN, backend).map(drop)),
@@ -50,6 +51,15 @@ const POOLS: [(&str, Make); 9] = [
         Workspace::new(&WorkspaceConfig { arena_bytes: 4096, poison: true }, backend).map(drop)
     }),
 ];
+
+/// The pool whose memory is the host's, wherever the pools above it are.
+const TIER_BELOW: (&str, Make) = ("HostTier", |backend| {
+    // Its pools are not on this backend.
+    let kv = Arc::new(KvPool::new(&KV, &host())?);
+    let states = Arc::new(GdnPool::new(&GDN, &host())?);
+    let config = HostTierConfig { max_states: 3, ..TIER };
+    HostTier::new(&config, &kv, Some(&states), backend).map(drop)
+});
 
 pub(crate) const KV: KvConfig = KvConfig {
     size: 64,
@@ -89,6 +99,14 @@ pub(crate) const ROWS: ReqToTokenConfig = ReqToTokenConfig {
 pub(crate) const SLOTS: AllocatorConfig =
     AllocatorConfig { size: 64, page_size: 16, need_sort: true, strict: false, index_dtype: IndexDType::I32 };
 
+pub(crate) const TIER: HostTierConfig = HostTierConfig {
+    size: 64,
+    max_states: 0,
+    write: Offering::Published,
+    pin_memory: false,
+    page_lock_threads: 1,
+};
+
 const PLANS: PlannerConfig =
     PlannerConfig { max_batch_size: 4, max_tokens: 32, kv_indices: true, block_table: true };
 
@@ -102,7 +120,7 @@ pub(crate) fn chunks(num_chunks: usize, strict: bool) -> ChunkConfig {
 
 /// Runs the suite on top of `inner`.
 pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
-    for (name, make) in POOLS {
+    for (name, make) in POOLS.into_iter().chain(inner.gpu().is_none().then_some(TIER_BELOW)) {
         let count = Arc::new(Count::new(Arc::clone(inner)));
         let counted: Arc<dyn Backend> = count.clone();
         make(&counted).unwrap_or_else(|error| panic!("{name}: {error}"));

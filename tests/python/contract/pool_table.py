@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
+import torch
 from common import some
 
 import kvpool
 from kvpool import _typing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,16 @@ class Case:
         cls: The class.
         sizes: Its arguments that are sizes, and small ones that work.
         stats: The type of `stats()`.
+        below: The pools that it is made of, on a device. It is where they are, and has no argument for that.
         may_be_zero: The sizes that may be 0.
         dtype: Its dtype unless one is named, if it has one.
         too_large: Sizes for which no machine has the memory.
         big: Sizes for which a leak shows.
         full: Arguments with which it does all that it can.
-        unit: What it hands out.
+        unit: What it hands out, or keeps.
+        on_device: Whether its memory is on its device. If not it is in host memory, whatever it is made of.
         tensors: Tensors over all of its memory.
+        hidden: Bytes of its memory over which there are no tensors.
         use: Does with a new pool all that it is for, so that nothing stays in use.
         take: Takes a unit, or answers None.
         give: Gives a unit back; twice is a bad free.
@@ -45,13 +49,16 @@ class Case:
     cls: type[Any]
     sizes: dict[str, int]
     stats: type[Any]
+    below: Callable[..., dict[str, Any]] = dict
     may_be_zero: tuple[str, ...] = ()
     dtype: str | None = None
     too_large: dict[str, int] = field(default_factory=dict)
     big: dict[str, int] = field(default_factory=dict)
     full: dict[str, int] = field(default_factory=dict)
     unit: str = "slot"
+    on_device: bool = True
     tensors: Callable[[Any], list[torch.Tensor]] = lambda _pool: []
+    hidden: Callable[[Any], int] = lambda _pool: 0
     use: Callable[[Any], object] = lambda _pool: None
     take: Callable[[Any], Any] | None = None
     give: Callable[[Any, Any], None] = lambda _pool, _unit: None
@@ -59,10 +66,28 @@ class Case:
     by_number: Callable[[Any, Any], None] | None = None
     needs_device: Callable[[Any], list[Callable[[], object]]] = lambda _pool: []
 
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """What the signature says."""
+        return inspect.signature(self.cls).parameters
+
+    @property
+    def takes_device(self) -> bool:
+        """Whether an argument says where it is."""
+        return "device" in self.parameters
+
     def make(self, **changes: Any) -> Any:  # noqa: ANN401
-        """A small pool on the device of the test."""
+        """A small pool on the device of the test. Changes that it does not know are of those below it."""
         dtype = {} if self.dtype is None else {"dtype": "float32"}
-        return self.cls(**{**self.sizes, **dtype, "device": devices.current(), **changes})
+        if self.takes_device:
+            return self.cls(**{**self.sizes, **dtype, "device": devices.current(), **changes})
+        others = {name: changes.pop(name) for name in set(changes) - set(self.parameters)}
+        return self.cls(**{**self.below(devices.current(), **others), **self.sizes, **changes})
+
+    @property
+    def place(self) -> str:
+        """The device of a pool that the test makes."""
+        return {"cpu": "cpu", "cuda": "cuda:0"}[devices.current()] if self.on_device else "cpu"
 
     def taken(self, pool: Any, count: int) -> list[Any]:  # noqa: ANN401
         """So many units, all of which there must be."""
@@ -133,6 +158,82 @@ def _use_arena(pool: kvpool.Workspace) -> None:
     pool.zeros(pool.arena_bytes // 8, "float32").fill_(1)
     pool.empty(3, "int8")
     assert pool.reset()
+
+
+def _below_a_cache(device: str, slots: int = 64) -> dict[str, Any]:
+    return {
+        "allocator": kvpool.TokenToKVPoolAllocator(slots, device, page_size=4),
+        "states": kvpool.GDNPool(4, 1, 1, 2, 2, 4, 3, device, max_track_slots=3),
+    }
+
+
+def _cache_prompts(cache: kvpool.PrefixCache) -> None:
+    allocator, length = cache.allocator, cache.allocator.size // 4
+    free = cache.obtainable_size()
+    for start in range(0, 6 * length, length):
+        # The last evict the first.
+        tokens = torch.arange(start, start + length)
+        with cache.match(tokens) as lease:
+            lease.publish(tokens, some(allocator.alloc(length)), state=1)
+    with cache.match(tokens) as lease:
+        assert (lease.length, lease.slots.numel()) == (length, length)
+        lease.restore(2)
+        cache.pin(lease, seconds=1000)
+        copy = some(allocator.alloc(length))
+        assert cache.insert(tokens, copy).duplicates == length
+    cache.clear()
+    assert allocator.available_size() == free
+    cache.verify()
+
+
+def _of_a_lease(cache: kvpool.PrefixCache) -> list[Callable[[], object]]:
+    slots = some(cache.allocator.alloc(8)).tolist()
+    lease = cache.match([])
+    lease.publish(range(4), slots[:4], state=1)
+    return [
+        lambda: lease.slots,
+        lambda: lease.restore(2),
+        lambda: lease.publish(range(4, 8), slots[4:], state=1),
+    ]
+
+
+def _below_a_tier(device: str) -> dict[str, Any]:
+    return {
+        "kv": kvpool.KVPool(16, 2, 2, 64, device, "float32"),
+        "states": kvpool.GDNPool(4, 1, 1, 128, 128, 4, 3, device, "float32", max_track_slots=3),
+    }
+
+
+def _bytes_of_a_tier(tier: kvpool.HostTier) -> int:
+    states = some(tier.states)
+    each = states.recurrent_state[:, 0].nbytes + states.conv_state[:, 0].nbytes
+    return tier.stats()["capacity"] * tier.page_bytes + tier.stats()["state_capacity"] * each
+
+
+def _copy_down_and_back(tier: kvpool.HostTier) -> None:
+    kv = tier.kv
+    allocator = kvpool.TokenToKVPoolAllocator(kv.size, kv.device, kv.page_size)
+    cache = kvpool.PrefixCache(allocator, states=tier.states, tiers=[tier])
+    tier.wait_registered()
+
+    def settle() -> None:
+        ends = time.monotonic() + 60
+        while cache.evictable_size() + 1 and tier.stats()["arriving"]:
+            assert time.monotonic() < ends, "copies end"
+
+    for start in range(0, tier.size, kv.size):
+        tokens = torch.arange(start, start + kv.size)
+        with cache.match([]) as lease:
+            lease.publish(tokens, some(allocator.alloc(kv.size)), state=1)
+        settle()
+        cache.evict(kv.size)
+    with cache.match(tokens) as lease:
+        load = some(lease.load())
+        for layer in range(kv.layer_num if load.length else 0):
+            load.wait_layer(layer)
+    cache.clear()
+    settle()
+    tier.verify()
 
 
 CASES = {
@@ -266,6 +367,28 @@ CASES = {
             tensors=lambda pool: [pool.zeros(100, "float32"), pool.zeros(9, "float32")],
             use=_use_arena,
             needs_device=lambda pool: [lambda: pool.zeros(8, "float32")],
+        ),
+        Case(
+            kvpool.PrefixCache,
+            {},
+            _typing.PrefixStats,
+            below=_below_a_cache,
+            big={"slots": 1 << 18},
+            use=_cache_prompts,
+            needs_device=_of_a_lease,
+        ),
+        Case(
+            kvpool.HostTier,
+            {"size": 16, "max_states": 2},
+            _typing.TierStats,
+            below=_below_a_tier,
+            too_large={"max_states": (1 << 31) - 1},
+            big={"size": 1 << 9},
+            unit="page",
+            on_device=False,
+            hidden=_bytes_of_a_tier,
+            use=_copy_down_and_back,
+            needs_device=lambda pool: [pool.wait_registered],
         ),
     )
 }

@@ -32,9 +32,9 @@ def test_properties_are_the_arguments_and_read_only(case: Case) -> None:
     for size, value in case.sizes.items():
         if size not in {"chunk_shape", "initial_pages", "max_reqs"}:
             assert getattr(pool, size) == value
-    assert pool.device == {"cpu": "cpu", "cuda": "cuda:0"}[devices.current()]
+    assert pool.device == case.place
     assert repr(pool).startswith(f"{case.cls.__name__}(")
-    if case.cls is not kvpool.ChunkPool:
+    if case.cls not in {kvpool.ChunkPool, kvpool.HostTier}:
         assert f"device='{pool.device}'" in repr(pool)
     properties = [name for name, _ in inspect.getmembers(case.cls, inspect.isdatadescriptor)]
     for name in properties:
@@ -87,7 +87,7 @@ def test_rejects_bad_sizes(case: Case, size: str) -> None:
 @each_size()
 @pytest.mark.parametrize("bad", [1.0, "1", None, float("nan"), object()], ids=lambda bad: type(bad).__name__)
 def test_rejects_sizes_of_a_wrong_type(case: Case, size: str, bad: object) -> None:
-    if bad is None and inspect.signature(case.cls).parameters[size].default is None:
+    if bad is None and case.parameters[size].default is None:
         return
     with pytest.raises(TypeError):
         case.make(**{size: bad})
@@ -160,14 +160,14 @@ def test_rejects_dtypes_that_are_not_for_storage(case: Case) -> None:
             case.make(dtype=bad)
 
 
-@every_pool
+@each("takes_device")
 def test_every_way_to_write_a_device(case: Case) -> None:
     name = {"cpu": "cpu", "cuda": "cuda:0"}[devices.current()]
     for written in (name, torch.device(name), torch.device(devices.current())):
         assert case.make(device=written).device == name
 
 
-@every_pool
+@each("takes_device")
 @devices.cpu_only
 def test_rejects_devices_that_are_none(case: Case) -> None:
     for bad in (
@@ -190,14 +190,14 @@ def test_rejects_devices_that_are_none(case: Case) -> None:
             case.make(device=wrong)
 
 
-@every_pool
+@each("takes_device")
 @devices.cpu_only
 @without_a_driver
 def test_without_a_driver_says_what_was_looked_for(case: Case) -> None:
     for device in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:1")):
         with pytest.raises(kvpool.BackendUnavailableError, match=r'libcuda.*device="cpu"'):
             case.make(device=device)
-    if inspect.signature(case.cls).parameters["device"].default == "cuda":
+    if case.parameters["device"].default == "cuda":
         dtype = {"dtype": case.dtype} if case.dtype else {}
         with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
             case.cls(**case.sizes, **dtype)
@@ -206,19 +206,22 @@ def test_without_a_driver_says_what_was_looked_for(case: Case) -> None:
 @every_pool
 @devices.cpu_only
 def test_defaults_are_what_the_signature_says(case: Case) -> None:
-    parameters = inspect.signature(case.cls).parameters
+    given = {**case.sizes, **({"device": "cpu"} if case.takes_device else case.below("cpu"))}
     needed = {
-        name: case.sizes[name] for name in case.sizes if parameters[name].default is inspect.Parameter.empty
+        name: given[name]
+        for name, parameter in case.parameters.items()
+        if name in given and (parameter.default is inspect.Parameter.empty or name == "device")
     }
     dtype = {"dtype": "float32"} if case.dtype == "" else {}
-    pool = case.cls(**needed, **dtype, device="cpu")
-    for name, parameter in parameters.items():
-        if parameter.default not in {inspect.Parameter.empty, None} and name not in {"device", "pin_memory"}:
+    pool = case.cls(**needed, **dtype)
+    told_elsewhere = {"device", "pin_memory", "max_pinned", "events"}
+    for name, parameter in case.parameters.items():
+        if parameter.default not in {inspect.Parameter.empty, None} and name not in told_elsewhere:
             found = getattr(pool, name)
             assert (str(found)[6:] if name.endswith("dtype") else found) == parameter.default
 
 
-@each("too_large")
+@each("too_large", "on_device")
 @cuda_only
 def test_out_of_memory_tells_both_numbers_and_leaves_nothing(case: Case, driver: Driver) -> None:
     before = driver.device_bytes()

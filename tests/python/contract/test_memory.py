@@ -143,6 +143,8 @@ def test_every_driver_call_may_fail(case: Case, driver: Driver) -> None:
             if "in_use" in stats:
                 assert stats["available"] + stats["in_use"] == stats["capacity"]
                 assert stats.get("dropped_frees", 0) == 0
+            if hasattr(pools[0], "verify"):
+                pools[0].verify()
     assert failures > 5
 
 
