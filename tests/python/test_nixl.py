@@ -266,8 +266,8 @@ def test_a_killed_reader_returns_slots_with_time(tcp: dict[str, str]) -> None:
     with ExitStack() as stack:
         a, b = pair(tcp, stack, **LARGE)
         assert b.read(a, a.ask("lend", [1], 30), [1]) is None
-        ticket = a.ask("lend", MANY, 1.5)
         begun = time.monotonic()
+        ticket = a.ask("lend", MANY, 1.5)
         b.ask("read", "a", ticket, MANY)
         b.signal(signal.SIGKILL)
         until(lambda: a.ask("lease", -1)[0], "the slots are lost")
@@ -348,14 +348,29 @@ def test_an_endpoint_sleeps_while_nothing_moves(nixl: dict[str, str], network: d
     """Alone and connected. NIXL's threads serve a peer all the same, without a poll of the lender."""
     run(
         f"""{NO_TORCH}
+from contextlib import suppress
+from pathlib import Path
 import time
 import kvpool
 from kvpool.integrations.nixl import Endpoint
 
+def wanted_s():
+    # What threads ran, and waited for a core: one that spins does so all the time, on a busy machine, too.
+    found = {{}}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended
+            found[path] = sum(map(int, path.read_text().split()[:2])) / 1e9
+    return found or {{None: time.process_time()}}
+
 def share_of_a_core():
-    begun, used = time.perf_counter(), time.process_time()
-    time.sleep(0.5)
-    return (time.process_time() - used) / (time.perf_counter() - begun)
+    # The least of some windows, as threads may end what they have begun before.
+    shares = []
+    while len(shares) < 10 and min(shares, default=1) >= 0.3:
+        begun, before = time.perf_counter(), wanted_s()
+        time.sleep(0.5)
+        used = sum(seconds - before.get(thread, 0) for thread, seconds in wanted_s().items())
+        shares.append(used / (time.perf_counter() - begun))
+    return min(shares)
 
 a, b = [Endpoint(name, kvpool.KVPool(64, 2, 2, 4, "cpu", "float32")) for name in "ab"]
 alone = share_of_a_core()
