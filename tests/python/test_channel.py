@@ -352,8 +352,8 @@ def test_a_channel_cannot_be_answered_with_its_own_frames(house: House) -> None:
 def test_callers_that_say_nothing_do_not_keep_others_out(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "HANDSHAKE_S", 0.3)
-    with raw(house) as slow:
+    with monkeypatch.context() as patch, raw(house) as slow:
+        patch.setattr(channels, "HANDSHAKE_S", 0.3)
         silent = [socket.create_connection(house.address) for _ in range(channels._MAX_HANDSHAKES + 4)]
         until(lambda: house.listener.refused >= 5)  # too many at once
         for _ in range(20):  # a byte now and then is not enough

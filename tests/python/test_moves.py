@@ -296,7 +296,6 @@ def test_a_request_waits_for_slots_that_are_copied(
     network: Network, monkeypatch: pytest.MonkeyPatch, *, is_over: bool
 ) -> None:
     """With a tier below the cache, what is evicted is free when it is copied: rows have no room before."""
-    monkeypatch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.1)
     pair = Pair(network, {"size": 32})
     decode = pair.decode.model
     tier = HostTier(decode.pool, 32)
@@ -309,7 +308,11 @@ def test_a_request_waits_for_slots_that_are_copied(
     if is_over:
         threading.Timer(0.02, setattr, (copy, "done", True)).start()
     else:
-        with pytest.raises(OutOfMemoryError, match="no request fits: 12 of 32"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(OutOfMemoryError, match="no request fits: 12 of 32"),
+        ):
+            patch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.1)
             pair.decode.engine.step()
         copy.done = True
     pair.run()

@@ -451,13 +451,16 @@ def test_a_step_evicts_for_the_next_one() -> None:
 
 
 def test_slots_that_never_come_are_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.05)
     model = LayeredReader(60, 4)
     engine, prompt, _ = evicted_prompt(model)
     fence = Fence()
     model.allocator.free(some(model.allocator.alloc(50)), after=fence)
     again = engine.submit(prompt, 5)
-    with pytest.raises(OutOfMemoryError, match="10 of 60 slots are available"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OutOfMemoryError, match="10 of 60 slots are available"),
+    ):
+        patch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.05)
         engine.step()
     assert again.state == "waiting"
     small = engine.submit([1, 2, 3], 4)
