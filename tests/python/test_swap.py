@@ -720,7 +720,8 @@ def test_others_run_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
         store.is_open.set()
         engine.run()
         assert_served(engine, [running, late])
-        # A store that does not answer is given up.
+        # A store that does not answer is given up. Nothing else is waited for.
+        settle(engine)
         monkeypatch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.05)
         store.is_open.clear()
         last = engine.submit(prompts_of(5)[0], 3)
