@@ -333,7 +333,9 @@ def test_a_request_goes_to_a_worker_that_is_large_enough() -> None:
     with cluster(1, 1, size=32) as (router, members):
         members |= {f"{role}-1": Member(router, f"{role}-1", role) for role in ("prefill", "decode")}
         until(router, lambda: router.stats()["workers"] == 4)
-        large, fits, too_large = (router.submit([1] * length, 10) for length in (24, 23, 300))
+        # They have nothing in common: where one has been served would draw the others.
+        lengths = enumerate((24, 23, 300), 1)
+        large, fits, too_large = (router.submit([token] * length, 10) for token, length in lengths)
         router.run()
         assert large.workers == ["prefill-1", "decode-1"]
         assert large.tokens == expected(large)
