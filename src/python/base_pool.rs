@@ -164,13 +164,16 @@ impl BasePool {
         let py = slf.py();
         let this = PyWeakrefReference::new(slf)?.unbind();
         let known: Vec<_> = {
-            let pools = lock(&POOLS);
+            let mut pools = lock(&POOLS);
             // A pool is listed once, however often it is initialised: it has one weak reference without a callback.
             if pools.iter().any(|pool| pool.is(&this)) {
                 return Ok(());
             }
-            let is_full = pools.len() == pools.capacity();
-            pools.iter().filter(|_| is_full).map(|pool| pool.clone_ref(py)).collect()
+            if pools.len() < pools.capacity() {
+                pools.push(this);
+                return Ok(());
+            }
+            pools.iter().map(|pool| pool.clone_ref(py)).collect()
         };
         // Dropped pools are removed before the list grows. They are looked for without the lock: the last reference
         // to a pool may be dropped here.
