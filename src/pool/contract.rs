@@ -46,8 +46,8 @@ pub trait Pool {
     /// The device of the memory or the index tensors.
     fn device(&self) -> Device;
 
-    /// Whether an invalid free is an error. A pool without frees is not strict, but for a prefix cache, which is what
-    /// its allocator is.
+    /// Whether an invalid free is an error. A pool without frees is not strict; a prefix cache is what its
+    /// allocator is.
     fn strict(&self) -> bool {
         false
     }
