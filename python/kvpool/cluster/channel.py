@@ -415,7 +415,8 @@ class Listener:
             channel.close()
 
     def _refuse(self, connection: socket.socket, address: tuple[object, ...], why: str) -> None:
-        self.refused += 1
+        with self._lock:  # several threads refuse
+            self.refused += 1
         _log.warning("a caller from %s is refused: %s", address[0], why)
         connection.close()
 
