@@ -71,7 +71,7 @@ def whole(model: Any, make: Callable[[], Any], batch: int, length: int) -> Case:
     prompts = torch.randint(1, VOCAB, (batch, length), generator=chance)
 
     def run(_: int) -> None:
-        model.generate(prompts, max_new_tokens=24, do_sample=False, past_key_values=make())
+        model.generate(prompts, max_new_tokens=24, do_sample=False, cache=make())
 
     return Case(run, calls=1)
 

@@ -8,6 +8,8 @@ import torch
 from model_configs import COMMON, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from kvpool.integrations.transformers.model import cache_argument
+
 
 class Kept(NamedTuple):
     """Shapes by layer: keys and values, recurrent states, convolution states."""
@@ -22,7 +24,8 @@ def kept_by(config: Any) -> Kept:  # noqa: ANN401 - a configuration of `transfor
     cache = DynamicCache(config=config)
     with torch.no_grad():
         make: Any = AutoModelForCausalLM.from_config
-        make(config).eval()(torch.ones(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+        model = make(config).eval()
+        model(torch.ones(1, 1, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})
     kept = Kept({}, {}, {})
     for i, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

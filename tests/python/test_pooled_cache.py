@@ -16,12 +16,14 @@ from devices import here
 from tiny_models import (
     MODELS,
     NOISE,
+    PROMPT_LENS,
     STATES_IN_PLACE,
     TINY,
     VOCAB,
     a_model,
     built,
     make,
+    padded,
     reference,
     some_tasks,
 )
@@ -41,15 +43,12 @@ from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError, StaleBuff
 from kvpool.integrations import seams as adapters
 from kvpool.integrations.seams import EngineMismatchError, differences
 from kvpool.integrations.transformers import PooledCache, continuous, seams
-from kvpool.integrations.transformers.model import only_shape
+from kvpool.integrations.transformers.model import cache_argument, only_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PAGE_SIZES = [1, 4, 64]
-
-# Three prompts of up to 20 tokens, padded on the left; windows of models have 16.
-PROMPT_LENS = (20, 13, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +67,15 @@ def is_whole(cache: PooledCache) -> bool:
     return free and not cache.table.req_to_token.cpu().any()
 
 
-def padded() -> dict[str, torch.Tensor]:
-    chance = torch.Generator().manual_seed(6)
-    longest = max(PROMPT_LENS)
-    ids = torch.randint(1, VOCAB, (len(PROMPT_LENS), longest), generator=chance)
-    mask = torch.arange(longest) >= longest - torch.tensor(PROMPT_LENS)[:, None]
-    return {"input_ids": here(ids * mask), "attention_mask": here(mask.long())}
-
-
-def generated(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:  # noqa: ANN401
+def generated(
+    model: Any,  # noqa: ANN401
+    inputs: dict[str, torch.Tensor],
+    cache: PooledCache | None = None,
+    **options: Any,  # noqa: ANN401
+) -> list[list[int]]:
     torch.manual_seed(7)
+    if cache is not None:
+        options[cache_argument(model)] = cache
     tokens: list[list[int]] = model.generate(**inputs, **{"do_sample": False, **options}).tolist()
     return tokens
 
@@ -110,7 +108,7 @@ def test_padded_prompts(config: str) -> None:
     model, inputs = a_model(config), padded()
     wanted = surely(reference(config, devices.current()), inputs, 12)
     with PooledCache(model, 256, 3, page_size=4) as cache:
-        assert generated(model, inputs, max_new_tokens=12, past_key_values=cache) == wanted
+        assert generated(model, inputs, max_new_tokens=12, cache=cache) == wanted
         assert cache.get_seq_length() == max(PROMPT_LENS) + 11
         assert cache.allocator.stats()["in_use"] == 3 * 32
     assert is_whole(cache)
@@ -126,7 +124,7 @@ def test_chunked_attention() -> None:
     model, inputs = make(config).eval().to(devices.current()), padded()
     assert {*(config.layer_types or ())} == {"chunked_attention", "full_attention"}
     wanted = generated(model, inputs, max_new_tokens=14)
-    assert generated(model, inputs, max_new_tokens=14, past_key_values=PooledCache(model, 128, 3)) == wanted
+    assert generated(model, inputs, max_new_tokens=14, cache=PooledCache(model, 128, 3)) == wanted
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -136,7 +134,7 @@ def test_every_way_to_generate(config: str, way: str) -> None:
     wanted = generated(reference(config, devices.current()), inputs, max_new_tokens=8, **WAYS[way])
     for page_size in PAGE_SIZES if way == "beams" else [4]:
         cache = PooledCache(model, 1024, 9, page_size=page_size)
-        assert generated(model, inputs, max_new_tokens=8, past_key_values=cache, **WAYS[way]) == wanted
+        assert generated(model, inputs, max_new_tokens=8, cache=cache, **WAYS[way]) == wanted
         # The pages of a prompt are those of all its beams, as far as they are full.
         if way == "beams" and page_size == 1:
             assert cache.allocator.stats()["in_use"] < 9 * 20
@@ -156,7 +154,7 @@ def test_assisted_generation(config: str) -> None:
         strict=True,
     ):
         cache = PooledCache(model, 256, 1, page_size=page_size)
-        assert generated(model, inputs, max_new_tokens=16, past_key_values=cache, **more) == wanted
+        assert generated(model, inputs, max_new_tokens=16, cache=cache, **more) == wanted
         assert cache.allocator.stats()["in_use"] == -(-cache.get_seq_length() // page_size) * page_size
 
 
@@ -167,15 +165,15 @@ def test_copies_go_on_from_a_prompt(config: str) -> None:
     prompt = here(torch.tensor([[*range(40, 61)]]))
     cache = PooledCache(model, 256, 4, page_size=4)
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
+        model(prompt, **{cache_argument(model): cache})
     for tail in ([1, 2], [3]):
         inputs = {"input_ids": torch.cat((prompt, here(torch.tensor([tail]))), 1)}
         other = copy.deepcopy(cache)
         assert cache.allocator.stats()["shared"] == 5 * 4
-        found = generated(model, inputs, max_new_tokens=6, past_key_values=other)
+        found = generated(model, inputs, max_new_tokens=6, cache=other)
         assert found == generated(alone, inputs, max_new_tokens=6)
         inputs = {"input_ids": here(torch.tensor([[*found[0], 9, 8]]))}
-        assert generated(model, inputs, max_new_tokens=6, past_key_values=other) == generated(
+        assert generated(model, inputs, max_new_tokens=6, cache=other) == generated(
             alone, inputs, max_new_tokens=6
         )
         del other
@@ -308,7 +306,7 @@ def test_prompts_that_do_not_fit_take_nothing(config: str, prompts: list[list[in
     cache = PooledCache(a_model(config), 32, 3, page_size=4, max_context_len=24)
     inputs = {"input_ids": here(torch.tensor(prompts))}
     with pytest.raises(OutOfMemoryError, match=words):
-        generated(a_model(config), inputs, max_new_tokens=1, past_key_values=cache)
+        generated(a_model(config), inputs, max_new_tokens=1, cache=cache)
     assert is_whole(cache)
 
 
@@ -319,11 +317,11 @@ def test_a_call_that_fails_loses_no_slot(config: str) -> None:
     cache = PooledCache(model, 12, 2)
     for _ in range(2):
         with pytest.raises(OutOfMemoryError, match=r"2 sequences of 6 tokens .* 1 more each: 0 of 12"):
-            generated(model, inputs, max_new_tokens=8, past_key_values=cache)
+            generated(model, inputs, max_new_tokens=8, cache=cache)
         assert cache.get_seq_length() == 6
         cache.reset()
         assert is_whole(cache)
-    short = generated(model, inputs, max_new_tokens=4, past_key_values=cache)
+    short = generated(model, inputs, max_new_tokens=4, cache=cache)
     assert short == generated(reference(config, devices.current()), inputs, max_new_tokens=4)
 
 

@@ -23,6 +23,7 @@ from tiny_models import (
     built,
     check_alone,
     make,
+    padded,
     reference,
     some_tasks,
 )
@@ -30,6 +31,7 @@ from transformers import DynamicCache, MambaConfig
 
 from kvpool import BatchPlan, BatchPlanner, ConfigError, HostTier, PrefixCache, StaleBufferError
 from kvpool.integrations.transformers import PooledModel
+from kvpool.integrations.transformers.model import cache_argument
 from kvpool.serving import Engine, Request, Sampling
 
 
@@ -151,6 +153,11 @@ def test_the_model_generates_as_before(config: str) -> None:
         out = model.generate(prompt, max_new_tokens=task.new_tokens, do_sample=False)
         assert out[0, prompt.shape[1] :].tolist() == tokens
     assert list(engine.stream(request)) == wanted[0]
+    several = [
+        each.generate(**padded(), max_new_tokens=8, do_sample=False).tolist()
+        for each in (model, reference(config, devices.current()))
+    ]
+    assert several[0] == several[1]
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
 
 
@@ -306,7 +313,7 @@ def test_states_are_those_of_the_model() -> None:
     for row, tokens in batch.tokens.items():
         states = DynamicCache(config=batch.model.config)
         with torch.no_grad():
-            batch.model(here(torch.tensor([tokens])), past_key_values=states)
+            batch.model(here(torch.tensor([tokens])), **{cache_argument(batch.model): states})
         for i, layer in enumerate((0, 2)):
             kept: Any = states.layers[layer]
             wanted = kept.recurrent_states[0][0].transpose(-1, -2)

@@ -43,6 +43,8 @@ TINY: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+# Of the padded prompts; windows of models have 16 tokens.
+PROMPT_LENS = (20, 13, 1)
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 
 # A model that writes to its recurrent states in place.
@@ -120,6 +122,15 @@ def reference(config: str, device: str) -> Any:  # noqa: ANN401
 
 def a_model(config: str, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
     return built(config, devices.current(), dtype)
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """Three prompts, padded on the left."""
+    chance = torch.Generator().manual_seed(6)
+    longest = max(PROMPT_LENS)
+    ids = torch.randint(1, VOCAB, (len(PROMPT_LENS), longest), generator=chance)
+    mask = torch.arange(longest) >= longest - torch.tensor(PROMPT_LENS)[:, None]
+    return {"input_ids": here(ids * mask), "attention_mask": here(mask.long())}
 
 
 class Task(NamedTuple):

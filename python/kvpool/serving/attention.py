@@ -246,7 +246,8 @@ def plain_attention(  # noqa: PLR0913 - the terms of the formula
         key: `[n, kv_heads, kv_tokens, elements]`.
         value: `[n, kv_heads, kv_tokens, v_elements]`.
         mask: bool, broadcast to `[n, 1, tokens, kv_tokens]`: the keys that each query attends to. By default
-            the queries are the last tokens, and attend to all tokens up to their own.
+            the queries are the last tokens, and attend to all tokens up to their own. The output of a query
+            without keys is finite, and means nothing.
         scale: Factor of the scores, `elements ** -0.5` by default.
         softcap: As in `PoolAttention`.
         sinks: As in `PoolAttention`.
@@ -262,7 +263,8 @@ def plain_attention(  # noqa: PLR0913 - the terms of the formula
     scores = (queries @ key[:, :, None].mT).float() * (query.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+    # Not -inf: the shares of a query of padding, which has no keys, would be NaN, and so all that reads it.
+    scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
     if sinks is not None:
         sink = sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:4], 1)
         scores = torch.cat((scores, sink), dim=-1)

@@ -43,7 +43,9 @@ _LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
 
 
 class PooledCache(Cache, Closing):
-    """The keys, values and states of a batch in pools, for `model.generate(past_key_values=...)`.
+    """The keys, values and states of a batch in pools, for `model.generate(cache=...)`.
+
+    Before `transformers` 5.24 the argument is `past_key_values`.
 
     Greedy search, sampling, beam search, assisted generation, prompt lookup, several return sequences,
     prompts in chunks, and padding on the left, with the attention that the model has. To go on where a call

@@ -9,6 +9,7 @@ formula with capped scores and attention sinks, so that the model generates as b
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     # Arguments: a module, its query, key and value, and the options of an attention function.
     Attend = Callable[..., torch.Tensor]
 
-__all__ = ["PooledModel", "StateCache", "gdn_shape", "only_shape", "run_two_tokens"]
+__all__ = ["PooledModel", "StateCache", "cache_argument", "gdn_shape", "only_shape", "run_two_tokens"]
 
 Shape = TypeVar("Shape")
 
@@ -128,6 +129,7 @@ class PooledModel:
             )
         self._attention_layers = {layer: i for i, layer in enumerate(shapes.attention_layers)}
         self._linear_layers = {layer: i for i, layer in enumerate(shapes.linear_layers)}
+        self._cache_argument = cache_argument(model)
         model.set_attn_implementation(_NAME)
 
     def start(self, rows: Sequence[int]) -> None:
@@ -230,9 +232,9 @@ class PooledModel:
             output = self.model(
                 token_ids,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
+                **{self._cache_argument: cache},
             )
         logits: torch.Tensor = output.logits
         return logits
@@ -369,8 +371,13 @@ def run_two_tokens(model: PreTrainedModel) -> _RecordingCache:
     with torch.no_grad():
         for _ in ("prefill", "decode"):
             cache.returned.clear()
-            model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(token, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
     return cache
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name of a model's argument for its cache, which changed in `transformers` 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def only_shape(config: Any, kept: str, shapes: Iterable[Shape]) -> Shape:  # noqa: ANN401 - of `transformers`
