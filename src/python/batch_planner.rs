@@ -1,4 +1,4 @@
-//! `kvpool.BatchPlanner`, `kvpool.BatchPlan` and `kvpool.HostPlan`.
+//! `kvpool.BatchPlanner`.
 
 use std::sync::Arc;
 
@@ -11,15 +11,15 @@ use pyo3::types::{IntoPyDict, PyDict, PySequence};
 use crate::base::{Error, IndexVec};
 use crate::index::ActGuard;
 use crate::memory::Stream;
-use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig, Prefix};
+use crate::pool::{Batch, BatchPlanner as Planner, PlannerConfig, Prefix};
 
 use super::args;
+use super::batch_plan::BatchPlan;
 use super::export::to_tensor;
 use super::fences::fence;
 use super::framework::{backend, current_stream};
 use super::prefix_cache::Lease;
 use super::req_to_token_pool::ReqToTokenPool;
-use super::tensor::Tensor;
 use super::tensor_cache::TensorCache;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 
@@ -54,11 +54,11 @@ use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 ///     OutOfMemoryError: If there is not enough memory.
 #[pyclass(frozen, module = "kvpool", name = "BatchPlanner", weakref)]
 pub(super) struct BatchPlanner {
-    planner: Arc<Planner>,
+    pub(super) planner: Arc<Planner>,
     table: Py<ReqToTokenPool>,
     allocator: Py<TokenToKvPoolAllocator>,
     /// By field. Steps of equal sizes use the same tensors.
-    tensors: TensorCache<()>,
+    pub(super) tensors: TensorCache<()>,
 }
 
 impl BatchPlanner {
@@ -206,7 +206,7 @@ impl BatchPlanner {
         let this = slf.get();
         let _acting = this.begin(py)?;
         let plan = this.planner.extend(batch, this.stream(py)?)?;
-        Ok(plan.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
+        Ok(plan.map(|plan| BatchPlan::new(slf, plan)))
     }
 
     /// Takes the slots for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to
@@ -251,7 +251,7 @@ impl BatchPlanner {
         let _acting = this.begin(py)?;
         let plan =
             this.planner.decode(&rows, &seq_lens, tokens_per_req, sizes.as_deref(), this.stream(py)?)?;
-        Ok(plan.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
+        Ok(plan.map(|plan| BatchPlan::new(slf, plan)))
     }
 
     /// Shrinks requests, for example by rejected tokens, and frees their slots. Table entries beyond the new
@@ -426,274 +426,5 @@ impl BatchPlanner {
         visit.call(&self.table)?;
         visit.call(&self.allocator)?;
         self.tensors.traverse(&visit)
-    }
-}
-
-/// A planned step: the arrays that attention kernels and samplers read.
-///
-/// The tensors are int32 (`slot_mapping`: int64) views of the planner's memory, on its device and at the same
-/// addresses in every plan. They are valid on the stream that was current in the planning call. The next plan
-/// of the planner overwrites them, and getters of this plan then raise `StaleBufferError`. `B` is the padded
-/// number of requests, `T` the padded number of new tokens.
-#[pyclass(frozen, module = "kvpool", name = "BatchPlan", weakref)]
-pub(super) struct BatchPlan {
-    planner: Py<BatchPlanner>,
-    plan: Plan,
-}
-
-impl BatchPlan {
-    fn field(&self, py: Python<'_>, field: Field) -> PyResult<Option<Py<PyAny>>> {
-        let planner = self.planner.get();
-        let view = planner.planner.field(&self.plan, field)?;
-        view.map(|view| planner.tensors.tensor(py, field as usize, (), &view)).transpose()
-    }
-
-    /// A field that every plan has.
-    fn tensor(&self, py: Python<'_>, field: Field) -> PyResult<Py<PyAny>> {
-        Ok(self.field(py, field)?.unwrap_or_else(|| py.None()))
-    }
-}
-
-#[pymethods]
-impl BatchPlan {
-    /// Slots of the new tokens, `[T]`, one request after the other; 0 for padding (SGLang's name).
-    #[getter]
-    fn out_cache_loc(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::OutCacheLoc)
-    }
-
-    /// Positions of the new tokens in their requests, `[T]`.
-    #[getter]
-    fn positions(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::Positions)
-    }
-
-    /// Slots of the new tokens, int64 `[T]`; -1 for padding, which vLLM's kernels skip.
-    #[getter]
-    fn slot_mapping(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::SlotMapping)
-    }
-
-    /// Rows of the request table, `[B]`; 0 for padding.
-    #[getter]
-    fn req_pool_indices(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::ReqPoolIndices)
-    }
-
-    /// Tokens of each request, including the new ones, `[B]`.
-    #[getter]
-    fn seq_lens(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::SeqLens)
-    }
-
-    /// The same tensor as `seq_lens`, by FlashAttention's name (`flash_attn_with_kvcache`).
-    #[getter]
-    fn cache_seqlens(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::SeqLens)
-    }
-
-    /// Offsets of the new tokens of each request, ending with their total, `[B + 1]` (FlashInfer).
-    #[getter]
-    fn qo_indptr(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::QoIndptr)
-    }
-
-    /// The same tensor as `qo_indptr`, by FlashAttention's name (`flash_attn_varlen_func`).
-    #[getter]
-    fn cu_seqlens_q(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::QoIndptr)
-    }
-
-    /// Offsets of the pages of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer).
-    #[getter]
-    fn kv_indptr(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::KvIndptr)
-    }
-
-    /// The pages of all requests, one request after the other, `[kv_indptr[-1]]` (FlashInfer). With pages of
-    /// one slot these are the slots. `None` if the planner does not build it.
-    #[getter]
-    fn kv_indices(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.field(py, Field::KvIndices)
-    }
-
-    /// Tokens in the last page of each request, `[B]`, 1 to `page_size` (FlashInfer); 0 for a request without
-    /// tokens.
-    #[getter]
-    fn kv_last_page_len(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.tensor(py, Field::KvLastPageLen)
-    }
-
-    /// The pages of each request, padded with zeros, `[B, ceil(max_context_len / page_size)]` (FlashAttention
-    /// and vLLM). `None` if the planner does not build it.
-    #[getter]
-    fn block_table(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.field(py, Field::BlockTable)
-    }
-
-    /// The arrays of this plan in host memory.
-    #[getter]
-    fn host(&self, py: Python<'_>) -> HostPlan {
-        HostPlan { planner: self.planner.clone_ref(py), plan: self.plan }
-    }
-
-    /// Number of requests, without padding.
-    #[getter]
-    fn batch_size(&self) -> usize {
-        self.plan.batch_size
-    }
-
-    /// Number of requests, including padding: `B`.
-    #[getter]
-    fn padded_batch_size(&self) -> usize {
-        self.plan.padded_batch_size
-    }
-
-    /// Number of new tokens, without padding.
-    #[getter]
-    fn num_tokens(&self) -> usize {
-        self.plan.num_tokens
-    }
-
-    /// Number of new tokens, including padding: `T`.
-    #[getter]
-    fn padded_num_tokens(&self) -> usize {
-        self.plan.padded_num_tokens
-    }
-
-    /// Largest number of new tokens of a request (FlashAttention's name).
-    #[getter]
-    fn max_seqlen_q(&self) -> usize {
-        self.plan.max_seqlen_q
-    }
-
-    /// Largest number of tokens of a request (FlashAttention's name).
-    #[getter]
-    fn max_seqlen_k(&self) -> usize {
-        self.plan.max_seqlen_k
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "BatchPlan(batch_size={}, num_tokens={}, max_seqlen_q={}, max_seqlen_k={}, padded_batch_size={})",
-            self.plan.batch_size,
-            self.plan.num_tokens,
-            self.plan.max_seqlen_q,
-            self.plan.max_seqlen_k,
-            self.plan.padded_batch_size
-        )
-    }
-
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.planner)
-    }
-}
-
-/// The arrays of a `BatchPlan` in host memory: read-only NumPy arrays over the planner's memory, which the
-/// next plan overwrites.
-///
-/// On a GPU `kv_indices` and `block_table` are built on access, which raises `StaleBufferError` after
-/// `truncate`, `finish` or `fork`. Without NumPy the arrays are `kvpool.Tensor`s.
-#[pyclass(frozen, module = "kvpool", name = "HostPlan")]
-pub(super) struct HostPlan {
-    planner: Py<BatchPlanner>,
-    plan: Plan,
-}
-
-impl HostPlan {
-    fn field<'py>(&self, py: Python<'py>, field: Field) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let view = self.planner.get().planner.host_field(&self.plan, field)?;
-        let Some(view) = view else { return Ok(None) };
-        let tensor = Bound::new(py, Tensor::new(view))?.into_any();
-        if py.import("numpy").is_err() {
-            return Ok(Some(tensor));
-        }
-        let array = tensor.call_method0("numpy")?;
-        array.call_method1("setflags", (false,))?;
-        Ok(Some(array))
-    }
-
-    /// A field that every plan has.
-    fn array<'py>(&self, py: Python<'py>, field: Field) -> PyResult<Bound<'py, PyAny>> {
-        Ok(self.field(py, field)?.unwrap_or_else(|| py.None().into_bound(py)))
-    }
-}
-
-#[pymethods]
-impl HostPlan {
-    /// `BatchPlan.out_cache_loc` in host memory.
-    #[getter]
-    fn out_cache_loc<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::OutCacheLoc)
-    }
-
-    /// `BatchPlan.positions` in host memory.
-    #[getter]
-    fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::Positions)
-    }
-
-    /// `BatchPlan.slot_mapping` in host memory.
-    #[getter]
-    fn slot_mapping<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::SlotMapping)
-    }
-
-    /// `BatchPlan.req_pool_indices` in host memory.
-    #[getter]
-    fn req_pool_indices<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::ReqPoolIndices)
-    }
-
-    /// `BatchPlan.seq_lens` in host memory.
-    #[getter]
-    fn seq_lens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::SeqLens)
-    }
-
-    /// `BatchPlan.cache_seqlens` in host memory.
-    #[getter]
-    fn cache_seqlens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::SeqLens)
-    }
-
-    /// `BatchPlan.qo_indptr` in host memory.
-    #[getter]
-    fn qo_indptr<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::QoIndptr)
-    }
-
-    /// `BatchPlan.cu_seqlens_q` in host memory.
-    #[getter]
-    fn cu_seqlens_q<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::QoIndptr)
-    }
-
-    /// `BatchPlan.kv_indptr` in host memory.
-    #[getter]
-    fn kv_indptr<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::KvIndptr)
-    }
-
-    /// `BatchPlan.kv_indices` in host memory.
-    #[getter]
-    fn kv_indices<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        self.field(py, Field::KvIndices)
-    }
-
-    /// `BatchPlan.kv_last_page_len` in host memory.
-    #[getter]
-    fn kv_last_page_len<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.array(py, Field::KvLastPageLen)
-    }
-
-    /// `BatchPlan.block_table` in host memory.
-    #[getter]
-    fn block_table<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        self.field(py, Field::BlockTable)
-    }
-
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.planner)
     }
 }
