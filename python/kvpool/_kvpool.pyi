@@ -86,7 +86,7 @@ __all__ = [
     "TreeInsertion",
     "TreeMatch",
     "TreeNode",
-    "_Errand",
+    "_StoreCall",
     "_PageLocking",
     "_StoreQueue",
     "_Workspace",
@@ -3886,13 +3886,13 @@ class _StoreQueue:
     """The calls of a `Store`, for threads that answer them."""
 
     def __new__(cls) -> _StoreQueue: ...
-    def next_read(self) -> _Errand | None:
+    def next_read(self) -> _StoreCall | None:
         """Returns the next call of `find` or `read`, or `None` after a while without one. Waits without the GIL.
 
         Raises:
             RuntimeError: Once it is closed, and in the child of a fork.
         """
-    def next_write(self) -> _Errand | None:
+    def next_write(self) -> _StoreCall | None:
         """Returns the next call of `write`. Otherwise like `next_read`."""
     def close(self) -> None:
         """Takes no more calls, and waits, without the GIL, until those before are answered.
@@ -3904,7 +3904,7 @@ class _StoreQueue:
         """Takes no more calls, and drops those that are not being answered."""
 
 @final
-class _Errand:
+class _StoreCall:
     """A call of a store. One that is dropped has failed."""
 
     @property

@@ -15,7 +15,7 @@ from kvpool._kvpool import _after_fork, _before_fork, _StoreQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvpool._kvpool import _Errand
+    from kvpool._kvpool import _StoreCall
 
 __all__ = ["Store"]
 
@@ -110,22 +110,22 @@ def _end(queue: _StoreQueue, threads: list[threading.Thread]) -> None:
             thread.join(1.0)
 
 
-def _serve(get: Callable[[], _Errand | None], store: weakref.ref[Store]) -> None:
+def _serve(get: Callable[[], _StoreCall | None], store: weakref.ref[Store]) -> None:
     """Answer the calls of a store until it is closed, or gone."""
     while True:
         try:
-            errand = get()
+            call = get()
         except RuntimeError:
             return
         here = store()
-        if here is not None and errand is not None:
-            _answer(here, errand)
+        if here is not None and call is not None:
+            _answer(here, call)
         # Not held while the next call is waited for.
-        del here, errand
+        del here, call
 
 
-def _answer(store: Store, errand: _Errand) -> None:
-    kind, keys, (addresses, sizes) = errand.kind, errand.keys, errand.places
+def _answer(store: Store, call: _StoreCall) -> None:
+    kind, keys, (addresses, sizes) = call.kind, call.keys, call.places
     try:
         if kind == "find":
             present = store.find(keys)
@@ -133,7 +133,7 @@ def _answer(store: Store, errand: _Errand) -> None:
             present = store.read(keys, addresses, sizes)
         else:
             present = store.write(keys, addresses, sizes)
-        errand.finish([bool(is_present) for is_present in present])
+        call.finish([bool(is_present) for is_present in present])
     except BaseException:
         _logger.exception("%s: %s of %d pages has failed", type(store).__name__, kind, len(keys))
-        errand.finish([])
+        call.finish([])

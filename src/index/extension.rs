@@ -40,14 +40,14 @@ pub struct Extension<T> {
 
 /// One request of a batch that grows from `prefix` to `seq` tokens.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Request {
+pub(super) struct ExtendedRequest {
     pub(super) prefix: usize,
     pub(super) seq: usize,
     /// Unchecked: it matters only when the prefix ends inside a page.
     pub(super) last_loc: i64,
 }
 
-impl Request {
+impl ExtendedRequest {
     /// Whether the next token goes into an existing page.
     pub(super) const fn continues(&self, page_size: usize) -> bool {
         !self.prefix.is_multiple_of(page_size) && self.seq > self.prefix
@@ -74,7 +74,7 @@ pub(super) fn parse_requests(
     prefix_lens: &[i64],
     seq_lens: &[i64],
     last_loc: LastLoc<'_>,
-) -> Result<Vec<Request>> {
+) -> Result<Vec<ExtendedRequest>> {
     if prefix_lens.len() != seq_lens.len() || seq_lens.len() != last_loc.len() {
         return Err(Error::config(format!(
             "a batch of {} prefix_lens, {} seq_lens and {} last_loc; the lengths must be equal",
@@ -91,7 +91,7 @@ pub(super) fn parse_requests(
             // Lengths beyond int32 can never be served and would overflow sums.
             let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
             match (length(prefix), length(seq)) {
-                (Some(prefix), Some(seq)) if prefix <= seq => Ok(Request {
+                (Some(prefix), Some(seq)) if prefix <= seq => Ok(ExtendedRequest {
                     prefix: widen(prefix),
                     seq: widen(seq),
                     last_loc: last_loc.of(position),

@@ -119,7 +119,7 @@ impl fmt::Display for Act {
 
 /// The state of an index, as reports show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum IndexState {
     /// Available.
     Free,
     /// Held by an owner.
@@ -132,7 +132,7 @@ pub enum State {
     Fenced,
 }
 
-impl State {
+impl IndexState {
     /// The name of this state.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -152,7 +152,7 @@ pub struct Span {
     /// The first index, and the one behind the last.
     pub range: Range<u32>,
     /// The state of each.
-    pub state: State,
+    pub state: IndexState,
     /// Their holders, when they have any and the ledger is open.
     pub holders: Vec<Arc<Act>>,
 }
@@ -464,13 +464,15 @@ impl Book {
 pub(super) fn spans(
     range: Range<u32>,
     ledger: Option<&Ledger>,
-    state_of: impl Fn(u32) -> State,
+    state_of: impl Fn(u32) -> IndexState,
 ) -> Vec<Span> {
     let mut spans: Vec<Span> = Vec::new();
     for index in range {
         let state = state_of(index);
         let holders = match (state, ledger) {
-            (State::Live | State::Evictable | State::Locked, Some(ledger)) => ledger.holders(index),
+            (IndexState::Live | IndexState::Evictable | IndexState::Locked, Some(ledger)) => {
+                ledger.holders(index)
+            }
             _ => Vec::new(),
         };
         match spans.last_mut() {

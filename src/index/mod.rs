@@ -44,7 +44,7 @@ pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reuse, Rounding};
 pub use extension::{Extension, LastLoc};
 pub use free_list::{Fit, FreeList, Give, Order, Run};
-pub use ledger::{Act, ActGuard, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span, State};
+pub use ledger::{Act, ActGuard, Book, IndexState, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span};
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
 pub use page_list::{PageList, Runs};

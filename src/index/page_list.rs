@@ -26,14 +26,14 @@ use crate::base::{Page, Result, reserve};
 #[derive(Clone, Debug, Default)]
 pub struct PageList {
     /// Boxed, since most requests have none.
-    shared: Option<Box<Shared>>,
+    shared: Option<Box<SharedRuns>>,
     /// The pages behind those.
     rest: Vec<Page>,
 }
 
 /// Runs that are not changed.
 #[derive(Clone, Debug, Default)]
-struct Shared {
+struct SharedRuns {
     runs: Vec<Arc<Vec<Page>>>,
     /// Pages in `runs`, at least 1.
     len: usize,

@@ -12,7 +12,7 @@ use crate::base::bounded::narrow;
 use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen};
 
 use super::Bitmap;
-use super::extension::{Extension, LastLoc, Request, parse_requests};
+use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
 use super::free_list::{Fenced, Fit, FreeList, Order, Run};
 use super::owners::{Owners, Room};
 
@@ -278,7 +278,7 @@ impl SlotAllocator {
     }
 
     /// The pages that `requests` continue, each checked to be live and continued only once.
-    fn continued(&mut self, requests: &[Request]) -> Result<Vec<Page>> {
+    fn continued(&mut self, requests: &[ExtendedRequest]) -> Result<Vec<Page>> {
         let page_size = self.page_size();
         let mut fault = None;
         let mut marked = Vec::new();

@@ -10,14 +10,14 @@ use half::{bf16, f16};
 use crate::base::DType;
 
 /// An element type that converts to binary32.
-pub(super) trait Load: Copy {
+pub(super) trait ToF32: Copy {
     /// The value, which a float64 may lose digits of.
-    fn load(self) -> f32;
+    fn to_f32(self) -> f32;
 }
 
 /// An element type to which a binary32 can be rounded.
-trait Store: Copy {
-    fn store(value: f32) -> Self;
+trait FromF32: Copy {
+    fn from_f32(value: f32) -> Self;
 }
 
 /// A `float8_e4m3fn`.
@@ -28,33 +28,33 @@ pub(super) struct E4M3(u8);
 #[derive(Clone, Copy)]
 pub(super) struct E5M2(u8);
 
-impl Load for f64 {
+impl ToF32 for f64 {
     #[expect(clippy::cast_possible_truncation, reason = "rounding is what a conversion does")]
-    fn load(self) -> f32 {
+    fn to_f32(self) -> f32 {
         self as f32
     }
 }
 
-impl Load for f32 {
-    fn load(self) -> f32 {
+impl ToF32 for f32 {
+    fn to_f32(self) -> f32 {
         self
     }
 }
 
-impl Load for f16 {
-    fn load(self) -> f32 {
+impl ToF32 for f16 {
+    fn to_f32(self) -> f32 {
         self.to_f32()
     }
 }
 
-impl Load for bf16 {
-    fn load(self) -> f32 {
+impl ToF32 for bf16 {
+    fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 }
 
-impl Load for E4M3 {
-    fn load(self) -> f32 {
+impl ToF32 for E4M3 {
+    fn to_f32(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7f);
         let value = match (magnitude >> 3, magnitude & 7) {
             (15, 7) => f32::NAN,
@@ -67,8 +67,8 @@ impl Load for E4M3 {
     }
 }
 
-impl Load for E5M2 {
-    fn load(self) -> f32 {
+impl ToF32 for E5M2 {
+    fn to_f32(self) -> f32 {
         // The format is the upper byte of a binary16.
         f16::from_bits(u16::from(self.0) << 8).to_f32()
     }
@@ -79,20 +79,20 @@ fn small(value: u32) -> f32 {
     f32::from(u8::try_from(value).expect("it is below 256"))
 }
 
-impl Store for f32 {
-    fn store(value: f32) -> Self {
+impl FromF32 for f32 {
+    fn from_f32(value: f32) -> Self {
         value
     }
 }
 
-impl Store for f16 {
-    fn store(value: f32) -> Self {
+impl FromF32 for f16 {
+    fn from_f32(value: f32) -> Self {
         Self::from_f32(value)
     }
 }
 
-impl Store for bf16 {
-    fn store(value: f32) -> Self {
+impl FromF32 for bf16 {
+    fn from_f32(value: f32) -> Self {
         // Without a branch, unlike the `half` crate, so that the compiler can vectorise it.
         let bits = value.to_bits();
         // Wraps only for NaNs, which are replaced.
@@ -122,8 +122,8 @@ fn low_byte(bits: u32) -> u8 {
     bits.to_le_bytes()[0]
 }
 
-impl Store for E4M3 {
-    fn store(value: f32) -> Self {
+impl FromF32 for E4M3 {
+    fn from_f32(value: f32) -> Self {
         let sign = low_byte(value.to_bits() >> 24) & 0x80;
         let magnitude = value.to_bits() & 0x7fff_ffff;
         let bits = if value.is_nan() {
@@ -136,8 +136,8 @@ impl Store for E4M3 {
     }
 }
 
-impl Store for E5M2 {
-    fn store(value: f32) -> Self {
+impl FromF32 for E5M2 {
+    fn from_f32(value: f32) -> Self {
         let sign = low_byte(value.to_bits() >> 24) & 0x80;
         let magnitude = value.to_bits() & 0x7fff_ffff;
         let bits = if value.is_nan() {
@@ -163,7 +163,7 @@ pub(super) type Convert =
 /// Elements converted at a time, on the stack.
 const CHUNK: usize = 256;
 
-unsafe fn convert<S: Load, T: Store>(
+unsafe fn convert<S: ToF32, T: FromF32>(
     mut source: *const u8,
     stride: isize,
     mut target: *mut u8,
@@ -176,7 +176,7 @@ unsafe fn convert<S: Load, T: Store>(
         for (step, value) in (0..).zip(wide.iter_mut()) {
             let element = source.cast::<S>().wrapping_offset(step * stride);
             // SAFETY: the caller guarantees `count` readable elements, `stride` apart; they may be unaligned.
-            *value = unsafe { element.read_unaligned() }.load();
+            *value = unsafe { element.read_unaligned() }.to_f32();
         }
         if divisor.to_bits() != 1f32.to_bits() {
             for value in wide.iter_mut() {
@@ -185,7 +185,7 @@ unsafe fn convert<S: Load, T: Store>(
         }
         for (step, &value) in wide.iter().enumerate() {
             // SAFETY: the caller guarantees `count` consecutive writable elements.
-            unsafe { target.cast::<T>().wrapping_add(step).write_unaligned(T::store(value)) };
+            unsafe { target.cast::<T>().wrapping_add(step).write_unaligned(T::from_f32(value)) };
         }
         source = source.cast::<S>().wrapping_offset(stride.wrapping_mul(CHUNK.cast_signed())).cast();
         target = target.cast::<T>().wrapping_add(CHUNK).cast();
@@ -194,7 +194,7 @@ unsafe fn convert<S: Load, T: Store>(
 
 /// The conversion from `from` to `to`, or `None` when one of them is not a float or `to` cannot be stored.
 pub(super) fn conversion(from: DType, to: DType) -> Option<Convert> {
-    fn to_target<S: Load>(to: DType) -> Option<Convert> {
+    fn to_target<S: ToF32>(to: DType) -> Option<Convert> {
         match to {
             DType::F32 => Some(convert::<S, f32>),
             DType::F16 => Some(convert::<S, f16>),

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use crate::base::{DType, Device, Result, reserve};
 use crate::memory::Borrowed;
 
-use super::convert::{E4M3, E5M2, Load};
+use super::convert::{E4M3, E5M2, ToF32};
 use super::indices::{read, read_indices};
 
 /// The number at an element.
@@ -31,10 +31,10 @@ pub fn elements(tensor: &Borrowed<'_>) -> Result<Vec<Element>> {
     match tensor.dtype() {
         DType::F64 => each(tensor, Element::Double),
         DType::F32 => each(tensor, Element::Single),
-        DType::F16 => each(tensor, |value: f16| Element::Single(value.load())),
-        DType::BF16 => each(tensor, |value: bf16| Element::Single(value.load())),
-        DType::F8E4M3 => each(tensor, |value: E4M3| Element::Single(value.load())),
-        DType::F8E5M2 => each(tensor, |value: E5M2| Element::Single(value.load())),
+        DType::F16 => each(tensor, |value: f16| Element::Single(value.to_f32())),
+        DType::BF16 => each(tensor, |value: bf16| Element::Single(value.to_f32())),
+        DType::F8E4M3 => each(tensor, |value: E4M3| Element::Single(value.to_f32())),
+        DType::F8E5M2 => each(tensor, |value: E5M2| Element::Single(value.to_f32())),
         DType::I8 => each(tensor, |value: i8| Element::Int(value.into())),
         DType::U8 => each(tensor, |value: u8| Element::Int(value.into())),
         DType::Bool => each(tensor, |value: u8| Element::Bool(value != 0)),

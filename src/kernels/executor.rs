@@ -15,7 +15,7 @@ use super::indices::{IndexSpace, Indices};
 use super::launch::{Copies, Launcher};
 use super::pages::{PageCopy, PagePair, Pieces, copy_pages};
 use super::rows::{LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
-use super::store::{Store, store_rows};
+use super::store::{StoreRows, store_rows};
 use super::table::{Table, build_kv_indices, part, zero_columns};
 
 /// Runs the operations of a pool on its memory. Threads may share it.
@@ -173,7 +173,7 @@ impl Executor {
     pub fn store_rows(
         &self,
         section: usize,
-        stores: &[Store<'_>; 2],
+        stores: &[StoreRows<'_>; 2],
         indices: &Indices<'_>,
         stream: Stream,
     ) -> Result<()> {

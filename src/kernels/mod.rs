@@ -33,6 +33,6 @@ pub use launch::{Fetch, Fetcher, Grown, Launcher, PlanBatch, PlanFields, PlanReq
 pub use pack::{Direction, pack};
 pub use pages::{PageCopy, PagePair, Pieces, Reach, layer_bytes, piece_bytes};
 pub use rows::{BufferInfo, LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
-pub use store::{Store, store_rows};
+pub use store::{StoreRows, store_rows};
 pub use table::Table;
 pub use threads::{num_threads, set_num_threads};

@@ -14,7 +14,7 @@ use super::threads::in_parts;
 
 /// Values to store into the rows of a buffer.
 #[derive(Clone, Copy, Debug)]
-pub struct Store<'a> {
+pub struct StoreRows<'a> {
     /// The name of the values in messages.
     pub name: &'static str,
     /// The buffer to store them in.
@@ -39,7 +39,7 @@ enum Method {
 
 /// A store with checked shapes and dtypes.
 struct StorePlan<'a> {
-    store: Store<'a>,
+    store: StoreRows<'a>,
     method: Method,
     layout: ValueLayout,
     divisor: f32,
@@ -54,7 +54,7 @@ struct StorePlan<'a> {
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes that do not fit,
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written then.
-pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
+pub fn store_rows(stores: &[StoreRows<'_>], indices: &IndexVec) -> Result<()> {
     if let Some(store) = stores.iter().find(|store| store.target.region().device() != Device::Cpu) {
         return Err(Error::config(format!(
             "rows on {} cannot be reached by the host",
@@ -127,8 +127,8 @@ impl ValueLayout {
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when their shape or device does not fit.
-pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<ValueLayout> {
-    let Store { name, target, values, .. } = *store;
+pub(super) fn layout(store: &StoreRows<'_>, count: usize) -> Result<ValueLayout> {
+    let StoreRows { name, target, values, .. } = *store;
     values.expect_on(target.region().device(), name)?;
     let (shape, strides) = (values.shape().as_slice(), values.strides().as_slice());
     let [_, heads, dim] = target.shape();
@@ -159,12 +159,12 @@ pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<ValueLayout> {
 }
 
 /// The error for values that cannot be converted to the pool's dtype.
-pub(super) fn inconvertible(store: &Store<'_>) -> Error {
+pub(super) fn inconvertible(store: &StoreRows<'_>) -> Error {
     let (from, to) = (store.values.dtype(), store.target.dtype());
     Error::wrong_type(format!("{} is {from}, which cannot be converted to the pool's {to}", store.name))
 }
 
-fn plan<'a>(store: &Store<'a>, count: usize) -> Result<StorePlan<'a>> {
+fn plan<'a>(store: &StoreRows<'a>, count: usize) -> Result<StorePlan<'a>> {
     let layout = layout(store, count)?;
     let (from, to) = (store.values.dtype(), store.target.dtype());
     let method = match conversion(from, to) {

@@ -27,7 +27,7 @@ use super::{Borrowed, Keep, Region};
 #[derive(Debug)]
 pub struct HostRows {
     address: NonNull<u8>,
-    places: Places,
+    places: RowLayout,
     /// Which of the places these are, if not all.
     chosen: Option<Vec<usize>>,
     _keep: Keep,
@@ -35,7 +35,7 @@ pub struct HostRows {
 
 /// Where rows are, from an address on.
 #[derive(Debug)]
-enum Places {
+enum RowLayout {
     /// Rows of one size, `stride` bytes apart.
     Even { stride: isize, rows: usize, row_bytes: usize },
     /// The range of bytes of each row.
@@ -87,7 +87,7 @@ impl HostRows {
             let text = format!("{name} has shape {shape:?} and strides {strides:?}; its pages overlap");
             return Err(Error::config(text));
         }
-        let places = Places::Even { stride, rows, row_bytes };
+        let places = RowLayout::Even { stride, rows, row_bytes };
         Ok(Self { address: tensor.address(), places, chosen: None, _keep: keep })
     }
 
@@ -99,7 +99,7 @@ impl HostRows {
         let bytes = crate::base::bytes_of("rows", &[rows, row_bytes], DType::U8)?;
         let tensor = region.bytes_at(offset, bytes)?;
         tensor.expect_on(Device::Cpu, "the region")?;
-        let places = Places::Even { stride: row_bytes.cast_signed(), rows, row_bytes };
+        let places = RowLayout::Even { stride: row_bytes.cast_signed(), rows, row_bytes };
         Ok(Self { address: tensor.address(), places, chosen: None, _keep: Arc::new(Arc::clone(region)) })
     }
 
@@ -115,7 +115,7 @@ impl HostRows {
             return Err(Error::index(format!("bytes {range:?} are outside [0, {})", region.bytes())));
         }
         let keep: Keep = Arc::new((Arc::clone(region), owner));
-        Ok(Self { address: all.address(), places: Places::Listed(ranges), chosen: None, _keep: keep })
+        Ok(Self { address: all.address(), places: RowLayout::Listed(ranges), chosen: None, _keep: keep })
     }
 
     /// Of these rows the `chosen` ones, in this order.
@@ -178,10 +178,10 @@ impl HostRows {
         let place = self.chosen.as_ref().map_or(row, |chosen| chosen[row]);
         let begin = self.address.as_ptr();
         match &self.places {
-            Places::Even { stride, row_bytes, .. } => {
+            RowLayout::Even { stride, row_bytes, .. } => {
                 (begin.wrapping_offset(stride * place.cast_signed()), *row_bytes)
             }
-            Places::Listed(ranges) => (begin.wrapping_add(ranges[place].start), ranges[place].len()),
+            RowLayout::Listed(ranges) => (begin.wrapping_add(ranges[place].start), ranges[place].len()),
         }
     }
 
@@ -208,7 +208,7 @@ impl HostRows {
     }
 }
 
-impl Places {
+impl RowLayout {
     fn len(&self) -> usize {
         match self {
             Self::Even { rows, .. } => *rows,

@@ -84,10 +84,10 @@ pub enum Report {
 
 /// Page-locking in progress. [`Sink::end`] is called when it drops.
 #[derive(Debug)]
-pub struct PageLocking(Arc<Shared>);
+pub struct PageLocking(Arc<Job>);
 
 #[derive(Debug)]
-struct Shared {
+struct Job {
     gpu: Arc<Gpu>,
     region: Arc<Region>,
     /// Each thread takes the next one.
@@ -96,13 +96,13 @@ struct Shared {
     /// Page-locking ends early when the sink is dropped.
     sink: Weak<dyn Sink>,
     stop: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<JobState>,
     /// Signalled when a step is done or a worker has ended.
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct JobState {
     workers: usize,
     done: usize,
     /// Steps that [`PageLocking::next`] has not returned yet.
@@ -121,7 +121,7 @@ impl PageLocking {
         sink: Weak<dyn Sink>,
     ) -> Self {
         let count = steps.len();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(Job {
             gpu: Arc::clone(gpu),
             region: Arc::clone(region),
             steps,
@@ -188,8 +188,8 @@ impl Drop for PageLocking {
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl Job {
+    fn state(&self) -> MutexGuard<'_, JobState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -208,10 +208,10 @@ impl Shared {
 }
 
 /// One thread of page-locking.
-struct Worker(Arc<Shared>);
+struct Worker(Arc<Job>);
 
 impl Worker {
-    fn new(shared: &Arc<Shared>) -> Self {
+    fn new(shared: &Arc<Job>) -> Self {
         shared.state().workers += 1;
         Self(Arc::clone(shared))
     }

@@ -24,7 +24,7 @@ pub struct Region {
     /// Its address and length, for every kind of owner; valid until this drops.
     block: Block,
     device: Device,
-    owner: Owner,
+    owner: Origin,
 }
 
 /// Bytes of a region, within its bounds.
@@ -85,18 +85,18 @@ mod sealed {
 /// A cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-struct Line {
+struct CacheLine {
     _bytes: [u8; 64],
 }
 
 #[derive(Debug)]
-enum Owner {
+enum Origin {
     /// The block belongs to this backend, and is freed after the work of these streams.
     Backend(Arc<dyn Backend>, Arc<Users>),
     /// Indices on the host, as an allocator wrote them.
     Indices(IndexVec),
     /// Host memory for results, in cache lines; the last one may be partly used. It is uninitialised.
-    Scratch { _lines: Vec<MaybeUninit<Line>> },
+    Scratch { _lines: Vec<MaybeUninit<CacheLine>> },
     /// Bytes of a larger region; dropping them adds their range to `returned`.
     Part { whole: Arc<Region>, range: Range<usize>, returned: Arc<ReturnedParts> },
 }
@@ -151,7 +151,7 @@ impl Region {
             let start = block.address().as_ptr().addr();
             register(&(start..start + bytes), &users);
         }
-        Ok(Self { block, device: backend.device(), owner: Owner::Backend(backend, users) })
+        Ok(Self { block, device: backend.device(), owner: Origin::Backend(backend, users) })
     }
 
     /// A region that takes over `indices`, without a copy.
@@ -161,7 +161,7 @@ impl Region {
             IndexVec::I32(values) => Block::new(address_of(values.as_ptr()), size_of_val(&values[..])),
             IndexVec::I64(values) => Block::new(address_of(values.as_ptr()), size_of_val(&values[..])),
         };
-        Self { block, device: Device::Cpu, owner: Owner::Indices(indices) }
+        Self { block, device: Device::Cpu, owner: Origin::Indices(indices) }
     }
 
     /// The indices of a region that was made [of them](Region::from_indices). Nothing else may write to the
@@ -169,7 +169,7 @@ impl Region {
     #[must_use]
     pub const fn indices(&self) -> Option<&IndexVec> {
         match &self.owner {
-            Owner::Indices(indices) => Some(indices),
+            Origin::Indices(indices) => Some(indices),
             _ => None,
         }
     }
@@ -180,11 +180,11 @@ impl Region {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn scratch(bytes: usize) -> Result<Self> {
-        let count = bytes.div_ceil(size_of::<Line>());
+        let count = bytes.div_ceil(size_of::<CacheLine>());
         let mut lines = reserve(count)?;
         lines.resize(count, MaybeUninit::uninit());
         let block = Block::new(address_of(lines.as_ptr()), bytes);
-        Ok(Self { block, device: Device::Cpu, owner: Owner::Scratch { _lines: lines } })
+        Ok(Self { block, device: Device::Cpu, owner: Origin::Scratch { _lines: lines } })
     }
 
     /// The bytes `range` of `whole`. Dropping it adds the range to `returned`.
@@ -194,7 +194,7 @@ impl Region {
     pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<ReturnedParts>) -> Result<Self> {
         let block = Block::new(whole.at(range.start, range.len())?, range.len());
         let (whole, returned) = (Arc::clone(whole), Arc::clone(returned));
-        Ok(Self { block, device: whole.device, owner: Owner::Part { whole, range, returned } })
+        Ok(Self { block, device: whole.device, owner: Origin::Part { whole, range, returned } })
     }
 
     /// The device of the memory.
@@ -213,9 +213,9 @@ impl Region {
     #[must_use]
     pub fn backend(&self) -> Option<&Arc<dyn Backend>> {
         match &self.owner {
-            Owner::Backend(backend, _) => Some(backend),
-            Owner::Indices(_) | Owner::Scratch { .. } => None,
-            Owner::Part { whole, .. } => whole.backend(),
+            Origin::Backend(backend, _) => Some(backend),
+            Origin::Indices(_) | Origin::Scratch { .. } => None,
+            Origin::Part { whole, .. } => whole.backend(),
         }
     }
 
@@ -223,9 +223,9 @@ impl Region {
     #[must_use]
     pub fn users(&self) -> Option<&Arc<Users>> {
         match &self.owner {
-            Owner::Backend(_, users) => Some(users),
-            Owner::Indices(_) | Owner::Scratch { .. } => None,
-            Owner::Part { whole, .. } => whole.users(),
+            Origin::Backend(_, users) => Some(users),
+            Origin::Indices(_) | Origin::Scratch { .. } => None,
+            Origin::Part { whole, .. } => whole.users(),
         }
     }
 
@@ -412,7 +412,7 @@ fn reach(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
 impl Drop for Region {
     fn drop(&mut self) {
         match &self.owner {
-            Owner::Backend(backend, users) => {
+            Origin::Backend(backend, users) => {
                 if backend.is_reached_by_devices() && self.block.bytes() > 0 {
                     unregister(self.block.address().as_ptr().addr());
                 }
@@ -421,8 +421,8 @@ impl Drop for Region {
                 // every view keeps the region alive; enqueued work was recorded in `users`.
                 unsafe { backend.deallocate(block, users) };
             }
-            Owner::Part { range, returned, .. } => returned.ranges().push(range.clone()),
-            Owner::Indices(_) | Owner::Scratch { .. } => (),
+            Origin::Part { range, returned, .. } => returned.ranges().push(range.clone()),
+            Origin::Indices(_) | Origin::Scratch { .. } => (),
         }
     }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{Device, Id, Slot, widen};
-use crate::index::{Act, Book, RefCounts, RowTable, Span, State};
+use crate::index::{Act, Book, IndexState, RefCounts, RowTable, Span};
 
 use super::{
     BufferPool, ChunkPool, GdnPool, HostTier, KvPool, PagePool, PrefixCache, ReqToTokenPool,
@@ -124,7 +124,7 @@ pub struct Piece {
     /// The first unit, and the one behind the last.
     pub range: Range<usize>,
     /// The state of each.
-    pub state: State,
+    pub state: IndexState,
     /// Bytes of the span, if units differ in size.
     pub bytes: Option<usize>,
     /// The holders of units in use, if a ledger is kept.
@@ -492,7 +492,7 @@ impl Pool for Workspace {
     fn occupancy(&self) -> Occupancy {
         let piece = |(range, is_taken)| Piece {
             range,
-            state: if is_taken { State::Live } else { State::Free },
+            state: if is_taken { IndexState::Live } else { IndexState::Free },
             bytes: None,
             holders: Vec::new(),
         };

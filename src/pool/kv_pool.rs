@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::kernels::{
     BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
-    Store,
+    StoreRows,
 };
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, Region, Stream, lock_pages, page_lock_steps, system_page,
@@ -298,8 +298,8 @@ impl KvPool {
         let [k_buffer, v_buffer] = self.rows.layer(layer)?;
         let (k_scale, v_scale) = (self.divisor("k", scales.k)?, self.divisor("v", scales.v)?);
         let stores = [
-            Store { name: "k", target: k_buffer, values: k, scale: k_scale },
-            Store { name: "v", target: v_buffer, values: v, scale: v_scale },
+            StoreRows { name: "k", target: k_buffer, values: k, scale: k_scale },
+            StoreRows { name: "v", target: v_buffer, values: v, scale: v_scale },
         ];
         self.executor.store_rows(layer, &stores, indices, stream)
     }

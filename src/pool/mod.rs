@@ -51,7 +51,7 @@ pub use prefix_cache::{
     PrefixCounts, Published,
 };
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
-pub use remote_store::{Errand, ErrandKind, ErrandQueue, RemoteStore};
+pub use remote_store::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};
 pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
 pub use shortage::{Obtainable, Reclaim};
 pub use slot_tensors::Granted;

@@ -134,14 +134,14 @@ pub struct CachedSizes {
 /// assert!(allocator.alloc(8, stream).unwrap().is_some(), "nobody needs the prefix");
 /// ```
 pub struct PrefixCache {
-    shared: Arc<Shared>,
+    shared: Arc<CacheCore>,
     allocator: Arc<TokenToKvPoolAllocator>,
     /// Those of threads that work for its store.
     visits: Option<Arc<Visits>>,
 }
 
 /// What a cache and its leases share.
-struct Shared {
+struct CacheCore {
     /// Not an owner: the allocator may own this, by a lock of a prefix that waits there for a fence.
     allocator: Weak<TokenToKvPoolAllocator>,
     states: Option<Arc<GdnPool>>,
@@ -167,7 +167,7 @@ struct Kept {
 
 /// A cache during a call. Make it before any lock.
 struct Open<'a> {
-    shared: &'a Shared,
+    shared: &'a CacheCore,
     slots: Changing<'a>,
 }
 
@@ -212,7 +212,7 @@ impl PrefixCache {
         };
         let owner = Owner::Text(config.name.clone());
         let weak = Arc::downgrade(&allocator);
-        let shared = Arc::new(Shared { allocator: weak, states, config, owner, kept: Mutex::new(kept) });
+        let shared = Arc::new(CacheCore { allocator: weak, states, config, owner, kept: Mutex::new(kept) });
         let visits = lock(&shared.kept).visits();
         if let Some(visits) = &visits {
             visits.begin(&shared);
@@ -509,7 +509,7 @@ impl Kept {
     }
 }
 
-impl Shared {
+impl CacheCore {
     /// A call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
     const fn open<'a>(&'a self, allocator: &'a TokenToKvPoolAllocator, stream: Stream) -> Open<'a> {
         Open { shared: self, slots: allocator.changing(stream) }
@@ -683,7 +683,7 @@ impl Open<'_> {
     }
 }
 
-impl Reclaim for Shared {
+impl Reclaim for CacheCore {
     fn obtainable(&self, stream: Stream) -> Obtainable {
         let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
         let open = self.open(&allocator, stream);
@@ -719,7 +719,7 @@ impl Drop for PrefixCache {
     }
 }
 
-impl Drop for Shared {
+impl Drop for CacheCore {
     fn drop(&mut self) {
         let Some(allocator) = self.allocator.upgrade() else {
             let mut kept = lock(&self.kept);

@@ -11,9 +11,9 @@ use crate::memory::HostRows;
 
 use super::{Store, StoreTransfer};
 
-/// What an [`Errand`] asks for.
+/// What a [`StoreCall`] asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ErrandKind {
+pub enum StoreCallKind {
     /// Which keys are there.
     Find,
     /// Copies of pieces to memory.
@@ -22,7 +22,7 @@ pub enum ErrandKind {
     Write,
 }
 
-/// What an errand asks for, with the memory of the pieces.
+/// What a call asks for, with the memory of the pieces.
 #[derive(Debug)]
 enum Work {
     Find,
@@ -30,12 +30,12 @@ enum Work {
     Write(HostRows),
 }
 
-/// The queue that an [`Errand`] waits in.
+/// The queue that a [`StoreCall`] waits in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ErrandQueue {
-    /// [`ErrandKind::Find`] and [`ErrandKind::Read`]: their callers wait.
+pub enum StoreCallQueue {
+    /// [`StoreCallKind::Find`] and [`StoreCallKind::Read`]: their callers wait.
     Reads,
-    /// [`ErrandKind::Write`].
+    /// [`StoreCallKind::Write`].
     Writes,
 }
 
@@ -43,14 +43,14 @@ pub enum ErrandQueue {
 ///
 /// ```
 /// use std::time::Duration;
-/// use kvpool::pool::{ErrandKind, ErrandQueue, RemoteStore, Store};
+/// use kvpool::pool::{StoreCallKind, StoreCallQueue, RemoteStore, Store};
 /// let store = RemoteStore::default();
 /// std::thread::scope(|scope| {
 ///     scope.spawn(|| {
-///         let errand = store.next(ErrandQueue::Reads, Duration::from_secs(60)).unwrap();
-///         let errand = errand.expect("one was queued");
-///         assert_eq!((errand.kind(), errand.keys().len()), (ErrandKind::Find, 2));
-///         errand.finish(&[true, false]);
+///         let call = store.next(StoreCallQueue::Reads, Duration::from_secs(60)).unwrap();
+///         let call = call.expect("one was queued");
+///         assert_eq!((call.kind(), call.keys().len()), (StoreCallKind::Find, 2));
+///         call.finish(&[true, false]);
 ///     });
 ///     assert_eq!(store.find(&[[1; 32], [2; 32]]).unwrap(), [true, false]);
 /// });
@@ -58,33 +58,33 @@ pub enum ErrandQueue {
 #[derive(Debug)]
 pub struct RemoteStore {
     process: u32,
-    shared: Arc<Shared>,
+    shared: Arc<Calls>,
 }
 
-/// What a store and its errands have in common.
+/// What a store and its calls have in common.
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
+struct Calls {
+    state: Mutex<CallQueues>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    reads: VecDeque<Errand>,
-    writes: VecDeque<Errand>,
-    /// Errands that are not answered.
+struct CallQueues {
+    reads: VecDeque<StoreCall>,
+    writes: VecDeque<StoreCall>,
+    /// Calls that are not answered.
     open: usize,
     is_closed: bool,
 }
 
 /// A call of a store. If it is dropped, nothing was there and nothing was done.
 #[derive(Debug)]
-pub struct Errand {
+pub struct StoreCall {
     work: Work,
     keys: Vec<PageHash>,
     transfer: Arc<StoreTransfer>,
     present: Vec<bool>,
-    shared: Arc<Shared>,
+    shared: Arc<Calls>,
 }
 
 impl Default for RemoteStore {
@@ -99,12 +99,12 @@ impl RemoteStore {
     ///
     /// # Errors
     /// [`ErrorKind::State`] once the store is closed, or in the child of a fork.
-    pub fn next(&self, queue: ErrandQueue, timeout: Duration) -> Result<Option<Errand>> {
+    pub fn next(&self, queue: StoreCallQueue, timeout: Duration) -> Result<Option<StoreCall>> {
         let begin = Instant::now();
         let mut state = self.state()?;
         loop {
-            if let Some(errand) = state.queue(queue).pop_front() {
-                return Ok(Some(errand));
+            if let Some(call) = state.queue(queue).pop_front() {
+                return Ok(Some(call));
             }
             if state.is_closed {
                 return Err(closed());
@@ -148,7 +148,7 @@ impl RemoteStore {
         drop((reads, writes));
     }
 
-    fn state(&self) -> Result<MutexGuard<'_, State>> {
+    fn state(&self) -> Result<MutexGuard<'_, CallQueues>> {
         if self.process != std::process::id() {
             let text = "the store belongs to the process that this one was forked from";
             return Err(Error::new(ErrorKind::State, text));
@@ -171,7 +171,7 @@ impl RemoteStore {
         }
         state.open += 1;
         let (theirs, shared) = (Arc::clone(&transfer), Arc::clone(&self.shared));
-        state.queue(work.queue()).push_back(Errand { work, keys, transfer: theirs, present, shared });
+        state.queue(work.queue()).push_back(StoreCall { work, keys, transfer: theirs, present, shared });
         drop(state);
         self.shared.changed.notify_all();
         Ok(transfer)
@@ -179,10 +179,10 @@ impl RemoteStore {
 }
 
 impl Work {
-    const fn queue(&self) -> ErrandQueue {
+    const fn queue(&self) -> StoreCallQueue {
         match self {
-            Self::Find | Self::Read(_) => ErrandQueue::Reads,
-            Self::Write(_) => ErrandQueue::Writes,
+            Self::Find | Self::Read(_) => StoreCallQueue::Reads,
+            Self::Write(_) => StoreCallQueue::Writes,
         }
     }
 
@@ -194,11 +194,11 @@ impl Work {
     }
 }
 
-impl State {
-    const fn queue(&mut self, queue: ErrandQueue) -> &mut VecDeque<Errand> {
+impl CallQueues {
+    const fn queue(&mut self, queue: StoreCallQueue) -> &mut VecDeque<StoreCall> {
         match queue {
-            ErrandQueue::Reads => &mut self.reads,
-            ErrandQueue::Writes => &mut self.writes,
+            StoreCallQueue::Reads => &mut self.reads,
+            StoreCallQueue::Writes => &mut self.writes,
         }
     }
 }
@@ -223,14 +223,14 @@ impl Store for RemoteStore {
     }
 }
 
-impl Errand {
+impl StoreCall {
     /// What it asks for.
     #[must_use]
-    pub const fn kind(&self) -> ErrandKind {
+    pub const fn kind(&self) -> StoreCallKind {
         match self.work {
-            Work::Find => ErrandKind::Find,
-            Work::Read(_) => ErrandKind::Read,
-            Work::Write(_) => ErrandKind::Write,
+            Work::Find => StoreCallKind::Find,
+            Work::Read(_) => StoreCallKind::Read,
+            Work::Write(_) => StoreCallKind::Write,
         }
     }
 
@@ -240,7 +240,7 @@ impl Errand {
         &self.keys
     }
 
-    /// The memory of the pieces, until the errand is finished. `None` for [`ErrandKind::Find`].
+    /// The memory of the pieces, until the call is finished. `None` for [`StoreCallKind::Find`].
     #[must_use]
     pub const fn rows(&self) -> Option<&HostRows> {
         self.work.rows()
@@ -252,7 +252,7 @@ impl Errand {
     }
 }
 
-impl Drop for Errand {
+impl Drop for StoreCall {
     fn drop(&mut self) {
         for (page, is_present) in self.present.iter().enumerate() {
             self.transfer.finish(page, *is_present);

@@ -238,7 +238,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<file_store::StoreTransfer>()?;
     module.add_class::<fetch::Fetch>()?;
     module.add_class::<store_queue::StoreQueue>()?;
-    module.add_class::<store_queue::Errand>()?;
+    module.add_class::<store_queue::StoreCall>()?;
     module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(_before_fork, module)?)?;

@@ -8,7 +8,7 @@ use pyo3::types::PyBytes;
 
 use crate::base::ForkGate;
 use crate::base::sync::lock;
-use crate::pool::{Errand as PoolErrand, ErrandKind, ErrandQueue, RemoteStore};
+use crate::pool::{RemoteStore, StoreCall as PoolStoreCall, StoreCallKind, StoreCallQueue};
 
 use super::wait_in_slices;
 
@@ -29,13 +29,13 @@ impl StoreQueue {
     ///
     /// Raises:
     ///     RuntimeError: Once it is closed, and in the child of a fork.
-    fn next_read(&self, py: Python<'_>) -> PyResult<Option<Errand>> {
-        self.next(py, ErrandQueue::Reads)
+    fn next_read(&self, py: Python<'_>) -> PyResult<Option<StoreCall>> {
+        self.next(py, StoreCallQueue::Reads)
     }
 
     /// Returns the next call of `write`. Otherwise like `next_read`.
-    fn next_write(&self, py: Python<'_>) -> PyResult<Option<Errand>> {
-        self.next(py, ErrandQueue::Writes)
+    fn next_write(&self, py: Python<'_>) -> PyResult<Option<StoreCall>> {
+        self.next(py, StoreCallQueue::Writes)
     }
 
     /// Takes no more calls, and waits, without the GIL, until those before are answered.
@@ -56,56 +56,56 @@ impl StoreQueue {
 }
 
 impl StoreQueue {
-    fn next(&self, py: Python<'_>, queue: ErrandQueue) -> PyResult<Option<Errand>> {
+    fn next(&self, py: Python<'_>, queue: StoreCallQueue) -> PyResult<Option<StoreCall>> {
         /// Between two looks at whether the store is there still.
         const WHILE: Duration = Duration::from_millis(100);
-        let errand = py.detach(|| self.store.next(queue, WHILE))?;
-        Ok(errand.map(|errand| Errand { errand: Mutex::new(Some(errand)) }))
+        let call = py.detach(|| self.store.next(queue, WHILE))?;
+        Ok(call.map(|call| StoreCall { call: Mutex::new(Some(call)) }))
     }
 }
 
 /// A call of a store. One that is dropped has failed.
-#[pyclass(frozen, module = "kvpool._kvpool", name = "_Errand")]
-pub(super) struct Errand {
-    errand: Mutex<Option<PoolErrand>>,
+#[pyclass(frozen, module = "kvpool._kvpool", name = "_StoreCall")]
+pub(super) struct StoreCall {
+    call: Mutex<Option<PoolStoreCall>>,
 }
 
 #[pymethods]
-impl Errand {
+impl StoreCall {
     /// What it asks for: "find", "read" or "write"; `None` once it is finished.
     #[getter]
     fn kind(&self) -> Option<&'static str> {
-        lock(&self.errand).as_ref().map(|errand| match errand.kind() {
-            ErrandKind::Find => "find",
-            ErrandKind::Read => "read",
-            ErrandKind::Write => "write",
+        lock(&self.call).as_ref().map(|call| match call.kind() {
+            StoreCallKind::Find => "find",
+            StoreCallKind::Read => "read",
+            StoreCallKind::Write => "write",
         })
     }
 
     /// The keys of the pages.
     #[getter]
     fn keys<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
-        let keys = lock(&self.errand).as_ref().map_or(Vec::new(), |errand| errand.keys().to_vec());
+        let keys = lock(&self.call).as_ref().map_or(Vec::new(), |call| call.keys().to_vec());
         keys.iter().map(|key| PyBytes::new(py, key)).collect()
     }
 
     /// The address and the bytes of each page in memory.
     #[getter]
     fn places(&self) -> (Vec<usize>, Vec<usize>) {
-        let errand = lock(&self.errand);
-        let Some(rows) = errand.as_ref().and_then(PoolErrand::rows) else { return Default::default() };
-        let count = errand.as_ref().map_or(0, |errand| errand.keys().len());
+        let call = lock(&self.call);
+        let Some(rows) = call.as_ref().and_then(PoolStoreCall::rows) else { return Default::default() };
+        let count = call.as_ref().map_or(0, |call| call.keys().len());
         (0..count).map(|row| (rows.address_of(row), rows.bytes_of(row))).unzip()
     }
 
     /// Answers for each page whether it is where it was to go; without an answer, it is not.
     fn finish(&self, py: Python<'_>, present: Vec<bool>) {
-        let errand = lock(&self.errand).take();
+        let call = lock(&self.call).take();
         py.detach(|| {
             // Owners of the pages have locks.
             let _gate = ForkGate::enter();
-            if let Some(errand) = errand {
-                errand.finish(&present);
+            if let Some(call) = call {
+                call.finish(&present);
             }
         });
     }

@@ -14,11 +14,11 @@ use crate::memory::{Event, Gpu, Stream};
 #[derive(Debug)]
 pub struct Transfer {
     process: u32,
-    way: Way,
+    runner: Runner,
 }
 
 #[derive(Debug)]
-enum Way {
+enum Runner {
     /// On a thread.
     Thread { steps: usize, progress: Mutex<Progress>, moved: Condvar },
     /// On a stream, with an event behind each step, and the streams that wait for the last one.
@@ -38,21 +38,24 @@ impl Transfer {
     /// Copies in `steps`, at least 1, that a thread will do.
     pub(super) fn on_thread(steps: usize) -> Self {
         let progress = Mutex::new(Progress::default());
-        Self { process: std::process::id(), way: Way::Thread { steps, progress, moved: Condvar::new() } }
+        Self {
+            process: std::process::id(),
+            runner: Runner::Thread { steps, progress, moved: Condvar::new() },
+        }
     }
 
     /// Copies that were enqueued, with an event behind each step.
     pub(super) fn on_device(gpu: &Arc<Gpu>, events: Vec<Event>) -> Self {
-        let way = Way::Device { gpu: Arc::clone(gpu), events, behind: Mutex::default() };
-        Self { process: std::process::id(), way }
+        let runner = Runner::Device { gpu: Arc::clone(gpu), events, behind: Mutex::default() };
+        Self { process: std::process::id(), runner }
     }
 
     /// The number of steps.
     #[must_use]
     pub const fn steps(&self) -> usize {
-        match &self.way {
-            Way::Thread { steps, .. } => *steps,
-            Way::Device { events, .. } => events.len(),
+        match &self.runner {
+            Runner::Thread { steps, .. } => *steps,
+            Runner::Device { events, .. } => events.len(),
         }
     }
 
@@ -65,10 +68,10 @@ impl Transfer {
     /// # Errors
     /// [`ErrorKind::Driver`] when the device has failed.
     pub fn is_over(&self) -> Result<bool> {
-        match &self.way {
+        match &self.runner {
             _ if self.is_foreign() => Ok(true),
-            Way::Thread { progress, .. } => Ok(lock(progress).is_over),
-            Way::Device { events, .. } => events.last().map_or(Ok(true), Event::passed),
+            Runner::Thread { progress, .. } => Ok(lock(progress).is_over),
+            Runner::Device { events, .. } => events.last().map_or(Ok(true), Event::passed),
         }
     }
 
@@ -77,10 +80,10 @@ impl Transfer {
     /// # Errors
     /// As [`Transfer::is_over`].
     pub fn is_complete(&self) -> Result<bool> {
-        match &self.way {
+        match &self.runner {
             _ if self.is_foreign() => Ok(false),
-            Way::Thread { steps, progress, .. } => Ok(lock(progress).done == *steps),
-            Way::Device { .. } => self.is_over(),
+            Runner::Thread { steps, progress, .. } => Ok(lock(progress).done == *steps),
+            Runner::Device { .. } => self.is_over(),
         }
     }
 
@@ -89,8 +92,8 @@ impl Transfer {
     /// # Errors
     /// As [`Transfer::is_over`].
     pub fn is_complete_on(&self, stream: Stream) -> Result<bool> {
-        match &self.way {
-            Way::Device { behind, .. } if !self.is_foreign() && lock(behind).contains(&stream) => Ok(true),
+        match &self.runner {
+            Runner::Device { behind, .. } if !self.is_foreign() && lock(behind).contains(&stream) => Ok(true),
             _ => self.is_complete(),
         }
     }
@@ -110,14 +113,14 @@ impl Transfer {
         if self.is_foreign() {
             return Err(ended("belong to the process that this one was forked from"));
         }
-        match &self.way {
-            Way::Thread { progress, moved, .. } => {
+        match &self.runner {
+            Runner::Thread { progress, moved, .. } => {
                 let has_moved = |now: &Progress| now.done > step || now.is_over;
                 let now = *lock(progress);
                 let now = if has_moved(&now) { now } else { blocking(|| wait(progress, moved, has_moved)) };
                 if now.done > step { Ok(()) } else { Err(ended("have ended before they were complete")) }
             }
-            Way::Device { gpu, events, behind } => {
+            Runner::Device { gpu, events, behind } => {
                 gpu.not_capturing(stream, "a wait for copies outside of the capture")?;
                 events[step].precede(stream)?;
                 if step + 1 == steps {
@@ -136,16 +139,16 @@ impl Transfer {
     /// # Errors
     /// As [`Transfer::is_over`].
     pub fn wait(&self) -> Result<()> {
-        match &self.way {
+        match &self.runner {
             _ if self.is_foreign() => Ok(()),
-            Way::Thread { progress, moved, .. } => {
+            Runner::Thread { progress, moved, .. } => {
                 let is_over = |now: &Progress| now.is_over;
                 if !lock(progress).is_over {
                     blocking(|| wait(progress, moved, is_over));
                 }
                 Ok(())
             }
-            Way::Device { events, .. } => events
+            Runner::Device { events, .. } => events
                 .last()
                 .map_or(Ok(()), |event| if event.passed()? { Ok(()) } else { blocking(|| event.wait()) }),
         }
@@ -153,7 +156,7 @@ impl Transfer {
 
     /// Lets a thread begin no further step. What a device was given, it does.
     pub fn cancel(&self) {
-        if let Way::Thread { progress, .. } = &self.way {
+        if let Runner::Thread { progress, .. } = &self.runner {
             lock(progress).is_cancelled = true;
         }
     }
@@ -174,8 +177,8 @@ impl Transfer {
     /// # Errors
     /// As [`Transfer::is_over`].
     pub fn precede(&self, stream: Stream) -> Result<()> {
-        match &self.way {
-            Way::Device { gpu, events, .. } if !self.is_over()? => {
+        match &self.runner {
+            Runner::Device { gpu, events, .. } if !self.is_over()? => {
                 gpu.not_capturing(stream, "a wait for copies outside of the capture")?;
                 events.last().map_or(Ok(()), |event| event.precede(stream))
             }
@@ -185,18 +188,18 @@ impl Transfer {
 
     /// Whether a thread shall do the next step.
     pub(super) fn goes_on(&self) -> bool {
-        match &self.way {
-            Way::Thread { steps, progress, .. } => {
+        match &self.runner {
+            Runner::Thread { steps, progress, .. } => {
                 let now = *lock(progress);
                 !now.is_cancelled && now.done < *steps
             }
-            Way::Device { .. } => false,
+            Runner::Device { .. } => false,
         }
     }
 
     /// Takes note of how a thread goes on.
     pub(super) fn note(&self, note: Note) {
-        let Way::Thread { progress, moved, .. } = &self.way else { return };
+        let Runner::Thread { progress, moved, .. } = &self.runner else { return };
         let mut now = lock(progress);
         match note {
             Note::Done => now.done += 1,

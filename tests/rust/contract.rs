@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvpool::base::{Device, ErrorKind, Id, IndexVec, Result};
 use kvpool::cache::PolicyKind;
-use kvpool::index::{Act, BadFrees, Rounding, State};
+use kvpool::index::{Act, BadFrees, IndexState, Rounding};
 use kvpool::kernels::Indices;
 use kvpool::pool::{
     AllocatorConfig, BufferConfig, BufferPool, ChunkPool, GdnConfig, GdnPool, HostTier, KvPool, PageConfig,
@@ -114,7 +114,7 @@ fn all() -> Vec<Box<dyn Pool>> {
 }
 
 /// The number of units in a state, counted from the spans.
-fn count(pool: &dyn Pool, state: State) -> usize {
+fn count(pool: &dyn Pool, state: IndexState) -> usize {
     pool.occupancy().pieces.iter().filter(|piece| piece.state == state).map(|piece| piece.range.len()).sum()
 }
 
@@ -123,8 +123,8 @@ fn check(pool: &dyn Pool, in_use: usize) {
     let number = |name| pool.stats().get(name).expect(name);
     assert_eq!((number("in_use"), number("available")), (in_use, number("capacity") - in_use));
     assert!(number("high_water") >= in_use);
-    assert_eq!(count(pool, State::Free), number("available"), "{}", pool.unit());
-    assert_eq!(count(pool, State::Live), in_use, "{}", pool.unit());
+    assert_eq!(count(pool, IndexState::Free), number("available"), "{}", pool.unit());
+    assert_eq!(count(pool, IndexState::Live), in_use, "{}", pool.unit());
     let pieces = pool.occupancy().pieces;
     assert!(pieces.windows(2).all(|pair| pair[0].range.end == pair[1].range.start));
 }

@@ -6,12 +6,12 @@ use super::queue::{Queue, Rank};
 use super::{History, NodeId, Policy, Tick};
 
 /// An order of histories.
-pub(super) trait Order: fmt::Debug + Send {
+pub(super) trait Ranking: fmt::Debug + Send {
     /// The rank of a leaf: the lowest goes first.
     fn rank(&self, history: &History) -> Rank;
 }
 
-/// The policy of an [`Order`].
+/// The policy of a [`Ranking`].
 #[derive(Debug)]
 pub(super) struct Ranked<O> {
     order: O,
@@ -24,7 +24,7 @@ impl<O> Ranked<O> {
     }
 }
 
-impl<O: Order> Policy for Ranked<O> {
+impl<O: Ranking> Policy for Ranked<O> {
     fn insert(&mut self, leaf: NodeId, history: &History, _now: Tick) {
         self.queue.insert(leaf, self.order.rank(history));
     }
@@ -49,7 +49,7 @@ impl<O: Order> Policy for Ranked<O> {
 #[derive(Debug)]
 pub(super) struct Lru;
 
-impl Order for Lru {
+impl Ranking for Lru {
     fn rank(&self, history: &History) -> Rank {
         Rank::new(0, history.used)
     }
@@ -58,7 +58,7 @@ impl Order for Lru {
 #[derive(Debug)]
 pub(super) struct Fifo;
 
-impl Order for Fifo {
+impl Ranking for Fifo {
     fn rank(&self, history: &History) -> Rank {
         Rank::new(0, history.published)
     }
@@ -67,7 +67,7 @@ impl Order for Fifo {
 #[derive(Debug)]
 pub(super) struct Lfu;
 
-impl Order for Lfu {
+impl Ranking for Lfu {
     fn rank(&self, history: &History) -> Rank {
         Rank::new(history.uses, history.used)
     }
@@ -76,7 +76,7 @@ impl Order for Lfu {
 #[derive(Debug)]
 pub(super) struct Slru;
 
-impl Order for Slru {
+impl Ranking for Slru {
     fn rank(&self, history: &History) -> Rank {
         Rank::new(u32::from(history.uses > 1), history.used)
     }
@@ -85,7 +85,7 @@ impl Order for Slru {
 #[derive(Debug)]
 pub(super) struct Priority;
 
-impl Order for Priority {
+impl Ranking for Priority {
     fn rank(&self, history: &History) -> Rank {
         Rank::new(u32::from(history.priority), history.used)
     }

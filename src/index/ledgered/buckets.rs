@@ -2,7 +2,7 @@
 
 use super::Ledgered;
 use crate::base::BufferId;
-use crate::index::ledger::{Span, State, spans};
+use crate::index::ledger::{IndexState, Span, spans};
 use crate::index::{Bucket, Buckets, Reuse, Ticket};
 
 impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
@@ -10,7 +10,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     #[must_use]
     pub fn spans(&self) -> Vec<(Span, usize)> {
         let span_of = |(index, is_live, bytes): (u32, bool, usize)| {
-            let state = if is_live { State::Live } else { State::Free };
+            let state = if is_live { IndexState::Live } else { IndexState::Free };
             spans(index..index + 1, self.book.ledger(), |_| state).into_iter().map(move |span| (span, bytes))
         };
         self.inner.buffers().flat_map(span_of).collect()

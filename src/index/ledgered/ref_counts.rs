@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::Ledgered;
 use crate::base::{Id, Result, widen};
-use crate::index::ledger::{Span, State, spans};
+use crate::index::ledger::{IndexState, Span, spans};
 use crate::index::{BadFree, BadFrees, RefCounts, Returning, Ticket};
 
 impl<I: Id> Ledgered<RefCounts<I>> {
@@ -14,11 +14,11 @@ impl<I: Id> Ledgered<RefCounts<I>> {
         let is_free = self.inner.free_flags();
         spans(self.inner.indices(), self.book.ledger(), |index| {
             if self.inner.ticket(I::new(index)).is_some() {
-                State::Live
+                IndexState::Live
             } else if is_free[widen(index)] {
-                State::Free
+                IndexState::Free
             } else {
-                State::Fenced
+                IndexState::Fenced
             }
         })
     }

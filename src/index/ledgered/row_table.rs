@@ -2,7 +2,7 @@
 
 use super::Ledgered;
 use crate::base::{Id, IndexVec, Result};
-use crate::index::ledger::{Span, State, spans};
+use crate::index::ledger::{IndexState, Span, spans};
 use crate::index::{BadFrees, RowExtent, RowTable};
 
 impl<I: Id> Ledgered<RowTable<I>> {
@@ -10,7 +10,7 @@ impl<I: Id> Ledgered<RowTable<I>> {
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
         spans(self.inner.rows().indices(), self.book.ledger(), |row| {
-            if self.inner.rows().is_live(I::new(row)) { State::Live } else { State::Free }
+            if self.inner.rows().is_live(I::new(row)) { IndexState::Live } else { IndexState::Free }
         })
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::Ledgered;
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
-use crate::index::ledger::{Signatures, Span, State, spans};
+use crate::index::ledger::{IndexState, Signatures, Span, spans};
 use crate::index::owners::Room;
 use crate::index::{Act, BadFrees, Extension, FenceId, Fit, LastLoc, Owner, Run, SlotAllocator};
 
@@ -16,13 +16,13 @@ impl Ledgered<SlotAllocator> {
         spans(slots.pages().indices(), self.book.ledger(), |page| {
             let page = Page::new(page);
             if !slots.pages().is_in_use(page) {
-                State::Free
+                IndexState::Free
             } else if slots.is_only_cached(page) {
-                if is_locked(page) { State::Locked } else { State::Evictable }
+                if is_locked(page) { IndexState::Locked } else { IndexState::Evictable }
             } else if slots.is_owned(page) {
-                State::Live
+                IndexState::Live
             } else {
-                State::Fenced
+                IndexState::Fenced
             }
         })
     }

@@ -26,7 +26,7 @@ use crate::index::Move;
 use crate::kernels::indices::{IndexSpace, Indices, Numbers};
 use crate::kernels::pages::{PagePlan, Pieces, Reach};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
-use crate::kernels::store::{Store, targets};
+use crate::kernels::store::{StoreRows, targets};
 use crate::kernels::table::Table;
 use crate::memory::{
     Backend, Borrowed, Contents, Event, Function, Gpu, Pinned, Region, Reply, Ring, Stream, Users,
@@ -345,7 +345,7 @@ impl Launcher {
     /// `Executor::fault` reports it.
     pub(super) fn store_rows(
         &self,
-        stores: &[Store<'_>; 2],
+        stores: &[StoreRows<'_>; 2],
         indices: &Indices<'_>,
         stream: Stream,
     ) -> Result<()> {

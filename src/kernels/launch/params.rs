@@ -7,7 +7,7 @@ use crate::base::{DType, Result};
 use crate::kernels::convert::conversion;
 use crate::kernels::pages::KindCopy;
 use crate::kernels::rows::RowBuffer;
-use crate::kernels::store::{Store, ValueLayout, inconvertible, layout};
+use crate::kernels::store::{StoreRows, ValueLayout, inconvertible, layout};
 use crate::memory::Borrowed;
 
 use super::grid::{Divisor, ELEMENTS_PER_LANE, RowGroup, Split, WORDS_PER_LANE, Word, word_of};
@@ -276,7 +276,7 @@ const _: () = {
 
 impl StorePart {
     /// The parameters to store `count` rows of values in their buffer.
-    pub(super) fn new(store: &Store<'_>, count: usize) -> Result<Self> {
+    pub(super) fn new(store: &StoreRows<'_>, count: usize) -> Result<Self> {
         let layout = layout(store, count)?;
         let (from, to) = (store.values.dtype(), store.target.dtype());
         let way = if from == to && layout.is_packed() && layout.heads == 1 {

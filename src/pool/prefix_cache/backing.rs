@@ -11,7 +11,7 @@ use crate::pool::host_tier::{Incoming, Outgoing, PieceKind};
 use crate::pool::{HostTier, Store, StoreTransfer};
 use crate::transfer::{JobThread, Transfer};
 
-use super::Shared;
+use super::CacheCore;
 
 /// Pages that are looked for in a store at once, and snapshots, which have more parts.
 const SURVEYED: usize = 512;
@@ -31,10 +31,10 @@ pub(super) struct Backing {
 
 /// How threads reach the cache, until it goes.
 #[derive(Debug, Default)]
-pub(super) struct Visits(Mutex<Weak<Shared>>);
+pub(super) struct Visits(Mutex<Weak<CacheCore>>);
 
 impl Visits {
-    pub(super) fn begin(&self, cache: &Arc<Shared>) {
+    pub(super) fn begin(&self, cache: &Arc<CacheCore>) {
         *lock(&self.0) = Arc::downgrade(cache);
     }
 
@@ -48,7 +48,7 @@ impl Visits {
     }
 
     /// Calls `work` with the cache, if it is there.
-    pub(super) fn visit(&self, work: impl FnOnce(&Shared)) {
+    pub(super) fn visit(&self, work: impl FnOnce(&CacheCore)) {
         let _gate = ForkGate::enter();
         // Held until the thread has let go of the cache, so that it ends where its owner drops it.
         let cache = lock(&self.0);

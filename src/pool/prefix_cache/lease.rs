@@ -19,11 +19,11 @@ use crate::transfer::Transfer;
 use super::below::free_states;
 use super::load::{Loadable, Loading};
 use super::lock::PrefixLock;
-use super::{Kept, Open, Rest, Shared, pages_of};
+use super::{CacheCore, Kept, Open, Rest, pages_of};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<CacheCore>,
     namespace: Namespace,
     /// How often the allocator had been cleared.
     pub(super) clears: u64,
@@ -38,7 +38,7 @@ pub struct Lease {
 pub(super) struct Held {
     pub(super) hold: Hold,
     /// The request whose prefix it is.
-    request: Option<Request>,
+    request: Option<PlannedRequest>,
     /// Whether its user has released it. The request keeps it to its end.
     is_given_up: bool,
     /// What the tier below could add.
@@ -49,7 +49,7 @@ pub(super) struct Held {
 
 /// A request of a planner, which keeps its lease.
 #[derive(Clone)]
-pub(super) struct Request {
+pub(super) struct PlannedRequest {
     planner: Weak<BatchPlanner>,
     pub(super) row: i64,
 }
@@ -79,7 +79,7 @@ pub struct Published {
 
 impl Lease {
     pub(super) fn new(
-        (shared, allocator): (&Arc<Shared>, &Arc<TokenToKvPoolAllocator>),
+        (shared, allocator): (&Arc<CacheCore>, &Arc<TokenToKvPoolAllocator>),
         hold: Hold,
         clears: u64,
         namespace: Namespace,
@@ -181,7 +181,7 @@ impl Lease {
     /// Calls `work` with the hold of this lease, if it is of the cache `shared`.
     pub(super) fn with_hold<R>(
         &self,
-        shared: &Arc<Shared>,
+        shared: &Arc<CacheCore>,
         stream: Stream,
         work: impl FnOnce(&mut Kept, &Hold) -> Result<R>,
     ) -> Result<R> {
@@ -408,9 +408,10 @@ impl Lease {
                 let is_mine = |row: &RequestRow| {
                     state.lease_of(*row, table).is_some_and(|lease| std::ptr::eq(&raw const **lease, self))
                 };
-                let row = held.request.as_ref().and_then(Request::row).filter(is_mine).ok_or_else(|| {
-                    Error::config("the lease is of a request that its planner does not have")
-                })?;
+                let row =
+                    held.request.as_ref().and_then(PlannedRequest::row).filter(is_mine).ok_or_else(|| {
+                        Error::config("the lease is of a request that its planner does not have")
+                    })?;
                 publish(slots, Some((state, row)))
             }),
         })?;
@@ -453,7 +454,7 @@ impl Lease {
             }
             let mut pages = kept.tree.share_pages(&held.hold);
             pages.extend_from_slice(held.coming_pages());
-            held.request = Some(Request { planner: Weak::clone(planner), row });
+            held.request = Some(PlannedRequest { planner: Weak::clone(planner), row });
             Ok(pages)
         })
     }
@@ -628,7 +629,7 @@ impl Held {
     }
 
     /// The request whose prefix it is, unless its planner is gone.
-    pub(super) fn request(&self) -> Option<&Request> {
+    pub(super) fn request(&self) -> Option<&PlannedRequest> {
         self.request.as_ref().filter(|request| request.planner.strong_count() > 0)
     }
 
@@ -640,7 +641,7 @@ impl Held {
     }
 }
 
-impl Request {
+impl PlannedRequest {
     /// Its row; `None` if that is no row, which the planner is about to find out.
     fn row(&self) -> Option<RequestRow> {
         u32::try_from(self.row).ok().map(RequestRow::new)

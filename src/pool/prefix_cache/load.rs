@@ -15,7 +15,7 @@ use crate::transfer::Transfer;
 use super::below::Given;
 use super::lease::{Held, TakenSlot, cleared};
 use super::lock::PrefixLock;
-use super::{Kept, Lease, Shared};
+use super::{CacheCore, Kept, Lease};
 
 /// What a tier could add to a prefix.
 #[derive(Debug, Default)]
@@ -31,7 +31,7 @@ pub(super) struct Loadable {
 ///
 /// Drop it without locks.
 pub(super) struct Tail {
-    shared: Arc<Shared>,
+    shared: Arc<CacheCore>,
     /// How often the allocator had been cleared.
     clears: u64,
     /// Of what its end frees.

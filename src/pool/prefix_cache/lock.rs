@@ -6,14 +6,14 @@ use std::sync::{Arc, OnceLock};
 use crate::cache::Hold;
 use crate::memory::Stream;
 
-use super::Shared;
+use super::CacheCore;
 use super::load::Loading;
 
 /// A lock of a prefix: its pages are not evicted. Drop it without other locks.
 ///
 /// An allocator may keep it until a fence has passed. It keeps the cache, which does not keep the allocator.
 pub(in crate::pool) struct PrefixLock {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<CacheCore>,
     /// `None` once it is released.
     pub(super) hold: Option<Hold>,
     /// What comes behind it, or has come.

@@ -39,7 +39,7 @@ impl<'a> Operand<'a> {
 }
 
 /// Places of the table, checked as far as the host knows them.
-struct Places<'a> {
+struct TablePlaces<'a> {
     row: Operand<'a>,
     column: Operand<'a>,
     count: usize,
@@ -81,7 +81,12 @@ impl ReqToTokenPool {
                 let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
                 let count = stop - from;
                 let known = Some(KnownPlaces::Columns { row, from, count });
-                Places { row: Operand::Same(row.number().into()), column: Operand::From(from), count, known }
+                TablePlaces {
+                    row: Operand::Same(row.number().into()),
+                    column: Operand::From(from),
+                    count,
+                    known,
+                }
             }
             TableIndex::Points { rows, columns } => {
                 self.executor.expect_here(&[rows, columns], stream)?;
@@ -118,7 +123,7 @@ impl ReqToTokenPool {
     }
 
     /// The places of points.
-    fn places<'a>(&self, rows: &Indices<'a>, columns: &Indices<'a>) -> Result<Places<'a>> {
+    fn places<'a>(&self, rows: &Indices<'a>, columns: &Indices<'a>) -> Result<TablePlaces<'a>> {
         let [row_space, column_space] = self.spaces();
         let (row, column) = (Operand::new(rows, row_space)?, Operand::new(columns, column_space)?);
         let known = match known(rows).zip(known(columns)) {
@@ -128,7 +133,7 @@ impl ReqToTokenPool {
                 Some(KnownPlaces::Points(points.collect()))
             }
         };
-        Ok(Places { row, column, count: rows.len(), known })
+        Ok(TablePlaces { row, column, count: rows.len(), known })
     }
 
     /// Enqueues a write to places with repeats: the last value of each.
@@ -136,7 +141,7 @@ impl ReqToTokenPool {
         let last: HashMap<(u32, u32), i32> =
             points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))).collect();
         let (points, values): (Vec<(u32, u32)>, Vec<i32>) = last.into_iter().unzip();
-        let places = Places {
+        let places = TablePlaces {
             row: Operand::List(points.iter().map(|(row, _)| row.cast_signed()).collect()),
             column: Operand::List(points.iter().map(|(_, column)| column.cast_signed()).collect()),
             count: points.len(),
@@ -148,7 +153,7 @@ impl ReqToTokenPool {
     /// Enqueues a write, and updates the mirror now or when the kernel has echoed its writes.
     fn enqueue(
         &mut self,
-        places: &Places<'_>,
+        places: &TablePlaces<'_>,
         value: &Operand<'_>,
         known: Option<&[i32]>,
         stream: Stream,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvpool::base::{Id, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
-use kvpool::index::State;
+use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
 use kvpool::pool::{
     AllocatorConfig, Batch, BatchPlanner, Fence, Field, Grant, Lease, Offer, Plan, PlannerConfig, Pool,
@@ -472,14 +472,14 @@ impl Requests {
                 let page = i32::try_from(slot / self.page_size).expect("small");
                 counts[size(state as u8)] += self.page_size;
                 let is_right = match state {
-                    State::Free => !used.contains(&page) && !waiting.contains(&page),
-                    State::Live => used.contains(&page) || self.own.contains(&page),
-                    State::Evictable => !used.contains(&page),
-                    State::Locked => used.contains(&page) || kept.contains(&page) || self.has_pins,
-                    State::Fenced => waiting.contains(&page) && !used.contains(&page),
+                    IndexState::Free => !used.contains(&page) && !waiting.contains(&page),
+                    IndexState::Live => used.contains(&page) || self.own.contains(&page),
+                    IndexState::Evictable => !used.contains(&page),
+                    IndexState::Locked => used.contains(&page) || kept.contains(&page) || self.has_pins,
+                    IndexState::Fenced => waiting.contains(&page) && !used.contains(&page),
                 };
                 assert!(is_right, "page {page} is {state:?}");
-                assert!(state == State::Live || !self.own.contains(&page), "page {page} is {state:?}");
+                assert!(state == IndexState::Live || !self.own.contains(&page), "page {page} is {state:?}");
             }
         }
         let (stats, tree) = (self.slots.stats(), self.cache.tree_stats(STREAM));

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvpool::base::{DType, IndexVec, StateSlot};
 use kvpool::cache::{Event, Namespace, PageHash, PolicyKind, Segment, Whereabouts};
-use kvpool::index::State;
+use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
 use kvpool::memory::Region;
 use kvpool::pool::{
@@ -705,11 +705,11 @@ impl Prefixes {
                 let page = i32::try_from(slot / self.page_size).expect("small");
                 let is_fenced = || self.fenced.iter().any(|(_, pages)| pages.contains(&page));
                 let expected = match by_page.get(&page) {
-                    Some(key) if self.is_locked(key) => State::Locked,
-                    Some(_) => State::Evictable,
-                    None if self.own.contains(&page) => State::Live,
-                    None if is_fenced() => State::Fenced,
-                    None => State::Free,
+                    Some(key) if self.is_locked(key) => IndexState::Locked,
+                    Some(_) => IndexState::Evictable,
+                    None if self.own.contains(&page) => IndexState::Live,
+                    None if is_fenced() => IndexState::Fenced,
+                    None => IndexState::Free,
                 };
                 assert_eq!(piece.state, expected, "page {page}");
             }

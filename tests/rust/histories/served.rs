@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kvpool::pool::{Errand, ErrandKind, ErrandQueue, RemoteStore};
+use kvpool::pool::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};
 
 type Pieces = HashMap<[u8; 32], Vec<u8>>;
 
@@ -20,7 +20,7 @@ pub(super) struct Served {
 struct Shared {
     pieces: Mutex<Pieces>,
     fails: bool,
-    errands: AtomicUsize,
+    calls: AtomicUsize,
 }
 
 impl Shared {
@@ -30,16 +30,16 @@ impl Shared {
 
     /// Whether the store does not do now what it is asked for.
     fn fails(&self) -> bool {
-        self.fails && self.errands.fetch_add(1, Ordering::Relaxed).is_multiple_of(5)
+        self.fails && self.calls.fetch_add(1, Ordering::Relaxed).is_multiple_of(5)
     }
 
-    fn answer(&self, errand: Errand) {
+    fn answer(&self, call: StoreCall) {
         let mut answers = Vec::new();
-        for (at, key) in errand.keys().iter().enumerate() {
+        for (at, key) in call.keys().iter().enumerate() {
             let row = |rows: &kvpool::memory::HostRows| vec![0xee; rows.bytes_of(at)];
             let known = self.pieces().get(key).cloned();
-            answers.push(match (errand.kind(), errand.rows()) {
-                (ErrandKind::Write, Some(rows)) if !self.fails() => {
+            answers.push(match (call.kind(), call.rows()) {
+                (StoreCallKind::Write, Some(rows)) if !self.fails() => {
                     let mut bytes = row(rows);
                     rows.read(at, &mut bytes);
                     let before = self.pieces().insert(*key, bytes.clone());
@@ -47,34 +47,34 @@ impl Shared {
                     assert!(before.is_none_or(|before| before == bytes), "two pieces have one key");
                     true
                 }
-                (ErrandKind::Read, Some(rows)) => {
+                (StoreCallKind::Read, Some(rows)) => {
                     let is_right = known.is_some() && !self.fails();
                     rows.write(at, &known.filter(|_| is_right).unwrap_or_else(|| row(rows)));
                     is_right
                 }
-                (ErrandKind::Find, _) => known.is_some() != self.fails(),
+                (StoreCallKind::Find, _) => known.is_some() != self.fails(),
                 _ => false,
             });
         }
-        errand.finish(&answers);
+        call.finish(&answers);
     }
 }
 
 impl Served {
     pub(super) fn new(fails: bool) -> Self {
         let store = Arc::<RemoteStore>::default();
-        let shared = Arc::new(Shared { pieces: Mutex::default(), fails, errands: AtomicUsize::new(0) });
+        let shared = Arc::new(Shared { pieces: Mutex::default(), fails, calls: AtomicUsize::new(0) });
         let serve = |queue| {
             let (store, shared) = (Arc::clone(&store), Arc::clone(&shared));
             std::thread::spawn(move || {
-                while let Ok(errand) = store.next(queue, Duration::MAX) {
-                    if let Some(errand) = errand {
-                        shared.answer(errand);
+                while let Ok(call) = store.next(queue, Duration::MAX) {
+                    if let Some(call) = call {
+                        shared.answer(call);
                     }
                 }
             })
         };
-        let threads = [ErrandQueue::Reads, ErrandQueue::Writes].map(serve).into();
+        let threads = [StoreCallQueue::Reads, StoreCallQueue::Writes].map(serve).into();
         Self { store, shared, threads }
     }
 

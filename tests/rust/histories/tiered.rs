@@ -512,7 +512,7 @@ impl World {
         self.drain();
         let begin = Instant::now();
         while self.tier.stats().get("storing") != Some(0) {
-            assert!(begin.elapsed() < Duration::from_secs(60), "errands end");
+            assert!(begin.elapsed() < Duration::from_secs(60), "calls end");
             std::thread::yield_now();
         }
     }
