@@ -33,7 +33,7 @@ pub trait Tokens: fmt::Debug {
     /// Checks that the numbers of `range` are token ids.
     ///
     /// # Errors
-    /// As [`Tokens::read`].
+    /// See [`Tokens::read`].
     fn check(&self, range: Range<usize>) -> Result<()>;
 }
 
@@ -113,7 +113,7 @@ impl dyn Tokens + '_ {
     /// The tokens of `range`.
     ///
     /// # Errors
-    /// As [`Tokens::read`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory).
+    /// See [`Tokens::read`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory).
     pub fn to_vec(&self, range: Range<usize>) -> Result<Vec<i32>> {
         let mut tokens = reserve(range.len())?;
         self.read(range, &mut tokens)?;

@@ -199,7 +199,7 @@ impl HostRows {
     /// Copies `bytes` to a row.
     ///
     /// # Panics
-    /// As [`HostRows::read`].
+    /// See [`HostRows::read`].
     pub fn write(&self, row: usize, bytes: &[u8]) {
         let (row, row_bytes) = self.row(row);
         assert_eq!(bytes.len(), row_bytes);

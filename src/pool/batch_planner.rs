@@ -145,7 +145,7 @@ impl BatchPlanner {
     /// Tokens of a request that have slots.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`].
+    /// See [`Requests::resolve_rows`].
     ///
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn seq_len(&self, row: i64) -> Result<u32> {
@@ -182,7 +182,7 @@ impl BatchPlanner {
     /// batch to the smallest size of `pad_to` that it fits.
     ///
     /// # Errors
-    /// As [`BatchPlanner::extend`]; [`ErrorKind::Config`] when no size of `pad_to` fits, or there is no
+    /// See [`BatchPlanner::extend`]; also [`ErrorKind::Config`] when no size of `pad_to` fits, or there is no
     /// padding row.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
@@ -201,7 +201,7 @@ impl BatchPlanner {
     /// among them.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`] and [`Requests::check_cut`]; nothing is changed.
+    /// See [`Requests::resolve_rows`] and [`Requests::check_cut`]; nothing is changed.
     /// [`ErrorKind::IndexOwnership`] if the allocator is strict and another owner has freed a page; all
     /// others are freed.
     ///
@@ -222,9 +222,9 @@ impl BatchPlanner {
     /// requests. Returns the number of slots given up, and the invalid ones among them.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`], and [`ErrorKind::Config`] for a length that does not match; nothing is
-    /// changed. As [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when zeroing the rows fails, which are
-    /// freed all the same.
+    /// See [`Requests::resolve_rows`], and [`ErrorKind::Config`] for a length that does not match; nothing is
+    /// changed. See [`BatchPlanner::truncate`]; also [`ErrorKind::Driver`] when zeroing the rows fails, which
+    /// are freed all the same.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
@@ -245,7 +245,7 @@ impl BatchPlanner {
     /// `stream`.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has fewer
+    /// See [`Requests::resolve_rows`] and [`Requests::fork`]; also [`ErrorKind::Config`] when `src` has fewer
     /// tokens or `dst` is not empty; [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config

@@ -178,7 +178,7 @@ impl BufferPool {
     /// Takes a buffer for each of `sizes`, or none of them.
     ///
     /// # Errors
-    /// As [`BufferPool::alloc`].
+    /// See [`BufferPool::alloc`].
     pub fn alloc_batch(&mut self, sizes: &[usize], stream: Stream) -> Result<Vec<Buffer>> {
         sizes.iter().try_for_each(|&bytes| self.config.rounding.bucket(bytes).map(drop))?;
         let marks = self.buckets.marks();

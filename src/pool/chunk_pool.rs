@@ -292,7 +292,7 @@ impl ChunkPool {
     /// [`ChunkPool::try_allocate`] for one chunk, without a list.
     ///
     /// # Errors
-    /// As [`ChunkPool::try_allocate`].
+    /// See [`ChunkPool::try_allocate`].
     pub fn try_allocate_one(&self) -> Result<Option<Ticket<ChunkId>>> {
         let mut state = self.state();
         if !state.returning.is_empty() {
@@ -320,7 +320,7 @@ impl ChunkPool {
     /// page-locking, up to about `timeout`, and for copies of freed chunks.
     ///
     /// # Errors
-    /// As [`ChunkPool::try_allocate`], and in a forked child, where neither makes progress.
+    /// See [`ChunkPool::try_allocate`], and in a forked child, where neither makes progress.
     pub fn allocate(&self, count: usize, timeout: Duration) -> Result<Attempt> {
         /// Interval for polling copies while page-locking may provide chunks first.
         const POLL: Duration = Duration::from_micros(200);
@@ -379,7 +379,7 @@ impl ChunkPool {
     /// was freed or has further references.
     ///
     /// # Errors
-    /// As [`ChunkPool::release`].
+    /// See [`ChunkPool::release`].
     pub fn free(&self, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
         let mut state = self.state();
         if state.chunks.references(chunk) > 1 {
@@ -403,7 +403,7 @@ impl ChunkPool {
     /// Reports the free of a chunk of another pool.
     ///
     /// # Errors
-    /// As [`ChunkPool::release`].
+    /// See [`ChunkPool::release`].
     pub fn free_foreign(&self, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
         self.refuse(&mut self.state(), chunk, BadFree::Foreign)
     }

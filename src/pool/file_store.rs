@@ -174,7 +174,7 @@ impl FileStore {
     /// Opens the store on `disk`, which is `name` in messages. Otherwise as [`FileStore::at`].
     ///
     /// # Errors
-    /// As [`FileStore::at`].
+    /// See [`FileStore::at`].
     pub fn open(name: impl Into<String>, config: &FileStoreConfig, disk: &Arc<dyn Disk>) -> Result<Self> {
         let (name, slot_bytes) = (name.into(), Self::check(config)?);
         let FileStoreConfig { page_bytes, digest, .. } = *config;
@@ -237,8 +237,8 @@ impl FileStore {
     /// page that is not found keeps its bytes.
     ///
     /// # Errors
-    /// As [`FileStore::exists`]; [`ErrorKind::Config`] unless there are as many rows as keys, of the size of
-    /// a page.
+    /// See [`FileStore::exists`]; also [`ErrorKind::Config`] unless there are as many rows as keys, of the
+    /// size of a page.
     pub fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_rows(&rows)?;
         self.begin_get(keys, rows)
@@ -266,7 +266,7 @@ impl FileStore {
     /// pages beyond `queue_bytes` are dropped. Those that are there, or on their way, are not written again.
     ///
     /// # Errors
-    /// As [`FileStore::get`].
+    /// See [`FileStore::get`].
     pub fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_rows(&rows)?;
         self.begin_put(keys, rows, self.shared.config.queue_bytes / self.shared.config.page_bytes)
@@ -306,7 +306,7 @@ impl FileStore {
     /// are stored nevertheless. Writes to the index.
     ///
     /// # Errors
-    /// As [`FileStore::exists`]. A page whose entry cannot be cleared counts among `errors`, and may be back
+    /// See [`FileStore::exists`]. A page whose entry cannot be cleared counts among `errors`, and may be back
     /// when the store is opened again.
     pub fn remove(&self, keys: &[PageHash]) -> Result<usize> {
         let disk = self.disk()?;
@@ -324,7 +324,7 @@ impl FileStore {
     /// Removes all pages. Otherwise as [`FileStore::remove`].
     ///
     /// # Errors
-    /// As [`FileStore::remove`].
+    /// See [`FileStore::remove`].
     pub fn clear(&self) -> Result<usize> {
         let keys = self.open_state()?.slots.keys();
         self.remove(&keys)

@@ -261,7 +261,7 @@ impl GdnPool {
     /// [`blocking`] section.
     ///
     /// # Errors
-    /// As [`GdnPool::copy_states`].
+    /// See [`GdnPool::copy_states`].
     pub(super) fn set_state(&self, dst: i64, source: Source, stream: Stream) -> Result<()> {
         let one = |slot| Indices::Host(IndexVec::I64(vec![slot]));
         let set = || match source {

@@ -399,7 +399,7 @@ impl HostTier {
     /// behind what is enqueued on `after`.
     ///
     /// # Errors
-    /// As [`Lane::run`]. Nothing is on its way then.
+    /// See [`Lane::run`]. Nothing is on its way then.
     pub(super) fn load(
         &self,
         held: &HeldPieces,

@@ -286,7 +286,7 @@ impl KvPool {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or scales that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist. Nothing is
-    /// written. As [`KvPool::fault`].
+    /// written. See [`KvPool::fault`].
     pub fn set_kv<'a>(
         &'a self,
         layer: usize,
@@ -321,7 +321,7 @@ impl KvPool {
     /// [`KvPool::fault`] after waiting for every call on `stream` so far.
     ///
     /// # Errors
-    /// As [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
+    /// See [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
     /// failed.
     pub fn check(&self, stream: Stream) -> Result<()> {
         self.executor.synchronize(stream)?;
@@ -370,7 +370,7 @@ impl KvPool {
     /// Copies the rows that `indices` lists to `out`: contiguous K and V of the pool's dtype, on its device.
     ///
     /// # Errors
-    /// As [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
+    /// See [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written. The row
     /// of an invalid index on a GPU is zeroed, and [`KvPool::fault`] reports it.
     pub fn gather_kv_into(

@@ -345,7 +345,7 @@ impl PrefixCache {
     /// there is one.
     ///
     /// # Errors
-    /// As [`Self::acquire`].
+    /// See [`Self::acquire`].
     pub fn explain(
         &self,
         namespace: &Namespace,
@@ -378,8 +378,8 @@ impl PrefixCache {
     /// [`Self::acquire`] tells how much can be loaded.
     ///
     /// # Errors
-    /// As [`Self::acquire`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when no thread
-    /// can be started.
+    /// See [`Self::acquire`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when no
+    /// thread can be started.
     pub fn fetch(
         &self,
         namespace: &Namespace,

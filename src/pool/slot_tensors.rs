@@ -150,7 +150,7 @@ impl SlotTensors {
     /// Poisons the rows of slots that became free since the last call, in the order of `stream`.
     ///
     /// # Errors
-    /// As [`KvPool::poison`]; the slots are free all the same.
+    /// See [`KvPool::poison`]; the slots are free all the same.
     #[inline]
     pub(super) fn poison(&mut self, stream: Stream) -> Result<()> {
         if self.poisoned.is_empty() {
@@ -473,7 +473,7 @@ impl SlotTensors {
     /// alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
-    /// As [`Self::free`]. Drop the owners in `abandoned` without locks: that may run foreign code.
+    /// See [`Self::free`]. Drop the owners in `abandoned` without locks: that may run foreign code.
     pub(super) fn free_pages(
         &mut self,
         given: &[Indices<'_>],
@@ -654,7 +654,7 @@ impl SlotTensors {
     /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when no group is open; as [`Self::free`]. The group is closed all the same.
+    /// [`ErrorKind::Config`] when no group is open; see [`Self::free`]. The group is closed all the same.
     pub(super) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
         let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
         if self.group.is_empty() && !self.stays_behind(None) {
@@ -706,7 +706,7 @@ impl SlotTensors {
     /// The free pages in the order in which they are handed out, without a merge.
     ///
     /// # Errors
-    /// As [`Self::alloc`].
+    /// See [`Self::alloc`].
     pub(super) fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
         self.show(signed(self.slots.pages().free_ids()?), stream)
     }
@@ -714,7 +714,7 @@ impl SlotTensors {
     /// The released pages, lowest first.
     ///
     /// # Errors
-    /// As [`Self::alloc`].
+    /// See [`Self::alloc`].
     pub(super) fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
         self.show(signed(self.slots.pages().released_ids()?), stream)
     }

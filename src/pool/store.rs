@@ -27,14 +27,14 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// whose piece is not found has any bytes.
     ///
     /// # Errors
-    /// As [`Store::find`]; [`ErrorKind::Config`] for sizes that do not fit.
+    /// See [`Store::find`]; also [`ErrorKind::Config`] for sizes that do not fit.
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
 
     /// Begins to copy pieces from `rows`, one for each key, which must not change before they are done. Never
     /// waits; the caller bounds what is on its way.
     ///
     /// # Errors
-    /// As [`Store::get`].
+    /// See [`Store::get`].
     fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
 }
 
@@ -72,7 +72,7 @@ impl StoreTransfer {
     /// Waits up to `timeout` until all pages are done. Returns whether they are.
     ///
     /// # Errors
-    /// As [`StoreTransfer::query`].
+    /// See [`StoreTransfer::query`].
     pub fn wait(&self, timeout: Duration) -> Result<bool> {
         self.check_process()?;
         let begin = Instant::now();
@@ -91,7 +91,7 @@ impl StoreTransfer {
     /// Pages that are not done are not.
     ///
     /// # Errors
-    /// As [`StoreTransfer::query`].
+    /// See [`StoreTransfer::query`].
     pub fn present(&self) -> Result<Vec<bool>> {
         self.check_process()?;
         Ok(lock(&self.state).present.clone())
@@ -100,7 +100,7 @@ impl StoreTransfer {
     /// The number of present pages before the first that is not.
     ///
     /// # Errors
-    /// As [`StoreTransfer::query`].
+    /// See [`StoreTransfer::query`].
     pub fn leading(&self) -> Result<usize> {
         self.check_process()?;
         let state = lock(&self.state);

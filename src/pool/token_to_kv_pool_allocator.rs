@@ -164,7 +164,7 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for the
     /// result, or live tensors cover the stage; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when
-    /// the driver refuses; as [`Self::poll`]. Nothing is taken.
+    /// the driver refuses; see [`Self::poll`]. Nothing is taken.
     #[inline]
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
         // Written in place: a grant is large, and each result around it would be a copy.
@@ -180,7 +180,7 @@ impl TokenToKvPoolAllocator {
     /// cleared since they had been `clears` times.
     ///
     /// # Errors
-    /// As [`Self::poll`]. Nothing is taken.
+    /// See [`Self::poll`]. Nothing is taken.
     pub(super) fn take_cached_pages(
         &self,
         count: usize,
@@ -201,7 +201,7 @@ impl TokenToKvPoolAllocator {
     /// enough slots, but not in one run.
     ///
     /// # Errors
-    /// As [`Self::alloc`].
+    /// See [`Self::alloc`].
     pub fn alloc_contiguous(&self, count: usize, fit: Fit, stream: Stream) -> Result<Option<Grant<'_>>> {
         self.take(stream, |slots| {
             let taken = slots.alloc_contiguous(count, fit, stream)?;
@@ -215,7 +215,7 @@ impl TokenToKvPoolAllocator {
     /// knows are written there, by one launch on `stream`, and the host does not know them either.
     ///
     /// # Errors
-    /// As [`SlotAllocator::extend`] and [`Self::alloc`].
+    /// See [`SlotAllocator::extend`] and [`Self::alloc`].
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when an earlier call was given a last slot, in a
     /// tensor on the device, that does not end its request: that call handed out the padding slot instead.
     pub fn alloc_extend(
@@ -236,7 +236,7 @@ impl TokenToKvPoolAllocator {
     /// Takes one slot per request, for position `seq - 1`. Otherwise like [`Self::alloc_extend`].
     ///
     /// # Errors
-    /// As [`Self::alloc_extend`].
+    /// See [`Self::alloc_extend`].
     pub fn alloc_decode(
         &self,
         seq_lens: &[i64],
@@ -257,7 +257,7 @@ impl TokenToKvPoolAllocator {
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
-    /// nothing is changed. As [`Self::poll`]. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the
+    /// nothing is changed. See [`Self::poll`]. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the
     /// driver refuses.
     #[inline]
     pub fn free(
@@ -277,7 +277,7 @@ impl TokenToKvPoolAllocator {
     /// `given` alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
-    /// As [`Self::free`].
+    /// See [`Self::free`].
     pub fn free_pages(
         &self,
         given: &[Indices<'_>],
@@ -311,7 +311,7 @@ impl TokenToKvPoolAllocator {
     /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values in flight.
     ///
     /// # Errors
-    /// As [`SlotAllocator::share`] and [`Self::settle`].
+    /// See [`SlotAllocator::share`] and [`Self::settle`].
     pub fn share(&self, given: &IndexVec, stream: Stream) -> Result<()> {
         self.settle(stream)?;
         self.lock().slots_mut().share(given)
@@ -326,7 +326,7 @@ impl TokenToKvPoolAllocator {
     /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; as [`Self::free`]. The
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; see [`Self::free`]. The
     /// group is closed all the same.
     pub fn free_group_end(&self, stream: Stream) -> Result<(usize, BadFrees)> {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)
@@ -342,7 +342,7 @@ impl TokenToKvPoolAllocator {
     /// Changes the number of slots. Frees every slot, as [`Self::clear`] does.
     ///
     /// # Errors
-    /// As [`Self::new`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is
+    /// See [`Self::new`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is
     /// captured. Nothing is changed.
     pub fn resize(&self, size: usize, stream: Stream) -> Result<()> {
         if let Some(gpu) = self.backend.gpu() {
@@ -366,7 +366,7 @@ impl TokenToKvPoolAllocator {
     /// Merges the released slots into the free ones. Waits for values in flight.
     ///
     /// # Errors
-    /// As [`Self::poll`].
+    /// See [`Self::poll`].
     pub fn merge_and_sort_free(&self, stream: Stream) -> Result<()> {
         if self.need_sort() {
             self.settle(stream)?;
@@ -421,7 +421,7 @@ impl TokenToKvPoolAllocator {
     /// [`Self::poll`] that also waits for values in flight.
     ///
     /// # Errors
-    /// As [`Self::poll`].
+    /// See [`Self::poll`].
     pub fn settle(&self, stream: Stream) -> Result<()> {
         while self.wait_for_oldest(stream)? {}
         self.poll(stream)
@@ -687,7 +687,7 @@ impl TokenToKvPoolAllocator {
     /// [`Self::available_size`] after [`Self::poll`], in one step.
     ///
     /// # Errors
-    /// As [`Self::poll`].
+    /// See [`Self::poll`].
     pub fn poll_available_size(&self, stream: Stream) -> Result<usize> {
         self.polled(stream).map(|slots| slots.available_size())
     }
@@ -695,7 +695,7 @@ impl TokenToKvPoolAllocator {
     /// The free pages, in the order in which they are handed out without a merge. Waits for values in flight.
     ///
     /// # Errors
-    /// As [`Self::alloc`].
+    /// See [`Self::alloc`].
     pub fn free_slots(&self, stream: Stream) -> Result<TensorView> {
         self.settle(stream)?;
         self.lock().free_slots(stream)
@@ -704,7 +704,7 @@ impl TokenToKvPoolAllocator {
     /// The released pages, lowest first. Waits for values in flight.
     ///
     /// # Errors
-    /// As [`Self::alloc`].
+    /// See [`Self::alloc`].
     pub fn release_slots(&self, stream: Stream) -> Result<TensorView> {
         self.settle(stream)?;
         self.lock().release_slots(stream)

@@ -266,7 +266,7 @@ impl Workspace {
     /// [`Workspace::empty`], filled with zeros.
     ///
     /// # Errors
-    /// As [`Workspace::empty`].
+    /// See [`Workspace::empty`].
     pub fn zeros(&self, shape: Dims, dtype: DType, stream: Stream) -> Result<TensorView> {
         let bytes = shape.bytes(dtype)?;
         self.with(|shared, state| {

@@ -19,8 +19,8 @@ use crate::memory::Borrowed;
 
 use super::args;
 
-/// Whether this interpreter is built to run threads without the GIL: then others may change a list or resize an
-/// array while it is read, and both are copied first.
+/// Whether this interpreter is built to run threads without the GIL: then others may change a list or resize
+/// an array while it is read, and both are copied first.
 fn has_free_threads() -> bool {
     static ANSWER: OnceLock<bool> = OnceLock::new();
     *ANSWER.get_or_init(|| Python::version_str().contains("free-threading"))

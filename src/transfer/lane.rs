@@ -50,9 +50,9 @@ impl Lane {
     /// once. Does not wait.
     ///
     /// # Errors
-    /// As [`JobThread::run`]; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of `after` is
-    /// being captured; the error of a step on a device, after waiting for the steps before. Nothing is on its
-    /// way then.
+    /// See [`JobThread::run`]; also [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of
+    /// `after` is being captured; the error of a step on a device, after waiting for the steps before.
+    /// Nothing is on its way then.
     pub fn run(
         &self,
         steps: usize,

@@ -78,7 +78,7 @@ impl Transfer {
     /// Whether every step was done.
     ///
     /// # Errors
-    /// As [`Transfer::is_over`].
+    /// See [`Transfer::is_over`].
     pub fn is_complete(&self) -> Result<bool> {
         match &self.runner {
             _ if self.is_foreign() => Ok(false),
@@ -90,7 +90,7 @@ impl Transfer {
     /// Whether what is enqueued on `stream` from now on finds every step done.
     ///
     /// # Errors
-    /// As [`Transfer::is_over`].
+    /// See [`Transfer::is_over`].
     pub fn is_complete_on(&self, stream: Stream) -> Result<bool> {
         match &self.runner {
             Runner::Device { behind, .. } if !self.is_foreign() && lock(behind).contains(&stream) => Ok(true),
@@ -137,7 +137,7 @@ impl Transfer {
     /// Waits until nothing is copied any more.
     ///
     /// # Errors
-    /// As [`Transfer::is_over`].
+    /// See [`Transfer::is_over`].
     pub fn wait(&self) -> Result<()> {
         match &self.runner {
             _ if self.is_foreign() => Ok(()),
@@ -165,7 +165,7 @@ impl Transfer {
     /// which is waited for; the host does not wait for a device.
     ///
     /// # Errors
-    /// As [`Transfer::is_over`].
+    /// See [`Transfer::is_over`].
     pub fn stop(&self, stream: Stream) -> Result<()> {
         self.cancel();
         self.precede(stream)
@@ -175,7 +175,7 @@ impl Transfer {
     /// does not wait for a device.
     ///
     /// # Errors
-    /// As [`Transfer::is_over`].
+    /// See [`Transfer::is_over`].
     pub fn precede(&self, stream: Stream) -> Result<()> {
         match &self.runner {
             Runner::Device { gpu, events, .. } if !self.is_over()? => {

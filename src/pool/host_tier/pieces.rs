@@ -235,7 +235,7 @@ impl HostTier {
     /// The memory of all pieces, for stores that want to know it before they copy: one row for each kind.
     ///
     /// # Errors
-    /// As [`HostRows::of_ranges`].
+    /// See [`HostRows::of_ranges`].
     pub fn memory(&self) -> Result<Vec<HostRows>> {
         let regions = self.storages().map(Storage::region);
         let all = |region: &Arc<Region>| std::iter::once(0..region.bytes()).collect();

@@ -44,7 +44,7 @@ impl Below {
     /// Takes the tier, and puts its pages in the store below if there is one.
     ///
     /// # Errors
-    /// As [`HostTier::take`]; the error of a store that is closed.
+    /// See [`HostTier::take`]; the error of a store that is closed.
     pub(super) fn new(LowerTier { host: tier, digest, store }: LowerTier) -> Result<Self> {
         let model = store.as_ref().map(|store| store.model.clone());
         let backing = store.map(|LowerStore { store, model }| Backing::new(&tier, store, (&model, digest)));

@@ -90,7 +90,7 @@ impl Fetch {
     /// Begins to look for a prompt, and to bring what the store has of it.
     ///
     /// # Errors
-    /// As [`JobThread::run`](crate::transfer::JobThread::run).
+    /// See [`JobThread::run`](crate::transfer::JobThread::run).
     pub(super) fn begin(backing: &Backing, sought: Sought) -> Result<Self> {
         let progress = Arc::<Progress>::default();
         let (depot, visits) = (Arc::clone(backing.depot()), Arc::clone(backing.visits()));

@@ -109,7 +109,7 @@ impl Lease {
     /// back.
     ///
     /// # Errors
-    /// As [`Self::len`].
+    /// See [`Self::len`].
     pub fn loadable(&self) -> Result<usize> {
         self.with(self.stream, |_, _, held| Ok(held.rest.tokens.len()))
     }
@@ -125,7 +125,7 @@ impl Lease {
     /// cache has states, but no snapshot at their end.
     ///
     /// # Errors
-    /// As [`Self::len`].
+    /// See [`Self::len`].
     pub fn kv_len(&self) -> Result<usize> {
         self.with(self.stream, |_, _, held| Ok(held.hold.found().max(held.len())))
     }
@@ -133,7 +133,7 @@ impl Lease {
     /// Whether the prefix has no tokens.
     ///
     /// # Errors
-    /// As [`Self::len`].
+    /// See [`Self::len`].
     pub fn is_empty(&self) -> Result<bool> {
         self.len().map(|len| len == 0)
     }
@@ -197,7 +197,7 @@ impl Lease {
     /// The pages of the prefix from token `from` on.
     ///
     /// # Errors
-    /// As [`Self::len`].
+    /// See [`Self::len`].
     pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
         self.with(self.stream, |_, kept, held| {
             let mut pages = kept.tree.pages(&held.hold, from.min(held.hold.len()));
@@ -211,7 +211,7 @@ impl Lease {
     /// The slots of the prefix: 1-D int32, valid on `stream`.
     ///
     /// # Errors
-    /// As [`Self::len`]; as [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
+    /// See [`Self::len`]; see [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
     pub fn slots(&self, stream: Stream) -> Result<TensorView> {
         self.show(&self.pages(0)?, stream)
     }
@@ -219,7 +219,7 @@ impl Lease {
     /// The slots of pages of this cache: 1-D int32, valid on `stream`.
     ///
     /// # Errors
-    /// As [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
+    /// See [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
     pub fn show(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
         let page_size = crate::base::bounded::narrow(self.allocator.page_size());
         let mut slots = reserve(pages.len() * widen(page_size))?;
@@ -230,7 +230,7 @@ impl Lease {
     /// The track slot of the snapshot at the end of the prefix.
     ///
     /// # Errors
-    /// As [`Self::len`].
+    /// See [`Self::len`].
     pub fn state_slot(&self) -> Result<Option<StateSlot>> {
         self.with(self.stream, |_, kept, held| Ok(held.state(&kept.tree)))
     }
@@ -239,7 +239,7 @@ impl Lease {
     /// without tokens.
     ///
     /// # Errors
-    /// As [`Self::len`] and [`GdnPool::copy_states`](crate::pool::GdnPool::copy_states);
+    /// See [`Self::len`] and [`GdnPool::copy_states`](crate::pool::GdnPool::copy_states);
     /// [`ErrorKind::Config`] when the cache has no states, or the prefix has tokens and no snapshot.
     pub fn restore(&self, row: i64, stream: Stream) -> Result<()> {
         let Some(states) = &self.shared.states else {
@@ -273,10 +273,10 @@ impl Lease {
     /// It is copied first, without locks.
     ///
     /// # Errors
-    /// As [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as
+    /// See [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as
     /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
-    /// cached already, or do not fill pages in order; as [`GdnPool::copy_states`]. Nothing is changed, except
-    /// that another snapshot may have been given up for the state.
+    /// cached already, or do not fill pages in order; see [`GdnPool::copy_states`]. Nothing is changed,
+    /// except that another snapshot may have been given up for the state.
     pub fn publish(&self, offer: &Offer<'_>, stream: Stream) -> Result<Published> {
         let tokens = offer.tokens.count();
         let pages = offer.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
@@ -332,8 +332,8 @@ impl Lease {
     /// end of a request without a planner.
     ///
     /// # Errors
-    /// As [`Self::publish`], also for the slots of the partial page; [`ErrorKind::Config`] for the lease of a
-    /// request that a planner has. Nothing is changed.
+    /// See [`Self::publish`], also for the slots of the partial page; also [`ErrorKind::Config`] for the
+    /// lease of a request that a planner has. Nothing is changed.
     pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
         let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
         let published = self.with(stream, |open, kept, held| {
@@ -445,7 +445,7 @@ impl Lease {
     /// Makes it the lease of a request, and returns its pages.
     ///
     /// # Errors
-    /// As [`Self::len`]; [`ErrorKind::Config`] when it is that of another request.
+    /// See [`Self::len`]; also [`ErrorKind::Config`] when it is that of another request.
     pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<PageList> {
         self.with(self.stream, |_, kept, held| {
             if let Some(other) = held.request() {
@@ -488,7 +488,7 @@ impl Lease {
     /// Another lease of the first `len` tokens, in whole pages.
     ///
     /// # Errors
-    /// As [`Self::len`].
+    /// See [`Self::len`].
     pub(in crate::pool) fn again(&self, len: usize, stream: Stream) -> Result<Self> {
         let (hold, loading) = self.with_request(stream, |_, kept, held| {
             let len = in_whole_pages(len, &kept.tree);

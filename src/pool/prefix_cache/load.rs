@@ -120,7 +120,7 @@ impl Load {
     /// device, the calling thread. The host does not wait for a device.
     ///
     /// # Errors
-    /// As [`Transfer::order`].
+    /// See [`Transfer::order`].
     pub fn wait_layer(&self, layer: usize, stream: Stream) -> Result<()> {
         self.coming.as_ref().map_or(Ok(()), |coming| coming.transfer.order(layer, stream))
     }
@@ -198,10 +198,10 @@ impl Lease {
     /// The copies are enqueued behind what is enqueued on `stream`.
     ///
     /// # Errors
-    /// As [`Self::len`]; [`ErrorKind::Config`] when a planner has the lease, or it is loading already; as
-    /// [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc); [`ErrorKind::Driver`]
-    /// while `stream` is being captured, and when a driver call fails. Nothing is changed, except that other
-    /// prefixes may have been evicted for it.
+    /// See [`Self::len`]; also [`ErrorKind::Config`] when a planner has the lease, or it is loading already;
+    /// as [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc);
+    /// [`ErrorKind::Driver`] while `stream` is being captured, and when a driver call fails. Nothing is
+    /// changed, except that other prefixes may have been evicted for it.
     pub fn load(self: &Arc<Self>, limit: usize, stream: Stream) -> Result<Option<Load>> {
         if let Some(gpu) = self.allocator.gpu() {
             gpu.not_capturing(stream, "a load, whose copies run beside it,")?;
