@@ -46,28 +46,6 @@ impl ErrorKind {
         Self::BackendUnavailable,
         Self::State,
     ];
-
-    /// The name of the Python exception class for this kind.
-    ///
-    /// ```
-    /// use kvpool::base::ErrorKind;
-    /// assert_eq!(ErrorKind::OutOfMemory.class_name(), "OutOfMemoryError");
-    /// ```
-    #[must_use]
-    pub const fn class_name(self) -> &'static str {
-        match self {
-            Self::Config => "ConfigError",
-            Self::Type => "TypeError",
-            Self::Index => "IndexError",
-            Self::IndexOwnership => "IndexOwnershipError",
-            Self::OutOfMemory => "OutOfMemoryError",
-            Self::WorkspaceExhausted => "WorkspaceExhaustedError",
-            Self::StaleBuffer => "StaleBufferError",
-            Self::Driver => "DriverError",
-            Self::BackendUnavailable => "BackendUnavailableError",
-            Self::State => "RuntimeError",
-        }
-    }
 }
 
 /// A failed call: its kind, and a message that carries the numbers (asked, available, index, capacity).

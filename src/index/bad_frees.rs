@@ -80,14 +80,14 @@ impl BadFrees {
 
     /// Whether another invalid index would be listed, so that finding its reason pays.
     #[must_use]
-    pub(super) const fn wants_reason(&self) -> bool {
+    pub(super) const fn has_room(&self) -> bool {
         self.first.len() < NAMED
     }
 
     /// Adds `count` invalid indices from `index` on, all with the same reason.
     pub fn add(&mut self, index: i64, reason: BadFree, count: usize) {
         self.dropped += count;
-        if self.wants_reason() && count > 0 {
+        if self.has_room() && count > 0 {
             self.first.push((index, reason));
         }
     }

@@ -126,7 +126,7 @@ impl<I: Id> RowTable<I> {
                 None if value == 0 => BadFree::Padding,
                 None => BadFree::OutOfRange,
                 Some(row) if batch.add(Mask::of(row.number())) == 0 => continue,
-                Some(row) if bad.wants_reason() && batch.contains(row) => BadFree::NamedTwice,
+                Some(row) if bad.has_room() && batch.contains(row) => BadFree::NamedTwice,
                 Some(row) => batch.list().reason(row),
             };
             bad.add(value, reason, 1);

@@ -536,7 +536,7 @@ impl CacheCore {
     fn note_below(&self, arrived: &[OfferedPages]) {
         let mut kept = lock(&self.kept);
         if let Kept { below: Some(below), tree, .. } = &mut *kept {
-            below.tell(tree, arrived);
+            below.note_arrived(tree, arrived);
         }
     }
 

@@ -109,7 +109,7 @@ pub(super) struct PageLocking {
 impl PageLocking {
     /// Reports each step from a thread that ends with the program, or from this thread if none can be
     /// started.
-    fn watch(slf: &Bound<'_, Self>) -> PyResult<()> {
+    fn report_from_thread(slf: &Bound<'_, Self>) -> PyResult<()> {
         let py = slf.py();
         let options =
             [("target", slf.getattr("run")?), ("name", PyString::new(py, "kvpool-page-locking").into_any())];
@@ -122,7 +122,7 @@ impl PageLocking {
 
     /// Waits up to `most` for the next step and reports it to the logger and the callback. Returns whether
     /// page-locking continues.
-    fn tell(&self, py: Python<'_>, most: Duration) -> bool {
+    fn report_next(&self, py: Python<'_>, most: Duration) -> bool {
         let wait = || lock(&self.locking).as_ref().map(|locking| locking.next(most));
         match py.detach(wait) {
             Some(Report::Step(Progress { done, total, failure })) => {
@@ -155,7 +155,7 @@ impl PageLocking {
     /// thread has ended.
     fn run(&self, py: Python<'_>) -> PyResult<()> {
         let main = py.import("threading")?.call_method0("main_thread")?;
-        while self.tell(py, SLICE) {
+        while self.report_next(py, SLICE) {
             if !main.call_method0("is_alive")?.extract::<bool>()?
                 && let Some(locking) = lock(&self.locking).as_ref()
             {
@@ -238,9 +238,9 @@ impl ChunkPool {
             let is_done = locking.steps() == 1;
             let locking = PageLocking { locking: Mutex::new(Some(locking)), progress, stride, chunk_bytes };
             if is_done {
-                while locking.tell(py, Duration::ZERO) {}
+                while locking.report_next(py, Duration::ZERO) {}
             } else {
-                PageLocking::watch(&Bound::new(py, locking)?)?;
+                PageLocking::report_from_thread(&Bound::new(py, locking)?)?;
             }
         }
         let (reporter, pending, tensors) = (Reporter::default(), Arc::default(), TensorCache::default());

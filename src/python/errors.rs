@@ -19,6 +19,22 @@ impl From<Error> for PyErr {
     }
 }
 
+/// The name of the exception class for a kind: of `kvpool.errors`, or Python's own.
+pub(super) const fn class_name(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::Config => "ConfigError",
+        ErrorKind::Type => "TypeError",
+        ErrorKind::Index => "IndexError",
+        ErrorKind::IndexOwnership => "IndexOwnershipError",
+        ErrorKind::OutOfMemory => "OutOfMemoryError",
+        ErrorKind::WorkspaceExhausted => "WorkspaceExhaustedError",
+        ErrorKind::StaleBuffer => "StaleBufferError",
+        ErrorKind::Driver => "DriverError",
+        ErrorKind::BackendUnavailable => "BackendUnavailableError",
+        ErrorKind::State => "RuntimeError",
+    }
+}
+
 /// An exception of the class for an error's kind, with its numbers as attributes.
 fn to_exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let message = error.to_string();
@@ -27,7 +43,7 @@ fn to_exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         ErrorKind::Index => PyIndexError::new_err(message),
         ErrorKind::State => PyRuntimeError::new_err(message),
         kind => {
-            let class = py.import("kvpool.errors")?.getattr(kind.class_name())?;
+            let class = py.import("kvpool.errors")?.getattr(class_name(kind))?;
             PyErr::from_value(class.call1((message,))?)
         }
     };

@@ -252,8 +252,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(base_pool::_report_leaks_with, module)?)?;
     let storage = DType::STORAGE.map(|dtype| (dtype.name(), dtype.size()));
     module.add("_STORAGE_DTYPES", storage.into_py_dict(module.py())?)?;
-    let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();
-    module.add("_ERROR_CLASSES", errors)?;
+    module.add("_ERROR_CLASSES", crate::base::ErrorKind::ALL.map(errors::class_name).to_vec())?;
     pickling::explain(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

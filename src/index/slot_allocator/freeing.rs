@@ -190,7 +190,7 @@ impl Freeing<'_> {
 
     /// Why `page` cannot be freed.
     fn reason(&self, page: Page) -> BadFree {
-        if self.bad.wants_reason() && self.batch.contains(page) {
+        if self.bad.has_room() && self.batch.contains(page) {
             return BadFree::NamedTwice;
         }
         match self.batch.list() {

@@ -79,13 +79,13 @@ impl Below {
                 backing.put(|kind| write.keys(kind));
             }
             if is_right {
-                self.tell(tree, &write.runs);
+                self.note_arrived(tree, &write.runs);
             }
         }
     }
 
     /// Takes note of pages that came to the tier, but for what was given up meanwhile.
-    pub(super) fn tell(&self, tree: &mut Tree, arrived: &[OfferedPages]) {
+    pub(super) fn note_arrived(&self, tree: &mut Tree, arrived: &[OfferedPages]) {
         let contents = self.tier.contents();
         let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| contents.has_page(key));
         arrived.iter().filter(is_there).for_each(|run| tree.note_copied(run));

@@ -227,7 +227,7 @@ impl Courier<'_> {
             let arrived: Vec<usize> =
                 arrived.iter().filter_map(|key| places.find(|&at| keys[at] == *key)).collect();
             lock(&self.progress.now).len += arrived.len() * self.page_size();
-            self.tell(&self.runs(keys, &arrived));
+            self.note_arrived(&self.runs(keys, &arrived));
         })?;
         Ok(())
     }
@@ -319,7 +319,7 @@ impl Courier<'_> {
     }
 
     /// Takes note in the cache's events of pages that arrived.
-    fn tell(&self, arrived: &[OfferedPages]) {
+    fn note_arrived(&self, arrived: &[OfferedPages]) {
         if self.sought.has_events && !arrived.is_empty() {
             self.visits.visit(|cache| cache.note_below(arrived));
         }
