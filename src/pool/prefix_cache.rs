@@ -131,7 +131,7 @@ pub struct CachedSizes {
 /// assert_eq!((published.length, cache.tree_stats(stream).locked), (4, 4));
 /// drop(lease);
 /// assert_eq!(cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap().len().unwrap(), 4);
-/// assert!(allocator.alloc(8, stream).unwrap().is_some(), "nobody needs the prefix");
+/// assert!(allocator.alloc(8, stream).unwrap().is_some(), "the prefix is evicted");
 /// ```
 pub struct PrefixCache {
     shared: Arc<CacheCore>,

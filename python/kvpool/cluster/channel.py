@@ -249,7 +249,7 @@ def connect(address: tuple[str, int], secret: bytes) -> Channel:
     """Return a channel to a listener.
 
     Raises:
-        ChannelError: If nobody listens there, or it does not prove that it knows the secret.
+        ChannelError: If nothing listens there, or it does not prove that it knows the secret.
     """
     try:
         connection = socket.create_connection(address, HANDSHAKE_S)
@@ -337,7 +337,7 @@ class Listener:
         refused: Callers that did not know the secret, or were too many at once.
 
     Raises:
-        ConfigError: If nobody can listen there.
+        ConfigError: If the address cannot be listened at.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class Listener:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             self._socket = socket.create_server(address, family=family, backlog=_MAX_HANDSHAKES)
         except OSError as error:
-            raise ConfigError(f"nobody can listen at {address[0]}:{address[1]}: {error}") from error
+            raise ConfigError(f"cannot listen at {address[0]}:{address[1]}: {error}") from error
         host, port = self._socket.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
         threading.Thread(target=self._accept, name="kvpool listener", daemon=True).start()

@@ -119,7 +119,7 @@ class Router(Closing):
     A prompt goes to the worker that has to compute the least of it, with what it has still to compute for
     others; what follows, to the one with the least to keep. If a worker is lost, its requests go to others
     with the tokens that they have: the answers are the same. Without workers for prompts those for what
-    follows compute them, too. Requests wait as long as there is nobody.
+    follows compute them, too. Requests wait as long as there is none.
 
     Use it from one thread. It has others that listen.
 
@@ -134,7 +134,7 @@ class Router(Closing):
         max_losses: With how many workers a request may be lost before it fails: it may be what ends them.
 
     Raises:
-        ConfigError: If nobody can listen there, or a number is not above 0.
+        ConfigError: If the address cannot be listened at, or a number is not above 0.
     """
 
     def __init__(  # noqa: PLR0913
@@ -222,7 +222,7 @@ class Router(Closing):
         """Hear what workers say, and give them requests.
 
         Args:
-            timeout_s: How long to wait if nobody says anything.
+            timeout_s: How long to wait if no message arrives.
 
         Returns:
             Whether requests are not over.
@@ -468,7 +468,7 @@ class Router(Closing):
         return None
 
     def _take_back(self, request: ClusterRequest) -> None:
-        """Ends the lease of its rows, if somebody lends them."""
+        """Ends the lease of its rows, if they are lent."""
         lender, request.lender = self._workers.get(request.lender or ""), None
         if lender is not None and lender.is_alive:
             self._send(lender, Abort(request.lent))
@@ -489,7 +489,7 @@ class Router(Closing):
                 self._subscriber.disconnect(worker.name)
         self._counts["lost_workers"] += 1
         _log.warning("%s is lost with %d requests: %s", worker.name, len(worker.attempts), why)
-        # Nobody can read what it has lent.
+        # What it has lent can no longer be read.
         self._lent = deque((one, None if one.lender == worker.name else ticket) for one, ticket in self._lent)
         for one in self._workers.values():
             if one.is_alive and worker.join.role == "prefill" and one.join.role == "decode":

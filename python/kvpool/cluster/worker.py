@@ -40,7 +40,7 @@ class Worker:
         endpoint: Of the pools of its model.
         name: What the router calls it: up to 200 characters without "/" and "#".
         role: "prefill" if it is for prompts, "decode" for what follows. Either serves whole requests if there
-            is nobody for the other.
+            is none for the other.
         model: What must be equal in all processes for their tokens to be equal, such as a revision.
         publisher: Publishes the events of the engine's prefix cache, for the router to know what it has.
         lease_s: How long rows are lent to the next worker, in seconds.

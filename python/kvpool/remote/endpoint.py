@@ -1,7 +1,7 @@
 """Slots that are lent to peers, and transfers into slots.
 
 Bytes move one way only: an endpoint reads from a peer into its own memory. A write asks the peer to read. So
-nobody writes to the memory of another process, and what may still arrive in a slot is up to the process that
+no process writes to the memory of another, and what may still arrive in a slot is up to the process that
 owns it: it ends its own reads.
 """
 

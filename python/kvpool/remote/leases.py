@@ -57,7 +57,7 @@ class Lease:
 class Leases:
     """Leases, each with a word in memory that peers read.
 
-    Invariant: the word of a lease that lasts has its nonce, which nobody can guess, and every other word has
+    Invariant: the word of a lease that lasts has its nonce, which cannot be guessed, and every other word has
     0. A peer reads the word after the rows: if it finds the nonce, the rows were lent until it had them.
     """
 

@@ -29,7 +29,7 @@ class Move(Protocol):
         """
 
     def query(self) -> bool:
-        """Return whether it is over: nothing arrives any more, and nobody else uses the slots."""
+        """Return whether it is over: nothing arrives any more, and nothing else uses the slots."""
 
     def cancel(self) -> None:
         """Do without the rows. It may take time until `query` says that it is over."""

@@ -40,7 +40,7 @@ def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
         raise ConfigError(f"{name} is {endpoint!r}; its port must be '*' or below {_PORTS}")
     if transport == "tcp" and not allow_remote and not is_loopback(address):
         raise ConfigError(
-            f"{name} is {endpoint!r}, which other machines may reach, and ZeroMQ asks nobody who they are; "
+            f"{name} is {endpoint!r}, which other machines may reach, and ZeroMQ does not ask who connects; "
             "take a loopback address, pass a secret, or pass allow_remote=True in a network that you trust"
         )
 
@@ -58,7 +58,7 @@ def curve_options(secret: bytes | None, *, is_server: bool) -> list[tuple[int, i
     """Return options of a socket that only who knows a secret reaches, through CurveZMQ, which encrypts.
 
     Keys of both sides are made of the secret. A server takes everyone who knows its public key: that is never
-    sent, and nobody else can compute it.
+    sent, and only those with the secret can compute it.
 
     Args:
         secret: The secret; without one a socket is open to all.

@@ -160,7 +160,7 @@ class Cluster:
         """Go on. Returns whether requests are not over, or workers have not told how they are since then.
 
         Raises:
-            ConfigError: If nobody can go on with requests, and a worker that was started here has ended.
+            ConfigError: If no worker can go on with requests, and a worker that was started here has ended.
         """
         workers = [worker for worker in self.router.workers() if worker.is_alive]
         if all(worker.role != "decode" for worker in workers):
@@ -251,5 +251,5 @@ def _child(
 
 
 def new_secret() -> bytes:
-    """A secret that nobody knows."""
+    """A random secret."""
     return secrets.token_hex(32).encode()
