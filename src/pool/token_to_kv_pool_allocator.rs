@@ -1,23 +1,27 @@
 //! The allocator of token slots, which hands them out as tensors.
 
-use std::cell::RefCell;
-use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
-use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result, blocking};
+use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result};
 use crate::index::{BadFrees, FenceId, Fit, Ledgered, Owner, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::deferred::FreedAs;
-use super::fences::{Fence, passed};
-use super::shortage::{Missing, Obtainable, OrShort, Reclaim, Short};
+use super::fences::Fence;
+use super::shortage::Reclaim;
 use super::slot_tensors::{Ends, Granted, Lens, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
+
+mod grant;
+mod short;
+
+pub(super) use grant::Changing;
+pub use grant::Grant;
 
 /// The shape of a [`TokenToKvPoolAllocator`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,7 +175,7 @@ impl TokenToKvPoolAllocator {
         let mut granted = None;
         self.take(stream, |slots| {
             let taken = slots.alloc(count, stream)?;
-            Ok(taken.map(|taken| granted = Some(self.grant(taken, Vec::new(), slots))))
+            Ok(taken.map(|taken| granted = Some(Grant::new(self, taken, Vec::new(), slots))))
         })
         .map(|_| granted)
     }
@@ -205,7 +209,7 @@ impl TokenToKvPoolAllocator {
     pub fn alloc_contiguous(&self, count: usize, fit: Fit, stream: Stream) -> Result<Option<Grant<'_>>> {
         self.take(stream, |slots| {
             let taken = slots.alloc_contiguous(count, fit, stream)?;
-            Ok(taken.map(|view| self.grant(Granted::Tensor(view), Vec::new(), slots)))
+            Ok(taken.map(|view| Grant::new(self, Granted::Tensor(view), Vec::new(), slots)))
         })
     }
 
@@ -229,7 +233,7 @@ impl TokenToKvPoolAllocator {
         let ends = Ends::new(last_loc, self.device())?;
         self.take(stream, |slots| {
             let taken = slots.alloc_extend(lens, &ends, stream)?;
-            Ok(taken.map(|(view, continued)| self.grant(Granted::Tensor(view), continued, slots)))
+            Ok(taken.map(|(view, continued)| Grant::new(self, Granted::Tensor(view), continued, slots)))
         })
     }
 
@@ -375,154 +379,6 @@ impl TokenToKvPoolAllocator {
         Ok(())
     }
 
-    /// Completes frees whose values are on the host or whose fences have passed. Does not wait.
-    ///
-    /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first invalid
-    /// late free, which frees nothing. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device
-    /// has failed. The error of a fence.
-    pub fn poll(&self, stream: Stream) -> Result<()> {
-        self.polled(stream).map(drop)
-    }
-
-    /// Polls, then locks the slots.
-    #[inline]
-    fn polled(&self, stream: Stream) -> Result<MutexGuard<'_, SlotTensors>> {
-        let slots = self.lock();
-        if slots.is_settled() {
-            return Ok(slots);
-        }
-        drop(slots);
-        self.complete_landed(stream)?;
-        self.poll_fences(stream)?;
-        Ok(self.lock())
-    }
-
-    /// [`Self::poll`] for fences only: finds no invalid late free.
-    ///
-    /// # Errors
-    /// The error of a fence.
-    pub fn poll_fences(&self, stream: Stream) -> Result<()> {
-        let waiting = self.lock().fences().list();
-        let (passed, end) = passed(&waiting);
-        if !passed.is_empty() {
-            // Slots behind passed fences are freed even if another fence fails.
-            let gone = self.freeing(self.lock(), stream, |slots| {
-                for &id in &passed {
-                    slots.fence_passed(id);
-                }
-                Ok(slots.fences_mut().take_passed(&passed))
-            });
-            drop(gone);
-        }
-        end
-    }
-
-    /// [`Self::poll`] that also waits for values in flight.
-    ///
-    /// # Errors
-    /// See [`Self::poll`].
-    pub fn settle(&self, stream: Stream) -> Result<()> {
-        while self.wait_for_oldest(stream)? {}
-        self.poll(stream)
-    }
-
-    /// Waits for the values of the oldest pending free and completes it. `false` if there is none.
-    fn wait_for_oldest(&self, stream: Stream) -> Result<bool> {
-        let oldest = {
-            let slots = self.lock();
-            if !slots.has_deferred() {
-                return Ok(false);
-            }
-            slots.unsettled()
-        };
-        if let Some(oldest) = oldest {
-            blocking(|| oldest.wait())?;
-        }
-        self.complete_landed(stream)?;
-        Ok(true)
-    }
-
-    /// Completes frees whose values are on the host, and reports the invalid ones.
-    fn complete_landed(&self, stream: Stream) -> Result<()> {
-        let mut settled = Vec::new();
-        let answer = self.freeing(self.lock(), stream, |slots| slots.settle(&mut settled));
-        for late in settled {
-            if late.bad.dropped() > 0 {
-                self.notify(Notice::BadFrees(&late.bad, late.given));
-            }
-        }
-        answer
-    }
-
-    /// Calls `take` until it succeeds, or until nothing is left to reclaim or to wait for: then `None`.
-    #[inline]
-    pub(super) fn take<T>(
-        &self,
-        stream: Stream,
-        mut take: impl FnMut(&mut SlotTensors) -> Result<OrShort<T>>,
-    ) -> Result<Option<T>> {
-        let mut shortage = usize::MAX;
-        loop {
-            let mut slots = self.polled(stream)?;
-            if let Some(event) = slots.crowded() {
-                drop(slots);
-                blocking(|| event.wait())?;
-                continue;
-            }
-            let taken = take(&mut slots)?;
-            drop(slots);
-            match taken {
-                Ok(taken) => return Ok(Some(taken)),
-                // How many slots landed was a guess until now.
-                Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
-                // Another thread has completed them.
-                Err(Short::InFlight) => (),
-                Err(Short::Missing(short)) => {
-                    let missing = short.to_reclaim(self.obtainable(short, stream));
-                    // Asking again is worth it as long as it helps.
-                    if !(1..shortage).contains(&missing) {
-                        return Ok(None);
-                    }
-                    let freed = self.reclaim(missing, stream)?;
-                    // If that was enough and is gone again, another thread has taken it.
-                    shortage = if freed < missing { missing } else { usize::MAX };
-                }
-            }
-        }
-    }
-
-    /// What the registered [`Reclaim`]s could free, as far as they know and a shortage needs to know.
-    fn obtainable(&self, short: Missing, stream: Stream) -> Obtainable {
-        let mut all = Obtainable::default();
-        for reclaim in self.reclaims() {
-            if all.at_once < short.slots {
-                let more = reclaim.obtainable(stream);
-                all.at_once += more.at_once;
-                all.behind_fences += more.behind_fences;
-            }
-        }
-        all
-    }
-
-    /// The registered [`Reclaim`]s, to be called without locks.
-    fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
-        let mut registered = lock(&self.reclaim);
-        registered.retain(|reclaim| reclaim.strong_count() > 0);
-        registered.iter().filter_map(Weak::upgrade).collect()
-    }
-
-    /// Calls the registered [`Reclaim`]s until they have freed enough slots; returns how many they have.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
-        let mut freed = 0;
-        for reclaim in self.reclaims() {
-            if freed < slots {
-                freed += reclaim.reclaim(slots - freed, stream)?;
-            }
-        }
-        Ok(freed)
-    }
-
     /// Locks the slots when nothing is copied to them any more, in the order of `stream`.
     fn without_writers(&self, stream: Stream) -> MutexGuard<'_, SlotTensors> {
         loop {
@@ -539,11 +395,6 @@ impl TokenToKvPoolAllocator {
                 }
             }
         }
-    }
-
-    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
-    pub(super) fn locked_pages(&self) -> HashSet<Page> {
-        self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
     }
 
     /// Calls `free`, with the id of a new fence if `after` is given.
@@ -590,7 +441,7 @@ impl TokenToKvPoolAllocator {
 
     /// Changes of the slots by a caller that holds locks of its own.
     pub(super) const fn changing(&self, stream: Stream) -> Changing<'_> {
-        Changing { allocator: self, stream, not_poisoned: RefCell::new(Vec::new()) }
+        Changing::new(self, stream)
     }
 
     /// Passes on a notice. The caller must hold no lock.
@@ -603,11 +454,6 @@ impl TokenToKvPoolAllocator {
     #[inline]
     pub(super) fn lock(&self) -> MutexGuard<'_, SlotTensors> {
         lock(&self.slots)
-    }
-
-    #[inline]
-    const fn grant(&self, granted: Granted, continued: Vec<Page>, slots: &SlotTensors) -> Grant<'_> {
-        Grant { allocator: self, granted, continued, clears: slots.clears(), is_kept: false }
     }
 
     /// Calls `look` with the ownership of slots, under the lock. Pending frees are not included.
@@ -748,96 +594,5 @@ impl TokenToKvPoolAllocator {
 impl fmt::Debug for TokenToKvPoolAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TokenToKvPoolAllocator").field("slots", &self.slots).finish_non_exhaustive()
-    }
-}
-
-/// A guard of taken slots: dropping it returns them to the pool, [`Grant::keep`] hands them on.
-#[derive(Debug)]
-#[must_use]
-pub struct Grant<'a> {
-    allocator: &'a TokenToKvPoolAllocator,
-    granted: Granted,
-    /// Pages of the requests from before, which contain some of the slots.
-    continued: Vec<Page>,
-    /// How often the allocator had been cleared: clearing it returns the slots, too.
-    clears: u64,
-    is_kept: bool,
-}
-
-impl Grant<'_> {
-    /// The slots.
-    #[must_use]
-    pub const fn granted(&self) -> &Granted {
-        &self.granted
-    }
-
-    /// Hands the slots on. Free them with [`TokenToKvPoolAllocator::free`].
-    #[must_use]
-    pub fn keep(mut self) -> TensorView {
-        let view = self.granted.view();
-        self.commit();
-        view
-    }
-
-    /// [`Self::keep`] for a caller that has made a tensor of [`Self::granted`].
-    #[inline]
-    pub const fn commit(&mut self) {
-        self.is_kept = true;
-    }
-}
-
-impl Drop for Grant<'_> {
-    fn drop(&mut self) {
-        if self.is_kept {
-            return;
-        }
-        let mut slots = self.allocator.lock();
-        if slots.clears() == self.clears {
-            slots.undo(&self.granted, &self.continued);
-        }
-    }
-}
-
-/// Changes of the slots during a call that holds locks. Make it before any lock: notices are passed on when
-/// it is dropped.
-pub(super) struct Changing<'a> {
-    allocator: &'a TokenToKvPoolAllocator,
-    stream: Stream,
-    /// Freed rows that could not be poisoned.
-    not_poisoned: RefCell<Vec<Error>>,
-}
-
-impl<'a> Changing<'a> {
-    pub(super) const fn allocator(&self) -> &'a TokenToKvPoolAllocator {
-        self.allocator
-    }
-
-    /// The stream of the call.
-    pub(super) const fn stream(&self) -> Stream {
-        self.stream
-    }
-
-    /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been
-    /// `clears` times.
-    pub(super) fn change<R>(
-        &self,
-        clears: u64,
-        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
-    ) -> Result<Option<R>> {
-        let slots = self.allocator.lock();
-        if slots.clears() != clears {
-            return Ok(None);
-        }
-        let (answer, poisoned) = TokenToKvPoolAllocator::freeing_quietly(slots, self.stream, work);
-        self.not_poisoned.borrow_mut().extend(poisoned.err());
-        answer.map(Some)
-    }
-}
-
-impl Drop for Changing<'_> {
-    fn drop(&mut self) {
-        for failure in self.not_poisoned.take() {
-            self.allocator.notify(Notice::NotPoisoned(&failure));
-        }
     }
 }

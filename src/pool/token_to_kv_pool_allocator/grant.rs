@@ -1,0 +1,115 @@
+//! Guards of slots: of those that a call takes, and of those that it changes while it holds other locks.
+
+use std::cell::RefCell;
+
+use crate::base::{Error, Page, Result};
+use crate::memory::Stream;
+use crate::pool::slot_tensors::{Granted, SlotTensors};
+use crate::tensor::TensorView;
+
+use super::{Notice, TokenToKvPoolAllocator};
+
+/// A guard of taken slots: dropping it returns them to the pool, [`Grant::keep`] hands them on.
+#[derive(Debug)]
+#[must_use]
+pub struct Grant<'a> {
+    allocator: &'a TokenToKvPoolAllocator,
+    granted: Granted,
+    /// Pages of the requests from before, which contain some of the slots.
+    continued: Vec<Page>,
+    /// How often the allocator had been cleared: clearing it returns the slots, too.
+    clears: u64,
+    is_kept: bool,
+}
+
+impl<'a> Grant<'a> {
+    #[inline]
+    pub(super) const fn new(
+        allocator: &'a TokenToKvPoolAllocator,
+        granted: Granted,
+        continued: Vec<Page>,
+        slots: &SlotTensors,
+    ) -> Self {
+        Self { allocator, granted, continued, clears: slots.clears(), is_kept: false }
+    }
+
+    /// The slots.
+    #[must_use]
+    pub const fn granted(&self) -> &Granted {
+        &self.granted
+    }
+
+    /// Hands the slots on. Free them with [`TokenToKvPoolAllocator::free`].
+    #[must_use]
+    pub fn keep(mut self) -> TensorView {
+        let view = self.granted.view();
+        self.commit();
+        view
+    }
+
+    /// [`Self::keep`] for a caller that has made a tensor of [`Self::granted`].
+    #[inline]
+    pub const fn commit(&mut self) {
+        self.is_kept = true;
+    }
+}
+
+impl Drop for Grant<'_> {
+    fn drop(&mut self) {
+        if self.is_kept {
+            return;
+        }
+        let mut slots = self.allocator.lock();
+        if slots.clears() == self.clears {
+            slots.undo(&self.granted, &self.continued);
+        }
+    }
+}
+
+/// Changes of the slots during a call that holds locks. Make it before any lock: notices are passed on when
+/// it is dropped.
+pub(in crate::pool) struct Changing<'a> {
+    allocator: &'a TokenToKvPoolAllocator,
+    stream: Stream,
+    /// Freed rows that could not be poisoned.
+    not_poisoned: RefCell<Vec<Error>>,
+}
+
+impl<'a> Changing<'a> {
+    pub(super) const fn new(allocator: &'a TokenToKvPoolAllocator, stream: Stream) -> Self {
+        Self { allocator, stream, not_poisoned: RefCell::new(Vec::new()) }
+    }
+
+    pub(in crate::pool) const fn allocator(&self) -> &'a TokenToKvPoolAllocator {
+        self.allocator
+    }
+
+    /// The stream of the call.
+    pub(in crate::pool) const fn stream(&self) -> Stream {
+        self.stream
+    }
+
+    /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been
+    /// `clears` times.
+    pub(in crate::pool) fn change<R>(
+        &self,
+        clears: u64,
+        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+    ) -> Result<Option<R>> {
+        let slots = self.allocator.lock();
+        if slots.clears() != clears {
+            return Ok(None);
+        }
+        let (answer, poisoned) = TokenToKvPoolAllocator::freeing_quietly(slots, self.stream, work);
+        self.not_poisoned.borrow_mut().extend(poisoned.err());
+        answer.map(Some)
+    }
+}
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        for failure in self.not_poisoned.take() {
+            self.allocator.notify(Notice::NotPoisoned(&failure));
+        }
+    }
+}

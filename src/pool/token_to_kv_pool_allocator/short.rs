@@ -1,0 +1,168 @@
+//! What is done before slots are taken, and where there are not enough of them.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Weak};
+
+use crate::base::sync::explored::{MutexGuard, lock};
+use crate::base::{Page, Result, blocking};
+use crate::memory::Stream;
+use crate::pool::fences::passed;
+use crate::pool::shortage::{Missing, Obtainable, OrShort, Reclaim, Short};
+use crate::pool::slot_tensors::SlotTensors;
+
+use super::{Notice, TokenToKvPoolAllocator};
+
+impl TokenToKvPoolAllocator {
+    /// Completes frees whose values are on the host or whose fences have passed. Does not wait.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first invalid
+    /// late free, which frees nothing. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device
+    /// has failed. The error of a fence.
+    pub fn poll(&self, stream: Stream) -> Result<()> {
+        self.polled(stream).map(drop)
+    }
+
+    /// Polls, then locks the slots.
+    #[inline]
+    pub(super) fn polled(&self, stream: Stream) -> Result<MutexGuard<'_, SlotTensors>> {
+        let slots = self.lock();
+        if slots.is_settled() {
+            return Ok(slots);
+        }
+        drop(slots);
+        self.complete_landed(stream)?;
+        self.poll_fences(stream)?;
+        Ok(self.lock())
+    }
+
+    /// [`Self::poll`] for fences only: finds no invalid late free.
+    ///
+    /// # Errors
+    /// The error of a fence.
+    pub fn poll_fences(&self, stream: Stream) -> Result<()> {
+        let waiting = self.lock().fences().list();
+        let (passed, end) = passed(&waiting);
+        if !passed.is_empty() {
+            // Slots behind passed fences are freed even if another fence fails.
+            let gone = self.freeing(self.lock(), stream, |slots| {
+                for &id in &passed {
+                    slots.fence_passed(id);
+                }
+                Ok(slots.fences_mut().take_passed(&passed))
+            });
+            drop(gone);
+        }
+        end
+    }
+
+    /// [`Self::poll`] that also waits for values in flight.
+    ///
+    /// # Errors
+    /// See [`Self::poll`].
+    pub fn settle(&self, stream: Stream) -> Result<()> {
+        while self.wait_for_oldest(stream)? {}
+        self.poll(stream)
+    }
+
+    /// Waits for the values of the oldest pending free and completes it. `false` if there is none.
+    fn wait_for_oldest(&self, stream: Stream) -> Result<bool> {
+        let oldest = {
+            let slots = self.lock();
+            if !slots.has_deferred() {
+                return Ok(false);
+            }
+            slots.unsettled()
+        };
+        if let Some(oldest) = oldest {
+            blocking(|| oldest.wait())?;
+        }
+        self.complete_landed(stream)?;
+        Ok(true)
+    }
+
+    /// Completes frees whose values are on the host, and reports the invalid ones.
+    fn complete_landed(&self, stream: Stream) -> Result<()> {
+        let mut settled = Vec::new();
+        let answer = self.freeing(self.lock(), stream, |slots| slots.settle(&mut settled));
+        for late in settled {
+            if late.bad.dropped() > 0 {
+                self.notify(Notice::BadFrees(&late.bad, late.given));
+            }
+        }
+        answer
+    }
+
+    /// Calls `take` until it succeeds, or until nothing is left to reclaim or to wait for: then `None`.
+    #[inline]
+    pub(in crate::pool) fn take<T>(
+        &self,
+        stream: Stream,
+        mut take: impl FnMut(&mut SlotTensors) -> Result<OrShort<T>>,
+    ) -> Result<Option<T>> {
+        let mut shortage = usize::MAX;
+        loop {
+            let mut slots = self.polled(stream)?;
+            if let Some(event) = slots.crowded() {
+                drop(slots);
+                blocking(|| event.wait())?;
+                continue;
+            }
+            let taken = take(&mut slots)?;
+            drop(slots);
+            match taken {
+                Ok(taken) => return Ok(Some(taken)),
+                // How many slots landed was a guess until now.
+                Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
+                // Another thread has completed them.
+                Err(Short::InFlight) => (),
+                Err(Short::Missing(short)) => {
+                    let missing = short.to_reclaim(self.obtainable(short, stream));
+                    // Asking again is worth it as long as it helps.
+                    if !(1..shortage).contains(&missing) {
+                        return Ok(None);
+                    }
+                    let freed = self.reclaim(missing, stream)?;
+                    // If that was enough and is gone again, another thread has taken it.
+                    shortage = if freed < missing { missing } else { usize::MAX };
+                }
+            }
+        }
+    }
+
+    /// What the registered [`Reclaim`]s could free, as far as they know and a shortage needs to know.
+    fn obtainable(&self, short: Missing, stream: Stream) -> Obtainable {
+        let mut all = Obtainable::default();
+        for reclaim in self.reclaims() {
+            if all.at_once < short.slots {
+                let more = reclaim.obtainable(stream);
+                all.at_once += more.at_once;
+                all.behind_fences += more.behind_fences;
+            }
+        }
+        all
+    }
+
+    /// The registered [`Reclaim`]s, to be called without locks.
+    fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
+        let mut registered = lock(&self.reclaim);
+        registered.retain(|reclaim| reclaim.strong_count() > 0);
+        registered.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots; returns how many they have.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
+        let mut freed = 0;
+        for reclaim in self.reclaims() {
+            if freed < slots {
+                freed += reclaim.reclaim(slots - freed, stream)?;
+            }
+        }
+        Ok(freed)
+    }
+
+    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
+    pub(in crate::pool) fn locked_pages(&self) -> HashSet<Page> {
+        self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
+    }
+}
