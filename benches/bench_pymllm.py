@@ -16,7 +16,7 @@ from harness import Case, Report, repeated
 
 import kvpool
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "python"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "python" / "support"))
 
 SHARED = 576
 OWN = 64

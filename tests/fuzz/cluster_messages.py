@@ -7,7 +7,7 @@ from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "support"))
 
 with atheris.instrument_imports(include=["kvpool.cluster.messages", "cluster_checks"]):
     from cluster_checks import check_payload

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "support"))
 
 with atheris.instrument_imports(include=["kvpool.integrations.kv_events", "kv_event_checks"]):
     from kv_event_checks import check_payload

@@ -8,7 +8,7 @@ from pathlib import Path
 import atheris
 import torch  # noqa: F401 - the first tensor would take the seconds of a short run
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "support"))
 
 with atheris.instrument_imports(include=["kvpool.remote.messages", "message_checks", "json"]):
     from message_checks import check_message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "support"))
 
 with atheris.instrument_imports(include=["kvpool.tools.traces", "trace_checks", "json"]):
     from trace_checks import check_content

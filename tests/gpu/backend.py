@@ -19,7 +19,7 @@ from kvpool._kvpool import _use_stream
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python" / "support"))
 
 BUSY_CYCLES = 20_000_000
 """About 10 ms on a GPU of 2 GHz."""

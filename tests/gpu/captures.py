@@ -1,8 +1,9 @@
 """Makes every public call of kvpool inside and beside captures of CUDA graphs, and says what came of both.
 
-The calls are those of `tests/python/capture_calls.py`, with what each has to do there. On a GPU the graphs
-and streams are PyTorch's. Then slots are read on a second stream after the last reference to their tensor is
-gone. It ends with 1 if a capture was spoilt, a call did what it does not document, or a read was wrong.
+The calls are those of `tests/python/support/capture_calls.py`, with what each has to do there. On a GPU the
+graphs and streams are PyTorch's. Then slots are read on a second stream after the last reference to their
+tensor is gone. It ends with 1 if a capture was spoilt, a call did what it does not document, or a read was
+wrong.
 
     python tests/gpu/captures.py [--seconds 80] [--only WORD] [--first]
 

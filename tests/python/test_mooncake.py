@@ -31,8 +31,8 @@ MOONCAKE = Path(os.environ.get("KVPOOL_MOONCAKE") or Path(sys.prefix) / "mooncak
 HAS_PACKAGES = sys.platform == "linux" and sys.version_info < (3, 14)
 """Whether Mooncake has packages for this machine, as the Makefile asks."""
 
-PROCESS = Path(__file__).with_name("mooncake_process.py")
-ENGINE = Path(__file__).with_name("mooncake_engine.py")
+PROCESS = Path(__file__).parent / "support" / "mooncake_process.py"
+ENGINE = Path(__file__).parent / "support" / "mooncake_engine.py"
 PAGE = 256 << 10
 SEGMENT = 64 << 20
 PATIENCE_S = 100

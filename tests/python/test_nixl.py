@@ -28,7 +28,7 @@ NIXL = Path(os.environ.get("KVPOOL_NIXL") or Path(sys.prefix) / "nixl")
 """Where `make` installs NIXL."""
 
 HAS_PACKAGES = sys.platform == "linux" and sys.version_info < (3, 15)
-PROCESS = Path(__file__).with_name("nixl_process.py")
+PROCESS = Path(__file__).parent / "support" / "nixl_process.py"
 PATIENCE_S = 60
 
 

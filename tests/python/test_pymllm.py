@@ -392,7 +392,7 @@ if __name__ == "__main__":
     process.join()
 """
     )
-    folder = str(Path(__file__).parent)
+    folder = str(Path(__file__).with_name("support"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
     done = subprocess.run(
         [sys.executable, str(main)], env=environment, capture_output=True, text=True, check=True, timeout=120
@@ -404,7 +404,7 @@ def test_pymllms_own_tests_pass() -> None:
     tests = Path(pymllm_engine.FOLDER) / "pymllm" / "tests" / "test_radix_cache.py"
     if not tests.is_file():
         pytest.skip("this pymllm has no tests of its cache: pymllm/tests/test_radix_cache.py")
-    folder = str(Path(__file__).parent)
+    folder = str(Path(__file__).with_name("support"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
     options = ["-q", "-p", "pymllm_plugin", "-c", os.devnull, "--rootdir", str(tests.parent), "-rf"]
     done = subprocess.run(
