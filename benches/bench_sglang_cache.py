@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from kvpool.integrations.sglang import register_tree_core
-from kvpool.integrations.sglang.tree_core import KvUnifiedRadixCache
+from kvpool.integrations.sglang.radix_cache import KvUnifiedRadixCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,7 +31,8 @@ from sglang.test.kits.unified_radix_cache.unified_tree_core_inspection_interface
     UnifiedTreeCoreInspectionInterface,
 )
 
-from kvpool.integrations.sglang.tree_core import KvTreeCore, KvUnifiedRadixCache
+from kvpool.integrations.sglang.radix_cache import KvUnifiedRadixCache
+from kvpool.integrations.sglang.tree_core import KvTreeCore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,8 +18,9 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CONFIGS
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.sglang import register_tree_core, tree_core
-from kvpool.integrations.sglang.tree_core import KvTreeCore, check_tree_core
+from kvpool.integrations.sglang import radix_cache, register_tree_core
+from kvpool.integrations.sglang.radix_cache import check_tree_core
+from kvpool.integrations.sglang.tree_core import KvTreeCore
 
 DELEGATED: list[dict[str, Any]] = [
     {"enable_session_radix_cache": True},
@@ -42,16 +43,16 @@ def choices() -> None:
     assert type(made.tree_core) is KvTreeCore
     for changes in DELEGATED:
         params = dataclasses.replace(plain, **changes)
-        with mock.patch.object(tree_core, "_logger", mock.Mock(spec=logging.Logger)) as logger:
+        with mock.patch.object(radix_cache, "_logger", mock.Mock(spec=logging.Logger)) as logger:
             other = UnifiedRadixCache(params)
         assert isinstance(other.tree_core, UnifiedTreeCore), changes
         ((_, reason), _) = logger.warning.call_args
-        assert reason == tree_core.reason_to_delegate(params), changes
+        assert reason == radix_cache.reason_to_delegate(params), changes
     hierarchical = mock.Mock(
         wraps=get_memory(), enable_hierarchical_cache=True, enable_lmcache=False, enable_flexkv=False
     )
-    with mock.patch.object(tree_core, "get_memory", return_value=hierarchical):
-        assert "host tier" in str(tree_core.reason_to_delegate(plain))
+    with mock.patch.object(radix_cache, "get_memory", return_value=hierarchical):
+        assert "host tier" in str(radix_cache.reason_to_delegate(plain))
     # What is not delegated in time refuses, and says what to do.
     for name in ("set_hicache_enabled", "node_by_id"):
         try:
@@ -73,7 +74,7 @@ def drift() -> None:
         )
     with mock.patch.object(KvTreeCore, "__abstractmethods__", frozenset({"evict_all"})):
         try:
-            tree_core.make_tree_core(mock.Mock(), {})
+            radix_cache.make_tree_core(mock.Mock(), {})
         except ConfigError as error:
             assert "evict_all is new" in str(error)  # noqa: PT017
         else:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import kvpool
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,6 +29,32 @@ MODULES = {
 EXTENSION = "kvpool._kvpool"
 # Modules of `kvpool.tools` that every command may import.
 SHARED_BY_COMMANDS = {"bandwidths", "devices", "needs", "output", "traces", "units"}
+
+# Names of the extension that `kvpool` does not export, by the modules that import them.
+PRIVATE = {
+    "kvpool": {"_report_leaks_with"},
+    "store": {"_StoreCall", "_StoreQueue", "_after_fork", "_before_fork"},
+    "workspace": {"_Workspace"},
+    "observe.leaks": {"_Workspace", "_noted"},
+    "observe.registry": {"_pools"},
+    "tools.plan.command": {"_STORAGE_DTYPES"},
+    "tools.plan.pool_bytes": {"_STORAGE_DTYPES", "_footprint"},
+    "tools.plan.solver": {"_STORAGE_DTYPES"},
+    "tools.replay.command": {"_STORAGE_DTYPES"},
+    "tools.replay.config": {"_STORAGE_DTYPES"},
+    # Parts of one engine's scheduler each: they have the shape of its classes, and change with them.
+    "integrations.lmcache.memory": {"AddressSpace"},
+    "integrations.sglang.tree_core": {"HybridFrees", "HybridStep", "HybridTree"},
+    "integrations.sglang.tree_events": {"HybridTree"},
+    "integrations.vllm.block_pool": {"Block", "BlockMap", "BlockQueue"},
+    "integrations.vllm.offload": {
+        "OffloadOrder",
+        "OffloadRequest",
+        "OffloadTable",
+        "OffloadTurn",
+        "_store_keys",
+    },
+}
 
 # The folders that the modules of a folder may import. "" is the public face.
 MAY_IMPORT = {
@@ -50,6 +78,13 @@ def imports(path: Path) -> Iterator[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in {*MODULES, EXTENSION} else node.module
+
+
+def private_names(name: str) -> set[str]:
+    """What a module imports from the extension that `kvpool` does not export."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == EXTENSION]
+    return {alias.name for node in froms for alias in node.names} - {*kvpool.__all__}
 
 
 def own_imports(name: str) -> set[str]:
@@ -88,6 +123,12 @@ def test_integrations_import_their_engine_only(name: str) -> None:
     packages = {found.partition(".")[0] for found in imports(MODULES[name])} - sys.stdlib_module_names
     engine = name.split(".")[2]
     assert packages <= {"kvpool", "torch", "typing_extensions", *ENGINES.get(engine, {engine})}
+
+
+def test_private_names_of_the_extension_are_used_where_they_belong() -> None:
+    """Each is for the modules that are listed: an engine's parts for the integration of that engine."""
+    found = {name: private_names(name) for name in MODULES}
+    assert {name.removeprefix("kvpool."): names for name, names in found.items() if names} == PRIVATE
 
 
 def test_importing_the_package_loads_no_other_folder(run_snippet: RunSnippet) -> None:

@@ -50,13 +50,13 @@ def register_tree_core() -> None:
 
 
 def _make_tree_core(params: object, components: Any) -> object:
-    from kvpool.integrations.sglang.tree_core import make_tree_core  # noqa: PLC0415
+    from kvpool.integrations.sglang.radix_cache import make_tree_core  # noqa: PLC0415
 
     return make_tree_core(params, components)
 
 
 def _make_radix_cache(ctx: object) -> object:
-    from kvpool.integrations.sglang.tree_core import make_radix_cache  # noqa: PLC0415
+    from kvpool.integrations.sglang.radix_cache import make_radix_cache  # noqa: PLC0415
 
     return make_radix_cache(ctx)
 

@@ -1,18 +1,8 @@
-"""SGLang's prefix cache over kvpool's tree: a tree core for its `UnifiedRadixCache`.
-
-`kvpool.integrations.sglang.register` makes it selectable. `KvTreeCore` under SGLang's own cache, which keeps
-every feature of it, is `SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=kvpool`; `--radix-cache-backend kvpool` is
-`KvUnifiedRadixCache` as well, which evicts in one call.
-
-Where only SGLang's own core can do what is asked for (a host tier, storage, sessions, a custom component), it
-is that one which `make_tree_core` gives, with the reason in the log.
-"""
+"""SGLang's tree of cached prefixes over kvpool's: a tree core for its `UnifiedRadixCache`."""
 
 from __future__ import annotations
 
 import abc
-import inspect
-import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -41,9 +31,6 @@ from sglang.srt.mem_cache.unified_cache.cache_action import (
     SWARebuild,
 )
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
-    create_tree_core,
-)
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     BaseEvictionResult,
     DecSwaLockOnlyResult,
@@ -55,13 +42,12 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     TreePathNodeInfo,
     UnifiedTreeCoreInterface,
 )
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, page_interleave_shard_size
 from sglang.srt.mem_cache.utils import get_eviction_strategy
-from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, mamba_checkpoint_grid
+from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
 
 from kvpool._kvpool import HybridTree
 from kvpool.errors import ConfigError, IndexOwnershipError
-from kvpool.integrations.seams import signature
+from kvpool.integrations.sglang.tree_events import TreeEvents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,23 +62,14 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import HybridFrees, HybridStep
 
-__all__ = [
-    "KvTreeCore",
-    "KvUnifiedRadixCache",
-    "check_tree_core",
-    "make_radix_cache",
-    "make_tree_core",
-    "reason_to_delegate",
-]
+__all__ = ["DELEGATED", "PARTS", "KvTreeCore", "eviction_policy"]
 
-_NAME = "kvpool"
-_HASH_BYTES = 32
 _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
-_PARTS = (_FULL, _SWA, _MAMBA)
+PARTS = (_FULL, _SWA, _MAMBA)
+"""The components of a cache that kvpool has."""
 _STRATEGIES = (LRUStrategy, MRUStrategy, FIFOStrategy, FILOStrategy, LFUStrategy, PriorityStrategy)
 
-# What SGLang calls only with a host tier, storage, a linker, or sessions.
-_DELEGATED = (
+DELEGATED = (
     "backfill_missing_hash_values",
     "build_backup_spec",
     "build_external_linker_offload_transfers",
@@ -122,60 +99,10 @@ _DELEGATED = (
     "snapshot_buffer_backup",
     "validate_buffer_backup",
 )
-_logger = logging.getLogger("kvpool")
+"""What SGLang calls only with a host tier, storage, a linker, or sessions."""
 
 
-def check_tree_core() -> list[str]:
-    """Compares what SGLang calls with what the tree core has. Returns a line for each difference."""
-    differences = [
-        f"UnifiedTreeCoreInterface.{name} is new" for name in sorted(KvTreeCore.__abstractmethods__)
-    ]
-    for theirs, ours in ((UnifiedTreeCoreInterface, KvTreeCore), (UnifiedRadixCache, KvUnifiedRadixCache)):
-        for name in sorted(vars(ours).keys() & (set(dir(theirs)) | set(_DELEGATED))):
-            if name.startswith("__"):
-                continue
-            found, own = getattr(theirs, name, None), vars(ours)[name]
-            if found is None:
-                differences.append(f"{theirs.__name__}.{name} is missing")
-            elif not inspect.isfunction(found) or name in _DELEGATED:
-                continue
-            elif signature(found) != signature(own):
-                differences.append(
-                    f"{theirs.__name__}.{name} is {signature(found)}, expected was {signature(own)}"
-                )
-    return differences
-
-
-def reason_to_delegate(params: CacheInitParams) -> str | None:
-    """Why SGLang's own tree core must be used, or `None` if kvpool's can be.
-
-    Args:
-        params: What SGLang makes the cache of.
-    """
-    # Where a cache is made without a server, as in SGLang's tests, there are no settings of one.
-    memory, disagg = get_memory(), get_disagg()
-    allocator = params.token_to_kv_pool_allocator
-    reasons = {
-        "sessions are nodes of SGLang's Python core": params.enable_session_radix_cache,
-        "components of others are written for SGLang's Python core": bool(params.component_registry_override),
-        "only full attention, sliding windows and Mamba states are kvpool's": bool(
-            set(params.tree_components or ()) - set(_PARTS)
-        ),
-        f"the eviction policy {params.eviction_policy} is SGLang's alone": _policy(params) is None,
-        "a hierarchical cache has a host tier": getattr(memory, "enable_hierarchical_cache", False),
-        "LMCache stores nodes": getattr(memory, "enable_lmcache", False),
-        "FlexKV stores nodes": getattr(memory, "enable_flexkv", False),
-        "an external linker stores nodes": getattr(memory, "enable_unified_cache_external_linker", False),
-        "retraction to the host has a host tier": getattr(
-            disagg, "disaggregation_decode_retraction_backup", None
-        )
-        == "host_pool",
-        "sharded pages have rotation bases": page_interleave_shard_size(allocator) > 1,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _policy(params: CacheInitParams) -> dict[str, Any] | None:
+def eviction_policy(params: CacheInitParams) -> dict[str, Any] | None:
     """What `HybridTree` calls the eviction policy, or `None` if it has none that is the same."""
     name = params.eviction_policy.lower()
     # SGLang says itself what is wrong with one.
@@ -191,28 +118,6 @@ def _policy(params: CacheInitParams) -> dict[str, Any] | None:
     numbers = [value for value in policy.values() if not isinstance(value, str)]
     is_exact = all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
     return policy if is_exact else None
-
-
-def make_tree_core(params: CacheInitParams, components: dict[ComponentType, Any]) -> UnifiedTreeCoreInterface:
-    """Makes kvpool's tree core, or SGLang's own one where only that can do what is asked for.
-
-    Args:
-        params: What SGLang makes the cache of.
-        components: The components of the cache, for SGLang's Python core.
-
-    Raises:
-        ConfigError: If SGLang calls a tree core otherwise than the one that this was written for.
-    """
-    differences = check_tree_core()
-    if differences:
-        raise ConfigError(
-            "SGLang's tree core is not the one that kvpool was written for: " + "; ".join(differences)
-        )
-    reason = reason_to_delegate(params)
-    if reason is None:
-        return KvTreeCore(params)
-    _logger.warning("the prefix cache uses SGLang's own tree core instead of kvpool's: %s", reason)
-    return create_tree_core("rust", params, components)
 
 
 def _refuse(name: str) -> Any:
@@ -252,7 +157,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def __init__(self, params: CacheInitParams) -> None:
         parts = tuple(params.tree_components)
-        policy = _policy(params)
+        policy = eviction_policy(params)
         if policy is None:
             message = f"the eviction policy {params.eviction_policy} is SGLang's alone"
             raise ConfigError(message)
@@ -287,6 +192,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             state_grid=mamba_checkpoint_grid(params.page_size) if _MAMBA in parts else None,
             states_per_path=states if states >= 0 else None,
         )
+        self._events = TreeEvents(self.kv_events, self._tree, params.page_size)
         self._empty = self._to_device(self._tree.slots(self._tree.root(), self._tree.root()))
         # Tokens, slots and the rest of an insertion that is going on.
         self._insertion: tuple[Any, ...] | None = None
@@ -405,7 +311,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def _step(self, step: HybridStep) -> InsertStepResult:
         actions = [self._action(*act) for act in step.acts()]
         if self._told is not None and step.added is not None:
-            self._record_added(*step.added, *self._told)
+            self._events.record_added(*step.added, *self._told)
         if not step.done:
             return InsertStepResult(actions)
         ranges = None
@@ -561,36 +467,12 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         if frees.counts[2]:
             device_frees[_MAMBA].append(self._to_device(frees.state))
 
-    # KV events: SGLang's recorder makes them and hashes pages, and the tree keeps the hashes.
-
-    def _record_added(self, node: int, start: int, end: int, key: RadixKey, session: str | None) -> None:
-        """Tells of tokens that were not there before."""
-        before = self._tree.hash_at(node, start)
-        added = _PagesOfEvent(key[start:end])
-        added.parent = _PagesOfEvent(added.key if start else ())
-        if before is not None:
-            added.parent.parent = _PagesOfEvent(())
-            added.parent.name([before.hex()])
-        if added.is_named_apart:
-            # Storage would name them otherwise, and is not there.
-            added.hash_value = []
-        self.kv_events.record_store(added, session_id=session)
-        hashes = added.event_hash_value if added.is_named_apart else added.hash_value
-        self._tree.set_hashes(node, start, bytes.fromhex("".join(hashes or ())))
-
-    def _record_removed(self, namespace: Any, hashes: bytes) -> None:
-        """Tells of a node that is gone."""
-        names = namespace if isinstance(namespace, tuple) else (namespace, None)
-        gone = _PagesOfEvent(_KeyOfEvent(len(hashes) // _HASH_BYTES * self.page_size, *names[:2]))
-        gone.name([hashes[at : at + _HASH_BYTES].hex() for at in range(0, len(hashes), _HASH_BYTES)])
-        self.kv_events.record_remove(gone)
-
     def _hand_out(self, frees: HybridFrees, result: BaseEvictionResult) -> None:
         if self.kv_events.enabled:
             for namespace, hashes in frees.removed:
-                self._record_removed(namespace, hashes)
+                self._events.record_removed(namespace, hashes)
         counts = frees.counts
-        for part, count, name in zip(_PARTS, counts, ("full", "window", "state"), strict=True):
+        for part, count, name in zip(PARTS, counts, ("full", "window", "state"), strict=True):
             if count:
                 result.tracker[part] = count
                 result.device_frees[part].append(self._to_device(getattr(frees, name)))
@@ -653,7 +535,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def total_size(self) -> tuple[int, int]:
         """Returns all slots for full attention, and all other values."""
-        full, swa, mamba = (self._tree.evictable_size(part) + self._tree.locked_size(part) for part in _PARTS)
+        full, swa, mamba = (self._tree.evictable_size(part) + self._tree.locked_size(part) for part in PARTS)
         return full, swa + mamba
 
     # Values.
@@ -783,35 +665,6 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             print(f"[{node}] {info.end - len(info.tokens)}..{info.end} locks={info.locks} {parts}")  # noqa: T201
 
 
-class _KeyOfEvent:
-    """The key of pages that are gone: their number of tokens is left of it."""
-
-    def __init__(self, length: int, extra_key: str | None, cache_salt: str | None) -> None:
-        self._length, self.extra_key, self.cache_salt = length, extra_key, cache_salt
-
-    def __len__(self) -> int:
-        return self._length
-
-
-class _PagesOfEvent:
-    """What SGLang's recorder reads of a node."""
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-        self.parent: _PagesOfEvent | None = None
-        self.hash_value: list[str] | None = None
-        self.event_hash_value: list[str] | None = None
-
-    @property
-    def is_named_apart(self) -> bool:
-        """Whether events name the pages otherwise than storage does."""
-        return self.key.extra_key is not None or self.key.cache_salt is not None
-
-    def name(self, hashes: list[str]) -> None:
-        """Sets the hashes, by both names."""
-        self.hash_value = self.event_hash_value = hashes
-
-
 def _expect_anchor(node_id: int, params: DecLockRefParams) -> None:
     if params.node_id != node_id:
         message = f"lock receipt anchored on node {params.node_id} released on node {node_id}"
@@ -824,60 +677,6 @@ def _expect_swa(component_type: ComponentType) -> None:
         raise NotImplementedError(message)
 
 
-for _name in _DELEGATED:
+for _name in DELEGATED:
     setattr(KvTreeCore, _name, _refuse(_name))
 abc.update_abstractmethods(KvTreeCore)
-
-
-class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's types are not installed
-    """SGLang's cache with one call for an eviction instead of two a leaf."""
-
-    def _evict_components(
-        self,
-        request_by_type: dict[ComponentType, int],
-        tracker: dict[ComponentType, int],
-        available_size_targets: dict[ComponentType, tuple[ComponentType, int]] | None = None,
-        *,
-        allocation_reclaim_satisfied: Any = None,
-    ) -> None:
-        is_plain = isinstance(self.tree_core, KvTreeCore) and self.tree_components == (_FULL,)
-        if not is_plain or allocation_reclaim_satisfied is not None:
-            super()._evict_components(
-                request_by_type,
-                tracker,
-                available_size_targets,
-                allocation_reclaim_satisfied=allocation_reclaim_satisfied,
-            )
-            return
-        target = (available_size_targets or {}).get(_FULL)
-        wanted = request_by_type[_FULL]
-        while wanted > 0:
-            if target is not None and self._component_available_size(_FULL) >= target[1]:
-                return
-            result = self.tree_core.evict_many(wanted)
-            evicted = result.tracker.get(_FULL, 0)
-            tracker[_FULL] += evicted
-            self._apply_eviction_result(result)
-            if target is None or not evicted:
-                return
-            # An allocator may hold slots back: it says itself what it has.
-            wanted = max(1, target[1] - self._component_available_size(_FULL))
-
-
-def make_radix_cache(ctx: Any) -> Any:
-    """Makes the cache for `--radix-cache-backend kvpool`: SGLang's own for everything that it does otherwise.
-
-    Args:
-        ctx: What SGLang makes the cache of.
-    """
-    from sglang.srt.mem_cache.registry import (  # noqa: PLC0415
-        create_unified_radix_cache,
-        default_radix_cache_factory,
-    )
-
-    memory = get_memory()
-    has_own_cache = memory.enable_lmcache or memory.enable_flexkv
-    if has_own_cache or ctx.disable_radix_cache or (ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0):
-        return default_radix_cache_factory(ctx)
-    ctx.params.tree_core_backend = _NAME
-    return create_unified_radix_cache(ctx, cache_class=KvUnifiedRadixCache)

@@ -1,0 +1,169 @@
+"""SGLang's prefix cache over kvpool's tree, and when SGLang's own tree is used instead.
+
+`kvpool.integrations.sglang.register` makes both selectable. `KvTreeCore` under SGLang's own cache, which
+keeps every feature of it, is `SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=kvpool`; `--radix-cache-backend kvpool`
+is `KvUnifiedRadixCache` as well, which evicts in one call.
+
+Where only SGLang's own core can do what is asked for (a host tier, storage, sessions, a custom component), it
+is that one which `make_tree_core` gives, with the reason in the log.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
+    create_tree_core,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, page_interleave_shard_size
+from sglang.srt.runtime_context import get_disagg, get_memory
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.seams import signature
+from kvpool.integrations.sglang.tree_core import DELEGATED, PARTS, KvTreeCore, eviction_policy
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+__all__ = [
+    "KvUnifiedRadixCache",
+    "check_tree_core",
+    "make_radix_cache",
+    "make_tree_core",
+    "reason_to_delegate",
+]
+
+_NAME = "kvpool"
+_FULL = ComponentType.FULL
+
+_logger = logging.getLogger("kvpool")
+
+
+def check_tree_core() -> list[str]:
+    """Compares what SGLang calls with what the tree core has. Returns a line for each difference."""
+    differences = [
+        f"UnifiedTreeCoreInterface.{name} is new" for name in sorted(KvTreeCore.__abstractmethods__)
+    ]
+    for theirs, ours in ((UnifiedTreeCoreInterface, KvTreeCore), (UnifiedRadixCache, KvUnifiedRadixCache)):
+        for name in sorted(vars(ours).keys() & (set(dir(theirs)) | set(DELEGATED))):
+            if name.startswith("__"):
+                continue
+            found, own = getattr(theirs, name, None), vars(ours)[name]
+            if found is None:
+                differences.append(f"{theirs.__name__}.{name} is missing")
+            elif not inspect.isfunction(found) or name in DELEGATED:
+                continue
+            elif signature(found) != signature(own):
+                differences.append(
+                    f"{theirs.__name__}.{name} is {signature(found)}, expected was {signature(own)}"
+                )
+    return differences
+
+
+def reason_to_delegate(params: CacheInitParams) -> str | None:
+    """Why SGLang's own tree core must be used, or `None` if kvpool's can be.
+
+    Args:
+        params: What SGLang makes the cache of.
+    """
+    # Where a cache is made without a server, as in SGLang's tests, there are no settings of one.
+    memory, disagg = get_memory(), get_disagg()
+    allocator = params.token_to_kv_pool_allocator
+    reasons = {
+        "sessions are nodes of SGLang's Python core": params.enable_session_radix_cache,
+        "components of others are written for SGLang's Python core": bool(params.component_registry_override),
+        "only full attention, sliding windows and Mamba states are kvpool's": bool(
+            set(params.tree_components or ()) - set(PARTS)
+        ),
+        f"the eviction policy {params.eviction_policy} is SGLang's alone": eviction_policy(params) is None,
+        "a hierarchical cache has a host tier": getattr(memory, "enable_hierarchical_cache", False),
+        "LMCache stores nodes": getattr(memory, "enable_lmcache", False),
+        "FlexKV stores nodes": getattr(memory, "enable_flexkv", False),
+        "an external linker stores nodes": getattr(memory, "enable_unified_cache_external_linker", False),
+        "retraction to the host has a host tier": getattr(
+            disagg, "disaggregation_decode_retraction_backup", None
+        )
+        == "host_pool",
+        "sharded pages have rotation bases": page_interleave_shard_size(allocator) > 1,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def make_tree_core(params: CacheInitParams, components: dict[ComponentType, Any]) -> UnifiedTreeCoreInterface:
+    """Makes kvpool's tree core, or SGLang's own one where only that can do what is asked for.
+
+    Args:
+        params: What SGLang makes the cache of.
+        components: The components of the cache, for SGLang's Python core.
+
+    Raises:
+        ConfigError: If SGLang calls a tree core otherwise than the one that this was written for.
+    """
+    differences = check_tree_core()
+    if differences:
+        raise ConfigError(
+            "SGLang's tree core is not the one that kvpool was written for: " + "; ".join(differences)
+        )
+    reason = reason_to_delegate(params)
+    if reason is None:
+        return KvTreeCore(params)
+    _logger.warning("the prefix cache uses SGLang's own tree core instead of kvpool's: %s", reason)
+    return create_tree_core("rust", params, components)
+
+
+class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's types are not installed
+    """SGLang's cache with one call for an eviction instead of two a leaf."""
+
+    def _evict_components(
+        self,
+        request_by_type: dict[ComponentType, int],
+        tracker: dict[ComponentType, int],
+        available_size_targets: dict[ComponentType, tuple[ComponentType, int]] | None = None,
+        *,
+        allocation_reclaim_satisfied: Any = None,
+    ) -> None:
+        is_plain = isinstance(self.tree_core, KvTreeCore) and self.tree_components == (_FULL,)
+        if not is_plain or allocation_reclaim_satisfied is not None:
+            super()._evict_components(
+                request_by_type,
+                tracker,
+                available_size_targets,
+                allocation_reclaim_satisfied=allocation_reclaim_satisfied,
+            )
+            return
+        target = (available_size_targets or {}).get(_FULL)
+        wanted = request_by_type[_FULL]
+        while wanted > 0:
+            if target is not None and self._component_available_size(_FULL) >= target[1]:
+                return
+            result = self.tree_core.evict_many(wanted)
+            evicted = result.tracker.get(_FULL, 0)
+            tracker[_FULL] += evicted
+            self._apply_eviction_result(result)
+            if target is None or not evicted:
+                return
+            # An allocator may hold slots back: it says itself what it has.
+            wanted = max(1, target[1] - self._component_available_size(_FULL))
+
+
+def make_radix_cache(ctx: Any) -> Any:
+    """Makes the cache for `--radix-cache-backend kvpool`: SGLang's own for everything that it does otherwise.
+
+    Args:
+        ctx: What SGLang makes the cache of.
+    """
+    from sglang.srt.mem_cache.registry import (  # noqa: PLC0415
+        create_unified_radix_cache,
+        default_radix_cache_factory,
+    )
+
+    memory = get_memory()
+    has_own_cache = memory.enable_lmcache or memory.enable_flexkv
+    if has_own_cache or ctx.disable_radix_cache or (ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0):
+        return default_radix_cache_factory(ctx)
+    ctx.params.tree_core_backend = _NAME
+    return create_unified_radix_cache(ctx, cache_class=KvUnifiedRadixCache)

@@ -1,0 +1,79 @@
+"""KV events of SGLang's cache: its recorder makes them and hashes pages, and the tree keeps the hashes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.events import KVCacheEventRecorder
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from kvpool._kvpool import HybridTree
+
+__all__ = ["TreeEvents"]
+
+_HASH_BYTES = 32
+
+
+class TreeEvents:
+    """What SGLang's recorder is told of a tree.
+
+    Args:
+        recorder: SGLang's recorder.
+        tree: The tree, which keeps the hashes of its pages.
+        page_size: Tokens in a page.
+    """
+
+    def __init__(self, recorder: KVCacheEventRecorder, tree: HybridTree, page_size: int) -> None:
+        self._recorder, self._tree, self._page_size = recorder, tree, page_size
+
+    def record_added(self, node: int, start: int, end: int, key: RadixKey, session: str | None) -> None:
+        """Record tokens that were not there before."""
+        before = self._tree.hash_at(node, start)
+        added = _PagesOfEvent(key[start:end])
+        added.parent = _PagesOfEvent(added.key if start else ())
+        if before is not None:
+            added.parent.parent = _PagesOfEvent(())
+            added.parent.name([before.hex()])
+        if added.is_named_apart:
+            # Storage would name them otherwise, and is not there.
+            added.hash_value = []
+        self._recorder.record_store(added, session_id=session)
+        hashes = added.event_hash_value if added.is_named_apart else added.hash_value
+        self._tree.set_hashes(node, start, bytes.fromhex("".join(hashes or ())))
+
+    def record_removed(self, namespace: Any, hashes: bytes) -> None:
+        """Record that a node is gone."""
+        names = namespace if isinstance(namespace, tuple) else (namespace, None)
+        gone = _PagesOfEvent(_KeyOfEvent(len(hashes) // _HASH_BYTES * self._page_size, *names[:2]))
+        gone.name([hashes[at : at + _HASH_BYTES].hex() for at in range(0, len(hashes), _HASH_BYTES)])
+        self._recorder.record_remove(gone)
+
+
+class _KeyOfEvent:
+    """The key of pages that are gone: their number of tokens is left of it."""
+
+    def __init__(self, length: int, extra_key: str | None, cache_salt: str | None) -> None:
+        self._length, self.extra_key, self.cache_salt = length, extra_key, cache_salt
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class _PagesOfEvent:
+    """What SGLang's recorder reads of a node."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.parent: _PagesOfEvent | None = None
+        self.hash_value: list[str] | None = None
+        self.event_hash_value: list[str] | None = None
+
+    @property
+    def is_named_apart(self) -> bool:
+        """Whether events name the pages otherwise than storage does."""
+        return self.key.extra_key is not None or self.key.cache_salt is not None
+
+    def name(self, hashes: list[str]) -> None:
+        """Sets the hashes, by both names."""
+        self.hash_value = self.event_hash_value = hashes
