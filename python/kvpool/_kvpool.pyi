@@ -4162,10 +4162,10 @@ class BlockQueue:
             TypeError: If `more_hashes` has what is not bytes. Nothing is taken.
         """
     def free(self, blocks: Iterable[Any], *, keep_hashed: bool = True) -> list[Any]:
-        """Gives back one use of each block. Those that nobody uses any more are free: the ones with a hash at the end, the
+        """Gives back one use of each block. Those that are no longer used are free: the ones with a hash at the end, the
         others in front, both in the order given. Null blocks are left out.
 
-        A block that nobody uses is dropped, and logged.
+        A block that is not used is dropped, and logged.
 
         Args:
             blocks: The blocks, of any kind.
@@ -4181,7 +4181,7 @@ class BlockQueue:
             What are not blocks of this queue, as they were given.
 
         Raises:
-            RuntimeError: If nobody uses a block, and it is not free either. Nothing is changed.
+            RuntimeError: If a block is neither used nor free. Nothing is changed.
         """
     def __len__(self) -> int:
         """Return len(self)."""
@@ -4248,6 +4248,7 @@ class BlockMap:
 
         Raises:
             AssertionError: If a block has a hash of as many tokens, or the lengths differ. Nothing is done.
+            OverflowError: If a block ends above 2**64 tokens. Nothing is done.
         """
     def __len__(self) -> int:
         """Return len(self)."""

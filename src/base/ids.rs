@@ -81,6 +81,11 @@ id!(
     "page"
 );
 id!(
+    /// A block that an engine counts and hashes itself.
+    BlockId,
+    "block"
+);
+id!(
     /// A buffer of a buffer pool.
     BufferId,
     "buffer"

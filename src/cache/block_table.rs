@@ -1,7 +1,10 @@
 //! An engine's blocks by their numbers: how often each is used, its hash, and in which order free ones are
 //! used again.
 
-use crate::base::widen;
+use std::sync::Mutex;
+
+use crate::base::sync::lock;
+use crate::base::{BlockId, Id, widen};
 use crate::index::{BadFree, BadFrees};
 
 use super::{BlockHash, EvictionQueue};
@@ -15,7 +18,7 @@ pub struct HashedTokens {
     pub tokens: Option<u64>,
 }
 
-/// Where blocks with a hash go when nobody uses them any more.
+/// Where blocks with a hash go when they are no longer used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HashedBlocks {
     /// Behind all others, since they may be found again.
@@ -34,11 +37,48 @@ pub enum NotTaken {
     },
     /// A free one is counted as used.
     InUse {
-        /// The number of the block.
-        block: u32,
+        /// The block.
+        block: BlockId,
         /// Its count of uses, which is not 0.
         uses: i64,
     },
+}
+
+/// A guard of taken blocks: dropping it gives them back as if they had not been taken.
+#[derive(Debug)]
+#[must_use]
+pub struct TakenBlocks<'a> {
+    table: &'a Mutex<BlockTable>,
+    blocks: Vec<BlockId>,
+}
+
+impl<'a> TakenBlocks<'a> {
+    /// Takes the first free blocks of a table, as [`BlockTable::take`] does.
+    ///
+    /// # Errors
+    /// See [`BlockTable::take`].
+    pub fn take(table: &'a Mutex<BlockTable>, count: usize) -> Result<Self, NotTaken> {
+        Ok(Self { table, blocks: lock(table).take(count)? })
+    }
+
+    /// The blocks.
+    #[must_use]
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// Ends the guard: the blocks stay taken.
+    pub fn keep(mut self) {
+        self.blocks.clear();
+    }
+}
+
+impl Drop for TakenBlocks<'_> {
+    fn drop(&mut self) {
+        if !self.blocks.is_empty() {
+            lock(self.table).undo_take(&self.blocks);
+        }
+    }
 }
 
 /// How often each block is used, its hash, and the queue of free blocks.
@@ -47,23 +87,25 @@ pub enum NotTaken {
 /// matters.
 ///
 /// ```
+/// use kvpool::base::{BlockId, Id};
 /// use kvpool::cache::{BlockTable, HashedBlocks, HashedTokens};
+/// let [a, b, c, d] = [0, 1, 2, 3].map(BlockId::new);
 /// let mut table = BlockTable::new(4);
-/// assert_eq!(table.take(2).unwrap(), [0, 1]);
-/// table.set_hash(0, HashedTokens { hash: b"hash"[..].into(), tokens: Some(16) });
-/// assert_eq!(table.release(&[0, 1], HashedBlocks::Last).dropped(), 0);
-/// assert_eq!(table.queue().iter().collect::<Vec<_>>(), [1, 2, 3, 0]);
-/// table.retain(&[0]).unwrap();
-/// assert_eq!((table.uses(0), table.queue().len()), (1, 3));
+/// assert_eq!(table.take(2).unwrap(), [a, b]);
+/// table.set_hash(a, HashedTokens { hash: b"hash"[..].into(), tokens: Some(16) });
+/// assert_eq!(table.release(&[a, b], HashedBlocks::Last).dropped(), 0);
+/// assert_eq!(table.queue().iter().collect::<Vec<_>>(), [b, c, d, a]);
+/// table.retain(&[a]).unwrap();
+/// assert_eq!((table.uses(a), table.queue().len()), (1, 3));
 /// ```
 #[derive(Clone, Debug)]
 pub struct BlockTable {
     queue: EvictionQueue,
-    blocks: Vec<State>,
+    blocks: Vec<BlockState>,
 }
 
 #[derive(Clone, Debug, Default)]
-struct State {
+struct BlockState {
     uses: i64,
     is_null: bool,
     hashed: Option<HashedTokens>,
@@ -73,7 +115,7 @@ impl BlockTable {
     /// A table of `count` blocks, all of them free, the lowest in front.
     #[must_use]
     pub fn new(count: u32) -> Self {
-        Self { queue: EvictionQueue::full(count), blocks: vec![State::default(); widen(count)] }
+        Self { queue: EvictionQueue::full(count), blocks: vec![BlockState::default(); widen(count)] }
     }
 
     /// The free blocks.
@@ -89,34 +131,34 @@ impl BlockTable {
 
     /// How often a block is used.
     #[must_use]
-    pub fn uses(&self, block: u32) -> i64 {
+    pub fn uses(&self, block: BlockId) -> i64 {
         self.state(block).uses
     }
 
     /// Sets how often a block is used, for an engine that counts itself.
-    pub fn set_uses(&mut self, block: u32, uses: i64) {
+    pub fn set_uses(&mut self, block: BlockId, uses: i64) {
         self.state_mut(block).uses = uses;
     }
 
     /// Whether a block stands for no memory.
     #[must_use]
-    pub fn is_null(&self, block: u32) -> bool {
+    pub fn is_null(&self, block: BlockId) -> bool {
         self.state(block).is_null
     }
 
     /// Lets a block stand for no memory, or for memory again.
-    pub fn set_null(&mut self, block: u32, is_null: bool) {
+    pub fn set_null(&mut self, block: BlockId, is_null: bool) {
         self.state_mut(block).is_null = is_null;
     }
 
     /// The hash of a block.
     #[must_use]
-    pub fn hashed(&self, block: u32) -> Option<&HashedTokens> {
+    pub fn hashed(&self, block: BlockId) -> Option<&HashedTokens> {
         self.state(block).hashed.as_ref()
     }
 
     /// Gives a block a hash, unless it has one, and says whether it had none.
-    pub fn set_hash(&mut self, block: u32, hashed: HashedTokens) -> bool {
+    pub fn set_hash(&mut self, block: BlockId, hashed: HashedTokens) -> bool {
         let place = &mut self.state_mut(block).hashed;
         let is_new = place.is_none();
         place.get_or_insert(hashed);
@@ -124,7 +166,7 @@ impl BlockTable {
     }
 
     /// Takes the hash from a block.
-    pub fn take_hash(&mut self, block: u32) -> Option<HashedTokens> {
+    pub fn take_hash(&mut self, block: BlockId) -> Option<HashedTokens> {
         self.state_mut(block).hashed.take()
     }
 
@@ -132,7 +174,7 @@ impl BlockTable {
     ///
     /// # Errors
     /// Why not; nothing is taken then.
-    pub fn take(&mut self, count: usize) -> Result<Vec<u32>, NotTaken> {
+    pub fn take(&mut self, count: usize) -> Result<Vec<BlockId>, NotTaken> {
         let free = self.queue.len();
         if count > free {
             return Err(NotTaken::Short { free });
@@ -140,7 +182,7 @@ impl BlockTable {
         if let Some(block) = self.queue.iter().take(count).find(|&block| self.uses(block) != 0) {
             return Err(NotTaken::InUse { block, uses: self.uses(block) });
         }
-        let taken: Vec<u32> = (0..count).map_while(|_| self.queue.pop_front()).collect();
+        let taken: Vec<BlockId> = (0..count).map_while(|_| self.queue.pop_front()).collect();
         for &block in &taken {
             self.set_uses(block, 1);
         }
@@ -148,24 +190,24 @@ impl BlockTable {
     }
 
     /// Gives back what [`BlockTable::take`] has returned, as if it had not been taken.
-    pub fn undo_take(&mut self, taken: &[u32]) {
+    fn undo_take(&mut self, taken: &[BlockId]) {
         for &block in taken.iter().rev() {
             self.set_uses(block, 0);
             self.queue.push_front(block);
         }
     }
 
-    /// Gives back one use of each block, null blocks left out. Those that nobody uses any more are free, in
-    /// the order given. One that nobody uses is dropped and reported.
-    pub fn release(&mut self, blocks: &[u32], hashed: HashedBlocks) -> BadFrees {
+    /// Gives back one use of each block, null blocks left out. Those that are no longer used are
+    /// free, in the order given. One that is not used is dropped and reported.
+    pub fn release(&mut self, blocks: &[BlockId], hashed: HashedBlocks) -> BadFrees {
         let (mut first, mut bad) = (Vec::new(), BadFrees::default());
         for &block in blocks {
-            let state = &mut self.blocks[widen(block)];
+            let state = &mut self.blocks[widen(block.number())];
             if state.is_null {
                 continue;
             }
             if state.uses <= 0 {
-                bad.add(i64::from(block), BadFree::AlreadyFree, 1);
+                bad.add(i64::from(block.number()), BadFree::AlreadyFree, 1);
                 continue;
             }
             state.uses -= 1;
@@ -187,15 +229,15 @@ impl BlockTable {
     /// Adds one use of each block, null blocks left out, and takes those that were free out of the queue.
     ///
     /// # Errors
-    /// The number of one that nobody uses, and that is not free either; nothing is changed then.
-    pub fn retain(&mut self, blocks: &[u32]) -> Result<(), u32> {
+    /// One that is neither used nor free; nothing is changed then.
+    pub fn retain(&mut self, blocks: &[BlockId]) -> Result<(), BlockId> {
         let is_lost =
-            |&&block: &&u32| !self.is_null(block) && self.uses(block) <= 0 && !self.queue.contains(block);
+            |&&block: &&BlockId| !self.is_null(block) && self.uses(block) <= 0 && !self.queue.contains(block);
         if let Some(&block) = blocks.iter().find(is_lost) {
             return Err(block);
         }
         for &block in blocks {
-            let state = &mut self.blocks[widen(block)];
+            let state = &mut self.blocks[widen(block.number())];
             if state.is_null {
                 continue;
             }
@@ -208,11 +250,11 @@ impl BlockTable {
         Ok(())
     }
 
-    fn state(&self, block: u32) -> &State {
-        &self.blocks[widen(block)]
+    fn state(&self, block: BlockId) -> &BlockState {
+        &self.blocks[widen(block.number())]
     }
 
-    fn state_mut(&mut self, block: u32) -> &mut State {
-        &mut self.blocks[widen(block)]
+    fn state_mut(&mut self, block: BlockId) -> &mut BlockState {
+        &mut self.blocks[widen(block.number())]
     }
 }

@@ -1,20 +1,22 @@
-//! Numbers that wait to be taken, in an order that their owner decides.
+//! Free blocks of an engine, in an order that the engine decides.
 
-use crate::base::widen;
+use crate::base::{BlockId, Id, widen};
 
 use super::RecencyList;
 
-/// A queue of the numbers below a count, each at most once: taken from the front, added at either end, and
-/// taken out of the middle at the same cost.
+/// A queue of blocks, each at most once: taken from the front, added at either end, and taken out of the
+/// middle at the same cost.
 ///
 /// ```
+/// use kvpool::base::{BlockId, Id};
 /// use kvpool::cache::EvictionQueue;
+/// let [a, b, c, d] = [0, 1, 2, 3].map(BlockId::new);
 /// let mut queue = EvictionQueue::full(4);
-/// assert!(queue.remove(2));
-/// assert_eq!(queue.pop_front(), Some(0));
-/// queue.push_back(2);
-/// queue.push_front(0);
-/// assert_eq!(queue.iter().collect::<Vec<_>>(), [0, 1, 3, 2]);
+/// assert!(queue.remove(c));
+/// assert_eq!(queue.pop_front(), Some(a));
+/// queue.push_back(c);
+/// queue.push_front(a);
+/// assert_eq!(queue.iter().collect::<Vec<_>>(), [a, b, d, c]);
 /// ```
 #[derive(Clone, Debug)]
 pub struct EvictionQueue {
@@ -24,17 +26,17 @@ pub struct EvictionQueue {
 }
 
 impl EvictionQueue {
-    /// A queue of all numbers below `count`, the lowest in front.
+    /// A queue of the blocks below `count`, the lowest in front.
     #[must_use]
     pub fn full(count: u32) -> Self {
         let mut queue = Self { order: RecencyList::default(), waits: vec![false; widen(count)], len: 0 };
         for number in 0..count {
-            queue.push_back(number);
+            queue.push_back(BlockId::new(number));
         }
         queue
     }
 
-    /// Numbers in the queue.
+    /// Blocks in the queue.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
@@ -46,72 +48,72 @@ impl EvictionQueue {
         self.len == 0
     }
 
-    /// Whether a number is in the queue.
+    /// Whether a block is in the queue.
     #[must_use]
-    pub fn contains(&self, number: u32) -> bool {
-        self.waits[widen(number)]
+    pub fn contains(&self, block: BlockId) -> bool {
+        self.waits[widen(block.number())]
     }
 
-    /// The number in front.
+    /// The block in front.
     #[must_use]
-    pub fn front(&self) -> Option<u32> {
-        self.order.oldest()
+    pub fn front(&self) -> Option<BlockId> {
+        self.order.oldest().map(BlockId::new)
     }
 
-    /// The number at the end.
+    /// The block at the end.
     #[must_use]
-    pub fn back(&self) -> Option<u32> {
-        self.order.newest()
+    pub fn back(&self) -> Option<BlockId> {
+        self.order.newest().map(BlockId::new)
     }
 
-    /// The number behind `number`, which is in the queue.
+    /// The block behind `block`, which is in the queue.
     #[must_use]
-    pub fn behind(&self, number: u32) -> Option<u32> {
-        self.order.newer(number)
+    pub fn behind(&self, block: BlockId) -> Option<BlockId> {
+        self.order.newer(block.number()).map(BlockId::new)
     }
 
-    /// The number before `number`, which is in the queue.
+    /// The block before `block`, which is in the queue.
     #[must_use]
-    pub fn before(&self, number: u32) -> Option<u32> {
-        self.order.older(number)
+    pub fn before(&self, block: BlockId) -> Option<BlockId> {
+        self.order.older(block.number()).map(BlockId::new)
     }
 
-    /// The numbers from the front on.
-    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
-        self.order.iter_oldest()
+    /// The blocks from the front on.
+    pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.order.iter_oldest().map(BlockId::new)
     }
 
-    /// Takes the number in front.
-    pub fn pop_front(&mut self) -> Option<u32> {
-        let number = self.front()?;
-        self.remove(number);
-        Some(number)
+    /// Takes the block in front.
+    pub fn pop_front(&mut self) -> Option<BlockId> {
+        let block = self.front()?;
+        self.remove(block);
+        Some(block)
     }
 
-    /// Takes a number out, and says whether it was there.
-    pub fn remove(&mut self, number: u32) -> bool {
-        let was = std::mem::replace(&mut self.waits[widen(number)], false);
+    /// Takes a block out, and says whether it was there.
+    pub fn remove(&mut self, block: BlockId) -> bool {
+        let was = std::mem::replace(&mut self.waits[widen(block.number())], false);
         if was {
-            self.order.remove(number);
+            self.order.remove(block.number());
             self.len -= 1;
         }
         was
     }
 
-    /// Adds a number at the end, unless it is in the queue, and says whether it was not.
-    pub fn push_back(&mut self, number: u32) -> bool {
-        self.add(number, RecencyList::push)
+    /// Adds a block at the end, unless it is in the queue, and says whether it was not.
+    pub fn push_back(&mut self, block: BlockId) -> bool {
+        self.add(block, RecencyList::push)
     }
 
-    /// Adds a number in front, unless it is in the queue, and says whether it was not.
-    pub fn push_front(&mut self, number: u32) -> bool {
-        self.add(number, RecencyList::push_oldest)
+    /// Adds a block in front, unless it is in the queue, and says whether it was not.
+    pub fn push_front(&mut self, block: BlockId) -> bool {
+        self.add(block, RecencyList::push_oldest)
     }
 
-    fn add(&mut self, number: u32, push: fn(&mut RecencyList, u32)) -> bool {
-        let is_new = !std::mem::replace(&mut self.waits[widen(number)], true);
+    fn add(&mut self, block: BlockId, push: fn(&mut RecencyList, u32)) -> bool {
+        let is_new = !std::mem::replace(&mut self.waits[widen(block.number())], true);
         if is_new {
-            push(&mut self.order, number);
+            push(&mut self.order, block.number());
             self.len += 1;
         }
         is_new

@@ -37,7 +37,7 @@ mod tokens;
 mod tree;
 
 pub use block_map::{BlockHash, BlockMap};
-pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken};
+pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken, TakenBlocks};
 pub use eviction_queue::EvictionQueue;
 pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use journal::{Event, Tier};

@@ -2,14 +2,14 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
-use pyo3::exceptions::{PyAssertionError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyAssertionError, PyOverflowError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
-use crate::base::{Error, ErrorKind, widen};
+use crate::base::{BlockId, Error, ErrorKind, Id, widen};
 use crate::cache::{
-    BlockHash, BlockMap as Map, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken,
+    BlockHash, BlockMap as Map, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken, TakenBlocks,
 };
 
 use super::args;
@@ -31,7 +31,7 @@ struct Objects {
 #[derive(Clone, Copy, Debug)]
 enum Place {
     /// It is one of the blocks of its queue.
-    At(u32),
+    At(BlockId),
     /// It stands before the first, or behind the last.
     Front,
     Back,
@@ -50,7 +50,7 @@ pub(super) struct Block {
 }
 
 impl Block {
-    const fn number(&self) -> Option<u32> {
+    const fn number(&self) -> Option<BlockId> {
         match self.place {
             Place::At(number) => Some(number),
             Place::Front | Place::Back => None,
@@ -58,12 +58,12 @@ impl Block {
     }
 
     /// Its number, which an end of a queue has not.
-    fn own_number(&self) -> PyResult<u32> {
+    fn own_number(&self) -> PyResult<BlockId> {
         self.number().ok_or_else(|| ownership("the end of a queue is no block".to_owned()))
     }
 
     /// Its number in the queue of a table.
-    fn number_in(&self, table: &Arc<Mutex<BlockTable>>) -> Option<u32> {
+    fn number_in(&self, table: &Arc<Mutex<BlockTable>>) -> Option<BlockId> {
         self.number().filter(|_| Arc::ptr_eq(&self.table, table))
     }
 
@@ -83,7 +83,7 @@ impl Block {
 impl Objects {
     fn at(&self, place: Place) -> &Py<Block> {
         match place {
-            Place::At(number) => &self.blocks[widen(number)],
+            Place::At(number) => &self.blocks[widen(number.number())],
             Place::Front => &self.front,
             Place::Back => &self.back,
         }
@@ -104,7 +104,7 @@ impl Block {
     /// Its number, from 0 on; -1 at the ends of a queue.
     #[getter]
     fn block_id(&self) -> i64 {
-        self.number().map_or(-1, i64::from)
+        self.number().map_or(-1, |block| block.number().into())
     }
 
     /// How many requests use it.
@@ -232,7 +232,7 @@ pub(super) struct BlockQueue {
 
 /// Blocks of a call: the numbers of those of this queue, and what else was given.
 struct Given<'py> {
-    own: Vec<u32>,
+    own: Vec<BlockId>,
     others: Vec<Bound<'py, PyAny>>,
 }
 
@@ -245,7 +245,7 @@ impl BlockQueue {
         self.objects.get().expect("a queue is made with its blocks")
     }
 
-    fn object(&self, py: Python<'_>, number: u32) -> Py<Block> {
+    fn object(&self, py: Python<'_>, number: BlockId) -> Py<Block> {
         self.objects().at(Place::At(number)).clone_ref(py)
     }
 
@@ -263,7 +263,7 @@ impl BlockQueue {
     }
 
     /// The numbers of blocks that must all be of this queue.
-    fn numbers(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    fn numbers(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
         let given = self.given(blocks)?;
         match given.others.first() {
             Some(other) => Err(ownership(format!("{} is no block of this queue", shown(other)))),
@@ -272,7 +272,7 @@ impl BlockQueue {
     }
 
     /// Adds blocks that are not free, all or none.
-    fn add(&self, numbers: &[u32], push: impl Fn(&mut EvictionQueue, u32) -> bool) -> PyResult<()> {
+    fn add(&self, numbers: &[BlockId], push: impl Fn(&mut EvictionQueue, BlockId) -> bool) -> PyResult<()> {
         let mut table = self.lock();
         let queue = table.queue_mut();
         for (at, &number) in numbers.iter().enumerate() {
@@ -307,7 +307,9 @@ impl BlockQueue {
             Py::new(py, Block { place, table: Arc::clone(&table), objects: Arc::downgrade(&objects), pool })
         };
         let made = Objects {
-            blocks: (0..count).map(|number| block(Place::At(number))).collect::<PyResult<_>>()?,
+            blocks: (0..count)
+                .map(|number| block(Place::At(BlockId::new(number))))
+                .collect::<PyResult<_>>()?,
             front: block(Place::Front)?,
             back: block(Place::Back)?,
         };
@@ -360,7 +362,7 @@ impl BlockQueue {
         if n > free {
             return Err(too_few(n, free));
         }
-        let numbers: Vec<u32> = (0..n).map_while(|_| table.queue_mut().pop_front()).collect();
+        let numbers: Vec<BlockId> = (0..n).map_while(|_| table.queue_mut().pop_front()).collect();
         drop(table);
         Ok(numbers.into_iter().map(|number| self.object(py, number)).collect())
     }
@@ -398,7 +400,7 @@ impl BlockQueue {
 
     /// Returns the free blocks, the first one in front.
     fn get_all_free_blocks(&self, py: Python<'_>) -> Vec<Py<Block>> {
-        let numbers: Vec<u32> = self.lock().queue().iter().collect();
+        let numbers: Vec<BlockId> = self.lock().queue().iter().collect();
         numbers.into_iter().map(|number| self.object(py, number)).collect()
     }
 
@@ -434,25 +436,24 @@ impl BlockQueue {
         more_hashes: &Bound<'py, PyDict>,
         events: bool,
     ) -> PyResult<(Bound<'py, PyList>, Vec<Bound<'py, PyBytes>>)> {
-        let taken = self.lock().take(count).map_err(|why| match why {
+        let taken = TakenBlocks::take(&self.table, count).map_err(|why| match why {
             NotTaken::Short { free } => too_few(count, free),
             NotTaken::InUse { block, uses } => {
                 PyAssertionError::new_err(format!("block {block} is free, and counted {uses} times"))
             }
         })?;
-        let removed = cached.take_hashes(&self.table, &taken, more_hashes).inspect_err(|_| {
-            self.lock().undo_take(&taken);
-        })?;
-        let removed = if events { removed } else { Vec::new() };
-        let removed = removed.iter().map(|hash| PyBytes::new(py, hash.as_bytes())).collect();
         let all = &self.objects().blocks;
-        Ok((PyList::new(py, taken.iter().map(|&number| &all[widen(number)]))?, removed))
+        let blocks = PyList::new(py, taken.blocks().iter().map(|block| &all[widen(block.number())]))?;
+        let removed = cached.take_hashes(&self.table, taken.blocks(), more_hashes)?;
+        taken.keep();
+        let removed = if events { removed } else { Vec::new() };
+        Ok((blocks, removed.iter().map(|hash| PyBytes::new(py, hash.as_bytes())).collect()))
     }
 
-    /// Gives back one use of each block. Those that nobody uses any more are free: the ones with a hash at the end, the
+    /// Gives back one use of each block. Those that are no longer used are free: the ones with a hash at the end, the
     /// others in front, both in the order given. Null blocks are left out.
     ///
-    /// A block that nobody uses is dropped, and logged.
+    /// A block that is not used is dropped, and logged.
     ///
     /// Args:
     ///     blocks: The blocks, of any kind.
@@ -480,7 +481,7 @@ impl BlockQueue {
     ///     What are not blocks of this queue, as they were given.
     ///
     /// Raises:
-    ///     RuntimeError: If nobody uses a block, and it is not free either. Nothing is changed.
+    ///     RuntimeError: If a block is neither used nor free. Nothing is changed.
     fn retain<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let given = self.given(blocks)?;
         let retained = self.lock().retain(&given.own);
@@ -545,7 +546,7 @@ impl BlockMap {
     fn take_hashes(
         &self,
         table: &Mutex<BlockTable>,
-        blocks: &[u32],
+        blocks: &[BlockId],
         more: &Bound<'_, PyDict>,
     ) -> PyResult<Vec<BlockHash>> {
         let mut others = take_more(more, blocks)?.into_iter().peekable();
@@ -559,8 +560,10 @@ impl BlockMap {
         }
         drop(table);
         let mut map = self.lock();
-        let gone: Vec<_> =
-            hashes.iter().map(|(block, hash)| map.remove(hash.as_bytes(), i64::from(*block))).collect();
+        let gone: Vec<_> = hashes
+            .iter()
+            .map(|(block, hash)| map.remove(hash.as_bytes(), i64::from(block.number())))
+            .collect();
         drop(map);
         let was = |((_, hash), value): (_, Option<Py<PyAny>>)| value.map(|_| hash); // may run Python code
         Ok(hashes.into_iter().zip(gone).filter_map(was).collect())
@@ -568,20 +571,20 @@ impl BlockMap {
 }
 
 /// Takes from `more` the hashes of those of the blocks that have some there, in their order.
-fn take_more(more: &Bound<'_, PyDict>, blocks: &[u32]) -> PyResult<Vec<(u32, Vec<BlockHash>)>> {
+fn take_more(more: &Bound<'_, PyDict>, blocks: &[BlockId]) -> PyResult<Vec<(BlockId, Vec<BlockHash>)>> {
     let mut found = Vec::new();
     if more.is_empty() {
         return Ok(found);
     }
     for &block in blocks {
-        if let Some(set) = more.get_item(block)? {
+        if let Some(set) = more.get_item(block.number())? {
             let hash =
                 |hash: PyResult<Bound<'_, PyAny>>| Ok(BlockHash::from(hash?.cast::<PyBytes>()?.as_bytes()));
             found.push((block, set.try_iter()?.map(hash).collect::<PyResult<_>>()?));
         }
     }
     for (block, _) in &found {
-        more.del_item(block)?;
+        more.del_item(block.number())?;
     }
     Ok(found)
 }
@@ -721,6 +724,7 @@ impl BlockMap {
     ///
     /// Raises:
     ///     AssertionError: If a block has a hash of as many tokens, or the lengths differ. Nothing is done.
+    ///     OverflowError: If a block ends above 2**64 tokens. Nothing is done.
     fn cache(
         &self,
         blocks: Vec<Bound<'_, PyAny>>,
@@ -746,7 +750,14 @@ impl BlockMap {
             if table.is_null(number) || block_mask.as_ref().is_some_and(|mask| !mask[at]) {
                 continue;
             }
-            let tokens = num_tokens + at as u64 * block_size;
+            let tokens = u64::try_from(at)
+                .ok()
+                .and_then(|at| at.checked_mul(block_size)?.checked_add(num_tokens))
+                .ok_or_else(|| {
+                    PyOverflowError::new_err(format!(
+                        "block {at} of {block_size} tokens each ends above 2**64 tokens"
+                    ))
+                })?;
             if let Some(HashedTokens { tokens: known, .. }) = table.hashed(number)
                 && known.is_none_or(|known| known >= tokens)
             {
@@ -763,7 +774,7 @@ impl BlockMap {
             }
             let old = in_group(hash, group_id, |key| {
                 block.lock().set_hash(number, HashedTokens { hash: key.into(), tokens: Some(tokens) });
-                self.lock().insert(key, i64::from(number), object.clone().into_any().unbind())
+                self.lock().insert(key, i64::from(number.number()), object.clone().into_any().unbind())
             });
             drop(old); // may run Python code
         }

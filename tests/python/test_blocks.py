@@ -109,6 +109,18 @@ def test_hashes_of_any_length_are_found_in_their_group(size: int) -> None:
     assert [block.block_hash for block in blocks] == [*(key(value, 7) for value in hashes), None]
 
 
+def test_more_tokens_than_a_number_holds_are_refused() -> None:
+    blocks, cached = BlockQueue(2).blocks, BlockMap()
+    for first, size in ((2**64 - 1, 1), (0, 2**64 - 1)):
+        assert cached.cache(blocks[:1], [b"hash"], 0, first, size, None, {})
+        with pytest.raises(OverflowError, match=rf"block 1 of {size} tokens each ends above 2\*\*64"):
+            cached.cache(blocks, [b"hash"] * 2, 0, max(first, 1), size, [False, True], {})
+        cached.pop(key(b"hash"), 0)
+        blocks[0].reset_hash()
+    assert len(cached) == 0
+    assert blocks[1].block_hash is None
+
+
 def test_a_block_that_fills_up_has_only_its_new_hash() -> None:
     block, cached = BlockQueue(1).blocks[0], BlockMap()
     more = {0: {key(b"half")}}

@@ -1,26 +1,43 @@
 //! Blocks of an engine: the queue of free ones and the map of hashes, beside naive ones.
 
 use std::collections::VecDeque;
+use std::sync::Mutex;
 
-use kvpool::cache::{BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken};
+use kvpool::base::{BlockId, Id, widen};
+use kvpool::cache::{
+    BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken, TakenBlocks,
+};
 use proptest::prelude::*;
 
 const COUNT: u32 = 8;
 
+fn block() -> impl Strategy<Value = BlockId> + Clone {
+    (0..COUNT).prop_map(BlockId::new)
+}
+
+/// All blocks.
+fn blocks() -> impl Iterator<Item = BlockId> {
+    (0..COUNT).map(BlockId::new)
+}
+
+fn at(block: BlockId) -> usize {
+    widen(block.number())
+}
+
 #[derive(Clone, Debug)]
 enum Move {
     PopFront,
-    Remove(u32),
-    PushBack(u32),
-    PushFront(u32),
+    Remove(BlockId),
+    PushBack(BlockId),
+    PushFront(BlockId),
 }
 
 fn moved() -> impl Strategy<Value = Move> {
     prop_oneof![
         Just(Move::PopFront),
-        (0..COUNT).prop_map(Move::Remove),
-        (0..COUNT).prop_map(Move::PushBack),
-        (0..COUNT).prop_map(Move::PushFront),
+        block().prop_map(Move::Remove),
+        block().prop_map(Move::PushBack),
+        block().prop_map(Move::PushFront),
     ]
 }
 
@@ -36,17 +53,17 @@ struct Plain {
 enum Call {
     Take(usize),
     UndoTake(usize),
-    Release(Vec<u32>, HashedBlocks),
-    Retain(Vec<u32>),
-    SetHash(u32, u8),
-    TakeHash(u32),
-    SetUses(u32, i64),
-    SetNull(u32, bool),
-    RemoveFree(u32),
+    Release(Vec<BlockId>, HashedBlocks),
+    Retain(Vec<BlockId>),
+    SetHash(BlockId, u8),
+    TakeHash(BlockId),
+    SetUses(BlockId, i64),
+    SetNull(BlockId, bool),
+    RemoveFree(BlockId),
 }
 
 fn call() -> impl Strategy<Value = Call> {
-    let (count, block) = (0..5_usize, 0..COUNT);
+    let (count, block) = (0..5_usize, block());
     let blocks = prop::collection::vec(block.clone(), 0..5);
     let hashed = prop_oneof![Just(HashedBlocks::Last), Just(HashedBlocks::First)];
     prop_oneof![
@@ -65,33 +82,32 @@ fn call() -> impl Strategy<Value = Call> {
 proptest! {
     #[test]
     fn a_table_is_naive_blocks_and_a_naive_queue(calls in prop::collection::vec(call(), 1..120)) {
-        let mut table = BlockTable::new(COUNT);
-        let mut plain = vec![Plain::default(); COUNT as usize];
-        let mut free: VecDeque<u32> = (0..COUNT).collect();
+        let mut shared = Mutex::new(BlockTable::new(COUNT));
+        let mut plain = vec![Plain::default(); widen(COUNT)];
+        let mut free: VecDeque<BlockId> = blocks().collect();
         for call in calls {
+            let table = shared.get_mut().unwrap();
             match call {
                 Call::Take(count) | Call::UndoTake(count) => {
-                    let used = free.iter().take(count).find(|&&block| plain[block as usize].uses != 0);
+                    let used = free.iter().take(count).find(|&&block| plain[at(block)].uses != 0);
                     let expected = match used {
                         _ if count > free.len() => Err(NotTaken::Short { free: free.len() }),
-                        Some(&block) => Err(NotTaken::InUse { block, uses: plain[block as usize].uses }),
+                        Some(&block) => Err(NotTaken::InUse { block, uses: plain[at(block)].uses }),
                         None => Ok(free.iter().take(count).copied().collect::<Vec<_>>()),
                     };
-                    let taken = table.take(count);
-                    prop_assert_eq!(&taken, &expected);
-                    if let (Call::UndoTake(_), Ok(taken)) = (&call, &taken) {
-                        table.undo_take(taken);
-                    } else if let Ok(taken) = taken {
-                        free.drain(..taken.len());
-                        for block in taken {
-                            plain[block as usize].uses = 1;
+                    let taken = TakenBlocks::take(&shared, count);
+                    prop_assert_eq!(taken.as_ref().map(TakenBlocks::blocks), expected.as_deref());
+                    if let (Call::Take(_), Ok(taken)) = (&call, taken) {
+                        taken.keep();
+                        for block in free.drain(..count) {
+                            plain[at(block)].uses = 1;
                         }
                     }
                 }
                 Call::Release(blocks, hashed) => {
                     let (mut dropped, mut first) = (0, Vec::new());
                     for block in &blocks {
-                        let state = &mut plain[*block as usize];
+                        let state = &mut plain[at(*block)];
                         match state.uses {
                             _ if state.is_null => {}
                             ..=0 => dropped += 1,
@@ -109,14 +125,14 @@ proptest! {
                     prop_assert_eq!(table.release(&blocks, hashed).dropped(), dropped);
                 }
                 Call::Retain(blocks) => {
-                    let is_lost = |&&block: &&u32| {
-                        let state = &plain[block as usize];
+                    let is_lost = |&&block: &&BlockId| {
+                        let state = &plain[at(block)];
                         !state.is_null && state.uses <= 0 && !free.contains(&block)
                     };
                     let lost = blocks.iter().find(is_lost).copied();
                     prop_assert_eq!(table.retain(&blocks), lost.map_or(Ok(()), Err));
                     for block in blocks.into_iter().filter(|_| lost.is_none()) {
-                        let state = &mut plain[block as usize];
+                        let state = &mut plain[at(block)];
                         if !state.is_null {
                             if state.uses <= 0 { free.retain(|&other| other != block) }
                             state.uses = state.uses.max(0) + 1;
@@ -125,29 +141,30 @@ proptest! {
                 }
                 Call::SetHash(block, hash) => {
                     let hashed = HashedTokens { hash: [hash][..].into(), tokens: None };
-                    let place = &mut plain[block as usize].hash;
+                    let place = &mut plain[at(block)].hash;
                     prop_assert_eq!(table.set_hash(block, hashed), place.is_none());
                     place.get_or_insert(hash);
                 }
                 Call::TakeHash(block) => {
                     let taken = table.take_hash(block).map(|hashed| hashed.hash.as_bytes()[0]);
-                    prop_assert_eq!(taken, plain[block as usize].hash.take());
+                    prop_assert_eq!(taken, plain[at(block)].hash.take());
                 }
                 Call::SetUses(block, uses) => {
                     table.set_uses(block, uses);
-                    plain[block as usize].uses = uses;
+                    plain[at(block)].uses = uses;
                 }
                 Call::SetNull(block, is_null) => {
                     table.set_null(block, is_null);
-                    plain[block as usize].is_null = is_null;
+                    plain[at(block)].is_null = is_null;
                 }
                 Call::RemoveFree(block) => {
                     prop_assert_eq!(table.queue_mut().remove(block), free.contains(&block));
                     free.retain(|&other| other != block);
                 }
             }
+            let table = shared.get_mut().unwrap();
             prop_assert!(table.queue().iter().eq(free.iter().copied()));
-            for (block, state) in (0..COUNT).zip(&plain) {
+            for (block, state) in blocks().zip(&plain) {
                 let hash = table.hashed(block).map(|hashed| hashed.hash.as_bytes()[0]);
                 prop_assert_eq!((table.uses(block), table.is_null(block), hash), (state.uses, state.is_null, state.hash));
             }
@@ -157,7 +174,7 @@ proptest! {
     #[test]
     fn a_queue_is_a_naive_queue(moves in prop::collection::vec(moved(), 1..200)) {
         let mut queue = EvictionQueue::full(COUNT);
-        let mut plain: VecDeque<u32> = (0..COUNT).collect();
+        let mut plain: VecDeque<BlockId> = blocks().collect();
         for step in moves {
             match step {
                 Move::PopFront => prop_assert_eq!(queue.pop_front(), plain.pop_front()),
@@ -177,7 +194,7 @@ proptest! {
                 }
             }
             prop_assert_eq!((queue.len(), queue.is_empty()), (plain.len(), plain.is_empty()));
-            prop_assert!((0..COUNT).all(|number| queue.contains(number) == plain.contains(&number)));
+            prop_assert!(blocks().all(|number| queue.contains(number) == plain.contains(&number)));
             prop_assert_eq!((queue.front(), queue.back()), (plain.front().copied(), plain.back().copied()));
             prop_assert!(queue.iter().eq(plain.iter().copied()));
             for (&one, &next) in plain.iter().zip(plain.iter().skip(1)) {
