@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvpool::base::{DType, Id, IndexVec, Page, Result, widen};
-use kvpool::cache::{KeyTokens, Namespace, PolicyKind, Tree};
+use kvpool::cache::{Continues, KeyTokens, Namespace, PolicyKind, Tree};
 use kvpool::index::{Order, SlotAllocator};
 use kvpool::kernels::{
     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
@@ -78,7 +78,7 @@ fn count_path(counts: &mut [u32], change: i32) {
 fn parted() -> (Tree, Vec<i32>) {
     let (name, policy) =
         (Namespace::Unnamed, PolicyKind::Adaptive.policy(1 << 20, KeyTokens::of_page_size(1)));
-    let mut tree = Tree::new(1, false, policy);
+    let mut tree = Tree::new(1, Continues::AtPages, policy);
     let prompt: Vec<i32> = (0..64 * DEPTH).map(u32::cast_signed).collect();
     let mut pages = (1..).map(Page::new);
     for end in (64..=prompt.len()).step_by(64) {

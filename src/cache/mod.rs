@@ -55,6 +55,6 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Beyond, Evicted, Found, Hold, Insertion, Lower, NodeHandle, NodeInfo, Offered, OfferedPages,
-    OfferedState, Offering, Place, Tree, TreeStats,
+    AGE_BUCKETS, Beyond, Continues, Evicted, Found, Hold, Insertion, Lower, NodeHandle, NodeInfo, Offered,
+    OfferedPages, OfferedState, Offering, Place, Tree, TreeStats,
 };

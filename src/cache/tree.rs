@@ -151,10 +151,10 @@ pub struct TreeStats {
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
-/// use kvpool::cache::{KeyTokens, Namespace, PolicyKind, Tree};
+/// use kvpool::cache::{Continues, KeyTokens, Namespace, PolicyKind, Tree};
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
 /// let policy = PolicyKind::Lru.policy(1024, KeyTokens::of_page_size(2));
-/// let mut tree = Tree::new(2, false, policy);
+/// let mut tree = Tree::new(2, Continues::AtPages, policy);
 /// let mut hold = tree.acquire(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
 /// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
@@ -211,11 +211,19 @@ pub struct Tree {
     offers: Option<Offers>,
 }
 
+/// Where a cached prefix may end for a request to go on from there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Continues {
+    /// Behind any page.
+    AtPages,
+    /// Where there is a snapshot of the state of linear-attention layers.
+    AtSnapshots,
+}
+
 impl Tree {
-    /// An empty tree of pages of `page_size` tokens. If it is stateful, a prefix is of use only with a
-    /// snapshot of the state at its end.
+    /// An empty tree of pages of `page_size` tokens.
     #[must_use]
-    pub fn new(page_size: usize, is_stateful: bool, policy: Box<dyn Policy>) -> Self {
+    pub fn new(page_size: usize, continues: Continues, policy: Box<dyn Policy>) -> Self {
         let page_tokens = u32::try_from(page_size).expect("a page fits int32");
         let hasher = RandomState::new();
         Self {
@@ -238,7 +246,7 @@ impl Tree {
             locked: 0,
             detached: 0,
             pinned: 0,
-            is_stateful,
+            is_stateful: continues == Continues::AtSnapshots,
             snapshots: Snapshots::default(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
             memory: Memory::default(),

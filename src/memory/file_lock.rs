@@ -34,8 +34,9 @@ pub struct FileLock {
 pub enum Locking {
     /// This process has the lock now.
     Taken(FileLock),
-    /// The process with this number has it.
-    Held(u32),
+    /// The process with this number has it. `None` if the system does not name one: it has ended since, or is
+    /// on another machine.
+    Held(Option<u32>),
 }
 
 impl FileLock {
@@ -48,7 +49,7 @@ impl FileLock {
         let this = process::id();
         let claim_of = |about: Metadata| (this, about.dev(), about.ino());
         if fs::metadata(path).is_ok_and(|about| lock(&CLAIMS).contains(&claim_of(about))) {
-            return Ok(Locking::Held(this));
+            return Ok(Locking::Held(Some(this)));
         }
         let mut options = OpenOptions::new();
         options
@@ -63,7 +64,7 @@ impl FileLock {
         if !lock(&CLAIMS).insert(claim) {
             // Another thread was faster, and closing this handle would end its lock.
             std::mem::forget(file);
-            return Ok(Locking::Held(this));
+            return Ok(Locking::Held(Some(this)));
         }
         // From here on the claim is dropped again unless the lock is returned.
         let taken = Self { file: Some(file), claim };
@@ -75,8 +76,7 @@ impl FileLock {
         }
         let mut holder = whole_file();
         taken.ask(libc::F_GETLK, &mut holder)?;
-        // The holder may have ended in between, or be on another machine.
-        Ok(Locking::Held(u32::try_from(holder.l_pid).unwrap_or(0)))
+        Ok(Locking::Held(u32::try_from(holder.l_pid).ok().filter(|process| *process > 0)))
     }
 
     fn ask(&self, command: libc::c_int, request: &mut libc::flock) -> io::Result<()> {

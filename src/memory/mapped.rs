@@ -12,6 +12,16 @@ use super::host::{map, out_of_memory, unmap};
 use super::system_pages::{huge_pages_for, system_page};
 use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, Users};
 
+/// The pages that memory should be in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PageKind {
+    /// Those of the system, which may join them to huge pages by itself.
+    #[default]
+    Ordinary,
+    /// Huge pages that the system has reserved.
+    Huge,
+}
+
 /// Host memory for large regions: on a NUMA node, in huge pages, and page-locked in steps, where the system
 /// supports it.
 ///
@@ -21,7 +31,7 @@ use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, Users};
 #[derive(Debug, Default)]
 pub struct MappedHost {
     numa_node: Option<usize>,
-    wants_huge_pages: bool,
+    pages: PageKind,
     blocks: Mutex<Vec<Mapping>>,
     notes: Mutex<Vec<String>>,
 }
@@ -51,17 +61,17 @@ impl Drop for Pages {
 }
 
 impl MappedHost {
-    /// Memory that comes from `numa_node` first, in explicit huge pages if `wants_huge_pages`.
+    /// Memory that comes from `numa_node` first, in pages of that kind.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a node that this machine does not have.
-    pub fn new(numa_node: Option<usize>, wants_huge_pages: bool) -> Result<Self> {
+    pub fn new(numa_node: Option<usize>, pages: PageKind) -> Result<Self> {
         let last = last_numa_node();
         match numa_node {
             Some(node) if node > last => {
                 Err(Error::config(format!("numa_node is {node}; this machine has nodes 0 to {last}")))
             }
-            _ => Ok(Self { numa_node, wants_huge_pages, ..Self::default() }),
+            _ => Ok(Self { numa_node, pages, ..Self::default() }),
         }
     }
 
@@ -135,7 +145,7 @@ impl Backend for MappedHost {
         if bytes == 0 {
             return Host.allocate(0, contents);
         }
-        let huge = self.wants_huge_pages.then(|| self.allocate_huge(bytes));
+        let huge = (self.pages == PageKind::Huge).then(|| self.allocate_huge(bytes));
         if let Some(Err(cause)) = &huge {
             self.note(format!(
                 "no {bytes} bytes of explicit huge pages ({cause}); transparent ones are used where the system gives them"

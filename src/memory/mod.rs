@@ -39,7 +39,7 @@ pub use file_lock::{FileLock, Locking};
 pub use host::{Host, prefer_huge_pages};
 pub use host_rows::HostRows;
 pub use image::Image;
-pub use mapped::MappedHost;
+pub use mapped::{MappedHost, PageKind};
 pub use page_locking::{PageLocking, Progress, Report, Sink, lock_pages, page_lock_steps};
 pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
 pub use stream::Stream;

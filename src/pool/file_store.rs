@@ -17,7 +17,7 @@ use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result};
 use crate::cache::{Digest, PageHash};
 use crate::memory::HostRows;
-use crate::transfer::{AlignedBytes, BLOCK, Disk, Folder};
+use crate::transfer::{AlignedBytes, BLOCK, Disk, FileCaching, Folder};
 
 use batch::{Batch, PageWork};
 use opening::Opening;
@@ -51,6 +51,7 @@ pub struct FileStoreConfig {
 /// use std::sync::Arc;
 /// use std::time::Duration;
 /// use kvpool::memory::{Host, HostRows, Region};
+/// use kvpool::transfer::FileCaching;
 /// use kvpool::pool::{FileStore, FileStoreConfig};
 ///
 /// fn digest(parts: &[&[u8]]) -> [u8; 32] {
@@ -67,12 +68,12 @@ pub struct FileStoreConfig {
 /// let rows = || HostRows::of_region(&region, 0, 2, 4096).unwrap();
 /// rows().write(1, &[7; 4096]);
 ///
-/// let store = FileStore::at(&path, &config, true).unwrap();
+/// let store = FileStore::at(&path, &config, FileCaching::Direct).unwrap();
 /// let put = store.put(vec![[1; 32], [2; 32]], rows()).unwrap();
 /// assert!(put.wait(Duration::from_secs(60)).unwrap());
 /// drop(store);
 ///
-/// let store = FileStore::at(&path, &config, true).unwrap();
+/// let store = FileStore::at(&path, &config, FileCaching::Direct).unwrap();
 /// assert_eq!(store.exists(&[[1; 32], [2; 32], [3; 32]]).unwrap(), 2);
 /// let get = store.get(vec![[2; 32]], rows().choose(&[0]).unwrap()).unwrap();
 /// assert!(get.wait(Duration::from_secs(60)).unwrap());
@@ -133,8 +134,7 @@ struct Counts {
 }
 
 impl FileStore {
-    /// Opens the store in the folder at `path`, which is made if it is missing. Pages pass the system's cache
-    /// by if `wants_direct` and the file system can do that.
+    /// Opens the store in the folder at `path`, which is made if it is missing.
     ///
     /// Reads the index only, unless the capacity has become smaller: then pages behind it are moved or, those
     /// used least recently, dropped.
@@ -143,9 +143,9 @@ impl FileStore {
     /// [`ErrorKind::Config`], with the path, for sizes that do not fit, for a folder that is in use, that the
     /// system refuses, or that has a store with other pages; [`ErrorKind::OutOfMemory`] if the index does not
     /// fit in memory or no thread can be started.
-    pub fn at(path: &Path, config: &FileStoreConfig, wants_direct: bool) -> Result<Self> {
+    pub fn at(path: &Path, config: &FileStoreConfig, caching: FileCaching) -> Result<Self> {
         Self::check(config)?;
-        let disk: Arc<dyn Disk> = Arc::new(Folder::open(path, wants_direct)?);
+        let disk: Arc<dyn Disk> = Arc::new(Folder::open(path, caching)?);
         Self::open(path.display().to_string(), config, &disk)
     }
 

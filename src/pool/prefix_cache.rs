@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Error, Id, IndexVec, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Lower, Namespace, OfferedPages, Offering,
-    PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
+    AGE_BUCKETS, Cause, Continues, Digest, Event, Evicted, Hold, KeyTokens, Lower, Namespace, OfferedPages,
+    Offering, PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -199,7 +199,7 @@ impl PrefixCache {
             Below::new(tier)
         });
         let below = below.transpose()?;
-        let tree = new_tree(&config, &allocator, states.is_some(), below.as_ref());
+        let tree = new_tree(&config, &allocator, continues(states.as_ref()), below.as_ref());
         let clears = allocator.lock().clears();
         let kept = Kept {
             tree,
@@ -562,8 +562,8 @@ impl Open<'_> {
             // Its pages are free already.
             let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
             kept.below.iter_mut().for_each(Below::clear);
-            let is_stateful = self.shared.states.is_some();
-            let mut tree = new_tree(&self.shared.config, allocator, is_stateful, kept.below.as_ref());
+            let continues = continues(self.shared.states.as_ref());
+            let mut tree = new_tree(&self.shared.config, allocator, continues, kept.below.as_ref());
             tree.keep_journal_of(&mut kept.tree);
             kept.tree = tree;
             self.give_back(&kept, gone);
@@ -767,16 +767,21 @@ fn fits_tier(
     }
 }
 
+/// Requests with states go on only from where there is one.
+const fn continues(states: Option<&Arc<GdnPool>>) -> Continues {
+    if states.is_some() { Continues::AtSnapshots } else { Continues::AtPages }
+}
+
 fn new_tree(
     config: &PrefixCacheConfig,
     allocator: &TokenToKvPoolAllocator,
-    is_stateful: bool,
+    continues: Continues,
     below: Option<&Below>,
 ) -> Tree {
     let page_size = crate::base::bounded::narrow(allocator.page_size());
     let capacity = allocator.stats().capacity as u64;
     let policy = config.policy.policy(capacity, KeyTokens::of_page_size(page_size));
-    let mut tree = Tree::new(allocator.page_size(), is_stateful, policy);
+    let mut tree = Tree::new(allocator.page_size(), continues, policy);
     if let Some(digest) = config.events {
         tree.keep_journal(digest);
     }

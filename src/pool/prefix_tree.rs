@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve};
 use crate::cache::{
-    Cause, Evicted, KeyTokens, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, Tokens, Tree, TreeStats,
+    Cause, Continues, Evicted, KeyTokens, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, Tokens,
+    Tree, TreeStats,
 };
 use crate::index::{Owner, Run};
 use crate::memory::Stream;
@@ -442,7 +443,7 @@ fn new_tree(config: &PrefixTreeConfig, allocator: Option<&TokenToKvPoolAllocator
     const TOKENS: u64 = 1 << 20;
     let capacity = allocator.map_or(TOKENS, |allocator| allocator.stats().capacity as u64);
     let policy = config.policy.policy(capacity, KeyTokens::of_page_size(1));
-    Tree::new(1, false, policy).in_steps(config.page_size)
+    Tree::new(1, Continues::AtPages, policy).in_steps(config.page_size)
 }
 
 #[cold]

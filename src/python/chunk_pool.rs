@@ -11,7 +11,7 @@ use pyo3::{PyTraverseError, gc::PyVisit};
 use crate::base::{ChunkId, Device, Dims, Error, Id, widen};
 use crate::index::Ticket;
 use crate::kernels::Direction;
-use crate::memory::{Backend, Event, MappedHost, PageLocking as Locking, Progress, Report, Stream};
+use crate::memory::{Backend, Event, MappedHost, PageKind, PageLocking as Locking, Progress, Report, Stream};
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
@@ -222,7 +222,8 @@ impl ChunkPool {
         }
         let (mapped, backend): (_, Arc<dyn Backend>) = match device {
             Device::Cpu => {
-                let mapped = Arc::new(MappedHost::new(numa_node, huge_pages)?);
+                let pages = if huge_pages { PageKind::Huge } else { PageKind::Ordinary };
+                let mapped = Arc::new(MappedHost::new(numa_node, pages)?);
                 (Some(Arc::clone(&mapped)), mapped)
             }
             Device::Cuda(_) => (None, backend(py, device)?),

@@ -9,6 +9,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::base::IndexVec;
 use crate::memory::HostRows;
 use crate::pool::{FileStore as Store, FileStoreConfig, StoreTransfer as Transfer};
+use crate::transfer::FileCaching;
 
 use super::args::{self, Access, Arg};
 use super::logging;
@@ -73,7 +74,8 @@ impl FileStore {
             queue_bytes: queue_bytes.size("queue_bytes", QUEUE_BYTES.max(page_bytes))?,
             digest,
         };
-        Ok(Self { store: Arc::new(py.detach(|| Store::at(&path, &config, direct))?) })
+        let caching = if direct { FileCaching::Direct } else { FileCaching::Cached };
+        Ok(Self { store: Arc::new(py.detach(|| Store::at(&path, &config, caching))?) })
     }
 
     /// Returns how many of the keys are there before the first that is not. Looks in memory only.

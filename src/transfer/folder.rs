@@ -19,15 +19,22 @@ pub struct Folder {
     _lock: FileLock,
 }
 
+/// Whether pages go through the system's cache of files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileCaching {
+    /// They pass it by, where the file system can do that.
+    Direct,
+    /// They go through it.
+    Cached,
+}
+
 impl Folder {
     /// Opens the folder or makes it, with access for its owner only.
-    ///
-    /// Pages pass the system's cache by if `wants_direct` and the file system can do that.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config), with the path and the cause, if the system
     /// refuses the folder or a file in it, or the folder is in use by a process, also this one.
-    pub fn open(path: &Path, wants_direct: bool) -> crate::base::Result<Self> {
+    pub fn open(path: &Path, caching: FileCaching) -> crate::base::Result<Self> {
         let refused =
             |cause: std::io::Error| Error::config(format!("{} cannot be used: {cause}", path.display()));
         DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(refused)?;
@@ -39,13 +46,19 @@ impl Folder {
         let lock = match FileLock::take(&path.join("lock")).map_err(refused)? {
             Locking::Taken(lock) => lock,
             Locking::Held(process) => {
-                let whose = if process == std::process::id() { ", this one" } else { "" };
-                let text = format!("{} is in use by process {process}{whose}", path.display());
-                return Err(Error::config(text));
+                let holder = match process {
+                    Some(process) if process == std::process::id() => format!("process {process}, this one"),
+                    Some(process) => format!("process {process}"),
+                    None => "a process on another machine, or one that has just ended".to_owned(),
+                };
+                return Err(Error::config(format!("{} is in use by {holder}", path.display())));
             }
         };
         let index = open("index", 0).map_err(refused)?;
-        let direct = if wants_direct { open("pages", DIRECT).ok().filter(takes_blocks) } else { None };
+        let direct = match caching {
+            FileCaching::Direct => open("pages", DIRECT).ok().filter(takes_blocks),
+            FileCaching::Cached => None,
+        };
         let is_direct = direct.is_some() && DIRECT != 0;
         let pages = direct.map_or_else(|| open("pages", 0), Ok).map_err(refused)?;
         Ok(Self { pages, index, is_direct, _lock: lock })

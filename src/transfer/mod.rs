@@ -17,7 +17,7 @@ mod steps;
 
 pub(crate) use disk::wide;
 pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, write_whole};
-pub use folder::Folder;
+pub use folder::{FileCaching, Folder};
 pub use job_thread::JobThread;
 pub use lane::Lane;
 pub use steps::Transfer;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvpool::base::ErrorKind;
 use kvpool::memory::{Host, HostRows, Region};
 use kvpool::pool::{FileStore, FileStoreConfig, StoreTransfer};
-use kvpool::transfer::{BLOCK, Disk};
+use kvpool::transfer::{BLOCK, Disk, FileCaching};
 
 use crate::histories::disks::{Fault, MemoryDisk, digest};
 
@@ -98,11 +98,11 @@ impl Scratch {
     }
 
     fn open(&self, slots: usize) -> kvpool::base::Result<FileStore> {
-        FileStore::at(&self.0, &config(slots), true)
+        FileStore::at(&self.0, &config(slots), FileCaching::Direct)
     }
 
     fn refusal(&self, config: &FileStoreConfig) -> String {
-        let error = FileStore::at(&self.0, config, true).map(drop).unwrap_err();
+        let error = FileStore::at(&self.0, config, FileCaching::Direct).map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Config);
         error.to_string()
     }
@@ -513,7 +513,7 @@ fn only_the_owner_has_access_to_the_files() {
 fn threads_share_a_store() {
     let scratch = Scratch::new("threads");
     let config = FileStoreConfig { threads: 3, ..config(16) };
-    let store = FileStore::at(&scratch.0, &config, true).unwrap();
+    let store = FileStore::at(&scratch.0, &config, FileCaching::Direct).unwrap();
     std::thread::scope(|scope| {
         for thread in 0..4_u8 {
             let store = &store;
@@ -534,6 +534,6 @@ fn threads_share_a_store() {
     assert_eq!((stat(&store, "damaged"), stat(&store, "errors"), stat(&store, "queued")), (0, 0, 0));
     let there = found(&store, &(0..24).collect::<Vec<u8>>());
     drop(store);
-    let store = FileStore::at(&scratch.0, &config, false).unwrap();
+    let store = FileStore::at(&scratch.0, &config, FileCaching::Cached).unwrap();
     assert_eq!(found(&store, &(0..24).collect::<Vec<u8>>()), there);
 }

@@ -9,7 +9,9 @@ use kvpool::base::{DType, ErrorKind};
 use kvpool::kernels::{
     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
 };
-use kvpool::memory::{Backend, Event, Gpu, Host, MappedHost, Pinned, Region, SideStream, Stream, lock_pages};
+use kvpool::memory::{
+    Backend, Event, Gpu, Host, MappedHost, PageKind, Pinned, Region, SideStream, Stream, lock_pages,
+};
 
 use crate::conformance::bytes;
 use crate::gpu::{control, cuda, gpu, streams};
@@ -97,7 +99,7 @@ impl Soft {
 
 /// Memory of `bytes` that was page-locked in place.
 fn locked_in_place(gpu: &Arc<Gpu>, bytes: usize) -> Arc<Region> {
-    let backend = Arc::new(MappedHost::new(None, false).expect("node"));
+    let backend = Arc::new(MappedHost::new(None, PageKind::Ordinary).expect("node"));
     let region = Arc::new(Region::new(backend, bytes).expect("memory"));
     region.lock_pages(gpu, &(0..bytes)).expect("locked");
     region
@@ -341,7 +343,7 @@ fn memory_that_was_locked_in_place_is_reached_in_steps() {
     let Some((gpu, _alone)) = gpu("memory_that_was_locked_in_place_is_reached_in_steps") else { return };
     let shape = Shape { page_size: 1, rows: 64, pieces: 64, ..SHAPE };
     let mut draws = Draws::new(11);
-    let mapped: Arc<dyn Backend> = Arc::new(MappedHost::new(None, false).expect("node"));
+    let mapped: Arc<dyn Backend> = Arc::new(MappedHost::new(None, PageKind::Ordinary).expect("node"));
     for reach in [Reach::InPlace, Reach::Copied] {
         let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &mapped, reach);
         let region = Arc::clone(tier.pieces.region());

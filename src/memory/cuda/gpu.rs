@@ -106,6 +106,7 @@ impl Gpu {
         }
         not_forked()?;
         let driver = probe::probe(0)?;
+        // What fails here fails in `open`, which says so.
         let is_active = |ordinal: &u32| driver.has_context(*ordinal).unwrap_or(false);
         let in_use = || (0..driver.device_count().unwrap_or(0)).find(is_active);
         Self::open(driver.current_device().ok().or_else(in_use).unwrap_or(0))

@@ -49,6 +49,7 @@ impl Claim {
         row: i64,
         stream: Stream,
     ) -> Result<Self> {
+        // The planner refuses a negative length later; it claims no page.
         let lease = Arc::new(lease.again(usize::try_from(len).unwrap_or(0), stream)?);
         let pages = lease.bind(planner, row)?;
         Ok(Self { lease, pages, is_kept: Cell::new(false) })
