@@ -20,6 +20,7 @@ use crate::memory::HostRows;
 use crate::transfer::{AlignedBytes, BLOCK, Disk, FileCaching, Folder};
 
 use batch::{Batch, PageWork};
+use layout::FileSlot;
 use opening::Opening;
 use slots::{MOST_SLOTS, Slots};
 use work::Worker;
@@ -228,7 +229,7 @@ impl FileStore {
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
     pub fn exists(&self, keys: &[PageHash]) -> Result<usize> {
         let mut state = self.open_state()?;
-        let slots: Vec<u32> = keys.iter().map_while(|key| state.slots.find(key)).collect();
+        let slots: Vec<FileSlot> = keys.iter().map_while(|key| state.slots.find(key)).collect();
         state.slots.touch(&slots);
         Ok(slots.len())
     }
@@ -249,7 +250,7 @@ impl FileStore {
         check_counts(&keys, &rows)?;
         let mut state = self.open_state()?;
         let found = |(page, key)| Some((page, state.slots.find(key)?));
-        let (pages, slots): (Vec<usize>, Vec<u32>) = keys.iter().enumerate().filter_map(found).unzip();
+        let (pages, slots): (Vec<usize>, Vec<FileSlot>) = keys.iter().enumerate().filter_map(found).unzip();
         state.slots.touch(&slots);
         let present = vec![false; keys.len()];
         state.counts.misses += keys.len() - pages.len();
@@ -311,7 +312,7 @@ impl FileStore {
     pub fn remove(&self, keys: &[PageHash]) -> Result<usize> {
         let disk = self.disk()?;
         let mut state = self.open_state()?;
-        let slots: Vec<u32> = keys.iter().filter_map(|key| state.slots.remove(key)).collect();
+        let slots: Vec<FileSlot> = keys.iter().filter_map(|key| state.slots.remove(key)).collect();
         drop(state);
         self.shared.forget(&*disk, &slots);
         let mut state = self.shared.state();

@@ -44,19 +44,23 @@ pub(super) struct Record {
     pub(super) tick: u64,
 }
 
+/// A place for one page in the files of a store. There may be more of them than indices fit int32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct FileSlot(pub(super) u32);
+
 /// Where the entry of a slot is in the index.
-pub(super) fn entry_offset(slot: u32) -> u64 {
-    wide(ENTRIES + widen(slot) * ENTRY_BYTES)
+pub(super) fn entry_offset(slot: FileSlot) -> u64 {
+    wide(ENTRIES + widen(slot.0) * ENTRY_BYTES)
 }
 
 /// Where the page of a slot is.
-pub(super) fn page_offset(slot: u32, slot_bytes: usize) -> u64 {
-    u64::from(slot) * wide(slot_bytes)
+pub(super) fn page_offset(slot: FileSlot, slot_bytes: usize) -> u64 {
+    u64::from(slot.0) * wide(slot_bytes)
 }
 
 impl Record {
     /// The entry of `slot`.
-    pub(super) fn encode(&self, digest: Digest, slot: u32) -> [u8; ENTRY_BYTES] {
+    pub(super) fn encode(&self, digest: Digest, slot: FileSlot) -> [u8; ENTRY_BYTES] {
         let mut entry = [0; ENTRY_BYTES];
         entry[..32].copy_from_slice(&self.key);
         entry[32..48].copy_from_slice(&self.sum);
@@ -67,7 +71,7 @@ impl Record {
     }
 
     /// The record in the entry of `slot`, if it is whole.
-    pub(super) fn decode(digest: Digest, slot: u32, entry: &[u8; ENTRY_BYTES]) -> Option<Self> {
+    pub(super) fn decode(digest: Digest, slot: FileSlot, entry: &[u8; ENTRY_BYTES]) -> Option<Self> {
         let tick = u64::from_le_bytes(*entry[48..].first_chunk().expect("16 bytes"));
         let key = *entry.first_chunk().expect("64 bytes");
         let sum = *entry[32..].first_chunk().expect("32 bytes");
@@ -76,8 +80,8 @@ impl Record {
     }
 }
 
-fn entry_sum(digest: Digest, slot: u32, entry: &[u8; ENTRY_BYTES]) -> [u8; 8] {
-    first(digest(&[b"slot", &slot.to_le_bytes(), &entry[..56]]))
+fn entry_sum(digest: Digest, slot: FileSlot, entry: &[u8; ENTRY_BYTES]) -> [u8; 8] {
+    first(digest(&[b"slot", &slot.0.to_le_bytes(), &entry[..56]]))
 }
 
 /// The first block of the index of a store of pages of `page_bytes`.

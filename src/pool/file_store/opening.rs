@@ -7,7 +7,9 @@ use crate::base::{Error, Result, widen};
 use crate::cache::Digest;
 use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, wide, write_whole};
 
-use super::layout::{ENTRY_BYTES, Record, check_header, entry_offset, header, page_offset, page_sum};
+use super::layout::{
+    ENTRY_BYTES, FileSlot, Record, check_header, entry_offset, header, page_offset, page_sum,
+};
 use super::slots::Slots;
 
 /// Bytes of the index that are read at once.
@@ -24,7 +26,7 @@ pub(super) struct Opening<'a> {
 }
 
 /// A page and its slot.
-type Page = (u32, Record);
+type Page = (FileSlot, Record);
 
 /// What was found.
 pub(super) struct Found {
@@ -37,11 +39,12 @@ pub(super) struct Found {
 ///
 /// # Errors
 /// The first failure.
-pub(super) fn clear_entries(disk: &dyn Disk, slots: &[u32]) -> io::Result<()> {
+pub(super) fn clear_entries(disk: &dyn Disk, slots: &[FileSlot]) -> io::Result<()> {
     let mut sorted = slots.to_vec();
     sorted.sort_unstable();
     let mut cleared = Ok(());
-    for run in sorted.chunk_by(|slot, next| slot + 1 == *next).flat_map(|run| run.chunks(PIECE / ENTRY_BYTES))
+    for run in
+        sorted.chunk_by(|slot, next| slot.0 + 1 == next.0).flat_map(|run| run.chunks(PIECE / ENTRY_BYTES))
     {
         let zeros = vec![0; run.len() * ENTRY_BYTES];
         cleared = cleared.and(write_whole(disk, DiskFile::Index, &zeros, entry_offset(run[0])));
@@ -94,13 +97,13 @@ impl Opening<'_> {
     }
 
     /// The pages that lie in the file, and the slots of other entries.
-    fn read_index(&self) -> Result<(Vec<Page>, Vec<u32>)> {
+    fn read_index(&self) -> Result<(Vec<Page>, Vec<FileSlot>)> {
         let end = self.disk.bytes(DiskFile::Index).map_err(|cause| failed(&cause))?;
         let pages = self.disk.bytes(DiskFile::Pages).map_err(|cause| failed(&cause))?;
         let whole = pages / wide(self.slot_bytes);
-        let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), 0_u32);
+        let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), FileSlot(0));
         let mut piece = vec![0; PIECE];
-        while slot < u32::MAX && entry_offset(slot) < end {
+        while slot.0 < u32::MAX && entry_offset(slot) < end {
             let left = (end - entry_offset(slot)) / wide(ENTRY_BYTES);
             let entries =
                 usize::try_from(left).map_or(PIECE / ENTRY_BYTES, |left| left.min(PIECE / ENTRY_BYTES));
@@ -113,12 +116,12 @@ impl Opening<'_> {
             for entry in piece.as_chunks::<ENTRY_BYTES>().0 {
                 if *entry != [0; ENTRY_BYTES] {
                     match Record::decode(self.digest, slot, entry) {
-                        Some(record) if u64::from(slot) < whole => records.push((slot, record)),
+                        Some(record) if u64::from(slot.0) < whole => records.push((slot, record)),
                         _ => unfit.push(slot),
                     }
                 }
-                let Some(next) = slot.checked_add(1) else { break };
-                slot = next;
+                let Some(next) = slot.0.checked_add(1) else { break };
+                slot = FileSlot(next);
             }
         }
         Ok((records, unfit))
@@ -126,12 +129,12 @@ impl Opening<'_> {
 
     /// Moves pages from slots behind the capacity to others. Returns the number of those that were damaged.
     fn move_down(&self, kept: &mut Vec<Page>) -> Result<usize> {
-        let used: HashSet<u32> = kept.iter().map(|(slot, _)| *slot).collect();
-        if used.iter().all(|slot| widen(*slot) < self.count) {
+        let used: HashSet<FileSlot> = kept.iter().map(|(slot, _)| *slot).collect();
+        if used.iter().all(|slot| widen(slot.0) < self.count) {
             return Ok(0);
         }
-        let end = u32::try_from(self.count).expect("the number of slots was checked");
-        let mut free = (0..end).filter(|slot| !used.contains(slot));
+        let end = self.end();
+        let mut free = (0..end.0).map(FileSlot).filter(|slot| !used.contains(slot));
         let mut bytes = AlignedBytes::new(self.slot_bytes)?;
         let mut damaged = 0;
         for (slot, record) in kept.iter_mut().filter(|(slot, _)| *slot >= end) {
@@ -149,15 +152,20 @@ impl Opening<'_> {
         Ok(damaged)
     }
 
-    fn write(&self, slot: u32, record: &Record, bytes: &[u8]) -> io::Result<()> {
+    fn write(&self, slot: FileSlot, record: &Record, bytes: &[u8]) -> io::Result<()> {
         write_whole(self.disk, DiskFile::Index, &[0; ENTRY_BYTES], entry_offset(slot))?;
         write_whole(self.disk, DiskFile::Pages, bytes, page_offset(slot, self.slot_bytes))?;
         write_whole(self.disk, DiskFile::Index, &record.encode(self.digest, slot), entry_offset(slot))
     }
 
+    /// The first slot behind the capacity.
+    fn end(&self) -> FileSlot {
+        FileSlot(u32::try_from(self.count).expect("the number of slots was checked"))
+    }
+
     /// Ends the files where the last slot does.
     fn cut(&self) -> Result<()> {
-        let end = u32::try_from(self.count).expect("the number of slots was checked");
+        let end = self.end();
         let ends =
             [(DiskFile::Index, entry_offset(end)), (DiskFile::Pages, page_offset(end, self.slot_bytes))];
         for (file, end) in ends {
@@ -231,7 +239,7 @@ mod tests {
             key[..4].copy_from_slice(&slot.wrapping_mul(0x9e37_79b1).to_le_bytes());
             // The last slot was used first.
             let record = Record { key, sum: [0; 16], tick: u64::from(PAGES - slot) };
-            index.extend(record.encode(digest, slot));
+            index.extend(record.encode(digest, FileSlot(slot)));
         }
         // One is damaged, and one is that of another slot.
         index[BLOCK + 64 * 5] ^= 1;
@@ -243,7 +251,7 @@ mod tests {
         let mut first = || found.slots.take().expect("one of all");
         assert_eq!(
             (first(), first(), first()),
-            (5, 7, 999_999),
+            (FileSlot(5), FileSlot(7), FileSlot(999_999)),
             "free ones, and then that used least recently"
         );
         assert_eq!(found.slots.fault(), None);

@@ -6,7 +6,7 @@ use crate::base::{push, widen};
 use crate::cache::{PageHash, RecencyList};
 use crate::transfer::wide;
 
-use super::layout::Record;
+use super::layout::{FileSlot, Record};
 
 /// The most slots of a store.
 pub(super) const MOST_SLOTS: usize = 0xffff_fff0;
@@ -57,10 +57,10 @@ pub(super) struct Slots {
     /// Fewer than `count` while the disk is full.
     room: usize,
     stored_since_full: usize,
-    by_key: HashMap<PageHash, u32>,
+    by_key: HashMap<PageHash, FileSlot>,
     written: usize,
     /// Slots that were used; from the back first, where the system surely has space for them.
-    free: VecDeque<u32>,
+    free: VecDeque<FileSlot>,
     /// The pages that can be found.
     order: RecencyList,
     next_tick: u64,
@@ -97,11 +97,11 @@ impl Slots {
     }
 
     /// The slot of a page that can be found.
-    pub(super) fn find(&self, key: &PageHash) -> Option<u32> {
+    pub(super) fn find(&self, key: &PageHash) -> Option<FileSlot> {
         self.by_key.get(key).copied()
     }
 
-    pub(super) fn record(&self, slot: u32) -> &Record {
+    pub(super) fn record(&self, slot: FileSlot) -> &Record {
         &self.place(slot).record
     }
 
@@ -110,12 +110,12 @@ impl Slots {
         self.by_key.keys().copied().collect()
     }
 
-    fn place(&self, slot: u32) -> &Place {
-        &self.places[widen(slot)]
+    fn place(&self, slot: FileSlot) -> &Place {
+        &self.places[widen(slot.0)]
     }
 
-    fn place_mut(&mut self, slot: u32) -> &mut Place {
-        &mut self.places[widen(slot)]
+    fn place_mut(&mut self, slot: FileSlot) -> &mut Place {
+        &mut self.places[widen(slot.0)]
     }
 
     /// Ticks for `count` pages that follow each other, the first one the latest. Returns that of the last
@@ -127,18 +127,18 @@ impl Slots {
     }
 
     /// Notes a use of the pages, which follow each other: the first one is evicted last.
-    pub(super) fn touch(&mut self, slots: &[u32]) {
+    pub(super) fn touch(&mut self, slots: &[FileSlot]) {
         for &slot in slots.iter().rev() {
             let tick = self.take_ticks(1);
             self.place_mut(slot).record.tick = tick;
-            self.order.touch(slot);
+            self.order.touch(slot.0);
         }
     }
 
     /// The record to write to the index because that there is much older, once it is written.
-    pub(super) fn stale(&mut self, slot: u32) -> Option<Record> {
+    pub(super) fn stale(&mut self, slot: FileSlot) -> Option<Record> {
         let lag = self.next_tick - self.place(slot).written_tick;
-        let place = &mut self.places[widen(slot)];
+        let place = &mut self.places[widen(slot.0)];
         let is_stale = place.usage == Use::Stored && lag > wide(self.count / 8);
         if is_stale {
             place.written_tick = place.record.tick;
@@ -147,17 +147,17 @@ impl Slots {
     }
 
     /// Holds the slot of a page.
-    pub(super) fn hold(&mut self, slot: u32) {
+    pub(super) fn hold(&mut self, slot: FileSlot) {
         self.place_mut(slot).holders += 1;
     }
 
     /// Whether a page that is held was removed.
-    pub(super) fn is_removed(&self, slot: u32) -> bool {
+    pub(super) fn is_removed(&self, slot: FileSlot) -> bool {
         self.place(slot).usage == Use::Removed
     }
 
     /// Ends a hold. The slot of a removed page is free when the last one has ended.
-    pub(super) fn release(&mut self, slot: u32) {
+    pub(super) fn release(&mut self, slot: FileSlot) {
         let place = self.place_mut(slot);
         place.holders -= 1;
         if place.holders == 0 && place.usage == Use::Removed {
@@ -167,7 +167,7 @@ impl Slots {
     }
 
     /// Takes a slot for a page: a free one, or that of the page used least recently. `None` if all are held.
-    pub(super) fn take(&mut self) -> Option<u32> {
+    pub(super) fn take(&mut self) -> Option<FileSlot> {
         let slot = if self.len() + self.written < self.room { self.take_free() } else { None };
         let slot = slot.or_else(|| self.evict())?;
         self.place_mut(slot).usage = Use::Written;
@@ -175,7 +175,7 @@ impl Slots {
         Some(slot)
     }
 
-    fn take_free(&mut self) -> Option<u32> {
+    fn take_free(&mut self) -> Option<FileSlot> {
         if let Some(slot) = self.free.pop_back() {
             return Some(slot);
         }
@@ -184,30 +184,30 @@ impl Slots {
             return None;
         }
         push(&mut self.places, Place::FREE).ok()?;
-        Some(u32::try_from(fresh).expect("MOST_SLOTS was checked"))
+        Some(FileSlot(u32::try_from(fresh).expect("MOST_SLOTS was checked")))
     }
 
     /// Evicts the page used least recently of those that are not held. The caller takes its slot.
-    fn evict(&mut self) -> Option<u32> {
-        let slot = self.order.iter_oldest().find(|&slot| self.place(slot).holders == 0)?;
+    fn evict(&mut self) -> Option<FileSlot> {
+        let slot = self.order.iter_oldest().map(FileSlot).find(|&slot| self.place(slot).holders == 0)?;
         let key = self.place(slot).record.key;
         self.by_key.remove(&key);
-        self.order.remove(slot);
+        self.order.remove(slot.0);
         self.evicted += 1;
         Some(slot)
     }
 
     /// Makes the page in a taken slot one that can be found: next to the page `before` it, or else as the
     /// last used.
-    pub(super) fn store(&mut self, slot: u32, record: Record, before: Option<&PageHash>) {
+    pub(super) fn store(&mut self, slot: FileSlot, record: Record, before: Option<&PageHash>) {
         let newer = before.and_then(|key| self.find(key));
         let place = self.place_mut(slot);
-        debug_assert_eq!(place.usage, Use::Written, "slot {slot} was not taken");
+        debug_assert_eq!(place.usage, Use::Written, "{slot:?} was not taken");
         place.record = record;
         place.written_tick = record.tick;
         place.usage = Use::Stored;
         self.written -= 1;
-        self.order.insert_behind(slot, newer);
+        self.order.insert_behind(slot.0, newer.map(|slot| slot.0));
         self.by_key.insert(record.key, slot);
         self.stored_since_full += 1;
         if self.room < self.count && self.stored_since_full.is_multiple_of(PROBE) {
@@ -216,7 +216,7 @@ impl Slots {
     }
 
     /// Gives up a taken slot. It is the last one to be taken again: its place on the disk may be bad.
-    pub(super) fn give_up(&mut self, slot: u32) {
+    pub(super) fn give_up(&mut self, slot: FileSlot) {
         self.place_mut(slot).usage = Use::Free;
         self.written -= 1;
         self.free.push_front(slot);
@@ -230,9 +230,9 @@ impl Slots {
     }
 
     /// Removes a page. Its slot is held for the caller, who clears its entry and releases it.
-    pub(super) fn remove(&mut self, key: &PageHash) -> Option<u32> {
+    pub(super) fn remove(&mut self, key: &PageHash) -> Option<FileSlot> {
         let slot = self.by_key.remove(key)?;
-        self.order.remove(slot);
+        self.order.remove(slot.0);
         let place = self.place_mut(slot);
         place.usage = Use::Removed;
         place.holders += 1;
@@ -241,11 +241,11 @@ impl Slots {
 
     /// Fills the slots with the pages of an index, by ascending tick. Slots are below `count`, and each
     /// occurs once.
-    pub(super) fn fill(&mut self, pages: &[(u32, Record)]) -> crate::base::Result<()> {
-        let end = pages.iter().map(|(slot, _)| widen(*slot) + 1).max().unwrap_or(0);
+    pub(super) fn fill(&mut self, pages: &[(FileSlot, Record)]) -> crate::base::Result<()> {
+        let end = pages.iter().map(|(slot, _)| widen(slot.0) + 1).max().unwrap_or(0);
         for slot in 0..end {
             push(&mut self.places, Place::FREE)?;
-            self.free.push_front(u32::try_from(slot).expect("MOST_SLOTS was checked"));
+            self.free.push_front(FileSlot(u32::try_from(slot).expect("MOST_SLOTS was checked")));
         }
         self.by_key.reserve(pages.len());
         for &(slot, record) in pages {
@@ -255,17 +255,17 @@ impl Slots {
             self.next_tick = record.tick + 1;
         }
         let places = &self.places;
-        self.free.retain(|&slot| places[widen(slot)].usage == Use::Free);
+        self.free.retain(|&slot| places[widen(slot.0)].usage == Use::Free);
         Ok(())
     }
 
     /// The first disagreement between the parts, in words.
     pub(super) fn fault(&self) -> Option<String> {
         let mut seen = 0;
-        for slot in self.order.iter_oldest() {
+        for slot in self.order.iter_oldest().map(FileSlot) {
             let place = self.place(slot);
             if place.usage != Use::Stored || self.find(&place.record.key) != Some(slot) {
-                return Some(format!("slot {slot} is out of order: {place:?}"));
+                return Some(format!("{slot:?} is out of order: {place:?}"));
             }
             seen += 1;
         }

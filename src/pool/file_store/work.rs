@@ -9,7 +9,7 @@ use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
 
 use super::Shared;
 use super::batch::PageWork;
-use super::layout::{ENTRY_BYTES, Record, entry_offset, page_offset, page_sum};
+use super::layout::{ENTRY_BYTES, FileSlot, Record, entry_offset, page_offset, page_sum};
 use super::opening::clear_entries;
 
 /// One thread: it takes pages from the queues, those to read first, until the store closes and they are
@@ -165,7 +165,13 @@ fn is_full(kind: io::ErrorKind) -> bool {
 }
 
 /// The entry of the page that was there goes first, and that of the new one comes last.
-fn write_page(disk: &dyn Disk, bytes: &[u8], slot: u32, record: &Record, shared: &Shared) -> io::Result<()> {
+fn write_page(
+    disk: &dyn Disk,
+    bytes: &[u8],
+    slot: FileSlot,
+    record: &Record,
+    shared: &Shared,
+) -> io::Result<()> {
     if !disk.is_reachable()? {
         return Err(io::Error::new(io::ErrorKind::NotFound, "its files were removed"));
     }
@@ -196,7 +202,7 @@ impl Drop for Pending<'_> {
 /// A slot that was taken. It is given up when this drops, unless a page was stored there.
 struct Taken<'a> {
     shared: &'a Shared,
-    slot: u32,
+    slot: FileSlot,
     is_stored: bool,
 }
 
@@ -210,7 +216,7 @@ impl Drop for Taken<'_> {
 
 impl Shared {
     /// Clears the entries of removed pages in the index.
-    pub(super) fn forget(&self, disk: &dyn Disk, slots: &[u32]) {
+    pub(super) fn forget(&self, disk: &dyn Disk, slots: &[FileSlot]) {
         if let Err(cause) = clear_entries(disk, slots) {
             self.state().note(&self.name, "clear an entry", &cause);
         }
