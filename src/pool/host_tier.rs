@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::base::sync::lock;
-use crate::base::{Error, ForkGate, Id, Page, Result, StateSlot};
+use crate::base::{Error, ForkGate, Page, Result, StateSlot};
 use crate::cache::{Lower, Namespace, Offered, OfferedPages, Offering, PageHash};
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
@@ -103,8 +103,8 @@ pub(super) struct TierCounts {
 #[derive(Debug)]
 pub(super) struct Write {
     pub(super) transfer: Arc<Transfer>,
-    pages: Arrivals,
-    states: Arrivals,
+    pages: Arrivals<Page>,
+    states: Arrivals<StateSlot>,
     /// The pages, if their arrival is to be told.
     pub(super) runs: Vec<OfferedPages>,
 }
@@ -119,13 +119,13 @@ impl Write {
     }
 
     /// Where the pages are on the device.
-    pub(super) fn pages(&self) -> impl Iterator<Item = Page> + '_ {
-        self.pages.pairs.iter().map(|pair| Page::new(pair.page))
+    pub(super) fn pages(&self) -> &[Page] {
+        &self.pages.from
     }
 
     /// Where the snapshots are on the device.
-    pub(super) fn states(&self) -> impl Iterator<Item = StateSlot> + '_ {
-        self.states.pairs.iter().map(|pair| StateSlot::new(pair.page))
+    pub(super) fn states(&self) -> &[StateSlot] {
+        &self.states.from
     }
 }
 
@@ -346,9 +346,9 @@ impl HostTier {
     /// Returns it if there is any, and the keys of the pages that went for it. A copy that cannot be started
     /// counts as failed.
     pub(super) fn write(&self, offered: &Offered, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
-        let (mut pages, mut states, mut runs) = (Arrivals::default(), Arrivals::default(), Vec::new());
+        let (mut pages, mut states, mut runs) = (Arrivals::new(), Arrivals::new(), Vec::new());
         for run in &offered.pages {
-            let numbered = run.keys.iter().zip(run.pages.iter().map(|page| page.number()));
+            let numbered = run.keys.iter().zip(run.pages.iter().copied());
             let begun = self.pages.begin(numbered, &run.namespace, &mut pages);
             if !run.tokens.is_empty() {
                 runs.extend(begun.into_iter().map(|range| run.part(range)));
@@ -356,7 +356,7 @@ impl HostTier {
         }
         if let Some(storage) = &self.states {
             for state in &offered.states {
-                let one = std::iter::once((&state.key, state.slot.number()));
+                let one = std::iter::once((&state.key, state.slot));
                 storage.begin(one, &state.namespace, &mut states);
             }
         }
@@ -368,7 +368,7 @@ impl HostTier {
         let gone = std::mem::take(&mut pages.gone);
         let started = if pages.is_empty() && states.is_empty() {
             None
-        } else if let Ok(transfer) = self.copy(PageCopy::Out, &pages.pairs, &states.pairs, after) {
+        } else if let Ok(transfer) = self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after) {
             Some(Write { transfer, pages, states, runs })
         } else {
             counts.failed += pages.entries.len() + states.entries.len();
@@ -385,7 +385,7 @@ impl HostTier {
     pub(super) fn settle(&self, write: &Write, is_right: bool, is_above: impl Fn(Page, &PageHash) -> bool) {
         let number = write.pages.entries.len() + write.states.entries.len();
         if is_right {
-            self.pages.arrive(&write.pages, |pair, key| is_above(Page::new(pair.page), key));
+            self.pages.arrive(&write.pages, is_above);
             self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| false));
             self.count(TierCounts { written: number, ..TierCounts::default() });
         } else {
@@ -407,9 +407,9 @@ impl HostTier {
         state: Option<StateSlot>,
         after: Stream,
     ) -> Result<Arc<Transfer>> {
-        let pages = self.pages.pairs(held.pages(), pages.iter().map(|page| page.number()));
+        let pages = self.pages.pairs(held.pages(), pages);
         let states = match &self.states {
-            Some(storage) => storage.pairs(held.states(), state.iter().map(|slot| slot.number())),
+            Some(storage) => storage.pairs(held.states(), state.as_slice()),
             None => Vec::new(),
         };
         let transfer = self.copy(PageCopy::In, &pages, &states, &[after])?;

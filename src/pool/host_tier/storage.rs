@@ -46,23 +46,48 @@ impl DerefMut for Resident<'_> {
     }
 }
 
-/// What begins to arrive.
-#[derive(Debug, Default)]
-pub(super) struct Arrivals {
+/// What begins to arrive, from places `I` of the device or, with `()`, from below.
+#[derive(Debug)]
+pub(super) struct Arrivals<I> {
     pub(super) entries: Vec<EntryId>,
     pub(super) keys: Vec<PageHash>,
-    /// Where it comes from, and its pieces.
-    pub(super) pairs: Vec<PagePair>,
+    /// Where it comes from.
+    pub(super) from: Vec<I>,
+    /// Where it goes.
+    pieces: Vec<ChunkId>,
     /// The keys of what went for it.
     pub(super) gone: Vec<PageHash>,
     /// What had no place.
     pub(super) skipped: usize,
 }
 
-impl Arrivals {
+impl<I> Arrivals<I> {
+    pub(super) const fn new() -> Self {
+        Self {
+            entries: Vec::new(),
+            keys: Vec::new(),
+            from: Vec::new(),
+            pieces: Vec::new(),
+            gone: Vec::new(),
+            skipped: 0,
+        }
+    }
+
     pub(super) const fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
+}
+
+impl<I: Id> Arrivals<I> {
+    /// The copies between both places.
+    pub(super) fn pairs(&self) -> Vec<PagePair> {
+        self.from.iter().zip(&self.pieces).map(|(from, piece)| pair(*from, *piece)).collect()
+    }
+}
+
+/// A place of the device and a piece, for a copy between them.
+fn pair<I: Id>(page: I, piece: ChunkId) -> PagePair {
+    PagePair { page: page.number(), piece: piece.number() }
 }
 
 impl Storage {
@@ -156,16 +181,16 @@ impl Storage {
 
     /// Lets what is not here begin to arrive, in order and as far as there are places. Returns which of it
     /// does.
-    pub(super) fn begin<'a>(
+    pub(super) fn begin<'a, I: Id>(
         &self,
-        numbered: impl Iterator<Item = (&'a PageHash, u32)>,
+        numbered: impl Iterator<Item = (&'a PageHash, I)>,
         namespace: &Namespace,
-        arrivals: &mut Arrivals,
+        arrivals: &mut Arrivals<I>,
     ) -> Vec<Range<usize>> {
         let mut resident = self.resident();
         let mut begun: Vec<Range<usize>> = Vec::new();
         let mut is_full = false;
-        for (at, (key, page)) in numbered.enumerate() {
+        for (at, (key, from)) in numbered.enumerate() {
             if resident.contains(key) {
                 resident.set_above([key], true);
                 continue;
@@ -177,9 +202,10 @@ impl Storage {
                 arrivals.skipped += 1;
                 continue;
             };
+            arrivals.from.push(from);
+            arrivals.pieces.push(place.index());
             arrivals.entries.push(resident.begin(*key, namespace, place));
             arrivals.keys.push(*key);
-            arrivals.pairs.push(PagePair { page, piece: place.index().number() });
             match begun.last_mut().filter(|last| last.end == at) {
                 Some(last) => last.end += 1,
                 None => begun.push(at..at + 1),
@@ -195,8 +221,8 @@ impl Storage {
         clears: u64,
         keys: &[PageHash],
         namespace: &Namespace,
-    ) -> Option<Arrivals> {
-        let mut arrivals = Arrivals::default();
+    ) -> Option<Arrivals<()>> {
+        let mut arrivals = Arrivals::new();
         let mut resident = self.resident();
         if resident.clears() != clears {
             return None;
@@ -267,11 +293,11 @@ impl Storage {
     }
 
     /// Makes arrivals complete.
-    pub(super) fn arrive(&self, arrivals: &Arrivals, is_above: impl Fn(PagePair, &PageHash) -> bool) {
+    pub(super) fn arrive<I: Id>(&self, arrivals: &Arrivals<I>, is_above: impl Fn(I, &PageHash) -> bool) {
         let mut resident = self.resident();
         // The first is used last.
-        for (&entry, &pair) in arrivals.entries.iter().zip(&arrivals.pairs).rev() {
-            let is_above = is_above(pair, resident.key(entry));
+        for (&entry, &from) in arrivals.entries.iter().zip(&arrivals.from).rev() {
+            let is_above = is_above(from, resident.key(entry));
             self.free(resident.arrive(entry, is_above));
         }
     }
@@ -328,11 +354,11 @@ impl Storage {
         }
     }
 
-    /// The copies between what is held and `numbers` of the device.
-    pub(super) fn pairs(&self, held: &[EntryId], numbers: impl Iterator<Item = u32>) -> Vec<PagePair> {
+    /// The copies between what is held and places of the device.
+    pub(super) fn pairs<I: Id>(&self, held: &[EntryId], places: &[I]) -> Vec<PagePair> {
         let resident = self.resident();
-        let piece = |&entry: &EntryId| resident.place(entry).index().number();
-        held.iter().map(piece).zip(numbers).map(|(piece, page)| PagePair { page, piece }).collect()
+        let piece = |&entry: &EntryId| resident.place(entry).index();
+        held.iter().map(piece).zip(places).map(|(piece, place)| pair(*place, piece)).collect()
     }
 
     /// Gives up what a namespace has, or all, and returns the keys of what could be found.

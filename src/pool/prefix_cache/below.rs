@@ -67,10 +67,10 @@ impl Below {
         for InFlight { write, is_void } in over {
             // Its places may have been used again since, and be copied again.
             for page in write.pages() {
-                remove_if(&mut self.pages, &page, &write.transfer);
+                remove_if(&mut self.pages, page, &write.transfer);
             }
             for state in write.states() {
-                remove_if(&mut self.states, &state, &write.transfer);
+                remove_if(&mut self.states, state, &write.transfer);
             }
             let is_right = !is_void && write.transfer.is_complete().unwrap_or(false);
             let _sending = self.backing.as_ref().map(|_| self.tier.begin_sending());
@@ -108,8 +108,8 @@ impl Below {
         let (write, gone) = self.tier.write(&offered, &self.publishers);
         tree.note_dropped_below(gone);
         if let Some(write) = write {
-            self.pages.extend(write.pages().map(|page| (page, Arc::clone(&write.transfer))));
-            self.states.extend(write.states().map(|state| (state, Arc::clone(&write.transfer))));
+            self.pages.extend(write.pages().iter().map(|page| (*page, Arc::clone(&write.transfer))));
+            self.states.extend(write.states().iter().map(|state| (*state, Arc::clone(&write.transfer))));
             if let Some(backing) = &self.backing {
                 backing.await_copy(&write.transfer, stream);
             }
