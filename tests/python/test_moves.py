@@ -401,7 +401,7 @@ class Interrupted:
                 for state in ("running", "waiting", "moving")
             ):
                 break
-        assert raised == (0 < self.interrupts._at <= len(self.interrupts.places))
+        assert raised == self.interrupts.has_raised
         return self.interrupts.places
 
     def _step(self, engine: Engine) -> int:

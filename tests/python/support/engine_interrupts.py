@@ -23,23 +23,35 @@ if TYPE_CHECKING:
 Place = tuple[str, int, bool]
 """Name of a function, a line or the offset of an instruction in it, and whether it is a line."""
 
+Event = int | tuple[Place, int]
+"""The number of an event, from 1 on and 0 for none, or a place and the number of an event there."""
+
 
 class Interrupts:
-    """Raises at the n-th event of the code of an engine and of what it calls.
+    """Raises at one event of the code of an engine and of what it calls.
 
     An event is a line, or the return from a call, where Python lets a signal in before the next instruction.
     If `functions` are named, only theirs count, and the rest runs faster.
+
+    Attributes:
+        places: Those of all events up to the one that raises.
+        has_raised: Whether there was such an event.
     """
 
-    def __init__(self, at: int, functions: Collection[str] = ()) -> None:
-        self._at = at
+    def __init__(self, at: Event, functions: Collection[str] = ()) -> None:
+        self._place: Place | None
+        self._place, self._left = (None, at) if isinstance(at, int) else at
         self._functions = functions
         self.places: list[Place] = []
+        self.has_raised = False
 
     def _note(self, place: Place) -> None:
         self.places.append(place)
-        if len(self.places) == self._at:
-            raise KeyboardInterrupt
+        if self._place in {None, place}:
+            self._left -= 1
+            if self._left == 0:
+                self.has_raised = True
+                raise KeyboardInterrupt
 
     def _on_call(self, frame: FrameType, _event: str, _arg: object) -> Any:  # noqa: ANN401
         code = frame.f_code
@@ -64,7 +76,7 @@ class Interrupts:
     @contextmanager
     def traced(self) -> Iterator[None]:
         """Counts events within it, up to the one that raises."""
-        if 0 < self._at <= len(self.places):
+        if self.has_raised:
             yield
             return
         before = sys.gettrace()
