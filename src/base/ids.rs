@@ -86,6 +86,11 @@ id!(
     "block"
 );
 id!(
+    /// A place in a pool that an engine keeps itself: of the K and V of a token, or of a state.
+    EngineSlot,
+    "slot"
+);
+id!(
     /// A buffer of a buffer pool.
     BufferId,
     "buffer"

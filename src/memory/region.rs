@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides, reserve};
+use crate::base::{DType, Device, Dims, Error, Id, IndexVec, Result, contiguous_strides, reserve};
 
 use super::users::{register, unregister};
 use super::{Backend, Block, Borrowed, Contents, Gpu, Stream, Users};
@@ -345,12 +345,12 @@ impl Region {
     ///
     /// # Errors
     /// Same as [`Region::write`].
-    pub fn write_wide(&self, offset: usize, values: &[u32]) -> Result<()> {
+    pub fn write_wide<I: Id>(&self, offset: usize, values: &[I]) -> Result<()> {
         let address = self.on_host(offset, values.len().saturating_mul(size_of::<i64>()))?.cast::<i64>();
         for (at, &value) in values.iter().enumerate() {
             // SAFETY: `on_host` checked that as many elements as there are values lie in this region, which is
             // live host memory.
-            unsafe { address.as_ptr().wrapping_add(at).write_unaligned(i64::from(value)) };
+            unsafe { address.as_ptr().wrapping_add(at).write_unaligned(i64::from(value.number())) };
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use crate::base::bounded::signed;
-use crate::base::{DType, Dims};
+use crate::base::{DType, Dims, EngineSlot};
 use crate::cache::NodeHandle;
 use crate::cache::hybrid::{Act, Frees, Match, NodeState, Range, Step};
 use crate::memory::Region;
@@ -16,7 +16,10 @@ use super::export::to_tensor;
 use super::hybrid_names::object_of;
 
 /// A 1-D int64 tensor of `count` slots, run by run. Runs no Python code.
-pub(super) fn view_of<'a>(count: usize, runs: impl Iterator<Item = &'a [u32]>) -> PyResult<TensorView> {
+pub(super) fn view_of<'a>(
+    count: usize,
+    runs: impl Iterator<Item = &'a [EngineSlot]>,
+) -> PyResult<TensorView> {
     let region = Region::scratch(count * size_of::<i64>())?;
     let mut at = 0;
     for run in runs {
@@ -28,7 +31,7 @@ pub(super) fn view_of<'a>(count: usize, runs: impl Iterator<Item = &'a [u32]>) -
     Ok(TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
 }
 
-pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[u32]) -> PyResult<Py<PyAny>> {
+pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<Py<PyAny>> {
     to_tensor(py, &view_of(slots.len(), std::iter::once(slots))?)
 }
 
@@ -127,7 +130,7 @@ impl HybridFrees {
     }
 }
 
-pub(super) fn tensor_or_none(py: Python<'_>, slots: &[u32]) -> PyResult<Option<Py<PyAny>>> {
+pub(super) fn tensor_or_none(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<Option<Py<PyAny>>> {
     (!slots.is_empty()).then(|| tensor_of_slots(py, slots)).transpose()
 }
 

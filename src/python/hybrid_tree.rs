@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::base::bounded::signed;
 use crate::base::sync::lock;
-use crate::base::{Error, IndexVec};
+use crate::base::{EngineSlot, Error, Id, IndexVec};
 use crate::cache::NodeHandle;
 use crate::cache::hybrid::{
     Boundary, Done, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NotLocked, PageHash,
@@ -492,7 +492,7 @@ impl HybridTree {
     ///     KeyError: If the node is gone.
     fn value(&self, py: Python<'_>, node: u64, part: usize) -> PyResult<Option<Py<PyAny>>> {
         let (node, part) = (handle_of(node), part_of(part)?);
-        let value = self.lock().value(node, part).map(<[u32]>::to_vec).ok_or_else(|| gone(node))?;
+        let value = self.lock().value(node, part).map(<[EngineSlot]>::to_vec).ok_or_else(|| gone(node))?;
         tensor_or_none(py, &value)
     }
 
@@ -627,9 +627,9 @@ impl HybridTree {
             .slot_rows(|locks, has_window| (!unlocked || locks[lock_of] == 0) && (!windows || has_window));
         let (mut slots, mut positions, mut before) = (Vec::new(), Vec::new(), Vec::new());
         for row in rows {
-            slots.push(i64::from(row.slot));
+            slots.push(i64::from(row.slot.number()));
             positions.push(signed(row.position));
-            before.push(row.before.map_or(-1, i64::from));
+            before.push(row.before.map_or(-1, |slot| slot.number().into()));
         }
         Ok((tensor_of_ints(py, &slots)?, tensor_of_ints(py, &positions)?, tensor_of_ints(py, &before)?))
     }
@@ -703,7 +703,7 @@ fn receipt_of(boundary: Option<u64>, skip: &[usize]) -> PyResult<Receipt> {
 }
 
 /// All slots of a tensor or sequence.
-fn slots_in(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+fn slots_in(object: &Bound<'_, PyAny>) -> PyResult<Vec<EngineSlot>> {
     let values: IndexVec = args::indices(object)?.values(object.py())?;
     Ok(slots_of(values.iter(), 0)?)
 }

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyType};
 
-use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
+use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, reserve};
 use crate::cache::hybrid::{self, Keys, SlotSource, TokenBlock, differ};
 use crate::cache::{Tokens, not_a_token};
 use crate::memory::Borrowed;
@@ -325,9 +325,10 @@ pub(super) fn with_slots<R>(
 }
 
 /// Slots from numbers, the first of them at `begin`.
-pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Result<Vec<u32>> {
+pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Result<Vec<EngineSlot>> {
     let slots = numbers.enumerate().map(|(position, number)| {
-        let slot = i32::try_from(number).ok().and_then(|number| u32::try_from(number).ok());
+        let slot =
+            i32::try_from(number).ok().and_then(|number| u32::try_from(number).ok()).map(EngineSlot::new);
         slot.ok_or_else(|| {
             let position = begin + position;
             Error::config(format!("slot {number} at position {position} is outside [0, 2**31)"))
@@ -338,7 +339,7 @@ pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Resu
 }
 
 impl<T: Copy + Default + Into<i64>> SlotSource for RawTokens<'_, T> {
-    fn read(&self, at: usize, count: usize) -> Result<Vec<u32>> {
+    fn read(&self, at: usize, count: usize) -> Result<Vec<EngineSlot>> {
         let mut slots = reserve(count)?;
         if at + count > self.count {
             return Err(Error::config(format!("slots {at}..{} of {} are needed", at + count, self.count)));

@@ -1,5 +1,6 @@
 //! The hybrid tree by its public calls.
 
+use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::Namespace;
 use kvpool::cache::hybrid::{
     Act, Done, EvictionOrder, HybridConfig, HybridTree, Insert, Inserted, Match, NotLocked, PageHash, Part,
@@ -7,8 +8,13 @@ use kvpool::cache::hybrid::{
 };
 
 /// Values of the slots `begin..`, one a token.
-fn slots(begin: u32, count: usize) -> Vec<u32> {
-    (begin..).take(count).collect()
+fn slots(begin: u32, count: usize) -> Vec<EngineSlot> {
+    (begin..).take(count).map(EngineSlot::new).collect()
+}
+
+/// Slots with these numbers.
+fn at<const N: usize>(numbers: [u32; N]) -> [EngineSlot; N] {
+    numbers.map(EngineSlot::new)
 }
 
 const PLAIN: HybridConfig =
@@ -22,7 +28,7 @@ fn windows(size: usize) -> HybridConfig {
 /// Inserts, and does what is asked for: windows are the slots plus 1000.
 fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (Inserted, Vec<Act>) {
     let (name, values) = (Namespace::Unnamed, slots(begin, tokens.len()));
-    let (keys, values): (&[i64], &[u32]) = (tokens, &values);
+    let (keys, values): (&[i64], &[EngineSlot]) = (tokens, &values);
     let mut acts = Vec::new();
     let mut step = tree.begin(&name, &keys, &values, insert).unwrap();
     loop {
@@ -32,7 +38,7 @@ fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (In
                 Act::Recover { node, incoming, .. } => (*node, values[incoming.clone()].to_vec()),
                 _ => continue,
             };
-            let windows = windows.iter().map(|slot| slot + 1000).collect();
+            let windows = windows.iter().map(|slot| EngineSlot::new(slot.number() + 1000)).collect();
             tree.set_value(node, Part::Window, windows).unwrap().unwrap();
         }
         acts.append(&mut step.acts);
@@ -55,7 +61,7 @@ fn prefixes_are_found_in_whole_pages() {
     let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..PLAIN });
     let (first, acts) = put(&mut tree, &[1, 2, 3, 4, 5], 10, Insert::default());
     assert_eq!((first.found, acts.len()), (0, 0));
-    assert_eq!(tree.slots_between(first.node, tree.root()).unwrap(), [10, 11, 12, 13]);
+    assert_eq!(tree.slots_between(first.node, tree.root()).unwrap(), at([10, 11, 12, 13]));
     for (tokens, len) in [(&[1, 2, 3, 9][..], 2), (&[1, 2, 3, 4, 9], 4), (&[1], 0), (&[9, 9], 0), (&[], 0)] {
         assert_eq!(find(&mut tree, tokens).len, len, "{tokens:?}");
     }
@@ -98,12 +104,12 @@ fn long_prompts_differ_where_they_differ() {
 fn namespaces_are_apart() {
     let mut tree = HybridTree::new(PLAIN);
     let (name, other) = (Namespace::Text("a".into()), Namespace::Text("b".into()));
-    let (tokens, values): (&[i64], &[u32]) = (&[1, 2], &[10, 11]);
+    let (tokens, values): (&[i64], &[EngineSlot]) = (&[1, 2], &at([10, 11]));
     let _ = tree.begin(&name, &tokens, &values, Insert::default()).unwrap();
     assert_eq!(tree.find(&name, &tokens).len, 2);
     assert_eq!(tree.find(&other, &tokens).len, 0);
     assert_eq!(tree.find(&Namespace::Unnamed, &tokens).len, 0);
-    assert_eq!(tree.evict_full(2).full, [10, 11]);
+    assert_eq!(tree.evict_full(2).full, at([10, 11]));
     assert_eq!(tree.find(&name, &tokens).len, 0);
     assert_eq!(tree.fault(), None);
 }
@@ -117,7 +123,7 @@ fn slots_that_are_there_twice_are_freed() {
     assert_eq!(acts, [Act::Free(2..4)]);
     assert_eq!(result.found, 4);
     assert!(result.adopted.full.into_iter().eq(std::iter::once(4..5)));
-    assert_eq!(tree.slots_between(result.node, tree.root()).unwrap(), [10, 11, 12, 13, 24]);
+    assert_eq!(tree.slots_between(result.node, tree.root()).unwrap(), at([10, 11, 12, 13, 24]));
 }
 
 #[test]
@@ -128,13 +134,13 @@ fn what_is_locked_stays() {
     let locked = tree.lock(long, Skipped::default()).unwrap();
     assert_eq!(locked.newly, 3);
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 3 });
-    assert_eq!(tree.evict_full(usize::MAX).full, [21]);
+    assert_eq!(tree.evict_full(usize::MAX).full, at([21]));
     let wrong = tree.unlock(tree.root(), Receipt::default(), Done::Nothing).unwrap();
     assert_eq!(wrong, Ok(()), "the root needs no locks");
     tree.unlock(long, locked.receipt, Done::Nothing).unwrap().unwrap();
     let again = tree.unlock(long, locked.receipt, Done::Nothing).unwrap();
     assert_eq!(again, Err(NotLocked { node: long, part: Part::Full }));
-    assert_eq!(tree.evict_full(1).full, [11, 12]);
+    assert_eq!(tree.evict_full(1).full, at([11, 12]));
     assert_eq!(tree.unlock(long, locked.receipt, Done::Nothing), None, "the node is gone");
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 0 });
     assert_eq!(tree.fault(), None);
@@ -152,7 +158,7 @@ fn an_eviction_names_leaves_until_it_has_enough() {
     // The first is not evicted, and is not named again.
     let Some(Victim::Leaf(leaf)) = tree.next_victim(Part::Full, 0) else { panic!("there are leaves") };
     assert_ne!(leaf, kept);
-    assert_eq!(tree.evict_leaf(leaf).unwrap().unwrap().full, [20, 21]);
+    assert_eq!(tree.evict_leaf(leaf).unwrap().unwrap().full, at([20, 21]));
     assert_eq!(tree.evict_leaf(leaf), None);
     assert!(matches!(tree.next_victim(Part::Full, 2), Some(Victim::Leaf(_))));
     assert_eq!(tree.next_victim(Part::Full, 4), Some(Victim::Nothing));
@@ -160,13 +166,13 @@ fn an_eviction_names_leaves_until_it_has_enough() {
     assert!(!tree.end_eviction(Part::Full));
     assert_eq!(tree.next_victim(Part::Full, 0), None);
     assert_eq!(tree.fault(), None);
-    assert_eq!(tree.evict_full(1).full, [10, 11]);
+    assert_eq!(tree.evict_full(1).full, at([10, 11]));
 }
 
 #[test]
 fn a_state_is_needed_where_a_prefix_ends() {
     let mut tree = HybridTree::new(HybridConfig { state: STATES, ..PLAIN });
-    let state = |slot| Insert { state: vec![slot], ..Insert::default() };
+    let state = |slot| Insert { state: vec![EngineSlot::new(slot)], ..Insert::default() };
     let short = put(&mut tree, &[1, 2], 10, state(5)).0.node;
     let long = put(&mut tree, &[1, 2, 3, 4], 20, Insert { found: 2, ..state(6) }).0.node;
     assert_eq!(find(&mut tree, &[1, 2, 3, 4]).node, long);
@@ -175,14 +181,14 @@ fn a_state_is_needed_where_a_prefix_ends() {
     // A node that has one keeps it.
     let again = put(&mut tree, &[1, 2], 30, Insert { found: 2, ..state(7) }).0;
     assert!(again.had_state);
-    assert_eq!(tree.value(short, Part::State).unwrap(), [5]);
+    assert_eq!(tree.value(short, Part::State).unwrap(), at([5]));
     // The state used longest ago is that of a leaf, which goes as a whole.
     assert!(tree.begin_eviction(Part::State, 2));
     let Some(Victim::Leaf(leaf)) = tree.next_victim(Part::State, 0) else { panic!("a leaf") };
     assert_eq!(leaf, long);
     assert_eq!(tree.evict_leaf(leaf).unwrap().unwrap().counts, [1, 0, 1]);
     let Some(Victim::Value(frees)) = tree.next_victim(Part::State, 1) else { panic!("a value") };
-    assert_eq!((frees.state, frees.counts), (vec![5], [0, 0, 1]));
+    assert_eq!((frees.state, frees.counts), (at([5]).to_vec(), [0, 0, 1]));
     assert_eq!(tree.next_victim(Part::State, 2), Some(Victim::Nothing));
     assert!(tree.end_eviction(Part::State));
     assert_eq!(tree.fault(), None);
@@ -195,14 +201,14 @@ fn a_path_keeps_its_last_states() {
     let tokens: Vec<i64> = (0..5).collect();
     let mut last = None;
     for end in 1..=5 {
-        let state = vec![u32::try_from(end).unwrap()];
+        let state = slots(u32::try_from(end).unwrap(), 1);
         let insert = Insert { found: end - 1, state, ..Insert::default() };
         let (result, acts) = put(&mut tree, &tokens[..end], 10, insert);
         assert_eq!(acts, [Act::EvictExcess(result.node)]);
         last = Some(result.node);
     }
     let frees = tree.evict_excess_states(last.unwrap()).unwrap();
-    assert_eq!(frees.state, [1, 2, 3]);
+    assert_eq!(frees.state, at([1, 2, 3]));
     assert_eq!(tree.fault(), None);
 }
 
@@ -214,7 +220,7 @@ fn a_window_needs_its_last_stretch() {
     // The last window is a node of its own.
     assert_eq!(acts.len(), 2);
     assert_eq!(tree.path_to(result.node).unwrap().iter().map(|node| node.end).collect::<Vec<_>>(), [6, 10]);
-    assert_eq!(tree.value(result.node, Part::Window).unwrap(), [1016, 1017, 1018, 1019]);
+    assert_eq!(tree.value(result.node, Part::Window).unwrap(), at([1016, 1017, 1018, 1019]));
     assert!(tree.begin_eviction(Part::Window, 1));
     let Some(Victim::Value(frees)) = tree.next_victim(Part::Window, 0) else { panic!("a value") };
     assert_eq!((frees.window.len(), frees.counts), (6, [0, 6, 0]));
@@ -238,10 +244,10 @@ fn a_lost_window_comes_back_with_other_slots() {
     let node = put(&mut tree, &tokens, 10, Insert { window_freed: 4, ..Insert::default() }).0.node;
     assert_eq!(find(&mut tree, &tokens).len, 0);
     let (_, acts) = put(&mut tree, &tokens, 20, Insert { window_freed: 1, ..Insert::default() });
-    assert!(matches!(&acts[0], Act::FreeOld(old) if *old == [11, 12, 13]), "{acts:?}");
-    assert!(matches!(&acts[1], Act::Rebuild { slots, .. } if *slots == [21, 22, 23]), "{acts:?}");
+    assert!(matches!(&acts[0], Act::FreeOld(old) if *old == at([11, 12, 13])), "{acts:?}");
+    assert!(matches!(&acts[1], Act::Rebuild { slots, .. } if *slots == at([21, 22, 23])), "{acts:?}");
     assert_eq!(acts[2], Act::FreeFull(0..1));
-    assert_eq!(tree.slots_between(node, tree.root()).unwrap(), [10, 21, 22, 23]);
+    assert_eq!(tree.slots_between(node, tree.root()).unwrap(), at([10, 21, 22, 23]));
     assert_eq!(find(&mut tree, &tokens).len, 4);
     // Slots that are locked stay, and get the windows of the others.
     let locked = tree.lock(node, Skipped::of([Part::Window])).unwrap();
@@ -251,10 +257,10 @@ fn a_lost_window_comes_back_with_other_slots() {
     let (_, acts) = put(&mut tree, &tokens, 30, Insert { window_freed: 1, ..Insert::default() });
     assert_eq!(acts[0], Act::FreeFull(0..1));
     assert!(
-        matches!(&acts[1], Act::Recover { kept, incoming, .. } if *kept == [21, 22, 23] && *incoming == (1..4)),
+        matches!(&acts[1], Act::Recover { kept, incoming, .. } if *kept == at([21, 22, 23]) && *incoming == (1..4)),
         "{acts:?}"
     );
-    assert_eq!(tree.value(node, Part::Window).unwrap(), [1031, 1032, 1033]);
+    assert_eq!(tree.value(node, Part::Window).unwrap(), at([1031, 1032, 1033]));
     tree.unlock(node, locked.receipt, Done::Nothing).unwrap().unwrap();
     assert_eq!(tree.fault(), None);
 }
@@ -263,7 +269,7 @@ fn a_lost_window_comes_back_with_other_slots() {
 fn a_window_is_released_before_the_rest() {
     let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
     let tokens: Vec<i64> = (0..4).collect();
-    let node = put(&mut tree, &tokens, 10, Insert { state: vec![5], ..Insert::default() }).0.node;
+    let node = put(&mut tree, &tokens, 10, Insert { state: at([5]).to_vec(), ..Insert::default() }).0.node;
     let locked = tree.lock(node, Skipped::default()).unwrap();
     assert!(locked.receipt.boundary.is_some());
     // A cut moves the boundary to the older part.
@@ -298,7 +304,7 @@ fn orders_are_what_they_are_called() {
             put(&mut tree, &[first.into()], first, Insert { priority, ..Insert::default() });
         }
         put(&mut tree, &[0], 9, Insert { found: 1, ..Insert::default() });
-        assert_eq!(tree.evict_full(3).full, expected, "{order:?}");
+        assert_eq!(tree.evict_full(3).full, at(expected), "{order:?}");
     }
 }
 
@@ -316,7 +322,7 @@ fn a_tail_goes_first_once() {
     for _ in 0..4 {
         evicted.append(&mut tree.evict_full(1).full);
     }
-    assert_eq!(evicted, [14, 13, 90, 91, 92, 93, 12]);
+    assert_eq!(evicted, at([14, 13, 90, 91, 92, 93, 12]));
 }
 
 #[test]
@@ -352,7 +358,7 @@ fn pages_that_are_gone_are_named() {
     let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..PLAIN });
     let hashes: Vec<_> = (0..4).map(|page| PageHash([page; 32])).collect();
     let (name, tokens): (_, &[i64]) = (Namespace::Text("a".into()), &[0, 1, 2, 3, 4, 5, 6]);
-    let values: &[u32] = &[10, 11, 12, 13, 14, 15, 16];
+    let values: &[EngineSlot] = &at([10, 11, 12, 13, 14, 15, 16]);
     let step = tree.begin(&name, &tokens, &values, Insert::default()).unwrap();
     let added = step.added.unwrap();
     assert_eq!(added.tokens, 0..6);

@@ -1,6 +1,7 @@
 //! Evicting, step by step: the engine frees what a step hands out before it asks for the next.
 
 use super::{HybridTree, NodeHandle, NodeId, PageHash, Part, ROOT};
+use crate::base::EngineSlot;
 use crate::cache::Namespace;
 
 /// Slots and states that the tree gave up, to be freed by the engine.
@@ -8,11 +9,11 @@ use crate::cache::Namespace;
 #[must_use]
 pub struct Frees {
     /// Slots for full attention.
-    pub full: Vec<u32>,
+    pub full: Vec<EngineSlot>,
     /// Slots for full attention whose windows go.
-    pub window: Vec<u32>,
+    pub window: Vec<EngineSlot>,
     /// Slots of states.
-    pub state: Vec<u32>,
+    pub state: Vec<EngineSlot>,
     /// Values given up, by part.
     pub counts: [usize; 3],
     /// The nodes that are gone, of those whose pages have hashes.
@@ -235,6 +236,6 @@ impl HybridTree {
     }
 }
 
-fn append(all: &mut Vec<u32>, mut more: Vec<u32>) {
+fn append(all: &mut Vec<EngineSlot>, mut more: Vec<EngineSlot>) {
     if all.is_empty() { *all = more } else { all.append(&mut more) }
 }

@@ -1,7 +1,7 @@
 //! Inserting, in steps: where the engine must act before the tree goes on, a step ends.
 
 use super::{HybridTree, Keys, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun};
-use crate::base::{Error, Result};
+use crate::base::{EngineSlot, Error, Result};
 use crate::cache::Namespace;
 
 /// What is known of tokens to insert.
@@ -17,7 +17,7 @@ pub struct Insert {
     /// Nodes with a higher one go later, with [`EvictionOrder::Priority`](super::EvictionOrder::Priority).
     pub priority: i64,
     /// The state at the end of the tokens. Not empty where nodes have states.
-    pub state: Vec<u32>,
+    pub state: Vec<EngineSlot>,
     /// The number of tokens at which the request branches off from a window.
     pub branch: Option<usize>,
 }
@@ -30,13 +30,13 @@ pub enum Act {
     /// Free slots whose windows are free already, or have gone elsewhere.
     FreeFull(Range),
     /// Free slots that were in the tree. Their windows are free.
-    FreeOld(Vec<u32>),
+    FreeOld(Vec<EngineSlot>),
     /// Find the window of `slots`, and give it to the node with [`HybridTree::set_value`].
     Rebuild {
         /// The node that gets it.
         node: NodeHandle,
         /// Its slots for full attention.
-        slots: Vec<u32>,
+        slots: Vec<EngineSlot>,
     },
     /// Move the windows of inserted slots to slots that are locked, and give them to the node with
     /// [`HybridTree::set_value`]. Free the inserted slots without their windows.
@@ -44,7 +44,7 @@ pub enum Act {
         /// The node that gets them.
         node: NodeHandle,
         /// Its slots for full attention.
-        kept: Vec<u32>,
+        kept: Vec<EngineSlot>,
         /// The inserted slots, whose windows are moved.
         incoming: Range,
     },

@@ -32,7 +32,7 @@ mod run;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 
-use crate::base::{Id, Result, widen};
+use crate::base::{EngineSlot, Id, Result, widen};
 
 use super::tree::Edges;
 use super::{Namespace, NodeHandle, NodeId};
@@ -108,11 +108,11 @@ pub trait SlotSource {
     ///
     /// # Errors
     /// The error of values that cannot be read or are no slots.
-    fn read(&self, at: usize, count: usize) -> Result<Vec<u32>>;
+    fn read(&self, at: usize, count: usize) -> Result<Vec<EngineSlot>>;
 }
 
-impl SlotSource for &[u32] {
-    fn read(&self, at: usize, count: usize) -> Result<Vec<u32>> {
+impl SlotSource for &[EngineSlot] {
+    fn read(&self, at: usize, count: usize) -> Result<Vec<EngineSlot>> {
         Ok(self[at..at + count].to_vec())
     }
 }
@@ -195,7 +195,7 @@ struct Node {
     /// Of its pages, if the engine has named them.
     hashes: Vec<PageHash>,
     /// By part; empty where there is none.
-    values: [Vec<u32>; 3],
+    values: [Vec<EngineSlot>; 3],
     /// Numbers of locks, by part.
     locks: [u32; 3],
     /// The name of the window locks that end here.
@@ -238,7 +238,7 @@ impl Node {
         !self.values[part.index()].is_empty()
     }
 
-    fn value(&self, part: Part) -> &[u32] {
+    fn value(&self, part: Part) -> &[EngineSlot] {
         &self.values[part.index()]
     }
 
@@ -259,18 +259,19 @@ pub struct Sizes {
 /// The tree. See the [module](self).
 ///
 /// ```
+/// use kvpool::base::{EngineSlot, Id};
 /// use kvpool::cache::Namespace;
 /// use kvpool::cache::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, Part};
 /// let config =
 ///     HybridConfig { page_size: 2, order: EvictionOrder::Lru, window: None, state: None };
 /// let mut tree = HybridTree::new(config);
 /// let (name, prompt): (_, &[i64]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
-/// let slots: &[u32] = &[20, 21, 22, 23, 24];
-/// let step = tree.begin(&name, &prompt, &slots, Insert::default()).unwrap();
+/// let slots = [20, 21, 22, 23, 24].map(EngineSlot::new);
+/// let step = tree.begin(&name, &prompt, &slots.as_slice(), Insert::default()).unwrap();
 /// let inserted = step.result.unwrap();
 /// let found = tree.find(&name, &[5_i64, 6, 1].as_slice());
 /// assert_eq!(found.len, 2);
-/// assert_eq!(tree.slots_between(inserted.node, tree.root()).unwrap(), [20, 21, 22, 23]);
+/// assert_eq!(tree.slots_between(inserted.node, tree.root()).unwrap(), slots[..4]);
 /// assert_eq!(tree.sizes(Part::Full).evictable, 4);
 /// ```
 #[derive(Debug)]
@@ -545,7 +546,7 @@ impl HybridTree {
         let pages = len / self.config.page_size;
         let node = self.node_mut(id);
         let tokens = node.tokens.cut(len);
-        let mut values: [Vec<u32>; 3] = Default::default();
+        let mut values: [Vec<EngineSlot>; 3] = Default::default();
         let mut locks = [0; 3];
         for part in [Part::Full, Part::Window] {
             let at = part.index();
@@ -612,7 +613,7 @@ impl HybridTree {
     }
 
     /// Gives a node a value of a part that it does not have, the most recent one of its list.
-    fn attach(&mut self, id: NodeId, part: Part, value: Vec<u32>) {
+    fn attach(&mut self, id: NodeId, part: Part, value: Vec<EngineSlot>) {
         debug_assert!(!self.node(id).has(part) && !value.is_empty(), "a value for a node without");
         let (len, is_locked) = (value.len(), self.node(id).locks[part.index()] > 0);
         self.node_mut(id).values[part.index()] = value;
@@ -629,7 +630,7 @@ impl HybridTree {
         parent: NodeId,
         namespace: u32,
         tokens: TokenRun,
-        slots: Vec<u32>,
+        slots: Vec<EngineSlot>,
         priority: i64,
     ) -> NodeId {
         let (used, created) = (self.tick(), self.tick());

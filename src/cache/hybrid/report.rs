@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::lists::List;
 use super::{HybridTree, Keys, NodeHandle, NodeId, PageHash, Part, ROOT};
-use crate::base::{Error, Id, Result, widen};
+use crate::base::{EngineSlot, Error, Id, Result, widen};
 use crate::cache::Namespace;
 
 /// A node on a path.
@@ -45,11 +45,11 @@ pub struct NodeState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotRow {
     /// The slot of the token, for full attention.
-    pub slot: u32,
+    pub slot: EngineSlot,
     /// The token's position in the prompt, from 0 on.
     pub position: usize,
     /// The slot before; `None` for the first.
-    pub before: Option<u32>,
+    pub before: Option<EngineSlot>,
 }
 
 /// Slots of the nodes on a way. See [`HybridTree::slot_runs`].
@@ -69,7 +69,7 @@ impl SlotRuns<'_> {
     }
 
     /// The slots of one node after the other.
-    pub fn iter(&self) -> impl Iterator<Item = &[u32]> {
+    pub fn iter(&self) -> impl Iterator<Item = &[EngineSlot]> {
         self.nodes.iter().rev().map(|&id| self.tree.node(id).value(Part::Full))
     }
 }
@@ -94,7 +94,7 @@ impl HybridTree {
 
     /// The slots of [`HybridTree::slot_runs`].
     #[must_use]
-    pub fn slots_between(&self, from: NodeHandle, until: NodeHandle) -> Option<Vec<u32>> {
+    pub fn slots_between(&self, from: NodeHandle, until: NodeHandle) -> Option<Vec<EngineSlot>> {
         Some(self.slot_runs(from, until)?.iter().flatten().copied().collect())
     }
 
@@ -147,7 +147,7 @@ impl HybridTree {
 
     /// The value of a node: `None` if the node is gone, empty if it has none.
     #[must_use]
-    pub fn value(&self, node: NodeHandle, part: Part) -> Option<&[u32]> {
+    pub fn value(&self, node: NodeHandle, part: Part) -> Option<&[EngineSlot]> {
         self.at(node).map(|id| self.node(id).value(part))
     }
 
@@ -157,7 +157,7 @@ impl HybridTree {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, a part that nodes
     /// do not have, a node that has a value, the root, and a value of a wrong length.
-    pub fn set_value(&mut self, node: NodeHandle, part: Part, value: Vec<u32>) -> Option<Result<()>> {
+    pub fn set_value(&mut self, node: NodeHandle, part: Part, value: Vec<EngineSlot>) -> Option<Result<()>> {
         let id = self.at(node)?;
         let tokens = self.node(id).tokens.len();
         let wrong = match part {
@@ -212,7 +212,7 @@ impl HybridTree {
         name: &Namespace,
         keys: &dyn Keys,
         start: usize,
-        values: &[u32],
+        values: &[EngineSlot],
     ) -> Result<()> {
         let end = start + values.len();
         if self.config.window.is_none() {
@@ -280,7 +280,7 @@ impl HybridTree {
 
     /// All values of a part.
     #[must_use]
-    pub fn values(&self, part: Part) -> Vec<u32> {
+    pub fn values(&self, part: Part) -> Vec<EngineSlot> {
         self.runs().flat_map(|id| self.node(id).value(part)).copied().collect()
     }
 
@@ -364,7 +364,8 @@ impl HybridTree {
     pub fn bytes(&self) -> usize {
         let contents = self.runs().map(|id| {
             let here = self.node(id);
-            let values: usize = here.values.iter().map(|value| value.capacity() * size_of::<u32>()).sum();
+            let values: usize =
+                here.values.iter().map(|value| value.capacity() * size_of::<EngineSlot>()).sum();
             here.tokens.bytes() + values + here.hashes.capacity() * size_of::<PageHash>()
         });
         contents.sum::<usize>()
