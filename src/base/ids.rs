@@ -91,6 +91,11 @@ id!(
     "slot"
 );
 id!(
+    /// A place of host memory for a chunk that an engine offloads.
+    OffloadPlace,
+    "place"
+);
+id!(
     /// A buffer of a buffer pool.
     BufferId,
     "buffer"

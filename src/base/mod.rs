@@ -22,8 +22,8 @@ pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};
 pub use fork_gate::{ForkGate, close_fork_gate, open_fork_gate};
 pub use ids::{
-    BlockId, BufferId, ChunkId, EngineSlot, Id, IndexNumber, IndexVec, PADDING, Page, PoolPage, RequestRow,
-    Slot, StateSlot, widen,
+    BlockId, BufferId, ChunkId, EngineSlot, Id, IndexNumber, IndexVec, OffloadPlace, PADDING, Page, PoolPage,
+    RequestRow, Slot, StateSlot, widen,
 };
 pub use large::{on_large_table, table_of};
 pub use prefetch::prefetch;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Result, widen};
+use crate::base::{Error, ErrorKind, Id, OffloadPlace, Result, widen};
 
 use super::RecencyList;
 use super::offload_order::{ChunkId, OffloadKey, OffloadOrder, RequestRank};
@@ -63,7 +63,7 @@ pub struct Storing {
     /// Which of those that were offered.
     pub chosen: Vec<usize>,
     /// The place of each.
-    pub places: Vec<u32>,
+    pub places: Vec<OffloadPlace>,
     /// What makes way for them.
     pub evicted: Vec<OffloadKey>,
 }
@@ -101,7 +101,7 @@ pub enum OffloadStage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadedChunk {
     /// Its place, below the capacity.
-    pub place: u32,
+    pub place: OffloadPlace,
     /// Whether it can be read.
     pub stage: OffloadStage,
     /// Loads that read it.
@@ -158,7 +158,7 @@ pub struct OffloadTable {
     arriving: usize,
     /// Places from here on were never used.
     fresh: u32,
-    free: Vec<u32>,
+    free: Vec<OffloadPlace>,
     offers: Option<Offers>,
     events: Option<Vec<OffloadEvent>>,
     asked: Vec<usize>,
@@ -264,7 +264,7 @@ impl OffloadTable {
             let NamedChunk { key, position } = chunks[at];
             let place = if self.fresh < self.capacity {
                 self.fresh += 1;
-                self.fresh - 1
+                OffloadPlace::new(self.fresh - 1)
             } else {
                 self.free.pop().expect("there are enough")
             };
@@ -313,7 +313,7 @@ impl OffloadTable {
         &mut self,
         chunks: &[NamedChunk<'_>],
         request: Option<&mut OffloadRequest>,
-    ) -> Result<Vec<u32>> {
+    ) -> Result<Vec<OffloadPlace>> {
         let mut ids = Vec::with_capacity(chunks.len());
         for (at, chunk) in chunks.iter().enumerate() {
             let id = self.order.find(chunk.key);
@@ -460,10 +460,10 @@ impl OffloadTable {
         if let Some(fault) = self.order.fault() {
             return Some(fault);
         }
-        let mut places: Vec<u32> =
+        let mut places: Vec<OffloadPlace> =
             self.order.values().map(|chunk| chunk.place).chain(self.free.clone()).collect();
         places.sort_unstable();
-        if !places.iter().copied().eq(0..self.fresh) {
+        if !places.iter().copied().eq((0..self.fresh).map(OffloadPlace::new)) {
             return Some(format!("places are {places:?}, of {} that were taken", self.fresh));
         }
         let arriving = self.order.values().filter(|chunk| chunk.stage == OffloadStage::Arriving).count();

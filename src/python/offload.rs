@@ -9,8 +9,8 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
-use crate::base::Error;
 use crate::base::sync::lock;
+use crate::base::{Error, Id, OffloadPlace};
 use crate::cache::{
     ChunkId, NamedChunk, OffloadChange, OffloadConfig, OffloadEvent, OffloadKey, OffloadOrder as Order,
     OffloadRequest as Request, OffloadStage, OffloadTable as Table, RequestRank,
@@ -59,9 +59,10 @@ fn list<'py>(py: Python<'py>, keys: &[OffloadKey]) -> PyResult<Bound<'py, PyList
 }
 
 /// Places as a NumPy array.
-fn array(py: Python<'_>, places: Vec<u32>) -> PyResult<Bound<'_, PyArray1<i32>>> {
+fn array(py: Python<'_>, places: Vec<OffloadPlace>) -> PyResult<Bound<'_, PyArray1<i32>>> {
     py.import("numpy")?; // without it the next call would panic
-    let places = places.into_iter().map(|place| i32::try_from(place).expect("a table has no more places"));
+    let number = |place: OffloadPlace| i32::try_from(place.number()).expect("a table has no more places");
+    let places = places.into_iter().map(number);
     Ok(PyArray1::from_vec(py, places.collect()))
 }
 
@@ -140,7 +141,7 @@ impl OffloadTable {
     fn place(&self, key: &Bound<'_, PyBytes>) -> Option<(u32, i64)> {
         let chunk = self.lock().find(key.as_bytes())?;
         let loads = if chunk.stage == OffloadStage::Ready { i64::from(chunk.loads) } else { -1 };
-        Some((chunk.place, loads))
+        Some((chunk.place.number(), loads))
     }
 
     /// Returns how often a chunk was offered, of those whose offers are counted.
