@@ -43,7 +43,7 @@ pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use journal::{Event, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
-pub use offload_order::{ChunkId, OffloadKey, OffloadOrder, RequestRank};
+pub use offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 pub use offload_table::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,
     OffloadTable, OffloadedChunk, Storing,

@@ -13,7 +13,7 @@ pub type OffloadKey = Arc<[u8]>;
 
 /// A chunk of an [`OffloadOrder`], until it is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChunkId(u32);
+pub struct OffloadId(u32);
 
 /// When a chunk was used: the lower goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,14 +26,14 @@ struct Rank {
 /// The rank that all chunks of a request at work share, so that batches of one request are one use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RequestRank {
-    /// The order that gave it.
-    of: Option<Owner>,
+    /// The order that gave it, as it was then.
+    of: Option<Epoch>,
     at: Option<u64>,
 }
 
 /// An order since it was cleared last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Owner {
+struct Epoch {
     order: u64,
     clears: u64,
 }
@@ -81,7 +81,7 @@ pub struct OffloadOrder<P> {
     evictable: usize,
     last_rank: u64,
     evictions: u64,
-    owner: Owner,
+    owner: Epoch,
 }
 
 impl<P> Default for OffloadOrder<P> {
@@ -95,7 +95,7 @@ impl<P> Default for OffloadOrder<P> {
             evictable: 0,
             last_rank: 0,
             evictions: 0,
-            owner: Owner { order: ORDERS.fetch_add(1, Relaxed), clears: 0 },
+            owner: Epoch { order: ORDERS.fetch_add(1, Relaxed), clears: 0 },
         }
     }
 }
@@ -121,18 +121,18 @@ impl<P> OffloadOrder<P> {
 
     /// The chunk of a key.
     #[must_use]
-    pub fn find(&self, key: &[u8]) -> Option<ChunkId> {
-        self.by_key.get(key).copied().map(ChunkId)
+    pub fn find(&self, key: &[u8]) -> Option<OffloadId> {
+        self.by_key.get(key).copied().map(OffloadId)
     }
 
     /// The value of a chunk.
     #[must_use]
-    pub fn get(&self, chunk: ChunkId) -> &P {
+    pub fn get(&self, chunk: OffloadId) -> &P {
         &self.entry(chunk.0).value
     }
 
     /// The value of a chunk, to change it.
-    pub fn get_mut(&mut self, chunk: ChunkId) -> &mut P {
+    pub fn get_mut(&mut self, chunk: OffloadId) -> &mut P {
         &mut self.entry_mut(chunk.0).value
     }
 
@@ -143,7 +143,7 @@ impl<P> OffloadOrder<P> {
 
     /// The key of a chunk.
     #[must_use]
-    pub fn key(&self, chunk: ChunkId) -> &OffloadKey {
+    pub fn key(&self, chunk: OffloadId) -> &OffloadKey {
         &self.entry(chunk.0).key
     }
 
@@ -167,7 +167,7 @@ impl<P> OffloadOrder<P> {
         value: P,
         position: Option<i64>,
         request: &mut RequestRank,
-    ) -> ChunkId {
+    ) -> OffloadId {
         if let Some(chunk) = self.find(key) {
             self.remove(chunk);
         }
@@ -186,16 +186,16 @@ impl<P> OffloadOrder<P> {
             number
         };
         self.by_key.insert(key, number);
-        ChunkId(number)
+        OffloadId(number)
     }
 
     /// Takes a chunk out.
-    pub fn remove(&mut self, chunk: ChunkId) -> P {
+    pub fn remove(&mut self, chunk: OffloadId) -> P {
         self.take(chunk.0).1
     }
 
     /// Lets a chunk be evicted, or keeps it from it.
-    pub fn set_evictable(&mut self, chunk: ChunkId, is_evictable: bool) {
+    pub fn set_evictable(&mut self, chunk: OffloadId, is_evictable: bool) {
         let entry = self.entry_mut(chunk.0);
         let was_evictable = std::mem::replace(&mut entry.is_evictable, is_evictable);
         match (was_evictable, is_evictable) {
@@ -209,7 +209,7 @@ impl<P> OffloadOrder<P> {
     }
 
     /// Makes a chunk the one used last.
-    pub fn touch(&mut self, chunk: ChunkId) {
+    pub fn touch(&mut self, chunk: OffloadId) {
         let rank = self.next_rank();
         self.set_rank(chunk.0, rank);
     }
@@ -220,7 +220,7 @@ impl<P> OffloadOrder<P> {
     }
 
     /// Takes note that a request at work uses a chunk, at a position in its prompt. A later use stays.
-    pub fn access(&mut self, chunk: ChunkId, position: i64, request: &mut RequestRank) {
+    pub fn access(&mut self, chunk: OffloadId, position: i64, request: &mut RequestRank) {
         let rank = Rank { at: self.turn_of(request), position: Reverse(position) };
         if self.entry(chunk.0).rank < rank {
             self.set_rank(chunk.0, rank);
@@ -237,7 +237,7 @@ impl<P> OffloadOrder<P> {
         self.evictions += 1;
         let mut left = self.evictable;
         for key in spared {
-            if let Some(ChunkId(number)) = self.find(key) {
+            if let Some(OffloadId(number)) = self.find(key) {
                 let by = self.evictions;
                 let entry = self.entry_mut(number);
                 let was_spared = std::mem::replace(&mut entry.spared_by, by) == by;
@@ -265,7 +265,7 @@ impl<P> OffloadOrder<P> {
 
     /// Takes all chunks out, and returns their values. Requests at work begin anew.
     pub fn drain(&mut self) -> impl Iterator<Item = P> + use<P> {
-        let owner = Owner { clears: self.owner.clears + 1, ..self.owner };
+        let owner = Epoch { clears: self.owner.clears + 1, ..self.owner };
         let before = std::mem::replace(self, Self { owner, ..Self::default() });
         before.entries.into_iter().flatten().map(|entry| entry.value)
     }

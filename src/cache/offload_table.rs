@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::base::{Error, ErrorKind, Id, OffloadPlace, Result, widen};
 
 use super::RecencyList;
-use super::offload_order::{ChunkId, OffloadKey, OffloadOrder, RequestRank};
+use super::offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 
 /// A chunk that an engine offers or asks for.
 #[derive(Clone, Copy, Debug)]
@@ -214,7 +214,7 @@ impl OffloadTable {
         request: &mut OffloadRequest,
     ) -> Result<Option<Storing>> {
         self.adopt(request);
-        let stages: Vec<Option<ChunkId>> = chunks.iter().map(|chunk| self.order.find(chunk.key)).collect();
+        let stages: Vec<Option<OffloadId>> = chunks.iter().map(|chunk| self.order.find(chunk.key)).collect();
         let arrives = |table: &Self, id| table.order.get(id).stage == OffloadStage::Arriving;
         expect_unfinished(
             chunks
@@ -442,7 +442,7 @@ impl OffloadTable {
         }
     }
 
-    fn find_arriving(&self, key: &[u8]) -> Option<ChunkId> {
+    fn find_arriving(&self, key: &[u8]) -> Option<OffloadId> {
         self.order.find(key).filter(|&id| self.order.get(id).stage == OffloadStage::Arriving)
     }
 

@@ -86,13 +86,13 @@ pub struct FileStoreConfig {
 /// ```
 #[derive(Debug)]
 pub struct FileStore {
-    shared: Arc<Shared>,
+    shared: Arc<StoreCore>,
     workers: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// What the store and its threads have in common.
 #[derive(Debug)]
-struct Shared {
+struct StoreCore {
     config: FileStoreConfig,
     /// Its name in messages.
     name: String,
@@ -102,13 +102,13 @@ struct Shared {
     process: u32,
     /// `None` once the store is closed.
     disk: Mutex<Option<Arc<dyn Disk>>>,
-    state: Mutex<State>,
+    state: Mutex<StoreState>,
     /// Signals that there is work, or that a thread has ended.
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct StoreState {
     slots: Slots,
     gets: VecDeque<PageWork>,
     puts: VecDeque<PageWork>,
@@ -184,7 +184,7 @@ impl FileStore {
             .run()
             .map_err(|error| error.prefixed(&name))?;
         let counts = Counts { damaged: found.damaged, ..Counts::default() };
-        let state = State {
+        let state = StoreState {
             slots: found.slots,
             gets: VecDeque::new(),
             puts: VecDeque::new(),
@@ -195,7 +195,7 @@ impl FileStore {
             notes: Vec::new(),
             noted: HashSet::new(),
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(StoreCore {
             config: *config,
             name,
             slot_bytes,
@@ -477,7 +477,7 @@ impl FileStore {
         Error::new(ErrorKind::State, format!("the store in {} is closed", self.shared.name))
     }
 
-    fn open_state(&self) -> Result<MutexGuard<'_, State>> {
+    fn open_state(&self) -> Result<MutexGuard<'_, StoreState>> {
         self.check_process()?;
         let state = self.shared.state();
         if state.is_closing { Err(self.closed()) } else { Ok(state) }
@@ -541,13 +541,13 @@ impl Drop for FileStore {
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl StoreCore {
+    fn state(&self) -> MutexGuard<'_, StoreState> {
         lock(&self.state)
     }
 }
 
-impl State {
+impl StoreState {
     /// Counts a failure, and notes the first of its kind.
     fn note(&mut self, name: &str, what: &'static str, cause: &io::Error) {
         self.counts.errors += 1;

@@ -11,7 +11,7 @@ use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id, IndexVec};
 use crate::cache::NodeHandle;
 use crate::cache::hybrid::{
-    Boundary, Done, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NotLocked, PageHash,
+    Boundary, Done, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NotLocked, PageDigest,
     Part, Receipt, Skipped, StateConfig, Victim, WindowConfig, With,
 };
 
@@ -535,7 +535,7 @@ impl HybridTree {
         if !rest.is_empty() {
             return Err(Error::config(format!("hashes of 32 bytes, and {} bytes more", rest.len())).into());
         }
-        let hashes: Vec<_> = hashes.iter().copied().map(PageHash).collect();
+        let hashes: Vec<_> = hashes.iter().copied().map(PageDigest).collect();
         Ok(self.lock().set_hashes(node, start, &hashes).ok_or_else(|| gone(node))??)
     }
 

@@ -12,7 +12,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 use crate::base::sync::lock;
 use crate::base::{Error, Id, OffloadPlace};
 use crate::cache::{
-    ChunkId, NamedChunk, OffloadChange, OffloadConfig, OffloadEvent, OffloadKey, OffloadOrder as Order,
+    NamedChunk, OffloadChange, OffloadConfig, OffloadEvent, OffloadId, OffloadKey, OffloadOrder as Order,
     OffloadRequest as Request, OffloadStage, OffloadTable as Table, RequestRank,
 };
 
@@ -322,7 +322,7 @@ impl OffloadOrder {
         lock(&self.order)
     }
 
-    fn find(order: &Order<Py<PyAny>>, key: &Bound<'_, PyBytes>) -> PyResult<ChunkId> {
+    fn find(order: &Order<Py<PyAny>>, key: &Bound<'_, PyBytes>) -> PyResult<OffloadId> {
         order.find(key.as_bytes()).ok_or_else(|| PyKeyError::new_err(key.clone().unbind()))
     }
 }

@@ -3,7 +3,7 @@
 use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::Namespace;
 use kvpool::cache::hybrid::{
-    Act, Done, EvictionOrder, HybridConfig, HybridTree, Insert, Inserted, Match, NotLocked, PageHash, Part,
+    Act, Done, EvictionOrder, HybridConfig, HybridTree, Insert, Inserted, Match, NotLocked, PageDigest, Part,
     Receipt, Sizes, Skipped, StateConfig, Victim, WindowConfig, With,
 };
 
@@ -356,7 +356,7 @@ fn what_was_found_is_found_again_by_first_pages() {
 #[test]
 fn pages_that_are_gone_are_named() {
     let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..PLAIN });
-    let hashes: Vec<_> = (0..4).map(|page| PageHash([page; 32])).collect();
+    let hashes: Vec<_> = (0..4).map(|page| PageDigest([page; 32])).collect();
     let (name, tokens): (_, &[i64]) = (Namespace::Text("a".into()), &[0, 1, 2, 3, 4, 5, 6]);
     let values: &[EngineSlot] = &at([10, 11, 12, 13, 14, 15, 16]);
     let step = tree.begin(&name, &tokens, &values, Insert::default()).unwrap();

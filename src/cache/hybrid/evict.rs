@@ -1,6 +1,6 @@
 //! Evicting, step by step: the engine frees what a step hands out before it asks for the next.
 
-use super::{HybridTree, NodeHandle, NodeId, PageHash, Part, ROOT};
+use super::{HybridTree, NodeHandle, NodeId, PageDigest, Part, ROOT};
 use crate::base::EngineSlot;
 use crate::cache::Namespace;
 
@@ -26,7 +26,7 @@ pub struct Removed {
     /// The namespace of its prefix.
     pub name: Namespace,
     /// The hashes of its pages.
-    pub hashes: Vec<PageHash>,
+    pub hashes: Vec<PageDigest>,
 }
 
 impl Frees {

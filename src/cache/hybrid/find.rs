@@ -30,7 +30,7 @@ struct Coverage {
 }
 
 /// The node and the tokens where a walk down ended.
-pub(super) struct Way {
+pub(super) struct WalkEnd {
     pub(super) node: NodeId,
     pub(super) len: usize,
     /// Tokens of the last node that are common, if it is not all of them.
@@ -79,8 +79,8 @@ impl HybridTree {
         keys: &dyn Keys,
         end: usize,
         mut see: impl FnMut(NodeId, usize, usize),
-    ) -> Way {
-        let mut way = Way { node: ROOT, len: 0, part_of: None };
+    ) -> WalkEnd {
+        let mut way = WalkEnd { node: ROOT, len: 0, part_of: None };
         let Some(namespace) = self.namespace(name) else { return way };
         let limit = self.whole_pages(keys);
         let mut page = Vec::with_capacity(self.config.page_size);

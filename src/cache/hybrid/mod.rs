@@ -73,7 +73,7 @@ impl Part {
 
 /// What an engine calls a page by, where others are told of it: a digest of its tokens and of all before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageHash(pub [u8; 32]);
+pub struct PageDigest(pub [u8; 32]);
 
 /// Tokens of a caller, compared where they lie.
 pub trait Keys {
@@ -193,7 +193,7 @@ struct Node {
     /// Tokens of the longest prompt that went through it, evicted since or not.
     reach: usize,
     /// Of its pages, if the engine has named them.
-    hashes: Vec<PageHash>,
+    hashes: Vec<PageDigest>,
     /// By part; empty where there is none.
     values: [Vec<EngineSlot>; 3],
     /// Numbers of locks, by part.

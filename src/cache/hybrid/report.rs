@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::lists::List;
-use super::{HybridTree, Keys, NodeHandle, NodeId, PageHash, Part, ROOT};
+use super::{HybridTree, Keys, NodeHandle, NodeId, PageDigest, Part, ROOT};
 use crate::base::{EngineSlot, Error, Id, Result, widen};
 use crate::cache::Namespace;
 
@@ -101,7 +101,7 @@ impl HybridTree {
     /// The hash of the page that ends at `end` tokens on the way to a node, if it has one. `None` if the node
     /// is gone.
     #[must_use]
-    pub fn hash_at(&self, node: NodeHandle, end: usize) -> Option<Option<PageHash>> {
+    pub fn hash_at(&self, node: NodeHandle, end: usize) -> Option<Option<PageDigest>> {
         let id = self.at(node)?;
         let holder = self.path(id).find(|&at| self.node(at).end - self.node(at).tokens.len() < end);
         let page = holder.filter(|_| end > 0).and_then(|at| {
@@ -117,7 +117,12 @@ impl HybridTree {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless there is one hash for each page, and
     /// `start` is where a node begins. Nothing is changed.
-    pub fn set_hashes(&mut self, node: NodeHandle, start: usize, hashes: &[PageHash]) -> Option<Result<()>> {
+    pub fn set_hashes(
+        &mut self,
+        node: NodeHandle,
+        start: usize,
+        hashes: &[PageDigest],
+    ) -> Option<Result<()>> {
         let id = self.at(node)?;
         let end = self.node(id).end;
         let pages = end.saturating_sub(start) / self.config.page_size;
@@ -366,7 +371,7 @@ impl HybridTree {
             let here = self.node(id);
             let values: usize =
                 here.values.iter().map(|value| value.capacity() * size_of::<EngineSlot>()).sum();
-            here.tokens.bytes() + values + here.hashes.capacity() * size_of::<PageHash>()
+            here.tokens.bytes() + values + here.hashes.capacity() * size_of::<PageDigest>()
         });
         contents.sum::<usize>()
             + self.nodes.capacity() * size_of::<super::Node>()

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError};
 use crate::base::on_own_thread;
 use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
 
-use super::Shared;
+use super::StoreCore;
 use super::batch::PageWork;
 use super::layout::{ENTRY_BYTES, FileSlot, Record, entry_offset, page_offset, page_sum};
 use super::opening::clear_entries;
@@ -15,7 +15,7 @@ use super::opening::clear_entries;
 /// One thread: it takes pages from the queues, those to read first, until the store closes and they are
 /// empty.
 pub(super) struct Worker {
-    shared: Arc<Shared>,
+    shared: Arc<StoreCore>,
     disk: Arc<dyn Disk>,
     bytes: AlignedBytes,
 }
@@ -26,7 +26,7 @@ enum Job {
 }
 
 impl Worker {
-    pub(super) fn new(shared: &Arc<Shared>, disk: Arc<dyn Disk>, bytes: AlignedBytes) -> Self {
+    pub(super) fn new(shared: &Arc<StoreCore>, disk: Arc<dyn Disk>, bytes: AlignedBytes) -> Self {
         shared.state().workers += 1;
         Self { shared: Arc::clone(shared), disk, bytes }
     }
@@ -170,7 +170,7 @@ fn write_page(
     bytes: &[u8],
     slot: FileSlot,
     record: &Record,
-    shared: &Shared,
+    shared: &StoreCore,
 ) -> io::Result<()> {
     if !disk.is_reachable()? {
         return Err(io::Error::new(io::ErrorKind::NotFound, "its files were removed"));
@@ -189,7 +189,7 @@ impl Drop for Worker {
 
 /// A page that is being put. It may be put again when this drops.
 struct Pending<'a> {
-    shared: &'a Shared,
+    shared: &'a StoreCore,
     work: &'a mut PageWork,
 }
 
@@ -201,7 +201,7 @@ impl Drop for Pending<'_> {
 
 /// A slot that was taken. It is given up when this drops, unless a page was stored there.
 struct Taken<'a> {
-    shared: &'a Shared,
+    shared: &'a StoreCore,
     slot: FileSlot,
     is_stored: bool,
 }
@@ -214,7 +214,7 @@ impl Drop for Taken<'_> {
     }
 }
 
-impl Shared {
+impl StoreCore {
     /// Clears the entries of removed pages in the index.
     pub(super) fn forget(&self, disk: &dyn Disk, slots: &[FileSlot]) {
         if let Err(cause) = clear_entries(disk, slots) {
