@@ -11,7 +11,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::base::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, thread};
-use crate::base::{Error, ErrorKind, Result};
+use crate::base::{Error, ErrorKind, ForkGate, Result, on_own_thread};
 
 use super::{Gpu, Region, system_page};
 
@@ -136,7 +136,7 @@ impl PageLocking {
             let name = format!("kvpool-page-lock-{number}");
             if count == 1 {
                 worker.work();
-            } else if let Err(failure) = thread::Builder::new().name(name).spawn(move || worker.work())
+            } else if let Err(failure) = thread::Builder::new().name(name).spawn(move || worker.run())
                 && number == 0
             {
                 // The system has no more threads: the memory stays ordinary.
@@ -196,6 +196,8 @@ impl Job {
     /// Offers the bytes of a step and reports it. Returns whether the sink is still alive.
     fn offer(&self, step: &Range<usize>, locked: Result<()>) -> bool {
         let Some(sink) = self.sink.upgrade() else { return false };
+        // A child that is forked meanwhile would wait for the locks of the sink.
+        let _gate = ForkGate::enter_on_own_thread();
         sink.offer(step, locked.is_ok());
         let mut state = self.state();
         state.done += step.len();
@@ -216,6 +218,12 @@ impl Worker {
         Self(Arc::clone(shared))
     }
 
+    /// Works on a thread of its own.
+    fn run(self) {
+        on_own_thread();
+        self.work();
+    }
+
     fn work(self) {
         let shared = &self.0;
         while let Some(step) = shared.steps.get(shared.next.fetch_add(1, Relaxed))
@@ -228,6 +236,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
+        let _gate = ForkGate::enter_on_own_thread();
         self.0.state().workers -= 1;
         self.0.changed.notify_all();
     }

@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use kvpool::base::{DType, Device, ErrorKind};
+use kvpool::base::{DType, Device, ErrorKind, close_fork_gate, open_fork_gate};
 use kvpool::kernels::Indices;
 use kvpool::memory::{
-    Backend, Contents, Count, Cuda, Event, Gpu, Host, Keep, Limit, Pinned, Region, Ring, Stream,
+    Backend, Contents, Count, Cuda, Event, Gpu, Host, Keep, Limit, MappedHost, Pinned, Region, Report, Ring,
+    Stream,
 };
-use kvpool::pool::{AllocatorConfig, FreedAs, TokenToKvPoolAllocator};
+use kvpool::pool::{AllocatorConfig, ChunkConfig, ChunkPool, FreedAs, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
 use crate::conformance::conforms;
@@ -79,6 +80,30 @@ fn page_locked_memory_conforms() {
     let backend: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
     assert_eq!(backend.device(), Device::Cpu);
     conforms(backend);
+}
+
+#[test]
+fn no_process_is_forked_while_a_step_of_page_locking_is_offered() {
+    let Some((_gpu, _alone)) = gpu("no_process_is_forked_while_a_step_of_page_locking_is_offered") else {
+        return;
+    };
+    let config = ChunkConfig {
+        num_chunks: 2,
+        chunk_shape: vec![64 << 20],
+        dtype: DType::U8,
+        pin_memory: true,
+        page_lock_threads: 1,
+        strict: true,
+    };
+    let mapped: Arc<dyn Backend> = Arc::new(MappedHost::default());
+    let pool = Arc::new(ChunkPool::new(&config, &mapped).expect("memory"));
+    close_fork_gate();
+    let locking = pool.lock_pages().expect("a driver");
+    assert!(matches!(locking.next(Duration::from_millis(100)), Report::TimedOut));
+    assert_eq!(pool.counts(|_, registered| registered), 0);
+    open_fork_gate();
+    while !matches!(locking.next(Duration::from_secs(60)), Report::Finished) {}
+    assert_eq!(pool.counts(|_, registered| registered), 2);
 }
 
 #[test]
