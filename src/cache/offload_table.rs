@@ -140,15 +140,16 @@ pub struct OffloadCounts {
 /// what [`OffloadOrder`] says, and never what the same call offers.
 ///
 /// ```
+/// use kvpool::base::{Id, OffloadPlace};
 /// use kvpool::cache::{NamedChunk, OffloadConfig, OffloadRequest, OffloadTable};
 /// let config = OffloadConfig { capacity: 1, store_threshold: 0, max_tracked: 0, events: false };
 /// let (mut table, mut request) = (OffloadTable::new(config), OffloadRequest::default());
 /// let [old, new] = [b"old", b"new"].map(|key| [NamedChunk { key, position: None }]);
-/// assert_eq!(table.begin_store(&old, &mut request)?.unwrap().places, [0]);
+/// assert_eq!(table.begin_store(&old, &mut request)?.unwrap().places, [OffloadPlace::new(0)]);
 /// assert!(table.begin_store(&new, &mut request)?.is_none(), "the place is in use");
 /// table.end_store([&b"old"[..]]);
 /// let storing = table.begin_store(&new, &mut request)?.unwrap();
-/// assert_eq!((storing.places, &*storing.evicted[0]), (vec![0], &b"old"[..]));
+/// assert_eq!((storing.places.len(), &*storing.evicted[0]), (1, &b"old"[..]));
 /// # Ok::<(), kvpool::base::Error>(())
 /// ```
 #[derive(Debug)]

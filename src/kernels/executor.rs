@@ -7,8 +7,8 @@
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::base::{Device, Error, IndexVec, Result, reserve};
-use crate::index::plan_moves;
+use crate::base::{Device, Error, IndexVec, RequestRow, Result, reserve};
+use crate::index::{RowExtent, plan_moves};
 use crate::memory::{Borrowed, Event, Gpu, Region, Stream};
 
 use super::indices::{IndexSpace, Indices};
@@ -360,7 +360,7 @@ impl Executor {
         }
     }
 
-    /// Zeroes the first columns of rows of a table, each as `(row, columns)`.
+    /// Zeroes the written columns of rows of a table.
     ///
     /// On a device the caller has checked that `stream` is not being captured.
     ///
@@ -368,7 +368,12 @@ impl Executor {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for columns outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more rows than can be transferred to a
     /// device at once.
-    pub fn zero_columns(&self, table: &Table<'_>, rows: &[(u32, u32)], stream: Stream) -> Result<()> {
+    pub fn zero_columns(
+        &self,
+        table: &Table<'_>,
+        rows: &[RowExtent<RequestRow>],
+        stream: Stream,
+    ) -> Result<()> {
         match self {
             Self::Host(_) => zero_columns(table, rows),
             Self::Device(launcher) => launcher.zero_columns(table, rows, stream),

@@ -1,6 +1,7 @@
 //! The request table, and operations on one in host memory.
 
-use crate::base::{DType, Error, Result, bytes_of, widen};
+use crate::base::{DType, Error, Id, RequestRow, Result, bytes_of, widen};
+use crate::index::RowExtent;
 use crate::memory::{Borrowed, Region};
 
 /// The slots of every request, int32 `[rows, columns]`.
@@ -43,13 +44,13 @@ impl<'a> Table<'a> {
     }
 }
 
-/// Zeroes the first columns of rows of a table in host memory, each as `(row, columns)`.
+/// Zeroes the written columns of rows of a table in host memory.
 ///
 /// # Errors
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not in the table.
-pub(super) fn zero_columns(table: &Table<'_>, rows: &[(u32, u32)]) -> Result<()> {
-    rows.iter().try_for_each(|&(row, columns)| {
-        table.region.fill(table.row(row), widen(columns) * size_of::<i32>(), 0)
+pub(super) fn zero_columns(table: &Table<'_>, rows: &[RowExtent<RequestRow>]) -> Result<()> {
+    rows.iter().try_for_each(|&RowExtent { row, written }| {
+        table.region.fill(table.row(row.number()), widen(written) * size_of::<i32>(), 0)
     })
 }
 

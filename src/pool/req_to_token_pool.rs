@@ -298,10 +298,10 @@ impl ReqToTokenPool {
             return Ok(());
         }
         let written = |freed: &RowExtent<RequestRow>| {
-            let row = freed.row.number();
-            (row, self.mirror.as_ref().map_or(freed.written, |mirror| mirror.extent(row).max(freed.written)))
+            let extent = self.mirror.as_ref().map_or(0, |mirror| mirror.extent(freed.row.number()));
+            RowExtent { row: freed.row, written: freed.written.max(extent) }
         };
-        let rows = freed.iter().map(written).filter(|(_, written)| *written > 0).collect();
+        let rows = freed.iter().map(written).filter(|extent| extent.written > 0).collect();
         self.zero(rows, stream).inspect_err(|_| {
             // The rows are zeroed when they are handed out.
             for freed in freed {
@@ -311,12 +311,12 @@ impl ReqToTokenPool {
     }
 
     /// Zeroes the first columns of rows, in the table and in the host's mirror.
-    fn zero(&self, rows: Vec<(u32, u32)>, stream: Stream) -> Result<()> {
+    fn zero(&self, rows: Vec<RowExtent<RequestRow>>, stream: Stream) -> Result<()> {
         let zeroed = self.executor.zero_columns(&self.table()?, &rows, stream);
         match (&self.mirror, &zeroed) {
             (None, _) => (),
             (Some(mirror), Ok(())) => mirror.zeroed(rows),
-            (Some(mirror), Err(_)) => mirror.forget(rows.iter().map(|(row, _)| *row)),
+            (Some(mirror), Err(_)) => mirror.forget(rows.iter().map(|extent| extent.row.number())),
         }
         zeroed
     }
@@ -577,8 +577,11 @@ impl ReqToTokenPool {
             let extent = &mut extents[widen(freed.row.number())];
             *extent = freed.written.max(*extent);
         }
-        let rows = (0..).zip(extents).map(|(row, written)| (row, written.max(mirror.extent(row))));
-        let rows = rows.filter(|(_, written)| *written > 0).collect();
+        let rows = (0..).zip(extents).map(|(row, written)| RowExtent {
+            row: RequestRow::new(row),
+            written: written.max(mirror.extent(row)),
+        });
+        let rows = rows.filter(|extent| extent.written > 0).collect();
         mirror.drop_echoes();
         self.zero(rows, stream)
     }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{DType, Result, widen, zeros};
-use crate::index::Bitmap;
+use crate::base::{DType, Id, RequestRow, Result, widen, zeros};
+use crate::index::{Bitmap, RowExtent};
 use crate::memory::{Gpu, Region, Reply, Ring};
 
 use super::mirror::{Mirror, publish, stepped};
@@ -45,7 +45,7 @@ enum Change {
     /// A kernel echoes this many places and values.
     Echo(Reply, usize),
     /// The first columns of rows were zeroed.
-    Zero(Vec<(u32, u32)>),
+    Zero(Vec<RowExtent<RequestRow>>),
     /// Columns of a row, from the given one on, were written.
     Columns(u32, usize, Vec<i32>),
 }
@@ -134,10 +134,10 @@ impl TableMirror {
     }
 
     /// Records that all written columns of rows were zeroed, which makes these rows known.
-    pub(super) fn zeroed(&self, rows: Vec<(u32, u32)>) {
+    pub(super) fn zeroed(&self, rows: Vec<RowExtent<RequestRow>>) {
         let mut state = self.settled();
-        for &(row, _) in &rows {
-            state.unknown.remove_run(widen(row), 1);
+        for extent in &rows {
+            state.unknown.remove_run(widen(extent.row.number()), 1);
         }
         if state.changes.is_empty() {
             state.zero(&rows, self.columns);
@@ -214,11 +214,12 @@ impl MirrorState {
         self.values[place..place + values.len()].copy_from_slice(values);
     }
 
-    fn zero(&mut self, rows: &[(u32, u32)], columns: usize) {
-        for &(row, len) in rows {
-            let place = widen(row) * columns;
-            self.values[place..place + widen(len)].fill(0);
-            self.written[widen(row)] = 0;
+    fn zero(&mut self, rows: &[RowExtent<RequestRow>], columns: usize) {
+        for &RowExtent { row, written } in rows {
+            let row = widen(row.number());
+            let place = row * columns;
+            self.values[place..place + widen(written)].fill(0);
+            self.written[row] = 0;
         }
     }
 }

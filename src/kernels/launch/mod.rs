@@ -21,8 +21,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::{int32, signed};
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Error, ErrorKind, Result, bytes_of, widen};
-use crate::index::Move;
+use crate::base::{DType, Device, Error, ErrorKind, Id, RequestRow, Result, bytes_of, widen};
+use crate::index::{Move, RowExtent};
 use crate::kernels::indices::{IndexSpace, Indices, Numbers};
 use crate::kernels::pages::{PagePlan, Pieces, Reach};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
@@ -572,26 +572,33 @@ impl Launcher {
         Ok(held)
     }
 
-    /// Zeroes the first columns of rows of the table, each as `(row, columns)`, in one launch on `stream`,
+    /// Zeroes the written columns of rows of the table, in one launch on `stream`,
     /// which the caller has checked not to be captured.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for columns outside of the table, [`ErrorKind::Config`] for more than can be
     /// transferred at once.
-    pub(super) fn zero_columns(&self, table: &Table<'_>, rows: &[(u32, u32)], stream: Stream) -> Result<()> {
-        let longest = rows.iter().map(|(_, columns)| *columns).max();
+    pub(super) fn zero_columns(
+        &self,
+        table: &Table<'_>,
+        rows: &[RowExtent<RequestRow>],
+        stream: Stream,
+    ) -> Result<()> {
+        let longest = rows.iter().map(|extent| extent.written).max();
         let Some(longest) = longest.filter(|longest| *longest > 0) else { return Ok(()) };
-        if rows.iter().any(|&(row, _)| widen(row) >= table.rows()) || widen(longest) > table.columns() {
+        if rows.iter().any(|extent| widen(extent.row.number()) >= table.rows())
+            || widen(longest) > table.columns()
+        {
             return Err(Error::index(format!("rows up to {longest} long are not all in the table")));
         }
         let mut indptr = vec![0i32];
         let mut total = 0i32;
-        for (_, columns) in rows {
+        for extent in rows {
             // Only differences matter, so it may wrap.
-            total = total.wrapping_add(columns.cast_signed());
+            total = total.wrapping_add(extent.written.cast_signed());
             indptr.push(total);
         }
-        let rows: Vec<i32> = rows.iter().map(|(row, _)| row.cast_signed()).collect();
+        let rows: Vec<i32> = rows.iter().map(|extent| extent.row.number().cast_signed()).collect();
         let grid = ragged_grid(widen(longest), rows.len())?;
         self.with_arrays(self.kernels.write_ragged, grid, &[&rows, &indptr], stream, |arrays| {
             Ok(RaggedParams {
