@@ -29,7 +29,7 @@ impl Tier {
 
 /// A change of what is cached.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum CacheEvent {
     /// Pages that follow each other were stored.
     Stored {
         /// Their keys, the first page's first.
@@ -57,7 +57,7 @@ pub enum Event {
 /// The events that were not taken yet.
 #[derive(Debug, Default)]
 pub(super) struct Journal {
-    events: VecDeque<Event>,
+    events: VecDeque<CacheEvent>,
     /// The sizes of the events together.
     tokens: usize,
 }
@@ -72,7 +72,7 @@ pub(super) struct KeyedRun<'a> {
     pub(super) keys: &'a [PageHash],
 }
 
-impl Event {
+impl CacheEvent {
     /// Its tokens or, if there are more, its keys.
     fn size(&self) -> usize {
         match self {
@@ -94,7 +94,7 @@ impl Journal {
     pub(super) fn stored(&mut self, tier: Tier, run: KeyedRun<'_>) {
         let KeyedRun { namespace, parent, tokens, keys } = run;
         let (pages, tokens, namespace) = (keys.to_vec(), tokens.to_vec(), namespace.clone());
-        self.push(Event::Stored { pages, parent, tokens, namespace, tier });
+        self.push(CacheEvent::Stored { pages, parent, tokens, namespace, tier });
     }
 
     /// Takes note that pages are found no more in a tier.
@@ -102,11 +102,11 @@ impl Journal {
         let all = self.tokens + keys.len();
         match self.events.back_mut() {
             _ if keys.is_empty() => (),
-            Some(Event::Removed { pages, tier: last }) if *last == tier && all <= MOST_TOKENS => {
+            Some(CacheEvent::Removed { pages, tier: last }) if *last == tier && all <= MOST_TOKENS => {
                 pages.extend(keys);
                 self.tokens = all;
             }
-            _ => self.push(Event::Removed { pages: keys, tier }),
+            _ => self.push(CacheEvent::Removed { pages: keys, tier }),
         }
     }
 
@@ -117,11 +117,11 @@ impl Journal {
 
     fn begin_anew(&mut self) {
         self.events.clear();
-        self.events.push_back(Event::Cleared);
+        self.events.push_back(CacheEvent::Cleared);
         self.tokens = 0;
     }
 
-    fn push(&mut self, event: Event) {
+    fn push(&mut self, event: CacheEvent) {
         let tokens = event.size();
         if self.events.len() == MOST_EVENTS || self.tokens + tokens > MOST_TOKENS && !self.events.is_empty() {
             self.begin_anew();
@@ -131,10 +131,11 @@ impl Journal {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.events.capacity() * size_of::<Event>() + self.tokens * (size_of::<i32>() + size_of::<PageHash>())
+        self.events.capacity() * size_of::<CacheEvent>()
+            + self.tokens * (size_of::<i32>() + size_of::<PageHash>())
     }
 
-    pub(super) fn take(&mut self) -> Vec<Event> {
+    pub(super) fn take(&mut self) -> Vec<CacheEvent> {
         self.tokens = 0;
         std::mem::take(&mut self.events).into()
     }
@@ -164,7 +165,9 @@ mod tests {
             journal.removed(Tier::Device, vec![[0; 32]; HALF]);
         }
         let events = journal.take();
-        let [Event::Cleared, Event::Removed { pages, .. }] = &events[..] else { panic!("{}", events.len()) };
+        let [CacheEvent::Cleared, CacheEvent::Removed { pages, .. }] = &events[..] else {
+            panic!("{}", events.len())
+        };
         assert_eq!(pages.len(), HALF, "what joins an event counts");
     }
 }

@@ -12,7 +12,7 @@
 //! | token ids of a caller, compared where they lie | [`Tokens`] |
 //! | users whose prefixes stay apart | [`Namespace`] |
 //! | why a prompt is not found | [`Tree::explain`], [`Segment`] |
-//! | what came and went | [`Tree::keep_journal`], [`Event`] |
+//! | what came and went | [`Tree::keep_journal`], [`CacheEvent`] |
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
 //! | what an engine has offloaded by keys of its own, for engines that drive the transfers | [`OffloadTable`], [`OffloadOrder`] |
@@ -40,7 +40,7 @@ pub use block_map::{BlockHash, BlockMap};
 pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken, TakenBlocks};
 pub use eviction_queue::EvictionQueue;
 pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
-pub use journal::{Event, Tier};
+pub use journal::{CacheEvent, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub use offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};

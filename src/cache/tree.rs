@@ -18,7 +18,7 @@ use crate::base::{Id, Page, Result, widen};
 
 use super::chain::{Chain, Sum};
 use super::explain::Memory;
-use super::journal::{Event, Journal};
+use super::journal::{CacheEvent, Journal};
 use super::keys::{Digest, PageHash, PageKeys};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 pub(super) use edges::Edges;
@@ -314,7 +314,7 @@ impl Tree {
     }
 
     /// The events since the last call, in order.
-    pub fn take_events(&mut self) -> Vec<Event> {
+    pub fn take_events(&mut self) -> Vec<CacheEvent> {
         self.journal.as_mut().map_or(Vec::new(), Journal::take)
     }
 

@@ -29,7 +29,7 @@ pub use copy_threads::CopyThreads;
 pub use elements::{Element, elements};
 pub use executor::{Executor, HostExecutor};
 pub use indices::{IndexSpace, Indices, Numbers, expect_ints, not_indices, read_indices};
-pub use launch::{Fetch, Fetcher, Grown, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};
+pub use launch::{Fetcher, Grown, Launcher, PendingFetch, PlanBatch, PlanFields, PlanRequest, read_now};
 pub use pack::{Direction, pack};
 pub use pages::{PageCopy, PagePair, Pieces, Reach, layer_bytes, piece_bytes};
 pub use rows::{BufferInfo, LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};

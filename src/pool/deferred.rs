@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::base::bounded::signed;
 use crate::base::{IndexVec, Result};
 use crate::index::{FenceId, Signatures};
-use crate::kernels::{Fetch, Fetcher};
+use crate::kernels::{Fetcher, PendingFetch};
 use crate::memory::{Borrowed, Event, Gpu, Keep, Stream};
 
 /// What the values of a free are.
@@ -56,7 +56,7 @@ pub(super) struct Part {
 #[derive(Debug)]
 pub(super) enum Values {
     Known(IndexVec),
-    Fetched(Arc<Fetcher>, Fetch),
+    Fetched(Arc<Fetcher>, PendingFetch),
 }
 
 impl Part {

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Error, Id, IndexVec, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Cause, Continues, Digest, Event, Evicted, Hold, KeyTokens, Lower, Namespace, OfferedPages,
-    Offering, PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
+    AGE_BUCKETS, CacheEvent, Cause, Continues, Digest, Evicted, Hold, KeyTokens, Lower, Namespace,
+    OfferedPages, Offering, PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -418,7 +418,7 @@ impl PrefixCache {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a cache that was made without events.
-    pub fn take_events(&self, stream: Stream) -> Result<Vec<Event>> {
+    pub fn take_events(&self, stream: Stream) -> Result<Vec<CacheEvent>> {
         if self.shared.config.events.is_none() {
             return Err(Error::config("the prefix cache was made without events"));
         }

@@ -26,7 +26,7 @@ use super::{args, with};
 ///
 /// Raises:
 ///     ConfigError: If `capacity` is negative or too large, or `alignment` is no power of two.
-#[pyclass(frozen, module = "kvpool", name = "AddressSpace", weakref)]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "AddressSpace", weakref)]
 pub(super) struct AddressSpace {
     space: Mutex<Space>,
     strict: bool,

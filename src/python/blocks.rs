@@ -38,7 +38,7 @@ enum Place {
 }
 
 /// A block of an engine, by vLLM's names: its number, how many requests use it, and its hash. `BlockQueue` makes it.
-#[pyclass(frozen, module = "kvpool", name = "Block")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "Block")]
 #[derive(Debug)]
 pub(super) struct Block {
     place: Place,
@@ -222,7 +222,7 @@ impl Block {
 ///
 /// Raises:
 ///     ConfigError: If `count` is 0, negative, or too large.
-#[pyclass(frozen, module = "kvpool", name = "BlockQueue")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "BlockQueue")]
 pub(super) struct BlockQueue {
     table: Arc<Mutex<BlockTable>>,
     objects: Arc<OnceLock<Objects>>,
@@ -503,7 +503,7 @@ fn not_free(block: &Bound<'_, PyAny>) -> PyErr {
 }
 
 /// Free blocks in their order.
-#[pyclass(frozen, module = "kvpool", name = "_BlockIterator")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "_BlockIterator")]
 pub(super) struct BlockIterator {
     here: Mutex<Option<Py<Block>>>,
 }
@@ -530,7 +530,7 @@ impl BlockIterator {
 ///
 /// The methods by vLLM's names do what those of its `BlockHashToBlockMap` do; `find`, `find_prefix` and `cache` are
 /// calls for groups and for many blocks. Calls are atomic and thread-safe.
-#[pyclass(frozen, module = "kvpool", name = "BlockMap", subclass)]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "BlockMap", subclass)]
 #[derive(Default)]
 pub(super) struct BlockMap {
     map: Mutex<Map<Py<PyAny>>>,

@@ -390,7 +390,7 @@ impl Buffer {
 }
 
 /// The context manager of `BufferPool.step`: resets the pool at exit.
-#[pyclass(frozen, module = "kvpool", name = "BufferStep")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "BufferStep")]
 pub(super) struct BufferStep {
     pool: Py<BufferPool>,
 }

@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyList};
 use crate::base::bounded::signed;
 use crate::base::{DType, Dims, EngineSlot};
 use crate::cache::NodeHandle;
-use crate::cache::hybrid::{Act, Frees, Match, NodeState, Range, Step};
+use crate::cache::hybrid::{Action, Frees, Match, NodeState, Range, Step};
 use crate::memory::Region;
 use crate::tensor::TensorView;
 
@@ -43,7 +43,7 @@ pub(super) fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAn
 }
 
 /// A prefix that was found.
-#[pyclass(frozen, module = "kvpool", name = "HybridMatch")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "HybridMatch")]
 pub(super) struct HybridMatch(pub(super) Match);
 
 #[pymethods]
@@ -88,7 +88,7 @@ impl HybridMatch {
 }
 
 /// Values that the tree gave up, for the engine to free.
-#[pyclass(frozen, module = "kvpool", name = "HybridFrees")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "HybridFrees")]
 pub(super) struct HybridFrees(pub(super) Frees);
 
 #[pymethods]
@@ -135,7 +135,7 @@ pub(super) fn tensor_or_none(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<O
 }
 
 /// A step of an insertion.
-#[pyclass(frozen, module = "kvpool", name = "HybridStep")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "HybridStep")]
 pub(super) struct HybridStep(pub(super) Step);
 
 /// Ranges, as Python writes them.
@@ -206,21 +206,21 @@ impl HybridStep {
     }
 }
 
-pub(super) fn acts_to_py<'py>(py: Python<'py>, acts: &[Act]) -> PyResult<Bound<'py, PyList>> {
+pub(super) fn acts_to_py<'py>(py: Python<'py>, acts: &[Action]) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for act in acts {
         let act = match act {
-            Act::Free(range) => ("free", range.start, range.end).into_pyobject(py)?,
-            Act::FreeFull(range) => ("free_full", range.start, range.end).into_pyobject(py)?,
-            Act::FreeOld(slots) => ("free_old", tensor_of_slots(py, slots)?).into_pyobject(py)?,
-            Act::Rebuild { node, slots } => {
+            Action::Free(range) => ("free", range.start, range.end).into_pyobject(py)?,
+            Action::FreeFull(range) => ("free_full", range.start, range.end).into_pyobject(py)?,
+            Action::FreeOld(slots) => ("free_old", tensor_of_slots(py, slots)?).into_pyobject(py)?,
+            Action::Rebuild { node, slots } => {
                 ("rebuild", node.number(), tensor_of_slots(py, slots)?).into_pyobject(py)?
             }
-            Act::Recover { node, kept, incoming } => {
+            Action::Recover { node, kept, incoming } => {
                 ("recover", node.number(), tensor_of_slots(py, kept)?, incoming.start, incoming.end)
                     .into_pyobject(py)?
             }
-            Act::EvictExcess(node) => ("evict_excess", node.number()).into_pyobject(py)?,
+            Action::EvictExcess(node) => ("evict_excess", node.number()).into_pyobject(py)?,
         };
         list.append(act)?;
     }
@@ -228,7 +228,7 @@ pub(super) fn acts_to_py<'py>(py: Python<'py>, acts: &[Act]) -> PyResult<Bound<'
 }
 
 /// A node of a `HybridTree` as it was.
-#[pyclass(frozen, module = "kvpool", name = "HybridNode")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "HybridNode")]
 pub(super) struct HybridNode(pub(super) NodeState);
 
 #[pymethods]

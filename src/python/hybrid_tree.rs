@@ -55,7 +55,7 @@ use super::tokens::{slots_of, with_keys, with_slots};
 ///
 /// Raises:
 ///     ConfigError: If `policy` is unknown, or a size is not positive.
-#[pyclass(frozen, module = "kvpool", name = "HybridTree")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "HybridTree")]
 pub(super) struct HybridTree {
     tree: Mutex<Tree>,
 }

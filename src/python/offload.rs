@@ -68,7 +68,7 @@ fn array(py: Python<'_>, places: Vec<OffloadPlace>) -> PyResult<Bound<'_, PyArra
 
 /// The chunks that a request has used, for `OffloadTable`. With another table, or when that was cleared, it begins
 /// anew.
-#[pyclass(frozen, module = "kvpool", name = "OffloadRequest")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadRequest")]
 pub(super) struct OffloadRequest(Mutex<Request>);
 
 #[pymethods]
@@ -96,7 +96,7 @@ impl OffloadRequest {
 ///
 /// Raises:
 ///     ConfigError: If `capacity` is 2**31 or more, or a number is negative.
-#[pyclass(frozen, module = "kvpool", name = "OffloadTable", weakref)]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadTable", weakref)]
 pub(super) struct OffloadTable {
     table: Mutex<Table>,
 }
@@ -297,7 +297,7 @@ const fn name_of(change: OffloadChange) -> &'static str {
 }
 
 /// The turn of a request in an `OffloadOrder`.
-#[pyclass(frozen, module = "kvpool", name = "OffloadTurn")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadTurn")]
 pub(super) struct OffloadTurn(Mutex<RequestRank>);
 
 #[pymethods]
@@ -312,7 +312,7 @@ impl OffloadTurn {
 /// within; this is for engines that keep places and counts of loads themselves.
 ///
 /// Keys and positions are those of `OffloadTable`.
-#[pyclass(frozen, module = "kvpool", name = "OffloadOrder", weakref)]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadOrder", weakref)]
 pub(super) struct OffloadOrder {
     order: Mutex<Order<Py<PyAny>>>,
 }

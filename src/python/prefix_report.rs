@@ -4,7 +4,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::cache::{Event, Namespace, PageHash, Segment as Part, Tier, Whereabouts};
+use crate::cache::{CacheEvent, Namespace, PageHash, Segment as Part, Tier, Whereabouts};
 
 use super::prefix_cache::namespace_to_py;
 
@@ -192,12 +192,12 @@ fn keys<'py>(py: Python<'py>, keys: &[PageHash]) -> PyResult<Bound<'py, PyList>>
 }
 
 /// An event as a Python object.
-pub(super) fn event_to_py(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
+pub(super) fn event_to_py(py: Python<'_>, event: CacheEvent) -> PyResult<Py<PyAny>> {
     Ok(match event {
-        Event::Stored { pages, parent, tokens, namespace, tier } => {
+        CacheEvent::Stored { pages, parent, tokens, namespace, tier } => {
             Py::new(py, Stored { pages, parent, tokens, namespace, tier })?.into_any()
         }
-        Event::Removed { pages, tier } => Py::new(py, Removed { pages, tier })?.into_any(),
-        Event::Cleared => Py::new(py, Cleared)?.into_any(),
+        CacheEvent::Removed { pages, tier } => Py::new(py, Removed { pages, tier })?.into_any(),
+        CacheEvent::Cleared => Py::new(py, Cleared)?.into_any(),
     })
 }

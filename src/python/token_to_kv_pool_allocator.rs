@@ -678,7 +678,7 @@ impl TokenToKvPoolAllocator {
 
 /// The context manager of `TokenToKVPoolAllocator.free_group`: frees inside it take effect together at its
 /// end.
-#[pyclass(frozen, module = "kvpool", name = "FreeGroup")]
+#[pyclass(frozen, module = "kvpool._kvpool", name = "FreeGroup")]
 pub(super) struct FreeGroup {
     allocator: Py<TokenToKvPoolAllocator>,
 }

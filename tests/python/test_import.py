@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 import kvpool
+from kvpool import _kvpool
 
 if TYPE_CHECKING:
     from conftest import RunSnippet
@@ -151,6 +153,14 @@ def test_public_names_are_documented(name: str) -> None:
     thing = getattr(kvpool, name)
     assert thing.__doc__
     assert thing.__module__.split(".")[0] == "kvpool"
+
+
+def test_classes_are_where_they_say_they_are() -> None:
+    """Also private ones, which are in the extension alone: messages and reprs name them so."""
+    classes = [thing for thing in vars(_kvpool).values() if isinstance(thing, type)]
+    assert len(classes) > 50
+    for thing in classes:
+        assert getattr(sys.modules[thing.__module__], thing.__name__) is thing
 
 
 def test_all_lists_the_public_names() -> None:

@@ -3,8 +3,8 @@
 use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::Namespace;
 use kvpool::cache::hybrid::{
-    Act, Done, EvictionOrder, HybridConfig, HybridTree, Insert, Inserted, Match, NotLocked, PageDigest, Part,
-    Receipt, Sizes, Skipped, StateConfig, Victim, WindowConfig, With,
+    Action, Done, EvictionOrder, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
+    PageDigest, Part, Receipt, Sizes, Skipped, StateConfig, Victim, WindowConfig, With,
 };
 
 /// Values of the slots `begin..`, one a token.
@@ -26,7 +26,7 @@ fn windows(size: usize) -> HybridConfig {
 }
 
 /// Inserts, and does what is asked for: windows are the slots plus 1000.
-fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (Inserted, Vec<Act>) {
+fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (InsertResult, Vec<Action>) {
     let (name, values) = (Namespace::Unnamed, slots(begin, tokens.len()));
     let (keys, values): (&[i64], &[EngineSlot]) = (tokens, &values);
     let mut acts = Vec::new();
@@ -34,8 +34,8 @@ fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (In
     loop {
         for act in &step.acts {
             let (node, windows) = match act {
-                Act::Rebuild { node, slots } => (*node, slots.clone()),
-                Act::Recover { node, incoming, .. } => (*node, values[incoming.clone()].to_vec()),
+                Action::Rebuild { node, slots } => (*node, slots.clone()),
+                Action::Recover { node, incoming, .. } => (*node, values[incoming.clone()].to_vec()),
                 _ => continue,
             };
             let windows = windows.iter().map(|slot| EngineSlot::new(slot.number() + 1000)).collect();
@@ -120,7 +120,7 @@ fn slots_that_are_there_twice_are_freed() {
     put(&mut tree, &[1, 2, 3, 4], 10, Insert::default());
     let insert = Insert { found: 2, ..Insert::default() };
     let (result, acts) = put(&mut tree, &[1, 2, 3, 4, 5], 20, insert);
-    assert_eq!(acts, [Act::Free(2..4)]);
+    assert_eq!(acts, [Action::Free(2..4)]);
     assert_eq!(result.found, 4);
     assert!(result.adopted.full.into_iter().eq(std::iter::once(4..5)));
     assert_eq!(tree.slots_between(result.node, tree.root()).unwrap(), at([10, 11, 12, 13, 24]));
@@ -204,7 +204,7 @@ fn a_path_keeps_its_last_states() {
         let state = slots(u32::try_from(end).unwrap(), 1);
         let insert = Insert { found: end - 1, state, ..Insert::default() };
         let (result, acts) = put(&mut tree, &tokens[..end], 10, insert);
-        assert_eq!(acts, [Act::EvictExcess(result.node)]);
+        assert_eq!(acts, [Action::EvictExcess(result.node)]);
         last = Some(result.node);
     }
     let frees = tree.evict_excess_states(last.unwrap()).unwrap();
@@ -244,9 +244,9 @@ fn a_lost_window_comes_back_with_other_slots() {
     let node = put(&mut tree, &tokens, 10, Insert { window_freed: 4, ..Insert::default() }).0.node;
     assert_eq!(find(&mut tree, &tokens).len, 0);
     let (_, acts) = put(&mut tree, &tokens, 20, Insert { window_freed: 1, ..Insert::default() });
-    assert!(matches!(&acts[0], Act::FreeOld(old) if *old == at([11, 12, 13])), "{acts:?}");
-    assert!(matches!(&acts[1], Act::Rebuild { slots, .. } if *slots == at([21, 22, 23])), "{acts:?}");
-    assert_eq!(acts[2], Act::FreeFull(0..1));
+    assert!(matches!(&acts[0], Action::FreeOld(old) if *old == at([11, 12, 13])), "{acts:?}");
+    assert!(matches!(&acts[1], Action::Rebuild { slots, .. } if *slots == at([21, 22, 23])), "{acts:?}");
+    assert_eq!(acts[2], Action::FreeFull(0..1));
     assert_eq!(tree.slots_between(node, tree.root()).unwrap(), at([10, 21, 22, 23]));
     assert_eq!(find(&mut tree, &tokens).len, 4);
     // Slots that are locked stay, and get the windows of the others.
@@ -255,9 +255,9 @@ fn a_lost_window_comes_back_with_other_slots() {
     assert!(matches!(tree.next_victim(Part::Window, 0), Some(Victim::Value(_))));
     assert!(tree.end_eviction(Part::Window));
     let (_, acts) = put(&mut tree, &tokens, 30, Insert { window_freed: 1, ..Insert::default() });
-    assert_eq!(acts[0], Act::FreeFull(0..1));
+    assert_eq!(acts[0], Action::FreeFull(0..1));
     assert!(
-        matches!(&acts[1], Act::Recover { kept, incoming, .. } if *kept == at([21, 22, 23]) && *incoming == (1..4)),
+        matches!(&acts[1], Action::Recover { kept, incoming, .. } if *kept == at([21, 22, 23]) && *incoming == (1..4)),
         "{acts:?}"
     );
     assert_eq!(tree.value(node, Part::Window).unwrap(), at([1031, 1032, 1033]));
@@ -338,7 +338,7 @@ fn what_was_found_is_found_again_by_first_pages() {
         let (result, acts) = put(&mut tree, &longer, 0, Insert { found, ..Insert::default() });
         assert_eq!(result.found, there, "{found}");
         let freed = acts.into_iter().flat_map(|act| match act {
-            Act::Free(range) => range,
+            Action::Free(range) => range,
             act => panic!("{act:?}"),
         });
         assert!(freed.eq(found..there), "{found}");

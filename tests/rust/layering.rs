@@ -1,5 +1,6 @@
 //! Folders are layers: nothing imports from a later one, and `unsafe` stays where it belongs.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -122,6 +123,32 @@ fn unsafe_stays_in_its_places() {
     }
 }
 
+/// The name of the type or trait that `line` declares for others, if it does.
+fn declared(line: &str) -> Option<&str> {
+    let rest = line.trim_start().strip_prefix("pub ")?;
+    let (kind, rest) = rest.split_once(' ')?;
+    let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next()?;
+    ["struct", "enum", "trait", "type"].contains(&kind).then_some(name)
+}
+
+#[test]
+fn no_two_types_have_one_name() {
+    let mut seen = HashMap::new();
+    for path in sources(&src()) {
+        if path.starts_with(src().join("python")) {
+            continue; // classes, which have the names of what they wrap
+        }
+        for line in code(&path) {
+            if let Some(name) = declared(&line)
+                && let Some(other) = seen.insert(name.to_owned(), path.clone())
+            {
+                panic!("{name} is a type of {} and of {}", other.display(), path.display());
+            }
+        }
+    }
+    assert!(seen.len() > 200, "{}", seen.len());
+}
+
 #[test]
 fn only_memory_calls_the_driver() {
     for path in sources(&src()) {
@@ -159,6 +186,8 @@ fn the_checks_find_violations() {
     let lines = ["use crate::{base::{Id, Row}, pool::KvPool};".to_owned(), "crate::python::x();".to_owned()];
     assert_eq!(upward("index", &lines), ["pool", "python"]);
     assert!(upward("python", &lines).is_empty());
+    assert_eq!(declared("    pub struct Pool<T> {"), Some("Pool"));
+    assert_eq!(declared("pub(super) struct Pool;"), None);
     let line = r#"py.import("kvpool.observe.leaks")?.call("kvpool.Tensor()", "kvpool._kvpool", "sys");"#;
     assert_eq!(python_modules(line), ["kvpool.observe.leaks"]);
 }

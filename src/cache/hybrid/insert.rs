@@ -24,7 +24,7 @@ pub struct Insert {
 
 /// What the engine must do. Ranges are of the slots that are inserted.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Act {
+pub enum Action {
     /// Free slots with their windows.
     Free(Range),
     /// Free slots whose windows are free already, or have gone elsewhere.
@@ -52,7 +52,7 @@ pub enum Act {
     EvictExcess(NodeHandle),
 }
 
-impl Act {
+impl Action {
     /// Whether the tree goes on only when it is done.
     const fn ends_step(&self) -> bool {
         matches!(self, Self::Rebuild { .. } | Self::Recover { .. } | Self::EvictExcess(_))
@@ -83,7 +83,7 @@ impl Adopted {
 
 /// The result of an insertion.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Inserted {
+pub struct InsertResult {
     /// Tokens that were there before, in whole pages.
     pub found: usize,
     /// The node at the end of the inserted tokens.
@@ -101,9 +101,9 @@ pub struct Inserted {
 #[must_use]
 pub struct Step {
     /// What is to be done, in this order.
-    pub acts: Vec<Act>,
+    pub acts: Vec<Action>,
     /// The result, in the last step. Without it, call [`HybridTree::advance`].
-    pub result: Option<Inserted>,
+    pub result: Option<InsertResult>,
     /// The tokens that this step has added.
     pub added: Option<Added>,
 }
@@ -136,9 +136,9 @@ pub(super) struct Insertion {
     node: NodeId,
     len: usize,
     is_new: bool,
-    result: Inserted,
+    result: InsertResult,
     /// What was not handed out yet.
-    acts: Vec<Act>,
+    acts: Vec<Action>,
     /// The tokens added, if they were not handed out yet.
     added: Option<Added>,
 }
@@ -167,7 +167,7 @@ impl HybridTree {
         }
         let now = self.tick();
         self.node_mut(ROOT).used = now;
-        let result = Inserted {
+        let result = InsertResult {
             found: 0,
             node: self.root(),
             had_state: limit == 0,
@@ -216,7 +216,7 @@ impl HybridTree {
                 self.insertion = Some(Insertion { phase: Phase::Tail, ..walk });
                 break Err(error);
             }
-            if walk.acts[before..].iter().any(Act::ends_step) {
+            if walk.acts[before..].iter().any(Action::ends_step) {
                 let (acts, added) = (std::mem::take(&mut walk.acts), walk.added.take());
                 self.insertion = Some(walk);
                 break Ok(Step { acts, result: None, added });
@@ -233,7 +233,7 @@ impl HybridTree {
     }
 
     /// Gives up an insertion that is going on, if there is one, and returns what is still to be done.
-    pub fn end_insertion(&mut self) -> Vec<Act> {
+    pub fn end_insertion(&mut self) -> Vec<Action> {
         self.insertion.take().map_or(Vec::new(), |walk| walk.acts)
     }
 
@@ -276,8 +276,8 @@ impl HybridTree {
         if !free.is_empty() {
             let middle = walk.insert.window_freed.clamp(free.start, free.end);
             for (range, act) in [
-                (free.start..middle, Act::FreeFull as fn(Range) -> Act),
-                (middle..free.end, Act::Free as fn(Range) -> Act),
+                (free.start..middle, Action::FreeFull as fn(Range) -> Action),
+                (middle..free.end, Action::Free as fn(Range) -> Action),
             ] {
                 if !range.is_empty() {
                     walk.acts.push(act(range));
@@ -319,13 +319,13 @@ impl HybridTree {
         let handle = self.handle(node);
         if is_locked {
             let kept = self.node(node).value(Part::Full).to_vec();
-            walk.acts.push(Act::Recover { node: handle, kept, incoming: live..range.end });
+            walk.acts.push(Action::Recover { node: handle, kept, incoming: live..range.end });
         } else {
             walk.result.adopted.add(Part::Full, live..range.end);
             let full = &mut self.node_mut(node).values[Part::Full.index()];
             let old = std::mem::replace(full, incoming.clone());
-            walk.acts.push(Act::FreeOld(old));
-            walk.acts.push(Act::Rebuild { node: handle, slots: incoming });
+            walk.acts.push(Action::FreeOld(old));
+            walk.acts.push(Action::Rebuild { node: handle, slots: incoming });
         }
         Ok(live)
     }
@@ -376,7 +376,7 @@ impl HybridTree {
             } else {
                 self.attach(target, Part::State, std::mem::take(&mut walk.insert.state));
                 if state.max_per_path.is_some() {
-                    walk.acts.push(Act::EvictExcess(walk.result.node));
+                    walk.acts.push(Action::EvictExcess(walk.result.node));
                 }
             }
             if !walk.is_new {
@@ -410,8 +410,8 @@ impl HybridTree {
         Ok(())
     }
 
-    fn rebuild(&self, node: NodeId) -> Act {
-        Act::Rebuild { node: self.handle(node), slots: self.node(node).value(Part::Full).to_vec() }
+    fn rebuild(&self, node: NodeId) -> Action {
+        Action::Rebuild { node: self.handle(node), slots: self.node(node).value(Part::Full).to_vec() }
     }
 
     fn end_insertion_at(&mut self, walk: &mut Insertion) {

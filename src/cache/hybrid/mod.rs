@@ -6,7 +6,7 @@
 //! come and go on their own. A prefix is found up to the deepest node that every part accepts: a window needs
 //! its whole last stretch, a state only the node itself.
 //!
-//! The engine drives it: it names nodes by [`NodeHandle`], applies the [`Act`]s of an insertion to its
+//! The engine drives it: it names nodes by [`NodeHandle`], applies the [`Action`]s of an insertion to its
 //! allocators between two [`HybridTree::advance`]s, and frees what an eviction hands out ([`Frees`]). The
 //! tree decides everything else: which node goes next, what goes with it, what is locked, and what may be
 //! found.
@@ -41,7 +41,7 @@ use order::{Queue, Rank};
 
 pub use evict::{Frees, Removed, Victim};
 pub use find::{Match, Peek};
-pub use insert::{Act, Added, Adopted, Insert, Inserted, Range, Step};
+pub use insert::{Action, Added, Adopted, Insert, InsertResult, Range, Step};
 pub use lock::{Boundary, Done, Locked, NotLocked, Receipt, Skipped, With};
 pub use order::EvictionOrder;
 pub use report::{NodeState, PathNode, SlotRow, SlotRuns};

@@ -23,7 +23,7 @@ pub struct Fetcher {
 
 /// Index values in transfer.
 #[derive(Debug)]
-pub struct Fetch {
+pub struct PendingFetch {
     held: Reply,
     count: usize,
     /// Whether they are copied as int64.
@@ -32,7 +32,7 @@ pub struct Fetch {
     keep: Option<Keep>,
 }
 
-impl Fetch {
+impl PendingFetch {
     /// The number of values.
     #[must_use]
     pub const fn len(&self) -> usize {
@@ -105,7 +105,7 @@ impl Fetcher {
         tensor: &Borrowed<'_>,
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
-    ) -> Result<Option<Fetch>> {
+    ) -> Result<Option<PendingFetch>> {
         self.gpu.not_capturing(
             stream,
             "freeing slots that only the device knows, whose values are copied to the host,",
@@ -120,7 +120,7 @@ impl Fetcher {
                 read_kernel(&self.gpu, &self.kernels, tensor, range, stream)
             }
         })?;
-        Ok(held.map(|held| Fetch { held, count, wide, keep: keep() }))
+        Ok(held.map(|held| PendingFetch { held, count, wide, keep: keep() }))
     }
 
     /// The values of a fetch that is done.
@@ -128,7 +128,7 @@ impl Fetcher {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
     /// copy.
-    pub fn take(&self, fetch: &Fetch) -> Result<IndexVec> {
+    pub fn take(&self, fetch: &PendingFetch) -> Result<IndexVec> {
         if fetch.wide {
             Ok(IndexVec::I64(self.ring.take(&fetch.held, fetch.count)?))
         } else {
@@ -137,7 +137,7 @@ impl Fetcher {
     }
 
     /// Drops a fetch without reading its values.
-    pub fn abandon(&self, fetch: &Fetch) {
+    pub fn abandon(&self, fetch: &PendingFetch) {
         self.ring.release(&fetch.held);
     }
 }

@@ -11,7 +11,7 @@ mod numbers;
 mod params;
 mod plan;
 
-pub use fetch::{Fetch, Fetcher, read_now};
+pub use fetch::{Fetcher, PendingFetch, read_now};
 pub use plan::{PlanBatch, PlanFields, PlanRequest};
 
 use std::collections::HashSet;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, IndexVec, StateSlot};
-use kvpool::cache::{Event, Namespace, PageHash, PolicyKind, Segment, Whereabouts};
+use kvpool::cache::{CacheEvent, Namespace, PageHash, PolicyKind, Segment, Whereabouts};
 use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
 use kvpool::memory::Region;
@@ -637,15 +637,15 @@ impl Prefixes {
     fn follow(&mut self) {
         for event in self.cache.take_events(STREAM).expect("a cache with events") {
             match event {
-                Event::Stored { pages, parent, tokens, .. } => {
+                CacheEvent::Stored { pages, parent, tokens, .. } => {
                     assert_eq!(tokens.len(), pages.len() * self.page_size);
                     assert!(parent.is_none_or(|parent| self.told.contains(&parent)));
                     assert!(pages.into_iter().all(|page| self.told.insert(page)), "stored once");
                 }
-                Event::Removed { pages, .. } => {
+                CacheEvent::Removed { pages, .. } => {
                     assert!(pages.iter().all(|page| self.told.remove(page)), "removed once");
                 }
-                Event::Cleared => self.told.clear(),
+                CacheEvent::Cleared => self.told.clear(),
             }
         }
         let found = self.cached.keys().filter(|(generation, _)| self.current.contains(generation));
