@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use kvpool::base::{DType, Id, IndexVec, Page, Result, widen};
 use kvpool::cache::{Continues, KeyTokens, Namespace, PolicyKind, Tree};
-use kvpool::index::{Order, SlotAllocator};
+use kvpool::index::{OnBadFree, Order, SlotAllocator};
 use kvpool::kernels::{
     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
 };
@@ -49,7 +49,7 @@ impl Queue {
 
 fn cycle(slots: &mut SlotAllocator, count: usize) {
     if let Ok(Some(taken)) = slots.alloc(count) {
-        let bad = slots.free(&IndexVec::I32(black_box(taken)), false);
+        let bad = slots.free(&IndexVec::I32(black_box(taken)), OnBadFree::Report);
         let _ = black_box(bad);
     }
 }
@@ -59,7 +59,7 @@ fn fragmented(step: usize) -> SlotAllocator {
     let Ok(mut slots) = SlotAllocator::new(SIZE, 1, Order::Sorted) else { unreachable!("a valid size") };
     let _ = slots.alloc::<i32>(SIZE);
     let freed = (1..SIZE).step_by(step).filter_map(|slot| i32::try_from(slot).ok()).collect();
-    let _ = slots.free(&IndexVec::I32(freed), false);
+    let _ = slots.free(&IndexVec::I32(freed), OnBadFree::Report);
     slots
 }
 

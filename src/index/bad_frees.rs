@@ -135,18 +135,35 @@ impl BadFrees {
     }
 }
 
-/// Turns a report into the result of a free: an error in strict mode, otherwise the report for the log.
+/// What a free does about invalid indices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnBadFree {
+    /// It frees all others, and reports the invalid ones.
+    Report,
+    /// It fails, and changes nothing.
+    Fail,
+}
+
+impl OnBadFree {
+    /// Fails if `strict`.
+    #[must_use]
+    pub const fn of(strict: bool) -> Self {
+        if strict { Self::Fail } else { Self::Report }
+    }
+}
+
+/// Turns a report into the result of a free: an error or the report for the log.
 ///
 /// # Errors
-/// [`ErrorKind::IndexOwnership`] when `strict` and an index was dropped.
+/// [`ErrorKind::IndexOwnership`] when an index was dropped, for [`OnBadFree::Fail`].
 pub fn on_bad_frees(
     bad: BadFrees,
-    strict: bool,
+    on_bad: OnBadFree,
     noun: &str,
     given: usize,
     capacity: usize,
 ) -> Result<BadFrees> {
-    if strict && bad.dropped() > 0 {
+    if on_bad == OnBadFree::Fail && bad.dropped() > 0 {
         let report = bad.describe(noun, given);
         let text = format!("cannot free {report}; nothing was changed (capacity {capacity})");
         let error = Error::new(ErrorKind::IndexOwnership, text);

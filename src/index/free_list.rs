@@ -143,6 +143,11 @@ impl<I: Id> FreeList<I> {
         Ok(list)
     }
 
+    /// The order in which freed indices are handed out again.
+    pub(super) const fn order(&self) -> Order {
+        self.order
+    }
+
     /// Frees every index and restores the order of a new list.
     pub fn clear(&mut self) {
         self.records.clear();

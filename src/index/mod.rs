@@ -39,7 +39,7 @@ mod slot_allocator;
 
 pub use address_space::AddressSpace;
 pub use arena::Arena;
-pub use bad_frees::{BadFree, BadFrees, on_bad_frees};
+pub use bad_frees::{BadFree, BadFrees, OnBadFree, on_bad_frees};
 pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reuse, Rounding};
 pub use extension::{Extension, LastLoc};

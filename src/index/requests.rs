@@ -8,7 +8,7 @@ use std::ops::Range;
 use crate::base::bounded::narrow;
 use crate::base::{Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, reserve, widen};
 
-use super::{Ledgered, PageList, RowTable, Run, SlotAllocator};
+use super::{Ledgered, OnBadFree, PageList, RowTable, Run, SlotAllocator};
 
 /// The number of slots in a page. A power of two divides positions by a shift, which pays several times per
 /// request.
@@ -430,7 +430,7 @@ impl Requests {
         for growth in batch {
             let pages = self.cut(growth.row, growth.had);
             // The request owns these pages, so the free cannot fail.
-            let _ = slots.free_now(&pages, false);
+            let _ = slots.free_now(&pages, OnBadFree::Report);
         }
     }
 

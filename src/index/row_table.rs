@@ -7,7 +7,7 @@ use crate::base::{Id, IndexVec, Result, widen, zeros};
 
 use super::free_list::{FreeList, Give, Order};
 use super::mask::Mask;
-use super::{BadFree, BadFrees, on_bad_frees};
+use super::{BadFree, BadFrees, OnBadFree, on_bad_frees};
 
 /// A row and its columns to clear: `0..written`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,11 +25,11 @@ pub struct RowExtent<I> {
 ///
 /// ```
 /// use kvpool::base::{IndexVec, RequestRow};
-/// use kvpool::index::RowTable;
+/// use kvpool::index::{OnBadFree, RowTable};
 /// let mut table = RowTable::<RequestRow>::new(1, 2).unwrap();
 /// assert_eq!(table.alloc(2).unwrap().len(), 2);
 /// assert!(table.alloc(1).is_none());
-/// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), false).unwrap();
+/// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), OnBadFree::Report).unwrap();
 /// assert_eq!((freed.len(), bad.dropped()), (1, 1));
 /// ```
 #[derive(Clone, Debug)]
@@ -104,17 +104,17 @@ impl<I: Id> RowTable<I> {
     /// Frees rows. Rows that are not live are dropped and reported.
     ///
     /// # Errors
-    /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
+    /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
     /// would be dropped, and nothing is changed.
-    pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
-        self.free_explained(given, strict, |_| ())
+    pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
+        self.free_explained(given, on_bad, |_| ())
     }
 
     /// Like [`RowTable::free`]; `explain` adds to the report.
     pub(super) fn free_explained(
         &mut self,
         given: &IndexVec,
-        strict: bool,
+        on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let capacity = self.rows.capacity();
@@ -133,7 +133,7 @@ impl<I: Id> RowTable<I> {
         }
         let dropped = bad.dropped();
         explain(&mut bad);
-        let bad = on_bad_frees(bad, strict, I::NOUN, given.len(), capacity)?;
+        let bad = on_bad_frees(bad, on_bad, I::NOUN, given.len(), capacity)?;
         let written = &mut self.written;
         let freed = batch
             .masks()

@@ -59,11 +59,11 @@ pub struct SlotStats {
 ///
 /// ```
 /// use kvpool::base::IndexVec;
-/// use kvpool::index::{Give, Order, SlotAllocator};
+/// use kvpool::index::{Give, OnBadFree, Order, SlotAllocator};
 /// let mut slots = SlotAllocator::new(64, 16, Order::Sorted).unwrap();
 /// assert_eq!(slots.alloc::<i32>(3).unwrap().unwrap(), [16, 17, 18]);
 /// assert_eq!(slots.available(), 48);
-/// let bad = slots.free(&IndexVec::I32(vec![17]), false).unwrap();
+/// let bad = slots.free(&IndexVec::I32(vec![17]), OnBadFree::Report).unwrap();
 /// assert_eq!((bad.dropped(), slots.available()), (0, 64));
 /// ```
 #[derive(Clone, Debug)]
@@ -133,6 +133,12 @@ impl SlotAllocator {
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
+    }
+
+    /// The order in which freed pages are handed out again.
+    #[must_use]
+    pub const fn order(&self) -> Order {
+        self.pages.order()
     }
 
     /// The number of slots in a page.
@@ -344,13 +350,13 @@ impl SlotAllocator {
     ///
     /// ```
     /// use kvpool::base::IndexVec;
-    /// use kvpool::index::{Order, SlotAllocator};
+    /// use kvpool::index::{OnBadFree, Order, SlotAllocator};
     /// let mut slots = SlotAllocator::new(8, 1, Order::Sorted).unwrap();
     /// let prefix = IndexVec::I32(slots.alloc(3).unwrap().unwrap());
     /// slots.share(&prefix).unwrap();
-    /// assert_eq!(slots.free(&prefix, true).unwrap().dropped(), 0);
+    /// assert_eq!(slots.free(&prefix, OnBadFree::Fail).unwrap().dropped(), 0);
     /// assert_eq!(slots.available(), 5);
-    /// assert_eq!(slots.free(&prefix, true).unwrap().dropped(), 0);
+    /// assert_eq!(slots.free(&prefix, OnBadFree::Fail).unwrap().dropped(), 0);
     /// assert_eq!(slots.available(), 8);
     /// ```
     pub fn share(&mut self, given: &IndexVec) -> Result<()> {

@@ -8,16 +8,16 @@ mod state;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use crate::base::sync::explored::{Mutex, lock};
-use crate::base::{Device, IndexVec, Result};
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
+use crate::base::{Device, IndexVec, Page, RequestRow, Result};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
 
 use self::claim::Claim;
 pub use self::plan::{Field, Plan, PlannerConfig};
-pub(super) use self::state::PlannerState;
-use self::state::{Behind, Pools};
+use self::state::{Behind, PlannerState, Pools};
+use super::prefix_cache::{LeaseKeeper, LeasedRequest, LeasingRequest};
 use super::shortage::OrShort;
 use super::{Fence, Lease, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
 
@@ -169,13 +169,32 @@ impl BatchPlanner {
     /// [`Requests::growth`]: crate::index::Requests::growth
     /// [`Requests::growth_of_cached`]: crate::index::Requests::growth_of_cached
     pub fn extend(&self, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
-        let claim = |(prefix, row): (&Prefix, i64)| match prefix {
-            Prefix::Leased(lease) => Claim::new(lease, &self.me, row, &self.slots).map(Some),
+        let mut claims = self.claim(&batch)?;
+        self.take(stream, |state, pools| state.extend(pools, batch, &mut claims, stream))
+    }
+
+    /// Claims the leased prefixes of a batch, by position.
+    fn claim(&self, batch: &Batch<'_>) -> Result<Vec<Option<Claim>>> {
+        if !batch.prefixes.iter().any(|prefix| matches!(prefix, Prefix::Leased(_))) {
+            return Ok(Vec::new());
+        }
+        let rows = self.resolve(batch.rows)?;
+        let claim = |(prefix, row): (&Prefix, RequestRow)| match prefix {
+            Prefix::Leased(lease) => Claim::new(lease, self.request(row), &self.slots).map(Some),
             Prefix::None | Prefix::Slots(_) => Ok(None),
         };
-        let claims = batch.prefixes.iter().zip(batch.rows.iter()).map(claim);
-        let mut claims: Vec<Option<Claim>> = claims.collect::<Result<_>>()?;
-        self.take(stream, |state, pools| state.extend(pools, batch, &mut claims, stream))
+        batch.prefixes.iter().zip(rows).map(claim).collect()
+    }
+
+    /// The rows of live requests.
+    fn resolve(&self, rows: &IndexVec) -> Result<Vec<RequestRow>> {
+        let (mut state, table) = (lock(&self.state), lock(&self.table));
+        state.resolve(rows, &table)
+    }
+
+    /// The request in `row`, as one that keeps a lease.
+    fn request(&self, row: RequestRow) -> LeasingRequest {
+        LeasingRequest::new(Weak::clone(&self.me) as _, row)
     }
 
     /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the
@@ -253,18 +272,13 @@ impl BatchPlanner {
     /// [`Requests::fork`]: crate::index::Requests::fork
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
-        let leased = {
+        let (leased, row) = {
             let (mut state, table) = (lock(&self.state), lock(&self.table));
-            state.lease_of_row(src, &table)?
+            let named = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
+            (state.lease_of(named[0], &table).cloned(), named[1])
         };
-        let claim = leased.map(|lease| Claim::again(&lease, len, &self.me, dst, stream)).transpose()?;
+        let claim = leased.map(|lease| Claim::again(&lease, len, self.request(row), stream)).transpose()?;
         self.take(stream, |state, pools| state.fork(pools, [src, dst], len, claim.as_ref(), stream))
-    }
-
-    /// Calls `work` with the state and the table. The caller holds the lock on the slots.
-    pub(super) fn with_state<R>(&self, work: impl FnOnce(&mut PlannerState, &ReqToTokenPool) -> R) -> R {
-        let (mut state, table) = (lock(&self.state), lock(&self.table));
-        work(&mut state, &table)
     }
 
     /// An array of a plan on the device, without a copy. `None` if the planner does not build it.
@@ -342,6 +356,32 @@ impl BatchPlanner {
     /// Waits, without locks, if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
         make_room(self.config.max_tokens, || lock(&self.state).crowded())
+    }
+}
+
+impl LeaseKeeper for BatchPlanner {
+    fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>> {
+        let (state, table) = (lock(&self.state), lock(&self.table));
+        let kept = state.lease_of(row, &table)?;
+        std::ptr::eq(&raw const **kept, lease)
+            .then(|| Box::new(LockedRequest { state, _table: table, row }) as _)
+    }
+}
+
+/// A request of a planner, whose row no call frees meanwhile.
+struct LockedRequest<'a> {
+    row: RequestRow,
+    state: MutexGuard<'a, PlannerState>,
+    _table: MutexGuard<'a, ReqToTokenPool>,
+}
+
+impl LeasedRequest for LockedRequest<'_> {
+    fn pages(&self, from: usize, to: usize) -> Result<Vec<Page>> {
+        self.state.pages(self.row, from, to)
+    }
+
+    fn note_published(&mut self, from: usize, cached: &[Page]) {
+        self.state.note_published(self.row, from, cached);
     }
 }
 

@@ -6,6 +6,8 @@ use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, widen};
 use crate::index::{Bucket, Buckets, Ledgered, Rounding, Ticket};
 use crate::memory::{Backend, Borrowed, Contents, Gpu, Keep, PageLock, Region, Stream, Users};
 
+use super::contract::{Occupancy, Pool, Stats};
+
 /// A buffer that was handed out.
 #[derive(Clone, Debug)]
 pub struct Buffer {
@@ -282,6 +284,46 @@ impl BufferPool {
         }
         self.existing.push((key, locked));
         Ok(true)
+    }
+}
+
+impl Pool for BufferPool {
+    fn unit(&self) -> &'static str {
+        "buffer"
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    /// Releasing a buffer that is not in use is always an error.
+    fn strict(&self) -> bool {
+        true
+    }
+
+    fn stats(&self) -> Stats {
+        let buckets = self.buckets();
+        Stats::from([
+            ("capacity", buckets.free_count() + buckets.in_use_count()),
+            ("available", buckets.free_count()),
+            ("in_use", buckets.in_use_count()),
+            ("high_water", buckets.high_water()),
+            ("stale_uses", self.stale_uses()),
+            ("bytes", buckets.free_bytes() + buckets.in_use_bytes()),
+            ("free_bytes", buckets.free_bytes()),
+            ("in_use_bytes", buckets.in_use_bytes()),
+            ("high_water_bytes", buckets.high_water_bytes()),
+            ("registered_bytes", self.registered_bytes()),
+        ])
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        let spans = self.buckets().spans().into_iter().map(|(span, bytes)| (span, Some(bytes)));
+        Occupancy::new(spans, self.buckets().book(), 1)
+    }
+
+    fn keep_ledger(&mut self) {
+        self.keep_ledger();
     }
 }
 

@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 use crate::base::bounded::narrow;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::base::{ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, bytes_of, widen};
-use crate::index::{BadFree, BadFrees, Ledgered, RefCounts, Returning, Ticket, on_bad_frees};
+use crate::index::{BadFree, BadFrees, Ledgered, OnBadFree, RefCounts, Returning, Ticket, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, PageLocking, Region, Sink, Stream, page_lock_steps, system_page,
 };
 use crate::tensor::TensorView;
 
+use super::contract::{Occupancy, Pool, Stats};
 use super::{at_least_one, fits_int32};
 
 /// The shape of a [`ChunkPool`].
@@ -415,7 +416,7 @@ impl ChunkPool {
             BadFree::Foreign => BadFrees::of(index, reason),
             reason => state.chunks.bad_free(index, reason),
         };
-        let bad = on_bad_frees(bad, self.config.strict, "chunk", 1, state.chunks.capacity())?;
+        let bad = on_bad_frees(bad, OnBadFree::of(self.config.strict), "chunk", 1, state.chunks.capacity())?;
         state.chunks.note_dropped();
         Ok(bad)
     }
@@ -531,6 +532,37 @@ impl ChunkPool {
         }
         drop(state);
         self.changed.notify_all();
+    }
+}
+
+impl Pool for ChunkPool {
+    fn unit(&self) -> &'static str {
+        "chunk"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.chunk_bytes())
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.config().strict
+    }
+
+    fn stats(&self) -> Stats {
+        self.counts(|chunks, registered| Stats::of_counts(chunks).and("registered", registered))
+            .and("bytes", self.mem_bytes())
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        self.counts(|chunks, _| Occupancy::even(chunks.spans(), chunks.book(), 1))
+    }
+
+    fn keep_ledger(&mut self) {
+        Self::keep_ledger(self);
     }
 }
 

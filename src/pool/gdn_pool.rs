@@ -6,13 +6,14 @@ use crate::base::sync::lock;
 use crate::base::{
     DType, Device, Dims, Id, IndexVec, LONG_COPY, Result, StateSlot, blocking, bytes_of, widen,
 };
-use crate::index::{BadFrees, Ledgered, RowTable};
+use crate::index::{BadFrees, Ledgered, OnBadFree, RowTable};
 use crate::kernels::{
     BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
 };
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
 
+use super::contract::{Occupancy, Pool, Stats};
 use super::{Footprint, at_least_one, fits_int32, row_ring_bytes};
 
 /// The shape of a [`GdnPool`].
@@ -291,7 +292,7 @@ impl GdnPool {
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when the free is
     /// invalid.
     pub fn free_track_slot(&self, slot: i64) -> Result<BadFrees> {
-        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), self.config.strict)?;
+        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), OnBadFree::of(self.config.strict))?;
         Ok(bad)
     }
 
@@ -304,5 +305,36 @@ impl GdnPool {
     pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable<StateSlot>>> {
         // A panic cannot leave the table half changed, so poison is ignored.
         lock(&self.tracks)
+    }
+}
+
+impl Pool for GdnPool {
+    fn unit(&self) -> &'static str {
+        "track slot"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.mem_bytes() / self.pool_size())
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.strict()
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::of_rows(&self.tracks()).and("bytes", self.mem_bytes())
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        let tracks = self.tracks();
+        Occupancy::even(tracks.spans(), tracks.book(), 1)
+    }
+
+    fn keep_ledger(&mut self) {
+        Self::keep_ledger(self);
     }
 }

@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::base::sync::lock;
-use crate::base::{Error, ForkGate, Page, Result, StateSlot};
+use crate::base::{Device, Error, ForkGate, Page, Result, StateSlot};
 use crate::cache::{Lower, Namespace, Offered, OfferedPages, Offering, PageHash};
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
 use crate::transfer::{Lane, Transfer};
 
-use super::{GdnPool, KvPool, Stats, at_least_one};
+use super::contract::{Pool, Stats};
+use super::{GdnPool, KvPool, at_least_one};
 use storage::{Arrivals, Resident, Storage};
 
 pub(super) use pieces::{HeldPieces, Incoming, Outgoing, PieceKind};
@@ -460,5 +461,28 @@ impl HostTier {
         counts.failed += more.failed;
         counts.fetched += more.fetched;
         counts.unstored += more.unstored;
+    }
+}
+
+impl Pool for HostTier {
+    fn unit(&self) -> &'static str {
+        "page"
+    }
+
+    /// Its pages are a prefix cache's.
+    fn hands_out(&self) -> bool {
+        false
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.page_bytes())
+    }
+
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn stats(&self) -> Stats {
+        Self::stats(self)
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, Result, bytes_of, widen};
+use crate::base::{DType, Device, Error, Id, Result, Slot, bytes_of, widen};
 use crate::kernels::{
     BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
     StoreRows,
@@ -13,6 +13,7 @@ use crate::memory::{
 };
 use crate::tensor::TensorView;
 
+use super::contract::{Pool, Stats};
 use super::{Footprint, at_least_one, fits_int32, row_ring_bytes};
 
 /// Rows of a buffer are rounded up to a multiple of this.
@@ -413,6 +414,30 @@ impl KvPool {
     /// Every buffer, keys of all layers first.
     pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> {
         self.rows.all().iter().map(RowBuffer::info)
+    }
+}
+
+impl Pool for KvPool {
+    fn unit(&self) -> &'static str {
+        Slot::NOUN
+    }
+
+    fn hands_out(&self) -> bool {
+        false
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::from([
+            ("capacity", self.config().size),
+            ("rows", self.rows()),
+            ("layer_num", self.config().layer_num),
+            ("page_size", self.config().page_size),
+            ("bytes", self.mem_bytes()),
+        ])
     }
 }
 

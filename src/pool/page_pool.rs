@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Id, PoolPage, Result, bytes_of, widen};
-use crate::index::{BadFrees, Ledgered, RefCounts, Ticket, on_bad_frees};
+use crate::index::{BadFrees, Ledgered, OnBadFree, RefCounts, Ticket, on_bad_frees};
 use crate::memory::{Backend, Contents, Region, Stream};
 use crate::tensor::TensorView;
 
+use super::contract::{Occupancy, Pool, Stats};
 use super::{at_least_one, fits_int32};
 
 /// The shape of a [`PagePool`].
@@ -143,7 +144,7 @@ impl PagePool {
     pub fn free(&mut self, page: i64) -> Result<BadFrees> {
         let reason = self.pages.reason(page);
         let bad = reason.map_or_else(BadFrees::default, |reason| self.pages.bad_free(page, reason));
-        let bad = on_bad_frees(bad, self.config.strict, "page", 1, self.pages.capacity())?;
+        let bad = on_bad_frees(bad, OnBadFree::of(self.config.strict), "page", 1, self.pages.capacity())?;
         let ticket = u32::try_from(page).ok().and_then(|index| self.pages.ticket(PoolPage::new(index)));
         match ticket {
             Some(ticket) if bad.dropped() == 0 => {
@@ -170,5 +171,35 @@ impl PagePool {
         let (first, region) = &self.regions[after - 1];
         let offset = widen(number - first) * self.page_bytes;
         TensorView::contiguous(Arc::clone(region), offset, self.config.dtype, &[self.config.page_size])
+    }
+}
+
+impl Pool for PagePool {
+    fn unit(&self) -> &'static str {
+        "page"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.config().page_size * self.config().dtype.size())
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.config().strict
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::of_counts(self.pages()).and("bytes", self.mem_bytes())
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        Occupancy::even(self.pages().spans(), self.pages().book(), 1)
+    }
+
+    fn keep_ledger(&mut self) {
+        self.keep_ledger();
     }
 }

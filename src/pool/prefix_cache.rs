@@ -7,13 +7,14 @@ mod lease;
 mod load;
 mod lock;
 mod pins;
+mod request;
 
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
-use crate::base::{Error, Id, IndexVec, Page, Result, StateSlot};
+use crate::base::{Device, Error, Id, IndexVec, Page, Result, Slot, StateSlot};
 use crate::cache::{
     AGE_BUCKETS, CacheEvent, Cause, Continues, Digest, Evicted, Hold, KeyTokens, Lower, Namespace,
     OfferedPages, Offering, PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
@@ -21,6 +22,7 @@ use crate::cache::{
 use crate::index::Owner;
 use crate::memory::Stream;
 
+use super::contract::{Pool, Stats};
 use super::fences::Fence;
 use super::host_tier::{HeldPieces, Incoming};
 use super::token_to_kv_pool_allocator::Changing;
@@ -36,6 +38,7 @@ pub use lease::{Lease, Offer, Published};
 pub use load::Load;
 pub(super) use lock::Parked;
 use pins::Pins;
+pub(super) use request::{LeaseKeeper, LeasedRequest, LeasingRequest};
 
 /// Settings of a [`PrefixCache`].
 #[derive(Clone, Debug)]
@@ -710,6 +713,45 @@ impl Reclaim for CacheCore {
         drop(kept);
         pages.extend(tails.iter().flat_map(|tail| tail.coming()));
         pages
+    }
+}
+
+impl Pool for PrefixCache {
+    fn unit(&self) -> &'static str {
+        Slot::NOUN
+    }
+
+    /// Its slots are the allocator's.
+    fn hands_out(&self) -> bool {
+        false
+    }
+
+    fn device(&self) -> Device {
+        self.allocator().device()
+    }
+
+    fn strict(&self) -> bool {
+        self.allocator().strict()
+    }
+
+    fn stats(&self) -> Stats {
+        let (tree, counts) = self.numbers();
+        Stats::from([
+            ("capacity", self.allocator().stats().capacity),
+            ("lookups", counts.lookups),
+            ("hit_tokens", counts.hit_tokens),
+            ("missed_tokens", counts.missed_tokens),
+            ("published", counts.published),
+            ("duplicates", counts.duplicates),
+            ("evicted", counts.evicted),
+            ("loaded", counts.loaded),
+            ("cached", tree.cached),
+            ("evictable", tree.evictable),
+            ("locked", tree.locked),
+            ("nodes", tree.nodes),
+            ("snapshots", tree.snapshots),
+            ("bytes", tree.bytes),
+        ])
     }
 }
 

@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, widen, zeros};
-use crate::index::{BadFrees, Ledgered, RowExtent, RowTable};
+use crate::index::{BadFrees, Ledgered, OnBadFree, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, Table};
 use crate::memory::{Backend, Borrowed, Event, Region, Stream};
 use crate::tensor::TensorView;
 
+use super::contract::{Occupancy, Pool, Stats};
 use super::table_mirror::TableMirror;
 use super::{Footprint, at_least_one, fits_int32};
 
@@ -266,7 +267,7 @@ impl ReqToTokenPool {
         let rows = taken.iter().map(|taken| taken.row.number().into()).collect();
         let (_, bad) = self
             .rows
-            .free(&IndexVec::I64(rows), false)
+            .free(&IndexVec::I64(rows), OnBadFree::Report)
             .expect("a free that is not strict takes whatever it is given");
         debug_assert_eq!(bad.dropped(), 0, "all were taken just now");
         for taken in taken {
@@ -282,7 +283,7 @@ impl ReqToTokenPool {
     /// nothing is changed. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
         self.not_capturing(stream)?;
-        let (mut freed, bad) = self.rows.free(given, self.config.strict)?;
+        let (mut freed, bad) = self.rows.free(given, OnBadFree::of(self.config.strict))?;
         if self.config.writers == TableWriters::Others {
             for freed in &mut freed {
                 freed.written = self.columns();
@@ -584,6 +585,37 @@ impl ReqToTokenPool {
         let rows = rows.filter(|extent| extent.written > 0).collect();
         mirror.drop_echoes();
         self.zero(rows, stream)
+    }
+}
+
+impl Pool for ReqToTokenPool {
+    fn unit(&self) -> &'static str {
+        "row"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(size_of::<i32>() * self.max_context_len())
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.strict()
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::of_rows(self.rows()).and("bytes", self.mem_bytes())
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        let rows = self.rows();
+        Occupancy::even(rows.spans(), rows.book(), 1)
+    }
+
+    fn keep_ledger(&mut self) {
+        self.keep_ledger();
     }
 }
 

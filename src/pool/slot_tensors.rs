@@ -10,19 +10,20 @@ use crate::base::{
     widen,
 };
 use crate::index::{
-    Act, BadFrees, FenceId, Fit, LastLoc, Ledger, Ledgered, Order, Owner, Run, SlotAllocator, SlotStats,
+    Act, BadFrees, FenceId, Fit, LastLoc, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator,
+    SlotStats,
 };
 use crate::kernels::{Grown, Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 use crate::transfer::Transfer;
 
+use super::KvPool;
 use super::deferred::{Deferred, FreedAs, Part, Values, abandon, slots_of};
 use super::fences::{Fence, Fences};
 use super::mirror::known_values;
 use super::shortage::{Missing, OrShort, Short};
 use super::stage::Stage;
-use super::{AllocatorConfig, KvPool};
 
 /// The state that a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, their tensors,
 /// and pending frees.
@@ -39,8 +40,7 @@ pub(super) struct SlotTensors {
     group: Vec<(Part, Option<Arc<Act>>)>,
     /// Pages of the current call; kept for its capacity.
     runs: Vec<Run<Page>>,
-    need_sort: bool,
-    strict: bool,
+    on_bad_free: OnBadFree,
     index_dtype: IndexDType,
     /// How often it was cleared: what was taken before is not the taker's any more.
     clears: u64,
@@ -88,12 +88,14 @@ impl SlotTensors {
     /// A pool with all slots free.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend
-    /// says when there is no memory for the tensors.
-    pub(super) fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
-        let AllocatorConfig { size, page_size, need_sort, strict, index_dtype } = *config;
-        let order = if need_sort { Order::Sorted } else { Order::Fifo };
-        let slots = Ledgered::from(SlotAllocator::new(size, page_size, order)?);
+    /// The error of the backend when there is no memory for the tensors.
+    pub(super) fn new(
+        slots: SlotAllocator,
+        on_bad_free: OnBadFree,
+        index_dtype: IndexDType,
+        backend: &Arc<dyn Backend>,
+    ) -> Result<Self> {
+        let slots = Ledgered::from(slots);
         let mut deferred = Deferred::default();
         let stage = match backend.gpu() {
             None => None,
@@ -110,8 +112,7 @@ impl SlotTensors {
             fences: Fences::default(),
             group: Vec::new(),
             runs: Vec::new(),
-            need_sort,
-            strict,
+            on_bad_free,
             index_dtype,
             clears: 0,
             writers: Vec::new(),
@@ -175,13 +176,13 @@ impl SlotTensors {
     }
 
     /// Whether the lowest free slots are handed out first.
-    pub(super) const fn need_sort(&self) -> bool {
-        self.need_sort
+    pub(super) fn need_sort(&self) -> bool {
+        matches!(self.slots.order(), Order::Sorted)
     }
 
     /// Whether a bad free is an error.
     pub(super) const fn strict(&self) -> bool {
-        self.strict
+        matches!(self.on_bad_free, OnBadFree::Fail)
     }
 
     /// Takes `count` slots: a 1-D tensor, valid on `stream`.
@@ -348,7 +349,7 @@ impl SlotTensors {
     /// effect until they are merged.
     #[inline]
     pub(super) fn must_land_before(&self, count: impl FnOnce() -> usize) -> bool {
-        !self.deferred.is_empty() && self.need_sort && self.slots.merges_for(count())
+        !self.deferred.is_empty() && self.need_sort() && self.slots.merges_for(count())
     }
 
     /// The shortage for `count` more slots, beside those that are on their way as values that have not
@@ -363,17 +364,6 @@ impl SlotTensors {
     /// Checks that a tensor of slots can be made for `stream` now.
     fn check_writable(&self, stream: Stream) -> Result<()> {
         self.stage.as_ref().map_or(Ok(()), |stage| stage.check_writable(stream))
-    }
-
-    /// What it was made with.
-    pub(super) fn config(&self) -> AllocatorConfig {
-        AllocatorConfig {
-            size: self.slots.size(),
-            page_size: self.slots.page_size(),
-            need_sort: self.need_sort,
-            strict: self.strict,
-            index_dtype: self.index_dtype,
-        }
     }
 
     /// Replaces the slots by others, all free. Returns the old ones. The caller has cleared them.
@@ -441,8 +431,8 @@ impl SlotTensors {
             stage.gpu().check_process()?;
         }
         match fence {
-            None => self.slots.free(given, self.strict),
-            Some(fence) => self.slots.free_after(fence, given, self.strict),
+            None => self.slots.free(given, self.on_bad_free),
+            Some(fence) => self.slots.free_after(fence, given, self.on_bad_free),
         }
     }
 
@@ -513,8 +503,10 @@ impl SlotTensors {
     /// Frees slots of the planner in their turn; drops those that are not live. Groups do not delay it.
     pub(super) fn free_now(&mut self, slots: IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
         match fence {
-            Some(fence) => self.slots.free_after(fence, &slots, false),
-            None if self.deferred.is_empty() || self.need_sort => self.slots.free_now(&slots, false),
+            Some(fence) => self.slots.free_after(fence, &slots, OnBadFree::Report),
+            None if self.deferred.is_empty() || self.need_sort() => {
+                self.slots.free_now(&slots, OnBadFree::Report)
+            }
             None => {
                 self.defer(vec![Part::of_slots(slots)], None);
                 Ok(BadFrees::default())
@@ -526,7 +518,7 @@ impl SlotTensors {
     /// which they were freed. In sorted order it has no effect.
     #[inline]
     fn stays_behind(&self, fence: Option<FenceId>) -> bool {
-        !self.deferred.is_empty() && !self.need_sort && fence.is_none() && !self.slots.in_group()
+        !self.deferred.is_empty() && !self.need_sort() && fence.is_none() && !self.slots.in_group()
     }
 
     /// Frees what `parts` name: now, if all of it is known.
@@ -604,7 +596,7 @@ impl SlotTensors {
             let given = landed.slots.as_ref().map_or(0, IndexVec::len);
             let freed = landed
                 .slots
-                .and_then(|slots| self.slots.free_signed(&slots, landed.fence, &landed.by, self.strict));
+                .and_then(|slots| self.slots.free_signed(&slots, landed.fence, &landed.by, self.on_bad_free));
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
             settled.push(CompletedFree { given, bad, _keeps: landed.keeps });
@@ -658,7 +650,7 @@ impl SlotTensors {
     pub(super) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
         let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
         if self.group.is_empty() && !self.stays_behind(None) {
-            return Ok((given.len(), self.slots.free_signed(&given, None, &by, self.strict)?));
+            return Ok((given.len(), self.slots.free_signed(&given, None, &by, self.on_bad_free)?));
         }
         let mut end = given.len();
         let mut parts = vec![Part::of_slots(given)];

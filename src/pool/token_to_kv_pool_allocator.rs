@@ -4,12 +4,15 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
-use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result};
-use crate::index::{BadFrees, FenceId, Fit, Ledgered, Owner, SlotAllocator, SlotStats, ascending_runs};
+use crate::base::{Device, Error, Id, IndexDType, IndexVec, Page, Result, Slot};
+use crate::index::{
+    BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats, ascending_runs,
+};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
+use super::contract::{Occupancy, Pool, Stats};
 use super::deferred::FreedAs;
 use super::fences::Fence;
 use super::shortage::Reclaim;
@@ -58,6 +61,13 @@ impl AllocatorConfig {
             if device == Device::Cpu { 0 } else { stage_bytes(slots, self.index_dtype)? },
             0,
         )
+    }
+
+    /// All slots, free.
+    fn slots(&self, backend: &Arc<dyn Backend>) -> Result<SlotTensors> {
+        let order = if self.need_sort { Order::Sorted } else { Order::Fifo };
+        let slots = SlotAllocator::new(self.size, self.page_size, order)?;
+        SlotTensors::new(slots, OnBadFree::of(self.strict), self.index_dtype, backend)
     }
 
     /// The number of whole pages.
@@ -132,7 +142,7 @@ impl TokenToKvPoolAllocator {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `size` or `page_size` is 0 or slots would
     /// not fit int32; the error of the backend when there is no memory for the tensors.
     pub fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
-        let slots = SlotTensors::new(config, backend)?;
+        let slots = config.slots(backend)?;
         Ok(Self {
             slots: Mutex::new(slots),
             backend: Arc::clone(backend),
@@ -336,6 +346,18 @@ impl TokenToKvPoolAllocator {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)
     }
 
+    /// What it was made with.
+    fn config(&self) -> AllocatorConfig {
+        let slots = self.lock();
+        AllocatorConfig {
+            size: slots.slots().size(),
+            page_size: slots.slots().page_size(),
+            need_sort: slots.need_sort(),
+            strict: slots.strict(),
+            index_dtype: self.index_dtype,
+        }
+    }
+
     /// Frees every slot, closes groups and discards fences and pending frees.
     pub fn clear(&self, stream: Stream) {
         let kept = self.freeing(self.without_writers(stream), stream, |slots| Ok(slots.clear()));
@@ -352,8 +374,8 @@ impl TokenToKvPoolAllocator {
         if let Some(gpu) = self.backend.gpu() {
             gpu.not_capturing(stream, "a change of the number of slots")?;
         }
-        let config = AllocatorConfig { size, ..self.lock().config() };
-        let resized = SlotTensors::new(&config, &self.backend)?;
+        let config = AllocatorConfig { size, ..self.config() };
+        let resized = config.slots(&self.backend)?;
         let (kept, poisoned) = self.freeing(self.without_writers(stream), stream, |slots| {
             let kept = slots.clear();
             let poisoned = slots.poison(stream);
@@ -588,6 +610,55 @@ impl TokenToKvPoolAllocator {
     #[must_use]
     pub fn device_bytes(&self) -> usize {
         self.lock().device_bytes()
+    }
+}
+
+impl Pool for TokenToKvPoolAllocator {
+    fn unit(&self) -> &'static str {
+        Slot::NOUN
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.strict()
+    }
+
+    fn stats(&self) -> Stats {
+        let slots = self.lock();
+        let (stats, pending) = (slots.stats(), slots.pending());
+        Stats::from([
+            ("capacity", stats.capacity),
+            ("available", stats.available),
+            ("in_use", stats.in_use),
+            ("high_water", stats.high_water),
+            ("dropped_frees", stats.dropped_frees),
+            ("free", stats.available - stats.released - pending),
+            ("released", stats.released),
+            ("fenced", stats.fenced),
+            ("shared", stats.shared),
+            ("cached", stats.cached),
+            ("pending", pending),
+            ("size", slots.slots().size()),
+            ("page_size", slots.slots().page_size()),
+            ("bytes", stats.bytes),
+            ("device_bytes", slots.device_bytes()),
+        ])
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        // Asked before: a cache takes its own lock, and then that of the slots.
+        let locked = self.locked_pages();
+        self.look(|slots| {
+            let spans = slots.spans(|page| locked.contains(&page));
+            Occupancy::even(spans, slots.book(), slots.page_size())
+        })
+    }
+
+    fn keep_ledger(&mut self) {
+        Self::keep_ledger(self);
     }
 }
 

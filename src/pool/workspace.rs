@@ -8,11 +8,12 @@ use std::thread::{self, ThreadId};
 
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
-use crate::index::Arena;
+use crate::index::{Arena, IndexState};
 use crate::memory::{ALIGNMENT, Backend, Contents, Gpu, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::at_least_one;
+use super::contract::{Occupancy, Piece, Pool, Stats};
 
 /// A byte that yields NaN in every supported float dtype, and -1 in every signed int.
 const POISON: u8 = 0xff;
@@ -346,6 +347,44 @@ impl Workspace {
             state.entered -= 1;
             Ok(state.refused.take())
         })
+    }
+}
+
+impl Pool for Workspace {
+    fn unit(&self) -> &'static str {
+        "byte"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(1)
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn stats(&self) -> Stats {
+        // In this order: once it is closed nothing of it is in use.
+        let capacity = if self.is_closed() { 0 } else { self.arena_bytes() };
+        let [in_use, high_water] = self.usage();
+        Stats::from([
+            ("capacity", capacity),
+            ("available", capacity - in_use),
+            ("in_use", in_use),
+            ("high_water", high_water),
+            ("bytes", capacity),
+        ])
+    }
+
+    /// Pieces have no holders: the workspace is reset as a whole.
+    fn occupancy(&self) -> Occupancy {
+        let piece = |(range, is_taken)| Piece {
+            range,
+            state: if is_taken { IndexState::Live } else { IndexState::Free },
+            bytes: None,
+            holders: Vec::new(),
+        };
+        Occupancy { pieces: self.pieces().into_iter().map(piece).collect(), lifetimes: Vec::new() }
     }
 }
 

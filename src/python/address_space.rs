@@ -8,7 +8,7 @@ use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::Error;
 use crate::base::sync::lock;
-use crate::index::{AddressSpace as Space, on_bad_frees};
+use crate::index::{AddressSpace as Space, OnBadFree, on_bad_frees};
 
 use super::debug::Debug;
 use super::logging::Reporter;
@@ -42,7 +42,7 @@ impl AddressSpace {
         let bad = with(&self.space, |space| {
             if self.strict {
                 let bad = space.refused(starts, bytes);
-                drop(on_bad_frees(bad, true, "range", starts.len(), space.capacity())?);
+                drop(on_bad_frees(bad, OnBadFree::Fail, "range", starts.len(), space.capacity())?);
             }
             Ok(space.give_back_many(starts, bytes))
         })?;

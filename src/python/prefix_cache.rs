@@ -655,7 +655,7 @@ impl Lease {
     ) -> PyResult<Published> {
         let slots = slots.map(|slots| args::indices(slots)?.values(py)).transpose()?;
         if let Some(row) = row.map(args::int).transpose()?
-            && self.lease.row() != Some(row)
+            && self.lease.row().map(|row| i64::from(row.number())) != Some(row)
         {
             let text = match self.lease.row() {
                 None => format!(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -374,6 +375,32 @@ def test_a_step_whose_driver_call_fails_changes_nothing_and_works_again(
             scene.check(answers[0], real, tokens)
             scene = Scene(page_size)
         assert failures > 1
+
+
+@pytest.mark.parametrize("step", ["extend", "fork"])
+def test_a_failed_step_leaves_the_owners_of_shared_slots(driver: Driver, step: str) -> None:
+    allocator = TokenToKVPoolAllocator(16, debug=True)
+    table = ReqToTokenPool(2, 8, padding_row=True)
+    planner = BatchPlanner(table, allocator, max_batch_size=2, max_tokens=8)
+    one, two = some(table.alloc(2))
+    cached = some(allocator.alloc(2, owner="cache"))
+    planner.extend([one], [2], [3], [cached])
+
+    def owners() -> Counter[Any]:
+        return Counter(leak.owner for leak in allocator.leaks() for _ in range(leak.count))
+
+    def call() -> object:
+        return planner.fork(one, two, 3) if step == "fork" else planner.extend([two], [2], [3], [cached])
+
+    before = owners()
+    for left in range(2):  # a launch that fails is repeated in the device's context
+        driver.fail("cuLaunchKernel", left)
+    with pytest.raises(DriverError):
+        call()
+    driver.forget_plans()
+    assert owners() == before
+    call()
+    assert owners() == before + Counter({"row 2": 3})
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use kvpool::base::{Id, IndexVec, Page};
 use kvpool::index::{
-    AddressSpace, BadFree, Bitmap, LastLoc, Move, Order, Rounding, Run, SlotAllocator, ascending_runs,
-    plan_moves,
+    AddressSpace, BadFree, Bitmap, LastLoc, Move, OnBadFree, Order, Rounding, Run, SlotAllocator,
+    ascending_runs, plan_moves,
 };
 use proptest::prelude::*;
 
@@ -289,7 +289,7 @@ proptest! {
             }
             // One slot too many, so a strict pool frees none.
             given.extend(given.first().copied());
-            let answer = slots.free(&IndexVec::I32(given.clone()), is_strict);
+            let answer = slots.free(&IndexVec::I32(given.clone()), OnBadFree::of(is_strict));
             prop_assert_eq!(answer.is_err(), is_strict && !given.is_empty());
             prop_assert_eq!(slots.fault(), None);
             if answer.is_ok() {
@@ -402,9 +402,9 @@ fn extremes_are_dropped() {
     let mut slots = SlotAllocator::new(100, 1, Order::Sorted).unwrap();
     let _ = slots.alloc::<i32>(100).unwrap();
     let odd = vec![i64::MIN, i64::MIN + 1, -1, 0, 101, i64::MAX - 1, i64::MAX];
-    let bad = slots.free(&IndexVec::I64(odd), false).unwrap();
+    let bad = slots.free(&IndexVec::I64(odd), OnBadFree::Report).unwrap();
     assert_eq!((bad.dropped(), slots.available()), (7, 0));
-    let bad = slots.free(&IndexVec::I64((-50..150).collect()), false).unwrap();
+    let bad = slots.free(&IndexVec::I64((-50..150).collect()), OnBadFree::Report).unwrap();
     assert_eq!((bad.dropped(), slots.available()), (100, 100));
 }
 

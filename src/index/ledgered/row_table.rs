@@ -3,7 +3,7 @@
 use super::Ledgered;
 use crate::base::{Id, IndexVec, Result};
 use crate::index::ledger::{IndexState, Span, spans};
-use crate::index::{BadFrees, RowExtent, RowTable};
+use crate::index::{BadFrees, OnBadFree, RowExtent, RowTable};
 
 impl<I: Id> Ledgered<RowTable<I>> {
     /// All rows by state and holders.
@@ -29,10 +29,10 @@ impl<I: Id> Ledgered<RowTable<I>> {
     ///
     /// # Errors
     /// Same as [`RowTable::free`].
-    pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
+    pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let book = &self.book;
         let explain = |bad: &mut BadFrees| book.explain(bad, |row| row);
-        let (freed, bad) = self.inner.free_explained(given, strict, explain)?;
+        let (freed, bad) = self.inner.free_explained(given, on_bad, explain)?;
         if let Some(ledger) = self.book.ledger_mut() {
             for row in freed.iter().map(|freed| freed.row.number()) {
                 ledger.record_release(row..row + 1);

@@ -6,7 +6,7 @@ use super::Ledgered;
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
 use crate::index::ledger::{IndexState, Signatures, Span, spans};
 use crate::index::owners::Room;
-use crate::index::{Act, BadFrees, Extension, FenceId, Fit, LastLoc, Owner, Run, SlotAllocator};
+use crate::index::{Act, BadFrees, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
     /// All pages by state and holders. Those of a cache are locked if `is_locked` says so.
@@ -179,11 +179,11 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free`].
     #[inline]
-    pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
+    pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if !self.inner.in_group() {
-            return self.give(given, None, strict);
+            return self.give(given, None, on_bad);
         }
-        let answer = self.inner.free(given, strict);
+        let answer = self.inner.free(given, on_bad);
         self.book.sign_group(self.inner.grouped());
         answer
     }
@@ -192,16 +192,16 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free_now`].
-    pub fn free_now(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
-        self.give(given, None, strict)
+    pub fn free_now(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+        self.give(given, None, on_bad)
     }
 
     /// Calls [`SlotAllocator::free_after`] and records it.
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free_after`].
-    pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, strict: bool) -> Result<BadFrees> {
-        self.give(given, Some(fence), strict)
+    pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+        self.give(given, Some(fence), on_bad)
     }
 
     /// [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`] for values that several calls collected.
@@ -213,13 +213,13 @@ impl Ledgered<SlotAllocator> {
         given: &IndexVec,
         fence: Option<FenceId>,
         by: &Signatures,
-        strict: bool,
+        on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let page_size = i64::from(self.inner.slots_of_a_page());
         if let Some(ledger) = self.book.ledger_mut() {
             ledger.set_givers(given, by, |slot| u32::try_from(slot / page_size).ok());
         }
-        let answer = self.give(given, fence, strict);
+        let answer = self.give(given, fence, on_bad);
         if let Some(ledger) = self.book.ledger_mut() {
             ledger.clear_givers();
         }
@@ -227,10 +227,10 @@ impl Ledgered<SlotAllocator> {
     }
 
     #[inline]
-    fn give(&mut self, given: &IndexVec, fence: Option<FenceId>, strict: bool) -> Result<BadFrees> {
+    fn give(&mut self, given: &IndexVec, fence: Option<FenceId>, on_bad: OnBadFree) -> Result<BadFrees> {
         let (book, page_size) = (&self.book, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| book.explain(bad, |slot| slot / page_size);
-        let bad = self.inner.free_explained(given, fence, strict, explain)?;
+        let bad = self.inner.free_explained(given, fence, on_bad, explain)?;
         self.note_removed(fence.is_none());
         Ok(bad)
     }

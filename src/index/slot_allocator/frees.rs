@@ -6,7 +6,7 @@ use super::freeing::Freeing;
 use super::{FenceId, FencedFree, Group, SlotAllocator};
 use crate::index::free_list::Give;
 use crate::index::mask::Mask;
-use crate::index::{BadFrees, on_bad_frees};
+use crate::index::{BadFrees, OnBadFree, on_bad_frees};
 
 impl SlotAllocator {
     /// Frees slots: at once or, within a group, when the outermost group ends.
@@ -14,22 +14,22 @@ impl SlotAllocator {
     /// The page of every slot is freed, once. Slots that are not live are dropped, counted and reported.
     ///
     /// # Errors
-    /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
+    /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
     /// would be dropped, and nothing is changed.
-    pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
+    pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
             group.given.extend(given.iter());
             return Ok(BadFrees::default());
         }
-        self.free_explained(given, None, strict, |_| ())
+        self.free_explained(given, None, on_bad, |_| ())
     }
 
     /// Frees slots at once, even within a group.
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free`].
-    pub fn free_now(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
-        self.free_explained(given, None, strict, |_| ())
+    pub fn free_now(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+        self.free_explained(given, None, on_bad, |_| ())
     }
 
     /// A new fence, different from every other one.
@@ -50,8 +50,8 @@ impl SlotAllocator {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free`].
-    pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, strict: bool) -> Result<BadFrees> {
-        self.free_explained(given, Some(fence), strict, |_| ())
+    pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+        self.free_explained(given, Some(fence), on_bad, |_| ())
     }
 
     /// Frees the slots behind a fence. Has no effect for a fence that has passed before.
@@ -100,7 +100,7 @@ impl SlotAllocator {
         &mut self,
         given: &IndexVec,
         fence: Option<FenceId>,
-        strict: bool,
+        on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<BadFrees> {
         if fence.is_none()
@@ -124,7 +124,7 @@ impl SlotAllocator {
         let Freeing { batch, owners, mut bad, .. } = freeing;
         let dropped = bad.dropped();
         explain(&mut bad);
-        let bad = on_bad_frees(bad, strict, Slot::NOUN, given.len(), capacity)?;
+        let bad = on_bad_frees(bad, on_bad, Slot::NOUN, given.len(), capacity)?;
         self.dropped_frees += dropped;
         if let Some(fence) = fence {
             let shared = owners.pages().to_vec();

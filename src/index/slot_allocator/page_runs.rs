@@ -60,11 +60,11 @@ impl SlotAllocator {
     ///
     /// ```
     /// use kvpool::base::{Id, IndexVec, Page};
-    /// use kvpool::index::{Order, SlotAllocator};
+    /// use kvpool::index::{OnBadFree, Order, SlotAllocator};
     /// let mut slots = SlotAllocator::new(8, 1, Order::Sorted).unwrap();
     /// let taken = IndexVec::I32(slots.alloc(2).unwrap().unwrap());
     /// slots.cache(&[Page::new(1)], &[]).unwrap();
-    /// assert_eq!(slots.free(&taken, false).unwrap().dropped(), 1);
+    /// assert_eq!(slots.free(&taken, OnBadFree::Report).unwrap().dropped(), 1);
     /// slots.release_cached(&[Page::new(1)], None);
     /// assert_eq!(slots.available(), 8);
     /// ```

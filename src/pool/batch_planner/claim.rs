@@ -1,13 +1,14 @@
 //! Leases on their way into a planner.
 
 use std::cell::Cell;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use crate::base::{Error, Result};
 use crate::index::PageList;
 use crate::memory::Stream;
+use crate::pool::prefix_cache::LeasingRequest;
 use crate::pool::slot_tensors::SlotTensors;
-use crate::pool::{BatchPlanner, Lease, TokenToKvPoolAllocator};
+use crate::pool::{Lease, TokenToKvPoolAllocator};
 
 /// A lease that is to become that of a request. Dropping it before [`Claim::keep`] leaves the lease as it
 /// was.
@@ -20,38 +21,31 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Claims a lease of pages of `slots` for the request in `row`.
+    /// Claims a lease of pages of `slots` for `request`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a lease of another allocator or of another
     /// request; the errors of a lease.
     pub(super) fn new(
         lease: &Arc<Lease>,
-        planner: &Weak<BatchPlanner>,
-        row: i64,
+        request: LeasingRequest,
         slots: &Arc<TokenToKvPoolAllocator>,
     ) -> Result<Self> {
         if !lease.is_of(slots) {
             return Err(Error::config("a lease is of another allocator than the planner's"));
         }
-        let pages = lease.bind(planner, row)?;
+        let pages = lease.bind(request)?;
         Ok(Self { lease: Arc::clone(lease), pages, is_kept: Cell::new(false) })
     }
 
-    /// Claims another lease of the first `len` tokens of a lease, in whole pages, for the request in `row`.
+    /// Claims another lease of the first `len` tokens of a lease, in whole pages, for `request`.
     ///
     /// # Errors
     /// The errors of a lease.
-    pub(super) fn again(
-        lease: &Lease,
-        len: i64,
-        planner: &Weak<BatchPlanner>,
-        row: i64,
-        stream: Stream,
-    ) -> Result<Self> {
+    pub(super) fn again(lease: &Lease, len: i64, request: LeasingRequest, stream: Stream) -> Result<Self> {
         // The planner refuses a negative length later; it claims no page.
         let lease = Arc::new(lease.again(usize::try_from(len).unwrap_or(0), stream)?);
-        let pages = lease.bind(planner, row)?;
+        let pages = lease.bind(request)?;
         Ok(Self { lease, pages, is_kept: Cell::new(false) })
     }
 

@@ -49,7 +49,7 @@ impl Padding {
 /// The state of a [`BatchPlanner`](super::BatchPlanner): the slots of each request, and the memory of the
 /// metadata.
 #[derive(Debug)]
-pub(in crate::pool) struct PlannerState {
+pub(super) struct PlannerState {
     requests: Requests,
     layout: PlanLayout,
     fields: Arc<Region>,
@@ -148,8 +148,13 @@ impl PlannerState {
 
     /// Tokens of a request that have slots.
     pub(super) fn seq_len(&mut self, row: i64, table: &ReqToTokenPool) -> Result<u32> {
-        let row = self.requests.resolve_rows(&IndexVec::I64(vec![row]), table.rows())?[0];
+        let row = self.resolve(&IndexVec::I64(vec![row]), table)?[0];
         Ok(self.requests.len(row))
+    }
+
+    /// The rows of live requests.
+    pub(super) fn resolve(&mut self, rows: &IndexVec, table: &ReqToTokenPool) -> Result<Vec<RequestRow>> {
+        self.requests.resolve_rows(rows, table.rows())
     }
 
     const fn config(&self) -> PlannerConfig {
@@ -180,7 +185,7 @@ impl PlannerState {
             )));
         }
         self.check_batch(count)?;
-        let named = self.requests.resolve_rows(rows, table.rows())?;
+        let named = self.resolve(rows, table)?;
         // By position: the pages of cached prefixes without a lease.
         let mut shared: Vec<PageList> = reserve(count)?;
         let mut growths = reserve(count)?;
@@ -243,22 +248,16 @@ impl PlannerState {
     }
 
     /// The lease of a request.
-    pub(in crate::pool) fn lease_of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
+    pub(super) fn lease_of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
         let bound = self.leases.get(widen(row.number()))?.as_ref()?;
         bound.is_of(row, table).then_some(&bound.lease)
-    }
-
-    /// The lease of the request in `row`, if that is allocated.
-    pub(super) fn lease_of_row(&mut self, row: i64, table: &ReqToTokenPool) -> Result<Option<Arc<Lease>>> {
-        let row = self.requests.resolve_rows(&IndexVec::I64(vec![row]), table.rows())?[0];
-        Ok(self.lease_of(row, table).cloned())
     }
 
     /// The pages of positions `from..to` of a request.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] if it has fewer tokens, or its leased prefix does not end at `from`.
-    pub(in crate::pool) fn pages(&self, row: RequestRow, from: usize, to: usize) -> Result<Vec<Page>> {
+    pub(super) fn pages(&self, row: RequestRow, from: usize, to: usize) -> Result<Vec<Page>> {
         let leased = widen(self.requests.leased(row));
         if leased != from {
             return Err(Error::config(format!(
@@ -276,7 +275,7 @@ impl PlannerState {
 
     /// Records that the cache keeps the leading pages of a request, the last of which are `cached`. The next
     /// plan of the request writes those that changed to the table.
-    pub(in crate::pool) fn note_published(&mut self, row: RequestRow, from: usize, cached: &[Page]) {
+    pub(super) fn note_published(&mut self, row: RequestRow, from: usize, cached: &[Page]) {
         if let Some(changed) = self.requests.lease(row, from, cached) {
             self.block_table.truncate(row, changed);
             self.changes += 1;
@@ -321,7 +320,7 @@ impl PlannerState {
         let width = i64::try_from(tokens_per_req).map_err(|_| {
             Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
         })?;
-        let named = self.requests.resolve_rows(rows, table.rows())?;
+        let named = self.resolve(rows, table)?;
         let mut growths = reserve(count)?;
         for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
             let prefix = seq.saturating_sub(width);
@@ -385,11 +384,6 @@ impl PlannerState {
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(Err(slots.short(new_slots())));
         }
-        if slots.keeps_ledger() {
-            for growth in batch {
-                self.sign(growth.row, growth.had, slots, table);
-            }
-        }
         self.small_fields.fill(batch, padded, narrow(of_padding), &self.requests);
         let made = match &self.executor {
             Executor::Host(_) => self.make(batch, padded, table),
@@ -402,6 +396,10 @@ impl PlannerState {
             self.block_table.invalidate(self.layout.width());
             self.requests.shrink(batch, slots.slots_mut());
             return Err(failure);
+        }
+        // Behind what may fail: given up as they were taken, pages leave other holders as they were.
+        for growth in batch {
+            self.sign(growth.row, growth.had, slots, table);
         }
         self.requests.note_written(batch);
         Ok(Ok(Plan {
@@ -523,7 +521,7 @@ impl PlannerState {
     ) -> Result<(usize, BadFrees)> {
         as_many("seq_lens", seq_lens, rows)?;
         let Pools { slots, table } = pools;
-        let named = self.requests.resolve_rows(rows, table.rows())?;
+        let named = self.resolve(rows, table)?;
         let mut lens = reserve(named.len())?;
         for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
@@ -540,7 +538,7 @@ impl PlannerState {
     ) -> Result<(usize, BadFrees)> {
         let stream = behind.stream;
         let Pools { slots, table } = pools;
-        let named = self.requests.resolve_rows(rows, table.rows())?;
+        let named = self.resolve(rows, table)?;
         if let Some(lens) = seq_lens {
             as_many("seq_lens", lens, rows)?;
             for (position, (&row, len)) in named.iter().zip(lens.iter()).enumerate() {
@@ -619,7 +617,7 @@ impl PlannerState {
         stream: Stream,
     ) -> Result<OrShort<[TensorView; 2]>> {
         let Pools { slots, table } = pools;
-        let named = self.requests.resolve_rows(&IndexVec::I64(vec![src, dst]), table.rows())?;
+        let named = self.resolve(&IndexVec::I64(vec![src, dst]), table)?;
         let (src, dst) = (named[0], named[1]);
         let (has, taken) = (self.requests.len(src), self.requests.len(dst));
         let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has && taken == 0) else {
@@ -645,15 +643,17 @@ impl PlannerState {
         let Some(copied) = self.requests.fork([src, dst], len, leased, slots.slots_mut())? else {
             return Ok(Err(slots.short(page_size)));
         };
-        self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);
+        self.changes += 1;
         if written.is_err() {
             let growth = Growth { row: dst, ..Growth::padding(len) };
             self.requests.shrink(&[growth], slots.slots_mut());
-        } else if let Some(claim) = claim {
+            return written.map(Ok);
+        }
+        self.sign(dst, 0, slots, table);
+        if let Some(claim) = claim {
             self.bind(dst, claim.keep(), table, stream);
         }
-        self.changes += 1;
         written.map(Ok)
     }
 

@@ -2,23 +2,24 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::ops::Range;
+use std::sync::Arc;
 
 use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, StateSlot, reserve, widen};
 use crate::cache::{Hold, Namespace, Tokens, Tree};
 use crate::index::{PageList, put_slots_of};
 use crate::memory::Stream;
-use crate::pool::batch_planner::PlannerState;
 use crate::pool::gdn_pool::Source;
 use crate::pool::slot_tensors::SlotTensors;
-use crate::pool::{BatchPlanner, GdnPool, TokenToKvPoolAllocator};
+use crate::pool::{GdnPool, TokenToKvPoolAllocator};
 use crate::tensor::TensorView;
 use crate::transfer::Transfer;
 
 use super::below::free_states;
 use super::load::{Loadable, Loading};
 use super::lock::PrefixLock;
+use super::request::{LeaseKeeper, LeasedRequest, LeasingRequest};
 use super::{CacheCore, Kept, Open, Rest, pages_of};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
@@ -37,21 +38,21 @@ pub struct Lease {
 /// What a lease holds.
 pub(super) struct Held {
     pub(super) hold: Hold,
-    /// The request whose prefix it is.
-    request: Option<PlannedRequest>,
-    /// Whether its user has released it. The request keeps it to its end.
-    is_given_up: bool,
+    holder: Holder,
     /// What the tier below could add.
     pub(super) rest: Loadable,
     /// What comes from there, behind the hold until it has arrived.
     pub(super) loading: Option<Loading>,
 }
 
-/// A request of a planner, which keeps its lease.
-#[derive(Clone)]
-pub(super) struct PlannedRequest {
-    planner: Weak<BatchPlanner>,
-    pub(super) row: i64,
+/// Who keeps a lease.
+enum Holder {
+    /// Its user alone.
+    User,
+    /// Its user, and a request to its end.
+    Both(LeasingRequest),
+    /// A request alone: the user has released it.
+    Request(LeasingRequest),
 }
 
 /// What a request has computed since the end of its lease.
@@ -86,7 +87,7 @@ impl Lease {
         stream: Stream,
     ) -> Self {
         let (rest, loading) = (Loadable::default(), None);
-        let state = Some(Held { hold, request: None, is_given_up: false, rest, loading });
+        let state = Some(Held { hold, holder: Holder::User, rest, loading });
         let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
         Self { shared, namespace, clears, stream, held: Mutex::new(state), allocator }
     }
@@ -144,8 +145,9 @@ impl Lease {
         stream: Stream,
         work: impl FnOnce(&Open<'_>, &mut Kept, &mut Held) -> Result<R>,
     ) -> Result<R> {
-        self.with_request(stream, |open, kept, held| {
-            if held.is_given_up { Err(stale("it was released")) } else { work(open, kept, held) }
+        self.with_request(stream, |open, kept, held| match held.holder {
+            Holder::User | Holder::Both(_) => work(open, kept, held),
+            Holder::Request(_) => Err(stale("it was released")),
         })
     }
 
@@ -284,7 +286,7 @@ impl Lease {
         let mut planner = None;
         let Some(row) = offer.state else {
             return self.with(stream, |open, kept, held| {
-                planner = held.planner()?;
+                planner = held.holder.planner()?;
                 self.publish_pages(open, (kept, held), offer.tokens, pages, planner.as_deref())
             });
         };
@@ -292,7 +294,7 @@ impl Lease {
         let tokens = offer.tokens.to_vec(0..tokens)?;
         let snapshot = self.take_snapshot(&tokens, row, stream)?;
         self.with(stream, |open, kept, held| {
-            planner = held.planner()?;
+            planner = held.holder.planner()?;
             let tokens = &tokens.as_slice();
             let published = self.publish_pages(open, (kept, held), tokens, pages, planner.as_deref())?;
             // Others may have been as fast.
@@ -338,8 +340,8 @@ impl Lease {
         let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
         let published = self.with(stream, |open, kept, held| {
             if let Some(request) = held.request() {
-                let text =
-                    format!("the lease is that of request row {}; the planner finishes it", request.row);
+                let row = request.row();
+                let text = format!("the lease is that of request row {row}; the planner finishes it");
                 return Err(Error::config(text));
             }
             self.publish_pages(open, (kept, held), tokens, Some(pages), None)
@@ -367,58 +369,27 @@ impl Lease {
         (kept, held): (&mut Kept, &mut Held),
         tokens: &dyn Tokens,
         pages: Option<Vec<Page>>,
-        planner: Option<&BatchPlanner>,
+        planner: Option<&dyn LeaseKeeper>,
     ) -> Result<Published> {
         held.expect_arrived()?;
-        let page_size = kept.tree.page_size();
-        let (begin, whole) = (held.hold.len(), in_whole_pages(tokens.count(), &kept.tree));
+        let (begin, page_size) = (held.hold.len(), kept.tree.page_size());
+        let whole = in_whole_pages(tokens.count(), &kept.tree);
         let found = kept.tree.find(&held.hold, tokens)?;
         let cached = kept.tree.found_pages(&found);
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
-        let publish = |slots: &mut SlotTensors, mut request: Option<(&mut PlannerState, RequestRow)>| {
-            let known = request
-                .as_ref()
-                .map(|(state, row)| state.pages(*row, begin, begin + tokens.count()))
-                .transpose()?;
-            let mut pages = match (known, pages) {
-                (Some(known), Some(given)) if known != given => {
-                    return Err(Error::config("the slots published are not those of the request"));
-                }
-                (Some(pages), _) | (None, Some(pages)) => pages,
-                (None, None) => {
-                    return Err(Error::config("slots are needed for a lease that no planner has"));
-                }
-            };
+        let published = open.slots.change(self.clears, |slots| {
+            let mut request = planner.map(|planner| self.request_of(planner, held)).transpose()?;
+            let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
             let rest = pages.split_off((whole / page_size).min(pages.len()));
-            let (given, new) = pages.split_at_mut(cached.len());
-            let freed =
-                if rest.is_empty() { Cow::Borrowed(&*given) } else { Cow::Owned([&*given, &*rest].concat()) };
-            slots.slots_mut().cache(new, &freed, &self.shared.owner)?;
-            let duplicates = given.iter().zip(&cached).filter(|(given, cached)| given != cached).count();
-            given.copy_from_slice(&cached);
-            if let Some((state, row)) = &mut request {
-                state.note_published(*row, begin / page_size, &pages);
+            let duplicates = self.hand_over(&mut pages, &rest, &cached, slots)?;
+            if let Some(request) = &mut request {
+                request.note_published(begin / page_size, &pages);
             }
             Ok((pages, duplicates * page_size))
-        };
-        let published = open.slots.change(self.clears, |slots| match planner {
-            None => publish(slots, None),
-            Some(planner) => planner.with_state(|state, table| {
-                let is_mine = |row: &RequestRow| {
-                    state.lease_of(*row, table).is_some_and(|lease| std::ptr::eq(&raw const **lease, self))
-                };
-                let row =
-                    held.request.as_ref().and_then(PlannedRequest::row).filter(is_mine).ok_or_else(|| {
-                        Error::config("the lease is of a request that its planner does not have")
-                    })?;
-                publish(slots, Some((state, row)))
-            }),
         })?;
-        let Some((cached, duplicates)) = published else {
-            return Err(stale("the allocator was cleared, and its slots are gone"));
-        };
-        let new = &cached[found.len() / page_size..];
+        let (pages, duplicates) = published.ok_or_else(cleared)?;
+        let new = &pages[found.len() / page_size..];
         kept.counts.published += fresh.len();
         kept.tree.publish(&mut held.hold, found, fresh, new);
         if let Some(below) = &mut kept.below {
@@ -427,14 +398,48 @@ impl Lease {
         open.send_down(kept);
         held.rest = Loadable::default();
         kept.counts.duplicates += duplicates;
-        Ok(Published { length: held.hold.len(), duplicates, pages: cached })
+        Ok(Published { length: held.hold.len(), duplicates, pages })
+    }
+
+    /// The request that keeps this lease, locked.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when its planner does not have it any more.
+    fn request_of<'a>(
+        &self,
+        planner: &'a dyn LeaseKeeper,
+        held: &Held,
+    ) -> Result<Box<dyn LeasedRequest + 'a>> {
+        let request = held.holder.request().and_then(|request| planner.leased_request(request.row(), self));
+        request.ok_or_else(|| Error::config("the lease is of a request that its planner does not have"))
+    }
+
+    /// Makes whole pages the cache's, and frees `rest`. Where the cache has other pages for the same tokens,
+    /// `cached`, they take the place of the first of `pages`, which are freed. Returns how many were.
+    ///
+    /// # Errors
+    /// See [`SlotAllocator::cache`](crate::index::SlotAllocator::cache); nothing is changed.
+    fn hand_over(
+        &self,
+        pages: &mut [Page],
+        rest: &[Page],
+        cached: &[Page],
+        slots: &mut SlotTensors,
+    ) -> Result<usize> {
+        let (offered, new) = pages.split_at_mut(cached.len());
+        let freed =
+            if rest.is_empty() { Cow::Borrowed(&*offered) } else { Cow::Owned([&*offered, rest].concat()) };
+        slots.slots_mut().cache(new, &freed, &self.shared.owner)?;
+        let duplicates = offered.iter().zip(cached).filter(|(offered, cached)| offered != cached).count();
+        offered.copy_from_slice(cached);
+        Ok(duplicates)
     }
 
     /// The row of its request, if a planner has that.
     #[must_use]
-    pub fn row(&self) -> Option<i64> {
+    pub fn row(&self) -> Option<RequestRow> {
         let held = lock(&self.held);
-        Some(held.as_ref()?.request()?.row)
+        Some(held.as_ref()?.request()?.row())
     }
 
     /// Whether its pages are of `allocator`.
@@ -442,39 +447,33 @@ impl Lease {
         Arc::ptr_eq(&self.allocator, allocator)
     }
 
-    /// Makes it the lease of a request, and returns its pages.
+    /// Makes it the lease of `request`, and returns its pages.
     ///
     /// # Errors
     /// See [`Self::len`]; also [`ErrorKind::Config`] when it is that of another request.
-    pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<PageList> {
+    pub(in crate::pool) fn bind(&self, request: LeasingRequest) -> Result<PageList> {
         self.with(self.stream, |_, kept, held| {
             if let Some(other) = held.request() {
-                let text = format!("the lease is that of request row {} already; match again", other.row);
-                return Err(Error::config(text));
+                let row = other.row();
+                return Err(Error::config(format!(
+                    "the lease is that of request row {row} already; match again"
+                )));
             }
             let mut pages = kept.tree.share_pages(&held.hold);
             pages.extend_from_slice(held.coming_pages());
-            held.request = Some(PlannedRequest { planner: Weak::clone(planner), row });
+            held.holder = Holder::Both(request);
             Ok(pages)
         })
     }
 
     /// Undoes [`Self::bind`]. Its planner exists still, so that no other request has the lease since.
     pub(in crate::pool) fn unbind(&self) {
-        if let Some(held) = lock(&self.held).as_mut() {
-            held.request = None;
-        }
-        self.end_if(|held| held.is_given_up, self.stream);
+        self.end_if(Held::lose_request, self.stream);
     }
 
     /// Ends what the lease was to a request whose planner is gone. The lease may be another request's since.
     pub(in crate::pool) fn unbind_gone(&self) {
-        if let Some(held) = lock(&self.held).as_mut()
-            && held.request().is_none()
-        {
-            held.request = None;
-        }
-        self.end_if(|held| held.is_given_up && held.request.is_none(), self.stream);
+        self.end_if(|held| held.request().is_none() && held.lose_request(), self.stream);
     }
 
     /// Checks that the pages are still those of the allocator, whose lock the caller holds.
@@ -521,11 +520,7 @@ impl Lease {
     /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's
     /// request stays until the request is finished.
     pub fn release(&self, stream: Stream) {
-        let is_over = |held: &mut Held| {
-            held.is_given_up = held.request().is_some();
-            !held.is_given_up
-        };
-        self.end_if(is_over, stream);
+        self.end_if(Held::lose_user, stream);
     }
 
     /// Ends the lease if `is_over` says so. One lock for both: in between it could become that of a request.
@@ -629,22 +624,38 @@ impl Held {
     }
 
     /// The request whose prefix it is, unless its planner is gone.
-    pub(super) fn request(&self) -> Option<&PlannedRequest> {
-        self.request.as_ref().filter(|request| request.planner.strong_count() > 0)
+    pub(super) fn request(&self) -> Option<&LeasingRequest> {
+        self.holder.request().filter(|request| request.is_planned())
     }
 
-    /// The planner of its request.
-    fn planner(&self) -> Result<Option<Arc<BatchPlanner>>> {
-        let Some(request) = &self.request else { return Ok(None) };
-        let planner = request.planner.upgrade();
-        planner.map(Some).ok_or_else(|| Error::config("the planner of the lease's request is gone"))
+    /// The user releases it. Returns whether that was its only holder.
+    fn lose_user(&mut self) -> bool {
+        let request = self.request().cloned();
+        let is_over = request.is_none();
+        self.holder = request.map_or(Holder::User, Holder::Request);
+        is_over
+    }
+
+    /// Its request, if it has one, does not keep it any more. Returns whether that was its only holder.
+    fn lose_request(&mut self) -> bool {
+        matches!(std::mem::replace(&mut self.holder, Holder::User), Holder::Request(_))
     }
 }
 
-impl PlannedRequest {
-    /// Its row; `None` if that is no row, which the planner is about to find out.
-    fn row(&self) -> Option<RequestRow> {
-        u32::try_from(self.row).ok().map(RequestRow::new)
+impl Holder {
+    const fn request(&self) -> Option<&LeasingRequest> {
+        match self {
+            Self::User => None,
+            Self::Both(request) | Self::Request(request) => Some(request),
+        }
+    }
+
+    /// The planner of the request.
+    ///
+    /// # Errors
+    /// See [`LeasingRequest::planner`].
+    fn planner(&self) -> Result<Option<Arc<dyn LeaseKeeper>>> {
+        self.request().map(LeasingRequest::planner).transpose()
     }
 }
 
@@ -698,6 +709,25 @@ impl Drop for TakenSlot<'_> {
     fn drop(&mut self) {
         if let Some(slot) = self.slot {
             free_states(self.states, &[slot]);
+        }
+    }
+}
+
+/// The pages of positions `range`: those that the request has, which those that were given must equal.
+fn pages_of_request(
+    request: Option<&dyn LeasedRequest>,
+    range: Range<usize>,
+    given: Option<Vec<Page>>,
+) -> Result<Vec<Page>> {
+    match (request, given) {
+        (None, None) => Err(Error::config("slots are needed for a lease that no planner has")),
+        (None, Some(given)) => Ok(given),
+        (Some(request), given) => {
+            let pages = request.pages(range.start, range.end)?;
+            if given.is_some_and(|given| given != pages) {
+                return Err(Error::config("the slots published are not those of the request"));
+            }
+            Ok(pages)
         }
     }
 }

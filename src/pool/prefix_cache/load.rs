@@ -339,7 +339,8 @@ impl Lease {
     fn cancel_load(&self, stream: Stream) -> Result<bool> {
         let ended = self.with(stream, |open, kept, held| {
             if let (Err(_), Some(request)) = (held.expect_arrived(), held.request()) {
-                let text = format!("the lease is that of request row {}, which uses the pages", request.row);
+                let text =
+                    format!("the lease is that of request row {}, which uses the pages", request.row());
                 return Err(Error::config(text));
             }
             Ok(held.give_up_loading(open, kept))
@@ -355,7 +356,7 @@ impl Lease {
 fn expect_idle(held: &Held) -> Result<()> {
     held.expect_arrived()?;
     held.request().map_or(Ok(()), |request| {
-        let text = format!("the lease is that of request row {} already; load before", request.row);
+        let text = format!("the lease is that of request row {} already; load before", request.row());
         Err(Error::config(text))
     })
 }
