@@ -15,39 +15,22 @@
 //! | what came and went | [`Tree::keep_journal`], [`CacheEvent`] |
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
-//! | what an engine has offloaded by keys of its own, for engines that drive the transfers | [`OffloadTable`], [`OffloadOrder`] |
-//! | an engine's blocks: who uses them, in which order free ones go, and which has which hash | [`BlockTable`], [`EvictionQueue`], [`BlockMap`] |
-//! | nodes with values of several kinds of attention, driven by an engine | [`hybrid`] |
+//! | books that an engine keeps in a shape of its own | [`engines`] |
 
-mod block_map;
-mod block_table;
 mod chain;
-mod eviction_queue;
-mod explain;
-pub mod hybrid;
+pub mod engines;
 mod journal;
 mod keys;
 mod namespace;
-mod offload_order;
-mod offload_table;
 mod policy;
 mod recency_list;
 mod residency;
 mod tokens;
 mod tree;
 
-pub use block_map::{BlockHash, BlockMap};
-pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken, TakenBlocks};
-pub use eviction_queue::EvictionQueue;
-pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use journal::{CacheEvent, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
-pub use offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
-pub use offload_table::{
-    NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,
-    OffloadTable, OffloadedChunk, Storing,
-};
 pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
 pub use recency_list::RecencyList;
 pub use residency::{EntryId, Residency};
@@ -55,6 +38,7 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Beyond, Continues, Evicted, Found, Hold, Insertion, Lower, NodeHandle, NodeInfo, Offered,
-    OfferedPages, OfferedState, Offering, Place, Tree, TreeStats,
+    AGE_BUCKETS, Beyond, Cause, Continues, Evicted, Found, Gone, Hold, Insertion, Lower, NodeHandle,
+    NodeInfo, Offered, OfferedPages, OfferedState, Offering, Place, Pressure, Segment, Tree, TreeStats,
+    Whereabouts,
 };

@@ -2,6 +2,7 @@
 
 mod edges;
 mod evict;
+mod explain;
 mod hold;
 mod nodes;
 mod offers;
@@ -17,12 +18,12 @@ use std::hash::{BuildHasher, RandomState};
 use crate::base::{Id, Page, Result, widen};
 
 use super::chain::{Chain, Sum};
-use super::explain::Memory;
 use super::journal::{CacheEvent, Journal};
 use super::keys::{Digest, PageHash, PageKeys};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 pub(super) use edges::Edges;
 use evict::Queues;
+use explain::Memory;
 use nodes::Tails;
 use offers::Offers;
 use roots::Roots;
@@ -30,6 +31,7 @@ use short_vec::ShortVec;
 use snapshots::Snapshots;
 
 pub use evict::{AGE_BUCKETS, Evicted};
+pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeHandle, NodeInfo};
 pub use offers::{Beyond, Lower, Offered, OfferedPages, OfferedState, Offering};
@@ -318,7 +320,7 @@ impl Tree {
         self.journal.as_mut().map_or(Vec::new(), Journal::take)
     }
 
-    pub(super) const fn memory(&self) -> &Memory {
+    const fn memory(&self) -> &Memory {
         &self.memory
     }
 

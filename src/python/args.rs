@@ -9,7 +9,7 @@ use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
+use pyo3::types::{PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
 use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, push, reserve};
 use crate::cache::PageHash;
@@ -20,6 +20,8 @@ use crate::tensor::dlpack::{Import, address_of};
 
 use super::framework::{Torch, current_device, current_stream, torch};
 use super::tensor::{Tensor, consume};
+
+pub(super) use super::ints::{int, kind_of};
 
 /// A tensor argument of any framework.
 ///
@@ -324,10 +326,6 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
     Ok(keys)
 }
 
-pub(super) fn kind_of(object: &Bound<'_, PyAny>) -> String {
-    object.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string())
-}
-
 /// Indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, or a sequence of
 /// ints. Indices in host memory are copied.
 pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
@@ -489,20 +487,6 @@ fn item_of(object: &Bound<'_, PyAny>) -> PyResult<i64> {
         let is_type = error.is_instance_of::<PyTypeError>(object.py());
         if is_type { not_indices(&format!("one with {}", kind_of(object))).into() } else { error }
     })
-}
-
-/// One index. An int beyond 64 bits is outside every range, so the nearest 64-bit int stands for it.
-pub(super) fn int(object: &Bound<'_, PyAny>) -> PyResult<i64> {
-    // A bool is a subclass of int in Python.
-    if !object.is_exact_instance_of::<PyInt>() && object.is_instance_of::<PyBool>() {
-        return Err(PyTypeError::new_err("an index must be an int, not bool"));
-    }
-    match object.extract::<i64>() {
-        Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-            Ok(if object.lt(0)? { i64::MIN } else { i64::MAX })
-        }
-        answer => answer,
-    }
 }
 
 /// The number of one of `layers` layers.

@@ -1,5 +1,7 @@
 //! `kvpool.BatchPlanner`.
 
+mod plan;
+
 use std::sync::Arc;
 
 use pyo3::PyTraverseError;
@@ -14,7 +16,6 @@ use crate::memory::Stream;
 use crate::pool::{Batch, BatchPlanner as Planner, PlannerConfig, Prefix};
 
 use super::args;
-use super::batch_plan::BatchPlan;
 use super::export::to_tensor;
 use super::fences::fence;
 use super::framework::{backend, current_stream};
@@ -22,6 +23,8 @@ use super::prefix_cache::Lease;
 use super::req_to_token_pool::ReqToTokenPool;
 use super::tensor_cache::TensorCache;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
+
+pub(super) use plan::{BatchPlan, HostPlan};
 
 /// Plans the steps of a scheduler: one call takes the slots of a whole batch, writes the request table and
 /// builds the metadata that attention kernels read.

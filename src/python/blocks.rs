@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Error, ErrorKind, Id, widen};
-use crate::cache::{
+use crate::cache::engines::{
     BlockHash, BlockMap as Map, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken, TakenBlocks,
 };
 

@@ -11,8 +11,9 @@ use crate::pool::Granted;
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{Versioned, export_index, export_versioned};
 
+use super::capsule::legacy_capsule;
 use super::framework::{Exchange, Torch, fetch, torch};
-use super::tensor::{Tensor, legacy_capsule};
+use super::tensor::Tensor;
 
 /// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory
 /// alive.

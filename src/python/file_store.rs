@@ -13,7 +13,7 @@ use crate::transfer::FileCaching;
 
 use super::args::{self, Access, Arg};
 use super::logging;
-use super::prefix_report::digest;
+use super::page_keys::digest;
 use super::wait_in_slices;
 
 /// Pages by their keys in files on a local disk, for one process at a time.

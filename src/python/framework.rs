@@ -19,7 +19,7 @@ use crate::tensor::dlpack::{
     EXCHANGE_API, ExchangeApi, Import, RawTensor, borrow, is_view, only_index, raw_device, raw_dtype,
 };
 
-use super::tensor::take_capsule;
+use super::capsule::take_capsule;
 
 /// The parts of the installed PyTorch that kvpool uses.
 pub(super) struct Torch {

@@ -5,7 +5,7 @@ use pyo3::types::{PyBytes, PyInt, PyTuple};
 
 use crate::cache::Namespace;
 
-use super::prefix_cache::namespace_of;
+use super::page_keys::namespace_of;
 
 /// What the bytes of a tuple begin with, and those of bytes that begin so.
 const ESCAPE: u8 = u8::MAX;

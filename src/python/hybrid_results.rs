@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyList};
 use crate::base::bounded::signed;
 use crate::base::{DType, Dims, EngineSlot};
 use crate::cache::NodeHandle;
-use crate::cache::hybrid::{Action, Frees, Match, NodeState, Range, Step};
+use crate::cache::engines::hybrid::{Action, Frees, Match, NodeState, Range, Step};
 use crate::memory::Region;
 use crate::tensor::TensorView;
 

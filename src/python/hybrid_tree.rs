@@ -10,7 +10,7 @@ use crate::base::bounded::signed;
 use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id, IndexVec};
 use crate::cache::NodeHandle;
-use crate::cache::hybrid::{
+use crate::cache::engines::hybrid::{
     Boundary, Done, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NotLocked, PageDigest,
     Part, Receipt, Skipped, StateConfig, Victim, WindowConfig, With,
 };

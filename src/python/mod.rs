@@ -16,10 +16,11 @@
 mod address_space;
 mod args;
 mod base_pool;
-mod batch_plan;
+
 mod batch_planner;
 mod blocks;
 mod buffer_pool;
+mod capsule;
 mod chunk_pool;
 mod debug;
 mod errors;
@@ -34,10 +35,12 @@ mod host_tier;
 mod hybrid_names;
 mod hybrid_results;
 mod hybrid_tree;
+mod ints;
 mod kv_pool;
 mod logging;
 mod numbers;
 mod offload;
+mod page_keys;
 mod page_pool;
 mod pickling;
 mod prefix_cache;
@@ -196,8 +199,8 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<req_to_token_pool::ReqToTokenPool>()?;
     module.add_class::<gdn_pool::GdnPool>()?;
     module.add_class::<batch_planner::BatchPlanner>()?;
-    module.add_class::<batch_plan::BatchPlan>()?;
-    module.add_class::<batch_plan::HostPlan>()?;
+    module.add_class::<batch_planner::BatchPlan>()?;
+    module.add_class::<batch_planner::HostPlan>()?;
     module.add_class::<page_pool::PagePool>()?;
     module.add_class::<prefix_cache::PrefixCache>()?;
     module.add_class::<prefix_cache::Lease>()?;

@@ -10,7 +10,7 @@ use crate::base::bounded::{distance, unsigned};
 use crate::kernels::{Element, elements};
 use crate::tensor::{Pick, TensorView};
 
-use super::args::{int, kind_of};
+use super::ints::{int, kind_of};
 
 /// Elements that are shown of a dimension from each end, if not all are, in the last two dimensions.
 const EDGE: usize = 3;

@@ -11,13 +11,13 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{Error, Id, OffloadPlace};
-use crate::cache::{
+use crate::cache::engines::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadEvent, OffloadId, OffloadKey, OffloadOrder as Order,
     OffloadRequest as Request, OffloadStage, OffloadTable as Table, RequestRank,
 };
 
 use super::args::{self, Arg};
-use super::prefix_report::digest;
+use super::page_keys::digest;
 use super::with;
 
 /// Keys of a call. They keep their bytes.

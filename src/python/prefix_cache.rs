@@ -7,10 +7,10 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::base::{Device, Error, Id, IndexVec, Page};
-use crate::cache::{Namespace, PolicyKind};
+use crate::cache::PolicyKind;
 use crate::index::ActGuard;
 use crate::memory::Stream;
 use crate::pool::{
@@ -27,7 +27,8 @@ use super::file_store::FileStore;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::host_tier::{HostTier, Load};
-use super::prefix_report::{Segment, digest, event_to_py};
+use super::page_keys::{digest, namespace_of, namespace_to_py};
+use super::prefix_report::{Segment, event_to_py};
 use super::store_queue::StoreQueue;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
@@ -94,39 +95,6 @@ impl PoolClass for PrefixCache {
         let _ = self.cache.sizes(self.stream(py)?);
         Ok(())
     }
-}
-
-/// A namespace as its user wrote it.
-pub(super) fn namespace_to_py<'py>(
-    py: Python<'py>,
-    namespace: &Namespace,
-) -> PyResult<Option<Bound<'py, PyAny>>> {
-    Ok(match namespace {
-        Namespace::Unnamed => None,
-        Namespace::Number(number) => Some(number.into_pyobject(py)?.into_any()),
-        Namespace::Large(digits) => Some(py.get_type::<PyInt>().call1((digits,))?),
-        Namespace::Text(text) => Some(PyString::new(py, text).into_any()),
-        Namespace::Bytes(bytes) => Some(PyBytes::new(py, bytes).into_any()),
-    })
-}
-
-/// The namespace that an argument means.
-pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
-    let Some(object) = object else { return Ok(Namespace::Unnamed) };
-    if let Ok(text) = object.cast::<PyString>() {
-        return Ok(Namespace::Text(text.to_str()?.to_owned()));
-    }
-    if let Ok(bytes) = object.cast::<PyBytes>() {
-        return Ok(Namespace::Bytes(bytes.as_bytes().to_vec()));
-    }
-    if object.is_instance_of::<PyInt>() {
-        return match object.extract::<i64>() {
-            Ok(number) => Ok(Namespace::Number(number)),
-            Err(_) => Ok(Namespace::Large(object.str()?.to_string())),
-        };
-    }
-    let kind = args::kind_of(object);
-    Err(PyTypeError::new_err(format!("namespace must be a str, bytes or an int, not {kind}")))
 }
 
 /// What lies below the device.

@@ -6,16 +6,7 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::cache::{CacheEvent, Namespace, PageHash, Segment as Part, Tier, Whereabouts};
 
-use super::prefix_cache::namespace_to_py;
-
-/// BLAKE3 of the concatenation of parts.
-pub(super) fn digest(parts: &[&[u8]]) -> PageHash {
-    let mut hasher = blake3::Hasher::new();
-    for part in parts {
-        hasher.update(part);
-    }
-    *hasher.finalize().as_bytes()
-}
+use super::page_keys::namespace_to_py;
 
 /// A part of a prompt: where it is cached, or why it is not.
 #[pyclass(frozen, module = "kvpool", name = "Segment")]

@@ -18,7 +18,7 @@ use super::args::{self, Arg};
 use super::base_pool::BasePool;
 use super::export::to_tensor;
 use super::framework::current_stream;
-use super::prefix_cache::namespace_of;
+use super::page_keys::namespace_of;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 

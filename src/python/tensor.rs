@@ -13,11 +13,9 @@ use crate::base::bounded::signed;
 use crate::base::{DType, Device};
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
-use crate::tensor::dlpack::{
-    Import, LEGACY, LEGACY_USED, Legacy, RawDevice, VERSIONED, VERSIONED_USED, Versioned, export_legacy,
-    export_versioned, raw_device,
-};
+use crate::tensor::dlpack::{Import, RawDevice, raw_device};
 
+use super::capsule::{legacy_capsule, take_capsule, versioned_capsule};
 use super::framework::current_stream;
 use super::numbers::{part_of, shown, to_list};
 
@@ -352,26 +350,10 @@ impl Tensor {
         self.order(py, stream)?;
         self.shared.store(true, Relaxed);
         if max_version.is_some_and(|version| version >= (1, 0)) {
-            // SAFETY: the pointer is a managed tensor that the capsule owns until it is renamed.
-            unsafe {
-                PyCapsule::new_with_pointer_and_destructor(
-                    py,
-                    export_versioned(&self.view).cast(),
-                    VERSIONED,
-                    Some(drop_versioned),
-                )
-            }
+            versioned_capsule(py, &self.view)
         } else {
             legacy_capsule(py, &self.view)
         }
-    }
-}
-
-/// A capsule over the memory of `view`, without a version.
-pub(super) fn legacy_capsule<'py>(py: Python<'py>, view: &TensorView) -> PyResult<Bound<'py, PyCapsule>> {
-    // SAFETY: the pointer is a managed tensor that the capsule owns until it is renamed.
-    unsafe {
-        PyCapsule::new_with_pointer_and_destructor(py, export_legacy(view).cast(), LEGACY, Some(drop_legacy))
     }
 }
 
@@ -383,35 +365,6 @@ where
     object
         .extract()
         .map_err(|error: PyErr| PyTypeError::new_err(format!("{name} must be a pair of ints: {error}")))
-}
-
-/// Frees the tensor of a capsule that was not consumed.
-unsafe extern "C" fn drop_versioned(capsule: *mut pyo3::ffi::PyObject) {
-    // SAFETY: called by Python on the capsule, with the GIL.
-    if let Some(managed) = unsafe { unconsumed::<Versioned>(capsule, VERSIONED) } {
-        drop(Import::Versioned(managed));
-    }
-}
-
-/// [`drop_versioned`] for a legacy capsule.
-unsafe extern "C" fn drop_legacy(capsule: *mut pyo3::ffi::PyObject) {
-    // SAFETY: called by Python on the capsule, with the GIL.
-    if let Some(managed) = unsafe { unconsumed::<Legacy>(capsule, LEGACY) } {
-        drop(Import::Legacy(managed));
-    }
-}
-
-/// The pointer of a capsule that still has its first name.
-unsafe fn unconsumed<T>(
-    capsule: *mut pyo3::ffi::PyObject,
-    name: &std::ffi::CStr,
-) -> Option<std::ptr::NonNull<T>> {
-    // SAFETY: the caller passes a live capsule.
-    if unsafe { pyo3::ffi::PyCapsule_IsValid(capsule, name.as_ptr()) } == 0 {
-        return None;
-    }
-    // SAFETY: it is valid under that name, so this neither fails nor sets an exception.
-    std::ptr::NonNull::new(unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule, name.as_ptr()) }.cast())
 }
 
 /// The current stream, which a producer on a GPU makes wait for its own work.
@@ -444,31 +397,4 @@ pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
         answer => answer?,
     };
     take_capsule(&capsule)
-}
-
-/// Takes over the tensor of a capsule.
-pub(super) fn take_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Import> {
-    let py = capsule.py();
-    // SAFETY: `capsule` is a live object; the call returns 0 for any other object.
-    let is =
-        |name: &std::ffi::CStr| unsafe { pyo3::ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) } == 1;
-    let (name, used) = if is(VERSIONED) {
-        (VERSIONED, VERSIONED_USED)
-    } else if is(LEGACY) {
-        (LEGACY, LEGACY_USED)
-    } else {
-        return Err(PyTypeError::new_err("__dlpack__ did not return an unused DLPack capsule"));
-    };
-    // SAFETY: the capsule is valid under `name`.
-    let Some(managed) =
-        std::ptr::NonNull::new(unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr()) })
-    else {
-        return Err(PyErr::fetch(py));
-    };
-    // SAFETY: the capsule is live, and the new name is a constant.
-    if unsafe { pyo3::ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) } != 0 {
-        return Err(PyErr::fetch(py));
-    }
-    // A renamed capsule does not free the tensor: it is ours.
-    Ok(if name == VERSIONED { Import::Versioned(managed.cast()) } else { Import::Legacy(managed.cast()) })
 }

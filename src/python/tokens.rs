@@ -13,7 +13,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyType};
 
 use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, reserve};
-use crate::cache::hybrid::{self, Keys, SlotSource, TokenBlock, differ};
+use crate::cache::engines::hybrid::{self, Keys, SlotSource, TokenBlock, differ};
 use crate::cache::{Tokens, not_a_token};
 use crate::memory::Borrowed;
 

@@ -2,7 +2,7 @@
 
 use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::Namespace;
-use kvpool::cache::hybrid::{
+use kvpool::cache::engines::hybrid::{
     Action, Done, EvictionOrder, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
     PageDigest, Part, Receipt, Sizes, Skipped, StateConfig, Victim, WindowConfig, With,
 };

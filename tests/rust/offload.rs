@@ -1,7 +1,9 @@
 //! What an engine offloads: the order of eviction beside a naive one, places, and misuse.
 
 use kvpool::base::{ErrorKind, Id, OffloadPlace};
-use kvpool::cache::{NamedChunk, OffloadConfig, OffloadOrder, OffloadRequest, OffloadTable, RequestRank};
+use kvpool::cache::engines::{
+    NamedChunk, OffloadConfig, OffloadOrder, OffloadRequest, OffloadTable, RequestRank,
+};
 use proptest::prelude::*;
 
 const CONFIG: OffloadConfig =

@@ -5,9 +5,9 @@ use std::collections::{BTreeSet, VecDeque};
 use crate::base::{Id, Page, StateSlot, prefetch, widen};
 
 use super::roots::rid_of_gone;
+use super::{Cause, Pressure};
 use super::{Kind, Namespace, NodeId, PageHash, Policy, ShortVec, Sum, Tick, Tree, is_below};
 use crate::cache::Tier;
-use crate::cache::explain::{Cause, Pressure};
 
 /// Number of entries in the histogram of ages: one per power of two of tokens.
 pub const AGE_BUCKETS: usize = 40;

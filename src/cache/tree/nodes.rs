@@ -12,10 +12,10 @@ use std::collections::{BTreeSet, HashMap};
 
 use crate::base::{Id, Page, Result, widen};
 
+use super::Cause;
 use super::evict::Evicted;
 use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
 use crate::cache::Remembered;
-use crate::cache::explain::Cause;
 
 /// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part
 /// keeps the name, the end and the locks.

@@ -61,7 +61,7 @@ struct Candidate {
 /// A chunk keeps its rank while transfers use it: when they end is no use of it.
 ///
 /// ```
-/// use kvpool::cache::{OffloadOrder, RequestRank};
+/// use kvpool::cache::engines::{OffloadOrder, RequestRank};
 /// let mut order = OffloadOrder::default();
 /// let mut request = RequestRank::default();
 /// for (key, position) in [(b"head", 16), (b"tail", 32)] {

@@ -2,14 +2,14 @@
 
 use crate::base::{BlockId, Id, widen};
 
-use super::RecencyList;
+use crate::cache::RecencyList;
 
 /// A queue of blocks, each at most once: taken from the front, added at either end, and taken out of the
 /// middle at the same cost.
 ///
 /// ```
 /// use kvpool::base::{BlockId, Id};
-/// use kvpool::cache::EvictionQueue;
+/// use kvpool::cache::engines::EvictionQueue;
 /// let [a, b, c, d] = [0, 1, 2, 3].map(BlockId::new);
 /// let mut queue = EvictionQueue::full(4);
 /// assert!(queue.remove(c));

@@ -6,8 +6,8 @@ use pyo3::prelude::*;
 
 use crate::pool::{Field, Plan};
 
-use super::batch_planner::BatchPlanner;
-use super::tensor::Tensor;
+use super::BatchPlanner;
+use crate::python::tensor::Tensor;
 
 /// A planned step: the arrays that attention kernels and samplers read.
 ///
@@ -16,7 +16,7 @@ use super::tensor::Tensor;
 /// of the planner overwrites them, and getters of this plan then raise `StaleBufferError`. `B` is the padded
 /// number of requests, `T` the padded number of new tokens.
 #[pyclass(frozen, module = "kvpool", name = "BatchPlan", weakref)]
-pub(super) struct BatchPlan {
+pub(in crate::python) struct BatchPlan {
     planner: Py<BatchPlanner>,
     plan: Plan,
 }
@@ -174,7 +174,7 @@ impl BatchPlan {
 /// On a GPU `kv_indices` and `block_table` are built on access, which raises `StaleBufferError` after
 /// `truncate`, `finish` or `fork`. Without NumPy the arrays are `kvpool.Tensor`s.
 #[pyclass(frozen, module = "kvpool", name = "HostPlan")]
-pub(super) struct HostPlan {
+pub(in crate::python) struct HostPlan {
     planner: Py<BatchPlanner>,
     plan: Plan,
 }

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use crate::base::Result;
 
-use super::chain::Chain;
-use super::tree::{Place, Tree};
-use super::{Lower, Namespace, PageKey, Tick, Tokens};
+use super::{Lower, Namespace, Place, Tick, Tokens, Tree};
+use crate::cache::PageKey;
+use crate::cache::chain::Chain;
 
 /// What pages had to make room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::base::{Error, ErrorKind, Id, OffloadPlace, Result, widen};
 
-use super::RecencyList;
 use super::offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
+use crate::cache::RecencyList;
 
 /// A chunk that an engine offers or asks for.
 #[derive(Clone, Copy, Debug)]
@@ -141,7 +141,7 @@ pub struct OffloadCounts {
 ///
 /// ```
 /// use kvpool::base::{Id, OffloadPlace};
-/// use kvpool::cache::{NamedChunk, OffloadConfig, OffloadRequest, OffloadTable};
+/// use kvpool::cache::engines::{NamedChunk, OffloadConfig, OffloadRequest, OffloadTable};
 /// let config = OffloadConfig { capacity: 1, store_threshold: 0, max_tracked: 0, events: false };
 /// let (mut table, mut request) = (OffloadTable::new(config), OffloadRequest::default());
 /// let [old, new] = [b"old", b"new"].map(|key| [NamedChunk { key, position: None }]);

@@ -105,7 +105,7 @@ impl<V> Later<V> {
 /// found.
 ///
 /// ```
-/// use kvpool::cache::BlockMap;
+/// use kvpool::cache::engines::BlockMap;
 /// let mut map = BlockMap::default();
 /// map.insert(b"hash", 7, "seven");
 /// map.insert(b"hash", 3, "three");

@@ -34,8 +34,8 @@ use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{EngineSlot, Id, Result, widen};
 
-use super::tree::Edges;
-use super::{Namespace, NodeHandle, NodeId};
+use crate::cache::tree::Edges;
+use crate::cache::{Namespace, NodeHandle, NodeId};
 use lists::{Link, List};
 use order::{Queue, Rank};
 
@@ -261,7 +261,7 @@ pub struct Sizes {
 /// ```
 /// use kvpool::base::{EngineSlot, Id};
 /// use kvpool::cache::Namespace;
-/// use kvpool::cache::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, Part};
+/// use kvpool::cache::engines::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, Part};
 /// let config =
 ///     HybridConfig { page_size: 2, order: EvictionOrder::Lru, window: None, state: None };
 /// let mut tree = HybridTree::new(config);
