@@ -9,7 +9,7 @@ use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpool::base::{DType, Id, IndexVec, Page, Result, widen};
+use kvpool::base::{ChunkId, DType, Id, IndexVec, Page, Result, widen};
 use kvpool::cache::{Continues, KeyTokens, Namespace, PolicyKind, Tree};
 use kvpool::index::{OnBadFree, Order, SlotAllocator};
 use kvpool::kernels::{
@@ -142,7 +142,7 @@ struct Tier {
     executor: Executor,
     pieces: Pieces,
     page_size: usize,
-    pairs: Vec<PagePair>,
+    pairs: Vec<PagePair<Page>>,
 }
 
 impl Tier {
@@ -163,8 +163,8 @@ impl Tier {
         // An odd number without a pattern leads to each page once.
         let pairs = (0..u32::try_from(COPIED / page_size).unwrap_or(0))
             .map(|at| PagePair {
-                page: at.wrapping_mul(0x9E37_79B1) % pages,
-                piece: at.wrapping_mul(0x85EB_CA77) % pages,
+                page: Page::new(at.wrapping_mul(0x9E37_79B1) % pages),
+                piece: ChunkId::new(at.wrapping_mul(0x85EB_CA77) % pages),
             })
             .collect();
         Ok(Self { rows, executor, pieces, page_size, pairs })
@@ -191,9 +191,10 @@ impl Tier {
                 for (kind, buffers) in self.rows.kinds().into_iter().enumerate() {
                     let buffer = &buffers[layer];
                     let pool = buffer.region().address().as_ptr();
-                    let page = pool.wrapping_add(buffer.offset() + widen(pair.page) * page_bytes);
+                    let page = pool.wrapping_add(buffer.offset() + widen(pair.page.number()) * page_bytes);
                     let offset = (2 * layer + kind) * page_bytes;
-                    let piece = memory.wrapping_add(widen(pair.piece) * self.pieces.stride() + offset);
+                    let piece =
+                        memory.wrapping_add(widen(pair.piece.number()) * self.pieces.stride() + offset);
                     let (source, target) = match direction {
                         PageCopy::Out => (page, piece),
                         PageCopy::In => (piece, page),

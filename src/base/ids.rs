@@ -1,7 +1,6 @@
 //! 32-bit index newtypes, one for each index space.
 //!
-//! A page is a different type from a slot, so neither can be passed for the other. The values stay within
-//! `i32`.
+//! A page is a different type from a slot, so neither can be passed for the other.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -11,7 +10,7 @@ use super::{DType, Error, Result, reserve};
 /// The padding index of every index space. Padded tokens write to it; it is never handed out.
 pub const PADDING: u32 = 0;
 
-/// A 32-bit index into one index space. Values stay within `i32`, since index tensors are int32.
+/// A 32-bit index into one index space. Values that go into index tensors, which are int32, stay within `i32`.
 pub trait Id: Copy + Eq + Ord + fmt::Debug + fmt::Display {
     /// The name of one index in messages.
     const NOUN: &'static str;
@@ -23,14 +22,15 @@ pub trait Id: Copy + Eq + Ord + fmt::Debug + fmt::Display {
     fn number(self) -> u32;
 }
 
+/// Declares the type of an index.
 macro_rules! id {
-    ($(#[$doc:meta])* $name:ident, $noun:literal) => {
+    ($(#[$doc:meta])* $visible:vis $name:ident, $noun:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(transparent)]
-        pub struct $name(u32);
+        $visible struct $name(u32);
 
-        impl Id for $name {
+        impl $crate::base::Id for $name {
             const NOUN: &'static str = $noun;
 
             fn new(number: u32) -> Self {
@@ -42,62 +42,70 @@ macro_rules! id {
             }
         }
 
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                fmt::Display::fmt(&self.0, f)
+        impl From<$name> for i64 {
+            fn from(index: $name) -> Self {
+                index.0.into()
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                std::fmt::Display::fmt(&self.0, f)
             }
         }
     };
 }
 
+pub(crate) use id;
+
 id!(
     /// One token's place along dim 0 of a KV buffer.
-    Slot,
+    pub Slot,
     "slot"
 );
 id!(
     /// An aligned run of `page_size` slots.
-    Page,
+    pub Page,
     "page"
 );
 id!(
     /// A row of the request table.
-    RequestRow,
+    pub RequestRow,
     "row"
 );
 id!(
     /// A place for one linear-attention state.
-    StateSlot,
+    pub StateSlot,
     "track slot"
 );
 id!(
     /// A chunk of a chunk pool.
-    ChunkId,
+    pub ChunkId,
     "chunk"
 );
 id!(
     /// A page of a page pool, which is not a [`Page`] of slots.
-    PoolPage,
+    pub PoolPage,
     "page"
 );
 id!(
     /// A block that an engine counts and hashes itself.
-    BlockId,
+    pub BlockId,
     "block"
 );
 id!(
     /// A place in a pool that an engine keeps itself: of the K and V of a token, or of a state.
-    EngineSlot,
+    pub EngineSlot,
     "slot"
 );
 id!(
     /// A place of host memory for a chunk that an engine offloads.
-    OffloadPlace,
+    pub OffloadPlace,
     "place"
 );
 id!(
     /// A buffer of a buffer pool.
-    BufferId,
+    pub BufferId,
     "buffer"
 );
 
@@ -194,20 +202,37 @@ impl IndexVec {
         narrow.iter().copied().map(i64::from).chain(wide.iter().copied())
     }
 
-    /// Converts the values to row numbers below `count`.
+    /// Converts the values to numbers below `count`.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](super::ErrorKind::Index) with the first value outside `0..count`.
     ///
     /// ```
     /// use kvpool::base::IndexVec;
-    /// assert_eq!(IndexVec::I32(vec![0, 3]).rows("slot", 4).unwrap(), [0, 3]);
-    /// assert!(IndexVec::I64(vec![4]).rows("slot", 4).is_err());
+    /// assert_eq!(IndexVec::I32(vec![0, 3]).below(4, "column").unwrap(), [0, 3]);
+    /// assert!(IndexVec::I64(vec![4]).below(4, "column").is_err());
     /// ```
-    pub fn rows(&self, noun: &str, count: usize) -> Result<Vec<u32>> {
+    pub fn below(&self, count: usize, noun: &str) -> Result<Vec<u32>> {
         match self {
-            Self::I32(values) => checked(values, noun, count),
-            Self::I64(values) => checked(values, noun, count),
+            Self::I32(values) => checked(values, noun, count, |number| number),
+            Self::I64(values) => checked(values, noun, count, |number| number),
+        }
+    }
+
+    /// Converts the values to indices below `count`.
+    ///
+    /// # Errors
+    /// See [`Self::below`].
+    ///
+    /// ```
+    /// use kvpool::base::{Id, IndexVec, RequestRow};
+    /// let rows = IndexVec::I64(vec![0, 3]).ids::<RequestRow>(4).unwrap();
+    /// assert_eq!(rows, [0, 3].map(RequestRow::new));
+    /// ```
+    pub fn ids<I: Id>(&self, count: usize) -> Result<Vec<I>> {
+        match self {
+            Self::I32(values) => checked(values, I::NOUN, count, I::new),
+            Self::I64(values) => checked(values, I::NOUN, count, I::new),
         }
     }
 
@@ -280,12 +305,17 @@ fn narrowed(values: &[i64]) -> Result<Vec<i32>> {
     Ok(narrow)
 }
 
-fn checked<T: Copy + Into<i64>>(values: &[T], noun: &str, count: usize) -> Result<Vec<u32>> {
-    let mut rows = reserve(values.len())?;
+fn checked<T: Copy + Into<i64>, N>(
+    values: &[T],
+    noun: &str,
+    count: usize,
+    make: impl Fn(u32) -> N,
+) -> Result<Vec<N>> {
+    let mut ids = reserve(values.len())?;
     for (position, &value) in values.iter().enumerate() {
         let value = value.into();
         match u32::try_from(value) {
-            Ok(row) if widen(row) < count => rows.push(row),
+            Ok(number) if widen(number) < count => ids.push(make(number)),
             _ => {
                 return Err(Error::index(format!(
                     "{noun} {value} at position {position} is outside [0, {count})"
@@ -294,5 +324,5 @@ fn checked<T: Copy + Into<i64>>(values: &[T], noun: &str, count: usize) -> Resul
             }
         }
     }
-    Ok(rows)
+    Ok(ids)
 }

@@ -21,6 +21,7 @@ pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};
 pub use fork_gate::{ForkGate, close_fork_gate, open_fork_gate};
+pub(crate) use ids::id;
 pub use ids::{
     BlockId, BufferId, ChunkId, EngineSlot, Id, IndexNumber, IndexVec, OffloadPlace, PADDING, Page, PoolPage,
     RequestRow, Slot, StateSlot, widen,

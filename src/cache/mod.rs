@@ -33,7 +33,7 @@ pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
 pub use recency_list::RecencyList;
-pub use residency::{EntryId, Residency};
+pub use residency::{Above, EntryId, Residency};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;

@@ -1,28 +1,33 @@
-//! Numbers in the order of their last use.
+//! Indices in the order of their last use.
 
-use crate::base::widen;
+use std::marker::PhantomData;
 
-/// No number: an end of the order.
+use crate::base::{Id, widen};
+
+/// No index: an end of the order.
 const NONE: u32 = u32::MAX;
 
-/// A list of small numbers, the one used last first. A change costs a few stores, whatever its length.
+/// A list of small indices, the one used last first. A change costs a few stores, whatever its length.
 ///
 /// ```
+/// use kvpool::base::{BlockId, Id};
 /// use kvpool::cache::RecencyList;
+/// let [one, two, three] = [1, 2, 3].map(BlockId::new);
 /// let mut list = RecencyList::default();
-/// for number in [3, 1, 2] {
-///     list.push(number);
+/// for block in [three, one, two] {
+///     list.push(block);
 /// }
-/// list.remove(3);
-/// list.insert_behind(3, Some(2));
-/// assert_eq!(list.iter_oldest().collect::<Vec<_>>(), [1, 3, 2]);
+/// list.remove(three);
+/// list.insert_behind(three, Some(two));
+/// assert_eq!(list.iter_oldest().collect::<Vec<_>>(), [one, three, two]);
 /// ```
 #[derive(Clone, Debug)]
-pub struct RecencyList {
-    /// The neighbours of each number. Of those not in the list stale.
+pub struct RecencyList<I> {
+    /// The neighbours of each index. Of those not in the list stale.
     links: Vec<Link>,
     newest: u32,
     oldest: u32,
+    of: PhantomData<I>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -31,26 +36,26 @@ struct Link {
     older: u32,
 }
 
-impl Default for RecencyList {
+impl<I> Default for RecencyList<I> {
     fn default() -> Self {
-        Self { links: Vec::new(), newest: NONE, oldest: NONE }
+        Self { links: Vec::new(), newest: NONE, oldest: NONE, of: PhantomData }
     }
 }
 
-impl RecencyList {
-    /// Adds a number that is not in the list, as the one used last.
-    pub fn push(&mut self, number: u32) {
-        self.insert_behind(number, None);
+impl<I: Id> RecencyList<I> {
+    /// Adds an index that is not in the list, as the one used last.
+    pub fn push(&mut self, index: I) {
+        self.insert_behind(index, None);
     }
 
-    /// Adds a number that is not in the list, as the one that was not used for longest.
-    pub fn push_oldest(&mut self, number: u32) {
-        self.insert_behind(number, self.oldest());
+    /// Adds an index that is not in the list, as the one that was not used for longest.
+    pub fn push_oldest(&mut self, index: I) {
+        self.insert_behind(index, self.oldest());
     }
 
-    /// Adds a number that is not in the list behind `newer`, or as the one used last.
-    pub fn insert_behind(&mut self, number: u32, newer: Option<u32>) {
-        let newer = newer.unwrap_or(NONE);
+    /// Adds an index that is not in the list behind `newer`, or as the one used last.
+    pub fn insert_behind(&mut self, index: I, newer: Option<I>) {
+        let (number, newer) = (index.number(), newer.map_or(NONE, I::number));
         let older = if newer == NONE { self.newest } else { self.links[widen(newer)].older };
         if widen(number) >= self.links.len() {
             self.links.resize(widen(number) + 1, Link { newer: NONE, older: NONE });
@@ -60,55 +65,48 @@ impl RecencyList {
         self.set_newer(older, number);
     }
 
-    /// Takes out a number that is in the list.
-    pub fn remove(&mut self, number: u32) {
-        let Link { newer, older } = self.links[widen(number)];
+    /// Takes out an index that is in the list.
+    pub fn remove(&mut self, index: I) {
+        let Link { newer, older } = self.links[widen(index.number())];
         self.set_older(newer, older);
         self.set_newer(older, newer);
     }
 
-    /// Makes a number that is in the list the one used last.
-    pub fn touch(&mut self, number: u32) {
-        if self.newest != number {
-            self.remove(number);
-            self.push(number);
+    /// Makes an index that is in the list the one used last.
+    pub fn touch(&mut self, index: I) {
+        if self.newest != index.number() {
+            self.remove(index);
+            self.push(index);
         }
     }
 
-    /// The number that was not used for longest.
+    /// The index that was not used for longest.
     #[must_use]
-    pub fn oldest(&self) -> Option<u32> {
-        (self.oldest != NONE).then_some(self.oldest)
+    pub fn oldest(&self) -> Option<I> {
+        index_of(self.oldest)
     }
 
-    /// The number used last.
+    /// The index used last.
     #[must_use]
-    pub fn newest(&self) -> Option<u32> {
-        (self.newest != NONE).then_some(self.newest)
+    pub fn newest(&self) -> Option<I> {
+        index_of(self.newest)
     }
 
-    /// The number used after one that is in the list.
+    /// The index used after one that is in the list.
     #[must_use]
-    pub fn newer(&self, number: u32) -> Option<u32> {
-        let newer = self.links[widen(number)].newer;
-        (newer != NONE).then_some(newer)
+    pub fn newer(&self, index: I) -> Option<I> {
+        index_of(self.links[widen(index.number())].newer)
     }
 
-    /// The number used before one that is in the list.
+    /// The index used before one that is in the list.
     #[must_use]
-    pub fn older(&self, number: u32) -> Option<u32> {
-        let older = self.links[widen(number)].older;
-        (older != NONE).then_some(older)
+    pub fn older(&self, index: I) -> Option<I> {
+        index_of(self.links[widen(index.number())].older)
     }
 
-    /// The numbers, the one used last at the end.
-    pub fn iter_oldest(&self) -> impl Iterator<Item = u32> + '_ {
-        let mut next = self.oldest;
-        std::iter::from_fn(move || {
-            let here = (next != NONE).then_some(next)?;
-            next = self.links[widen(here)].newer;
-            Some(here)
-        })
+    /// The indices, the one used last at the end.
+    pub fn iter_oldest(&self) -> impl Iterator<Item = I> + '_ {
+        std::iter::successors(self.oldest(), |&index| self.newer(index))
     }
 
     /// The size of the bookkeeping in bytes.
@@ -124,4 +122,8 @@ impl RecencyList {
     fn set_newer(&mut self, number: u32, newer: u32) {
         *(if number == NONE { &mut self.oldest } else { &mut self.links[widen(number)].newer }) = newer;
     }
+}
+
+fn index_of<I: Id>(number: u32) -> Option<I> {
+    (number != NONE).then(|| I::new(number))
 }

@@ -3,13 +3,24 @@
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::base::widen;
+use crate::base::{Id, id, widen};
 
 use super::{Namespace, PageHash, RecencyList};
 
-/// An entry of a [`Residency`]. It stays that of its page as long as it is held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct EntryId(u32);
+id!(
+    /// An entry of a [`Residency`]. It stays that of its page as long as it is held.
+    pub EntryId,
+    "entry"
+);
+
+/// Whether the device has a page, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Above {
+    /// It does not: the page goes first.
+    Absent,
+    /// It does.
+    Present,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
@@ -33,8 +44,7 @@ struct Entry<P> {
     namespace: u64,
     /// Copies that use the place.
     holders: u32,
-    /// Whether the device has it, too.
-    is_above: bool,
+    above: Above,
     stage: Stage,
 }
 
@@ -46,11 +56,11 @@ struct Entry<P> {
 /// evicted there.
 ///
 /// ```
-/// use kvpool::cache::{Namespace, Residency};
+/// use kvpool::cache::{Above, Namespace, Residency};
 /// let mut tier = Residency::default();
 /// let entry = tier.begin([1; 32], &Namespace::Unnamed, "place 0");
 /// assert_eq!((tier.find(&[1; 32]), tier.contains(&[1; 32])), (None, true));
-/// assert_eq!(tier.arrive(entry, false), None);
+/// assert_eq!(tier.arrive(entry, Above::Absent), None);
 /// tier.hold(tier.find(&[1; 32]).unwrap());
 /// assert_eq!(tier.evict(), None, "it is in use");
 /// assert_eq!(tier.release(entry), None);
@@ -59,10 +69,10 @@ struct Entry<P> {
 #[derive(Debug)]
 pub struct Residency<P> {
     entries: Vec<Entry<P>>,
-    vacant: Vec<u32>,
-    by_key: HashMap<PageHash, u32>,
+    vacant: Vec<EntryId>,
+    by_key: HashMap<PageHash, EntryId>,
     /// Those that are ready and not held: what the device has not, and what it has, too.
-    order: [RecencyList; 2],
+    order: [RecencyList<EntryId>; 2],
     ready: usize,
     clears: u64,
 }
@@ -119,19 +129,19 @@ impl<P: Copy> Residency<P> {
     #[must_use]
     pub fn find(&self, key: &PageHash) -> Option<EntryId> {
         let &entry = self.by_key.get(key)?;
-        (self.entry(entry).stage == Stage::Ready).then_some(EntryId(entry))
+        (self.entry(entry).stage == Stage::Ready).then_some(entry)
     }
 
     /// The place of an entry that is held, or was just found.
     #[must_use]
     pub fn place(&self, entry: EntryId) -> P {
-        self.entry(entry.0).place
+        self.entry(entry).place
     }
 
     /// The key of an entry that is held, or was just found.
     #[must_use]
     pub fn key(&self, entry: EntryId) -> &PageHash {
-        &self.entry(entry.0).key
+        &self.entry(entry).key
     }
 
     /// How often [`Self::clear`] was called.
@@ -159,26 +169,26 @@ impl<P: Copy> Residency<P> {
     fn add(&mut self, key: PageHash, namespace: &Namespace, place: P, stage: Stage) -> EntryId {
         self.give_up_fetch(&key);
         let namespace = hash_of(namespace);
-        let entry = Entry { key, place, namespace, holders: 1, is_above: false, stage };
-        let number = if let Some(number) = self.vacant.pop() {
-            self.entries[widen(number)] = entry;
-            number
+        let entry = Entry { key, place, namespace, holders: 1, above: Above::Absent, stage };
+        let id = if let Some(id) = self.vacant.pop() {
+            *self.entry_mut(id) = entry;
+            id
         } else {
             let number = u32::try_from(self.entries.len()).expect("places are numbered in 32 bits");
             self.entries.push(entry);
-            number
+            EntryId::new(number)
         };
-        let before = self.by_key.insert(key, number);
+        let before = self.by_key.insert(key, id);
         debug_assert!(before.is_none(), "a page is in one place");
-        EntryId(number)
+        id
     }
 
-    /// Makes a page that was arriving complete, as the one used last; the device has it still if it
-    /// `is_above`. Returns its place if it was given up meanwhile.
-    pub fn arrive(&mut self, entry: EntryId, is_above: bool) -> Option<P> {
-        let here = self.entry_mut(entry.0);
+    /// Makes a page that was arriving complete, as the one used last; `above` says whether
+    /// the device has it still. Returns its place if it was given up meanwhile.
+    pub fn arrive(&mut self, entry: EntryId, above: Above) -> Option<P> {
+        let here = self.entry_mut(entry);
         if matches!(here.stage, Stage::Arriving | Stage::Fetched) {
-            (here.stage, here.is_above) = (Stage::Ready, is_above);
+            (here.stage, here.above) = (Stage::Ready, above);
             self.ready += 1;
         }
         self.release(entry)
@@ -186,13 +196,13 @@ impl<P: Copy> Residency<P> {
 
     /// Takes note that the device has pages, or has them no more, which is a use: the last is evicted last.
     /// Those that are not complete here are left out.
-    pub fn set_above<'a>(&mut self, keys: impl IntoIterator<Item = &'a PageHash>, is_above: bool) {
+    pub fn set_above<'a>(&mut self, keys: impl IntoIterator<Item = &'a PageHash>, above: Above) {
         for key in keys {
-            if let Some(EntryId(number)) = self.find(key) {
-                let was_above = std::mem::replace(&mut self.entry_mut(number).is_above, is_above);
-                if self.entry(number).holders == 0 {
-                    self.order[usize::from(was_above)].remove(number);
-                    self.order[usize::from(is_above)].push(number);
+            if let Some(entry) = self.find(key) {
+                let before = std::mem::replace(&mut self.entry_mut(entry).above, above);
+                if self.entry(entry).holders == 0 {
+                    self.order[before as usize].remove(entry);
+                    self.order[above as usize].push(entry);
                 }
             }
         }
@@ -201,39 +211,39 @@ impl<P: Copy> Residency<P> {
     /// Takes note that the device has none of the pages any more.
     pub fn set_none_above(&mut self) {
         let [lone, above] = &mut self.order;
-        above.iter_oldest().for_each(|number| lone.push(number));
+        above.iter_oldest().for_each(|entry| lone.push(entry));
         *above = RecencyList::default();
-        self.entries.iter_mut().for_each(|entry| entry.is_above = false);
+        self.entries.iter_mut().for_each(|entry| entry.above = Above::Absent);
     }
 
     /// Gives up a page that was arriving. Returns its place.
     pub fn fail(&mut self, entry: EntryId) -> Option<P> {
-        self.remove(entry.0);
+        self.remove(entry);
         self.release(entry)
     }
 
     /// Keeps the place of a complete page until it is released.
     pub fn hold(&mut self, entry: EntryId) {
-        let here = self.entry_mut(entry.0);
+        let here = self.entry_mut(entry);
         here.holders += 1;
         if here.holders == 1 {
-            let is_above = here.is_above;
-            self.order[usize::from(is_above)].remove(entry.0);
+            let above = here.above;
+            self.order[above as usize].remove(entry);
         }
     }
 
     /// Ends a hold, which is a use. Returns the place if it was the last one of a page that was given up.
     pub fn release(&mut self, entry: EntryId) -> Option<P> {
-        let here = self.entry_mut(entry.0);
+        let here = self.entry_mut(entry);
         here.holders -= 1;
         if here.holders > 0 {
             return None;
         }
-        let (stage, is_above) = (here.stage, here.is_above);
+        let (stage, above) = (here.stage, here.above);
         if stage == Stage::Ready {
-            self.order[usize::from(is_above)].push(entry.0);
+            self.order[above as usize].push(entry);
         }
-        (stage == Stage::Removed).then(|| self.vacate(entry.0))
+        (stage == Stage::Removed).then(|| self.vacate(entry))
     }
 
     /// Gives up the page that goes first. Returns its key and its place; `None` if all are in use.
@@ -250,16 +260,16 @@ impl<P: Copy> Residency<P> {
         self.clears += 1;
         let name = namespace.map(hash_of);
         let is_named = |entry: &Entry<P>| name.is_none_or(|name| name == entry.namespace);
-        let named: Vec<u32> =
-            self.by_key.values().copied().filter(|&number| is_named(self.entry(number))).collect();
+        let named: Vec<EntryId> =
+            self.by_key.values().copied().filter(|&entry| is_named(self.entry(entry))).collect();
         let (mut keys, mut places) = (Vec::with_capacity(named.len()), Vec::new());
-        for number in named {
-            if self.entry(number).stage == Stage::Ready {
-                keys.push(self.entry(number).key);
+        for entry in named {
+            if self.entry(entry).stage == Stage::Ready {
+                keys.push(self.entry(entry).key);
             }
-            self.remove(number);
-            if self.entry(number).holders == 0 {
-                places.push(self.vacate(number));
+            self.remove(entry);
+            if self.entry(entry).holders == 0 {
+                places.push(self.vacate(entry));
             }
         }
         (keys, places)
@@ -269,41 +279,41 @@ impl<P: Copy> Residency<P> {
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.entries.capacity() * size_of::<Entry<P>>()
-            + self.vacant.capacity() * size_of::<u32>()
-            + self.by_key.capacity() * (size_of::<(PageHash, u32)>() + 1)
+            + self.vacant.capacity() * size_of::<EntryId>()
+            + self.by_key.capacity() * (size_of::<(PageHash, EntryId)>() + 1)
             + self.order.iter().map(RecencyList::bytes).sum::<usize>()
     }
 
-    fn entry(&self, number: u32) -> &Entry<P> {
-        &self.entries[widen(number)]
+    fn entry(&self, entry: EntryId) -> &Entry<P> {
+        &self.entries[widen(entry.number())]
     }
 
-    fn entry_mut(&mut self, number: u32) -> &mut Entry<P> {
-        &mut self.entries[widen(number)]
+    fn entry_mut(&mut self, entry: EntryId) -> &mut Entry<P> {
+        &mut self.entries[widen(entry.number())]
     }
 
     /// Lets a page be found no more.
-    fn remove(&mut self, number: u32) {
-        let here = self.entry(number);
+    fn remove(&mut self, entry: EntryId) {
+        let here = self.entry(entry);
         let (key, stage, is_held) = (here.key, here.stage, here.holders > 0);
         if stage == Stage::Removed {
             return;
         }
         if stage == Stage::Ready {
             if !is_held {
-                self.order[usize::from(here.is_above)].remove(number);
+                self.order[here.above as usize].remove(entry);
             }
             self.ready -= 1;
         }
         self.by_key.remove(&key);
-        self.entry_mut(number).stage = Stage::Removed;
+        self.entry_mut(entry).stage = Stage::Removed;
     }
 
-    fn vacate(&mut self, number: u32) -> P {
-        let here = self.entry_mut(number);
+    fn vacate(&mut self, entry: EntryId) -> P {
+        let here = self.entry_mut(entry);
         here.stage = Stage::Vacant;
         let place = here.place;
-        self.vacant.push(number);
+        self.vacant.push(entry);
         place
     }
 
@@ -314,9 +324,9 @@ impl<P: Copy> Residency<P> {
         let counted = [of(Stage::Ready), of(Stage::Arriving) + of(Stage::Fetched), of(Stage::Vacant)];
         let known = [self.ready, self.arriving(), self.vacant.len()];
         let mut ordered = 0;
-        for (order, is_above) in self.order.iter().zip([false, true]) {
-            for entry in order.iter_oldest().map(|number| self.entry(number)) {
-                if (entry.stage, entry.is_above, entry.holders) != (Stage::Ready, is_above, 0) {
+        for (order, above) in self.order.iter().zip([Above::Absent, Above::Present]) {
+            for entry in order.iter_oldest().map(|entry| self.entry(entry)) {
+                if (entry.stage, entry.above, entry.holders) != (Stage::Ready, above, 0) {
                     return Some(format!("{:?} is out of order", entry.key));
                 }
                 ordered += 1;
@@ -328,8 +338,8 @@ impl<P: Copy> Residency<P> {
                 "{counted:?} entries are ready, arriving and vacant; {known:?} are known, {ordered} in order"
             ));
         }
-        let lost = self.by_key.iter().find(|&(key, &number)| self.entry(number).key != *key);
-        lost.map(|(key, number)| format!("entry {number} is not that of {key:?}"))
+        let lost = self.by_key.iter().find(|&(key, &entry)| self.entry(entry).key != *key);
+        lost.map(|(key, entry)| format!("entry {entry} is not that of {key:?}"))
     }
 }
 

@@ -220,7 +220,7 @@ impl Requests {
     /// allocated, [`ErrorKind::Config`] for one that is listed twice.
     pub fn resolve_rows(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<RequestRow>> {
         self.batches += 1;
-        let named: Vec<_> = given.rows("row", self.by_row.len())?.into_iter().map(RequestRow::new).collect();
+        let named = given.ids::<RequestRow>(self.by_row.len())?;
         for (position, &row) in named.iter().enumerate() {
             if !rows.rows().contains(row) || !rows.rows().is_live(row) {
                 return Err(Error::new(

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::base::{Device, Error, IndexVec, RequestRow, Result, reserve};
+use crate::base::{Device, Error, Id, IndexVec, RequestRow, Result, reserve};
 use crate::index::{RowExtent, plan_moves};
 use crate::memory::{Borrowed, Event, Gpu, Region, Stream};
 
@@ -340,12 +340,12 @@ impl Executor {
     /// is named twice; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being
     /// captured. Nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver
     /// call fails: some pages may have been copied. Faults of earlier calls are left to [`Executor::fault`].
-    pub fn copy_pages(
+    pub fn copy_pages<I: Id>(
         &self,
         rows: &LayerRows,
         pieces: &Pieces,
         direction: PageCopy,
-        pairs: &[PagePair],
+        pairs: &[PagePair<I>],
         layers: Range<usize>,
         stream: Stream,
     ) -> Result<()> {

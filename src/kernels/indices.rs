@@ -23,7 +23,7 @@ impl IndexSpace {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first value outside of it.
     #[inline]
     pub fn check(self, values: &IndexVec) -> Result<Vec<u32>> {
-        values.rows(self.noun, self.len)
+        values.below(self.len, self.noun)
     }
 }
 

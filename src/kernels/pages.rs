@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::bounded::{signed, unsigned};
-use crate::base::{DType, Device, Dims, Error, Result, bytes_of, reserve, widen};
+use crate::base::{ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, reserve, widen};
 use crate::memory::{Borrowed, Region};
 
 use super::row_copy::{AHEAD, RowCopy};
@@ -16,11 +16,11 @@ use super::rows::{LayerRows, RowBuffer};
 
 /// A page of a pool, and the piece of host memory that holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PagePair {
-    /// The number of the page: its first row, divided by the rows of a page.
-    pub page: u32,
-    /// The number of the piece.
-    pub piece: u32,
+pub struct PagePair<I> {
+    /// The page: its number is that of its first row, divided by the rows of a page.
+    pub page: I,
+    /// The piece.
+    pub piece: ChunkId,
 }
 
 /// The direction of a copy between pages and pieces.
@@ -86,7 +86,7 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::base::DType;
+/// use kvpool::base::{ChunkId, DType, Id, Page};
 /// use kvpool::kernels::{
 ///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
 /// };
@@ -100,7 +100,7 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 /// let memory = Arc::new(Region::new(Arc::new(Host), 3 * stride).unwrap());
 /// let pieces = Pieces::new(memory, Reach::Copied, &rows, 2, stride, 3).unwrap();
 /// region.fill(32, 32, 7).unwrap();
-/// let pairs = [PagePair { page: 1, piece: 2 }];
+/// let pairs = [PagePair { page: Page::new(1), piece: ChunkId::new(2) }];
 /// executor.copy_pages(&rows, &pieces, PageCopy::Out, &pairs, 0..1, Stream::DEFAULT).unwrap();
 /// assert_eq!(pieces.region().read::<i32>(2 * stride, 1).unwrap(), [0x0707_0707]);
 /// ```
@@ -228,23 +228,23 @@ impl Pieces {
     }
 
     /// Checks a copy of whole pages of `rows`, which are on `device`, and describes it.
-    pub(super) fn plan<'a>(
+    pub(super) fn plan<'a, I: Id>(
         &'a self,
         rows: &'a LayerRows,
         device: Device,
         direction: PageCopy,
-        pairs: &[PagePair],
+        pairs: &[PagePair<I>],
         layers: &Range<usize>,
     ) -> Result<PagePlan<'a>> {
         self.check_rows(rows, device)?;
         self.check_layers(layers)?;
         for pair in pairs {
-            within("page", pair.page, self.pages)?;
-            within("piece", pair.piece, self.count)?;
+            within("page", pair.page.number(), self.pages)?;
+            within("piece", pair.piece.number(), self.count)?;
         }
         let mut indices = reserve(pairs.len())?;
         indices.extend(pairs.iter().map(|pair| {
-            let [page, piece] = [pair.page, pair.piece].map(u32::cast_signed);
+            let [page, piece] = [pair.page.number(), pair.piece.number()].map(u32::cast_signed);
             match direction {
                 PageCopy::Out => [page, piece],
                 PageCopy::In => [piece, page],

@@ -3,9 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
-use crate::base::{
-    DType, Device, Dims, Id, IndexVec, LONG_COPY, Result, StateSlot, blocking, bytes_of, widen,
-};
+use crate::base::{DType, Device, Dims, IndexVec, LONG_COPY, Result, StateSlot, blocking, bytes_of, widen};
 use crate::index::{BadFrees, Ledgered, OnBadFree, RowTable};
 use crate::kernels::{
     BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
@@ -86,7 +84,7 @@ impl GdnConfig {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::base::{DType, IndexVec};
+/// use kvpool::base::{DType, Id, IndexVec, StateSlot};
 /// use kvpool::kernels::Indices;
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{GdnConfig, GdnPool};
@@ -96,7 +94,7 @@ impl GdnConfig {
 /// };
 /// let host: Arc<dyn Backend> = Arc::new(Host);
 /// let pool = GdnPool::new(&config, &host).unwrap();
-/// assert_eq!(pool.alloc_track_slot(), Some(5));
+/// assert_eq!(pool.alloc_track_slot(), Some(StateSlot::new(5)));
 /// let index = |slot| Indices::Host(IndexVec::I64(vec![slot]));
 /// pool.copy_states(&index(1), &index(5), Stream::DEFAULT).unwrap();
 /// ```
@@ -190,7 +188,7 @@ impl GdnPool {
         &self,
         pieces: &Pieces,
         direction: PageCopy,
-        pairs: &[PagePair],
+        pairs: &[PagePair<StateSlot>],
         stream: Stream,
     ) -> Result<()> {
         self.executor.copy_pages(&self.rows, pieces, direction, pairs, 0..self.rows.layers(), stream)
@@ -255,7 +253,7 @@ impl GdnPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) if there is none.
     pub(super) fn check_slot(&self, slot: i64) -> Result<()> {
-        IndexVec::I64(vec![slot]).rows(self.slots.noun, self.slots.len).map(drop)
+        self.slots.check(&IndexVec::I64(vec![slot])).map(drop)
     }
 
     /// Sets both states of slot `dst`. The caller must hold no lock: a long copy in host memory is a
@@ -282,8 +280,8 @@ impl GdnPool {
     }
 
     /// Takes the track slot that has been free longest, or returns `None`.
-    pub fn alloc_track_slot(&self) -> Option<u32> {
-        self.tracks().alloc(1)?.first().map(|taken| taken.row.number())
+    pub fn alloc_track_slot(&self) -> Option<StateSlot> {
+        self.tracks().alloc(1)?.first().map(|taken| taken.row)
     }
 
     /// Frees a track slot; drops and reports one that is not live.

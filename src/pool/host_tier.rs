@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::base::sync::lock;
 use crate::base::{Device, Error, ForkGate, Page, Result, StateSlot};
-use crate::cache::{Lower, Namespace, Offered, OfferedPages, Offering, PageHash};
+use crate::cache::{Above, Lower, Namespace, Offered, OfferedPages, Offering, PageHash};
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
 use crate::transfer::{Lane, Transfer};
@@ -117,6 +117,11 @@ impl Write {
             PieceKind::Page => &self.pages.keys,
             PieceKind::State => &self.states.keys,
         }
+    }
+
+    /// The number of pages and snapshots.
+    fn len(&self) -> usize {
+        self.pages.entries.len() + self.states.entries.len()
     }
 
     /// Where the pages are on the device.
@@ -339,8 +344,8 @@ impl HostTier {
     }
 
     /// Takes note that the device has pages, or has them no more; the last of them is evicted last here.
-    pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, is_above: bool) {
-        self.pages.set_above(keys, is_above);
+    pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, above: Above) {
+        self.pages.set_above(keys, above);
     }
 
     /// Starts to copy down what is offered and not here, behind what is enqueued on the streams `after`.
@@ -381,19 +386,19 @@ impl HostTier {
         (started, gone)
     }
 
-    /// Ends a write whose copies are over. If it `is_right`, its pages can be found from now on; `is_above`
-    /// tells which of them the device has still.
-    pub(super) fn settle(&self, write: &Write, is_right: bool, is_above: impl Fn(Page, &PageHash) -> bool) {
-        let number = write.pages.entries.len() + write.states.entries.len();
-        if is_right {
-            self.pages.arrive(&write.pages, is_above);
-            self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| false));
-            self.count(TierCounts { written: number, ..TierCounts::default() });
-        } else {
-            self.pages.fail(&write.pages.entries);
-            self.states.iter().for_each(|storage| storage.fail(&write.states.entries));
-            self.count(TierCounts { failed: number, ..TierCounts::default() });
-        }
+    /// Ends a write that is complete: its pages can be found from now on. `above` tells which of them the
+    /// device has still.
+    pub(super) fn complete(&self, write: &Write, above: impl Fn(Page, &PageHash) -> Above) {
+        self.pages.arrive(&write.pages, above);
+        self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| Above::Absent));
+        self.count(TierCounts { written: write.len(), ..TierCounts::default() });
+    }
+
+    /// Ends a write that has failed, or whose pages are not those of their keys any more.
+    pub(super) fn discard(&self, write: &Write) {
+        self.pages.fail(&write.pages.entries);
+        self.states.iter().for_each(|storage| storage.fail(&write.states.entries));
+        self.count(TierCounts { failed: write.len(), ..TierCounts::default() });
     }
 
     /// Starts to copy held pages to pages of the device, layer by layer, and a held snapshot before them,
@@ -422,8 +427,8 @@ impl HostTier {
     fn copy(
         &self,
         direction: PageCopy,
-        pages: &[PagePair],
-        states: &[PagePair],
+        pages: &[PagePair<Page>],
+        states: &[PagePair<StateSlot>],
         after: &[Stream],
     ) -> Result<Arc<Transfer>> {
         let layers = self.kv.config().layer_num;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, Id, Result, Slot, bytes_of, widen};
+use crate::base::{DType, Device, Error, Id, Page, Result, Slot, bytes_of, widen};
 use crate::kernels::{
     BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
     StoreRows,
@@ -242,7 +242,7 @@ impl KvPool {
         &self,
         pieces: &Pieces,
         direction: PageCopy,
-        pairs: &[PagePair],
+        pairs: &[PagePair<Page>],
         layers: Range<usize>,
         stream: Stream,
     ) -> Result<()> {

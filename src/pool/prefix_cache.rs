@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Device, Error, Id, IndexVec, Page, Result, Slot, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, CacheEvent, Cause, Continues, Digest, Evicted, Hold, KeyTokens, Lower, Namespace,
+    AGE_BUCKETS, Above, CacheEvent, Cause, Continues, Digest, Evicted, Hold, KeyTokens, Lower, Namespace,
     OfferedPages, Offering, PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
@@ -619,7 +619,7 @@ impl Open<'_> {
             }
             self.send_down(&mut kept);
             if let Some(below) = &kept.below {
-                below.tier.set_above(gone.keys.iter(), false);
+                below.tier.set_above(gone.keys.iter(), Above::Absent);
             }
             kept.counts.evicted += gone.pages.len() * page_size;
             for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {

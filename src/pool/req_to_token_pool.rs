@@ -40,7 +40,7 @@ pub enum TableIndex<'a> {
 impl TableIndex<'_> {
     /// The first `count` columns of a row.
     pub(super) fn first_columns(row: RequestRow, count: u32) -> Self {
-        Self::Columns { row: row.number().into(), start: 0, end: Some(count.into()) }
+        Self::Columns { row: row.into(), start: 0, end: Some(count.into()) }
     }
 }
 
@@ -247,15 +247,15 @@ impl ReqToTokenPool {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
-    pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<u32>>> {
+    pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<RequestRow>>> {
         self.not_capturing(stream)?;
         let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
         if let Err(failure) = self.clean(&taken, stream) {
             self.give_back(&taken);
             return Err(failure);
         }
-        let rows: Vec<_> = taken.iter().map(|taken| taken.row.number()).collect();
-        for row in rows.iter().copied().map(widen) {
+        let rows: Vec<_> = taken.iter().map(|taken| taken.row).collect();
+        for row in rows.iter().map(|row| widen(row.number())) {
             self.generations[row] += 1;
             self.generation.region().write(row * size_of::<i64>(), &[self.generations[row]])?;
         }
@@ -264,7 +264,7 @@ impl ReqToTokenPool {
 
     /// Returns rows to the pool that were not handed out. They are zeroed later.
     fn give_back(&mut self, taken: &[RowExtent<RequestRow>]) {
-        let rows = taken.iter().map(|taken| taken.row.number().into()).collect();
+        let rows = taken.iter().map(|taken| taken.row.into()).collect();
         let (_, bad) = self
             .rows
             .free(&IndexVec::I64(rows), OnBadFree::Report)
@@ -299,7 +299,7 @@ impl ReqToTokenPool {
             return Ok(());
         }
         let written = |freed: &RowExtent<RequestRow>| {
-            let extent = self.mirror.as_ref().map_or(0, |mirror| mirror.extent(freed.row.number()));
+            let extent = self.mirror.as_ref().map_or(0, |mirror| mirror.extent(freed.row));
             RowExtent { row: freed.row, written: freed.written.max(extent) }
         };
         let rows = freed.iter().map(written).filter(|extent| extent.written > 0).collect();
@@ -317,7 +317,7 @@ impl ReqToTokenPool {
         match (&self.mirror, &zeroed) {
             (None, _) => (),
             (Some(mirror), Ok(())) => mirror.zeroed(rows),
-            (Some(mirror), Err(_)) => mirror.forget(rows.iter().map(|extent| extent.row.number())),
+            (Some(mirror), Err(_)) => mirror.forget(rows.iter().map(|extent| extent.row)),
         }
         zeroed
     }
@@ -424,12 +424,12 @@ impl ReqToTokenPool {
 
     fn write_points(&mut self, rows: &IndexVec, columns: &IndexVec, values: &[i32]) -> Result<()> {
         as_many(rows.len(), columns.len())?;
-        let rows = rows.rows("row", self.table_rows())?;
-        let columns = columns.rows("column", self.config.max_context_len)?;
+        let rows = rows.ids::<RequestRow>(self.table_rows())?;
+        let columns = columns.below(self.config.max_context_len, "column")?;
         let values = broadcast(values, rows.len())?;
         for ((row, column), value) in rows.into_iter().zip(columns).zip(values.iter()) {
-            self.table.region().write(self.place(widen(row), widen(column)), &[*value])?;
-            self.rows.note_written(RequestRow::new(row), column + 1);
+            self.table.region().write(self.place(widen(row.number()), widen(column)), &[*value])?;
+            self.rows.note_written(row, column + 1);
         }
         Ok(())
     }
@@ -444,7 +444,7 @@ impl ReqToTokenPool {
     /// caller writes them, and this updates the mirror.
     pub(super) fn put(&mut self, row: RequestRow, from: usize, slots: &[i32]) -> Result<()> {
         match (&self.mirror, self.executor.gpu()) {
-            (Some(mirror), _) => mirror.wrote_columns(row.number(), from, slots),
+            (Some(mirror), _) => mirror.wrote_columns(row, from, slots),
             (None, Some(_)) => (),
             (None, None) => self.table.region().write(self.place(widen(row.number()), from), slots)?,
         }
@@ -466,7 +466,7 @@ impl ReqToTokenPool {
     /// Records that a launch of the caller failed, which may have written the first `end` columns of a row.
     pub(super) fn note_failed_write(&mut self, row: RequestRow, end: usize) {
         if let Some(mirror) = &self.mirror {
-            mirror.forget([row.number()]);
+            mirror.forget([row]);
         }
         self.note_written(row, end);
     }
@@ -477,7 +477,7 @@ impl ReqToTokenPool {
     }
 
     fn checked_row(&self, row: i64) -> Result<RequestRow> {
-        IndexVec::I64(vec![row]).rows("row", self.table_rows()).map(|rows| RequestRow::new(rows[0]))
+        IndexVec::I64(vec![row]).ids(self.table_rows()).map(|rows| rows[0])
     }
 
     /// The first `length` columns of a row, without a copy.
@@ -508,9 +508,9 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row outside of the table; nothing is
     /// changed.
     pub fn mark_modified(&mut self, rows: &IndexVec, version: Option<u64>) -> Result<()> {
-        let rows = rows.rows("row", self.table_rows())?;
+        let rows = rows.ids::<RequestRow>(self.table_rows())?;
         for &row in &rows {
-            self.rows.note_written(RequestRow::new(row), self.columns());
+            self.rows.note_written(row, self.columns());
         }
         if let Some(mirror) = &self.mirror {
             mirror.forget(rows);
@@ -578,10 +578,8 @@ impl ReqToTokenPool {
             let extent = &mut extents[widen(freed.row.number())];
             *extent = freed.written.max(*extent);
         }
-        let rows = (0..).zip(extents).map(|(row, written)| RowExtent {
-            row: RequestRow::new(row),
-            written: written.max(mirror.extent(row)),
-        });
+        let rows = (0..).map(RequestRow::new).zip(extents);
+        let rows = rows.map(|(row, written)| RowExtent { row, written: written.max(mirror.extent(row)) });
         let rows = rows.filter(|extent| extent.written > 0).collect();
         mirror.drop_echoes();
         self.zero(rows, stream)

@@ -47,7 +47,7 @@ enum Change {
     /// The first columns of rows were zeroed.
     Zero(Vec<RowExtent<RequestRow>>),
     /// Columns of a row, from the given one on, were written.
-    Columns(u32, usize, Vec<i32>),
+    Columns(RequestRow, usize, Vec<i32>),
 }
 
 impl TableMirror {
@@ -83,7 +83,7 @@ impl TableMirror {
     }
 
     /// Records values written to a row from column `from` on.
-    pub(super) fn wrote_columns(&self, row: u32, from: usize, values: &[i32]) {
+    pub(super) fn wrote_columns(&self, row: RequestRow, from: usize, values: &[i32]) {
         let mut state = self.lock();
         if state.changes.is_empty() {
             state.write(row, from, values, self.columns);
@@ -93,10 +93,10 @@ impl TableMirror {
     }
 
     /// Records values written to places of row and column. Only when settled.
-    pub(super) fn wrote_points(&self, places: impl Iterator<Item = (u32, u32, i32)>) {
+    pub(super) fn wrote_points(&self, places: impl Iterator<Item = (RequestRow, u32, i32)>) {
         let mut state = self.lock();
         for (row, column, value) in places {
-            state.values[widen(row) * self.columns + widen(column)] = value;
+            state.values[widen(row.number()) * self.columns + widen(column)] = value;
         }
     }
 
@@ -106,10 +106,10 @@ impl TableMirror {
     }
 
     /// Marks rows as unknown.
-    pub(super) fn forget(&self, rows: impl IntoIterator<Item = u32>) {
+    pub(super) fn forget(&self, rows: impl IntoIterator<Item = RequestRow>) {
         let mut state = self.lock();
         for row in rows {
-            state.unknown.insert_run(widen(row), 1);
+            state.unknown.insert_run(widen(row.number()), 1);
         }
     }
 
@@ -124,10 +124,10 @@ impl TableMirror {
     }
 
     /// The end of the columns of `row` that may be written.
-    pub(super) fn extent(&self, row: u32) -> u32 {
-        let state = self.settled();
-        if state.changes.is_empty() && !state.unknown.contains(widen(row)) {
-            state.written[widen(row)]
+    pub(super) fn extent(&self, row: RequestRow) -> u32 {
+        let (state, row) = (self.settled(), widen(row.number()));
+        if state.changes.is_empty() && !state.unknown.contains(row) {
+            state.written[row]
         } else {
             narrow(self.columns)
         }
@@ -209,8 +209,8 @@ impl MirrorState {
         }
     }
 
-    fn write(&mut self, row: u32, from: usize, values: &[i32], columns: usize) {
-        let place = widen(row) * columns + from;
+    fn write(&mut self, row: RequestRow, from: usize, values: &[i32], columns: usize) {
+        let place = widen(row.number()) * columns + from;
         self.values[place..place + values.len()].copy_from_slice(values);
     }
 

@@ -104,7 +104,7 @@ impl Block {
     /// Its number, from 0 on; -1 at the ends of a queue.
     #[getter]
     fn block_id(&self) -> i64 {
-        self.number().map_or(-1, |block| block.number().into())
+        self.number().map_or(-1, i64::from)
     }
 
     /// How many requests use it.

@@ -6,7 +6,7 @@ use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 
-use crate::base::DType;
+use crate::base::{DType, Id, StateSlot};
 use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool};
 
@@ -197,7 +197,7 @@ impl GdnPool {
     #[pyo3(signature = (*, owner=None))]
     fn alloc_track_slot(&self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
         let _acting = self.debug.begin(py, owner)?;
-        Ok(self.pool.alloc_track_slot())
+        Ok(self.pool.alloc_track_slot().map(StateSlot::number))
     }
 
     /// Frees a track slot.

@@ -629,7 +629,7 @@ impl HybridTree {
         for row in rows {
             slots.push(i64::from(row.slot.number()));
             positions.push(signed(row.position));
-            before.push(row.before.map_or(-1, |slot| slot.number().into()));
+            before.push(row.before.map_or(-1, i64::from));
         }
         Ok((tensor_of_ints(py, &slots)?, tensor_of_ints(py, &positions)?, tensor_of_ints(py, &before)?))
     }

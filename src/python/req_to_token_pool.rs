@@ -213,7 +213,8 @@ impl ReqToTokenPool {
         let _acting = self.debug.begin(py, owner)?;
         let count = n.count("n", 1)?;
         let stream = self.stream(py, count)?;
-        with(&self.pool, |pool| pool.alloc(count, stream))
+        let rows = with(&self.pool, |pool| pool.alloc(count, stream))?;
+        Ok(rows.map(|rows| rows.into_iter().map(RequestRow::number).collect()))
     }
 
     /// Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false.

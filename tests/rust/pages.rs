@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvpool::base::{DType, Error, ErrorKind, Result};
+use kvpool::base::{ChunkId, DType, Error, ErrorKind, Id, Page, Result, widen};
 use kvpool::kernels::{
     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, RowBuffer, layer_bytes,
     piece_bytes,
@@ -58,12 +58,16 @@ impl Draws {
     }
 
     /// Up to `most` pairs, as many as there can be.
-    pub(crate) fn pairs(&mut self, tier: &Tier, direction: PageCopy, most: usize) -> Vec<PagePair> {
+    pub(crate) fn pairs(&mut self, tier: &Tier, direction: PageCopy, most: usize) -> Vec<PagePair<Page>> {
         let targets = if direction == PageCopy::Out { tier.shape.pieces } else { tier.shape.pages() };
         let count = if tier.shape.pages() == 0 { 0 } else { most.min(targets) };
         let pages = self.numbers(count, tier.shape.pages(), direction == PageCopy::In);
         let pieces = self.numbers(count, tier.shape.pieces, direction == PageCopy::Out);
-        pages.into_iter().zip(pieces).map(|(page, piece)| PagePair { page, piece }).collect()
+        pages
+            .into_iter()
+            .zip(pieces)
+            .map(|(page, piece)| PagePair { page: Page::new(page), piece: ChunkId::new(piece) })
+            .collect()
     }
 }
 
@@ -186,7 +190,7 @@ impl Tier {
     pub(crate) fn copy(
         &mut self,
         direction: PageCopy,
-        pairs: &[PagePair],
+        pairs: &[PagePair<Page>],
         layers: &Range<usize>,
         stream: Stream,
     ) -> Result<()> {
@@ -194,7 +198,7 @@ impl Tier {
         let shape = self.shape;
         let [pool, memory] = &mut self.expected;
         for pair in pairs {
-            let (page, piece) = (pair.page as usize, pair.piece as usize);
+            let (page, piece) = (widen(pair.page.number()), widen(pair.piece.number()));
             for layer in layers.clone() {
                 let mut at = piece * shape.stride() + layer * shape.layer_bytes();
                 for buffers in self.rows.kinds() {
@@ -285,11 +289,11 @@ fn what_went_out_comes_back() {
     let mut tier = Tier::new(&mut draws, shape, &host(), &host(), Reach::Copied);
     let before = bytes(&tier.pool);
     let pairs = draws.pairs(&tier, PageCopy::Out, 12);
-    let mut pages: Vec<u32> = pairs.iter().map(|pair| pair.page).collect();
+    let mut pages: Vec<Page> = pairs.iter().map(|pair| pair.page).collect();
     pages.sort_unstable();
     pages.dedup();
     // The last piece of each page that is there twice holds the same bytes.
-    let back: Vec<PagePair> =
+    let back: Vec<PagePair<Page>> =
         pages.iter().map(|page| *pairs.iter().rfind(|pair| pair.page == *page).unwrap()).collect();
     tier.copy(PageCopy::Out, &pairs, &(0..3), STREAM).expect("valid");
     put(&tier.pool, &vec![0; before.len()]);
@@ -300,7 +304,7 @@ fn what_went_out_comes_back() {
     for buffer in tier.rows.all() {
         for page in &pages {
             let page_bytes = 4 * buffer.row_bytes();
-            let at = buffer.offset() + *page as usize * page_bytes;
+            let at = buffer.offset() + widen(page.number()) * page_bytes;
             assert!(before[at..at + page_bytes] == after[at..at + page_bytes]);
         }
     }
@@ -332,8 +336,11 @@ pub(crate) fn refused<T: std::fmt::Debug>(answer: Result<T>) -> (ErrorKind, Stri
 fn wrong_pages_pieces_and_layers_are_refused_before_anything_is_copied() {
     let mut draws = Draws::new(1);
     let mut tier = Tier::new(&mut draws, SMALL, &host(), &host(), Reach::Copied);
-    let of = |pairs: &[(u32, u32)]| -> Vec<PagePair> {
-        pairs.iter().map(|&(page, piece)| PagePair { page, piece }).collect()
+    let of = |pairs: &[(u32, u32)]| -> Vec<PagePair<Page>> {
+        pairs
+            .iter()
+            .map(|&(page, piece)| PagePair { page: Page::new(page), piece: ChunkId::new(piece) })
+            .collect()
     };
     let all = 0..2;
     #[expect(clippy::reversed_empty_ranges, reason = "it is refused")]
@@ -411,7 +418,7 @@ fn pieces_that_do_not_fit_are_refused() {
 fn pieces_of_other_rows_are_refused() {
     let mut draws = Draws::new(3);
     let tier = Tier::new(&mut draws, SMALL, &host(), &host(), Reach::Copied);
-    let pairs = [PagePair { page: 0, piece: 0 }];
+    let pairs = [PagePair { page: Page::new(0), piece: ChunkId::new(0) }];
     for other in
         [Shape { layers: 3, ..SMALL }, Shape { row_bytes: [8, 16], ..SMALL }, Shape { rows: 27, ..SMALL }]
     {

@@ -5,7 +5,7 @@
 use std::ffi::{CStr, c_char, c_int, c_long, c_void};
 use std::sync::Arc;
 
-use kvpool::base::{DType, ErrorKind};
+use kvpool::base::{ChunkId, DType, ErrorKind, Id, Page};
 use kvpool::kernels::{
     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
 };
@@ -117,7 +117,7 @@ const SHAPE: Shape = Shape {
 };
 
 /// Copies, and waits for the stream.
-fn copy(tier: &mut Tier, gpu: &Gpu, direction: PageCopy, pairs: &[PagePair], stream: Stream) {
+fn copy(tier: &mut Tier, gpu: &Gpu, direction: PageCopy, pairs: &[PagePair<Page>], stream: Stream) {
     let layers = 0..tier.shape.layers;
     tier.copy(direction, pairs, &layers, stream).expect("enqueued");
     gpu.synchronize(stream).expect("ran");
@@ -292,7 +292,8 @@ fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
             (soft.reset_calls)();
         }
         for (direction, first) in [(PageCopy::In, 0), (PageCopy::Out, 2)] {
-            let pairs = [0, 1].map(|at| PagePair { page: 3 - at, piece: first + at });
+            let pairs =
+                [0, 1].map(|at| PagePair { page: Page::new(3 - at), piece: ChunkId::new(first + at) });
             executor.copy_pages(&rows, &pieces, direction, &pairs, 0..2, Stream::DEFAULT).expect("enqueued");
         }
         if let Some(soft) = &soft {
@@ -324,12 +325,24 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
     assert_eq!(in_place().reach(), Reach::InPlace);
     // Rows of the host are not those of a pool on a device.
     let other = Tier::new(&mut draws, SHAPE, &host(), &host(), Reach::Copied);
-    let copied =
-        tier.executor.copy_pages(&other.rows, &tier.pieces, PageCopy::Out, &[], 0..1, Stream::DEFAULT);
+    let copied = tier.executor.copy_pages::<Page>(
+        &other.rows,
+        &tier.pieces,
+        PageCopy::Out,
+        &[],
+        0..1,
+        Stream::DEFAULT,
+    );
     assert_eq!(refused(copied).0, ErrorKind::Config);
     // Nor are pieces for a pool of the host, whose memory may be anything, for one on a device.
-    let copied =
-        tier.executor.copy_pages(&tier.rows, &other.pieces, PageCopy::Out, &[], 0..1, Stream::DEFAULT);
+    let copied = tier.executor.copy_pages::<Page>(
+        &tier.rows,
+        &other.pieces,
+        PageCopy::Out,
+        &[],
+        0..1,
+        Stream::DEFAULT,
+    );
     assert_eq!(refused(copied).0, ErrorKind::Config);
     let Some(soft) = Soft::find(test) else { return };
     (soft.set_host_pointers)(0);

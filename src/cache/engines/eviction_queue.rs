@@ -20,7 +20,7 @@ use crate::cache::RecencyList;
 /// ```
 #[derive(Clone, Debug)]
 pub struct EvictionQueue {
-    order: RecencyList,
+    order: RecencyList<BlockId>,
     waits: Vec<bool>,
     len: usize,
 }
@@ -57,30 +57,30 @@ impl EvictionQueue {
     /// The block in front.
     #[must_use]
     pub fn front(&self) -> Option<BlockId> {
-        self.order.oldest().map(BlockId::new)
+        self.order.oldest()
     }
 
     /// The block at the end.
     #[must_use]
     pub fn back(&self) -> Option<BlockId> {
-        self.order.newest().map(BlockId::new)
+        self.order.newest()
     }
 
     /// The block behind `block`, which is in the queue.
     #[must_use]
     pub fn behind(&self, block: BlockId) -> Option<BlockId> {
-        self.order.newer(block.number()).map(BlockId::new)
+        self.order.newer(block)
     }
 
     /// The block before `block`, which is in the queue.
     #[must_use]
     pub fn before(&self, block: BlockId) -> Option<BlockId> {
-        self.order.older(block.number()).map(BlockId::new)
+        self.order.older(block)
     }
 
     /// The blocks from the front on.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.order.iter_oldest().map(BlockId::new)
+        self.order.iter_oldest()
     }
 
     /// Takes the block in front.
@@ -94,7 +94,7 @@ impl EvictionQueue {
     pub fn remove(&mut self, block: BlockId) -> bool {
         let was = std::mem::replace(&mut self.waits[widen(block.number())], false);
         if was {
-            self.order.remove(block.number());
+            self.order.remove(block);
             self.len -= 1;
         }
         was
@@ -110,10 +110,10 @@ impl EvictionQueue {
         self.add(block, RecencyList::push_oldest)
     }
 
-    fn add(&mut self, block: BlockId, push: fn(&mut RecencyList, u32)) -> bool {
+    fn add(&mut self, block: BlockId, push: fn(&mut RecencyList<BlockId>, BlockId)) -> bool {
         let is_new = !std::mem::replace(&mut self.waits[widen(block.number())], true);
         if is_new {
-            push(&mut self.order, block.number());
+            push(&mut self.order, block);
             self.len += 1;
         }
         is_new

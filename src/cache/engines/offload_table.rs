@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Id, OffloadPlace, Result, widen};
+use crate::base::{Error, ErrorKind, Id, OffloadPlace, Result, id, widen};
 
 use super::offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 use crate::cache::RecencyList;
@@ -160,7 +160,7 @@ pub struct OffloadTable {
     /// Places from here on were never used.
     fresh: u32,
     free: Vec<OffloadPlace>,
-    offers: Option<Offers>,
+    offers: Option<OfferCounts>,
     events: Option<Vec<OffloadEvent>>,
     asked: Vec<usize>,
     skipped: usize,
@@ -176,7 +176,7 @@ impl OffloadTable {
             arriving: 0,
             fresh: 0,
             free: Vec::new(),
-            offers: (config.store_threshold > 1).then(|| Offers::new(config)),
+            offers: (config.store_threshold > 1).then(|| OfferCounts::new(config)),
             events: config.events.then(Vec::new),
             asked: Vec::new(),
             skipped: 0,
@@ -489,35 +489,41 @@ fn expect_unfinished<'a>(
     Ok(())
 }
 
+id!(
+    /// A chunk that was offered.
+    OfferId,
+    "offer"
+);
+
 /// How often chunks were offered: those offered lately.
 #[derive(Debug)]
-struct Offers {
+struct OfferCounts {
     threshold: usize,
     capacity: usize,
-    by_key: HashMap<OffloadKey, u32>,
-    entries: Vec<Offered>,
-    order: RecencyList,
+    by_key: HashMap<OffloadKey, OfferId>,
+    counts: Vec<OfferCount>,
+    order: RecencyList<OfferId>,
 }
 
 #[derive(Debug)]
-struct Offered {
+struct OfferCount {
     key: OffloadKey,
     count: usize,
 }
 
-impl Offers {
+impl OfferCounts {
     fn new(config: OffloadConfig) -> Self {
         Self {
             threshold: config.store_threshold,
             capacity: config.max_tracked,
             by_key: HashMap::new(),
-            entries: Vec::new(),
+            counts: Vec::new(),
             order: RecencyList::default(),
         }
     }
 
     fn count(&self, key: &[u8]) -> usize {
-        self.by_key.get(key).map_or(0, |&number| self.entries[widen(number)].count)
+        self.by_key.get(key).map_or(0, |&id| self.counts[widen(id.number())].count)
     }
 
     fn suffice(&self, key: &[u8]) -> bool {
@@ -526,39 +532,38 @@ impl Offers {
 
     /// Counts an offer. What is offered is not forgotten for it.
     fn record(&mut self, chunks: &[NamedChunk<'_>]) {
-        let mut known: Vec<u32> = Vec::new();
+        let mut known: Vec<OfferId> = Vec::new();
         for chunk in chunks {
-            if let Some(&number) = self.by_key.get(chunk.key) {
-                self.order.remove(number);
-                self.order.push(number);
-                self.entries[widen(number)].count += 1;
-                known.push(number);
+            if let Some(&id) = self.by_key.get(chunk.key) {
+                self.order.touch(id);
+                self.counts[widen(id.number())].count += 1;
+                known.push(id);
             }
         }
         known.sort_unstable();
         known.dedup();
-        let mut forgettable = self.entries.len() - known.len();
+        let mut forgettable = self.counts.len() - known.len();
         for chunk in chunks {
             if self.by_key.contains_key(chunk.key) {
                 continue;
             }
-            let offered = Offered { key: OffloadKey::from(chunk.key), count: 1 };
+            let offered = OfferCount { key: OffloadKey::from(chunk.key), count: 1 };
             let key = Arc::clone(&offered.key);
-            let number = if self.entries.len() < self.capacity {
-                self.entries.push(offered);
-                u32::try_from(self.entries.len() - 1).expect("chunks are numbered in 32 bits")
+            let id = if self.counts.len() < self.capacity {
+                self.counts.push(offered);
+                OfferId::new(u32::try_from(self.counts.len() - 1).expect("chunks are numbered in 32 bits"))
             } else if forgettable > 0 {
                 forgettable -= 1;
                 let oldest = self.order.oldest().expect("some can be forgotten");
                 self.order.remove(oldest);
-                let forgotten = std::mem::replace(&mut self.entries[widen(oldest)], offered);
+                let forgotten = std::mem::replace(&mut self.counts[widen(oldest.number())], offered);
                 self.by_key.remove(&forgotten.key);
                 oldest
             } else {
                 continue;
             };
-            self.order.push(number);
-            self.by_key.insert(key, number);
+            self.order.push(id);
+            self.by_key.insert(key, id);
         }
     }
 }

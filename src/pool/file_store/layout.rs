@@ -2,7 +2,7 @@
 //!
 //! Whatever is read is believed only as far as its checksum goes.
 
-use crate::base::{Error, Result, widen};
+use crate::base::{Error, Id, Result, id, widen};
 use crate::cache::{Digest, PageHash};
 use crate::transfer::{BLOCK, wide};
 
@@ -44,18 +44,20 @@ pub(super) struct Record {
     pub(super) tick: u64,
 }
 
-/// A place for one page in the files of a store. There may be more of them than indices fit int32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct FileSlot(pub(super) u32);
+id!(
+    /// A place for one page in the files of a store. There may be more of them than indices fit int32.
+    pub(super) FileSlot,
+    "slot of a file"
+);
 
 /// Where the entry of a slot is in the index.
 pub(super) fn entry_offset(slot: FileSlot) -> u64 {
-    wide(ENTRIES + widen(slot.0) * ENTRY_BYTES)
+    wide(ENTRIES + widen(slot.number()) * ENTRY_BYTES)
 }
 
 /// Where the page of a slot is.
 pub(super) fn page_offset(slot: FileSlot, slot_bytes: usize) -> u64 {
-    u64::from(slot.0) * wide(slot_bytes)
+    u64::from(slot.number()) * wide(slot_bytes)
 }
 
 impl Record {
@@ -81,7 +83,7 @@ impl Record {
 }
 
 fn entry_sum(digest: Digest, slot: FileSlot, entry: &[u8; ENTRY_BYTES]) -> [u8; 8] {
-    first(digest(&[b"slot", &slot.0.to_le_bytes(), &entry[..56]]))
+    first(digest(&[b"slot", &slot.number().to_le_bytes(), &entry[..56]]))
 }
 
 /// The first block of the index of a store of pages of `page_bytes`.

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::io;
 
-use crate::base::{Error, Result, widen};
+use crate::base::{Error, Id, Result, widen};
 use crate::cache::Digest;
 use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, wide, write_whole};
 
@@ -43,8 +43,9 @@ pub(super) fn clear_entries(disk: &dyn Disk, slots: &[FileSlot]) -> io::Result<(
     let mut sorted = slots.to_vec();
     sorted.sort_unstable();
     let mut cleared = Ok(());
-    for run in
-        sorted.chunk_by(|slot, next| slot.0 + 1 == next.0).flat_map(|run| run.chunks(PIECE / ENTRY_BYTES))
+    for run in sorted
+        .chunk_by(|slot, next| slot.number() + 1 == next.number())
+        .flat_map(|run| run.chunks(PIECE / ENTRY_BYTES))
     {
         let zeros = vec![0; run.len() * ENTRY_BYTES];
         cleared = cleared.and(write_whole(disk, DiskFile::Index, &zeros, entry_offset(run[0])));
@@ -101,9 +102,9 @@ impl Opening<'_> {
         let end = self.disk.bytes(DiskFile::Index).map_err(|cause| failed(&cause))?;
         let pages = self.disk.bytes(DiskFile::Pages).map_err(|cause| failed(&cause))?;
         let whole = pages / wide(self.slot_bytes);
-        let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), FileSlot(0));
+        let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), FileSlot::new(0));
         let mut piece = vec![0; PIECE];
-        while slot.0 < u32::MAX && entry_offset(slot) < end {
+        while slot.number() < u32::MAX && entry_offset(slot) < end {
             let left = (end - entry_offset(slot)) / wide(ENTRY_BYTES);
             let entries =
                 usize::try_from(left).map_or(PIECE / ENTRY_BYTES, |left| left.min(PIECE / ENTRY_BYTES));
@@ -116,12 +117,12 @@ impl Opening<'_> {
             for entry in piece.as_chunks::<ENTRY_BYTES>().0 {
                 if *entry != [0; ENTRY_BYTES] {
                     match Record::decode(self.digest, slot, entry) {
-                        Some(record) if u64::from(slot.0) < whole => records.push((slot, record)),
+                        Some(record) if u64::from(slot.number()) < whole => records.push((slot, record)),
                         _ => unfit.push(slot),
                     }
                 }
-                let Some(next) = slot.0.checked_add(1) else { break };
-                slot = FileSlot(next);
+                let Some(next) = slot.number().checked_add(1) else { break };
+                slot = FileSlot::new(next);
             }
         }
         Ok((records, unfit))
@@ -130,11 +131,11 @@ impl Opening<'_> {
     /// Moves pages from slots behind the capacity to others. Returns the number of those that were damaged.
     fn move_down(&self, kept: &mut Vec<Page>) -> Result<usize> {
         let used: HashSet<FileSlot> = kept.iter().map(|(slot, _)| *slot).collect();
-        if used.iter().all(|slot| widen(slot.0) < self.count) {
+        if used.iter().all(|slot| widen(slot.number()) < self.count) {
             return Ok(0);
         }
         let end = self.end();
-        let mut free = (0..end.0).map(FileSlot).filter(|slot| !used.contains(slot));
+        let mut free = (0..end.number()).map(FileSlot::new).filter(|slot| !used.contains(slot));
         let mut bytes = AlignedBytes::new(self.slot_bytes)?;
         let mut damaged = 0;
         for (slot, record) in kept.iter_mut().filter(|(slot, _)| *slot >= end) {
@@ -160,7 +161,7 @@ impl Opening<'_> {
 
     /// The first slot behind the capacity.
     fn end(&self) -> FileSlot {
-        FileSlot(u32::try_from(self.count).expect("the number of slots was checked"))
+        FileSlot::new(u32::try_from(self.count).expect("the number of slots was checked"))
     }
 
     /// Ends the files where the last slot does.
@@ -239,7 +240,7 @@ mod tests {
             key[..4].copy_from_slice(&slot.wrapping_mul(0x9e37_79b1).to_le_bytes());
             // The last slot was used first.
             let record = Record { key, sum: [0; 16], tick: u64::from(PAGES - slot) };
-            index.extend(record.encode(digest, FileSlot(slot)));
+            index.extend(record.encode(digest, FileSlot::new(slot)));
         }
         // One is damaged, and one is that of another slot.
         index[BLOCK + 64 * 5] ^= 1;
@@ -251,7 +252,7 @@ mod tests {
         let mut first = || found.slots.take().expect("one of all");
         assert_eq!(
             (first(), first(), first()),
-            (FileSlot(5), FileSlot(7), FileSlot(999_999)),
+            (FileSlot::new(5), FileSlot::new(7), FileSlot::new(999_999)),
             "free ones, and then that used least recently"
         );
         assert_eq!(found.slots.fault(), None);

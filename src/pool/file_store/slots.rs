@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::base::{push, widen};
+use crate::base::{Id, push, widen};
 use crate::cache::{PageHash, RecencyList};
 use crate::transfer::wide;
 
@@ -62,7 +62,7 @@ pub(super) struct Slots {
     /// Slots that were used; from the back first, where the system surely has space for them.
     free: VecDeque<FileSlot>,
     /// The pages that can be found.
-    order: RecencyList,
+    order: RecencyList<FileSlot>,
     next_tick: u64,
     evicted: usize,
 }
@@ -111,11 +111,11 @@ impl Slots {
     }
 
     fn place(&self, slot: FileSlot) -> &Place {
-        &self.places[widen(slot.0)]
+        &self.places[widen(slot.number())]
     }
 
     fn place_mut(&mut self, slot: FileSlot) -> &mut Place {
-        &mut self.places[widen(slot.0)]
+        &mut self.places[widen(slot.number())]
     }
 
     /// Ticks for `count` pages that follow each other, the first one the latest. Returns that of the last
@@ -131,14 +131,14 @@ impl Slots {
         for &slot in slots.iter().rev() {
             let tick = self.take_ticks(1);
             self.place_mut(slot).record.tick = tick;
-            self.order.touch(slot.0);
+            self.order.touch(slot);
         }
     }
 
     /// The record to write to the index because that there is much older, once it is written.
     pub(super) fn stale(&mut self, slot: FileSlot) -> Option<Record> {
         let lag = self.next_tick - self.place(slot).written_tick;
-        let place = &mut self.places[widen(slot.0)];
+        let place = &mut self.places[widen(slot.number())];
         let is_stale = place.usage == Use::Stored && lag > wide(self.count / 8);
         if is_stale {
             place.written_tick = place.record.tick;
@@ -184,15 +184,15 @@ impl Slots {
             return None;
         }
         push(&mut self.places, Place::FREE).ok()?;
-        Some(FileSlot(u32::try_from(fresh).expect("MOST_SLOTS was checked")))
+        Some(FileSlot::new(u32::try_from(fresh).expect("MOST_SLOTS was checked")))
     }
 
     /// Evicts the page used least recently of those that are not held. The caller takes its slot.
     fn evict(&mut self) -> Option<FileSlot> {
-        let slot = self.order.iter_oldest().map(FileSlot).find(|&slot| self.place(slot).holders == 0)?;
+        let slot = self.order.iter_oldest().find(|&slot| self.place(slot).holders == 0)?;
         let key = self.place(slot).record.key;
         self.by_key.remove(&key);
-        self.order.remove(slot.0);
+        self.order.remove(slot);
         self.evicted += 1;
         Some(slot)
     }
@@ -207,7 +207,7 @@ impl Slots {
         place.written_tick = record.tick;
         place.usage = Use::Stored;
         self.written -= 1;
-        self.order.insert_behind(slot.0, newer.map(|slot| slot.0));
+        self.order.insert_behind(slot, newer);
         self.by_key.insert(record.key, slot);
         self.stored_since_full += 1;
         if self.room < self.count && self.stored_since_full.is_multiple_of(PROBE) {
@@ -232,7 +232,7 @@ impl Slots {
     /// Removes a page. Its slot is held for the caller, who clears its entry and releases it.
     pub(super) fn remove(&mut self, key: &PageHash) -> Option<FileSlot> {
         let slot = self.by_key.remove(key)?;
-        self.order.remove(slot.0);
+        self.order.remove(slot);
         let place = self.place_mut(slot);
         place.usage = Use::Removed;
         place.holders += 1;
@@ -242,10 +242,10 @@ impl Slots {
     /// Fills the slots with the pages of an index, by ascending tick. Slots are below `count`, and each
     /// occurs once.
     pub(super) fn fill(&mut self, pages: &[(FileSlot, Record)]) -> crate::base::Result<()> {
-        let end = pages.iter().map(|(slot, _)| widen(slot.0) + 1).max().unwrap_or(0);
+        let end = pages.iter().map(|(slot, _)| widen(slot.number()) + 1).max().unwrap_or(0);
         for slot in 0..end {
             push(&mut self.places, Place::FREE)?;
-            self.free.push_front(FileSlot(u32::try_from(slot).expect("MOST_SLOTS was checked")));
+            self.free.push_front(FileSlot::new(u32::try_from(slot).expect("MOST_SLOTS was checked")));
         }
         self.by_key.reserve(pages.len());
         for &(slot, record) in pages {
@@ -255,14 +255,14 @@ impl Slots {
             self.next_tick = record.tick + 1;
         }
         let places = &self.places;
-        self.free.retain(|&slot| places[widen(slot.0)].usage == Use::Free);
+        self.free.retain(|&slot| places[widen(slot.number())].usage == Use::Free);
         Ok(())
     }
 
     /// The first disagreement between the parts, in words.
     pub(super) fn fault(&self) -> Option<String> {
         let mut seen = 0;
-        for slot in self.order.iter_oldest().map(FileSlot) {
+        for slot in self.order.iter_oldest() {
             let place = self.place(slot);
             if place.usage != Use::Stored || self.find(&place.record.key) != Some(slot) {
                 return Some(format!("{slot:?} is out of order: {place:?}"));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
 use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
-use crate::cache::{EntryId, Namespace, PageHash, Residency};
+use crate::cache::{Above, EntryId, Namespace, PageHash, Residency};
 use crate::index::Ticket;
 use crate::kernels::{LayerRows, PagePair, Pieces, Reach, piece_bytes};
 use crate::memory::{Backend, PageLocking, Region, Report};
@@ -80,14 +80,14 @@ impl<I> Arrivals<I> {
 
 impl<I: Id> Arrivals<I> {
     /// The copies between both places.
-    pub(super) fn pairs(&self) -> Vec<PagePair> {
+    pub(super) fn pairs(&self) -> Vec<PagePair<I>> {
         self.from.iter().zip(&self.pieces).map(|(from, piece)| pair(*from, *piece)).collect()
     }
 }
 
 /// A place of the device and a piece, for a copy between them.
-fn pair<I: Id>(page: I, piece: ChunkId) -> PagePair {
-    PagePair { page: page.number(), piece: piece.number() }
+fn pair<I: Id>(page: I, piece: ChunkId) -> PagePair<I> {
+    PagePair { page, piece }
 }
 
 impl Storage {
@@ -171,8 +171,8 @@ impl Storage {
         in_place.unwrap_or(&self.copied).clone()
     }
 
-    pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, is_above: bool) {
-        self.resident().set_above(keys, is_above);
+    pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, above: Above) {
+        self.resident().set_above(keys, above);
     }
 
     pub(super) fn set_none_above(&self) {
@@ -192,7 +192,7 @@ impl Storage {
         let mut is_full = false;
         for (at, (key, from)) in numbered.enumerate() {
             if resident.contains(key) {
-                resident.set_above([key], true);
+                resident.set_above([key], Above::Present);
                 continue;
             }
             let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.gone) };
@@ -253,7 +253,7 @@ impl Storage {
         let mut held = Vec::new();
         for &entry in arrived {
             // Something else may have brought it first.
-            if let Some(place) = resident.arrive(entry, false) {
+            if let Some(place) = resident.arrive(entry, Above::Absent) {
                 self.free([place]);
             } else {
                 resident.hold(entry);
@@ -293,12 +293,12 @@ impl Storage {
     }
 
     /// Makes arrivals complete.
-    pub(super) fn arrive<I: Id>(&self, arrivals: &Arrivals<I>, is_above: impl Fn(I, &PageHash) -> bool) {
+    pub(super) fn arrive<I: Id>(&self, arrivals: &Arrivals<I>, above: impl Fn(I, &PageHash) -> Above) {
         let mut resident = self.resident();
         // The first is used last.
         for (&entry, &from) in arrivals.entries.iter().zip(&arrivals.from).rev() {
-            let is_above = is_above(from, resident.key(entry));
-            self.free(resident.arrive(entry, is_above));
+            let above = above(from, resident.key(entry));
+            self.free(resident.arrive(entry, above));
         }
     }
 
@@ -355,7 +355,7 @@ impl Storage {
     }
 
     /// The copies between what is held and places of the device.
-    pub(super) fn pairs<I: Id>(&self, held: &[EntryId], places: &[I]) -> Vec<PagePair> {
+    pub(super) fn pairs<I: Id>(&self, held: &[EntryId], places: &[I]) -> Vec<PagePair<I>> {
         let resident = self.resident();
         let piece = |&entry: &EntryId| resident.place(entry).index();
         held.iter().map(piece).zip(places).map(|(piece, place)| pair(*place, piece)).collect()

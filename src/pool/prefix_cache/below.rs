@@ -4,8 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 use std::sync::{Arc, Weak};
 
-use crate::base::{Id, Page, Result, StateSlot};
-use crate::cache::{Digest, Hold, Lower, Namespace, OfferedPages, Tokens, Tree};
+use crate::base::{Page, Result, StateSlot};
+use crate::cache::{Above, Digest, Hold, Lower, Namespace, OfferedPages, Tokens, Tree};
 use crate::memory::Stream;
 use crate::pool::host_tier::{HeldPieces, Write};
 use crate::pool::{GdnPool, HostTier};
@@ -72,15 +72,19 @@ impl Below {
             for state in write.states() {
                 remove_if(&mut self.states, state, &write.transfer);
             }
-            let is_right = !is_void && write.transfer.is_complete().unwrap_or(false);
+            if is_void || !write.transfer.is_complete().unwrap_or(false) {
+                self.tier.discard(&write);
+                continue;
+            }
             let _sending = self.backing.as_ref().map(|_| self.tier.begin_sending());
-            self.tier.settle(&write, is_right, |page, key| tree.key_of(page) == Some(*key));
-            if let Some(backing) = self.backing.as_ref().filter(|_| is_right) {
+            self.tier.complete(&write, |page, key| match tree.key_of(page) {
+                Some(other) if other == *key => Above::Present,
+                _ => Above::Absent,
+            });
+            if let Some(backing) = &self.backing {
                 backing.put(|kind| write.keys(kind));
             }
-            if is_right {
-                self.note_arrived(tree, &write.runs);
-            }
+            self.note_arrived(tree, &write.runs);
         }
     }
 
@@ -251,8 +255,8 @@ impl Drop for Parting {
 
 /// Returns snapshots to their pool.
 pub(super) fn free_states(states: &GdnPool, slots: &[StateSlot]) {
-    for slot in slots {
-        let freed = states.free_track_slot(slot.number().into());
+    for &slot in slots {
+        let freed = states.free_track_slot(slot.into());
         debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
     }
 }

@@ -263,7 +263,7 @@ impl Lease {
         if let Some(loading) = lock.loading.as_ref().filter(|loading| !loading.has_arrived) {
             loading.tail.transfer().order(0, stream)?;
         }
-        let source = snapshot.map_or(Source::Zeros, |slot| Source::Slot(slot.number().into()));
+        let source = snapshot.map_or(Source::Zeros, |slot| Source::Slot(slot.into()));
         states.set_state(row, source, stream)
     }
 
@@ -325,7 +325,7 @@ impl Lease {
         })?;
         if let Some(taken) = &taken {
             taken.make_ready(stream)?;
-            states.set_state(taken.slot().number().into(), Source::Slot(row), stream)?;
+            states.set_state(taken.slot().into(), Source::Slot(row), stream)?;
         }
         Ok(taken)
     }
@@ -682,7 +682,7 @@ pub(super) struct TakenSlot<'a> {
 impl<'a> TakenSlot<'a> {
     /// A free one, or that of the snapshot that goes first.
     pub(super) fn new(states: &'a GdnPool, kept: &mut Kept, hold: &mut Hold) -> Option<Self> {
-        let free = states.alloc_track_slot().map(StateSlot::new);
+        let free = states.alloc_track_slot();
         let slot = free.or_else(|| kept.tree.evict_snapshot(hold))?;
         let reader = kept.below.as_ref().and_then(|below| below.write_of(slot));
         Some(Self { states, slot: Some(slot), reader })

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Error, ErrorKind, Page, Result, StateSlot};
-use crate::cache::{Hold, Lower, PageHash};
+use crate::cache::{Above, Hold, Lower, PageHash};
 use crate::memory::Stream;
 use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
@@ -413,7 +413,7 @@ impl Tail {
             state = None;
         }
         if let Some(below) = &kept.below {
-            below.tier.set_above(self.keys.iter().rev(), true);
+            below.tier.set_above(self.keys.iter().rev(), Above::Present);
         }
         kept.coming -= self.pages.len() - known;
         *lock(&self.outcome) = Outcome::Arrived;

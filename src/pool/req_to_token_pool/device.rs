@@ -50,16 +50,16 @@ struct TablePlaces<'a> {
 /// Places that the host knows.
 enum KnownPlaces {
     /// Row and column of each.
-    Points(Vec<(u32, u32)>),
+    Points(Vec<(RequestRow, u32)>),
     /// `count` columns of one row, starting at `from`.
     Columns { row: RequestRow, from: usize, count: usize },
 }
 
 impl KnownPlaces {
-    fn rows(&self) -> Vec<u32> {
+    fn rows(&self) -> Vec<RequestRow> {
         match self {
             Self::Points(points) => points.iter().map(|(row, _)| *row).collect(),
-            Self::Columns { row, .. } => vec![row.number()],
+            Self::Columns { row, .. } => vec![*row],
         }
     }
 }
@@ -81,12 +81,7 @@ impl ReqToTokenPool {
                 let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
                 let count = stop - from;
                 let known = Some(KnownPlaces::Columns { row, from, count });
-                TablePlaces {
-                    row: Operand::Same(row.number().into()),
-                    column: Operand::From(from),
-                    count,
-                    known,
-                }
+                TablePlaces { row: Operand::Same(row.into()), column: Operand::From(from), count, known }
             }
             TableIndex::Points { rows, columns } => {
                 self.executor.expect_here(&[rows, columns], stream)?;
@@ -129,7 +124,7 @@ impl ReqToTokenPool {
         let known = match known(rows).zip(known(columns)) {
             None => None,
             Some((rows, columns)) => {
-                let points = row_space.check(&rows)?.into_iter().zip(column_space.check(&columns)?);
+                let points = rows.ids(row_space.len)?.into_iter().zip(column_space.check(&columns)?);
                 Some(KnownPlaces::Points(points.collect()))
             }
         };
@@ -137,12 +132,12 @@ impl ReqToTokenPool {
     }
 
     /// Enqueues a write to places with repeats: the last value of each.
-    fn enqueue_last(&mut self, points: &[(u32, u32)], values: &[i32], stream: Stream) -> Result<()> {
-        let last: HashMap<(u32, u32), i32> =
+    fn enqueue_last(&mut self, points: &[(RequestRow, u32)], values: &[i32], stream: Stream) -> Result<()> {
+        let last: HashMap<(RequestRow, u32), i32> =
             points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))).collect();
-        let (points, values): (Vec<(u32, u32)>, Vec<i32>) = last.into_iter().unzip();
+        let (points, values): (Vec<(RequestRow, u32)>, Vec<i32>) = last.into_iter().unzip();
         let places = TablePlaces {
-            row: Operand::List(points.iter().map(|(row, _)| row.cast_signed()).collect()),
+            row: Operand::List(points.iter().map(|(row, _)| row.number().cast_signed()).collect()),
             column: Operand::List(points.iter().map(|(_, column)| column.cast_signed()).collect()),
             count: points.len(),
             known: Some(KnownPlaces::Points(points)),
@@ -174,7 +169,7 @@ impl ReqToTokenPool {
             })?;
         match (noted, held) {
             (Some((&KnownPlaces::Columns { row, from, count }, values)), _) => {
-                mirror.wrote_columns(row.number(), from, &broadcast(values, count)?);
+                mirror.wrote_columns(row, from, &broadcast(values, count)?);
             }
             (Some((KnownPlaces::Points(points), values)), _) => {
                 let points = points.iter().enumerate();
@@ -188,7 +183,7 @@ impl ReqToTokenPool {
             None => (),
             Some(KnownPlaces::Points(ref points)) => {
                 for &(row, column) in points {
-                    self.rows.note_written(RequestRow::new(row), column + 1);
+                    self.rows.note_written(row, column + 1);
                 }
             }
             Some(KnownPlaces::Columns { row, from, count }) => self.note_written(row, from + count),
@@ -198,7 +193,7 @@ impl ReqToTokenPool {
 }
 
 /// Whether a place is listed more than once.
-fn has_repeats(points: &[(u32, u32)]) -> bool {
+fn has_repeats(points: &[(RequestRow, u32)]) -> bool {
     let mut seen = HashSet::with_capacity(points.len());
     !points.iter().all(|point| seen.insert(point))
 }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use kvpool::base::DType;
+use kvpool::base::{DType, Id, widen};
 use kvpool::kernels::Indices;
 use kvpool::pool::{GdnConfig, GdnPool};
 use kvpool::tensor::TensorView;
@@ -88,7 +88,7 @@ fn step(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {
         5..=7 => write(source, pool, model),
         8 => {
             let taken = pool.alloc_track_slot();
-            assert_eq!(taken.map(|slot| int(slot as usize)), model.free.pop_front().map(int));
+            assert_eq!(taken.map(|slot| int(widen(slot.number()))), model.free.pop_front().map(int));
         }
         _ => {
             let (first, slot) = (pool.config().max_reqs + 1, source.index(slots + 2));

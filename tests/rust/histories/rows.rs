@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use kvpool::base::{DType, IndexVec, contiguous_strides};
+use kvpool::base::{DType, Id, IndexVec, contiguous_strides};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Host, Region};
 use kvpool::pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex};
@@ -99,7 +99,10 @@ impl Rows {
                 let taken = self.pool.alloc(count, STREAM).expect("host memory");
                 let expected = (count <= self.model.free.len())
                     .then(|| self.model.free.drain(..count).collect::<Vec<_>>());
-                assert_eq!(taken.map(|rows| rows.into_iter().map(size::<u32>).collect()), expected);
+                assert_eq!(
+                    taken.map(|rows| rows.into_iter().map(|row| size(row.number())).collect()),
+                    expected
+                );
                 // Writes while they had no owner are cleared.
                 for row in expected.into_iter().flatten() {
                     self.model.table[row].fill(0);
