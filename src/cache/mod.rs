@@ -38,7 +38,7 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Beyond, Cause, Continues, Evicted, Found, Gone, Hold, Insertion, Lower, NodeHandle,
-    NodeInfo, Offered, OfferedPages, OfferedState, Offering, Place, Pressure, Segment, Tree, TreeStats,
-    Whereabouts,
+    AGE_BUCKETS, Cause, Continuation, Continues, Evicted, Found, Gone, Hold, Insertion, Location, Lower,
+    NodeHandle, NodeInfo, Offered, OfferedPages, OfferedState, Offering, Pressure, Segment, Tree,
+    TreePosition, TreeStats,
 };

@@ -31,10 +31,10 @@ use short_vec::ShortVec;
 use snapshots::Snapshots;
 
 pub use evict::{AGE_BUCKETS, Evicted};
-pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
+pub use explain::{Cause, Gone, Location, Pressure, Segment};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeHandle, NodeInfo};
-pub use offers::{Beyond, Lower, Offered, OfferedPages, OfferedState, Offering};
+pub use offers::{Continuation, Lower, Offered, OfferedPages, OfferedState, Offering};
 pub use publish::Found;
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
@@ -115,14 +115,14 @@ enum Kind {
 
 /// A place in the tree: the first `pages` pages of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct TreePosition {
     node: NodeId,
     pages: usize,
     /// Tokens up to the place.
     len: usize,
 }
 
-impl Place {
+impl TreePosition {
     pub(super) const fn len(self) -> usize {
         self.len
     }
@@ -342,18 +342,18 @@ impl Tree {
         namespace: &Namespace,
         tokens: &dyn Tokens,
         len: usize,
-    ) -> Result<Option<Place>> {
+    ) -> Result<Option<TreePosition>> {
         let root = self.root(namespace);
         root.map(|root| self.descend(root, tokens, len / self.page_size)).transpose()
     }
 
     /// The last place up to `place` that a request can go on from.
-    pub(super) fn usable_place(&self, place: Place) -> Place {
+    pub(super) fn usable_place(&self, place: TreePosition) -> TreePosition {
         if !self.is_stateful {
             return place;
         }
         let node = self.last_snapshot(place);
-        Place { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
+        TreePosition { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
     }
 
     /// Tokens that no lease holds.
@@ -480,9 +480,9 @@ impl Tree {
 
     /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, in whole steps and
     /// over at most `limit` pages.
-    fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
+    fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<TreePosition> {
         let begin = widen(self.node(node).end);
-        let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
+        let mut place = TreePosition { node, pages: self.node(node).pages.len(), len: begin };
         let (mut first, pages_of_step) = (Vec::with_capacity(self.step), self.step / self.page_size);
         let limit = limit / pages_of_step * self.step;
         loop {
@@ -496,7 +496,7 @@ impl Tree {
             let node = self.node(child);
             let equal = tokens.common(at + self.step, &node.tokens[self.step..])?;
             let pages = (1 + equal / self.step).min((limit - at) / self.step) * pages_of_step;
-            place = Place { node: child, pages, len: place.len + pages * self.page_size };
+            place = TreePosition { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);
             }
@@ -504,7 +504,7 @@ impl Tree {
     }
 
     /// The node that ends at `place`; cuts one in two if none does.
-    fn cut(&mut self, place: Place) -> NodeId {
+    fn cut(&mut self, place: TreePosition) -> NodeId {
         if place.pages == self.node(place.node).pages.len() {
             return place.node;
         }
@@ -535,7 +535,7 @@ impl Tree {
     }
 
     /// The sum of the tokens up to `place`, in as many steps as the nearer end of its node is away.
-    pub(super) fn sum_at(&self, place: Place) -> Sum {
+    pub(super) fn sum_at(&self, place: TreePosition) -> Sum {
         let node = self.node(place.node);
         let (before, behind) = node.tokens.split_at(place.pages * self.page_size);
         if before.len() < behind.len() {

@@ -31,7 +31,7 @@ struct Work<'a> {
 /// It is empty, [`TAKEN`], [`CLOSED`], or holds an offer. The caller fills an empty place; then either the
 /// thread takes the offer and empties the place when the part is done, or the caller withdraws it.
 #[derive(Debug, Default)]
-struct Place(AtomicPtr<Work<'static>>);
+struct WorkPlace(AtomicPtr<Work<'static>>);
 
 /// The thread is at work.
 const TAKEN: *mut Work<'static> = ptr::without_provenance_mut(1);
@@ -39,7 +39,7 @@ const TAKEN: *mut Work<'static> = ptr::without_provenance_mut(1);
 /// The thread is to end.
 const CLOSED: *mut Work<'static> = ptr::without_provenance_mut(2);
 
-impl Place {
+impl WorkPlace {
     /// Offers a part of `work`, which must not move or end until the place is empty again.
     fn offer(&self, work: &Work<'_>) {
         self.0.store(ptr::from_ref(work).cast_mut().cast(), Release);
@@ -95,7 +95,7 @@ fn pause(looks_left: &mut usize) {
 
 #[derive(Debug)]
 struct CopyThread {
-    place: Arc<Place>,
+    place: Arc<WorkPlace>,
     handle: thread::JoinHandle<()>,
 }
 
@@ -180,7 +180,7 @@ impl CopyThreads {
     /// Starts threads until there are `count`, or the system has no more.
     fn start(&mut self, count: usize) {
         while self.threads.len() < count {
-            let (place, number) = (Arc::<Place>::default(), self.threads.len() + 1);
+            let (place, number) = (Arc::<WorkPlace>::default(), self.threads.len() + 1);
             let theirs = Arc::clone(&place);
             let name = format!("kvpool-copy-{number}");
             let Ok(handle) = thread::Builder::new().name(name).spawn(move || theirs.serve(number)) else {

@@ -40,7 +40,7 @@ pub use host::{Host, prefer_huge_pages};
 pub use host_rows::HostRows;
 pub use image::Image;
 pub use mapped::{MappedHost, PageKind};
-pub use page_locking::{PageLocking, Progress, Report, Sink, lock_pages, page_lock_steps};
+pub use page_locking::{PageLockProgress, PageLocking, Report, Sink, lock_pages, page_lock_steps};
 pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
 pub use stream::Stream;
 pub use system_pages::system_page;

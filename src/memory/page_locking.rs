@@ -62,7 +62,7 @@ pub trait Sink: Debug + Send + Sync {
 
 /// The progress of page-locking.
 #[derive(Clone, Debug)]
-pub struct Progress {
+pub struct PageLockProgress {
     /// Bytes offered so far.
     pub done: usize,
     /// Bytes of the region.
@@ -75,7 +75,7 @@ pub struct Progress {
 #[derive(Clone, Debug)]
 pub enum Report {
     /// A step is done.
-    Step(Progress),
+    Step(PageLockProgress),
     /// No step was done within the timeout.
     TimedOut,
     /// There is no further step.
@@ -106,7 +106,7 @@ struct JobState {
     workers: usize,
     done: usize,
     /// Steps that [`PageLocking::next`] has not returned yet.
-    reports: VecDeque<Progress>,
+    reports: VecDeque<PageLockProgress>,
 }
 
 impl PageLocking {
@@ -201,7 +201,8 @@ impl Job {
         sink.offer(step, locked.is_ok());
         let mut state = self.state();
         state.done += step.len();
-        let progress = Progress { done: state.done, total: self.region.bytes(), failure: locked.err() };
+        let progress =
+            PageLockProgress { done: state.done, total: self.region.bytes(), failure: locked.err() };
         state.reports.push_back(progress);
         drop(state);
         self.changed.notify_all();

@@ -16,7 +16,7 @@ use crate::tensor::TensorView;
 
 use self::claim::Claim;
 pub use self::plan::{Field, Plan, PlannerConfig};
-use self::state::{Behind, PlannerState, Pools};
+use self::state::{PlannerState, Pools, Release};
 use super::prefix_cache::{LeaseKeeper, LeasedRequest, LeasingRequest};
 use super::shortage::OrShort;
 use super::{Fence, Lease, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
@@ -234,7 +234,7 @@ impl BatchPlanner {
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
-        self.give(after, stream, |state, pools, behind| state.truncate(pools, rows, seq_lens, behind))
+        self.give(after, stream, |state, pools, release| state.truncate(pools, rows, seq_lens, release))
     }
 
     /// Frees all slots and the rows of requests, and zeroes the rows. `seq_lens`, if given, must match the
@@ -256,7 +256,7 @@ impl BatchPlanner {
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
         self.make_room()?;
-        self.give(after, stream, |state, pools, behind| state.finish(pools, rows, seq_lens, behind))
+        self.give(after, stream, |state, pools, release| state.finish(pools, rows, seq_lens, release))
     }
 
     /// Gives the empty request `dst` the first `len` tokens of `src`, or returns `None` if there is no free
@@ -328,14 +328,14 @@ impl BatchPlanner {
         &self,
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
-        give: impl FnOnce(&mut PlannerState, Pools<'_>, Behind<'_>) -> Result<R>,
+        give: impl FnOnce(&mut PlannerState, Pools<'_>, Release<'_>) -> Result<R>,
     ) -> Result<R> {
         self.retire_freed(stream);
         let mut leases = Vec::new();
         let given = self.slots.give(after, stream, |slots, fence| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
-            let behind = Behind { fence, leases: &mut leases, stream };
-            give(&mut state, Pools { slots, table: &mut table }, behind)
+            let release = Release { fence, leases: &mut leases, stream };
+            give(&mut state, Pools { slots, table: &mut table }, release)
         });
         // Without locks: leases end in the cache.
         drop(leases);

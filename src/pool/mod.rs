@@ -47,8 +47,8 @@ pub use kv_pool::{KvConfig, KvLayout, KvPool, Scales};
 pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{
-    CachedSizes, Fetch, Lease, Load, LowerStore, LowerTier, Offer, PrefixCache, PrefixCacheConfig,
-    PrefixCounts, Published,
+    CachedSizes, Fetch, Lease, Load, LowerStore, LowerTier, PrefixCache, PrefixCacheConfig, PrefixCounts,
+    Publication, Published,
 };
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
 pub use remote_store::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};

@@ -28,13 +28,13 @@ use super::host_tier::{HeldPieces, Incoming};
 use super::token_to_kv_pool_allocator::Changing;
 use super::{GdnPool, HostTier, Obtainable, Reclaim, Store, TokenToKvPoolAllocator};
 use crate::transfer::Transfer;
-use backing::Visits;
-use below::{Below, Given, Parting, free_states};
-use fetch::{Clears, Sought};
+use backing::CacheRef;
+use below::{Below, ReleaseOnDrop, Released, free_states};
+use fetch::{Clears, FetchRequest};
 use load::{Loadable, Tail};
 
 pub use fetch::Fetch;
-pub use lease::{Lease, Offer, Published};
+pub use lease::{Lease, Publication, Published};
 pub use load::Load;
 pub(super) use lock::Parked;
 use pins::Pins;
@@ -114,7 +114,7 @@ pub struct CachedSizes {
 /// use kvpool::base::IndexVec;
 /// use kvpool::cache::{Namespace, PolicyKind};
 /// use kvpool::memory::{Backend, Host, Stream};
-/// use kvpool::pool::{AllocatorConfig, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
+/// use kvpool::pool::{AllocatorConfig, Publication, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
 /// let config = AllocatorConfig {
 ///     size: 8, page_size: 2, need_sort: true, strict: false, ..AllocatorConfig::default()
@@ -129,8 +129,8 @@ pub struct CachedSizes {
 /// assert_eq!(lease.len().unwrap(), 0);
 /// let slots = IndexVec::I32(vec![2, 3, 4, 5]);
 /// drop(allocator.alloc(4, stream).unwrap().unwrap().keep());
-/// let offer = Offer { tokens: &&prompt[..4], slots: Some(&slots), state: None };
-/// let published = lease.publish(&offer, stream).unwrap();
+/// let publication = Publication { tokens: &&prompt[..4], slots: Some(&slots), state: None };
+/// let published = lease.publish(&publication, stream).unwrap();
 /// assert_eq!((published.length, cache.tree_stats(stream).locked), (4, 4));
 /// drop(lease);
 /// assert_eq!(cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap().len().unwrap(), 4);
@@ -140,7 +140,7 @@ pub struct PrefixCache {
     shared: Arc<CacheCore>,
     allocator: Arc<TokenToKvPoolAllocator>,
     /// Those of threads that work for its store.
-    visits: Option<Arc<Visits>>,
+    cache_ref: Option<Arc<CacheRef>>,
 }
 
 /// What a cache and its leases share.
@@ -152,11 +152,11 @@ struct CacheCore {
     /// The owner of cached pages in the ledger.
     owner: Owner,
     // Lock order: a lease first, this one next, the allocator last.
-    kept: Mutex<Kept>,
+    state: Mutex<CacheState>,
 }
 
 /// What a cache keeps.
-struct Kept {
+struct CacheState {
     tree: Tree,
     counts: PrefixCounts,
     pins: Pins,
@@ -204,7 +204,7 @@ impl PrefixCache {
         let below = below.transpose()?;
         let tree = new_tree(&config, &allocator, continues(states.as_ref()), below.as_ref());
         let clears = allocator.lock().clears();
-        let kept = Kept {
+        let cache = CacheState {
             tree,
             counts: PrefixCounts::default(),
             pins: Pins::default(),
@@ -215,14 +215,14 @@ impl PrefixCache {
         };
         let owner = Owner::Text(config.name.clone());
         let weak = Arc::downgrade(&allocator);
-        let shared = Arc::new(CacheCore { allocator: weak, states, config, owner, kept: Mutex::new(kept) });
-        let visits = lock(&shared.kept).visits();
-        if let Some(visits) = &visits {
-            visits.begin(&shared);
+        let shared = Arc::new(CacheCore { allocator: weak, states, config, owner, state: Mutex::new(cache) });
+        let cache_ref = lock(&shared.state).cache_ref();
+        if let Some(cache_ref) = &cache_ref {
+            cache_ref.begin(&shared);
         }
         let reclaim: Arc<dyn Reclaim> = Arc::clone(&shared) as _;
         allocator.on_shortage(&reclaim);
-        Ok(Self { shared, allocator, visits })
+        Ok(Self { shared, allocator, cache_ref })
     }
 
     /// The allocator of the pages.
@@ -248,18 +248,18 @@ impl PrefixCache {
         stream: Stream,
     ) -> Result<Arc<Lease>> {
         let open = self.open(stream);
-        let mut kept = open.current();
-        let hold = kept.tree.acquire(namespace, tokens, limit)?;
-        open.send_down(&mut kept);
-        kept.counts.lookups += 1;
-        kept.counts.hit_tokens += hold.len();
-        kept.counts.missed_tokens += tokens.count() - hold.len();
-        let rest = match &kept.below {
-            Some(below) => below.rest(&kept.tree, &hold, (namespace, tokens), limit),
+        let mut cache = open.current();
+        let hold = cache.tree.acquire(namespace, tokens, limit)?;
+        open.send_down(&mut cache);
+        cache.counts.lookups += 1;
+        cache.counts.hit_tokens += hold.len();
+        cache.counts.missed_tokens += tokens.count() - hold.len();
+        let rest = match &cache.below {
+            Some(below) => below.rest(&cache.tree, &hold, (namespace, tokens), limit),
             None => Ok(Loadable::default()),
         };
-        let clears = kept.clears;
-        drop(kept);
+        let clears = cache.clears;
+        drop(cache);
         let of = (&self.shared, &self.allocator);
         let lease = Lease::new(of, hold, clears, namespace.clone(), stream);
         lease.set_rest(rest?);
@@ -276,13 +276,13 @@ impl PrefixCache {
     /// are given up with it.
     pub fn clear(&self, namespace: Option<&Namespace>, stream: Stream) {
         let open = self.open(stream);
-        let mut kept = open.current();
-        for pinned in kept.pins.take(namespace) {
-            let gone = kept.tree.unpin(pinned);
-            open.give_back(&kept, gone);
+        let mut cache = open.current();
+        for pinned in cache.pins.take(namespace) {
+            let gone = cache.tree.unpin(pinned);
+            open.give_back(&cache, gone);
         }
-        let gone = kept.tree.clear(namespace, Cause::now(Pressure::Clear));
-        if let Kept { below: Some(below), tree, .. } = &mut *kept {
+        let gone = cache.tree.clear(namespace, Cause::now(Pressure::Clear));
+        if let CacheState { below: Some(below), tree, .. } = &mut *cache {
             // Of pages that are given back now.
             drop(tree.take_offers());
             below.forget_tails();
@@ -291,7 +291,7 @@ impl PrefixCache {
                 tree.note_dropped_below(keys);
             }
         }
-        open.give_back(&kept, gone);
+        open.give_back(&cache, gone);
     }
 
     /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and
@@ -312,11 +312,11 @@ impl PrefixCache {
             end.ok_or_else(|| Error::config(format!("a pin of {} s has no end", time.as_secs())))
         });
         let until = until.transpose()?;
-        lease.with_hold(&self.shared, stream, |kept, hold| {
-            if !kept.tree.is_attached(hold) {
+        lease.with_hold(&self.shared, stream, |cache, hold| {
+            if !cache.tree.is_attached(hold) {
                 return Err(Error::config("the prefix was cleared and is not found any more; match again"));
             }
-            let pinned = kept.tree.pinned_with(hold);
+            let pinned = cache.tree.pinned_with(hold);
             if pinned > most {
                 return Err(Error::config(format!(
                     "{pinned} tokens would be pinned; max_pinned allows {most} of {capacity}"
@@ -325,10 +325,10 @@ impl PrefixCache {
                 .available(most));
             }
             match until {
-                None => kept.tree.retain(hold, priority),
+                None => cache.tree.retain(hold, priority),
                 Some(until) => {
-                    let hold = kept.tree.pin(hold);
-                    kept.pins.insert(hold, until, lease.namespace());
+                    let hold = cache.tree.pin(hold);
+                    cache.pins.insert(hold, until, lease.namespace());
                 }
             }
             Ok(())
@@ -356,20 +356,20 @@ impl PrefixCache {
         stream: Stream,
     ) -> Result<Vec<Segment>> {
         let open = self.open(stream);
-        let kept = open.current();
-        let lower = kept.below.as_ref().map(|below| below.tier.contents());
+        let cache = open.current();
+        let lower = cache.below.as_ref().map(|below| below.tier.contents());
         let mut parts =
-            kept.tree.explain(namespace, tokens, lower.as_ref().map(|lower| lower as &dyn Lower))?;
+            cache.tree.explain(namespace, tokens, lower.as_ref().map(|lower| lower as &dyn Lower))?;
         drop(lower);
-        let backing = kept.below.as_ref().and_then(|below| below.backing.as_ref());
-        let depot = backing.map(|backing| Arc::clone(backing.depot()));
-        let beyond = kept.tree.beyond(namespace, tokens, usize::MAX)?;
-        drop(kept);
-        if let (Some(depot), Some(beyond)) = (depot, beyond) {
-            let usable = beyond.usable;
+        let backing = cache.below.as_ref().and_then(|below| below.backing.as_ref());
+        let store_access = backing.map(|backing| Arc::clone(backing.store_access()));
+        let continuation = cache.tree.continuation(namespace, tokens, usize::MAX)?;
+        drop(cache);
+        if let (Some(store_access), Some(continuation)) = (store_access, continuation) {
+            let usable = continuation.usable;
             let rest = tokens.to_vec(usable..tokens.count())?;
             // A store that fails has nothing, and says so itself.
-            let survey = depot.survey(beyond, &rest, || true).unwrap_or_default();
+            let survey = store_access.survey(continuation, &rest, || true).unwrap_or_default();
             let page_size = self.allocator.page_size();
             Segment::note_stored(&mut parts, usable + survey.keys.len() * page_size);
         }
@@ -391,20 +391,22 @@ impl PrefixCache {
         stream: Stream,
     ) -> Result<Fetch> {
         let open = self.open(stream);
-        let kept = open.current();
-        let Some(below) = &kept.below else { return Ok(Fetch::nothing()) };
+        let cache = open.current();
+        let Some(below) = &cache.below else { return Ok(Fetch::nothing()) };
         let Some(backing) = &below.backing else { return Ok(Fetch::nothing()) };
-        let Some(beyond) = kept.tree.beyond(namespace, tokens, limit)? else { return Ok(Fetch::nothing()) };
-        let page_size = kept.tree.page_size();
-        let pages = (limit.min(tokens.count()) - beyond.usable) / page_size;
+        let Some(continuation) = cache.tree.continuation(namespace, tokens, limit)? else {
+            return Ok(Fetch::nothing());
+        };
+        let page_size = cache.tree.page_size();
+        let pages = (limit.min(tokens.count()) - continuation.usable) / page_size;
         let pages = pages.min(below.tier.config().size / page_size);
         if pages == 0 {
             return Ok(Fetch::nothing());
         }
-        let sought = Sought {
+        let sought = FetchRequest {
             namespace: namespace.clone(),
-            tokens: tokens.to_vec(beyond.usable..beyond.usable + pages * page_size)?,
-            beyond,
+            tokens: tokens.to_vec(continuation.usable..continuation.usable + pages * page_size)?,
+            continuation,
             clears: Clears::now(&below.tier),
             has_events: self.shared.config.events.is_some(),
         };
@@ -414,7 +416,7 @@ impl PrefixCache {
     /// The tier below, if there is one.
     #[must_use]
     pub fn tier(&self) -> Option<Arc<HostTier>> {
-        lock(&self.shared.kept).below.as_ref().map(|below| Arc::clone(&below.tier))
+        lock(&self.shared.state).below.as_ref().map(|below| Arc::clone(&below.tier))
     }
 
     /// What came and went since the last call, in order.
@@ -432,9 +434,9 @@ impl PrefixCache {
     #[must_use]
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
         let open = self.open(stream);
-        let kept = open.current();
-        let coming = kept.coming * kept.tree.page_size();
-        CachedSizes { evictable: kept.tree.evictable(), locked: kept.tree.locked() + coming }
+        let cache = open.current();
+        let coming = cache.coming * cache.tree.page_size();
+        CachedSizes { evictable: cache.tree.evictable(), locked: cache.tree.locked() + coming }
     }
 
     /// The numbers of the tree, in tokens.
@@ -447,20 +449,20 @@ impl PrefixCache {
     /// What happened so far.
     #[must_use]
     pub fn counts(&self) -> PrefixCounts {
-        lock(&self.shared.kept).counts
+        lock(&self.shared.state).counts
     }
 
     /// All numbers at one time, without a look at whether the allocator was cleared or a pin is over.
     pub(super) fn numbers(&self) -> (TreeStats, PrefixCounts) {
-        let kept = lock(&self.shared.kept);
-        (kept.stats(), kept.counts)
+        let cache = lock(&self.shared.state);
+        (cache.stats(), cache.counts)
     }
 
     /// How many evicted tokens had an age below 1, 2, 4, ... when they were: the tokens looked up since their
     /// last use.
     #[must_use]
     pub fn eviction_ages(&self) -> [u64; AGE_BUCKETS] {
-        lock(&self.shared.kept).ages
+        lock(&self.shared.state).ages
     }
 
     /// Checks every invariant.
@@ -469,9 +471,9 @@ impl PrefixCache {
     /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with the broken invariant.
     pub fn verify(&self, stream: Stream) -> Result<()> {
         let open = self.open(stream);
-        let kept = open.current();
-        let (cached, owned) = (kept.stats().cached, self.allocator.stats().cached);
-        let fault = kept.tree.fault().or_else(|| {
+        let cache = open.current();
+        let (cached, owned) = (cache.stats().cached, self.allocator.stats().cached);
+        let fault = cache.tree.fault().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the cache owns {owned}"))
         });
         fault.map_or(Ok(()), |fault| {
@@ -481,7 +483,7 @@ impl PrefixCache {
     }
 }
 
-impl Kept {
+impl CacheState {
     /// Waits for what is copied down. No other call is there any more that could wait for the lock.
     fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
         if let Self { below: Some(below), tree, clears, .. } = self {
@@ -490,9 +492,9 @@ impl Kept {
     }
 
     /// The visits of threads, if there is a store.
-    fn visits(&self) -> Option<Arc<Visits>> {
+    fn cache_ref(&self) -> Option<Arc<CacheRef>> {
         let backing = self.below.as_ref()?.backing.as_ref()?;
-        Some(Arc::clone(backing.visits()))
+        Some(Arc::clone(backing.cache_ref()))
     }
 
     /// Prefixes that may be on their way from the tier below. Drop them without locks.
@@ -521,24 +523,24 @@ impl CacheCore {
     /// Changes the number of pages that are on their way, unless the allocator was cleared since it had been
     /// `clears` times.
     fn note_coming(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
-        let mut kept = lock(&self.kept);
-        if kept.clears == clears {
-            kept.coming = change(kept.coming);
+        let mut cache = lock(&self.state);
+        if cache.clears == clears {
+            cache.coming = change(cache.coming);
         }
     }
 
     /// Makes places in the tier below for pages from a store, and takes note of what went for them.
     fn expect_below(&self, expect: impl FnOnce() -> Option<Incoming>) -> Option<Incoming> {
-        let mut kept = lock(&self.kept);
+        let mut cache = lock(&self.state);
         let mut incoming = expect()?;
-        kept.tree.note_dropped_below(std::mem::take(&mut incoming.gone));
+        cache.tree.note_dropped_below(std::mem::take(&mut incoming.gone));
         Some(incoming)
     }
 
     /// Takes note of pages that came to the tier below from a store.
     fn note_below(&self, arrived: &[OfferedPages]) {
-        let mut kept = lock(&self.kept);
-        if let Kept { below: Some(below), tree, .. } = &mut *kept {
+        let mut cache = lock(&self.state);
+        if let CacheState { below: Some(below), tree, .. } = &mut *cache {
             below.note_arrived(tree, arrived);
         }
     }
@@ -553,79 +555,79 @@ impl CacheCore {
 
 impl Open<'_> {
     /// Locks what is kept, which is nothing if the allocator was cleared since. Ends pins whose time is over.
-    fn current(&self) -> MutexGuard<'_, Kept> {
-        let mut kept = lock(&self.shared.kept);
+    fn current(&self) -> MutexGuard<'_, CacheState> {
+        let mut cache = lock(&self.shared.state);
         let allocator = self.slots.allocator();
         // In this order: copies that were over before a clear are of what was published.
-        let over = kept.below.as_ref().map_or(0, Below::over);
+        let over = cache.below.as_ref().map_or(0, Below::over);
         let clears = allocator.lock().clears();
-        if kept.clears != clears {
-            (kept.clears, kept.coming) = (clears, 0);
-            kept.pins = Pins::default();
+        if cache.clears != clears {
+            (cache.clears, cache.coming) = (clears, 0);
+            cache.pins = Pins::default();
             // Its pages are free already.
-            let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
-            kept.below.iter_mut().for_each(Below::clear);
+            let gone = Evicted { pages: Vec::new(), ..cache.tree.take_all() };
+            cache.below.iter_mut().for_each(Below::clear);
             let continues = continues(self.shared.states.as_ref());
-            let mut tree = new_tree(&self.shared.config, allocator, continues, kept.below.as_ref());
-            tree.keep_journal_of(&mut kept.tree);
-            kept.tree = tree;
-            self.give_back(&kept, gone);
+            let mut tree = new_tree(&self.shared.config, allocator, continues, cache.below.as_ref());
+            tree.keep_journal_of(&mut cache.tree);
+            cache.tree = tree;
+            self.give_back(&cache, gone);
         }
         if over > 0
-            && let Kept { below: Some(below), tree, .. } = &mut *kept
+            && let CacheState { below: Some(below), tree, .. } = &mut *cache
         {
             below.settle(over, tree);
         }
-        if !kept.pins.is_empty() {
-            self.end_pins(&mut kept);
+        if !cache.pins.is_empty() {
+            self.end_pins(&mut cache);
         }
-        kept
+        cache
     }
 
     /// Ends a hold that was made when the allocator had been cleared `clears` times.
     fn release(&self, hold: Hold, clears: u64) {
-        let mut kept = self.current();
-        if kept.clears == clears {
-            let gone = kept.tree.release(hold);
-            self.give_back(&kept, gone);
+        let mut cache = self.current();
+        if cache.clears == clears {
+            let gone = cache.tree.release(hold);
+            self.give_back(&cache, gone);
         }
     }
 
     /// Copies down what is offered.
-    fn send_down(&self, kept: &mut Kept) {
-        if let Kept { below: Some(below), tree, .. } = kept {
+    fn send_down(&self, cache: &mut CacheState) {
+        if let CacheState { below: Some(below), tree, .. } = cache {
             below.send(tree, self.slots.stream());
         }
     }
 
     #[cold]
-    fn end_pins(&self, kept: &mut Kept) {
+    fn end_pins(&self, cache: &mut CacheState) {
         let now = Instant::now();
-        while let Some(pinned) = kept.pins.take_over(now) {
-            let gone = kept.tree.unpin(pinned);
-            self.give_back(kept, gone);
+        while let Some(pinned) = cache.pins.take_over(now) {
+            let gone = cache.tree.unpin(pinned);
+            self.give_back(cache, gone);
         }
     }
 
     fn evict(&self, tokens: usize, pressure: Pressure) -> usize {
-        let mut kept = self.current();
-        let page_size = kept.tree.page_size();
+        let mut cache = self.current();
+        let page_size = cache.tree.page_size();
         let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
         // A page that has another owner frees nothing.
         while freed < wanted {
-            let gone = kept.tree.evict(wanted - freed, Cause::now(pressure));
+            let gone = cache.tree.evict(wanted - freed, Cause::now(pressure));
             if gone.pages.is_empty() {
                 break;
             }
-            self.send_down(&mut kept);
-            if let Some(below) = &kept.below {
+            self.send_down(&mut cache);
+            if let Some(below) = &cache.below {
                 below.tier.set_above(gone.keys.iter(), Above::Absent);
             }
-            kept.counts.evicted += gone.pages.len() * page_size;
-            for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {
+            cache.counts.evicted += gone.pages.len() * page_size;
+            for (total, pages) in cache.ages.iter_mut().zip(gone.ages) {
                 *total += pages * page_size as u64;
             }
-            freed += self.give_back(&kept, gone);
+            freed += self.give_back(&cache, gone);
         }
         freed * page_size
     }
@@ -633,16 +635,16 @@ impl Open<'_> {
     /// Returns pages and snapshots to their pools, those that are being copied behind their copies, and tells
     /// how many pages are free then. The lock on what is kept is held, so that no call finds pages that it is
     /// about to lose.
-    fn give_back(&self, kept: &Kept, gone: Evicted) -> usize {
+    fn give_back(&self, cache: &CacheState, gone: Evicted) -> usize {
         let Evicted { pages, states, .. } = gone;
-        let Some(below) = &kept.below else { return self.give(kept.clears, &Given { pages, states }) };
+        let Some(below) = &cache.below else { return self.give(cache.clears, &Released { pages, states }) };
         let (idle, busy) = below.divide(pages, states);
-        let freed = self.give(kept.clears, &idle);
-        freed + busy.map_or(0, |(busy, copy)| self.give_back_behind(kept.clears, busy, &copy, None))
+        let freed = self.give(cache.clears, &idle);
+        freed + busy.map_or(0, |(busy, copy)| self.give_back_behind(cache.clears, busy, &copy, None))
     }
 
     /// Returns pages and snapshots to their pools at once, and tells how many pages became free.
-    fn give(&self, clears: u64, given: &Given) -> usize {
+    fn give(&self, clears: u64, given: &Released) -> usize {
         let mut freed = 0;
         if !given.pages.is_empty() {
             // A cleared allocator has its pages already.
@@ -662,16 +664,16 @@ impl Open<'_> {
     fn give_back_behind(
         &self,
         clears: u64,
-        given: Given,
+        given: Released,
         copy: &Arc<Transfer>,
         pieces: Option<HeldPieces>,
     ) -> usize {
         if copy.is_over().unwrap_or(false) {
             return self.give(clears, &given);
         }
-        let Given { pages, states: slots } = given;
+        let Released { pages, states: slots } = given;
         let fence: Arc<dyn Fence> = Arc::clone(copy) as _;
-        let parting = Parting { states: self.shared.states.clone(), slots, _pieces: pieces };
+        let parting = ReleaseOnDrop { states: self.shared.states.clone(), slots, _pieces: pieces };
         // A cleared allocator has its pages already.
         let _ = self.slots.change(clears, |slots| {
             slots.behind(Some(fence), |slots, id| {
@@ -690,13 +692,13 @@ impl Reclaim for CacheCore {
     fn obtainable(&self, stream: Stream) -> Obtainable {
         let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
         let open = self.open(&allocator, stream);
-        let kept = open.current();
-        let evictable = kept.tree.evictable();
+        let cache = open.current();
+        let evictable = cache.tree.evictable();
         // Those that are being copied, or have to be, are free when the copy is over.
-        let behind_fences = match &kept.below {
+        let behind_fences = match &cache.below {
             None => 0,
             Some(below) if below.tier.config().write == Offering::Evicted => evictable,
-            Some(below) => evictable.min(below.busy_pages() * kept.tree.page_size()),
+            Some(below) => evictable.min(below.busy_pages() * cache.tree.page_size()),
         };
         Obtainable { at_once: evictable - behind_fences, behind_fences }
     }
@@ -708,9 +710,9 @@ impl Reclaim for CacheCore {
     }
 
     fn locked(&self) -> Vec<Page> {
-        let kept = lock(&self.kept);
-        let (mut pages, tails) = (kept.tree.locked_pages(), kept.tails());
-        drop(kept);
+        let cache = lock(&self.state);
+        let (mut pages, tails) = (cache.tree.locked_pages(), cache.tails());
+        drop(cache);
         pages.extend(tails.iter().flat_map(|tail| tail.coming()));
         pages
     }
@@ -757,23 +759,23 @@ impl Pool for PrefixCache {
 
 impl Drop for PrefixCache {
     fn drop(&mut self) {
-        self.visits.iter().for_each(|visits| visits.end());
+        self.cache_ref.iter().for_each(|cache_ref| cache_ref.end());
     }
 }
 
 impl Drop for CacheCore {
     fn drop(&mut self) {
         let Some(allocator) = self.allocator.upgrade() else {
-            let mut kept = lock(&self.kept);
-            kept.finish_writes(None);
-            let gone = kept.tree.take_all();
+            let mut cache = lock(&self.state);
+            cache.finish_writes(None);
+            let gone = cache.tree.take_all();
             return self.free_states(&gone.states);
         };
         let open = self.open(&allocator, Stream::DEFAULT);
-        let mut kept = open.current();
-        kept.finish_writes(Some(&allocator));
-        let gone = kept.tree.take_all();
-        open.give_back(&kept, gone);
+        let mut cache = open.current();
+        cache.finish_writes(Some(&allocator));
+        let gone = cache.tree.take_all();
+        open.give_back(&cache, gone);
     }
 }
 

@@ -93,10 +93,10 @@ pub struct PrefixTree {
     /// The owner of cached slots in the ledger.
     owner: Owner,
     // Lock order: this one first, the allocator next.
-    kept: Arc<Mutex<Kept>>,
+    kept: Arc<Mutex<TreeState>>,
 }
 
-struct Kept {
+struct TreeState {
     tree: Tree,
     /// The node at the end of no tokens.
     root: NodeHandle,
@@ -124,7 +124,7 @@ impl PrefixTree {
         let mut tree = new_tree(&config, allocator.as_deref());
         let root = tree.keep_root();
         let owner = Owner::Text(config.name.clone());
-        let kept = Arc::new(Mutex::new(Kept { tree, root, clears, unreported: Vec::new() }));
+        let kept = Arc::new(Mutex::new(TreeState { tree, root, clears, unreported: Vec::new() }));
         if let Some(allocator) = &allocator {
             let reclaim: Arc<dyn Reclaim> = Arc::clone(&kept) as _;
             allocator.on_shortage(&reclaim);
@@ -385,7 +385,7 @@ impl PrefixTree {
     }
 
     /// Locks what is kept, which is nothing if the allocator was cleared since.
-    fn current(&self, _stream: Stream) -> MutexGuard<'_, Kept> {
+    fn current(&self, _stream: Stream) -> MutexGuard<'_, TreeState> {
         let mut kept = lock(&self.kept);
         let clears = self.allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
         if kept.clears != clears {
@@ -399,7 +399,7 @@ impl PrefixTree {
     }
 
     /// Replaces the tree by an empty one, and returns what was in it.
-    fn begin_anew(&self, kept: &mut Kept) -> Evicted {
+    fn begin_anew(&self, kept: &mut TreeState) -> Evicted {
         let fresh = new_tree(&self.config, self.allocator.as_deref()).after(&kept.tree);
         let mut old = std::mem::replace(&mut kept.tree, fresh);
         kept.root = kept.tree.keep_root();
@@ -418,7 +418,7 @@ impl Drop for PrefixTree {
 }
 
 /// Only for reports: a tree evicts when it is told to.
-impl Reclaim for Mutex<Kept> {
+impl Reclaim for Mutex<TreeState> {
     fn obtainable(&self, _stream: Stream) -> Obtainable {
         Obtainable::default()
     }

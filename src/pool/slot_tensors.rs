@@ -297,8 +297,8 @@ impl SlotTensors {
     /// pages, which the requests had before.
     pub(super) fn alloc_extend(
         &mut self,
-        lens: Lens<'_>,
-        last_loc: &Ends<'_>,
+        lens: BatchLens<'_>,
+        last_loc: &LastLocs<'_>,
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
@@ -312,8 +312,8 @@ impl SlotTensors {
     /// [`Self::alloc_extend`] with slots that the host lists as `T`.
     fn extend<T: IndexNumber>(
         &mut self,
-        lens: Lens<'_>,
-        last_loc: &Ends<'_>,
+        lens: BatchLens<'_>,
+        last_loc: &LastLocs<'_>,
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         if self.must_land_before(|| lens.most_slots(self.slots.page_size())) {
@@ -324,7 +324,7 @@ impl SlotTensors {
         };
         let (slots, continued) = (T::values(taken.slots), taken.continued);
         let view = match (last_loc, &mut self.stage) {
-            (Ends::OnDevice(last_loc), Some(stage))
+            (LastLocs::OnDevice(last_loc), Some(stage))
                 if slots.iter().any(|slot| slot == i64::from(PADDING)) =>
             {
                 let slots = slots.into_i32()?;
@@ -756,14 +756,14 @@ fn signed(ids: Vec<u32>) -> Vec<i32> {
 
 /// The last slots of the requests of a batch.
 #[derive(Debug)]
-pub(super) enum Ends<'a> {
+pub(super) enum LastLocs<'a> {
     /// On the host.
     Known(Cow<'a, [i64]>),
     /// In a tensor on the device of the pool, whose values the host does not have.
     OnDevice(&'a Borrowed<'a>),
 }
 
-impl<'a> Ends<'a> {
+impl<'a> LastLocs<'a> {
     /// The values of `last_loc`, which is on the host or on `device`.
     pub(super) fn new(last_loc: &'a Indices<'_>, device: Device) -> Result<Self> {
         match last_loc {
@@ -785,14 +785,14 @@ impl<'a> Ends<'a> {
 
 /// Lengths of the requests of a batch.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Lens<'a> {
+pub(super) struct BatchLens<'a> {
     /// Tokens that each request has now.
     pub(super) prefix: &'a [i64],
     /// Tokens that each request will have.
     pub(super) seq: &'a [i64],
 }
 
-impl Lens<'_> {
+impl BatchLens<'_> {
     /// Slots that the requests take at most. The lengths may be invalid.
     fn most_slots(self, page_size: usize) -> usize {
         let grown = self.prefix.iter().zip(self.seq).filter_map(|(prefix, seq)| seq.checked_sub(*prefix));

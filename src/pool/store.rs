@@ -43,12 +43,12 @@ pub trait Store: fmt::Debug + Send + Sync {
 pub struct StoreTransfer {
     /// The process whose threads work on it.
     process: u32,
-    state: Mutex<Progress>,
+    state: Mutex<StoreProgress>,
     over: Condvar,
 }
 
 #[derive(Debug)]
-struct Progress {
+struct StoreProgress {
     present: Vec<bool>,
     left: usize,
 }
@@ -56,7 +56,7 @@ struct Progress {
 impl StoreTransfer {
     /// For pages that are `present` already, and `left` others.
     pub(super) fn new(present: Vec<bool>, left: usize) -> Self {
-        let state = Mutex::new(Progress { present, left });
+        let state = Mutex::new(StoreProgress { present, left });
         Self { process: std::process::id(), state, over: Condvar::new() }
     }
 

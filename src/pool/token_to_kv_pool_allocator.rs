@@ -16,7 +16,7 @@ use super::contract::{Occupancy, Pool, Stats};
 use super::deferred::FreedAs;
 use super::fences::Fence;
 use super::shortage::Reclaim;
-use super::slot_tensors::{Ends, Granted, Lens, SlotTensors};
+use super::slot_tensors::{BatchLens, Granted, LastLocs, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
 
@@ -239,8 +239,8 @@ impl TokenToKvPoolAllocator {
         last_loc: &Indices<'_>,
         stream: Stream,
     ) -> Result<Option<Grant<'_>>> {
-        let lens = Lens { prefix: prefix_lens, seq: seq_lens };
-        let ends = Ends::new(last_loc, self.device())?;
+        let lens = BatchLens { prefix: prefix_lens, seq: seq_lens };
+        let ends = LastLocs::new(last_loc, self.device())?;
         self.take(stream, |slots| {
             let taken = slots.alloc_extend(lens, &ends, stream)?;
             Ok(taken.map(|(view, continued)| Grant::new(self, Granted::Tensor(view), continued, slots)))

@@ -29,7 +29,7 @@ struct Objects {
 
 /// Where a block stands.
 #[derive(Clone, Copy, Debug)]
-enum Place {
+enum BlockPlace {
     /// It is one of the blocks of its queue.
     At(BlockId),
     /// It stands before the first, or behind the last.
@@ -41,7 +41,7 @@ enum Place {
 #[pyclass(frozen, module = "kvpool._kvpool", name = "Block")]
 #[derive(Debug)]
 pub(super) struct Block {
-    place: Place,
+    place: BlockPlace,
     table: Arc<Mutex<BlockTable>>,
     /// Empty until all are made, and gone with the queue.
     objects: Weak<OnceLock<Objects>>,
@@ -52,8 +52,8 @@ pub(super) struct Block {
 impl Block {
     const fn number(&self) -> Option<BlockId> {
         match self.place {
-            Place::At(number) => Some(number),
-            Place::Front | Place::Back => None,
+            BlockPlace::At(number) => Some(number),
+            BlockPlace::Front | BlockPlace::Back => None,
         }
     }
 
@@ -72,7 +72,11 @@ impl Block {
     }
 
     /// What stands beside it, as long as there is the queue.
-    fn beside(&self, py: Python<'_>, find: impl FnOnce(&EvictionQueue) -> Option<Place>) -> Option<Py<Self>> {
+    fn beside(
+        &self,
+        py: Python<'_>,
+        find: impl FnOnce(&EvictionQueue) -> Option<BlockPlace>,
+    ) -> Option<Py<Self>> {
         let objects = self.objects.upgrade()?;
         let objects = objects.get()?;
         let found = find(self.lock().queue())?;
@@ -81,11 +85,11 @@ impl Block {
 }
 
 impl Objects {
-    fn at(&self, place: Place) -> &Py<Block> {
+    fn at(&self, place: BlockPlace) -> &Py<Block> {
         match place {
-            Place::At(number) => &self.blocks[widen(number.number())],
-            Place::Front => &self.front,
-            Place::Back => &self.back,
+            BlockPlace::At(number) => &self.blocks[widen(number.number())],
+            BlockPlace::Front => &self.front,
+            BlockPlace::Back => &self.back,
         }
     }
 }
@@ -181,11 +185,11 @@ impl Block {
     fn prev_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
         self.beside(py, |queue| {
             let before = match self.place {
-                Place::Front => return None,
-                Place::At(number) => queue.contains(number).then(|| queue.before(number))?,
-                Place::Back => queue.back(),
+                BlockPlace::Front => return None,
+                BlockPlace::At(number) => queue.contains(number).then(|| queue.before(number))?,
+                BlockPlace::Back => queue.back(),
             };
-            Some(before.map_or(Place::Front, Place::At))
+            Some(before.map_or(BlockPlace::Front, BlockPlace::At))
         })
     }
 
@@ -194,11 +198,11 @@ impl Block {
     fn next_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
         self.beside(py, |queue| {
             let behind = match self.place {
-                Place::Back => return None,
-                Place::At(number) => queue.contains(number).then(|| queue.behind(number))?,
-                Place::Front => queue.front(),
+                BlockPlace::Back => return None,
+                BlockPlace::At(number) => queue.contains(number).then(|| queue.behind(number))?,
+                BlockPlace::Front => queue.front(),
             };
-            Some(behind.map_or(Place::Back, Place::At))
+            Some(behind.map_or(BlockPlace::Back, BlockPlace::At))
         })
     }
 
@@ -231,7 +235,7 @@ pub(super) struct BlockQueue {
 }
 
 /// Blocks of a call: the numbers of those of this queue, and what else was given.
-struct Given<'py> {
+struct GivenBlocks<'py> {
     own: Vec<BlockId>,
     others: Vec<Bound<'py, PyAny>>,
 }
@@ -246,12 +250,13 @@ impl BlockQueue {
     }
 
     fn object(&self, py: Python<'_>, number: BlockId) -> Py<Block> {
-        self.objects().at(Place::At(number)).clone_ref(py)
+        self.objects().at(BlockPlace::At(number)).clone_ref(py)
     }
 
     /// Sorts what is given. Iterating may run Python code.
-    fn given<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Given<'py>> {
-        let mut given = Given { own: Vec::with_capacity(blocks.len().unwrap_or(0)), others: Vec::new() };
+    fn given<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<GivenBlocks<'py>> {
+        let mut given =
+            GivenBlocks { own: Vec::with_capacity(blocks.len().unwrap_or(0)), others: Vec::new() };
         for item in blocks.try_iter()? {
             let item = item?;
             match item.cast::<Block>().ok().and_then(|block| block.get().number_in(&self.table)) {
@@ -308,10 +313,10 @@ impl BlockQueue {
         };
         let made = Objects {
             blocks: (0..count)
-                .map(|number| block(Place::At(BlockId::new(number))))
+                .map(|number| block(BlockPlace::At(BlockId::new(number))))
                 .collect::<PyResult<_>>()?,
-            front: block(Place::Front)?,
-            back: block(Place::Back)?,
+            front: block(BlockPlace::Front)?,
+            back: block(BlockPlace::Back)?,
         };
         objects.set(made).expect("it is new");
         Ok(Self { table, objects, debug: Debug::without_ledger(None), reporter: Reporter::default() })
@@ -485,7 +490,7 @@ impl BlockQueue {
     fn retain<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let given = self.given(blocks)?;
         let retained = self.lock().retain(&given.own);
-        retained.map_err(|lost| not_free(self.objects().at(Place::At(lost)).bind(blocks.py())))?;
+        retained.map_err(|lost| not_free(self.objects().at(BlockPlace::At(lost)).bind(blocks.py())))?;
         Ok(given.others)
     }
 
@@ -517,7 +522,7 @@ impl BlockIterator {
     fn __next__(&self, py: Python<'_>) -> Option<Py<Block>> {
         let mut here = lock(&self.here);
         let next = here.take()?.get().next_free_block(py)?;
-        if matches!(next.get().place, Place::Back) {
+        if matches!(next.get().place, BlockPlace::Back) {
             return None;
         }
         *here = Some(next.clone_ref(py));

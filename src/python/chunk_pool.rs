@@ -11,7 +11,9 @@ use pyo3::{PyTraverseError, gc::PyVisit};
 use crate::base::{ChunkId, Device, Dims, Error, Id, widen};
 use crate::index::Ticket;
 use crate::kernels::Direction;
-use crate::memory::{Backend, Event, MappedHost, PageKind, PageLocking as Locking, Progress, Report, Stream};
+use crate::memory::{
+    Backend, Event, MappedHost, PageKind, PageLockProgress, PageLocking as Locking, Report, Stream,
+};
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
@@ -125,7 +127,7 @@ impl PageLocking {
     fn report_next(&self, py: Python<'_>, most: Duration) -> bool {
         let wait = || lock(&self.locking).as_ref().map(|locking| locking.next(most));
         match py.detach(wait) {
-            Some(Report::Step(Progress { done, total, failure })) => {
+            Some(Report::Step(PageLockProgress { done, total, failure })) => {
                 let (done, total) = (done / self.stride, total / self.stride);
                 if let Some(failure) = failure {
                     logging::warn(py, &format!("some chunks stay ordinary memory: {failure}"));

@@ -11,8 +11,8 @@ use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id, IndexVec};
 use crate::cache::NodeHandle;
 use crate::cache::engines::hybrid::{
-    Boundary, Done, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NotLocked, PageDigest,
-    Part, Receipt, Skipped, StateConfig, Victim, WindowConfig, With,
+    Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NotLocked, PageDigest, Part,
+    Receipt, Skipped, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
 };
 
 use super::args;
@@ -322,8 +322,8 @@ impl HybridTree {
         window_done: bool,
     ) -> PyResult<()> {
         let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
-        let done = if window_done { Done::Window } else { Done::Nothing };
-        self.lock().unlock(node, receipt, done).ok_or_else(|| gone(node))?.map_err(not_locked)
+        let released = if window_done { WindowRelease::Done } else { WindowRelease::NotYet };
+        self.lock().unlock(node, receipt, released).ok_or_else(|| gone(node))?.map_err(not_locked)
     }
 
     /// Releases the window of one `lock_node` early, and the state with it, when the request has moved on.
@@ -348,8 +348,8 @@ impl HybridTree {
         with_state: bool,
     ) -> PyResult<HybridFrees> {
         let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
-        let with = if with_state { With::State } else { With::Nothing };
-        let frees = self.lock().unlock_window(node, receipt, with).ok_or_else(|| gone(node))?;
+        let state = if with_state { StateRelease::Release } else { StateRelease::Keep };
+        let frees = self.lock().unlock_window(node, receipt, state).ok_or_else(|| gone(node))?;
         frees.map(HybridFrees).map_err(not_locked)
     }
 

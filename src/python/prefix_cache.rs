@@ -14,8 +14,8 @@ use crate::cache::PolicyKind;
 use crate::index::ActGuard;
 use crate::memory::Stream;
 use crate::pool::{
-    HostTier as HostTierOfPool, Lease as PoolLease, LowerStore, LowerTier, Offer, PrefixCache as Cache,
-    PrefixCacheConfig, Published as PoolPublished, Store,
+    HostTier as HostTierOfPool, Lease as PoolLease, LowerStore, LowerTier, PrefixCache as Cache,
+    PrefixCacheConfig, Publication, Published as PoolPublished, Store,
 };
 
 use super::args::{self, Arg};
@@ -301,7 +301,8 @@ impl PrefixCache {
         let stream = this.stream(py)?;
         let (lease, published) = with_tokens(tokens, |tokens| {
             let lease = this.cache.acquire(&namespace, tokens, 0, stream)?;
-            let published = lease.publish(&Offer { tokens, slots: Some(&slots), state: None }, stream)?;
+            let published =
+                lease.publish(&Publication { tokens, slots: Some(&slots), state: None }, stream)?;
             Ok((lease, published))
         })?;
         lease.release(stream);
@@ -513,7 +514,7 @@ impl Lease {
     ) -> PyResult<PoolPublished> {
         let state = state.map(args::int).transpose()?;
         let stream = self.stream(py)?;
-        with_tokens(tokens, |tokens| Ok(self.lease.publish(&Offer { tokens, slots, state }, stream)?))
+        with_tokens(tokens, |tokens| Ok(self.lease.publish(&Publication { tokens, slots, state }, stream)?))
     }
 }
 

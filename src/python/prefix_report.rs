@@ -4,7 +4,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::cache::{CacheEvent, Namespace, PageHash, Segment as Part, Tier, Whereabouts};
+use crate::cache::{CacheEvent, Location, Namespace, PageHash, Segment as Part, Tier};
 
 use super::page_keys::namespace_to_py;
 
@@ -30,23 +30,23 @@ impl Segment {
     /// a snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
     #[getter]
     const fn state(&self) -> &'static str {
-        match &self.0.whereabouts {
-            Whereabouts::Device => Tier::Device.name(),
-            Whereabouts::Host => Tier::Host.name(),
-            Whereabouts::Store => "store",
-            Whereabouts::NoSnapshot => "no snapshot",
-            Whereabouts::Evicted(_) => "evicted",
-            Whereabouts::Elsewhere(_) => "other namespace",
-            Whereabouts::NeverPublished => "never published",
-            Whereabouts::PageNotFull => "page not full",
+        match &self.0.location {
+            Location::Device => Tier::Device.name(),
+            Location::Host => Tier::Host.name(),
+            Location::Store => "store",
+            Location::NoSnapshot => "no snapshot",
+            Location::Evicted(_) => "evicted",
+            Location::Elsewhere(_) => "other namespace",
+            Location::NeverPublished => "never published",
+            Location::PageNotFull => "page not full",
         }
     }
 
     /// Of what was evicted, why: "alloc" for an allocation that was short, "evict" and "clear" for these calls.
     #[getter]
     const fn pressure(&self) -> Option<&'static str> {
-        match &self.0.whereabouts {
-            Whereabouts::Evicted(gone) => Some(gone.cause.pressure.name()),
+        match &self.0.location {
+            Location::Evicted(gone) => Some(gone.cause.pressure.name()),
             _ => None,
         }
     }
@@ -54,8 +54,8 @@ impl Segment {
     /// Of what was evicted, seconds since then.
     #[getter]
     fn evicted_s(&self) -> Option<f64> {
-        match &self.0.whereabouts {
-            Whereabouts::Evicted(gone) => Some(gone.cause.at.elapsed().as_secs_f64()),
+        match &self.0.location {
+            Location::Evicted(gone) => Some(gone.cause.at.elapsed().as_secs_f64()),
             _ => None,
         }
     }
@@ -63,8 +63,8 @@ impl Segment {
     /// Of what was evicted, how old it was: the tokens looked up between its last use and its eviction.
     #[getter]
     const fn idle_tokens(&self) -> Option<u64> {
-        match &self.0.whereabouts {
-            Whereabouts::Evicted(gone) => Some(gone.idle),
+        match &self.0.location {
+            Location::Evicted(gone) => Some(gone.idle),
             _ => None,
         }
     }
@@ -72,22 +72,22 @@ impl Segment {
     /// The other namespace that has it.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        match &self.0.whereabouts {
-            Whereabouts::Elsewhere(name) => namespace_to_py(py, name),
+        match &self.0.location {
+            Location::Elsewhere(name) => namespace_to_py(py, name),
             _ => Ok(None),
         }
     }
 
     fn __repr__(&self) -> String {
         let (begin, end, state) = (self.begin(), self.end(), self.state());
-        let more = match &self.0.whereabouts {
-            Whereabouts::Evicted(gone) => format!(
+        let more = match &self.0.location {
+            Location::Evicted(gone) => format!(
                 ", pressure='{}', {:.1} s ago, {} tokens after its last use",
                 gone.cause.pressure.name(),
                 gone.cause.at.elapsed().as_secs_f64(),
                 gone.idle
             ),
-            Whereabouts::Elsewhere(name) => format!(", namespace={name}"),
+            Location::Elsewhere(name) => format!(", namespace={name}"),
             _ => String::new(),
         };
         format!("Segment({begin}..{end}, '{state}'{more})")

@@ -20,14 +20,14 @@ pub struct Transfer {
 #[derive(Debug)]
 enum Runner {
     /// On a thread.
-    Thread { steps: usize, progress: Mutex<Progress>, moved: Condvar },
+    Thread { steps: usize, progress: Mutex<StepProgress>, moved: Condvar },
     /// On a stream, with an event behind each step, and the streams that wait for the last one.
     Device { gpu: Arc<Gpu>, events: Vec<Event>, behind: Mutex<Vec<Stream>> },
 }
 
 /// How far a thread is.
 #[derive(Clone, Copy, Debug, Default)]
-struct Progress {
+struct StepProgress {
     done: usize,
     is_cancelled: bool,
     /// Whether nothing is copied any more.
@@ -37,7 +37,7 @@ struct Progress {
 impl Transfer {
     /// Copies in `steps`, at least 1, that a thread will do.
     pub(super) fn on_thread(steps: usize) -> Self {
-        let progress = Mutex::new(Progress::default());
+        let progress = Mutex::new(StepProgress::default());
         Self {
             process: std::process::id(),
             runner: Runner::Thread { steps, progress, moved: Condvar::new() },
@@ -115,7 +115,7 @@ impl Transfer {
         }
         match &self.runner {
             Runner::Thread { progress, moved, .. } => {
-                let has_moved = |now: &Progress| now.done > step || now.is_over;
+                let has_moved = |now: &StepProgress| now.done > step || now.is_over;
                 let now = *lock(progress);
                 let now = if has_moved(&now) { now } else { blocking(|| wait(progress, moved, has_moved)) };
                 if now.done > step { Ok(()) } else { Err(ended("have ended before they were complete")) }
@@ -142,7 +142,7 @@ impl Transfer {
         match &self.runner {
             _ if self.is_foreign() => Ok(()),
             Runner::Thread { progress, moved, .. } => {
-                let is_over = |now: &Progress| now.is_over;
+                let is_over = |now: &StepProgress| now.is_over;
                 if !lock(progress).is_over {
                     blocking(|| wait(progress, moved, is_over));
                 }
@@ -219,8 +219,12 @@ pub(super) enum Note {
     Over,
 }
 
-fn wait(progress: &Mutex<Progress>, moved: &Condvar, enough: impl Fn(&Progress) -> bool) -> Progress {
-    let mut now: MutexGuard<'_, Progress> = lock(progress);
+fn wait(
+    progress: &Mutex<StepProgress>,
+    moved: &Condvar,
+    enough: impl Fn(&StepProgress) -> bool,
+) -> StepProgress {
+    let mut now: MutexGuard<'_, StepProgress> = lock(progress);
     while !enough(&now) {
         now = moved.wait(now).unwrap_or_else(PoisonError::into_inner);
     }

@@ -3,8 +3,8 @@
 use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::Namespace;
 use kvpool::cache::engines::hybrid::{
-    Action, Done, EvictionOrder, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
-    PageDigest, Part, Receipt, Sizes, Skipped, StateConfig, Victim, WindowConfig, With,
+    Action, EvictionOrder, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked, PageDigest,
+    Part, Receipt, Sizes, Skipped, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
 };
 
 /// Values of the slots `begin..`, one a token.
@@ -135,13 +135,13 @@ fn what_is_locked_stays() {
     assert_eq!(locked.newly, 3);
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 3 });
     assert_eq!(tree.evict_full(usize::MAX).full, at([21]));
-    let wrong = tree.unlock(tree.root(), Receipt::default(), Done::Nothing).unwrap();
+    let wrong = tree.unlock(tree.root(), Receipt::default(), WindowRelease::NotYet).unwrap();
     assert_eq!(wrong, Ok(()), "the root needs no locks");
-    tree.unlock(long, locked.receipt, Done::Nothing).unwrap().unwrap();
-    let again = tree.unlock(long, locked.receipt, Done::Nothing).unwrap();
+    tree.unlock(long, locked.receipt, WindowRelease::NotYet).unwrap().unwrap();
+    let again = tree.unlock(long, locked.receipt, WindowRelease::NotYet).unwrap();
     assert_eq!(again, Err(NotLocked { node: long, part: Part::Full }));
     assert_eq!(tree.evict_full(1).full, at([11, 12]));
-    assert_eq!(tree.unlock(long, locked.receipt, Done::Nothing), None, "the node is gone");
+    assert_eq!(tree.unlock(long, locked.receipt, WindowRelease::NotYet), None, "the node is gone");
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 0 });
     assert_eq!(tree.fault(), None);
 }
@@ -261,7 +261,7 @@ fn a_lost_window_comes_back_with_other_slots() {
         "{acts:?}"
     );
     assert_eq!(tree.value(node, Part::Window).unwrap(), at([1031, 1032, 1033]));
-    tree.unlock(node, locked.receipt, Done::Nothing).unwrap().unwrap();
+    tree.unlock(node, locked.receipt, WindowRelease::NotYet).unwrap().unwrap();
     assert_eq!(tree.fault(), None);
 }
 
@@ -274,12 +274,12 @@ fn a_window_is_released_before_the_rest() {
     assert!(locked.receipt.boundary.is_some());
     // A cut moves the boundary to the older part.
     assert_eq!(find(&mut tree, &[0, 1, 2, 9]).full_len, 3);
-    let frees = tree.unlock_window(node, locked.receipt, With::State).unwrap().unwrap();
+    let frees = tree.unlock_window(node, locked.receipt, StateRelease::Release).unwrap().unwrap();
     assert!(frees.is_empty(), "full attention is locked still");
     assert_eq!(tree.sizes(Part::Window).locked + tree.sizes(Part::State).locked, 0);
-    let again = tree.unlock_window(node, locked.receipt, With::State).unwrap();
+    let again = tree.unlock_window(node, locked.receipt, StateRelease::Release).unwrap();
     assert_eq!(again, Err(NotLocked { node, part: Part::Window }));
-    tree.unlock(node, locked.receipt, Done::Window).unwrap().unwrap();
+    tree.unlock(node, locked.receipt, WindowRelease::Done).unwrap().unwrap();
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 4, locked: 0 });
     assert_eq!(tree.fault(), None);
 }

@@ -7,8 +7,8 @@ use kvpool::base::{ErrorKind, IndexVec, Result};
 use kvpool::cache::{Namespace, PolicyKind, Tokens};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    AllocatorConfig, Batch, BatchPlanner, Fence, Lease, Offer, PlannerConfig, Prefix, PrefixCache,
-    PrefixCacheConfig, PrefixTree, PrefixTreeConfig, ReqToTokenConfig, ReqToTokenPool,
+    AllocatorConfig, Batch, BatchPlanner, Fence, Lease, PlannerConfig, Prefix, PrefixCache,
+    PrefixCacheConfig, PrefixTree, PrefixTreeConfig, Publication, ReqToTokenConfig, ReqToTokenPool,
     TokenToKvPoolAllocator,
 };
 
@@ -88,7 +88,8 @@ fn a_planner_that_is_dropped_during_a_publication_goes_without_locks() {
     // The request's lease is the only one, and ends in the cache with the planner.
     let weak = Arc::downgrade(&planner);
     let tokens = Dropping(Mutex::new(Some(planner)));
-    let published = lease.publish(&Offer { tokens: &tokens, slots: None, state: None }, STREAM).unwrap();
+    let published =
+        lease.publish(&Publication { tokens: &tokens, slots: None, state: None }, STREAM).unwrap();
     assert_eq!((published.length, weak.strong_count()), (4, 0));
     drop(lease);
     assert_eq!((cache.tree_stats(STREAM).evictable, slots.stats().in_use), (4, 4));
@@ -97,7 +98,7 @@ fn a_planner_that_is_dropped_during_a_publication_goes_without_locks() {
 #[test]
 fn an_allocator_goes_although_a_fence_never_passes() {
     let Scene { slots, planner, cache, lease, row } = scene();
-    lease.publish(&Offer { tokens: &PROMPT, slots: None, state: None }, STREAM).unwrap();
+    lease.publish(&Publication { tokens: &PROMPT, slots: None, state: None }, STREAM).unwrap();
     let fence: Arc<dyn Fence> = Arc::new(Never);
     assert_eq!(planner.finish(&row, None, Some(&fence), STREAM).unwrap().1.dropped(), 0);
     assert_eq!((cache.tree_stats(STREAM).locked, cache.evict(4, STREAM)), (4, 0));

@@ -13,8 +13,8 @@ use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
 use kvpool::memory::{Backend, Host, Limit, MappedHost, PageLocking, Region, Report, Stream, system_page};
 use kvpool::pool::{
-    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, Grant, Lease, Offer,
-    PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool,
+    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, Grant, Lease,
+    PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication, ReqToTokenConfig, ReqToTokenPool,
     TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
@@ -202,8 +202,9 @@ fn publish(slots: &TokenToKvPoolAllocator, cache: &PrefixCache, prompt: &[i32]) 
     let begin = lease.len().unwrap();
     if let Some(own) = slots.alloc(prompt.len() - begin, NO_STREAM).unwrap().map(Grant::keep) {
         let own = own.region().read::<i32>(own.offset(), own.shape().numel()).unwrap();
-        let offer = Offer { tokens: &&prompt[begin..], slots: Some(&IndexVec::I32(own)), state: None };
-        assert_eq!(lease.publish(&offer, NO_STREAM).unwrap().length, prompt.len());
+        let publication =
+            Publication { tokens: &&prompt[begin..], slots: Some(&IndexVec::I32(own)), state: None };
+        assert_eq!(lease.publish(&publication, NO_STREAM).unwrap().length, prompt.len());
     }
     begin
 }
@@ -378,7 +379,7 @@ fn a_planner_starts_and_ends_a_request_while_another_thread_is_short() {
         let batch = Batch { rows: &row, prefix_lens: &[begin], seq_lens: &[3], prefixes: &prefixes };
         assert!(planner.extend(batch, NO_STREAM).unwrap().is_some(), "there is enough to evict");
         let new = &prompt[usize::try_from(begin).unwrap()..];
-        lease.publish(&Offer { tokens: &new, slots: None, state: None }, NO_STREAM).unwrap();
+        lease.publish(&Publication { tokens: &new, slots: None, state: None }, NO_STREAM).unwrap();
         assert_eq!(planner.finish(&row, None, None, NO_STREAM).unwrap().1.dropped(), 0);
         short.join().unwrap();
         drop(lease);

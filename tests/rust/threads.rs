@@ -12,8 +12,8 @@ use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
 use kvpool::memory::Host;
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant,
-    KvConfig, KvPool, Offer, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, PrefixTree,
-    PrefixTreeConfig, ReqToTokenConfig, ReqToTokenPool, Scales, TokenToKvPoolAllocator,
+    KvConfig, KvPool, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, PrefixTree, PrefixTreeConfig,
+    Publication, ReqToTokenConfig, ReqToTokenPool, Scales, TokenToKvPoolAllocator,
 };
 
 use crate::pool_table::{GDN, KV, STREAM, chunks, host};
@@ -90,8 +90,8 @@ fn one_prefix_cache_serves_eight_threads() {
         let plan = planner.extend(batch, STREAM).expect("valid");
         if plan.is_some() && round % 5 > 0 {
             let new = &prompt[prefix..];
-            let offer = Offer { tokens: &new, slots: None, state: None };
-            assert_eq!(lease.publish(&offer, STREAM).expect("computed").length, 40);
+            let publication = Publication { tokens: &new, slots: None, state: None };
+            assert_eq!(lease.publish(&publication, STREAM).expect("computed").length, 40);
         }
         match round % 31 {
             0 => cache.clear(Some(&name), STREAM),

@@ -17,7 +17,7 @@ pub struct OffloadId(u32);
 
 /// When a chunk was used: the lower goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Rank {
+struct OffloadRank {
     at: u64,
     /// Its position in the prompt of the request at work.
     position: Reverse<i64>,
@@ -42,7 +42,7 @@ struct Epoch {
 struct Entry<P> {
     key: OffloadKey,
     value: P,
-    rank: Rank,
+    rank: OffloadRank,
     is_evictable: bool,
     /// The eviction that spares it.
     spared_by: u64,
@@ -51,7 +51,7 @@ struct Entry<P> {
 /// An entry of the heap: outdated unless the chunk is evictable and still has the rank.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
-    rank: Rank,
+    rank: OffloadRank,
     key: OffloadKey,
     number: u32,
 }
@@ -172,7 +172,7 @@ impl<P> OffloadOrder<P> {
             self.remove(chunk);
         }
         let rank = match position {
-            Some(position) => Rank { at: self.turn_of(request), position: Reverse(position) },
+            Some(position) => OffloadRank { at: self.turn_of(request), position: Reverse(position) },
             None => self.next_rank(),
         };
         let key = OffloadKey::from(key);
@@ -221,7 +221,7 @@ impl<P> OffloadOrder<P> {
 
     /// Takes note that a request at work uses a chunk, at a position in its prompt. A later use stays.
     pub fn access(&mut self, chunk: OffloadId, position: i64, request: &mut RequestRank) {
-        let rank = Rank { at: self.turn_of(request), position: Reverse(position) };
+        let rank = OffloadRank { at: self.turn_of(request), position: Reverse(position) };
         if self.entry(chunk.0).rank < rank {
             self.set_rank(chunk.0, rank);
         }
@@ -281,12 +281,12 @@ impl<P> OffloadOrder<P> {
         })
     }
 
-    const fn next_rank(&mut self) -> Rank {
+    const fn next_rank(&mut self) -> OffloadRank {
         self.last_rank += 1;
-        Rank { at: self.last_rank, position: Reverse(0) }
+        OffloadRank { at: self.last_rank, position: Reverse(0) }
     }
 
-    fn set_rank(&mut self, number: u32, rank: Rank) {
+    fn set_rank(&mut self, number: u32, rank: OffloadRank) {
         let entry = self.entry_mut(number);
         entry.rank = rank;
         if entry.is_evictable {

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::base::Result;
 
-use super::{Lower, Namespace, Place, Tick, Tokens, Tree};
+use super::{Lower, Namespace, Tick, Tokens, Tree, TreePosition};
 use crate::cache::PageKey;
 use crate::cache::chain::Chain;
 
@@ -61,7 +61,7 @@ pub struct Gone {
 
 /// Where a part of a prompt is, or why it is not cached.
 #[derive(Clone, Debug)]
-pub enum Whereabouts {
+pub enum Location {
     /// In pages of the device.
     Device,
     /// In pages of the device, but without a snapshot of the state that a request could go on from.
@@ -80,7 +80,7 @@ pub enum Whereabouts {
     PageNotFull,
 }
 
-impl Whereabouts {
+impl Location {
     /// Whether neighbours with these answers went at once.
     fn is_one_with(&self, other: &Self) -> bool {
         match (self, other) {
@@ -96,14 +96,14 @@ pub struct Segment {
     /// Positions of its tokens in the prompt.
     pub range: Range<usize>,
     /// The answer for all of them.
-    pub whereabouts: Whereabouts,
+    pub location: Location,
 }
 
 impl Segment {
     /// Takes note that what follows the parts that a request can use or load is in a store, up to token
     /// `end`.
     pub fn note_stored(segments: &mut Vec<Self>, end: usize) {
-        let is_usable = |part: &&Self| matches!(part.whereabouts, Whereabouts::Device | Whereabouts::Host);
+        let is_usable = |part: &&Self| matches!(part.location, Location::Device | Location::Host);
         let front = segments.iter().take_while(is_usable).count();
         let begin = front.checked_sub(1).map_or(0, |last| segments[last].range.end);
         if end <= begin {
@@ -115,7 +115,7 @@ impl Segment {
             }
             part.range.start < part.range.end
         });
-        segments.insert(front, Self { range: begin..end, whereabouts: Whereabouts::Store });
+        segments.insert(front, Self { range: begin..end, location: Location::Store });
     }
 }
 
@@ -207,11 +207,11 @@ impl Tree {
     ) -> Result<Vec<Segment>> {
         let mut answer: Vec<Segment> = Vec::new();
         let mut begin = 0;
-        let mut add = |end: usize, whereabouts: Whereabouts| {
+        let mut add = |end: usize, location: Location| {
             match answer.last_mut() {
                 _ if begin >= end => return begin,
-                Some(last) if last.whereabouts.is_one_with(&whereabouts) => last.range.end = end,
-                _ => answer.push(Segment { range: begin..end, whereabouts }),
+                Some(last) if last.location.is_one_with(&location) => last.range.end = end,
+                _ => answer.push(Segment { range: begin..end, location }),
             }
             begin = end;
             begin
@@ -220,14 +220,14 @@ impl Tree {
         let whole = count / page_size * page_size;
         tokens.check(0..count)?;
         let place = self.place_of(namespace, tokens, whole)?;
-        let cached = place.map_or(0, Place::len);
+        let cached = place.map_or(0, TreePosition::len);
         let usable = place.map(|place| self.usable_place(place));
-        let end = add(usable.map_or(0, Place::len), Whereabouts::Device);
+        let end = add(usable.map_or(0, TreePosition::len), Location::Device);
         if let Some(lower) = lower {
             let keys = self.keys_behind(namespace, (usable, cached), (tokens, whole), lower)?;
-            add(end + keys.len() * page_size, Whereabouts::Host);
+            add(end + keys.len() * page_size, Location::Host);
         }
-        let mut known = add(cached, Whereabouts::NoSnapshot).max(cached);
+        let mut known = add(cached, Location::NoSnapshot).max(cached);
         let sum = place.map_or_else(|| Chain::start(self.hash_of(namespace)), |place| self.sum_at(place));
         let (mut cursor, mut page) = (self.chain().cursor(sum, cached), Vec::new());
         let gone = if cached < whole { self.memory().by_key() } else { HashMap::new() };
@@ -236,22 +236,22 @@ impl Tree {
             tokens.read(at..at + page_size, &mut page)?;
             cursor.push(&page);
             if let Some(&gone) = gone.get(&cursor.sum().key()) {
-                known = add(at + page_size, Whereabouts::Evicted(gone));
+                known = add(at + page_size, Location::Evicted(gone));
             }
         }
         let others = self.namespaces().filter(|&name| known < whole && name != namespace);
         let mut elsewhere = None;
         for name in others {
-            let found = self.place_of(name, tokens, whole)?.map_or(0, Place::len);
+            let found = self.place_of(name, tokens, whole)?.map_or(0, TreePosition::len);
             if elsewhere.as_ref().map_or(known, |(longest, _)| *longest) < found {
                 elsewhere = Some((found, name));
             }
         }
         if let Some((end, name)) = elsewhere {
-            add(end, Whereabouts::Elsewhere(name.clone()));
+            add(end, Location::Elsewhere(name.clone()));
         }
-        add(whole, Whereabouts::NeverPublished);
-        add(count, Whereabouts::PageNotFull);
+        add(whole, Location::NeverPublished);
+        add(count, Location::PageNotFull);
         Ok(answer)
     }
 }

@@ -14,7 +14,7 @@ use crate::base::{Id, Page, Result, widen};
 
 use super::Cause;
 use super::evict::Evicted;
-use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
+use super::{History, Kind, Namespace, NodeId, Tick, Tokens, Tree, TreePosition};
 use crate::cache::Remembered;
 
 /// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part
@@ -44,7 +44,7 @@ const LAST_GENERATION: u32 = u32::MAX >> 1;
 #[must_use]
 pub struct Insertion {
     /// `None` for a namespace without a root.
-    place: Option<Place>,
+    place: Option<TreePosition>,
     /// Tails of the caller within what is cached: others have inserted these tokens meanwhile.
     returned: Vec<NodeId>,
     /// The tail of the caller behind what is cached.
@@ -178,7 +178,7 @@ impl Tree {
     pub fn pages_of(&self, node: NodeHandle, from: usize) -> Option<Vec<Page>> {
         let id = self.at(node)?;
         let here = self.node(id);
-        Some(self.pages_up_to(Place { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
+        Some(self.pages_up_to(TreePosition { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
     }
 
     /// Finds out where `tokens` with `pages` go. Changes nothing.

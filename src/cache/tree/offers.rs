@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::base::{Page, Result, StateSlot, reserve};
 
-use super::{Hold, Namespace, NodeId, PageHash, Place, Tokens, Tree};
+use super::{Hold, Namespace, NodeId, PageHash, Tokens, Tree, TreePosition};
 use crate::cache::journal::KeyedRun;
 use crate::cache::{Digest, KeyChain, Tier};
 
@@ -30,7 +30,7 @@ pub trait Lower {
 
 /// How a prompt goes on behind what the device has of it.
 #[derive(Clone, Debug)]
-pub struct Beyond {
+pub struct Continuation {
     /// Makes the keys of the pages from `usable` on.
     pub chain: KeyChain,
     /// Tokens that a request could use.
@@ -134,7 +134,7 @@ impl Tree {
         lower: &dyn Lower,
     ) -> Result<Vec<PageHash>> {
         let pages = self.node(hold.node).pages.len();
-        let begin = Place { node: hold.node, pages, len: hold.len };
+        let begin = TreePosition { node: hold.node, pages, len: hold.len };
         self.keys_behind(namespace, (Some(begin), hold.found()), (tokens, limit), lower)
     }
 
@@ -143,20 +143,26 @@ impl Tree {
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none.
-    pub fn beyond(&self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Option<Beyond>> {
+    pub fn continuation(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+    ) -> Result<Option<Continuation>> {
         let whole = limit.min(tokens.count()) / self.page_size * self.page_size;
         tokens.check(0..whole)?;
         let place = self.place_of(namespace, tokens, whole)?;
-        let (cached, usable) = (place.map_or(0, Place::len), place.map(|place| self.usable_place(place)));
+        let (cached, usable) =
+            (place.map_or(0, TreePosition::len), place.map(|place| self.usable_place(place)));
         let chain = self.chain_behind(namespace, usable);
-        Ok(chain.map(|chain| Beyond { chain, usable: usable.map_or(0, Place::len), cached }))
+        Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, TreePosition::len), cached }))
     }
 
     /// The same behind `begin`, of which the device has `found` tokens.
     pub(in crate::cache) fn keys_behind(
         &self,
         namespace: &Namespace,
-        (begin, found): (Option<Place>, usize),
+        (begin, found): (Option<TreePosition>, usize),
         (tokens, limit): (&dyn Tokens, usize),
         lower: &dyn Lower,
     ) -> Result<Vec<PageHash>> {
@@ -182,7 +188,7 @@ impl Tree {
     }
 
     /// The chain of keys behind a place, if there are keys and it is found still.
-    fn chain_behind(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
+    fn chain_behind(&self, namespace: &Namespace, place: Option<TreePosition>) -> Option<KeyChain> {
         let digest = self.keys.as_ref()?.digest();
         let Some(place) = place.filter(|place| place.len > 0) else {
             return Some(KeyChain::at_root(digest, namespace, self.page_size));

@@ -12,20 +12,20 @@ use super::{Found, Hold, NodeId, Tick, Tree};
 pub(super) struct Snapshots {
     by_node: HashMap<NodeId, Snapshot>,
     /// Those at whose node no lease ends, in the order in which they go.
-    unused: BTreeSet<(Rank, Tick, NodeId)>,
+    unused: BTreeSet<(SnapshotRank, Tick, NodeId)>,
 }
 
 #[derive(Debug)]
 struct Snapshot {
     slot: StateSlot,
-    rank: Rank,
+    rank: SnapshotRank,
     /// When its node had been used last as it became unused, if it is.
     since: Option<Tick>,
 }
 
 /// What goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Rank {
+enum SnapshotRank {
     /// A later one of the same request took its place.
     Superseded,
     /// None did: it goes after those.
@@ -39,7 +39,7 @@ impl Snapshots {
 
     pub(super) fn bytes(&self) -> usize {
         self.by_node.capacity() * (size_of::<(NodeId, Snapshot)>() + 1)
-            + self.unused.len() * size_of::<(Rank, Tick, NodeId)>()
+            + self.unused.len() * size_of::<(SnapshotRank, Tick, NodeId)>()
     }
 
     fn remove(&mut self, node: NodeId) -> Option<StateSlot> {
@@ -56,7 +56,7 @@ impl Snapshots {
         if let Some(since) = snapshot.since.take() {
             self.unused.remove(&(snapshot.rank, since, node));
         }
-        snapshot.rank = Rank::Last;
+        snapshot.rank = SnapshotRank::Last;
     }
 
     /// Takes note that no lease ends at `node` any more, which was used last at `used`.
@@ -71,13 +71,13 @@ impl Snapshots {
         let Some(snapshot) = self.by_node.get_mut(&node) else { return };
         if let Some(since) = snapshot.since {
             self.unused.remove(&(snapshot.rank, since, node));
-            snapshot.rank = Rank::Superseded;
+            snapshot.rank = SnapshotRank::Superseded;
             self.unused.insert((snapshot.rank, since, node));
         }
     }
 
     fn has_superseded(&self) -> bool {
-        self.unused.first().is_some_and(|&(rank, ..)| rank == Rank::Superseded)
+        self.unused.first().is_some_and(|&(rank, ..)| rank == SnapshotRank::Superseded)
     }
 
     /// The unused snapshot that goes next. Nodes on the way to others are used without a note here, so that
@@ -110,7 +110,7 @@ impl Tree {
     /// Keeps a snapshot of the state at the end of a hold that has tokens and no snapshot. It supersedes the
     /// one that was kept through this hold before, if both are behind the tokens that were looked up.
     pub fn set_snapshot(&mut self, hold: &mut Hold, slot: StateSlot) {
-        let snapshot = Snapshot { slot, rank: Rank::Last, since: None };
+        let snapshot = Snapshot { slot, rank: SnapshotRank::Last, since: None };
         let before = self.snapshots.by_node.insert(hold.node, snapshot);
         debug_assert!(before.is_none(), "a snapshot is not replaced");
         self.node_mut(hold.node).has_snapshot = true;

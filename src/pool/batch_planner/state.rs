@@ -517,7 +517,7 @@ impl PlannerState {
         pools: Pools<'_>,
         rows: &IndexVec,
         seq_lens: &IndexVec,
-        behind: Behind<'_>,
+        release: Release<'_>,
     ) -> Result<(usize, BadFrees)> {
         as_many("seq_lens", seq_lens, rows)?;
         let Pools { slots, table } = pools;
@@ -526,7 +526,7 @@ impl PlannerState {
         for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
         }
-        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), behind)
+        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), release)
     }
 
     pub(super) fn finish(
@@ -534,9 +534,9 @@ impl PlannerState {
         pools: Pools<'_>,
         rows: &IndexVec,
         seq_lens: Option<&IndexVec>,
-        behind: Behind<'_>,
+        release: Release<'_>,
     ) -> Result<(usize, BadFrees)> {
-        let stream = behind.stream;
+        let stream = release.stream;
         let Pools { slots, table } = pools;
         let named = self.resolve(rows, table)?;
         if let Some(lens) = seq_lens {
@@ -552,7 +552,7 @@ impl PlannerState {
         }
         table.not_capturing(stream)?;
         let given =
-            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), behind);
+            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), release);
         self.retire_freed(table, stream);
         // Each row was checked to be allocated.
         let freed = table.free(rows, stream);
@@ -576,10 +576,10 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         cuts: impl Iterator<Item = (RequestRow, u32)>,
-        behind: Behind<'_>,
+        release: Release<'_>,
     ) -> Result<(usize, BadFrees)> {
         let Pools { slots, table } = pools;
-        let Behind { fence, leases, stream } = behind;
+        let Release { fence, leases, stream } = release;
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
             if let Some(lease) = self.cut_lease(row, len, table) {
@@ -728,7 +728,7 @@ impl PlannerState {
 }
 
 /// How a batch is given back: at once, or behind a fence.
-pub(super) struct Behind<'a> {
+pub(super) struct Release<'a> {
     pub(super) fence: Option<FenceId>,
     /// The leases that are cut, to be dropped without locks.
     pub(super) leases: &'a mut Vec<LeaseCut>,

@@ -27,7 +27,7 @@ enum Use {
 }
 
 #[derive(Debug)]
-struct Place {
+struct SlotUse {
     record: Record,
     /// The tick in the index, which may be older.
     written_tick: u64,
@@ -36,7 +36,7 @@ struct Place {
     usage: Use,
 }
 
-impl Place {
+impl SlotUse {
     const FREE: Self = Self {
         record: Record { key: [0; 32], sum: [0; 16], tick: 0 },
         written_tick: 0,
@@ -52,7 +52,7 @@ impl Place {
 #[derive(Debug)]
 pub(super) struct Slots {
     /// Those that were ever used, at most `count`.
-    places: Vec<Place>,
+    places: Vec<SlotUse>,
     count: usize,
     /// Fewer than `count` while the disk is full.
     room: usize,
@@ -110,11 +110,11 @@ impl Slots {
         self.by_key.keys().copied().collect()
     }
 
-    fn place(&self, slot: FileSlot) -> &Place {
+    fn place(&self, slot: FileSlot) -> &SlotUse {
         &self.places[widen(slot.number())]
     }
 
-    fn place_mut(&mut self, slot: FileSlot) -> &mut Place {
+    fn place_mut(&mut self, slot: FileSlot) -> &mut SlotUse {
         &mut self.places[widen(slot.number())]
     }
 
@@ -183,7 +183,7 @@ impl Slots {
         if fresh >= self.count {
             return None;
         }
-        push(&mut self.places, Place::FREE).ok()?;
+        push(&mut self.places, SlotUse::FREE).ok()?;
         Some(FileSlot::new(u32::try_from(fresh).expect("MOST_SLOTS was checked")))
     }
 
@@ -244,7 +244,7 @@ impl Slots {
     pub(super) fn fill(&mut self, pages: &[(FileSlot, Record)]) -> crate::base::Result<()> {
         let end = pages.iter().map(|(slot, _)| widen(slot.number()) + 1).max().unwrap_or(0);
         for slot in 0..end {
-            push(&mut self.places, Place::FREE)?;
+            push(&mut self.places, SlotUse::FREE)?;
             self.free.push_front(FileSlot::new(u32::try_from(slot).expect("MOST_SLOTS was checked")));
         }
         self.by_key.reserve(pages.len());

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use crate::base::sync::lock;
 use crate::base::{ForkGate, Result, blocking};
-use crate::cache::{Beyond, Digest, Lower, PageHash, StoreKeys};
+use crate::cache::{Continuation, Digest, Lower, PageHash, StoreKeys};
 use crate::memory::{HostRows, Keep, Stream};
 use crate::pool::host_tier::{Incoming, Outgoing, PieceKind};
 use crate::pool::{HostTier, Store, StoreTransfer};
@@ -21,8 +21,8 @@ const STATES_SURVEYED: usize = 16;
 #[derive(Debug)]
 pub(super) struct Backing {
     /// What threads need of it.
-    depot: Arc<Depot>,
-    visits: Arc<Visits>,
+    store_access: Arc<StoreAccess>,
+    cache_ref: Arc<CacheRef>,
     /// Waits for copies to the tier, so that the store gets them without a call of the cache; and names and
     /// puts their pieces, which takes longer than a call of the cache shall.
     puts: JobThread,
@@ -31,9 +31,9 @@ pub(super) struct Backing {
 
 /// How threads reach the cache, until it goes.
 #[derive(Debug, Default)]
-pub(super) struct Visits(Mutex<Weak<CacheCore>>);
+pub(super) struct CacheRef(Mutex<Weak<CacheCore>>);
 
-impl Visits {
+impl CacheRef {
     pub(super) fn begin(&self, cache: &Arc<CacheCore>) {
         *lock(&self.0) = Arc::downgrade(cache);
     }
@@ -60,7 +60,7 @@ impl Visits {
 
 /// A store below a tier.
 #[derive(Debug)]
-pub(super) struct Depot {
+pub(super) struct StoreAccess {
     tier: Arc<HostTier>,
     store: Arc<dyn Store>,
     pages: Names,
@@ -129,7 +129,7 @@ impl Names {
     }
 }
 
-impl Depot {
+impl StoreAccess {
     const fn names(&self, kind: PieceKind) -> &Names {
         match kind {
             PieceKind::Page => &self.pages,
@@ -170,18 +170,18 @@ impl Depot {
         &self.tier
     }
 
-    /// Looks for pages of `tokens`, which go on behind the usable tokens of `beyond`, as long as `goes_on`
-    /// says so. Waits for the store.
+    /// Looks for pages of `tokens`, which go on behind the usable tokens of `continuation`, as long as
+    /// `goes_on` says so. Waits for the store.
     ///
     /// # Errors
     /// The error of the store.
     pub(super) fn survey(
         &self,
-        beyond: Beyond,
+        continuation: Continuation,
         tokens: &[i32],
         goes_on: impl Fn() -> bool,
     ) -> Result<Survey> {
-        let Beyond { mut chain, usable, cached } = beyond;
+        let Continuation { mut chain, usable, cached } = continuation;
         let page_size = self.tier.kv().config().page_size;
         let on_device = (cached - usable) / page_size;
         let (mut keys, mut missing) = (Vec::new(), Vec::new());
@@ -246,17 +246,17 @@ impl Backing {
         store.find(&[])?;
         let names = |kind| Names::new(tier, kind, store.most_bytes(), (model, digest));
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
-        let depot = Arc::new(Depot { tier: Arc::clone(tier), store, pages, states });
+        let store_access = Arc::new(StoreAccess { tier: Arc::clone(tier), store, pages, states });
         let [puts, fetches] = ["kvpool-put", "kvpool-fetch"].map(JobThread::new);
-        Ok(Self { depot, visits: Arc::default(), puts, fetches })
+        Ok(Self { store_access, cache_ref: Arc::default(), puts, fetches })
     }
 
-    pub(super) const fn visits(&self) -> &Arc<Visits> {
-        &self.visits
+    pub(super) const fn cache_ref(&self) -> &Arc<CacheRef> {
+        &self.cache_ref
     }
 
-    pub(super) const fn depot(&self) -> &Arc<Depot> {
-        &self.depot
+    pub(super) const fn store_access(&self) -> &Arc<StoreAccess> {
+        &self.store_access
     }
 
     /// The thread that fetches.
@@ -267,18 +267,18 @@ impl Backing {
     /// Lets a thread put what a copy has brought to the tier. What the store does not take is counted there.
     pub(super) fn put<'a>(&self, keys: impl Fn(PieceKind) -> &'a [PageHash]) {
         for kind in PieceKind::ALL {
-            let (keys, outgoing) = self.depot.tier.send_out(kind, keys(kind));
+            let (keys, outgoing) = self.store_access.tier.send_out(kind, keys(kind));
             if keys.is_empty() {
                 continue;
             }
-            let (depot, count) = (Arc::clone(&self.depot), keys.len());
+            let (store_access, count) = (Arc::clone(&self.store_access), keys.len());
             let put = move || {
-                if depot.put(kind, &keys, outgoing).is_err() {
-                    depot.tier.note_unstored(count);
+                if store_access.put(kind, &keys, outgoing).is_err() {
+                    store_access.tier.note_unstored(count);
                 }
             };
             if self.puts.run(put).is_err() {
-                self.depot.tier.note_unstored(count);
+                self.store_access.tier.note_unstored(count);
             }
         }
     }
@@ -293,11 +293,11 @@ impl Backing {
 
     /// Lets a thread take note of a copy to the tier when it is over.
     pub(super) fn await_copy(&self, copy: &Arc<Transfer>, stream: Stream) {
-        let (copy, visits) = (Arc::clone(copy), Arc::clone(&self.visits));
+        let (copy, cache_ref) = (Arc::clone(copy), Arc::clone(&self.cache_ref));
         // Without a thread, the next call of the cache takes note.
         let _ = self.puts.run(move || {
             let _ = copy.wait();
-            visits.visit(|shared| {
+            cache_ref.visit(|shared| {
                 if let Some(allocator) = shared.allocator.upgrade() {
                     drop(shared.open(&allocator, stream).current());
                 }

@@ -146,12 +146,12 @@ impl Below {
         &self,
         pages: Vec<Page>,
         states: Vec<StateSlot>,
-    ) -> (Given, Option<(Given, Arc<Transfer>)>) {
+    ) -> (Released, Option<(Released, Arc<Transfer>)>) {
         if self.writes.is_empty() {
-            return (Given { pages, states }, None);
+            return (Released { pages, states }, None);
         }
         let mut last: Option<&Arc<Transfer>> = None;
-        let (mut idle, mut busy) = (Given::default(), Given::default());
+        let (mut idle, mut busy) = (Released::default(), Released::default());
         for page in pages {
             let write = self.pages.get(&page);
             last = self.later(last, write);
@@ -238,14 +238,14 @@ fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, tran
 
 /// What is given back when a copy is over, as this drops.
 #[derive(Debug)]
-pub(super) struct Parting {
+pub(super) struct ReleaseOnDrop {
     pub(super) states: Option<Arc<GdnPool>>,
     pub(super) slots: Vec<StateSlot>,
     /// Pieces of the tier that the copy reads or writes.
     pub(super) _pieces: Option<HeldPieces>,
 }
 
-impl Drop for Parting {
+impl Drop for ReleaseOnDrop {
     fn drop(&mut self) {
         if let Some(states) = &self.states {
             free_states(states, &self.slots);
@@ -263,7 +263,7 @@ pub(super) fn free_states(states: &GdnPool, slots: &[StateSlot]) {
 
 /// Pages and snapshots to be given back.
 #[derive(Debug, Default)]
-pub(super) struct Given {
+pub(super) struct Released {
     pub(super) pages: Vec<Page>,
     pub(super) states: Vec<StateSlot>,
 }

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use crate::base::Result;
 use crate::base::sync::lock;
-use crate::cache::{Beyond, Namespace, OfferedPages, PageHash};
+use crate::cache::{Continuation, Namespace, OfferedPages, PageHash};
 use crate::pool::host_tier::{HeldPieces, Incoming, PieceKind};
 use crate::pool::{HostTier, StoreTransfer};
 
-use super::backing::{Backing, Depot, Survey, Visits};
+use super::backing::{Backing, CacheRef, StoreAccess, Survey};
 
 /// Bytes that a store is asked for at once, if a page has no more.
 const BATCH_BYTES: usize = 16 << 20;
@@ -25,12 +25,12 @@ const SLICE: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub struct Fetch {
     process: u32,
-    progress: Arc<Progress>,
+    progress: Arc<FetchProgress>,
 }
 
 /// How far a fetch is.
 #[derive(Debug, Default)]
-struct Progress {
+struct FetchProgress {
     now: Mutex<Now>,
     moved: Condvar,
 }
@@ -47,11 +47,11 @@ struct Now {
 
 /// A prompt to be fetched.
 #[derive(Debug)]
-pub(super) struct Sought {
+pub(super) struct FetchRequest {
     pub(super) namespace: Namespace,
     /// Tokens behind what the device has and a request could use.
     pub(super) tokens: Vec<i32>,
-    pub(super) beyond: Beyond,
+    pub(super) continuation: Continuation,
     /// How often pieces of the tier were cleared.
     pub(super) clears: Clears,
     /// Whether the cache tells of what comes and goes.
@@ -83,7 +83,7 @@ impl Fetch {
     /// One that has nothing to bring.
     pub(super) fn nothing() -> Self {
         let now = Now { is_over: true, ..Now::default() };
-        let progress = Progress { now: Mutex::new(now), moved: Condvar::new() };
+        let progress = FetchProgress { now: Mutex::new(now), moved: Condvar::new() };
         Self { process: std::process::id(), progress: Arc::new(progress) }
     }
 
@@ -91,12 +91,12 @@ impl Fetch {
     ///
     /// # Errors
     /// See [`JobThread::run`](crate::transfer::JobThread::run).
-    pub(super) fn begin(backing: &Backing, sought: Sought) -> Result<Self> {
-        let progress = Arc::<Progress>::default();
-        let (depot, visits) = (Arc::clone(backing.depot()), Arc::clone(backing.visits()));
+    pub(super) fn begin(backing: &Backing, request: FetchRequest) -> Result<Self> {
+        let progress = Arc::<FetchProgress>::default();
+        let (store_access, cache_ref) = (Arc::clone(backing.store_access()), Arc::clone(backing.cache_ref()));
         let end = End(Arc::clone(&progress));
         backing.fetches().run(move || {
-            let courier = Courier { depot, visits, progress: &end.0, sought: &sought };
+            let courier = FetchJob { store_access, cache_ref, progress: &end.0, request: &request };
             // A store that fails has nothing more, and says so itself.
             let _ = courier.run();
         })?;
@@ -170,7 +170,7 @@ impl Drop for Fetch {
 }
 
 /// Ends a fetch when it drops, also if it never began.
-struct End(Arc<Progress>);
+struct End(Arc<FetchProgress>);
 
 impl Drop for End {
     fn drop(&mut self) {
@@ -180,11 +180,11 @@ impl Drop for End {
 }
 
 /// Brings one prompt.
-struct Courier<'a> {
-    depot: Arc<Depot>,
-    visits: Arc<Visits>,
-    progress: &'a Progress,
-    sought: &'a Sought,
+struct FetchJob<'a> {
+    store_access: Arc<StoreAccess>,
+    cache_ref: Arc<CacheRef>,
+    progress: &'a FetchProgress,
+    request: &'a FetchRequest,
 }
 
 /// Pieces that a store was asked for. What has not arrived when this drops may be brought by others, while
@@ -200,16 +200,16 @@ impl Drop for Batch {
     }
 }
 
-impl Courier<'_> {
+impl FetchJob<'_> {
     fn goes_on(&self) -> bool {
         !lock(&self.progress.now).is_given_up
     }
 
     fn run(&self) -> Result<()> {
-        let Sought { tokens, beyond, .. } = self.sought;
-        let survey = self.depot.survey(beyond.clone(), tokens, || self.goes_on())?;
+        let FetchRequest { tokens, continuation, .. } = self.request;
+        let survey = self.store_access.survey(continuation.clone(), tokens, || self.goes_on())?;
         let Survey { keys, missing, lacks_state } = &survey;
-        let tier = self.depot.tier();
+        let tier = self.store_access.tier();
         // What is there shall not make room for the rest.
         self.keep(tier.hold_found(PieceKind::Page, keys).1);
         let state = keys.last().map(std::slice::from_ref).unwrap_or_default();
@@ -244,7 +244,7 @@ impl Courier<'_> {
     }
 
     fn page_size(&self) -> usize {
-        self.depot.tier().kv().config().page_size
+        self.store_access.tier().kv().config().page_size
     }
 
     /// Brings pieces, in order and as far as they come, reports those of each batch, and returns how many
@@ -255,7 +255,7 @@ impl Courier<'_> {
         keys: &[PageHash],
         mut report: impl FnMut(&[PageHash]),
     ) -> Result<usize> {
-        let piece_bytes = self.depot.tier().piece_bytes(kind).max(1);
+        let piece_bytes = self.store_access.tier().piece_bytes(kind).max(1);
         let mut left = keys.chunks((BATCH_BYTES / piece_bytes).max(1));
         let (mut batches, mut count, mut has_room) = (VecDeque::<Batch>::new(), 0, true);
         loop {
@@ -269,7 +269,7 @@ impl Courier<'_> {
                     return Ok(count);
                 }
             }
-            let came = self.depot.leading(kind, &batch.transfer)?;
+            let came = self.store_access.leading(kind, &batch.transfer)?;
             self.keep(batch.incoming.arrive(came));
             report(&batch.incoming.keys()[..came]);
             count += came;
@@ -282,18 +282,18 @@ impl Courier<'_> {
     /// Asks the store for pieces, as far as there are places for them, and tells whether there was one for
     /// all.
     fn ask(&self, kind: PieceKind, keys: &[PageHash], batches: &mut VecDeque<Batch>) -> Result<bool> {
-        let Sought { namespace, clears, .. } = self.sought;
-        let expect = || self.depot.tier().expect(kind, keys, namespace, clears.of(kind));
-        let incoming = if kind == PieceKind::Page && self.sought.has_events {
+        let FetchRequest { namespace, clears, .. } = self.request;
+        let expect = || self.store_access.tier().expect(kind, keys, namespace, clears.of(kind));
+        let incoming = if kind == PieceKind::Page && self.request.has_events {
             // What goes for it is told before anything can come back.
             let mut incoming = None;
-            self.visits.visit(|cache| incoming = cache.expect_below(expect));
+            self.cache_ref.visit(|cache| incoming = cache.expect_below(expect));
             incoming
         } else {
             expect()
         };
         let Some(incoming) = incoming.map(Arc::new) else { return Ok(false) };
-        let transfer = self.depot.get(kind, &incoming)?;
+        let transfer = self.store_access.get(kind, &incoming)?;
         let has_room = !incoming.is_cut;
         batches.push_back(Batch { incoming, transfer });
         Ok(has_room)
@@ -301,7 +301,7 @@ impl Courier<'_> {
 
     /// The pages at `places` of the prompt, as the cache's events tell of them.
     fn runs(&self, keys: &[PageHash], places: &[usize]) -> Vec<OfferedPages> {
-        let Sought { namespace, tokens, beyond, .. } = self.sought;
+        let FetchRequest { namespace, tokens, continuation, .. } = self.request;
         let page_size = self.page_size();
         places
             .chunk_by(|one, next| one + 1 == *next)
@@ -311,7 +311,9 @@ impl Courier<'_> {
                     pages: Vec::new(),
                     keys: keys[begin..end].to_vec(),
                     namespace: namespace.clone(),
-                    parent: begin.checked_sub(1).map_or(beyond.chain.last(), |before| Some(keys[before])),
+                    parent: begin
+                        .checked_sub(1)
+                        .map_or(continuation.chain.last(), |before| Some(keys[before])),
                     tokens: tokens[begin * page_size..end * page_size].to_vec(),
                 }
             })
@@ -320,8 +322,8 @@ impl Courier<'_> {
 
     /// Takes note in the cache's events of pages that arrived.
     fn note_arrived(&self, arrived: &[OfferedPages]) {
-        if self.sought.has_events && !arrived.is_empty() {
-            self.visits.visit(|cache| cache.note_below(arrived));
+        if self.request.has_events && !arrived.is_empty() {
+            self.cache_ref.visit(|cache| cache.note_below(arrived));
         }
     }
 }

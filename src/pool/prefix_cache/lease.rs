@@ -20,7 +20,7 @@ use super::below::free_states;
 use super::load::{Loadable, Loading};
 use super::lock::PrefixLock;
 use super::request::{LeaseKeeper, LeasedRequest, LeasingRequest};
-use super::{CacheCore, Kept, Open, Rest, pages_of};
+use super::{CacheCore, CacheState, Open, Rest, pages_of};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
@@ -31,12 +31,12 @@ pub struct Lease {
     /// The stream on which it was made, for what a drop frees.
     stream: Stream,
     /// `None` once it is released.
-    held: Mutex<Option<Held>>,
+    held: Mutex<Option<LeaseState>>,
     pub(super) allocator: Arc<TokenToKvPoolAllocator>,
 }
 
 /// What a lease holds.
-pub(super) struct Held {
+pub(super) struct LeaseState {
     pub(super) hold: Hold,
     holder: Holder,
     /// What the tier below could add.
@@ -57,7 +57,7 @@ enum Holder {
 
 /// What a request has computed since the end of its lease.
 #[derive(Clone, Copy, Debug)]
-pub struct Offer<'a> {
+pub struct Publication<'a> {
     /// Tokens from the end of the lease on.
     pub tokens: &'a dyn Tokens,
     /// Their slots. A planner knows those of its requests.
@@ -87,7 +87,7 @@ impl Lease {
         stream: Stream,
     ) -> Self {
         let (rest, loading) = (Loadable::default(), None);
-        let state = Some(Held { hold, holder: Holder::User, rest, loading });
+        let state = Some(LeaseState { hold, holder: Holder::User, rest, loading });
         let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
         Self { shared, namespace, clears, stream, held: Mutex::new(state), allocator }
     }
@@ -143,10 +143,10 @@ impl Lease {
     pub(super) fn with<R>(
         &self,
         stream: Stream,
-        work: impl FnOnce(&Open<'_>, &mut Kept, &mut Held) -> Result<R>,
+        work: impl FnOnce(&Open<'_>, &mut CacheState, &mut LeaseState) -> Result<R>,
     ) -> Result<R> {
-        self.with_request(stream, |open, kept, held| match held.holder {
-            Holder::User | Holder::Both(_) => work(open, kept, held),
+        self.with_request(stream, |open, cache, held| match held.holder {
+            Holder::User | Holder::Both(_) => work(open, cache, held),
             Holder::Request(_) => Err(stale("it was released")),
         })
     }
@@ -155,20 +155,20 @@ impl Lease {
     pub(super) fn with_request<R>(
         &self,
         stream: Stream,
-        work: impl FnOnce(&Open<'_>, &mut Kept, &mut Held) -> Result<R>,
+        work: impl FnOnce(&Open<'_>, &mut CacheState, &mut LeaseState) -> Result<R>,
     ) -> Result<R> {
         let open = self.shared.open(&self.allocator, stream);
         // Dropped without locks.
         let ended;
         let mut guard = lock(&self.held);
         let Some(held) = guard.as_mut() else { return Err(stale("it was released")) };
-        let mut kept = open.current();
-        if kept.clears != self.clears {
+        let mut cache = open.current();
+        if cache.clears != self.clears {
             return Err(cleared());
         }
-        ended = held.settle(&open, &mut kept, stream)?;
-        let answer = work(&open, &mut kept, held);
-        drop(kept);
+        ended = held.settle(&open, &mut cache, stream)?;
+        let answer = work(&open, &mut cache, held);
+        drop(cache);
         drop(guard);
         drop(ended);
         answer
@@ -185,14 +185,14 @@ impl Lease {
         &self,
         shared: &Arc<CacheCore>,
         stream: Stream,
-        work: impl FnOnce(&mut Kept, &Hold) -> Result<R>,
+        work: impl FnOnce(&mut CacheState, &Hold) -> Result<R>,
     ) -> Result<R> {
         if !Arc::ptr_eq(shared, &self.shared) {
             return Err(Error::config("the lease is of another prefix cache"));
         }
-        self.with(stream, |_, kept, held| {
+        self.with(stream, |_, cache, held| {
             held.expect_arrived()?;
-            work(kept, &held.hold)
+            work(cache, &held.hold)
         })
     }
 
@@ -201,10 +201,10 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
-        self.with(self.stream, |_, kept, held| {
-            let mut pages = kept.tree.pages(&held.hold, from.min(held.hold.len()));
+        self.with(self.stream, |_, cache, held| {
+            let mut pages = cache.tree.pages(&held.hold, from.min(held.hold.len()));
             let coming = held.coming_pages();
-            let skipped = from.saturating_sub(held.hold.len()) / kept.tree.page_size();
+            let skipped = from.saturating_sub(held.hold.len()) / cache.tree.page_size();
             pages.extend_from_slice(&coming[skipped.min(coming.len())..]);
             Ok(pages)
         })
@@ -234,7 +234,7 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub fn state_slot(&self) -> Result<Option<StateSlot>> {
-        self.with(self.stream, |_, kept, held| Ok(held.state(&kept.tree)))
+        self.with(self.stream, |_, cache, held| Ok(held.state(&cache.tree)))
     }
 
     /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that for a prefix
@@ -248,8 +248,8 @@ impl Lease {
             return Err(Error::config("the prefix cache was made without states"));
         };
         // A lock of its own: the snapshot is not given up before it is copied.
-        let (snapshot, lock) = self.with(stream, |_, kept, held| {
-            let snapshot = held.state(&kept.tree);
+        let (snapshot, lock) = self.with(stream, |_, cache, held| {
+            let snapshot = held.state(&cache.tree);
             if snapshot.is_none() && held.len() > 0 {
                 return Err(Error::config(format!(
                     "the lease has {} tokens and no snapshot of the state at their end",
@@ -257,7 +257,7 @@ impl Lease {
                 )));
             }
             let loading = held.loading.as_ref().map(|loading| loading.share(loading.len));
-            Ok((snapshot, self.lock_of(kept.tree.hold_again(&held.hold), loading, stream)))
+            Ok((snapshot, self.lock_of(cache.tree.hold_again(&held.hold), loading, stream)))
         })?;
         // States come before the first layer.
         if let Some(loading) = lock.loading.as_ref().filter(|loading| !loading.has_arrived) {
@@ -279,30 +279,30 @@ impl Lease {
     /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
     /// cached already, or do not fill pages in order; see [`GdnPool::copy_states`]. Nothing is changed,
     /// except that another snapshot may have been given up for the state.
-    pub fn publish(&self, offer: &Offer<'_>, stream: Stream) -> Result<Published> {
-        let tokens = offer.tokens.count();
-        let pages = offer.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
+    pub fn publish(&self, publication: &Publication<'_>, stream: Stream) -> Result<Published> {
+        let tokens = publication.tokens.count();
+        let pages = publication.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
         // Dropped without locks: it may be the last owner.
         let mut planner = None;
-        let Some(row) = offer.state else {
-            return self.with(stream, |open, kept, held| {
+        let Some(row) = publication.state else {
+            return self.with(stream, |open, cache, held| {
                 planner = held.holder.planner()?;
-                self.publish_pages(open, (kept, held), offer.tokens, pages, planner.as_deref())
+                self.publish_pages(open, (cache, held), publication.tokens, pages, planner.as_deref())
             });
         };
         // As they are now: others may run while the state is copied.
-        let tokens = offer.tokens.to_vec(0..tokens)?;
+        let tokens = publication.tokens.to_vec(0..tokens)?;
         let snapshot = self.take_snapshot(&tokens, row, stream)?;
-        self.with(stream, |open, kept, held| {
+        self.with(stream, |open, cache, held| {
             planner = held.holder.planner()?;
             let tokens = &tokens.as_slice();
-            let published = self.publish_pages(open, (kept, held), tokens, pages, planner.as_deref())?;
+            let published = self.publish_pages(open, (cache, held), tokens, pages, planner.as_deref())?;
             // Others may have been as fast.
             if let Some(snapshot) = snapshot
-                && kept.tree.snapshot(&held.hold).is_none()
+                && cache.tree.snapshot(&held.hold).is_none()
             {
-                kept.tree.set_snapshot(&mut held.hold, snapshot.keep());
-                open.send_down(kept);
+                cache.tree.set_snapshot(&mut held.hold, snapshot.keep());
+                open.send_down(cache);
             }
             Ok(published)
         })
@@ -315,13 +315,13 @@ impl Lease {
             return Err(Error::config("a state was published to a prefix cache without states"));
         };
         states.check_slot(row)?;
-        let taken = self.with(stream, |_, kept, held| {
+        let taken = self.with(stream, |_, cache, held| {
             held.expect_arrived()?;
-            let found = kept.tree.find(&held.hold, &tokens)?;
-            if !kept.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &kept.tree)) {
+            let found = cache.tree.find(&held.hold, &tokens)?;
+            if !cache.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &cache.tree)) {
                 return Ok(None);
             }
-            Ok(TakenSlot::new(states, kept, &mut held.hold))
+            Ok(TakenSlot::new(states, cache, &mut held.hold))
         })?;
         if let Some(taken) = &taken {
             taken.make_ready(stream)?;
@@ -338,13 +338,13 @@ impl Lease {
     /// lease of a request that a planner has. Nothing is changed.
     pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
         let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
-        let published = self.with(stream, |open, kept, held| {
+        let published = self.with(stream, |open, cache, held| {
             if let Some(request) = held.request() {
                 let row = request.row();
                 let text = format!("the lease is that of request row {row}; the planner finishes it");
                 return Err(Error::config(text));
             }
-            self.publish_pages(open, (kept, held), tokens, Some(pages), None)
+            self.publish_pages(open, (cache, held), tokens, Some(pages), None)
         })?;
         self.release(stream);
         Ok(published)
@@ -366,16 +366,16 @@ impl Lease {
     fn publish_pages(
         &self,
         open: &Open<'_>,
-        (kept, held): (&mut Kept, &mut Held),
+        (cache, held): (&mut CacheState, &mut LeaseState),
         tokens: &dyn Tokens,
         pages: Option<Vec<Page>>,
         planner: Option<&dyn LeaseKeeper>,
     ) -> Result<Published> {
         held.expect_arrived()?;
-        let (begin, page_size) = (held.hold.len(), kept.tree.page_size());
-        let whole = in_whole_pages(tokens.count(), &kept.tree);
-        let found = kept.tree.find(&held.hold, tokens)?;
-        let cached = kept.tree.found_pages(&found);
+        let (begin, page_size) = (held.hold.len(), cache.tree.page_size());
+        let whole = in_whole_pages(tokens.count(), &cache.tree);
+        let found = cache.tree.find(&held.hold, tokens)?;
+        let cached = cache.tree.found_pages(&found);
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
         let published = open.slots.change(self.clears, |slots| {
@@ -390,14 +390,14 @@ impl Lease {
         })?;
         let (pages, duplicates) = published.ok_or_else(cleared)?;
         let new = &pages[found.len() / page_size..];
-        kept.counts.published += fresh.len();
-        kept.tree.publish(&mut held.hold, found, fresh, new);
-        if let Some(below) = &mut kept.below {
+        cache.counts.published += fresh.len();
+        cache.tree.publish(&mut held.hold, found, fresh, new);
+        if let Some(below) = &mut cache.below {
             below.note_publisher(open.slots.stream());
         }
-        open.send_down(kept);
+        open.send_down(cache);
         held.rest = Loadable::default();
-        kept.counts.duplicates += duplicates;
+        cache.counts.duplicates += duplicates;
         Ok(Published { length: held.hold.len(), duplicates, pages })
     }
 
@@ -408,7 +408,7 @@ impl Lease {
     fn request_of<'a>(
         &self,
         planner: &'a dyn LeaseKeeper,
-        held: &Held,
+        held: &LeaseState,
     ) -> Result<Box<dyn LeasedRequest + 'a>> {
         let request = held.holder.request().and_then(|request| planner.leased_request(request.row(), self));
         request.ok_or_else(|| Error::config("the lease is of a request that its planner does not have"))
@@ -452,14 +452,14 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`]; also [`ErrorKind::Config`] when it is that of another request.
     pub(in crate::pool) fn bind(&self, request: LeasingRequest) -> Result<PageList> {
-        self.with(self.stream, |_, kept, held| {
+        self.with(self.stream, |_, cache, held| {
             if let Some(other) = held.request() {
                 let row = other.row();
                 return Err(Error::config(format!(
                     "the lease is that of request row {row} already; match again"
                 )));
             }
-            let mut pages = kept.tree.share_pages(&held.hold);
+            let mut pages = cache.tree.share_pages(&held.hold);
             pages.extend_from_slice(held.coming_pages());
             held.holder = Holder::Both(request);
             Ok(pages)
@@ -468,7 +468,7 @@ impl Lease {
 
     /// Undoes [`Self::bind`]. Its planner exists still, so that no other request has the lease since.
     pub(in crate::pool) fn unbind(&self) {
-        self.end_if(Held::lose_request, self.stream);
+        self.end_if(LeaseState::lose_request, self.stream);
     }
 
     /// Ends what the lease was to a request whose planner is gone. The lease may be another request's since.
@@ -489,9 +489,9 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub(in crate::pool) fn again(&self, len: usize, stream: Stream) -> Result<Self> {
-        let (hold, loading) = self.with_request(stream, |_, kept, held| {
-            let len = in_whole_pages(len, &kept.tree);
-            Ok((kept.tree.hold_first(&held.hold, len), held.share_of(len)))
+        let (hold, loading) = self.with_request(stream, |_, cache, held| {
+            let len = in_whole_pages(len, &cache.tree);
+            Ok((cache.tree.hold_first(&held.hold, len), held.share_of(len)))
         })?;
         let of = (&self.shared, &self.allocator);
         let again = Self::new(of, hold, self.clears, self.namespace.clone(), stream);
@@ -508,9 +508,9 @@ impl Lease {
             let held = lock(&self.held).take();
             return held.map(|held| self.lock_of(held.hold, held.loading, stream));
         }
-        let before = self.with_request(stream, |_, kept, held| {
-            let len = in_whole_pages(len, &kept.tree);
-            let (shorter, share) = (kept.tree.hold_first(&held.hold, len), held.share_of(len));
+        let before = self.with_request(stream, |_, cache, held| {
+            let len = in_whole_pages(len, &cache.tree);
+            let (shorter, share) = (cache.tree.hold_first(&held.hold, len), held.share_of(len));
             let loading = std::mem::replace(&mut held.loading, share);
             Ok((std::mem::replace(&mut held.hold, shorter), loading))
         });
@@ -520,23 +520,23 @@ impl Lease {
     /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's
     /// request stays until the request is finished.
     pub fn release(&self, stream: Stream) {
-        self.end_if(Held::lose_user, stream);
+        self.end_if(LeaseState::lose_user, stream);
     }
 
     /// Ends the lease if `is_over` says so. One lock for both: in between it could become that of a request.
-    fn end_if(&self, is_over: impl FnOnce(&mut Held) -> bool, stream: Stream) {
+    fn end_if(&self, is_over: impl FnOnce(&mut LeaseState) -> bool, stream: Stream) {
         let held = lock(&self.held).take_if(is_over);
         let Some(mut held) = held else { return };
         // Dropped without locks.
         let mut ended = None;
         let open = self.shared.open(&self.allocator, stream);
         if held.loading.is_some() {
-            let mut kept = open.current();
-            if kept.clears == self.clears {
-                ended = held.settle(&open, &mut kept, stream).unwrap_or_default();
+            let mut cache = open.current();
+            if cache.clears == self.clears {
+                ended = held.settle(&open, &mut cache, stream).unwrap_or_default();
             }
         }
-        let Held { hold, loading, .. } = held;
+        let LeaseState { hold, loading, .. } = held;
         open.release(hold, self.clears);
         if let Some(before) = loading.and_then(Loading::into_before) {
             open.release(before, self.clears);
@@ -545,7 +545,7 @@ impl Lease {
     }
 }
 
-impl Held {
+impl LeaseState {
     /// Tokens of the prefix.
     pub(super) fn len(&self) -> usize {
         self.hold.len() + self.coming().map_or(0, |loading| loading.len)
@@ -594,31 +594,31 @@ impl Held {
 
     /// Moves the hold to the end of what has arrived, in the order of `stream`, or gives up what never will.
     /// Returns what is to be dropped without locks.
-    fn settle(&mut self, open: &Open<'_>, kept: &mut Kept, stream: Stream) -> Result<Option<Loading>> {
+    fn settle(&mut self, open: &Open<'_>, cache: &mut CacheState, stream: Stream) -> Result<Option<Loading>> {
         let has_request = self.request().is_some();
         let Self { hold, loading, .. } = self;
         let Some(coming) = loading.as_mut().filter(|loading| !loading.has_arrived) else { return Ok(None) };
         // Asked first: what ends in between has not ended early.
         let may_give_up = !has_request && coming.tail.transfer().is_over()?;
         if coming.tail.transfer().is_complete_on(stream)? {
-            if let Some(before) = coming.settle(kept, hold)? {
-                let gone = kept.tree.release(before);
-                open.give_back(kept, gone);
+            if let Some(before) = coming.settle(cache, hold)? {
+                let gone = cache.tree.release(before);
+                open.give_back(cache, gone);
             }
-            open.send_down(kept);
+            open.send_down(cache);
         } else if may_give_up {
-            return Ok(self.give_up_loading(open, kept));
+            return Ok(self.give_up_loading(open, cache));
         }
         Ok(None)
     }
 
     /// Lets the lease end where it did before what is on its way, which is returned, to be dropped without
     /// locks.
-    pub(super) fn give_up_loading(&mut self, open: &Open<'_>, kept: &mut Kept) -> Option<Loading> {
+    pub(super) fn give_up_loading(&mut self, open: &Open<'_>, cache: &mut CacheState) -> Option<Loading> {
         let mut given_up = self.loading.take_if(|loading| !loading.has_arrived)?;
         if let Some(before) = given_up.before.take() {
-            let gone = kept.tree.release(std::mem::replace(&mut self.hold, before));
-            open.give_back(kept, gone);
+            let gone = cache.tree.release(std::mem::replace(&mut self.hold, before));
+            open.give_back(cache, gone);
         }
         Some(given_up)
     }
@@ -681,10 +681,10 @@ pub(super) struct TakenSlot<'a> {
 
 impl<'a> TakenSlot<'a> {
     /// A free one, or that of the snapshot that goes first.
-    pub(super) fn new(states: &'a GdnPool, kept: &mut Kept, hold: &mut Hold) -> Option<Self> {
+    pub(super) fn new(states: &'a GdnPool, cache: &mut CacheState, hold: &mut Hold) -> Option<Self> {
         let free = states.alloc_track_slot();
-        let slot = free.or_else(|| kept.tree.evict_snapshot(hold))?;
-        let reader = kept.below.as_ref().and_then(|below| below.write_of(slot));
+        let slot = free.or_else(|| cache.tree.evict_snapshot(hold))?;
+        let reader = cache.below.as_ref().and_then(|below| below.write_of(slot));
         Some(Self { states, slot: Some(slot), reader })
     }
 

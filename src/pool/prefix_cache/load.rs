@@ -12,10 +12,10 @@ use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
 use crate::transfer::Transfer;
 
-use super::below::Given;
-use super::lease::{Held, TakenSlot, cleared};
+use super::below::Released;
+use super::lease::{LeaseState, TakenSlot, cleared};
 use super::lock::PrefixLock;
-use super::{CacheCore, Kept, Lease};
+use super::{CacheCore, CacheState, Lease};
 
 /// What a tier could add to a prefix.
 #[derive(Debug, Default)]
@@ -52,7 +52,7 @@ pub(super) struct Tail {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Outcome {
     #[default]
-    Coming,
+    LoadInFlight,
     Arrived,
     GivenUp,
 }
@@ -86,21 +86,23 @@ pub(super) struct Loading {
 pub struct Load {
     lease: Weak<Lease>,
     /// `None` if there was nothing to load.
-    coming: Option<Coming>,
+    coming: Option<LoadInFlight>,
     len: usize,
     is_given_up: AtomicBool,
 }
 
 /// Copies on their way, and what becomes of them.
-struct Coming {
+struct LoadInFlight {
     transfer: Arc<Transfer>,
     outcome: Arc<Mutex<Outcome>>,
 }
 
 impl Load {
     fn new(lease: Weak<Lease>, tail: Option<&Tail>, len: usize) -> Self {
-        let coming =
-            |tail: &Tail| Coming { transfer: Arc::clone(&tail.transfer), outcome: Arc::clone(&tail.outcome) };
+        let coming = |tail: &Tail| LoadInFlight {
+            transfer: Arc::clone(&tail.transfer),
+            outcome: Arc::clone(&tail.outcome),
+        };
         Self { lease, coming: tail.map(coming), len, is_given_up: AtomicBool::new(false) }
     }
 
@@ -131,7 +133,7 @@ impl Load {
     /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request
     /// computes; [`ErrorKind::Driver`] when the device has failed.
     pub fn query(&self, stream: Stream) -> Result<bool> {
-        let Some(Coming { transfer, outcome }) = &self.coming else { return Ok(true) };
+        let Some(LoadInFlight { transfer, outcome }) = &self.coming else { return Ok(true) };
         if !transfer.is_over()? {
             return Ok(false);
         }
@@ -166,18 +168,18 @@ impl fmt::Debug for Load {
 }
 
 /// How a load begins.
-enum Begun<'a> {
+enum LoadStart<'a> {
     /// It is complete, or another load does it.
     Load(Load),
     /// There is no track slot for the state, or the tier has lost a page since.
     Short {
         _lock: PrefixLock,
     },
-    Wanted(Box<Wanted<'a>>),
+    LoadRequest(Box<LoadRequest<'a>>),
 }
 
 /// What a load is about to bring back.
-struct Wanted<'a> {
+struct LoadRequest<'a> {
     /// Tokens of the lease.
     begin: usize,
     /// Of what is on the device already.
@@ -207,11 +209,11 @@ impl Lease {
             gpu.not_capturing(stream, "a load, whose copies run beside it,")?;
         }
         // Dropped without locks.
-        let tails = lock(&self.shared.kept).tails();
+        let tails = lock(&self.shared.state).tails();
         let wanted = match self.begin_load(limit, &tails, stream)? {
-            Begun::Short { .. } => return Ok(None),
-            Begun::Load(load) => return Ok(Some(load)),
-            Begun::Wanted(wanted) => *wanted,
+            LoadStart::Short { .. } => return Ok(None),
+            LoadStart::Load(load) => return Ok(Some(load)),
+            LoadStart::LoadRequest(wanted) => *wanted,
         };
         if let Some(state) = &wanted.state {
             // Before anything can fail: the track slot may be given back.
@@ -222,7 +224,7 @@ impl Lease {
         let Some(pages) = self.allocator.take_cached_pages(count, owner, self.clears, stream)? else {
             return Ok(None);
         };
-        let Wanted { begin, mut lock, keys, tokens, pieces, state, tier } = wanted;
+        let LoadRequest { begin, mut lock, keys, tokens, pieces, state, tier } = wanted;
         let open = self.shared.open(&self.allocator, stream);
         let owner = &self.shared.owner;
         let slot = state.as_ref().map(TakenSlot::slot);
@@ -253,7 +255,7 @@ impl Lease {
             pieces: Mutex::new(Some(pieces)),
             arrived,
         });
-        let added = self.with(stream, |_, kept, held| {
+        let added = self.with(stream, |_, cache, held| {
             expect_idle(held)?;
             if held.hold.len() != begin {
                 return Err(Error::config(format!(
@@ -266,25 +268,30 @@ impl Lease {
             let before = Some(std::mem::replace(&mut held.hold, hold));
             held.loading = Some(Loading { tail: Arc::clone(&tail), len, before, has_arrived: false });
             held.rest = Loadable::default();
-            kept.counts.loaded += len;
-            kept.below.iter_mut().for_each(|below| below.add_tail(&tail));
+            cache.counts.loaded += len;
+            cache.below.iter_mut().for_each(|below| below.add_tail(&tail));
             Ok(added)
         })?;
         Ok(Some(Load::new(Arc::downgrade(self), Some(&tail), added)))
     }
 
     /// Finds out what to load, and takes it; `tails` are on their way for others.
-    fn begin_load(self: &Arc<Self>, limit: usize, tails: &[Arc<Tail>], stream: Stream) -> Result<Begun<'_>> {
-        self.with(stream, |open, kept, held| {
+    fn begin_load(
+        self: &Arc<Self>,
+        limit: usize,
+        tails: &[Arc<Tail>],
+        stream: Stream,
+    ) -> Result<LoadStart<'_>> {
+        self.with(stream, |open, cache, held| {
             expect_idle(held)?;
-            let nothing = || Ok(Begun::Load(Load::new(Weak::new(), None, 0)));
-            let Some(tier) = kept.below.as_ref().map(|below| Arc::clone(&below.tier)) else {
+            let nothing = || Ok(LoadStart::Load(Load::new(Weak::new(), None, 0)));
+            let Some(tier) = cache.below.as_ref().map(|below| Arc::clone(&below.tier)) else {
                 return nothing();
             };
-            let (is_stateful, page_size) = (kept.tree.is_stateful(), kept.tree.page_size());
+            let (is_stateful, page_size) = (cache.tree.is_stateful(), cache.tree.page_size());
             let (keys, tokens) = (&held.rest.keys, &held.rest.tokens);
             let most = limit.min(tokens.len()) / page_size;
-            let found = kept.tree.find(&held.hold, &&tokens[..most * page_size])?.len() / page_size;
+            let found = cache.tree.find(&held.hold, &&tokens[..most * page_size])?.len() / page_size;
             let contents = tier.contents();
             let run = keys[found..most].iter().take_while(|key| contents.has_page(key)).count();
             let has_end = |end: &usize| !is_stateful || *end > 0 && contents.has_state(&keys[end - 1]);
@@ -294,17 +301,17 @@ impl Lease {
             // The calls below lock the tier.
             drop(contents);
             let tokens = tokens[..end * page_size].to_vec();
-            let found = kept.tree.find(&held.hold, &tokens.as_slice())?;
+            let found = cache.tree.find(&held.hold, &tokens.as_slice())?;
             let (known, begin) = (found.len(), held.hold.len());
             let (keys, state_key) = (keys[known / page_size..end].to_vec(), keys[end - 1]);
-            let mut hold = kept.tree.hold_again(&held.hold);
-            kept.tree.publish(&mut hold, found, Vec::new(), &[]);
-            open.send_down(kept);
+            let mut hold = cache.tree.hold_again(&held.hold);
+            cache.tree.publish(&mut hold, found, Vec::new(), &[]);
+            open.send_down(cache);
             if keys.is_empty() && !is_stateful {
                 held.rest = Loadable::default();
-                let gone = kept.tree.release(std::mem::replace(&mut held.hold, hold));
-                open.give_back(kept, gone);
-                return Ok(Begun::Load(Load::new(Weak::new(), None, known)));
+                let gone = cache.tree.release(std::mem::replace(&mut held.hold, hold));
+                open.give_back(cache, gone);
+                return Ok(LoadStart::Load(Load::new(Weak::new(), None, known)));
             }
             let tokens = tokens[known..].to_vec();
             if let Some(tail) = tails.iter().find(|tail| tail.covers(&keys, is_stateful)) {
@@ -313,19 +320,29 @@ impl Lease {
                 let load = Load::new(Arc::downgrade(self), Some(&tail), known + len);
                 (held.rest, held.loading) =
                     (Loadable::default(), Some(Loading { tail, len, before, has_arrived: false }));
-                return Ok(Begun::Load(load));
+                return Ok(LoadStart::Load(load));
             }
             let lock = self.lock_of(hold, None, stream);
             let state = match self.shared.states.as_ref().filter(|_| is_stateful) {
                 None => None,
-                Some(states) => match TakenSlot::new(states, kept, &mut held.hold) {
-                    None => return Ok(Begun::Short { _lock: lock }),
+                Some(states) => match TakenSlot::new(states, cache, &mut held.hold) {
+                    None => return Ok(LoadStart::Short { _lock: lock }),
                     taken => taken,
                 },
             };
             let state_key = state.as_ref().map(|_| &state_key);
-            let Some(pieces) = tier.hold(&keys, state_key) else { return Ok(Begun::Short { _lock: lock }) };
-            Ok(Begun::Wanted(Box::new(Wanted { begin, lock, keys, tokens, pieces, state, tier })))
+            let Some(pieces) = tier.hold(&keys, state_key) else {
+                return Ok(LoadStart::Short { _lock: lock });
+            };
+            Ok(LoadStart::LoadRequest(Box::new(LoadRequest {
+                begin,
+                lock,
+                keys,
+                tokens,
+                pieces,
+                state,
+                tier,
+            })))
         })
     }
 
@@ -337,13 +354,13 @@ impl Lease {
 
     /// Gives up what is on its way, and tells whether there was any.
     fn cancel_load(&self, stream: Stream) -> Result<bool> {
-        let ended = self.with(stream, |open, kept, held| {
+        let ended = self.with(stream, |open, cache, held| {
             if let (Err(_), Some(request)) = (held.expect_arrived(), held.request()) {
                 let text =
                     format!("the lease is that of request row {}, which uses the pages", request.row());
                 return Err(Error::config(text));
             }
-            Ok(held.give_up_loading(open, kept))
+            Ok(held.give_up_loading(open, cache))
         });
         match ended {
             Err(error) if error.kind() == ErrorKind::StaleBuffer => Ok(false),
@@ -353,7 +370,7 @@ impl Lease {
 }
 
 /// Checks that a lease can load.
-fn expect_idle(held: &Held) -> Result<()> {
+fn expect_idle(held: &LeaseState) -> Result<()> {
     held.expect_arrived()?;
     held.request().map_or(Ok(()), |request| {
         let text = format!("the lease is that of request row {} already; load before", request.row());
@@ -398,12 +415,12 @@ impl Tail {
     }
 
     /// Gives the tree what has arrived, behind `hold`, if that was not done yet.
-    fn arrive(&self, kept: &mut Kept, hold: &Hold) {
+    fn arrive(&self, cache: &mut CacheState, hold: &Hold) {
         let mut arrived = lock(&self.arrived);
         if arrived.is_some() {
             return;
         }
-        let tree = &mut kept.tree;
+        let tree = &mut cache.tree;
         let found = tree.find(hold, &self.tokens.as_slice()).expect("they are in memory");
         let (known, mut own) = (found.len() / tree.page_size(), tree.hold_again(hold));
         tree.publish(&mut own, found, self.tokens[found.len()..].to_vec(), &self.pages[known..]);
@@ -412,10 +429,10 @@ impl Tail {
             tree.set_snapshot(&mut own, slot);
             state = None;
         }
-        if let Some(below) = &kept.below {
+        if let Some(below) = &cache.below {
             below.tier.set_above(self.keys.iter().rev(), Above::Present);
         }
-        kept.coming -= self.pages.len() - known;
+        cache.coming -= self.pages.len() - known;
         *lock(&self.outcome) = Outcome::Arrived;
         *arrived = Some(Arrived { hold: own, spare: self.pages[..known].to_vec(), state });
         // What it came from may go, unless it is complete in the order of a stream only: then it goes with this.
@@ -437,10 +454,10 @@ impl Loading {
     }
 
     /// Moves `hold` to the end of what has arrived. Returns where the lease need not end again.
-    pub(super) fn settle(&mut self, kept: &mut Kept, hold: &mut Hold) -> Result<Option<Hold>> {
-        self.tail.arrive(kept, hold);
-        let found = kept.tree.find(hold, &&self.tail.tokens[..self.len])?;
-        kept.tree.publish(hold, found, Vec::new(), &[]);
+    pub(super) fn settle(&mut self, cache: &mut CacheState, hold: &mut Hold) -> Result<Option<Hold>> {
+        self.tail.arrive(cache, hold);
+        let found = cache.tree.find(hold, &&self.tail.tokens[..self.len])?;
+        cache.tree.publish(hold, found, Vec::new(), &[]);
         self.has_arrived = true;
         Ok(self.before.take())
     }
@@ -460,7 +477,7 @@ impl Drop for Tail {
             (None, std::mem::take(&mut self.pages), self.state)
         };
         self.shared.note_coming(self.clears, |coming| coming - pages.len());
-        let given = Given { pages, states: state.into_iter().collect() };
+        let given = Released { pages, states: state.into_iter().collect() };
         let pieces = lock(&self.pieces).take();
         open.give_back_behind(self.clears, given, &self.transfer, pieces);
         if let Some(hold) = hold {

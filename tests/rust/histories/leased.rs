@@ -9,8 +9,8 @@ use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
 use kvpool::pool::{
-    AllocatorConfig, Batch, BatchPlanner, Fence, Field, Grant, Lease, Offer, Plan, PlannerConfig, Pool,
-    Prefix, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
+    AllocatorConfig, Batch, BatchPlanner, Fence, Field, Grant, Lease, Plan, PlannerConfig, Pool, Prefix,
+    PrefixCache, PrefixCacheConfig, Publication, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
 use super::slots::Fences;
@@ -287,15 +287,15 @@ impl Requests {
         let begin = lease.len().expect("a lease");
         assert_eq!(begin, *leased);
         let end = if source.flip() { tokens.len() } else { begin + source.below(tokens.len() - begin + 1) };
-        let offer = Offer { tokens: &&tokens[begin..end], slots: None, state: None };
-        let published = lease.publish(&offer, STREAM).expect("computed");
+        let publication = Publication { tokens: &&tokens[begin..end], slots: None, state: None };
+        let published = lease.publish(&publication, STREAM).expect("computed");
         assert_eq!(published.length, begin + (end - begin) / self.page_size * self.page_size);
         *leased = published.length;
         let cached = published.pages.iter().map(|page| page.number().cast_signed());
         pages.splice(begin / self.page_size..published.length / self.page_size, cached);
         let much = vec![0; tokens.len() - published.length + 1];
-        let offer = Offer { tokens: &much.as_slice(), slots: None, state: None };
-        assert!(lease.publish(&offer, STREAM).is_err(), "the request has fewer tokens");
+        let publication = Publication { tokens: &much.as_slice(), slots: None, state: None };
+        assert!(lease.publish(&publication, STREAM).is_err(), "the request has fewer tokens");
     }
 
     fn finish(&mut self, source: &mut Source<'_>) {

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, IndexVec, StateSlot};
-use kvpool::cache::{CacheEvent, Namespace, PageHash, PolicyKind, Segment, Whereabouts};
+use kvpool::cache::{CacheEvent, Location, Namespace, PageHash, PolicyKind, Segment};
 use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
 use kvpool::memory::Region;
 use kvpool::pool::{
-    AllocatorConfig, GdnConfig, GdnPool, Lease, Offer, Pool, PrefixCache, PrefixCacheConfig,
+    AllocatorConfig, GdnConfig, GdnPool, Lease, Pool, PrefixCache, PrefixCacheConfig, Publication,
     TokenToKvPoolAllocator,
 };
 
@@ -331,8 +331,7 @@ impl Prefixes {
         if self.states.is_none() {
             return self.cache.cached_len(&namespace, &tokens, STREAM).expect("tokens");
         }
-        let is_cached =
-            |part: &&Segment| matches!(part.whereabouts, Whereabouts::Device | Whereabouts::NoSnapshot);
+        let is_cached = |part: &&Segment| matches!(part.location, Location::Device | Location::NoSnapshot);
         let parts = self.cache.explain(&namespace, &tokens, STREAM).expect("tokens");
         parts.iter().take_while(is_cached).last().map_or(0, |part| part.range.end)
     }
@@ -371,8 +370,8 @@ impl Prefixes {
         }
         let victims = state.and_then(|_| self.victims(at, &(generation, all.clone())));
         let there = self.find(generation, &all);
-        let offer = Offer { tokens: &more.as_slice(), slots: Some(&slots), state };
-        let published = self.held[at].lease.publish(&offer, STREAM).expect("own slots");
+        let publication = Publication { tokens: &more.as_slice(), slots: Some(&slots), state };
+        let published = self.held[at].lease.publish(&publication, STREAM).expect("own slots");
         let mut end = self.held[at].end.clone();
         let (mut duplicates, mut cached) = (0, Vec::new());
         for (&number, tokens) in pages.iter().zip(more.chunks_exact(self.page_size)) {
@@ -572,23 +571,26 @@ impl Prefixes {
         let more = vec![7; page.len() * self.page_size];
         let mut listed = self.slots_of(&page, usize::MAX);
         let slots = IndexVec::I64(listed.clone());
-        let offer = Offer { tokens: &more.as_slice(), slots: Some(&slots), state: None };
-        agree(held.lease.publish(&offer, STREAM), false);
+        let publication = Publication { tokens: &more.as_slice(), slots: Some(&slots), state: None };
+        agree(held.lease.publish(&publication, STREAM), false);
         let few: &[i32] = &more[1..];
-        agree(held.lease.publish(&Offer { tokens: &few, ..offer }, STREAM), false);
+        agree(held.lease.publish(&Publication { tokens: &few, ..publication }, STREAM), false);
         let negative = vec![-1; more.len()];
-        agree(held.lease.publish(&Offer { tokens: &negative.as_slice(), ..offer }, STREAM), false);
-        agree(held.lease.publish(&Offer { slots: None, ..offer }, STREAM), false);
+        agree(
+            held.lease.publish(&Publication { tokens: &negative.as_slice(), ..publication }, STREAM),
+            false,
+        );
+        agree(held.lease.publish(&Publication { slots: None, ..publication }, STREAM), false);
         if self.page_size > 1 {
             // Not at its place in a page.
             listed.reverse();
             let reversed = IndexVec::I64(listed);
-            agree(held.lease.publish(&Offer { slots: Some(&reversed), ..offer }, STREAM), false);
+            agree(held.lease.publish(&Publication { slots: Some(&reversed), ..publication }, STREAM), false);
         }
         if self.states.is_none() {
             let (tokens, none): (&[i32], _) = (&[], IndexVec::I64(Vec::new()));
-            let offer = Offer { tokens: &tokens, slots: Some(&none), state: Some(1) };
-            agree(held.lease.publish(&offer, STREAM), false);
+            let publication = Publication { tokens: &tokens, slots: Some(&none), state: Some(1) };
+            agree(held.lease.publish(&publication, STREAM), false);
         }
         agree(self.cache.acquire(&Namespace::Unnamed, &negative.as_slice(), 9, STREAM), false);
         agree(self.cache.explain(&Namespace::Unnamed, &negative.as_slice(), STREAM), false);
@@ -660,12 +662,12 @@ impl Prefixes {
             parts.iter().map(|part| part.range.start).eq(std::iter::once(0).chain(ends).take(parts.len()))
         );
         assert_eq!(parts.last().map_or(0, |part| part.range.end), prompt.len());
-        let device = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::Device));
+        let device = parts.iter().find(|part| matches!(part.location, Location::Device));
         let usable = self.usable(self.current[name], prompt);
         assert_eq!(device.map_or(0, |part| part.range.end), usable);
-        let bare = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::NoSnapshot));
+        let bare = parts.iter().find(|part| matches!(part.location, Location::NoSnapshot));
         assert_eq!(bare.map_or(usable, |part| part.range.end), self.find(self.current[name], prompt));
-        let rest = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::PageNotFull));
+        let rest = parts.iter().find(|part| matches!(part.location, Location::PageNotFull));
         assert_eq!(rest.map_or(0, |part| part.range.len()), prompt.len() % self.page_size);
     }
 

@@ -14,7 +14,7 @@ use kvpool::cache::{Namespace, Offering, PolicyKind};
 use kvpool::kernels::Indices;
 use kvpool::pool::{
     AllocatorConfig, Fetch, GdnConfig, GdnPool, HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, Lease,
-    Load, LowerStore, LowerTier, Offer, PrefixCache, PrefixCacheConfig, Store, TokenToKvPoolAllocator,
+    Load, LowerStore, LowerTier, PrefixCache, PrefixCacheConfig, Publication, Store, TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
 
@@ -418,7 +418,7 @@ impl World {
             }
             1
         });
-        let published = lease.publish(&Offer { tokens: &new, slots: Some(&slots), state }, STREAM);
+        let published = lease.publish(&Publication { tokens: &new, slots: Some(&slots), state }, STREAM);
         match published {
             Ok(published) => {
                 assert_eq!(published.length, len + count);

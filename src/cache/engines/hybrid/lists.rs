@@ -4,7 +4,7 @@ use super::{HybridTree, NodeId, Part, ROOT};
 
 /// The neighbours of a node in a list.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Link {
+pub(super) struct ListLink {
     /// Used after it.
     later: Option<NodeId>,
     /// Used before it.
@@ -56,7 +56,7 @@ impl HybridTree {
             None => self.lists[at].last = Some(id),
             Some(earlier) => self.node_mut(earlier).links[at].later = Some(id),
         }
-        self.node_mut(id).links[at] = Link { later, earlier, is_listed: true };
+        self.node_mut(id).links[at] = ListLink { later, earlier, is_listed: true };
         self.lists[at].len += 1;
     }
 
@@ -70,7 +70,7 @@ impl HybridTree {
 
     pub(super) fn unlist(&mut self, part: Part, id: NodeId) {
         let at = number(part);
-        let Link { later, earlier, is_listed } = std::mem::take(&mut self.node_mut(id).links[at]);
+        let ListLink { later, earlier, is_listed } = std::mem::take(&mut self.node_mut(id).links[at]);
         debug_assert!(is_listed, "only a listed node is taken out");
         match later {
             None => self.lists[at].first = earlier,

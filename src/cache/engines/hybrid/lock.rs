@@ -97,8 +97,8 @@ impl HybridTree {
         Some(self.unlock_path(id))
     }
 
-    /// Undoes [`HybridTree::lock`]. After [`HybridTree::unlock_window`], `keeps_window` is true: window and
-    /// state are released already. `None` if the node is gone.
+    /// Undoes [`HybridTree::lock`]. `released` says whether [`HybridTree::unlock_window`] released window and
+    /// state before. `None` if the node is gone.
     ///
     /// # Errors
     /// [`NotLocked`] for a lock that the node does not have; nothing is changed.
@@ -106,14 +106,14 @@ impl HybridTree {
         &mut self,
         node: NodeHandle,
         receipt: Receipt,
-        done: Done,
+        released: WindowRelease,
     ) -> Option<Result<(), NotLocked>> {
         let id = self.at(node)?;
         let window = self.config.window.is_some() && !receipt.skipped.has(Part::Window);
-        let window = window && done == Done::Nothing;
+        let window = window && released == WindowRelease::NotYet;
         let state = self.config.state.is_some() && !receipt.skipped.has(Part::State) && id != ROOT;
         // States have gone with the window.
-        let state = state && !(self.config.window.is_some() && done == Done::Window);
+        let state = state && !(self.config.window.is_some() && released == WindowRelease::Done);
         let full = !receipt.skipped.has(Part::Full);
         let missing = |part| NotLocked { node, part };
         if state && self.node(id).locks[Part::State.index()] == 0 {
@@ -149,7 +149,7 @@ impl HybridTree {
         &mut self,
         node: NodeHandle,
         receipt: Receipt,
-        with: With,
+        state: StateRelease,
     ) -> Option<Result<Frees, NotLocked>> {
         let id = self.at(node)?;
         let mut frees = Frees::default();
@@ -159,7 +159,8 @@ impl HybridTree {
         if !self.has_window_locks(id, receipt.boundary) {
             return Some(Err(NotLocked { node, part: Part::Window }));
         }
-        let state = self.config.state.is_some() && !receipt.skipped.has(Part::State) && with == With::State;
+        let releases_state = state == StateRelease::Release;
+        let state = releases_state && self.config.state.is_some() && !receipt.skipped.has(Part::State);
         if state && self.node(id).locks[Part::State.index()] == 0 {
             return Some(Err(NotLocked { node, part: Part::State }));
         }
@@ -280,20 +281,20 @@ pub struct Locked {
     pub newly: usize,
 }
 
-/// What was released of a lock before.
+/// Whether the window of a lock was released before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Done {
-    /// Nothing: the lock is as it was taken.
-    Nothing,
-    /// The window, and the state with it.
-    Window,
+pub enum WindowRelease {
+    /// It was not: the lock is as it was taken.
+    NotYet,
+    /// It was, and the state with it.
+    Done,
 }
 
-/// What is released with a window.
+/// Whether the state is released with a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum With {
-    /// Nothing else.
-    Nothing,
-    /// The state.
-    State,
+pub enum StateRelease {
+    /// It stays locked.
+    Keep,
+    /// It is released, too.
+    Release,
 }

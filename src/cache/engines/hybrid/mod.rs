@@ -36,13 +36,13 @@ use crate::base::{EngineSlot, Id, Result, widen};
 
 use crate::cache::tree::Edges;
 use crate::cache::{Namespace, NodeHandle, NodeId};
-use lists::{Link, List};
-use order::{Queue, Rank};
+use lists::{List, ListLink};
+use order::{EvictionRank, Queue};
 
 pub use evict::{Frees, Removed, Victim};
 pub use find::{Match, Peek};
 pub use insert::{Action, Added, Adopted, Insert, InsertResult, Range, Step};
-pub use lock::{Boundary, Done, Locked, NotLocked, Receipt, Skipped, With};
+pub use lock::{Boundary, Locked, NotLocked, Receipt, Skipped, StateRelease, WindowRelease};
 pub use order::EvictionOrder;
 pub use report::{NodeState, PathNode, SlotRow, SlotRuns};
 pub use run::{BLOCK, TokenBlock, TokenRun, differ};
@@ -201,13 +201,13 @@ struct Node {
     /// The name of the window locks that end here.
     boundary: Option<Boundary>,
     /// In the lists of windows and states.
-    links: [Link; 2],
+    links: [ListLink; 2],
     used: Moment,
     created: Moment,
     hits: u32,
     priority: i64,
     /// Its rank, if it is queued.
-    queued: Option<Rank>,
+    queued: Option<EvictionRank>,
 }
 
 impl Node {
@@ -225,7 +225,7 @@ impl Node {
             values: Default::default(),
             locks: [0; 3],
             boundary: None,
-            links: [Link::default(); 2],
+            links: [ListLink::default(); 2],
             used: Moment::default(),
             created: Moment::default(),
             hits: 0,

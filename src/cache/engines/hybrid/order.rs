@@ -6,7 +6,7 @@ use super::{Moment, Node, NodeId};
 
 /// What orders leaves: a level, and within it a moment. The lowest goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Rank(i64, u64);
+pub(super) struct EvictionRank(i64, u64);
 
 /// What is evicted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,19 +31,19 @@ pub enum EvictionOrder {
 }
 
 impl EvictionOrder {
-    pub(super) fn rank(self, node: &Node) -> Rank {
+    pub(super) fn rank(self, node: &Node) -> EvictionRank {
         let (Moment(used), Moment(created)) = (node.used, node.created);
         match self {
-            Self::Lru => Rank(0, used),
-            Self::Mru => Rank(0, !used),
-            Self::Fifo => Rank(0, created),
-            Self::Filo => Rank(0, !created),
-            Self::Lfu => Rank(i64::from(node.hits), used),
-            Self::Priority => Rank(node.priority, used),
-            Self::Slru(often) => Rank(i64::from(node.hits >= often), used),
+            Self::Lru => EvictionRank(0, used),
+            Self::Mru => EvictionRank(0, !used),
+            Self::Fifo => EvictionRank(0, created),
+            Self::Filo => EvictionRank(0, !created),
+            Self::Lfu => EvictionRank(i64::from(node.hits), used),
+            Self::Priority => EvictionRank(node.priority, used),
+            Self::Slru(often) => EvictionRank(i64::from(node.hits >= often), used),
             Self::Tlru(tail) => {
                 let start = node.end - node.tokens.len();
-                Rank(i64::from(start.saturating_add(tail) < node.reach), used)
+                EvictionRank(i64::from(start.saturating_add(tail) < node.reach), used)
             }
         }
     }
@@ -51,14 +51,14 @@ impl EvictionOrder {
 
 /// The leaves that may be evicted.
 #[derive(Debug, Default)]
-pub(super) struct Queue(BTreeSet<(Rank, NodeId)>);
+pub(super) struct Queue(BTreeSet<(EvictionRank, NodeId)>);
 
 impl Queue {
-    pub(super) fn insert(&mut self, rank: Rank, leaf: NodeId) {
+    pub(super) fn insert(&mut self, rank: EvictionRank, leaf: NodeId) {
         self.0.insert((rank, leaf));
     }
 
-    pub(super) fn remove(&mut self, rank: Rank, leaf: NodeId) {
+    pub(super) fn remove(&mut self, rank: EvictionRank, leaf: NodeId) {
         self.0.remove(&(rank, leaf));
     }
 
@@ -71,6 +71,6 @@ impl Queue {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.0.len() * size_of::<(Rank, NodeId)>()
+        self.0.len() * size_of::<(EvictionRank, NodeId)>()
     }
 }

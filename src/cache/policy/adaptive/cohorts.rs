@@ -24,7 +24,7 @@ const ENDS: usize = CLASSES * COHORTS;
 
 /// A member of a circular list: its end, or a leaf.
 #[derive(Clone, Copy, Debug)]
-struct Link {
+struct CohortLink {
     older: u32,
     younger: u32,
     /// When the leaf was used last.
@@ -51,7 +51,7 @@ struct Choice {
 #[derive(Debug)]
 pub(super) struct Cohorts {
     ages: Ages,
-    links: Vec<Link>,
+    links: Vec<CohortLink>,
     classes: [VecDeque<Cohort>; CLASSES],
     /// Ends without a cohort.
     free: Vec<usize>,
@@ -65,11 +65,11 @@ impl Cohorts {
     /// The size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
         let cohorts: usize = self.classes.iter().map(VecDeque::capacity).sum();
-        self.links.capacity() * size_of::<Link>() + cohorts * size_of::<Cohort>()
+        self.links.capacity() * size_of::<CohortLink>() + cohorts * size_of::<Cohort>()
     }
 
     pub(super) fn new(ages: Ages) -> Self {
-        let end = |at| Link { older: link(at), younger: link(at), used: Tick::default() };
+        let end = |at| CohortLink { older: link(at), younger: link(at), used: Tick::default() };
         Self {
             ages,
             links: (0..ENDS).map(end).collect(),
@@ -84,11 +84,11 @@ impl Cohorts {
     pub(super) fn insert(&mut self, leaf: NodeId, class: usize, used: Tick, worth: f64, now: Tick) {
         let at = widen(leaf.number()) + ENDS;
         if at >= self.links.len() {
-            self.links.resize(at + 1, Link { older: 0, younger: 0, used });
+            self.links.resize(at + 1, CohortLink { older: 0, younger: 0, used });
         }
         self.links[at].used = used;
         let end = self.cohort(class, used, now);
-        let Link { older, younger, .. } = self.links[end];
+        let CohortLink { older, younger, .. } = self.links[end];
         // A parent that outlived its children can be older than the leaves that are there already.
         if widen(younger) != end && used <= self.links[widen(younger)].used {
             self.join(end, at);
@@ -103,7 +103,7 @@ impl Cohorts {
     }
 
     pub(super) fn remove(&mut self, leaf: NodeId) {
-        let Link { older, younger, .. } = self.links[widen(leaf.number()) + ENDS];
+        let CohortLink { older, younger, .. } = self.links[widen(leaf.number()) + ENDS];
         self.join(widen(older), widen(younger));
     }
 
@@ -223,7 +223,7 @@ impl Cohorts {
 
     /// Appends a whole list to another.
     fn splice(&mut self, from: usize, to: usize) {
-        let Link { older: tail, younger: head, .. } = self.links[from];
+        let CohortLink { older: tail, younger: head, .. } = self.links[from];
         self.join(widen(self.links[to].older), widen(head));
         self.join(widen(tail), to);
         self.join(from, from);

@@ -20,16 +20,16 @@ const LIBRARY: &CStr = c"libcuda.so.1";
 const OLDEST: c_int = 12_000;
 
 /// Maps a type of ours to its type in the header.
-trait Stands {
+trait HeaderType {
     type For;
 }
 
 /// The header type of `T`.
-type Header<T> = <T as Stands>::For;
+type Header<T> = <T as HeaderType>::For;
 
 macro_rules! stands {
     ($($ours:ty => $theirs:ty;)*) => {
-        $(impl Stands for $ours {
+        $(impl HeaderType for $ours {
             type For = $theirs;
         }
         const _: () = assert!(size_of::<$ours>() == size_of::<$theirs>());
@@ -66,11 +66,11 @@ const _: () =
 const _: () =
     assert!(std::mem::offset_of!(Copy2d, width) == std::mem::offset_of!(sys::CUDA_MEMCPY2D, WidthInBytes));
 
-impl<T: Stands> Stands for *mut T {
+impl<T: HeaderType> HeaderType for *mut T {
     type For = *mut Header<T>;
 }
 
-impl<T: Stands> Stands for *const T {
+impl<T: HeaderType> HeaderType for *const T {
     type For = *const Header<T>;
 }
 
