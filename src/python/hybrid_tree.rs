@@ -11,8 +11,8 @@ use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id, IndexVec};
 use crate::cache::NodeHandle;
 use crate::cache::engines::hybrid::{
-    Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NotLocked, PageDigest, Part,
-    Receipt, Skipped, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
+    Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NegativeSize, NotLocked,
+    PageDigest, Part, Receipt, Skipped, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
 };
 
 use super::args;
@@ -483,7 +483,7 @@ impl HybridTree {
     fn adjust_size(&self, node: u64, part: usize, delta: i64) -> PyResult<()> {
         let node = handle_of(node);
         let adjusted = self.lock().adjust(node, part_of(part)?, delta).ok_or_else(|| gone(node))?;
-        adjusted.map_err(|size| Error::config(format!("the size would become {size}")).into())
+        adjusted.map_err(|NegativeSize(size)| Error::config(format!("the size would become {size}")).into())
     }
 
     /// Returns the value of a node, a 1-D int64 tensor; `None` if it has none.

@@ -1,6 +1,6 @@
 //! Finding prefixes.
 
-use super::{BLOCK, HybridTree, Keys, NodeHandle, NodeId, Part, ROOT};
+use super::{BLOCK, HybridTree, Keys, NamespaceId, NodeHandle, NodeId, Part, ROOT};
 use crate::cache::Namespace;
 
 /// A prefix that every part accepts.
@@ -49,7 +49,7 @@ impl HybridTree {
     pub(super) fn step(
         &self,
         node: NodeId,
-        namespace: u32,
+        namespace: NamespaceId,
         keys: &dyn Keys,
         at: usize,
         found: usize,

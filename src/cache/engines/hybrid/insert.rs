@@ -1,6 +1,6 @@
 //! Inserting, in steps: where the engine must act before the tree goes on, a step ends.
 
-use super::{HybridTree, Keys, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun};
+use super::{HybridTree, Keys, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun};
 use crate::base::{EngineSlot, Error, Result};
 use crate::cache::Namespace;
 
@@ -238,7 +238,7 @@ impl HybridTree {
     }
 
     /// A namespace without nodes needs no number.
-    fn forget_unused(&mut self, name: &Namespace, number: u32) {
+    fn forget_unused(&mut self, name: &Namespace, number: NamespaceId) {
         if self.insertion.is_none() && self.names.get(&number).is_some_and(|(_, count)| *count == 0) {
             self.names.remove(&number);
             self.namespaces.remove(name);
@@ -249,7 +249,7 @@ impl HybridTree {
     fn insert_over(
         &mut self,
         walk: &mut Insertion,
-        namespace: u32,
+        namespace: NamespaceId,
         keys: &dyn Keys,
         slots: &dyn SlotSource,
         page: &mut Vec<i64>,
@@ -345,7 +345,7 @@ impl HybridTree {
     fn insert_rest(
         &mut self,
         walk: &mut Insertion,
-        namespace: u32,
+        namespace: NamespaceId,
         keys: &dyn Keys,
         slots: &dyn SlotSource,
     ) -> Result<()> {

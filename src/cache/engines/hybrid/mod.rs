@@ -176,6 +176,15 @@ impl Moment {
     }
 }
 
+/// A namespace that nodes have, by number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct NamespaceId(u32);
+
+impl NamespaceId {
+    /// That of [`Namespace::Unnamed`].
+    const UNNAMED: Self = Self(0);
+}
+
 /// A run of tokens that one prompt after another used as a whole.
 #[derive(Debug)]
 struct Node {
@@ -185,7 +194,7 @@ struct Node {
     children: u32,
     /// Where it is among the children of its parent: those that came earlier have lower numbers.
     place: u64,
-    namespace: u32,
+    namespace: NamespaceId,
     /// A whole number of pages.
     tokens: TokenRun,
     /// Tokens up to its end.
@@ -217,7 +226,7 @@ impl Node {
             fingerprint: 0,
             children: 0,
             place: 0,
-            namespace: 0,
+            namespace: NamespaceId::UNNAMED,
             tokens: TokenRun::default(),
             end: 0,
             reach: 0,
@@ -256,6 +265,10 @@ pub struct Sizes {
     pub locked: usize,
 }
 
+/// A size that would become negative, and what it would become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NegativeSize(pub i64);
+
 /// The tree. See the [module](self).
 ///
 /// ```
@@ -284,8 +297,8 @@ pub struct HybridTree {
     vacant: Vec<NodeId>,
     edges: Edges,
     /// The numbers of namespaces, and how many children of the root have each.
-    namespaces: HashMap<Namespace, u32>,
-    names: HashMap<u32, (Namespace, usize)>,
+    namespaces: HashMap<Namespace, NamespaceId>,
+    names: HashMap<NamespaceId, (Namespace, usize)>,
     next_namespace: u32,
     next_place: u64,
     next_boundary: u64,
@@ -304,9 +317,12 @@ const ROOT: NodeId = NodeId::FIRST;
 
 impl HybridTree {
     /// An empty tree.
+    ///
+    /// # Panics
+    /// For a `page_size` of 0.
     #[must_use]
     pub fn new(config: HybridConfig) -> Self {
-        assert!(config.page_size > 0, "a page has tokens");
+        assert!(config.page_size > 0, "page_size is 0; a page has at least one token");
         let hasher = RandomState::new();
         let mut tree = Self {
             config,
@@ -376,14 +392,16 @@ impl HybridTree {
     }
 
     /// Changes what a part counts on a node, whose values the engine backs with more or less than one row a
-    /// value. `None` if the node is gone; `Some(Err(size))` with what the size would become where that is
-    /// negative, and nothing is changed.
+    /// value. `None` if the node is gone.
+    ///
+    /// # Errors
+    /// [`NegativeSize`] if less than nothing would be counted; nothing is changed.
     pub fn adjust(
         &mut self,
         node: NodeHandle,
         part: Part,
         delta: i64,
-    ) -> Option<std::result::Result<(), i64>> {
+    ) -> Option<std::result::Result<(), NegativeSize>> {
         let id = self.at(node)?;
         let here = self.node(id);
         if id == ROOT || !here.has(part) {
@@ -399,7 +417,7 @@ impl HybridTree {
                 *size = after;
                 Ok(())
             }
-            Err(_) => Err(after),
+            Err(_) => Err(NegativeSize(after)),
         })
     }
 
@@ -450,16 +468,20 @@ impl HybridTree {
     }
 
     /// The number of a namespace, if a node has it.
-    fn namespace(&self, name: &Namespace) -> Option<u32> {
+    fn namespace(&self, name: &Namespace) -> Option<NamespaceId> {
         // The usual one costs no look-up.
-        if *name == Namespace::Unnamed { Some(0) } else { self.namespaces.get(name).copied() }
+        if *name == Namespace::Unnamed {
+            Some(NamespaceId::UNNAMED)
+        } else {
+            self.namespaces.get(name).copied()
+        }
     }
 
-    fn namespace_or_new(&mut self, name: &Namespace) -> u32 {
+    fn namespace_or_new(&mut self, name: &Namespace) -> NamespaceId {
         if let Some(number) = self.namespace(name) {
             return number;
         }
-        let number = self.next_namespace;
+        let number = NamespaceId(self.next_namespace);
         self.next_namespace += 1;
         self.namespaces.insert(name.clone(), number);
         self.names.insert(number, (name.clone(), 0));
@@ -467,14 +489,14 @@ impl HybridTree {
     }
 
     /// The fingerprint of a first page.
-    fn fingerprint(&self, namespace: u32, page: &[i64]) -> u32 {
+    fn fingerprint(&self, namespace: NamespaceId, page: &[i64]) -> u32 {
         let [plus, times, other] = self.secrets;
         let fold = |a: u64, b: u64| {
             let product = u128::from(a) * u128::from(b);
             u64::try_from(product & u128::from(u64::MAX)).expect("64 bits")
                 ^ u64::try_from(product >> 64).expect("64 bits")
         };
-        let mut hash = plus ^ u64::from(namespace);
+        let mut hash = plus ^ u64::from(namespace.0);
         let mut pairs = page.chunks_exact(2);
         for pair in &mut pairs {
             hash = fold(hash ^ pair[0].cast_unsigned(), times ^ pair[1].cast_unsigned());
@@ -488,14 +510,14 @@ impl HybridTree {
     }
 
     /// The fingerprint of the first page of `tokens`.
-    fn fingerprint_of(&self, namespace: u32, tokens: &TokenRun) -> u32 {
+    fn fingerprint_of(&self, namespace: NamespaceId, tokens: &TokenRun) -> u32 {
         let mut page = vec![0; self.config.page_size];
         tokens.read(&mut page);
         self.fingerprint(namespace, &page)
     }
 
     /// The child of `parent` that begins with `page`.
-    fn child(&self, parent: NodeId, namespace: u32, page: &[i64]) -> Option<NodeId> {
+    fn child(&self, parent: NodeId, namespace: NamespaceId, page: &[i64]) -> Option<NodeId> {
         let is_it = |id: &NodeId| {
             let node = self.node(*id);
             // The others are there because of their hash alone.
@@ -628,7 +650,7 @@ impl HybridTree {
     fn add_leaf(
         &mut self,
         parent: NodeId,
-        namespace: u32,
+        namespace: NamespaceId,
         tokens: TokenRun,
         slots: Vec<EngineSlot>,
         priority: i64,
