@@ -1,4 +1,4 @@
-//! A hint to the processor, which changes nothing but time.
+//! A hint to the processor, which affects only speed.
 
 /// Bytes that a processor fetches at once.
 const LINE: usize = 64;

@@ -1,5 +1,5 @@
-//! What came and went, as events that another process can index: a router that sends a prompt to the machine
-//! that has most of it.
+//! Changes of a cache, as events that another process can index, such as a router that sends a prompt to the
+//! machine with most of it.
 //!
 //! Pages are named by their [keys](super::keys).
 

@@ -1,4 +1,4 @@
-//! What a prefix cache keeps: which tokens have pages, who uses them, and what goes first.
+//! The contents of a prefix cache: the tokens that have pages, their users, and the order of eviction.
 //!
 //! [`Tree`] maps tokens to pages. It decides which pages are cached, not which are free: their ownership lies
 //! with [`index`](crate::index), and [`pool`](crate::pool) moves both together. It knows no address, no
@@ -8,14 +8,14 @@
 //! |---|---|
 //! | finding, holding, adding and evicting prefixes | [`Tree`], [`Hold`] |
 //! | the same by nodes, for engines that hold those | [`NodeHandle`], [`Insertion`] |
-//! | what is evicted first | [`Policy`], one small type each |
-//! | token ids of a caller, compared where they lie | [`Tokens`] |
+//! | the order of eviction | [`Policy`], one small type each |
+//! | token ids of a caller, compared in place | [`Tokens`] |
 //! | users whose prefixes stay apart | [`Namespace`] |
-//! | why a prompt is not found | [`Tree::explain`], [`Segment`] |
-//! | what came and went | [`Tree::keep_journal`], [`CacheEvent`] |
+//! | the reasons for a miss | [`Tree::explain`], [`Segment`] |
+//! | changes of a cache | [`Tree::keep_journal`], [`CacheEvent`] |
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
-//! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
-//! | books that an engine keeps in a shape of its own | [`engines`] |
+//! | pages for a tier below, and the contents of that tier | [`Tree::offer`], [`Residency`] |
+//! | bookkeeping by the rules of an engine | [`engines`] |
 
 mod chain;
 pub mod engines;

@@ -1,4 +1,4 @@
-//! What keeps the prefixes of two users apart.
+//! Names that keep the prefixes of two users apart.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What a tier below the device has: which key is in which place, and what goes first.
+//! The contents of a tier below the device: the place of each key, and the order of eviction.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -1,4 +1,4 @@
-//! Which tokens have pages: a radix tree whose edges are runs of whole pages.
+//! The pages of tokens: a radix tree whose edges are runs of whole pages.
 
 mod edges;
 mod evict;

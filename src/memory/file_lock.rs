@@ -1,4 +1,4 @@
-//! A lock on a file, which belongs to this process and ends with it, however it ends.
+//! A lock on a file, which belongs to this process and is released when the process ends, however it ends.
 
 use std::collections::HashSet;
 use std::fs::{self, File, Metadata, OpenOptions};

@@ -1,5 +1,5 @@
-//! Frees whose slots only a device knows, until their values are copied to the host, and those that must stay
-//! behind them.
+//! Frees of slots that only a device knows, until their values are copied to the host, and later frees that
+//! must not complete before them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

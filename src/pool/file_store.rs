@@ -1,4 +1,4 @@
-//! Pages in files: what survives the process.
+//! Pages in files, which survive the process.
 
 mod batch;
 mod layout;

@@ -1,4 +1,4 @@
-//! A store whose calls are answered elsewhere.
+//! A store that queues its calls for other threads, which answer them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

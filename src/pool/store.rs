@@ -1,4 +1,4 @@
-//! What lies below host memory: pieces by key, in files or on other machines.
+//! Storage below host memory: pieces by key, in files or on other machines.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex};

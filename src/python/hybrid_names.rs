@@ -1,4 +1,4 @@
-//! Namespaces of `kvpool.HybridTree`: those of `PrefixCache`, and tuples.
+//! Namespaces of `HybridTree`: those of `PrefixCache`, and tuples.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyTuple};

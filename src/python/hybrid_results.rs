@@ -1,4 +1,4 @@
-//! What `kvpool.HybridTree` returns.
+//! The results of `HybridTree`.
 
 use std::sync::Arc;
 

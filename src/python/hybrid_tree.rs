@@ -1,4 +1,4 @@
-//! `kvpool.HybridTree`.
+//! `HybridTree`, for the adapter of SGLang's prefix cache.
 
 use std::sync::{Mutex, MutexGuard};
 

@@ -1,4 +1,4 @@
-//! What an engine offloads by keys of its own: `OffloadTable`, `OffloadRequest` and `OffloadOrder`.
+//! Chunks that an engine offloads by keys of its own: `OffloadTable`, `OffloadRequest` and `OffloadOrder`.
 
 use std::sync::{Mutex, MutexGuard};
 

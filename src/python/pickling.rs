@@ -1,4 +1,4 @@
-//! Why objects of this module can be neither pickled nor copied.
+//! The error of pickling or copying an object of this module.
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;

@@ -1,4 +1,4 @@
-//! Token ids of a caller, compared where they lie.
+//! Token ids of a caller, compared in place.
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;

@@ -1,4 +1,4 @@
-//! What a store needs of a file system.
+//! The operations of a file system that a store needs.
 
 use std::fmt::Debug;
 use std::io::{Error, ErrorKind, Result};

@@ -1,4 +1,4 @@
-//! A thread beside the callers of a pool.
+//! A background thread of a pool.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;

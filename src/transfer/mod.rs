@@ -2,12 +2,12 @@
 //!
 //! | for | use |
 //! |---|---|
-//! | copies beside their callers, one after the other | [`Lane`] |
+//! | copies in the background, one after the other | [`Lane`] |
 //! | waiting for them, step by step | [`Transfer`] |
-//! | work beside callers that is no copy | [`JobThread`] |
-//! | what a store needs of a file system | [`Disk`], and [`Folder`] on this machine |
+//! | other work in the background | [`JobThread`] |
+//! | the file system of a store | [`Disk`], and [`Folder`] on this machine |
 //!
-//! Nothing here knows what the bytes mean, or which of them are whose.
+//! Nothing here knows what the bytes mean, or who owns them.
 
 mod disk;
 mod folder;

@@ -1,13 +1,12 @@
-//! What engines keep by books of their own shape, and decide themselves: when a block is taken, which node is
-//! evicted, what is offloaded. The types here keep those books and move no page.
+//! Bookkeeping for engines that decide by themselves when a block is taken, which node is evicted and what is
+//! offloaded. The types here move no page.
 //!
-//! They share small parts with the prefix cache of this crate, [`Tree`](super::Tree), but it uses none of
-//! them.
+//! They share small parts with the prefix cache of this crate, [`Tree`](super::Tree), which uses none of them.
 //!
 //! | for | use | engine |
 //! |---|---|---|
-//! | blocks: who uses them, in which order free ones go, and which has which hash | [`BlockTable`], [`EvictionQueue`], [`BlockMap`] | vLLM |
-//! | chunks that are offloaded by keys of the engine, which drives the transfers | [`OffloadTable`], [`OffloadOrder`] | vLLM |
+//! | blocks: their users, the order of free ones, their hashes | [`BlockTable`], [`EvictionQueue`], [`BlockMap`] | vLLM |
+//! | offloaded chunks by keys of the engine, which controls the transfers | [`OffloadTable`], [`OffloadOrder`] | vLLM |
 //! | nodes with values of several kinds of attention | [`hybrid`] | SGLang |
 
 mod block_map;

@@ -1,5 +1,5 @@
-//! The order in which an engine's offloaded chunks go: those of the request used longest ago first, and of a
-//! request the end before its beginning.
+//! The order in which an engine's offloaded chunks are evicted: those of the request used longest ago first,
+//! and of a request the end before the beginning.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};

@@ -1,4 +1,4 @@
-//! What an engine has offloaded to host memory: which chunk is in which place, and what transfers use.
+//! The chunks that an engine has offloaded to host memory: their places, and those that transfers use.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;

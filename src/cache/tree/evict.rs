@@ -1,4 +1,4 @@
-//! Giving up prefixes: by the policy, by name, and with the last lease of what is detached.
+//! Giving up prefixes: by the policy, by namespace, and detached ones with their last lease.
 
 use std::collections::{BTreeSet, VecDeque};
 

@@ -1,4 +1,4 @@
-//! Why a prompt is not found: what is cached of it, and what became of the rest.
+//! Reasons for misses: the part of a prompt that is cached, and why the rest is not.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;

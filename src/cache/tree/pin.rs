@@ -1,4 +1,4 @@
-//! Retention: prefixes that go last, or not before their time.
+//! Retention: prefixes that are evicted last, or not before a given time.
 
 use super::evict::Evicted;
 use super::{Hold, Kind, NodeId, Tree};

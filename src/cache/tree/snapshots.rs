@@ -1,4 +1,4 @@
-//! Snapshots of states at the ends of nodes, and which of them goes next.
+//! Snapshots of states at the ends of nodes, and the order in which they are given up.
 
 use std::collections::{BTreeSet, HashMap};
 

@@ -1,6 +1,6 @@
 //! The bytes of a store's files: a header, and an entry for each slot.
 //!
-//! Whatever is read is believed only as far as its checksum goes.
+//! Nothing that is read is used unless its checksum is right.
 
 use crate::base::{Error, Id, Result, id, widen};
 use crate::cache::{Digest, PageHash};

@@ -1,4 +1,4 @@
-//! What a store finds in its files when it is opened, and how they become those of its capacity.
+//! Opening a store: reading its files, and fitting them to its capacity.
 
 use std::collections::HashSet;
 use std::io;

@@ -1,4 +1,4 @@
-//! Which page is in which slot, and which goes first: no bytes, no files.
+//! The slot of each page, and the order of eviction. Knows no bytes and no files.
 
 use std::collections::{HashMap, VecDeque};
 

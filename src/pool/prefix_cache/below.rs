@@ -1,4 +1,5 @@
-//! The tier below a cache: what is on its way there, and what of the device must stay as it is meanwhile.
+//! The tier below a cache: copies on their way there, and the pages of the device that must not change
+//! meanwhile.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;

@@ -1,4 +1,4 @@
-//! What is done before slots are taken, and where there are not enough of them.
+//! The steps before slots are taken, and the steps when there are not enough.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};

@@ -1,4 +1,4 @@
-//! Locks: what must stay while requests use it.
+//! Locks of nodes that requests use.
 
 use super::evict::Frees;
 use super::{HybridTree, NodeHandle, NodeId, Part, ROOT};

@@ -1,4 +1,4 @@
-//! Which leaf goes first.
+//! The order in which leaves are evicted.
 
 use std::collections::BTreeSet;
 

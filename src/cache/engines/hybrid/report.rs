@@ -1,4 +1,4 @@
-//! Looking at the tree, and changing single values.
+//! Reports of the tree, and changes of single values.
 
 use std::collections::{HashMap, HashSet};
 

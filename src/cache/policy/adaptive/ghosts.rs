@@ -1,4 +1,4 @@
-//! What is remembered of evicted blocks.
+//! A record of evicted blocks.
 //!
 //! A table of sets of 8 entries; a new entry takes the place of the oldest in its set. An entry is one word:
 //! 32 bits of the key, when the block was used last, and how often.

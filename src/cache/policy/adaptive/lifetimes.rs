@@ -1,4 +1,4 @@
-//! How long blocks of a class live between two uses, and what follows for their worth.
+//! The times between two uses of blocks of a class, and the worth that follows from them.
 //!
 //! Counts fade with time, so that what is learned follows what happens.
 //!

@@ -1,4 +1,4 @@
-//! What eviction by recency would have found.
+//! The tokens that eviction by recency would have found.
 //!
 //! Such a cache holds exactly the tokens used most recently, up to the capacity. So it is enough to know how
 //! many tokens were used last at which time, and from which time on they fill the capacity.
