@@ -2,42 +2,46 @@
 
 mod backing;
 mod below;
+
 mod fetch;
 mod lease;
+mod lease_state;
 mod load;
 mod lock;
+mod pages;
 mod pins;
+mod publish;
 mod request;
+mod shared;
+mod taken_slot;
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::base::sync::explored::{Mutex, MutexGuard, lock};
-use crate::base::{Device, Error, Id, IndexVec, Page, Result, Slot, StateSlot};
+use crate::base::sync::explored::{Mutex, lock};
+use crate::base::{Device, Error, Id, Result, Slot};
 use crate::cache::{
-    AGE_BUCKETS, Above, CacheEvent, Cause, Continues, Digest, Evicted, Hold, KeyTokens, Lower, Namespace,
-    OfferedPages, Offering, PolicyKind, Pressure, Segment, Tokens, Tree, TreeStats,
+    AGE_BUCKETS, CacheEvent, Cause, Continues, Digest, KeyTokens, Lower, Namespace, PolicyKind, Pressure,
+    Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
 
 use super::contract::{Pool, Stats};
-use super::fences::Fence;
-use super::host_tier::{HeldPieces, Incoming};
-use super::token_to_kv_pool_allocator::Changing;
-use super::{GdnPool, HostTier, Obtainable, Reclaim, Store, TokenToKvPoolAllocator};
-use crate::transfer::Transfer;
+use super::{GdnPool, HostTier, Reclaim, Store, TokenToKvPoolAllocator};
 use backing::CacheRef;
-use below::{Below, ReleaseOnDrop, Released, free_states};
+use below::Below;
 use fetch::{Clears, FetchRequest};
-use load::{Loadable, Tail};
+use load::Loadable;
+use shared::{CacheCore, CacheState, Open};
 
 pub use fetch::Fetch;
-pub use lease::{Lease, Publication, Published};
+pub use lease::Lease;
 pub use load::Load;
 pub(super) use lock::Parked;
 use pins::Pins;
+pub use publish::{Publication, Published};
 pub(super) use request::{LeaseKeeper, LeasedRequest, LeasingRequest};
 
 /// Settings of a [`PrefixCache`].
@@ -141,37 +145,6 @@ pub struct PrefixCache {
     allocator: Arc<TokenToKvPoolAllocator>,
     /// Those of threads that work for its store.
     cache_ref: Option<Arc<CacheRef>>,
-}
-
-/// What a cache and its leases share.
-struct CacheCore {
-    /// Not an owner: the allocator may own this, by a lock of a prefix that waits there for a fence.
-    allocator: Weak<TokenToKvPoolAllocator>,
-    states: Option<Arc<GdnPool>>,
-    config: PrefixCacheConfig,
-    /// The owner of cached pages in the ledger.
-    owner: Owner,
-    // Lock order: a lease first, this one next, the allocator last.
-    state: Mutex<CacheState>,
-}
-
-/// What a cache keeps.
-struct CacheState {
-    tree: Tree,
-    counts: PrefixCounts,
-    pins: Pins,
-    ages: [u64; AGE_BUCKETS],
-    /// How often the allocator had been cleared.
-    clears: u64,
-    below: Option<Below>,
-    /// Pages from the tier below, on their way or there twice, which the tree does not have.
-    coming: usize,
-}
-
-/// A cache during a call. Make it before any lock.
-struct Open<'a> {
-    shared: &'a CacheCore,
-    slots: Changing<'a>,
 }
 
 impl PrefixCache {
@@ -483,241 +456,6 @@ impl PrefixCache {
     }
 }
 
-impl CacheState {
-    /// Waits for what is copied down. No other call is there any more that could wait for the lock.
-    fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
-        if let Self { below: Some(below), tree, clears, .. } = self {
-            below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().clears() == *clears));
-        }
-    }
-
-    /// The visits of threads, if there is a store.
-    fn cache_ref(&self) -> Option<Arc<CacheRef>> {
-        let backing = self.below.as_ref()?.backing.as_ref()?;
-        Some(Arc::clone(backing.cache_ref()))
-    }
-
-    /// Prefixes that may be on their way from the tier below. Drop them without locks.
-    fn tails(&self) -> Vec<Arc<Tail>> {
-        self.below.as_ref().map_or(Vec::new(), Below::tails)
-    }
-
-    fn stats(&self) -> TreeStats {
-        let tree = self.tree.stats();
-        let coming = self.coming * self.tree.page_size();
-        TreeStats {
-            cached: tree.cached + coming,
-            locked: tree.locked + coming,
-            bytes: tree.bytes + self.pins.bytes(),
-            ..tree
-        }
-    }
-}
-
-impl CacheCore {
-    /// A call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
-    const fn open<'a>(&'a self, allocator: &'a TokenToKvPoolAllocator, stream: Stream) -> Open<'a> {
-        Open { shared: self, slots: allocator.changing(stream) }
-    }
-
-    /// Changes the number of pages that are on their way, unless the allocator was cleared since it had been
-    /// `clears` times.
-    fn note_coming(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
-        let mut cache = lock(&self.state);
-        if cache.clears == clears {
-            cache.coming = change(cache.coming);
-        }
-    }
-
-    /// Makes places in the tier below for pages from a store, and takes note of what went for them.
-    fn expect_below(&self, expect: impl FnOnce() -> Option<Incoming>) -> Option<Incoming> {
-        let mut cache = lock(&self.state);
-        let mut incoming = expect()?;
-        cache.tree.note_dropped_below(std::mem::take(&mut incoming.gone));
-        Some(incoming)
-    }
-
-    /// Takes note of pages that came to the tier below from a store.
-    fn note_below(&self, arrived: &[OfferedPages]) {
-        let mut cache = lock(&self.state);
-        if let CacheState { below: Some(below), tree, .. } = &mut *cache {
-            below.note_arrived(tree, arrived);
-        }
-    }
-
-    /// Returns snapshots to their pool.
-    fn free_states(&self, slots: &[StateSlot]) {
-        if let Some(states) = &self.states {
-            free_states(states, slots);
-        }
-    }
-}
-
-impl Open<'_> {
-    /// Locks what is kept, which is nothing if the allocator was cleared since. Ends pins whose time is over.
-    fn current(&self) -> MutexGuard<'_, CacheState> {
-        let mut cache = lock(&self.shared.state);
-        let allocator = self.slots.allocator();
-        // In this order: copies that were over before a clear are of what was published.
-        let over = cache.below.as_ref().map_or(0, Below::over);
-        let clears = allocator.lock().clears();
-        if cache.clears != clears {
-            (cache.clears, cache.coming) = (clears, 0);
-            cache.pins = Pins::default();
-            // Its pages are free already.
-            let gone = Evicted { pages: Vec::new(), ..cache.tree.take_all() };
-            cache.below.iter_mut().for_each(Below::clear);
-            let continues = continues(self.shared.states.as_ref());
-            let mut tree = new_tree(&self.shared.config, allocator, continues, cache.below.as_ref());
-            tree.keep_journal_of(&mut cache.tree);
-            cache.tree = tree;
-            self.give_back(&cache, gone);
-        }
-        if over > 0
-            && let CacheState { below: Some(below), tree, .. } = &mut *cache
-        {
-            below.settle(over, tree);
-        }
-        if !cache.pins.is_empty() {
-            self.end_pins(&mut cache);
-        }
-        cache
-    }
-
-    /// Ends a hold that was made when the allocator had been cleared `clears` times.
-    fn release(&self, hold: Hold, clears: u64) {
-        let mut cache = self.current();
-        if cache.clears == clears {
-            let gone = cache.tree.release(hold);
-            self.give_back(&cache, gone);
-        }
-    }
-
-    /// Copies down what is offered.
-    fn send_down(&self, cache: &mut CacheState) {
-        if let CacheState { below: Some(below), tree, .. } = cache {
-            below.send(tree, self.slots.stream());
-        }
-    }
-
-    #[cold]
-    fn end_pins(&self, cache: &mut CacheState) {
-        let now = Instant::now();
-        while let Some(pinned) = cache.pins.take_over(now) {
-            let gone = cache.tree.unpin(pinned);
-            self.give_back(cache, gone);
-        }
-    }
-
-    fn evict(&self, tokens: usize, pressure: Pressure) -> usize {
-        let mut cache = self.current();
-        let page_size = cache.tree.page_size();
-        let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
-        // A page that has another owner frees nothing.
-        while freed < wanted {
-            let gone = cache.tree.evict(wanted - freed, Cause::now(pressure));
-            if gone.pages.is_empty() {
-                break;
-            }
-            self.send_down(&mut cache);
-            if let Some(below) = &cache.below {
-                below.tier.set_above(gone.keys.iter(), Above::Absent);
-            }
-            cache.counts.evicted += gone.pages.len() * page_size;
-            for (total, pages) in cache.ages.iter_mut().zip(gone.ages) {
-                *total += pages * page_size as u64;
-            }
-            freed += self.give_back(&cache, gone);
-        }
-        freed * page_size
-    }
-
-    /// Returns pages and snapshots to their pools, those that are being copied behind their copies, and tells
-    /// how many pages are free then. The lock on what is kept is held, so that no call finds pages that it is
-    /// about to lose.
-    fn give_back(&self, cache: &CacheState, gone: Evicted) -> usize {
-        let Evicted { pages, states, .. } = gone;
-        let Some(below) = &cache.below else { return self.give(cache.clears, &Released { pages, states }) };
-        let (idle, busy) = below.divide(pages, states);
-        let freed = self.give(cache.clears, &idle);
-        freed + busy.map_or(0, |(busy, copy)| self.give_back_behind(cache.clears, busy, &copy, None))
-    }
-
-    /// Returns pages and snapshots to their pools at once, and tells how many pages became free.
-    fn give(&self, clears: u64, given: &Released) -> usize {
-        let mut freed = 0;
-        if !given.pages.is_empty() {
-            // A cleared allocator has its pages already.
-            let _ = self.slots.change(clears, |slots| {
-                let before = slots.slots().available();
-                slots.slots_mut().release_cached(&given.pages, None, &self.shared.owner);
-                freed = (slots.slots().available() - before) / slots.slots().page_size();
-                Ok(())
-            });
-        }
-        self.shared.free_states(&given.states);
-        freed
-    }
-
-    /// Returns pages and snapshots to their pools when a copy is over, which needs the `pieces`. Returns the
-    /// number of pages.
-    fn give_back_behind(
-        &self,
-        clears: u64,
-        given: Released,
-        copy: &Arc<Transfer>,
-        pieces: Option<HeldPieces>,
-    ) -> usize {
-        if copy.is_over().unwrap_or(false) {
-            return self.give(clears, &given);
-        }
-        let Released { pages, states: slots } = given;
-        let fence: Arc<dyn Fence> = Arc::clone(copy) as _;
-        let parting = ReleaseOnDrop { states: self.shared.states.clone(), slots, _pieces: pieces };
-        // A cleared allocator has its pages already.
-        let _ = self.slots.change(clears, |slots| {
-            slots.behind(Some(fence), |slots, id| {
-                slots.slots_mut().release_cached(&pages, id, &self.shared.owner);
-                if let Some(id) = id {
-                    slots.fences_mut().keep(id, Arc::new(parting));
-                }
-                Ok(())
-            })
-        });
-        pages.len()
-    }
-}
-
-impl Reclaim for CacheCore {
-    fn obtainable(&self, stream: Stream) -> Obtainable {
-        let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
-        let open = self.open(&allocator, stream);
-        let cache = open.current();
-        let evictable = cache.tree.evictable();
-        // Those that are being copied, or have to be, are free when the copy is over.
-        let behind_fences = match &cache.below {
-            None => 0,
-            Some(below) if below.tier.config().write == Offering::Evicted => evictable,
-            Some(below) => evictable.min(below.busy_pages() * cache.tree.page_size()),
-        };
-        Obtainable { at_once: evictable - behind_fences, behind_fences }
-    }
-
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
-        // It calls this, and so it is.
-        let Some(allocator) = self.allocator.upgrade() else { return Ok(0) };
-        Ok(self.open(&allocator, stream).evict(slots, Pressure::Alloc))
-    }
-
-    fn locked(&self) -> Vec<Page> {
-        let cache = lock(&self.state);
-        let (mut pages, tails) = (cache.tree.locked_pages(), cache.tails());
-        drop(cache);
-        pages.extend(tails.iter().flat_map(|tail| tail.coming()));
-        pages
-    }
-}
-
 impl Pool for PrefixCache {
     fn unit(&self) -> &'static str {
         Slot::NOUN
@@ -760,22 +498,6 @@ impl Pool for PrefixCache {
 impl Drop for PrefixCache {
     fn drop(&mut self) {
         self.cache_ref.iter().for_each(|cache_ref| cache_ref.end());
-    }
-}
-
-impl Drop for CacheCore {
-    fn drop(&mut self) {
-        let Some(allocator) = self.allocator.upgrade() else {
-            let mut cache = lock(&self.state);
-            cache.finish_writes(None);
-            let gone = cache.tree.take_all();
-            return self.free_states(&gone.states);
-        };
-        let open = self.open(&allocator, Stream::DEFAULT);
-        let mut cache = open.current();
-        cache.finish_writes(Some(&allocator));
-        let gone = cache.tree.take_all();
-        open.give_back(&cache, gone);
     }
 }
 
@@ -833,57 +555,4 @@ fn new_tree(
         tree.offer(below.tier.config().write, below.digest);
     }
     tree
-}
-
-/// What becomes of a partial page at the end of what is published.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Rest {
-    /// It stays the caller's.
-    Kept,
-    Freed,
-}
-
-/// The pages of slots that fill pages in order: the partial one at the end only if it is freed.
-///
-/// # Errors
-/// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is
-/// elsewhere.
-fn pages_of(slots: &IndexVec, page_size: usize, rest: Rest) -> Result<Vec<Page>> {
-    let kept = if rest == Rest::Kept { slots.len() % page_size } else { 0 };
-    match slots {
-        IndexVec::I32(slots) => pages_of_values(&slots[..slots.len() - kept], page_size),
-        IndexVec::I64(slots) => pages_of_values(&slots[..slots.len() - kept], page_size),
-    }
-}
-
-fn pages_of_values<T: Copy + Into<i64>>(slots: &[T], page_size: usize) -> Result<Vec<Page>> {
-    let mut pages = crate::base::reserve(slots.len().div_ceil(page_size))?;
-    let size = i64::try_from(page_size).expect("a page fits int32");
-    for (number, slots) in slots.chunks(page_size).enumerate() {
-        let first: i64 = slots[0].into();
-        // A division of a page costs more than all else here.
-        let (page, offset) = if page_size == 1 { (first, 0) } else { (first / size, first % size) };
-        // Without a branch for each slot.
-        let is_run =
-            slots.iter().zip(first..).fold(true, |is_run, (&slot, next)| is_run & (slot.into() == next));
-        match u32::try_from(page) {
-            Ok(page) if offset == 0 && is_run => pages.push(Page::new(page)),
-            _ => {
-                let wrong = slots.iter().zip(first..).position(|(&slot, next)| slot.into() != next);
-                let at = if offset == 0 && first >= 0 { wrong.unwrap_or(0) } else { 0 };
-                return Err(out_of_page(slots[at].into(), number * page_size + at, page_size));
-            }
-        }
-    }
-    Ok(pages)
-}
-
-#[cold]
-fn out_of_page(slot: i64, position: usize, page_size: usize) -> Error {
-    let offset = position % page_size;
-    Error::new(
-        crate::base::ErrorKind::IndexOwnership,
-        format!("slot {slot} at position {position} is not number {offset} of a page of {page_size}"),
-    )
-    .at_index(slot)
 }

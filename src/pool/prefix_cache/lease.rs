@@ -1,26 +1,23 @@
 //! Leases: a request's hold on a prefix.
 
-use std::borrow::Cow;
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::sync::explored::{Mutex, lock};
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, StateSlot, reserve, widen};
-use crate::cache::{Hold, Namespace, Tokens, Tree};
+use crate::base::{Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, reserve, widen};
+use crate::cache::{Hold, Namespace, Tree};
 use crate::index::{PageList, put_slots_of};
 use crate::memory::Stream;
+use crate::pool::TokenToKvPoolAllocator;
 use crate::pool::gdn_pool::Source;
 use crate::pool::slot_tensors::SlotTensors;
-use crate::pool::{GdnPool, TokenToKvPoolAllocator};
 use crate::tensor::TensorView;
-use crate::transfer::Transfer;
 
-use super::below::free_states;
+use super::lease_state::{Holder, LeaseState};
 use super::load::{Loadable, Loading};
 use super::lock::PrefixLock;
-use super::request::{LeaseKeeper, LeasedRequest, LeasingRequest};
-use super::{CacheCore, CacheState, Open, Rest, pages_of};
+use super::request::LeasingRequest;
+use super::shared::{CacheCore, CacheState, Open};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
@@ -33,49 +30,6 @@ pub struct Lease {
     /// `None` once it is released.
     held: Mutex<Option<LeaseState>>,
     pub(super) allocator: Arc<TokenToKvPoolAllocator>,
-}
-
-/// What a lease holds.
-pub(super) struct LeaseState {
-    pub(super) hold: Hold,
-    holder: Holder,
-    /// What the tier below could add.
-    pub(super) rest: Loadable,
-    /// What comes from there, behind the hold until it has arrived.
-    pub(super) loading: Option<Loading>,
-}
-
-/// Who keeps a lease.
-enum Holder {
-    /// Its user alone.
-    User,
-    /// Its user, and a request to its end.
-    Both(LeasingRequest),
-    /// A request alone: the user has released it.
-    Request(LeasingRequest),
-}
-
-/// What a request has computed since the end of its lease.
-#[derive(Clone, Copy, Debug)]
-pub struct Publication<'a> {
-    /// Tokens from the end of the lease on.
-    pub tokens: &'a dyn Tokens,
-    /// Their slots. A planner knows those of its requests.
-    pub slots: Option<&'a IndexVec>,
-    /// The working slot whose state is that of the last whole page's end.
-    pub state: Option<i64>,
-}
-
-/// The result of a publication.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Published {
-    /// Tokens of the lease now.
-    pub length: usize,
-    /// Tokens that others had published in between: the cache has other slots for them, and those offered
-    /// were freed.
-    pub duplicates: usize,
-    /// The cache's pages from the former end of the lease on.
-    pub pages: Vec<Page>,
 }
 
 impl Lease {
@@ -267,174 +221,6 @@ impl Lease {
         states.set_state(row, source, stream)
     }
 
-    /// Offers what the request has computed. Whole pages become the cache's, and the lease grows over them; a
-    /// partial page at the end stays the caller's. The caller's slots of pages that others have published in
-    /// between are freed.
-    ///
-    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it.
-    /// It is copied first, without locks.
-    ///
-    /// # Errors
-    /// See [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as
-    /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
-    /// cached already, or do not fill pages in order; see [`GdnPool::copy_states`]. Nothing is changed,
-    /// except that another snapshot may have been given up for the state.
-    pub fn publish(&self, publication: &Publication<'_>, stream: Stream) -> Result<Published> {
-        let tokens = publication.tokens.count();
-        let pages = publication.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
-        // Dropped without locks: it may be the last owner.
-        let mut planner = None;
-        let Some(row) = publication.state else {
-            return self.with(stream, |open, cache, held| {
-                planner = held.holder.planner()?;
-                self.publish_pages(open, (cache, held), publication.tokens, pages, planner.as_deref())
-            });
-        };
-        // As they are now: others may run while the state is copied.
-        let tokens = publication.tokens.to_vec(0..tokens)?;
-        let snapshot = self.take_snapshot(&tokens, row, stream)?;
-        self.with(stream, |open, cache, held| {
-            planner = held.holder.planner()?;
-            let tokens = &tokens.as_slice();
-            let published = self.publish_pages(open, (cache, held), tokens, pages, planner.as_deref())?;
-            // Others may have been as fast.
-            if let Some(snapshot) = snapshot
-                && cache.tree.snapshot(&held.hold).is_none()
-            {
-                cache.tree.set_snapshot(&mut held.hold, snapshot.keep());
-                open.send_down(cache);
-            }
-            Ok(published)
-        })
-    }
-
-    /// A copy of the state of `row`, for the end of the whole pages of `tokens` behind the lease. `None` if
-    /// there is one already, or no track slot for it.
-    fn take_snapshot(&self, tokens: &[i32], row: i64, stream: Stream) -> Result<Option<TakenSlot<'_>>> {
-        let Some(states) = &self.shared.states else {
-            return Err(Error::config("a state was published to a prefix cache without states"));
-        };
-        states.check_slot(row)?;
-        let taken = self.with(stream, |_, cache, held| {
-            held.expect_arrived()?;
-            let found = cache.tree.find(&held.hold, &tokens)?;
-            if !cache.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &cache.tree)) {
-                return Ok(None);
-            }
-            Ok(TakenSlot::new(states, cache, &mut held.hold))
-        })?;
-        if let Some(taken) = &taken {
-            taken.make_ready(stream)?;
-            states.set_state(taken.slot().into(), Source::Slot(row), stream)?;
-        }
-        Ok(taken)
-    }
-
-    /// Publishes what the request has computed, frees the partial page at the end, and ends the lease: the
-    /// end of a request without a planner.
-    ///
-    /// # Errors
-    /// See [`Self::publish`], also for the slots of the partial page; also [`ErrorKind::Config`] for the
-    /// lease of a request that a planner has. Nothing is changed.
-    pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
-        let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
-        let published = self.with(stream, |open, cache, held| {
-            if let Some(request) = held.request() {
-                let row = request.row();
-                let text = format!("the lease is that of request row {row}; the planner finishes it");
-                return Err(Error::config(text));
-            }
-            self.publish_pages(open, (cache, held), tokens, Some(pages), None)
-        })?;
-        self.release(stream);
-        Ok(published)
-    }
-
-    /// The pages of the slots that are offered for so many tokens.
-    fn pages_for(&self, tokens: usize, slots: &IndexVec, rest: Rest) -> Result<Vec<Page>> {
-        if tokens != slots.len() {
-            return Err(Error::config(format!(
-                "{tokens} tokens and {} slots were published; the numbers must be equal",
-                slots.len()
-            )));
-        }
-        pages_of(slots, self.allocator.page_size(), rest)
-    }
-
-    /// Publishes whole pages, and frees the one behind them, if there is one; `planner` is that of the
-    /// request.
-    fn publish_pages(
-        &self,
-        open: &Open<'_>,
-        (cache, held): (&mut CacheState, &mut LeaseState),
-        tokens: &dyn Tokens,
-        pages: Option<Vec<Page>>,
-        planner: Option<&dyn LeaseKeeper>,
-    ) -> Result<Published> {
-        held.expect_arrived()?;
-        let (begin, page_size) = (held.hold.len(), cache.tree.page_size());
-        let whole = in_whole_pages(tokens.count(), &cache.tree);
-        let found = cache.tree.find(&held.hold, tokens)?;
-        let cached = cache.tree.found_pages(&found);
-        let fresh = tokens.to_vec(found.len()..whole)?;
-        tokens.check(whole..tokens.count())?;
-        let published = open.slots.change(self.clears, |slots| {
-            let mut request = planner.map(|planner| self.request_of(planner, held)).transpose()?;
-            let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
-            let rest = pages.split_off((whole / page_size).min(pages.len()));
-            let duplicates = self.hand_over(&mut pages, &rest, &cached, slots)?;
-            if let Some(request) = &mut request {
-                request.note_published(begin / page_size, &pages);
-            }
-            Ok((pages, duplicates * page_size))
-        })?;
-        let (pages, duplicates) = published.ok_or_else(cleared)?;
-        let new = &pages[found.len() / page_size..];
-        cache.counts.published += fresh.len();
-        cache.tree.publish(&mut held.hold, found, fresh, new);
-        if let Some(below) = &mut cache.below {
-            below.note_publisher(open.slots.stream());
-        }
-        open.send_down(cache);
-        held.rest = Loadable::default();
-        cache.counts.duplicates += duplicates;
-        Ok(Published { length: held.hold.len(), duplicates, pages })
-    }
-
-    /// The request that keeps this lease, locked.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] when its planner does not have it any more.
-    fn request_of<'a>(
-        &self,
-        planner: &'a dyn LeaseKeeper,
-        held: &LeaseState,
-    ) -> Result<Box<dyn LeasedRequest + 'a>> {
-        let request = held.holder.request().and_then(|request| planner.leased_request(request.row(), self));
-        request.ok_or_else(|| Error::config("the lease is of a request that its planner does not have"))
-    }
-
-    /// Makes whole pages the cache's, and frees `rest`. Where the cache has other pages for the same tokens,
-    /// `cached`, they take the place of the first of `pages`, which are freed. Returns how many were.
-    ///
-    /// # Errors
-    /// See [`SlotAllocator::cache`](crate::index::SlotAllocator::cache); nothing is changed.
-    fn hand_over(
-        &self,
-        pages: &mut [Page],
-        rest: &[Page],
-        cached: &[Page],
-        slots: &mut SlotTensors,
-    ) -> Result<usize> {
-        let (offered, new) = pages.split_at_mut(cached.len());
-        let freed =
-            if rest.is_empty() { Cow::Borrowed(&*offered) } else { Cow::Owned([&*offered, rest].concat()) };
-        slots.slots_mut().cache(new, &freed, &self.shared.owner)?;
-        let duplicates = offered.iter().zip(cached).filter(|(offered, cached)| offered != cached).count();
-        offered.copy_from_slice(cached);
-        Ok(duplicates)
-    }
-
     /// The row of its request, if a planner has that.
     #[must_use]
     pub fn row(&self) -> Option<RequestRow> {
@@ -545,120 +331,6 @@ impl Lease {
     }
 }
 
-impl LeaseState {
-    /// Tokens of the prefix.
-    pub(super) fn len(&self) -> usize {
-        self.hold.len() + self.coming().map_or(0, |loading| loading.len)
-    }
-
-    /// What is on its way.
-    fn coming(&self) -> Option<&Loading> {
-        self.loading.as_ref().filter(|loading| !loading.has_arrived)
-    }
-
-    /// The pages of the prefix that are on their way.
-    fn coming_pages(&self) -> &[Page] {
-        self.coming().map_or(&[], |loading| loading.tail.pages(loading.len))
-    }
-
-    /// The snapshot at the end of the prefix.
-    fn state(&self, tree: &Tree) -> Option<StateSlot> {
-        match self.coming() {
-            Some(loading) => loading.tail.state(loading.len),
-            None => tree.snapshot(&self.hold),
-        }
-    }
-
-    /// A share of what is on its way, or has come, for the first `len` tokens.
-    fn share_of(&self, len: usize) -> Option<Loading> {
-        let loading = self.loading.as_ref()?;
-        if loading.has_arrived {
-            return Some(loading.share(loading.len));
-        }
-        let coming = len.checked_sub(self.hold.len()).filter(|&coming| coming > 0)?;
-        Some(loading.share(coming.min(loading.len)))
-    }
-
-    /// Checks that nothing is on its way.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] with its tokens.
-    pub(super) fn expect_arrived(&self) -> Result<()> {
-        self.coming().map_or(Ok(()), |loading| {
-            Err(Error::config(format!(
-                "{} tokens of the lease are on their way; wait for their last layer first",
-                loading.len
-            )))
-        })
-    }
-
-    /// Moves the hold to the end of what has arrived, in the order of `stream`, or gives up what never will.
-    /// Returns what is to be dropped without locks.
-    fn settle(&mut self, open: &Open<'_>, cache: &mut CacheState, stream: Stream) -> Result<Option<Loading>> {
-        let has_request = self.request().is_some();
-        let Self { hold, loading, .. } = self;
-        let Some(coming) = loading.as_mut().filter(|loading| !loading.has_arrived) else { return Ok(None) };
-        // Asked first: what ends in between has not ended early.
-        let may_give_up = !has_request && coming.tail.transfer().is_over()?;
-        if coming.tail.transfer().is_complete_on(stream)? {
-            if let Some(before) = coming.settle(cache, hold)? {
-                let gone = cache.tree.release(before);
-                open.give_back(cache, gone);
-            }
-            open.send_down(cache);
-        } else if may_give_up {
-            return Ok(self.give_up_loading(open, cache));
-        }
-        Ok(None)
-    }
-
-    /// Lets the lease end where it did before what is on its way, which is returned, to be dropped without
-    /// locks.
-    pub(super) fn give_up_loading(&mut self, open: &Open<'_>, cache: &mut CacheState) -> Option<Loading> {
-        let mut given_up = self.loading.take_if(|loading| !loading.has_arrived)?;
-        if let Some(before) = given_up.before.take() {
-            let gone = cache.tree.release(std::mem::replace(&mut self.hold, before));
-            open.give_back(cache, gone);
-        }
-        Some(given_up)
-    }
-
-    /// The request whose prefix it is, unless its planner is gone.
-    pub(super) fn request(&self) -> Option<&LeasingRequest> {
-        self.holder.request().filter(|request| request.is_planned())
-    }
-
-    /// The user releases it. Returns whether that was its only holder.
-    fn lose_user(&mut self) -> bool {
-        let request = self.request().cloned();
-        let is_over = request.is_none();
-        self.holder = request.map_or(Holder::User, Holder::Request);
-        is_over
-    }
-
-    /// Its request, if it has one, does not keep it any more. Returns whether that was its only holder.
-    fn lose_request(&mut self) -> bool {
-        matches!(std::mem::replace(&mut self.holder, Holder::User), Holder::Request(_))
-    }
-}
-
-impl Holder {
-    const fn request(&self) -> Option<&LeasingRequest> {
-        match self {
-            Self::User => None,
-            Self::Both(request) | Self::Request(request) => Some(request),
-        }
-    }
-
-    /// The planner of the request.
-    ///
-    /// # Errors
-    /// See [`LeasingRequest::planner`].
-    fn planner(&self) -> Result<Option<Arc<dyn LeaseKeeper>>> {
-        self.request().map(LeasingRequest::planner).transpose()
-    }
-}
-
 impl Drop for Lease {
     fn drop(&mut self) {
         self.end_if(|_| true, self.stream);
@@ -668,67 +340,6 @@ impl Drop for Lease {
 impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lease").field("len", &self.len().ok()).finish_non_exhaustive()
-    }
-}
-
-/// A track slot that a snapshot is copied to. Dropping it before [`TakenSlot::keep`] gives it back.
-pub(super) struct TakenSlot<'a> {
-    states: &'a GdnPool,
-    slot: Option<StateSlot>,
-    /// What reads the snapshot that was there.
-    reader: Option<Arc<Transfer>>,
-}
-
-impl<'a> TakenSlot<'a> {
-    /// A free one, or that of the snapshot that goes first.
-    pub(super) fn new(states: &'a GdnPool, cache: &mut CacheState, hold: &mut Hold) -> Option<Self> {
-        let free = states.alloc_track_slot();
-        let slot = free.or_else(|| cache.tree.evict_snapshot(hold))?;
-        let reader = cache.below.as_ref().and_then(|below| below.write_of(slot));
-        Some(Self { states, slot: Some(slot), reader })
-    }
-
-    /// Lets what is enqueued on `stream` from now on write to it; without a device, the calling thread.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Driver`] when a driver call fails.
-    pub(super) fn make_ready(&self, stream: Stream) -> Result<()> {
-        self.reader.as_ref().map_or(Ok(()), |reader| reader.precede(stream))
-    }
-
-    pub(super) fn slot(&self) -> StateSlot {
-        self.slot.expect("it is taken")
-    }
-
-    pub(super) fn keep(mut self) -> StateSlot {
-        self.slot.take().expect("it is taken once")
-    }
-}
-
-impl Drop for TakenSlot<'_> {
-    fn drop(&mut self) {
-        if let Some(slot) = self.slot {
-            free_states(self.states, &[slot]);
-        }
-    }
-}
-
-/// The pages of positions `range`: those that the request has, which those that were given must equal.
-fn pages_of_request(
-    request: Option<&dyn LeasedRequest>,
-    range: Range<usize>,
-    given: Option<Vec<Page>>,
-) -> Result<Vec<Page>> {
-    match (request, given) {
-        (None, None) => Err(Error::config("slots are needed for a lease that no planner has")),
-        (None, Some(given)) => Ok(given),
-        (Some(request), given) => {
-            let pages = request.pages(range.start, range.end)?;
-            if given.is_some_and(|given| given != pages) {
-                return Err(Error::config("the slots published are not those of the request"));
-            }
-            Ok(pages)
-        }
     }
 }
 

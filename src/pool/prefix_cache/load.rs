@@ -13,8 +13,10 @@ use crate::pool::host_tier::HeldPieces;
 use crate::transfer::Transfer;
 
 use super::below::Released;
-use super::lease::{LeaseState, TakenSlot, cleared};
+use super::lease::cleared;
+use super::lease_state::LeaseState;
 use super::lock::PrefixLock;
+use super::taken_slot::TakenSlot;
 use super::{CacheCore, CacheState, Lease};
 
 /// What a tier could add to a prefix.

@@ -1,0 +1,230 @@
+//! What a request has computed becomes the cache's.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use crate::base::{Error, IndexVec, Page, Result};
+use crate::cache::Tokens;
+use crate::memory::Stream;
+use crate::pool::gdn_pool::Source;
+use crate::pool::slot_tensors::SlotTensors;
+
+use super::lease::{Lease, cleared, in_whole_pages};
+use super::lease_state::LeaseState;
+use super::load::Loadable;
+use super::pages::{Rest, pages_of};
+use super::request::{LeaseKeeper, LeasedRequest};
+use super::shared::{CacheState, Open};
+use super::taken_slot::TakenSlot;
+
+/// What a request has computed since the end of its lease.
+#[derive(Clone, Copy, Debug)]
+pub struct Publication<'a> {
+    /// Tokens from the end of the lease on.
+    pub tokens: &'a dyn Tokens,
+    /// Their slots. A planner knows those of its requests.
+    pub slots: Option<&'a IndexVec>,
+    /// The working slot whose state is that of the last whole page's end.
+    pub state: Option<i64>,
+}
+
+/// The result of a publication.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Published {
+    /// Tokens of the lease now.
+    pub length: usize,
+    /// Tokens that others had published in between: the cache has other slots for them, and those offered
+    /// were freed.
+    pub duplicates: usize,
+    /// The cache's pages from the former end of the lease on.
+    pub pages: Vec<Page>,
+}
+
+impl Lease {
+    /// Offers what the request has computed. Whole pages become the cache's, and the lease grows over them; a
+    /// partial page at the end stays the caller's. The caller's slots of pages that others have published in
+    /// between are freed.
+    ///
+    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it.
+    /// It is copied first, without locks.
+    ///
+    /// # Errors
+    /// See [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as
+    /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
+    /// cached already, or do not fill pages in order; see [`GdnPool::copy_states`]. Nothing is changed,
+    /// except that another snapshot may have been given up for the state.
+    pub fn publish(&self, publication: &Publication<'_>, stream: Stream) -> Result<Published> {
+        let tokens = publication.tokens.count();
+        let pages = publication.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
+        // Dropped without locks: it may be the last owner.
+        let mut planner = None;
+        let Some(row) = publication.state else {
+            return self.with(stream, |open, cache, held| {
+                planner = held.holder.planner()?;
+                self.publish_pages(open, (cache, held), publication.tokens, pages, planner.as_deref())
+            });
+        };
+        // As they are now: others may run while the state is copied.
+        let tokens = publication.tokens.to_vec(0..tokens)?;
+        let snapshot = self.take_snapshot(&tokens, row, stream)?;
+        self.with(stream, |open, cache, held| {
+            planner = held.holder.planner()?;
+            let tokens = &tokens.as_slice();
+            let published = self.publish_pages(open, (cache, held), tokens, pages, planner.as_deref())?;
+            // Others may have been as fast.
+            if let Some(snapshot) = snapshot
+                && cache.tree.snapshot(&held.hold).is_none()
+            {
+                cache.tree.set_snapshot(&mut held.hold, snapshot.keep());
+                open.send_down(cache);
+            }
+            Ok(published)
+        })
+    }
+
+    /// A copy of the state of `row`, for the end of the whole pages of `tokens` behind the lease. `None` if
+    /// there is one already, or no track slot for it.
+    fn take_snapshot(&self, tokens: &[i32], row: i64, stream: Stream) -> Result<Option<TakenSlot<'_>>> {
+        let Some(states) = &self.shared.states else {
+            return Err(Error::config("a state was published to a prefix cache without states"));
+        };
+        states.check_slot(row)?;
+        let taken = self.with(stream, |_, cache, held| {
+            held.expect_arrived()?;
+            let found = cache.tree.find(&held.hold, &tokens)?;
+            if !cache.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &cache.tree)) {
+                return Ok(None);
+            }
+            Ok(TakenSlot::new(states, cache, &mut held.hold))
+        })?;
+        if let Some(taken) = &taken {
+            taken.make_ready(stream)?;
+            states.set_state(taken.slot().into(), Source::Slot(row), stream)?;
+        }
+        Ok(taken)
+    }
+
+    /// Publishes what the request has computed, frees the partial page at the end, and ends the lease: the
+    /// end of a request without a planner.
+    ///
+    /// # Errors
+    /// See [`Self::publish`], also for the slots of the partial page; also [`ErrorKind::Config`] for the
+    /// lease of a request that a planner has. Nothing is changed.
+    pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
+        let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
+        let published = self.with(stream, |open, cache, held| {
+            if let Some(request) = held.request() {
+                let row = request.row();
+                let text = format!("the lease is that of request row {row}; the planner finishes it");
+                return Err(Error::config(text));
+            }
+            self.publish_pages(open, (cache, held), tokens, Some(pages), None)
+        })?;
+        self.release(stream);
+        Ok(published)
+    }
+
+    /// The pages of the slots that are offered for so many tokens.
+    fn pages_for(&self, tokens: usize, slots: &IndexVec, rest: Rest) -> Result<Vec<Page>> {
+        if tokens != slots.len() {
+            return Err(Error::config(format!(
+                "{tokens} tokens and {} slots were published; the numbers must be equal",
+                slots.len()
+            )));
+        }
+        pages_of(slots, self.allocator.page_size(), rest)
+    }
+
+    /// Publishes whole pages, and frees the one behind them, if there is one; `planner` is that of the
+    /// request.
+    fn publish_pages(
+        &self,
+        open: &Open<'_>,
+        (cache, held): (&mut CacheState, &mut LeaseState),
+        tokens: &dyn Tokens,
+        pages: Option<Vec<Page>>,
+        planner: Option<&dyn LeaseKeeper>,
+    ) -> Result<Published> {
+        held.expect_arrived()?;
+        let (begin, page_size) = (held.hold.len(), cache.tree.page_size());
+        let whole = in_whole_pages(tokens.count(), &cache.tree);
+        let found = cache.tree.find(&held.hold, tokens)?;
+        let cached = cache.tree.found_pages(&found);
+        let fresh = tokens.to_vec(found.len()..whole)?;
+        tokens.check(whole..tokens.count())?;
+        let published = open.slots.change(self.clears, |slots| {
+            let mut request = planner.map(|planner| self.request_of(planner, held)).transpose()?;
+            let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
+            let rest = pages.split_off((whole / page_size).min(pages.len()));
+            let duplicates = self.hand_over(&mut pages, &rest, &cached, slots)?;
+            if let Some(request) = &mut request {
+                request.note_published(begin / page_size, &pages);
+            }
+            Ok((pages, duplicates * page_size))
+        })?;
+        let (pages, duplicates) = published.ok_or_else(cleared)?;
+        let new = &pages[found.len() / page_size..];
+        cache.counts.published += fresh.len();
+        cache.tree.publish(&mut held.hold, found, fresh, new);
+        if let Some(below) = &mut cache.below {
+            below.note_publisher(open.slots.stream());
+        }
+        open.send_down(cache);
+        held.rest = Loadable::default();
+        cache.counts.duplicates += duplicates;
+        Ok(Published { length: held.hold.len(), duplicates, pages })
+    }
+
+    /// The request that keeps this lease, locked.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when its planner does not have it any more.
+    fn request_of<'a>(
+        &self,
+        planner: &'a dyn LeaseKeeper,
+        held: &LeaseState,
+    ) -> Result<Box<dyn LeasedRequest + 'a>> {
+        let request = held.holder.request().and_then(|request| planner.leased_request(request.row(), self));
+        request.ok_or_else(|| Error::config("the lease is of a request that its planner does not have"))
+    }
+
+    /// Makes whole pages the cache's, and frees `rest`. Where the cache has other pages for the same tokens,
+    /// `cached`, they take the place of the first of `pages`, which are freed. Returns how many were.
+    ///
+    /// # Errors
+    /// See [`SlotAllocator::cache`](crate::index::SlotAllocator::cache); nothing is changed.
+    fn hand_over(
+        &self,
+        pages: &mut [Page],
+        rest: &[Page],
+        cached: &[Page],
+        slots: &mut SlotTensors,
+    ) -> Result<usize> {
+        let (offered, new) = pages.split_at_mut(cached.len());
+        let freed =
+            if rest.is_empty() { Cow::Borrowed(&*offered) } else { Cow::Owned([&*offered, rest].concat()) };
+        slots.slots_mut().cache(new, &freed, &self.shared.owner)?;
+        let duplicates = offered.iter().zip(cached).filter(|(offered, cached)| offered != cached).count();
+        offered.copy_from_slice(cached);
+        Ok(duplicates)
+    }
+}
+
+/// The pages of positions `range`: those that the request has, which those that were given must equal.
+fn pages_of_request(
+    request: Option<&dyn LeasedRequest>,
+    range: Range<usize>,
+    given: Option<Vec<Page>>,
+) -> Result<Vec<Page>> {
+    match (request, given) {
+        (None, None) => Err(Error::config("slots are needed for a lease that no planner has")),
+        (None, Some(given)) => Ok(given),
+        (Some(request), given) => {
+            let pages = request.pages(range.start, range.end)?;
+            if given.is_some_and(|given| given != pages) {
+                return Err(Error::config("the slots published are not those of the request"));
+            }
+            Ok(pages)
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! What a prefix cache shares with its leases, loads and fetches, and a call of it.
+
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
+use crate::base::{Page, Result, StateSlot};
+use crate::cache::{
+    AGE_BUCKETS, Above, Cause, Evicted, Hold, OfferedPages, Offering, Pressure, Tree, TreeStats,
+};
+use crate::index::Owner;
+use crate::memory::Stream;
+use crate::pool::fences::Fence;
+use crate::pool::host_tier::{HeldPieces, Incoming};
+use crate::pool::token_to_kv_pool_allocator::Changing;
+use crate::pool::{GdnPool, Obtainable, Reclaim, TokenToKvPoolAllocator};
+use crate::transfer::Transfer;
+
+use super::backing::CacheRef;
+use super::below::{Below, ReleaseOnDrop, Released, free_states};
+use super::load::Tail;
+use super::pins::Pins;
+use super::{PrefixCacheConfig, PrefixCounts, continues, new_tree};
+
+/// What a cache and its leases share.
+pub(super) struct CacheCore {
+    /// Not an owner: the allocator may own this, by a lock of a prefix that waits there for a fence.
+    pub(super) allocator: Weak<TokenToKvPoolAllocator>,
+    pub(super) states: Option<Arc<GdnPool>>,
+    pub(super) config: PrefixCacheConfig,
+    /// The owner of cached pages in the ledger.
+    pub(super) owner: Owner,
+    // Lock order: a lease first, this one next, the allocator last.
+    pub(super) state: Mutex<CacheState>,
+}
+
+/// What a cache keeps.
+pub(super) struct CacheState {
+    pub(super) tree: Tree,
+    pub(super) counts: PrefixCounts,
+    pub(super) pins: Pins,
+    pub(super) ages: [u64; AGE_BUCKETS],
+    /// How often the allocator had been cleared.
+    pub(super) clears: u64,
+    pub(super) below: Option<Below>,
+    /// Pages from the tier below, on their way or there twice, which the tree does not have.
+    pub(super) coming: usize,
+}
+
+/// A cache during a call. Make it before any lock.
+pub(super) struct Open<'a> {
+    pub(super) shared: &'a CacheCore,
+    pub(super) slots: Changing<'a>,
+}
+
+impl CacheState {
+    /// Waits for what is copied down. No other call is there any more that could wait for the lock.
+    pub(super) fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
+        if let Self { below: Some(below), tree, clears, .. } = self {
+            below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().clears() == *clears));
+        }
+    }
+
+    /// The visits of threads, if there is a store.
+    pub(super) fn cache_ref(&self) -> Option<Arc<CacheRef>> {
+        let backing = self.below.as_ref()?.backing.as_ref()?;
+        Some(Arc::clone(backing.cache_ref()))
+    }
+
+    /// Prefixes that may be on their way from the tier below. Drop them without locks.
+    pub(super) fn tails(&self) -> Vec<Arc<Tail>> {
+        self.below.as_ref().map_or(Vec::new(), Below::tails)
+    }
+
+    pub(super) fn stats(&self) -> TreeStats {
+        let tree = self.tree.stats();
+        let coming = self.coming * self.tree.page_size();
+        TreeStats {
+            cached: tree.cached + coming,
+            locked: tree.locked + coming,
+            bytes: tree.bytes + self.pins.bytes(),
+            ..tree
+        }
+    }
+}
+
+impl CacheCore {
+    /// A call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
+    pub(super) const fn open<'a>(
+        &'a self,
+        allocator: &'a TokenToKvPoolAllocator,
+        stream: Stream,
+    ) -> Open<'a> {
+        Open { shared: self, slots: allocator.changing(stream) }
+    }
+
+    /// Changes the number of pages that are on their way, unless the allocator was cleared since it had been
+    /// `clears` times.
+    pub(super) fn note_coming(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
+        let mut cache = lock(&self.state);
+        if cache.clears == clears {
+            cache.coming = change(cache.coming);
+        }
+    }
+
+    /// Makes places in the tier below for pages from a store, and takes note of what went for them.
+    pub(super) fn expect_below(&self, expect: impl FnOnce() -> Option<Incoming>) -> Option<Incoming> {
+        let mut cache = lock(&self.state);
+        let mut incoming = expect()?;
+        cache.tree.note_dropped_below(std::mem::take(&mut incoming.gone));
+        Some(incoming)
+    }
+
+    /// Takes note of pages that came to the tier below from a store.
+    pub(super) fn note_below(&self, arrived: &[OfferedPages]) {
+        let mut cache = lock(&self.state);
+        if let CacheState { below: Some(below), tree, .. } = &mut *cache {
+            below.note_arrived(tree, arrived);
+        }
+    }
+
+    /// Returns snapshots to their pool.
+    pub(super) fn free_states(&self, slots: &[StateSlot]) {
+        if let Some(states) = &self.states {
+            free_states(states, slots);
+        }
+    }
+}
+
+impl Open<'_> {
+    /// Locks what is kept, which is nothing if the allocator was cleared since. Ends pins whose time is over.
+    pub(super) fn current(&self) -> MutexGuard<'_, CacheState> {
+        let mut cache = lock(&self.shared.state);
+        let allocator = self.slots.allocator();
+        // In this order: copies that were over before a clear are of what was published.
+        let over = cache.below.as_ref().map_or(0, Below::over);
+        let clears = allocator.lock().clears();
+        if cache.clears != clears {
+            (cache.clears, cache.coming) = (clears, 0);
+            cache.pins = Pins::default();
+            // Its pages are free already.
+            let gone = Evicted { pages: Vec::new(), ..cache.tree.take_all() };
+            cache.below.iter_mut().for_each(Below::clear);
+            let continues = continues(self.shared.states.as_ref());
+            let mut tree = new_tree(&self.shared.config, allocator, continues, cache.below.as_ref());
+            tree.keep_journal_of(&mut cache.tree);
+            cache.tree = tree;
+            self.give_back(&cache, gone);
+        }
+        if over > 0
+            && let CacheState { below: Some(below), tree, .. } = &mut *cache
+        {
+            below.settle(over, tree);
+        }
+        if !cache.pins.is_empty() {
+            self.end_pins(&mut cache);
+        }
+        cache
+    }
+
+    /// Ends a hold that was made when the allocator had been cleared `clears` times.
+    pub(super) fn release(&self, hold: Hold, clears: u64) {
+        let mut cache = self.current();
+        if cache.clears == clears {
+            let gone = cache.tree.release(hold);
+            self.give_back(&cache, gone);
+        }
+    }
+
+    /// Copies down what is offered.
+    pub(super) fn send_down(&self, cache: &mut CacheState) {
+        if let CacheState { below: Some(below), tree, .. } = cache {
+            below.send(tree, self.slots.stream());
+        }
+    }
+
+    #[cold]
+    pub(super) fn end_pins(&self, cache: &mut CacheState) {
+        let now = Instant::now();
+        while let Some(pinned) = cache.pins.take_over(now) {
+            let gone = cache.tree.unpin(pinned);
+            self.give_back(cache, gone);
+        }
+    }
+
+    pub(super) fn evict(&self, tokens: usize, pressure: Pressure) -> usize {
+        let mut cache = self.current();
+        let page_size = cache.tree.page_size();
+        let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
+        // A page that has another owner frees nothing.
+        while freed < wanted {
+            let gone = cache.tree.evict(wanted - freed, Cause::now(pressure));
+            if gone.pages.is_empty() {
+                break;
+            }
+            self.send_down(&mut cache);
+            if let Some(below) = &cache.below {
+                below.tier.set_above(gone.keys.iter(), Above::Absent);
+            }
+            cache.counts.evicted += gone.pages.len() * page_size;
+            for (total, pages) in cache.ages.iter_mut().zip(gone.ages) {
+                *total += pages * page_size as u64;
+            }
+            freed += self.give_back(&cache, gone);
+        }
+        freed * page_size
+    }
+
+    /// Returns pages and snapshots to their pools, those that are being copied behind their copies, and tells
+    /// how many pages are free then. The lock on what is kept is held, so that no call finds pages that it is
+    /// about to lose.
+    pub(super) fn give_back(&self, cache: &CacheState, gone: Evicted) -> usize {
+        let Evicted { pages, states, .. } = gone;
+        let Some(below) = &cache.below else { return self.give(cache.clears, &Released { pages, states }) };
+        let (idle, busy) = below.divide(pages, states);
+        let freed = self.give(cache.clears, &idle);
+        freed + busy.map_or(0, |(busy, copy)| self.give_back_behind(cache.clears, busy, &copy, None))
+    }
+
+    /// Returns pages and snapshots to their pools at once, and tells how many pages became free.
+    pub(super) fn give(&self, clears: u64, given: &Released) -> usize {
+        let mut freed = 0;
+        if !given.pages.is_empty() {
+            // A cleared allocator has its pages already.
+            let _ = self.slots.change(clears, |slots| {
+                let before = slots.slots().available();
+                slots.slots_mut().release_cached(&given.pages, None, &self.shared.owner);
+                freed = (slots.slots().available() - before) / slots.slots().page_size();
+                Ok(())
+            });
+        }
+        self.shared.free_states(&given.states);
+        freed
+    }
+
+    /// Returns pages and snapshots to their pools when a copy is over, which needs the `pieces`. Returns the
+    /// number of pages.
+    pub(super) fn give_back_behind(
+        &self,
+        clears: u64,
+        given: Released,
+        copy: &Arc<Transfer>,
+        pieces: Option<HeldPieces>,
+    ) -> usize {
+        if copy.is_over().unwrap_or(false) {
+            return self.give(clears, &given);
+        }
+        let Released { pages, states: slots } = given;
+        let fence: Arc<dyn Fence> = Arc::clone(copy) as _;
+        let parting = ReleaseOnDrop { states: self.shared.states.clone(), slots, _pieces: pieces };
+        // A cleared allocator has its pages already.
+        let _ = self.slots.change(clears, |slots| {
+            slots.behind(Some(fence), |slots, id| {
+                slots.slots_mut().release_cached(&pages, id, &self.shared.owner);
+                if let Some(id) = id {
+                    slots.fences_mut().keep(id, Arc::new(parting));
+                }
+                Ok(())
+            })
+        });
+        pages.len()
+    }
+}
+
+impl Reclaim for CacheCore {
+    fn obtainable(&self, stream: Stream) -> Obtainable {
+        let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
+        let open = self.open(&allocator, stream);
+        let cache = open.current();
+        let evictable = cache.tree.evictable();
+        // Those that are being copied, or have to be, are free when the copy is over.
+        let behind_fences = match &cache.below {
+            None => 0,
+            Some(below) if below.tier.config().write == Offering::Evicted => evictable,
+            Some(below) => evictable.min(below.busy_pages() * cache.tree.page_size()),
+        };
+        Obtainable { at_once: evictable - behind_fences, behind_fences }
+    }
+
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
+        // It calls this, and so it is.
+        let Some(allocator) = self.allocator.upgrade() else { return Ok(0) };
+        Ok(self.open(&allocator, stream).evict(slots, Pressure::Alloc))
+    }
+
+    fn locked(&self) -> Vec<Page> {
+        let cache = lock(&self.state);
+        let (mut pages, tails) = (cache.tree.locked_pages(), cache.tails());
+        drop(cache);
+        pages.extend(tails.iter().flat_map(|tail| tail.coming()));
+        pages
+    }
+}
+
+impl Drop for CacheCore {
+    fn drop(&mut self) {
+        let Some(allocator) = self.allocator.upgrade() else {
+            let mut cache = lock(&self.state);
+            cache.finish_writes(None);
+            let gone = cache.tree.take_all();
+            return self.free_states(&gone.states);
+        };
+        let open = self.open(&allocator, Stream::DEFAULT);
+        let mut cache = open.current();
+        cache.finish_writes(Some(&allocator));
+        let gone = cache.tree.take_all();
+        open.give_back(&cache, gone);
+    }
+}

@@ -1,0 +1,54 @@
+//! Track slots for snapshots that are not there yet.
+
+use std::sync::Arc;
+
+use crate::base::{Result, StateSlot};
+use crate::cache::Hold;
+use crate::memory::Stream;
+use crate::pool::GdnPool;
+use crate::transfer::Transfer;
+
+use super::below::free_states;
+use super::shared::CacheState;
+
+/// A track slot that a snapshot is copied to. Dropping it before [`TakenSlot::keep`] gives it back.
+pub(super) struct TakenSlot<'a> {
+    states: &'a GdnPool,
+    slot: Option<StateSlot>,
+    /// What reads the snapshot that was there.
+    reader: Option<Arc<Transfer>>,
+}
+
+impl<'a> TakenSlot<'a> {
+    /// A free one, or that of the snapshot that goes first.
+    pub(super) fn new(states: &'a GdnPool, cache: &mut CacheState, hold: &mut Hold) -> Option<Self> {
+        let free = states.alloc_track_slot();
+        let slot = free.or_else(|| cache.tree.evict_snapshot(hold))?;
+        let reader = cache.below.as_ref().and_then(|below| below.write_of(slot));
+        Some(Self { states, slot: Some(slot), reader })
+    }
+
+    /// Lets what is enqueued on `stream` from now on write to it; without a device, the calling thread.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when a driver call fails.
+    pub(super) fn make_ready(&self, stream: Stream) -> Result<()> {
+        self.reader.as_ref().map_or(Ok(()), |reader| reader.precede(stream))
+    }
+
+    pub(super) fn slot(&self) -> StateSlot {
+        self.slot.expect("it is taken")
+    }
+
+    pub(super) fn keep(mut self) -> StateSlot {
+        self.slot.take().expect("it is taken once")
+    }
+}
+
+impl Drop for TakenSlot<'_> {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot {
+            free_states(self.states, &[slot]);
+        }
+    }
+}
