@@ -18,7 +18,9 @@ mod args;
 mod base_pool;
 
 mod batch_planner;
-mod blocks;
+mod block;
+mod block_map;
+mod block_queue;
 mod buffer_pool;
 mod capsule;
 mod chunk_pool;
@@ -210,9 +212,9 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hybrid_results::HybridStep>()?;
     module.add_class::<hybrid_results::HybridFrees>()?;
     module.add_class::<hybrid_results::HybridNode>()?;
-    module.add_class::<blocks::Block>()?;
-    module.add_class::<blocks::BlockQueue>()?;
-    module.add_class::<blocks::BlockMap>()?;
+    module.add_class::<block::Block>()?;
+    module.add_class::<block_queue::BlockQueue>()?;
+    module.add_class::<block_map::BlockMap>()?;
     module.add_class::<offload::OffloadTable>()?;
     module.add_class::<offload::OffloadRequest>()?;
     module.add_class::<offload::OffloadOrder>()?;

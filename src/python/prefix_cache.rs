@@ -1,4 +1,6 @@
-//! `kvpool.PrefixCache`, `kvpool.Lease` and `kvpool.Published`.
+//! `kvpool.PrefixCache`.
+
+mod lease;
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -9,29 +11,30 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::base::{Device, Error, Id, IndexVec, Page};
+use crate::base::{Device, Error};
 use crate::cache::PolicyKind;
 use crate::index::ActGuard;
 use crate::memory::Stream;
 use crate::pool::{
     HostTier as HostTierOfPool, Lease as PoolLease, LowerStore, LowerTier, PrefixCache as Cache,
-    PrefixCacheConfig, Publication, Published as PoolPublished, Store,
+    PrefixCacheConfig, Publication, Store,
 };
 
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
-use super::export::to_tensor;
 use super::fetch::Fetch;
 use super::file_store::FileStore;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
-use super::host_tier::{HostTier, Load};
-use super::page_keys::{digest, namespace_of, namespace_to_py};
+use super::host_tier::HostTier;
+use super::page_keys::{digest, namespace_of};
 use super::prefix_report::{Segment, event_to_py};
 use super::store_queue::StoreQueue;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
+
+pub(super) use lease::{Lease, Published};
 
 /// Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
 /// does not compute them again.
@@ -489,283 +492,5 @@ impl PrefixCache {
         visit.call(&self.allocator)?;
         visit.call(&self.states)?;
         self.tiers.iter().try_for_each(|tier| visit.call(tier))
-    }
-}
-
-/// A request's hold on a cached prefix, whose pages are not evicted. As a context manager it is released at
-/// the end of the block; a lease that is dropped is released, too.
-#[pyclass(frozen, module = "kvpool", name = "Lease", weakref)]
-pub(super) struct Lease {
-    pub(super) lease: Arc<PoolLease>,
-    cache: Py<PrefixCache>,
-}
-
-impl Lease {
-    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
-        self.cache.get().stream(py)
-    }
-
-    fn offer(
-        &self,
-        py: Python<'_>,
-        tokens: &Bound<'_, PyAny>,
-        slots: Option<&IndexVec>,
-        state: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<PoolPublished> {
-        let state = state.map(args::int).transpose()?;
-        let stream = self.stream(py)?;
-        with_tokens(tokens, |tokens| Ok(self.lease.publish(&Publication { tokens, slots, state }, stream)?))
-    }
-}
-
-#[pymethods]
-impl Lease {
-    /// Tokens of the prefix, in whole pages.
-    ///
-    /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[getter]
-    fn length(&self) -> PyResult<usize> {
-        Ok(self.lease.len()?)
-    }
-
-    /// Tokens whose K and V were cached at the match, in whole pages. More than `length` only if the cache has
-    /// states, and no snapshot of the state at their end: other prompts part from this one there, so that a chunk
-    /// of a prefill should end there and be published with its state.
-    ///
-    /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[getter]
-    fn kv_length(&self) -> PyResult<usize> {
-        Ok(self.lease.kv_len()?)
-    }
-
-    fn __len__(&self) -> PyResult<usize> {
-        self.length()
-    }
-
-    /// Tokens behind the prefix that the tiers below the device had at the match: what `load` can bring back. 0 after
-    /// a load or a publication.
-    ///
-    /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[getter]
-    fn loadable(&self) -> PyResult<usize> {
-        Ok(self.lease.loadable()?)
-    }
-
-    /// The slots of the prefix: 1-D `[length]` in the allocator's `index_dtype`, on its device, made by each access.
-    ///
-    /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[getter]
-    fn slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        to_tensor(py, &self.lease.slots(self.stream(py)?)?)
-    }
-
-    /// The track slot with the state at the end of the prefix; `None` for a prefix without tokens and a cache
-    /// without states.
-    ///
-    /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[getter]
-    fn state_slot(&self) -> PyResult<Option<u32>> {
-        Ok(self.lease.state_slot()?.map(Id::number))
-    }
-
-    /// The namespace of the prefix.
-    #[getter]
-    fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        namespace_to_py(py, self.lease.namespace())
-    }
-
-    /// Whether the lease was released, or the allocator was cleared.
-    #[getter]
-    fn released(&self) -> bool {
-        self.lease.len().is_err()
-    }
-
-    /// Offers what the request has computed since: whole pages become the cache's, and the lease grows over
-    /// them. Costs what the new tokens cost. The partial page at the end stays the caller's.
-    ///
-    /// What another request has published in between is not kept twice: the caller's slots of these pages are
-    /// freed, and the request continues with those of the cache (`Published.slots`).
-    ///
-    /// Args:
-    ///     tokens: Token ids of positions `length` and up, only the new ones.
-    ///     slots: Their slots, ints of the same length, which fill pages in order. The caller's ownership of
-    ///         whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
-    ///         of its requests.
-    ///     row: The request row of a lease that a planner has; only checked. The planner's next call with the
-    ///         row writes the cache's slots to the request table, in place of those of duplicates. Without a
-    ///         planner the cache knows no table: write `Published.slots` to yours.
-    ///     state: A working slot of the cache's states, whose state is that after the last whole page. A
-    ///         snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
-    ///         earlier ones of the same lease behind the tokens that it was matched with. The state is copied
-    ///         before anything is published, on the current stream.
-    ///
-    /// Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
-    ///
-    /// Raises:
-    ///     ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
-    ///     DriverError: If the state cannot be copied.
-    ///     IndexError: If there is no slot `state`.
-    ///     IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
-    ///         page.
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[pyo3(signature = (tokens, slots=None, *, state=None, row=None))]
-    fn publish(
-        &self,
-        py: Python<'_>,
-        tokens: &Bound<'_, PyAny>,
-        slots: Option<&Bound<'_, PyAny>>,
-        state: Option<&Bound<'_, PyAny>>,
-        row: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Published> {
-        let slots = slots.map(|slots| args::indices(slots)?.values(py)).transpose()?;
-        if let Some(row) = row.map(args::int).transpose()?
-            && self.lease.row().map(|row| i64::from(row.number())) != Some(row)
-        {
-            let text = match self.lease.row() {
-                None => format!(
-                    "row {row} was given for a lease that no planner has, and the cache knows no other request \
-                     table; write the slots published to the row yourself"
-                ),
-                Some(other) => format!("row {row} was given for the lease of request row {other}"),
-            };
-            return Err(Error::config(text).into());
-        }
-        let _acting = self.cache.get().begin(py)?;
-        let published = self.offer(py, tokens, slots.as_ref(), state)?;
-        let (lease, device) = (Arc::clone(&self.lease), self.cache.get().device);
-        Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
-    }
-
-    /// Publishes, frees the partial page at the end, and releases the lease: the end of a request without a
-    /// planner. With one, publish and call `BatchPlanner.finish`. Nothing is changed if the call raises.
-    ///
-    /// Args:
-    ///     tokens: As in `publish`.
-    ///     slots: As in `publish`.
-    ///
-    /// Raises:
-    ///     ConfigError: As in `publish`.
-    ///     IndexOwnershipError: As in `publish`.
-    ///     StaleBufferError: As in `publish`.
-    fn finish(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, slots: &Bound<'_, PyAny>) -> PyResult<()> {
-        let slots = args::indices(slots)?.values(py)?;
-        let _acting = self.cache.get().begin(py)?;
-        let stream = self.stream(py)?;
-        with_tokens(tokens, |tokens| Ok(self.lease.finish(tokens, &slots, stream)?))?;
-        Ok(())
-    }
-
-    /// Brings back what the tiers below the device have behind the prefix. The lease has its slots from now on; what
-    /// uses a layer goes behind `Load.wait_layer`. What another request is loading is not loaded twice.
-    ///
-    /// Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
-    /// their way raises. On a GPU the copies run on a stream of their own, behind what is enqueued on the current
-    /// stream.
-    ///
-    /// Args:
-    ///     limit: Maximum number of tokens to load.
-    ///
-    /// Returns:
-    ///     A `Load`, or `None` if there are not enough slots, or no track slot for the state.
-    ///
-    /// Raises:
-    ///     ConfigError: If `limit` is negative, a planner has the lease, or it is loading already.
-    ///     DriverError: If a copy cannot be enqueued, as while the current stream is being captured.
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[pyo3(signature = (*, limit=None))]
-    fn load(&self, py: Python<'_>, limit: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Load>> {
-        let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
-        let _acting = self.cache.get().begin(py)?;
-        let load = self.lease.load(limit, self.stream(py)?)?;
-        Ok(load.map(|load| Load { load, device: self.cache.get().device }))
-    }
-
-    /// Copies the state at the end of the prefix to a working slot of the cache's states, or resets that for a
-    /// prefix without tokens. Enqueued on the current stream.
-    ///
-    /// Raises:
-    ///     ConfigError: If the cache was made without states, or the prefix has tokens and no snapshot.
-    ///     IndexError: If the slot does not exist.
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    fn restore(&self, py: Python<'_>, row: &Bound<'_, PyAny>) -> PyResult<()> {
-        let row = args::int(row)?;
-        Ok(self.lease.restore(row, self.stream(py)?)?)
-    }
-
-    /// Ends the lease. Does nothing if it has ended. A planner that has the lease keeps the prefix until the
-    /// request is finished.
-    fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let _acting = self.cache.get().begin(py)?;
-        self.lease.release(self.stream(py)?);
-        Ok(())
-    }
-
-    fn __enter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.release(py)
-    }
-
-    fn __repr__(&self) -> String {
-        self.lease.len().map_or_else(
-            |_| "Lease(released)".to_owned(),
-            |length| format!("Lease(length={length}, namespace={})", self.lease.namespace()),
-        )
-    }
-
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.cache)
-    }
-}
-
-/// The result of a publication.
-#[pyclass(frozen, module = "kvpool", name = "Published")]
-pub(super) struct Published {
-    outcome: PoolPublished,
-    lease: Arc<PoolLease>,
-    tensor: OnceLock<Py<PyAny>>,
-    device: Device,
-}
-
-#[pymethods]
-impl Published {
-    /// Tokens of the lease now.
-    #[getter]
-    const fn length(&self) -> usize {
-        self.outcome.length
-    }
-
-    /// Tokens that another request had published in between. The caller's slots of them were freed.
-    #[getter]
-    const fn duplicates(&self) -> usize {
-        self.outcome.duplicates
-    }
-
-    /// The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D tensor
-    /// on the allocator's device. Without duplicates they are the caller's.
-    #[getter]
-    fn slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        if let Some(tensor) = self.tensor.get() {
-            return Ok(tensor.clone_ref(py));
-        }
-        let pages: &[Page] = &self.outcome.pages;
-        let tensor = to_tensor(py, &self.lease.show(pages, current_stream(py, self.device)?)?)?;
-        Ok(self.tensor.get_or_init(|| tensor).clone_ref(py))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Published(length={}, duplicates={})", self.outcome.length, self.outcome.duplicates)
-    }
-
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.tensor.get().map_or(Ok(()), |tensor| visit.call(tensor))
     }
 }

@@ -1,7 +1,6 @@
 //! Free blocks of an engine, in an order that the engine decides.
 
 use crate::base::{BlockId, Id, widen};
-
 use crate::cache::RecencyList;
 
 /// A queue of blocks, each at most once: taken from the front, added at either end, and taken out of the
@@ -9,7 +8,7 @@ use crate::cache::RecencyList;
 ///
 /// ```
 /// use kvpool::base::{BlockId, Id};
-/// use kvpool::cache::engines::EvictionQueue;
+/// use kvpool::cache::engines::{EvictionQueue, QueueEnd};
 /// let [a, b, c, d] = [0, 1, 2, 3].map(BlockId::new);
 /// let mut queue = EvictionQueue::full(4);
 /// assert!(queue.remove(c));
@@ -17,12 +16,24 @@ use crate::cache::RecencyList;
 /// queue.push_back(c);
 /// queue.push_front(a);
 /// assert_eq!(queue.iter().collect::<Vec<_>>(), [a, b, d, c]);
+/// queue.remove(b);
+/// assert_eq!(queue.push_all(&[b, a], QueueEnd::Back), Err(a));
+/// assert!(!queue.contains(b));
 /// ```
 #[derive(Clone, Debug)]
 pub struct EvictionQueue {
     order: RecencyList<BlockId>,
     waits: Vec<bool>,
     len: usize,
+}
+
+/// An end of an [`EvictionQueue`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QueueEnd {
+    /// What is taken next.
+    Front,
+    /// What is taken last.
+    Back,
 }
 
 impl EvictionQueue {
@@ -108,6 +119,26 @@ impl EvictionQueue {
     /// Adds a block in front, unless it is in the queue, and says whether it was not.
     pub fn push_front(&mut self, block: BlockId) -> bool {
         self.add(block, RecencyList::push_oldest)
+    }
+
+    /// Adds blocks in their order at an end, all or none.
+    ///
+    /// # Errors
+    /// The first block that is in the queue already, or is listed twice; nothing is changed.
+    pub fn push_all(&mut self, blocks: &[BlockId], end: QueueEnd) -> Result<(), BlockId> {
+        for (at, &block) in blocks.iter().enumerate() {
+            let is_new = match end {
+                QueueEnd::Front => self.push_front(block),
+                QueueEnd::Back => self.push_back(block),
+            };
+            if !is_new {
+                for &added in &blocks[..at] {
+                    self.remove(added);
+                }
+                return Err(block);
+            }
+        }
+        Ok(())
     }
 
     fn add(&mut self, block: BlockId, push: fn(&mut RecencyList<BlockId>, BlockId)) -> bool {

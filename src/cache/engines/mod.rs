@@ -18,7 +18,7 @@ mod offload_table;
 
 pub use block_map::{BlockHash, BlockMap};
 pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken, TakenBlocks};
-pub use eviction_queue::EvictionQueue;
+pub use eviction_queue::{EvictionQueue, QueueEnd};
 pub use offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 pub use offload_table::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,

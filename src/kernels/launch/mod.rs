@@ -7,6 +7,7 @@
 mod fetch;
 mod grid;
 mod images;
+mod kernels;
 mod numbers;
 mod params;
 mod plan;
@@ -15,13 +16,12 @@ pub use fetch::{Fetcher, PendingFetch, read_now};
 pub use plan::{PlanBatch, PlanFields, PlanRequest};
 
 use std::collections::HashSet;
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::ptr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::base::bounded::{int32, signed};
-use crate::base::sync::lock;
-use crate::base::{DType, Device, Error, ErrorKind, Id, RequestRow, Result, bytes_of, widen};
+use crate::base::{DType, Error, Id, RequestRow, Result, bytes_of, widen};
 use crate::index::{Move, RowExtent};
 use crate::kernels::indices::{IndexSpace, Indices, Numbers};
 use crate::kernels::pages::{PagePlan, Pieces, Reach};
@@ -33,107 +33,12 @@ use crate::memory::{
 };
 
 use grid::{Groups, blocks, parts_grid, ragged_grid};
-use images::{Compiled, PLAN, ROWS, TABLE};
+use kernels::{Kernel, Kernels};
 use numbers::{Arrays, Index, WithList};
 use params::{
     ContinueParams, GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PageTarget,
     PagesParams, PointsParams, RaggedParams, StoreParams, StorePart, ZeroParams,
 };
-
-/// A kernel that takes numbers from the host.
-#[derive(Clone, Copy, Debug)]
-struct Kernel {
-    /// Takes them in device memory, or takes none.
-    copied: Function,
-    /// Takes them behind its parameters.
-    listed: Function,
-}
-
-/// The kernels, loaded on one device.
-#[derive(Debug)]
-struct Kernels {
-    device: Device,
-    plan: Kernel,
-    store: Kernel,
-    gather: Kernel,
-    copy: Kernel,
-    copy_in_order: Kernel,
-    zero: Kernel,
-    write_points: Kernel,
-    write_ragged: Kernel,
-    kv_indices: Kernel,
-    continue_pages: Function,
-    copy_pages: Function,
-    read_indices: Function,
-}
-
-impl Kernels {
-    /// The kernels of `gpu`, loaded by the first call.
-    fn of(gpu: &Gpu) -> Result<Arc<Self>> {
-        static LOADED: Mutex<Vec<Arc<Kernels>>> = Mutex::new(Vec::new());
-        let mut loaded = lock(&LOADED);
-        if let Some(kernels) = loaded.iter().find(|kernels| kernels.device == gpu.device()) {
-            return Ok(Arc::clone(kernels));
-        }
-        let load = |compiled: &Compiled, names: &[&CStr]| gpu.load(&compiled.images(gpu), names);
-        let plan = load(&PLAN, &[c"kvpool_plan", c"kvpool_plan_listed"])?;
-        let rows = load(
-            &ROWS,
-            &[
-                c"kvpool_store",
-                c"kvpool_store_listed",
-                c"kvpool_gather",
-                c"kvpool_gather_listed",
-                c"kvpool_move",
-                c"kvpool_move_listed",
-                c"kvpool_move_in_order",
-                c"kvpool_move_in_order_listed",
-                c"kvpool_zero",
-                c"kvpool_zero_listed",
-                c"kvpool_copy_pages",
-            ],
-        )?;
-        let table = load(
-            &TABLE,
-            &[
-                c"kvpool_write_points",
-                c"kvpool_write_points_listed",
-                c"kvpool_write_ragged",
-                c"kvpool_write_ragged_listed",
-                c"kvpool_kv_indices",
-                c"kvpool_kv_indices_listed",
-                c"kvpool_read_indices",
-                c"kvpool_continue_pages",
-            ],
-        )?;
-        let missing =
-            || Error::new(ErrorKind::Driver, "the driver loaded fewer kernels than it was asked for");
-        let [paired @ .., read_indices, continue_pages] = &table[..] else { return Err(missing()) };
-        let [rows @ .., copy_pages] = &rows[..] else { return Err(missing()) };
-        let mut pairs = [&plan[..], rows, paired].into_iter().flat_map(|functions| functions.as_chunks().0);
-        let mut next = || {
-            let &[copied, listed] = pairs.next().ok_or_else(missing)?;
-            Ok::<_, Error>(Kernel { copied, listed })
-        };
-        let kernels = Arc::new(Self {
-            device: gpu.device(),
-            plan: next()?,
-            store: next()?,
-            gather: next()?,
-            copy: next()?,
-            copy_in_order: next()?,
-            zero: next()?,
-            write_points: next()?,
-            write_ragged: next()?,
-            kv_indices: next()?,
-            read_indices: *read_indices,
-            continue_pages: *continue_pages,
-            copy_pages: *copy_pages,
-        });
-        loaded.push(Arc::clone(&kernels));
-        Ok(kernels)
-    }
-}
 
 /// The copies of a call.
 #[derive(Clone, Copy, Debug)]

@@ -170,7 +170,7 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Driver`] when the driver accepts none of the images, with its reason for the last one, or
     /// when a name is missing.
-    pub fn load(&self, images: &[Image<'_>], names: &[&CStr]) -> Result<Vec<Function>> {
+    pub fn load<const N: usize>(&self, images: &[Image<'_>], names: [&CStr; N]) -> Result<[Function; N]> {
         let _entered = self.enter_beside_captures()?;
         let mut refused = Error::config("no image of the kernels was given");
         for image in images {
@@ -182,7 +182,7 @@ impl Gpu {
                     if functions.is_err() {
                         self.driver.unload_module(module)?;
                     }
-                    return functions;
+                    return functions.map(|all| all.try_into().expect("one for each name"));
                 }
                 Err(failure) => refused = failure,
             }

@@ -1,0 +1,208 @@
+//! `kvpool._kvpool.Block`: a block of an engine, which counts and hashes it itself.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+
+use pyo3::exceptions::PyAssertionError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::base::sync::lock;
+use crate::base::{BlockId, Error, ErrorKind, Id, widen};
+use crate::cache::engines::{BlockTable, EvictionQueue, HashedTokens};
+
+use super::args;
+
+/// The objects of all blocks of a queue, and of its ends.
+#[derive(Debug)]
+pub(super) struct Objects {
+    pub(super) blocks: Vec<Py<Block>>,
+    pub(super) front: Py<Block>,
+    pub(super) back: Py<Block>,
+}
+
+/// Where a block stands.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum BlockPlace {
+    /// It is one of the blocks of its queue.
+    At(BlockId),
+    /// It stands before the first, or behind the last.
+    Front,
+    Back,
+}
+
+/// A block of an engine, by vLLM's names: its number, how many requests use it, and its hash. `BlockQueue` makes it.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "Block")]
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) place: BlockPlace,
+    pub(super) table: Arc<Mutex<BlockTable>>,
+    /// Empty until all are made, and gone with the queue.
+    pub(super) objects: Weak<OnceLock<Objects>>,
+    /// A weak reference to the pool of the engine.
+    pub(super) pool: Option<Py<PyAny>>,
+}
+
+impl Block {
+    pub(super) const fn number(&self) -> Option<BlockId> {
+        match self.place {
+            BlockPlace::At(number) => Some(number),
+            BlockPlace::Front | BlockPlace::Back => None,
+        }
+    }
+
+    /// Its number, which an end of a queue has not.
+    pub(super) fn own_number(&self) -> PyResult<BlockId> {
+        self.number().ok_or_else(|| ownership("the end of a queue is no block".to_owned()))
+    }
+
+    /// Its number in the queue of a table.
+    pub(super) fn number_in(&self, table: &Arc<Mutex<BlockTable>>) -> Option<BlockId> {
+        self.number().filter(|_| Arc::ptr_eq(&self.table, table))
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, BlockTable> {
+        lock(&self.table)
+    }
+
+    /// What stands beside it, as long as there is the queue.
+    fn beside(
+        &self,
+        py: Python<'_>,
+        find: impl FnOnce(&EvictionQueue) -> Option<BlockPlace>,
+    ) -> Option<Py<Self>> {
+        let objects = self.objects.upgrade()?;
+        let objects = objects.get()?;
+        let found = find(self.lock().queue())?;
+        Some(objects.at(found).clone_ref(py))
+    }
+}
+
+impl Objects {
+    pub(super) fn at(&self, place: BlockPlace) -> &Py<Block> {
+        match place {
+            BlockPlace::At(number) => &self.blocks[widen(number.number())],
+            BlockPlace::Front => &self.front,
+            BlockPlace::Back => &self.back,
+        }
+    }
+}
+
+pub(super) fn ownership(message: String) -> PyErr {
+    Error::new(ErrorKind::IndexOwnership, message).into()
+}
+
+/// An object in words, for messages.
+pub(super) fn shown(object: &Bound<'_, PyAny>) -> String {
+    object.repr().map_or_else(|_| args::kind_of(object), |text| text.to_string())
+}
+
+#[pymethods]
+impl Block {
+    /// Its number, from 0 on; -1 at the ends of a queue.
+    #[getter]
+    pub(super) fn block_id(&self) -> i64 {
+        self.number().map_or(-1, i64::from)
+    }
+
+    /// How many requests use it.
+    #[getter]
+    fn ref_cnt(&self) -> i64 {
+        self.number().map_or(0, |number| self.lock().uses(number))
+    }
+
+    #[setter]
+    fn set_ref_cnt(&self, count: i64) -> PyResult<()> {
+        let number = self.own_number()?;
+        self.lock().set_uses(number, count);
+        Ok(())
+    }
+
+    /// Whether it stands for no memory. It is never freed.
+    #[getter]
+    fn is_null(&self) -> bool {
+        self.number().is_some_and(|number| self.lock().is_null(number))
+    }
+
+    #[setter]
+    fn set_is_null(&self, is_null: bool) -> PyResult<()> {
+        let number = self.own_number()?;
+        self.lock().set_null(number, is_null);
+        Ok(())
+    }
+
+    /// The pool that its queue was made for; `None` if there was none, or it is gone.
+    #[getter]
+    fn pool(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        let Some(pool) = &self.pool else { return Ok(None) };
+        let pool = pool.call0(py)?;
+        Ok((!pool.is_none(py)).then_some(pool))
+    }
+
+    /// Its hash, bytes; `None` if it has none.
+    #[getter]
+    fn block_hash<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        let hash = self.lock().hashed(self.number()?)?.hash.clone();
+        Some(PyBytes::new(py, hash.as_bytes()))
+    }
+
+    /// How many tokens of the prompt its hash covers.
+    #[getter]
+    fn block_hash_num_tokens(&self) -> Option<u64> {
+        self.lock().hashed(self.number()?)?.tokens
+    }
+
+    /// Gives it a hash.
+    ///
+    /// Raises:
+    ///     AssertionError: If it has one.
+    #[pyo3(signature = (block_hash, num_tokens=None))]
+    fn set_block_hash(&self, block_hash: &Bound<'_, PyBytes>, num_tokens: Option<u64>) -> PyResult<()> {
+        let number = self.own_number()?;
+        let hashed = HashedTokens { hash: block_hash.as_bytes().into(), tokens: num_tokens };
+        if self.lock().set_hash(number, hashed) {
+            Ok(())
+        } else {
+            Err(PyAssertionError::new_err(format!("block {number} already has a hash")))
+        }
+    }
+
+    /// Takes its hash.
+    fn reset_hash(&self) {
+        if let Some(number) = self.number() {
+            self.lock().take_hash(number);
+        }
+    }
+
+    /// The free block before it, or the front of the queue; `None` if it is not free.
+    #[getter]
+    fn prev_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
+        self.beside(py, |queue| {
+            let before = match self.place {
+                BlockPlace::Front => return None,
+                BlockPlace::At(number) => queue.contains(number).then(|| queue.before(number))?,
+                BlockPlace::Back => queue.back(),
+            };
+            Some(before.map_or(BlockPlace::Front, BlockPlace::At))
+        })
+    }
+
+    /// The free block behind it, or the end of the queue; `None` if it is not free.
+    #[getter]
+    pub(super) fn next_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
+        self.beside(py, |queue| {
+            let behind = match self.place {
+                BlockPlace::Back => return None,
+                BlockPlace::At(number) => queue.contains(number).then(|| queue.behind(number))?,
+                BlockPlace::Front => queue.front(),
+            };
+            Some(behind.map_or(BlockPlace::Back, BlockPlace::At))
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let Some(number) = self.number() else { return "<Block at an end of its queue>".to_owned() };
+        let table = self.lock();
+        let hashed = if table.hashed(number).is_some() { ", with a hash" } else { "" };
+        format!("<Block {number}: ref_cnt {}{hashed}>", table.uses(number))
+    }
+}

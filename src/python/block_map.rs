@@ -1,0 +1,277 @@
+//! `kvpool._kvpool.BlockMap`: the blocks of an engine by their hashes.
+
+use std::sync::{Mutex, MutexGuard};
+
+use pyo3::exceptions::{PyAssertionError, PyOverflowError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+
+use crate::base::sync::lock;
+use crate::base::{BlockId, Id};
+use crate::cache::engines::{BlockHash, BlockMap as Map, BlockTable, HashedTokens};
+
+use super::block::Block;
+
+/// Bytes of a hash and of the group behind it that need no allocation.
+const SHORT: usize = 64;
+
+/// An engine's blocks by their hashes: bytes of any length that end with the group of layers, 4 bytes, the highest
+/// first, as vLLM's `BlockHashWithGroupId` has them. Several blocks may have one hash.
+///
+/// The methods by vLLM's names do what those of its `BlockHashToBlockMap` do; `find`, `find_prefix` and `cache` are
+/// calls for groups and for many blocks. Calls are atomic and thread-safe.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "BlockMap", subclass)]
+#[derive(Default)]
+pub(super) struct BlockMap {
+    map: Mutex<Map<Py<PyAny>>>,
+}
+
+impl BlockMap {
+    fn lock(&self) -> MutexGuard<'_, Map<Py<PyAny>>> {
+        lock(&self.map)
+    }
+
+    /// Takes all hashes from blocks of a table, and returns those that the map had of them, by block in their
+    /// order. If `more` has what is no hash, nothing is done.
+    pub(super) fn take_hashes(
+        &self,
+        table: &Mutex<BlockTable>,
+        blocks: &[BlockId],
+        more: &Bound<'_, PyDict>,
+    ) -> PyResult<Vec<BlockHash>> {
+        let mut others = take_more(more, blocks)?.into_iter().peekable();
+        let mut hashes = Vec::new();
+        let mut table = lock(table);
+        for &block in blocks {
+            hashes.extend(table.take_hash(block).map(|hashed| (block, hashed.hash)));
+            if let Some((_, found)) = others.next_if(|(of, _)| *of == block) {
+                hashes.extend(found.into_iter().map(|hash| (block, hash)));
+            }
+        }
+        drop(table);
+        let mut map = self.lock();
+        let gone: Vec<_> = hashes
+            .iter()
+            .map(|(block, hash)| map.remove(hash.as_bytes(), i64::from(block.number())))
+            .collect();
+        drop(map);
+        let was = |((_, hash), value): (_, Option<Py<PyAny>>)| value.map(|_| hash); // may run Python code
+        Ok(hashes.into_iter().zip(gone).filter_map(was).collect())
+    }
+}
+
+/// Takes from `more` the hashes of those of the blocks that have some there, in their order.
+fn take_more(more: &Bound<'_, PyDict>, blocks: &[BlockId]) -> PyResult<Vec<(BlockId, Vec<BlockHash>)>> {
+    let mut found = Vec::new();
+    if more.is_empty() {
+        return Ok(found);
+    }
+    for &block in blocks {
+        if let Some(set) = more.get_item(block.number())? {
+            let hash =
+                |hash: PyResult<Bound<'_, PyAny>>| Ok(BlockHash::from(hash?.cast::<PyBytes>()?.as_bytes()));
+            found.push((block, set.try_iter()?.map(hash).collect::<PyResult<_>>()?));
+        }
+    }
+    for (block, _) in &found {
+        more.del_item(block.number())?;
+    }
+    Ok(found)
+}
+
+/// Calls `work` with the hash of a block in a group of layers.
+fn in_group<R>(hash: &[u8], group: u32, work: impl FnOnce(&[u8]) -> R) -> R {
+    let end = hash.len() + 4;
+    if end <= SHORT {
+        let mut bytes = [0; SHORT];
+        bytes[..hash.len()].copy_from_slice(hash);
+        bytes[hash.len()..end].copy_from_slice(&group.to_be_bytes());
+        work(&bytes[..end])
+    } else {
+        work(&[hash, &group.to_be_bytes()].concat())
+    }
+}
+
+/// Adds a block of each group that has the hash, and says whether each group has one.
+fn find(
+    py: Python<'_>,
+    map: &Map<Py<PyAny>>,
+    hash: &[u8],
+    groups: &[u32],
+    found: &mut Vec<Py<PyAny>>,
+) -> bool {
+    groups.iter().all(|&group| {
+        let block = in_group(hash, group, |key| map.first(key));
+        found.extend(block.map(|block| block.clone_ref(py)));
+        block.is_some()
+    })
+}
+
+/// Blocks of several groups.
+type ByGroup<'py> = Vec<Bound<'py, PyList>>;
+
+#[pymethods]
+impl BlockMap {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns the block that has had a hash for longest; `None` if none has it.
+    fn get_one_block(&self, py: Python<'_>, key: &Bound<'_, PyBytes>) -> Option<Py<PyAny>> {
+        self.lock().first(key.as_bytes()).map(|block| block.clone_ref(py))
+    }
+
+    /// Returns whether the block with a number has a hash.
+    fn contain(&self, key: &Bound<'_, PyBytes>, block_id: i64) -> bool {
+        self.lock().contains(key.as_bytes(), block_id)
+    }
+
+    /// Gives a block a hash.
+    fn insert(&self, key: &Bound<'_, PyBytes>, block: &Bound<'_, PyAny>) -> PyResult<()> {
+        let number = match block.cast::<Block>() {
+            Ok(block) => block.get().block_id(),
+            Err(_) => block.getattr("block_id")?.extract()?,
+        };
+        let old = self.lock().insert(key.as_bytes(), number, block.clone().unbind());
+        drop(old); // may run Python code
+        Ok(())
+    }
+
+    /// Takes a hash from the block with a number, and returns the block; `None` if it has it not.
+    fn pop(&self, key: &Bound<'_, PyBytes>, block_id: i64) -> Option<Py<PyAny>> {
+        self.lock().remove(key.as_bytes(), block_id)
+    }
+
+    /// Takes all hashes from all blocks.
+    fn clear(&self) {
+        let old = std::mem::take(&mut *self.lock());
+        drop(old); // may run Python code
+    }
+
+    /// Returns pairs of a hash and the list of its blocks, those that got it first in front.
+    fn items<'py>(&self, py: Python<'py>) -> Vec<(Bound<'py, PyBytes>, Vec<Py<PyAny>>)> {
+        let map = self.lock();
+        let blocks =
+            |hash: &BlockHash| map.blocks(hash.as_bytes()).map(|(_, block)| block.clone_ref(py)).collect();
+        map.hashes().map(|hash| (PyBytes::new(py, hash.as_bytes()), blocks(hash))).collect()
+    }
+
+    /// Returns a block of each group that has a hash there; `None` unless each group has one.
+    ///
+    /// Args:
+    ///     block_hash: The hash without a group.
+    ///     group_ids: The groups.
+    fn find<'py>(
+        &self,
+        py: Python<'py>,
+        block_hash: &Bound<'py, PyBytes>,
+        group_ids: Vec<u32>,
+    ) -> PyResult<Option<Bound<'py, PyList>>> {
+        let mut found = Vec::with_capacity(group_ids.len());
+        let is_found = find(py, &self.lock(), block_hash.as_bytes(), &group_ids, &mut found);
+        if is_found { PyList::new(py, found).map(Some) } else { Ok(None) }
+    }
+
+    /// Returns the blocks of each group for the hashes from the first on, up to one that a group has no block of.
+    ///
+    /// Args:
+    ///     block_hashes: The hashes without groups.
+    ///     group_ids: The groups.
+    fn find_prefix<'py>(
+        &self,
+        py: Python<'py>,
+        block_hashes: &Bound<'py, PyAny>,
+        group_ids: Vec<u32>,
+    ) -> PyResult<ByGroup<'py>> {
+        let hashes = block_hashes.try_iter()?.map(|hash| Ok(hash?.cast_into::<PyBytes>()?));
+        let hashes: Vec<Bound<'py, PyBytes>> = hashes.collect::<PyResult<_>>()?;
+        // The groups of the first hash, then those of the next.
+        let mut found: Vec<Py<PyAny>> = Vec::with_capacity(hashes.len() * group_ids.len());
+        let map = self.lock();
+        let is_found = |hash: &&Bound<'py, PyBytes>| find(py, &map, hash.as_bytes(), &group_ids, &mut found);
+        let count = hashes.iter().take_while(is_found).count();
+        drop(map);
+        let groups = group_ids.len();
+        let of_group =
+            |group: usize| PyList::new(py, (0..count).map(|block| found[block * groups + group].bind(py)));
+        (0..groups).map(of_group).collect()
+    }
+
+    /// Gives full blocks their hashes in a group. A block that has a hash of fewer tokens loses that and all others.
+    ///
+    /// Args:
+    ///     blocks: The blocks. Null blocks are left out.
+    ///     block_hashes: As many hashes without a group.
+    ///     group_id: The group.
+    ///     num_tokens: The tokens of the prompt that the first hash covers.
+    ///     block_size: How many more the next one covers.
+    ///     block_mask: Which of them to hash; all, if it is `None`.
+    ///     more_hashes: As in `BlockQueue.alloc`.
+    ///
+    /// Returns:
+    ///     False, and nothing is done, if there are objects that are not blocks of a `BlockQueue`.
+    ///
+    /// Raises:
+    ///     AssertionError: If a block has a hash of as many tokens, or the lengths differ. Nothing is done.
+    ///     OverflowError: If a block ends above 2**64 tokens. Nothing is done.
+    fn cache(
+        &self,
+        blocks: Vec<Bound<'_, PyAny>>,
+        block_hashes: Vec<Bound<'_, PyBytes>>,
+        group_id: u32,
+        num_tokens: u64,
+        block_size: u64,
+        block_mask: Option<Vec<bool>>,
+        more_hashes: &Bound<'_, PyDict>,
+    ) -> PyResult<bool> {
+        let masked = block_mask.as_ref().map_or(blocks.len(), Vec::len);
+        if block_hashes.len() < blocks.len() || masked != blocks.len() {
+            let (count, hashes) = (blocks.len(), block_hashes.len());
+            let message = format!("{count} blocks were given with {hashes} hashes, and a mask of {masked}");
+            return Err(PyAssertionError::new_err(message));
+        }
+        let mut full = Vec::with_capacity(blocks.len());
+        for (at, (object, hash)) in blocks.iter().zip(&block_hashes).enumerate() {
+            let Ok(object) = object.cast::<Block>() else { return Ok(false) };
+            let block = object.get();
+            let Some(number) = block.number() else { return Ok(false) };
+            let table = block.lock();
+            if table.is_null(number) || block_mask.as_ref().is_some_and(|mask| !mask[at]) {
+                continue;
+            }
+            let tokens = u64::try_from(at)
+                .ok()
+                .and_then(|at| at.checked_mul(block_size)?.checked_add(num_tokens))
+                .ok_or_else(|| {
+                    PyOverflowError::new_err(format!(
+                        "block {at} of {block_size} tokens each ends above 2**64 tokens"
+                    ))
+                })?;
+            if let Some(HashedTokens { tokens: known, .. }) = table.hashed(number)
+                && known.is_none_or(|known| known >= tokens)
+            {
+                let known = known.map_or_else(|| "unknown".to_owned(), |known| known.to_string());
+                let message = format!("block {number} has a hash of {known} tokens, not fewer than {tokens}");
+                return Err(PyAssertionError::new_err(message));
+            }
+            full.push((object, number, hash.as_bytes(), tokens));
+        }
+        for (object, number, hash, tokens) in full {
+            let block = object.get();
+            if block.lock().hashed(number).is_some() {
+                self.take_hashes(&block.table, &[number], more_hashes)?;
+            }
+            let old = in_group(hash, group_id, |key| {
+                block.lock().set_hash(number, HashedTokens { hash: key.into(), tokens: Some(tokens) });
+                self.lock().insert(key, i64::from(number.number()), object.clone().into_any().unbind())
+            });
+            drop(old); // may run Python code
+        }
+        Ok(true)
+    }
+
+    fn __len__(&self) -> usize {
+        self.lock().len()
+    }
+}

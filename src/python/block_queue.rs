@@ -1,0 +1,323 @@
+//! `kvpool._kvpool.BlockQueue`: the blocks of an engine, and the order in which free ones are taken.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use pyo3::exceptions::{PyAssertionError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+
+use crate::base::sync::lock;
+use crate::base::{BlockId, Error, Id, widen};
+use crate::cache::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
+
+use super::args;
+use super::block::{Block, BlockPlace, Objects, ownership, shown};
+use super::block_map::BlockMap;
+use super::debug::Debug;
+use super::logging::Reporter;
+
+/// Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
+/// the lowest in front.
+///
+/// The methods by vLLM's names do what those of its `FreeKVCacheBlockQueue` do; `alloc`, `free` and `retain` are calls
+/// for many blocks at once. Calls are atomic and thread-safe. A block of another queue is never taken in.
+///
+/// Args:
+///     count: Blocks, below 2**31.
+///     pool: The pool of the engine, which blocks name. It is not kept alive.
+///
+/// Raises:
+///     ConfigError: If `count` is 0, negative, or too large.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "BlockQueue")]
+pub(super) struct BlockQueue {
+    table: Arc<Mutex<BlockTable>>,
+    objects: Arc<OnceLock<Objects>>,
+    debug: Debug,
+    reporter: Reporter,
+}
+
+/// Blocks of a call: the numbers of those of this queue, and what else was given.
+struct GivenBlocks<'py> {
+    own: Vec<BlockId>,
+    others: Vec<Bound<'py, PyAny>>,
+}
+
+impl BlockQueue {
+    fn lock(&self) -> MutexGuard<'_, BlockTable> {
+        lock(&self.table)
+    }
+
+    fn objects(&self) -> &Objects {
+        self.objects.get().expect("a queue is made with its blocks")
+    }
+
+    fn object(&self, py: Python<'_>, number: BlockId) -> Py<Block> {
+        self.objects().at(BlockPlace::At(number)).clone_ref(py)
+    }
+
+    /// Sorts what is given. Iterating may run Python code.
+    fn given<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<GivenBlocks<'py>> {
+        let mut given =
+            GivenBlocks { own: Vec::with_capacity(blocks.len().unwrap_or(0)), others: Vec::new() };
+        for item in blocks.try_iter()? {
+            let item = item?;
+            match item.cast::<Block>().ok().and_then(|block| block.get().number_in(&self.table)) {
+                Some(number) => given.own.push(number),
+                None => given.others.push(item),
+            }
+        }
+        Ok(given)
+    }
+
+    /// The numbers of blocks that must all be of this queue.
+    fn numbers(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
+        let given = self.given(blocks)?;
+        match given.others.first() {
+            Some(other) => Err(ownership(format!("{} is no block of this queue", shown(other)))),
+            None => Ok(given.own),
+        }
+    }
+
+    /// Adds blocks that are not free, all or none.
+    fn add(&self, numbers: &[BlockId], end: QueueEnd) -> PyResult<()> {
+        let added = self.lock().queue_mut().push_all(numbers, end);
+        added.map_err(|number| ownership(format!("block {number} is free already")))
+    }
+}
+
+#[pymethods]
+impl BlockQueue {
+    #[new]
+    #[pyo3(signature = (count, pool=None))]
+    fn new(py: Python<'_>, count: &Bound<'_, PyAny>, pool: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let asked = args::size("count", count)?;
+        let count = u32::try_from(asked)
+            .ok()
+            .filter(|count| (1..1 << 31).contains(count))
+            .ok_or_else(|| Error::config(format!("count is {asked}; it must be 1 to 2**31 - 1 blocks")))?;
+        let pool = pool.map(|pool| py.import("weakref")?.call_method1("ref", (pool,)).map(Bound::unbind));
+        let pool = pool.transpose()?;
+        let table = Arc::new(Mutex::new(BlockTable::new(count)));
+        let objects = Arc::new(OnceLock::new());
+        let block = |place| {
+            let pool = pool.as_ref().map(|pool| pool.clone_ref(py));
+            Py::new(py, Block { place, table: Arc::clone(&table), objects: Arc::downgrade(&objects), pool })
+        };
+        let made = Objects {
+            blocks: (0..count)
+                .map(|number| block(BlockPlace::At(BlockId::new(number))))
+                .collect::<PyResult<_>>()?,
+            front: block(BlockPlace::Front)?,
+            back: block(BlockPlace::Back)?,
+        };
+        objects.set(made).expect("it is new");
+        Ok(Self { table, objects, debug: Debug::without_ledger(None), reporter: Reporter::default() })
+    }
+
+    /// All blocks by their numbers, free or not: a new list.
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, &self.objects().blocks)
+    }
+
+    /// The number of free blocks.
+    #[getter]
+    fn num_free_blocks(&self) -> usize {
+        self.lock().queue().len()
+    }
+
+    /// What stands before the first free block.
+    #[getter]
+    fn fake_free_list_head(&self, py: Python<'_>) -> Py<Block> {
+        self.objects().front.clone_ref(py)
+    }
+
+    /// What stands behind the last free block.
+    #[getter]
+    fn fake_free_list_tail(&self, py: Python<'_>) -> Py<Block> {
+        self.objects().back.clone_ref(py)
+    }
+
+    /// Takes the first free block, whatever is counted of it.
+    ///
+    /// Raises:
+    ///     ValueError: If none is free.
+    fn popleft(&self, py: Python<'_>) -> PyResult<Py<Block>> {
+        let number = self.lock().queue_mut().pop_front();
+        number
+            .map(|number| self.object(py, number))
+            .ok_or_else(|| PyValueError::new_err("No free blocks available"))
+    }
+
+    /// Takes the first `n` free blocks, whatever is counted of them.
+    ///
+    /// Raises:
+    ///     ValueError: If there are fewer. Nothing is taken.
+    fn popleft_n(&self, py: Python<'_>, n: usize) -> PyResult<Vec<Py<Block>>> {
+        let mut table = self.lock();
+        let free = table.queue().len();
+        if n > free {
+            return Err(too_few(n, free));
+        }
+        let numbers: Vec<BlockId> = (0..n).map_while(|_| table.queue_mut().pop_front()).collect();
+        drop(table);
+        Ok(numbers.into_iter().map(|number| self.object(py, number)).collect())
+    }
+
+    /// Takes a block out.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If it is of another queue.
+    ///     RuntimeError: If it is not free.
+    fn remove(&self, block: &Bound<'_, PyAny>) -> PyResult<()> {
+        let numbers = self.numbers(PyList::new(block.py(), [block])?.as_any())?;
+        let was = numbers.iter().all(|&number| self.lock().queue_mut().remove(number));
+        if was { Ok(()) } else { Err(not_free(block)) }
+    }
+
+    /// Adds a block at the end, whatever is counted of it.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If it is of another queue, or free already. Nothing is changed.
+    fn append(&self, block: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.append_n(PyList::new(block.py(), [block])?.as_any())
+    }
+
+    /// Adds blocks at the end, in their order; the rest as `append`.
+    fn append_n(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.add(&self.numbers(blocks)?, QueueEnd::Back)
+    }
+
+    /// Adds blocks in front, in their order; the rest as `append`.
+    fn prepend_n(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let mut numbers = self.numbers(blocks)?;
+        numbers.reverse();
+        self.add(&numbers, QueueEnd::Front)
+    }
+
+    /// Returns the free blocks, the first one in front.
+    fn get_all_free_blocks(&self, py: Python<'_>) -> Vec<Py<Block>> {
+        let numbers: Vec<BlockId> = self.lock().queue().iter().collect();
+        numbers.into_iter().map(|number| self.object(py, number)).collect()
+    }
+
+    /// Returns an iterator over the free blocks behind a block, or all. It ends where the queue ends, or at a block
+    /// that is taken meanwhile.
+    #[pyo3(signature = (cursor))]
+    fn iter_blocks_after(&self, py: Python<'_>, cursor: Option<Py<Block>>) -> BlockIterator {
+        let here = cursor.unwrap_or_else(|| self.fake_free_list_head(py));
+        BlockIterator { here: Mutex::new(Some(here)) }
+    }
+
+    /// Takes the first free blocks for one user, who counts 1 of each. Their hashes are taken from them.
+    ///
+    /// Args:
+    ///     count: How many.
+    ///     cached: The map with the hashes.
+    ///     more_hashes: By the number of a block, a set of hashes that it has beside its own. Those of taken blocks go.
+    ///     events: Whether to return the hashes.
+    ///
+    /// Returns:
+    ///     The blocks, and the hashes that are in the map no more, in order; none without `events`.
+    ///
+    /// Raises:
+    ///     ValueError: If there are fewer free blocks. Nothing is taken.
+    ///     AssertionError: If one of them is counted as used. Nothing is taken.
+    ///     TypeError: If `more_hashes` has what is not bytes. Nothing is taken.
+    #[pyo3(signature = (count, cached, more_hashes, *, events=false))]
+    fn alloc<'py>(
+        &self,
+        py: Python<'py>,
+        count: usize,
+        cached: &BlockMap,
+        more_hashes: &Bound<'py, PyDict>,
+        events: bool,
+    ) -> PyResult<(Bound<'py, PyList>, Vec<Bound<'py, PyBytes>>)> {
+        let taken = TakenBlocks::take(&self.table, count).map_err(|why| match why {
+            NotTaken::Short { free } => too_few(count, free),
+            NotTaken::InUse { block, uses } => {
+                PyAssertionError::new_err(format!("block {block} is free, and counted {uses} times"))
+            }
+        })?;
+        let all = &self.objects().blocks;
+        let blocks = PyList::new(py, taken.blocks().iter().map(|block| &all[widen(block.number())]))?;
+        let removed = cached.take_hashes(&self.table, taken.blocks(), more_hashes)?;
+        taken.keep();
+        let removed = if events { removed } else { Vec::new() };
+        Ok((blocks, removed.iter().map(|hash| PyBytes::new(py, hash.as_bytes())).collect()))
+    }
+
+    /// Gives back one use of each block. Those that are no longer used are free: the ones with a hash at the end, the
+    /// others in front, both in the order given. Null blocks are left out.
+    ///
+    /// A block that is not used is dropped, and logged.
+    ///
+    /// Args:
+    ///     blocks: The blocks, of any kind.
+    ///     keep_hashed: Whether a hash makes a difference.
+    ///
+    /// Returns:
+    ///     What are not blocks of this queue, as they were given.
+    #[pyo3(signature = (blocks, *, keep_hashed=true))]
+    fn free<'py>(
+        &self,
+        py: Python<'py>,
+        blocks: &Bound<'py, PyAny>,
+        keep_hashed: bool,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let given = self.given(blocks)?;
+        let hashed = if keep_hashed { HashedBlocks::Last } else { HashedBlocks::First };
+        let bad = self.lock().release(&given.own, hashed);
+        self.reporter.bad_frees(py, &bad, "block", given.own.len(), self.debug);
+        Ok(given.others)
+    }
+
+    /// Adds one use of each block, and takes those that were free out of the queue. Null blocks are left out.
+    ///
+    /// Returns:
+    ///     What are not blocks of this queue, as they were given.
+    ///
+    /// Raises:
+    ///     RuntimeError: If a block is neither used nor free. Nothing is changed.
+    fn retain<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let given = self.given(blocks)?;
+        let retained = self.lock().retain(&given.own);
+        retained.map_err(|lost| not_free(self.objects().at(BlockPlace::At(lost)).bind(blocks.py())))?;
+        Ok(given.others)
+    }
+
+    fn __len__(&self) -> usize {
+        self.num_free_blocks()
+    }
+}
+
+fn too_few(asked: usize, free: usize) -> PyErr {
+    PyValueError::new_err(format!("{asked} blocks asked for, {free} are free"))
+}
+
+fn not_free(block: &Bound<'_, PyAny>) -> PyErr {
+    PyRuntimeError::new_err(format!("{} is not free", shown(block)))
+}
+
+/// Free blocks in their order.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "_BlockIterator")]
+pub(super) struct BlockIterator {
+    here: Mutex<Option<Py<Block>>>,
+}
+
+#[pymethods]
+impl BlockIterator {
+    const fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __next__(&self, py: Python<'_>) -> Option<Py<Block>> {
+        let mut here = lock(&self.here);
+        let next = here.take()?.get().next_free_block(py)?;
+        if matches!(next.get().place, BlockPlace::Back) {
+            return None;
+        }
+        *here = Some(next.clone_ref(py));
+        Some(next)
+    }
+}
