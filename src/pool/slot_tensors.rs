@@ -1,29 +1,29 @@
 //! Token slots, and the tensors that hand them out.
 
-use std::borrow::Cow;
+mod batch;
+mod frees;
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
-use crate::base::bounded::{int32, narrow, unsigned};
+use crate::base::bounded::narrow;
 use crate::base::{
     Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot, reserve,
     widen,
 };
-use crate::index::{
-    Act, BadFrees, FenceId, Fit, LastLoc, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator,
-    SlotStats,
-};
-use crate::kernels::{Grown, Indices, read_now};
-use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
+use crate::index::{Act, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats};
+use crate::kernels::Grown;
+use crate::memory::{Backend, Borrowed, Event, Keep, Stream};
 use crate::tensor::TensorView;
 use crate::transfer::Transfer;
 
 use super::KvPool;
-use super::deferred::{Deferred, FreedAs, Part, Values, abandon, slots_of};
-use super::fences::{Fence, Fences};
-use super::mirror::known_values;
+use super::deferred::{Deferred, Part, abandon};
+use super::fences::Fences;
 use super::shortage::{Missing, OrShort, Short};
 use super::stage::Stage;
+pub(super) use batch::{BatchLens, LastLocs};
+use frees::fetched_at_once;
 
 /// The state that a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, their tensors,
 /// and pending frees.
@@ -73,15 +73,6 @@ impl Granted {
             Self::Tensor(view) => view.clone(),
         }
     }
-}
-
-/// A free completed by a later call: the number of values, and the invalid ones.
-#[derive(Debug)]
-pub(super) struct CompletedFree {
-    pub(super) given: usize,
-    pub(super) bad: BadFrees,
-    /// Owners of its tensors. Drop them without locks: that may run foreign code.
-    pub(super) _keeps: Vec<Keep>,
 }
 
 impl SlotTensors {
@@ -423,261 +414,10 @@ impl SlotTensors {
         }
     }
 
-    /// Frees slots; drops and reports those that are not live. With a fence, they stay in use until
-    /// [`Self::fence_passed`] names it.
-    #[inline]
-    fn free_values(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
-        if let Some(stage) = &self.stage {
-            stage.gpu().check_process()?;
-        }
-        match fence {
-            None => self.slots.free(given, self.on_bad_free),
-            Some(fence) => self.slots.free_after(fence, given, self.on_bad_free),
-        }
-    }
-
-    /// [`Self::free_values`] for indices on any device.
-    ///
-    /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then.
-    #[inline]
-    pub(super) fn free(
-        &mut self,
-        given: &Indices<'_>,
-        fence: Option<FenceId>,
-        keep: impl FnOnce() -> Option<Keep>,
-        stream: Stream,
-    ) -> Result<BadFrees> {
-        if let Indices::Host(values) = given
-            && !self.stays_behind(fence)
-        {
-            return self.free_values(values, fence);
-        }
-        match self.values_of(given, keep, stream)? {
-            Values::Known(values) if !self.stays_behind(fence) => self.free_values(&values, fence),
-            values => self.free_parts(vec![Part { values, freed_as: FreedAs::Slots }], fence),
-        }
-    }
-
-    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position
-    /// alive. Otherwise like [`Self::free`].
-    ///
-    /// # Errors
-    /// See [`Self::free`]. Drop the owners in `abandoned` without locks: that may run foreign code.
-    pub(super) fn free_pages(
-        &mut self,
-        given: &[Indices<'_>],
-        freed_as: FreedAs,
-        fence: Option<FenceId>,
-        keep: impl Fn(usize) -> Option<Keep>,
-        abandoned: &mut Vec<Keep>,
-        stream: Stream,
-    ) -> Result<BadFrees> {
-        let mut parts = Vec::with_capacity(given.len());
-        for (position, given) in given.iter().enumerate() {
-            match self.values_of(given, || keep(position), stream) {
-                Ok(values) => parts.push(Part { values, freed_as }),
-                Err(failure) => {
-                    abandoned.extend(abandon(parts));
-                    return Err(failure);
-                }
-            }
-        }
-        self.free_parts(parts, fence)
-    }
-
-    /// The values of indices on any device, or a copy of them in flight.
-    fn values_of(
-        &mut self,
-        given: &Indices<'_>,
-        keep: impl FnOnce() -> Option<Keep>,
-        stream: Stream,
-    ) -> Result<Values> {
-        match given {
-            Indices::Host(values) => Ok(Values::Known(values.clone())),
-            Indices::Device { tensor, version } => known_values(tensor, *version)
-                .map_or_else(|| self.fetch((tensor, keep), stream), |values| Ok(Values::Known(values))),
-        }
-    }
-
-    /// Frees slots of the planner in their turn; drops those that are not live. Groups do not delay it.
-    pub(super) fn free_now(&mut self, slots: IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
-        match fence {
-            Some(fence) => self.slots.free_after(fence, &slots, OnBadFree::Report),
-            None if self.deferred.is_empty() || self.need_sort() => {
-                self.slots.free_now(&slots, OnBadFree::Report)
-            }
-            None => {
-                self.defer(vec![Part::of_slots(slots)], None);
-                Ok(BadFrees::default())
-            }
-        }
-    }
-
-    /// Whether a free of known values must stay behind those in flight, so that slots return in the order in
-    /// which they were freed. In sorted order it has no effect.
-    #[inline]
-    fn stays_behind(&self, fence: Option<FenceId>) -> bool {
-        !self.deferred.is_empty() && !self.need_sort() && fence.is_none() && !self.slots.in_group()
-    }
-
-    /// Frees what `parts` name: now, if all of it is known.
-    fn free_parts(&mut self, parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
-        let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
-        if is_known && !self.stays_behind(fence) {
-            let slots = slots_of(parts, self.slots.page_size(), &mut Vec::new())?;
-            return self.free_values(&slots, fence);
-        }
-        if fence.is_none() && self.slots.in_group() {
-            let act = self.act();
-            self.group.extend(parts.into_iter().map(|part| (part, act.clone())));
-        } else {
-            self.defer(parts, fence);
-        }
-        Ok(BadFrees::default())
-    }
-
-    /// Frees what `parts` name when all of it has landed.
-    fn defer(&mut self, parts: Vec<Part>, fence: Option<FenceId>) {
-        let count = parts.iter().map(Part::len).sum();
-        let by = self.act().map(|act| (count, act)).into_iter().collect();
-        self.deferred.push(parts, fence, by);
-    }
-
-    /// Calls `free` with a new fence id if there is a fence.
-    #[inline]
-    pub(super) fn behind<R>(
-        &mut self,
-        fence: Option<Arc<dyn Fence>>,
-        free: impl FnOnce(&mut Self, Option<FenceId>) -> Result<R>,
-    ) -> Result<R> {
-        let Some(fence) = fence else { return free(self, None) };
-        let id = self.slots.new_fence();
-        let answer = free(self, Some(id));
-        // A call that failed may have freed a part behind the fence.
-        if answer.is_ok() || self.slots.is_awaited(id) || self.fences.keeps_for(id) {
-            self.fences.add(id, fence);
-        }
-        answer
-    }
-
-    /// Enqueues a copy of the values of `tensor`. Waits for them if there is no room for the copy.
-    fn fetch(
-        &mut self,
-        (tensor, keep): (&Borrowed<'_>, impl FnOnce() -> Option<Keep>),
-        stream: Stream,
-    ) -> Result<Values> {
-        let gpu = self.gpu_of(tensor.device())?;
-        let at_once = fetched_at_once(&self.slots);
-        tensor.used_on(stream);
-        match self.deferred.fetch(&gpu, at_once, (tensor, keep), stream)? {
-            None => read_now(&gpu, tensor, stream).map(Values::Known),
-            Some(values) => Ok(values),
-        }
-    }
-
-    /// The device of a tensor.
-    fn gpu_of(&self, device: Device) -> Result<Arc<Gpu>> {
-        match (&self.stage, device) {
-            (Some(stage), _) if stage.gpu().device() == device => Ok(Arc::clone(stage.gpu())),
-            (_, Device::Cuda(ordinal)) => Gpu::open(ordinal),
-            (_, Device::Cpu) => Err(Error::config("a tensor in host memory is on no GPU")),
-        }
-    }
-
-    /// Completes frees whose values are on the host, and adds their reports to `settled`.
-    ///
-    /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`] for the first invalid free, which frees nothing.
-    /// [`ErrorKind::Driver`] when the device has failed.
-    pub(super) fn settle(&mut self, settled: &mut Vec<CompletedFree>) -> Result<()> {
-        let page_size = self.slots.page_size();
-        while let Some(landed) = self.deferred.landed(page_size)? {
-            let given = landed.slots.as_ref().map_or(0, IndexVec::len);
-            let freed = landed
-                .slots
-                .and_then(|slots| self.slots.free_signed(&slots, landed.fence, &landed.by, self.on_bad_free));
-            let (bad, failure) =
-                freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
-            settled.push(CompletedFree { given, bad, _keeps: landed.keeps });
-            if let Some(error) = failure {
-                return Err(error.prefixed("a free of slots that the host did not know"));
-            }
-        }
-        Ok(())
-    }
-
-    /// An event that the next free to complete in [`Self::settle`] waits for.
-    pub(super) fn unsettled(&self) -> Option<Arc<Event>> {
-        self.deferred.oldest()
-    }
-
-    /// Whether there are no pending frees.
-    #[inline]
-    pub(super) fn is_settled(&self) -> bool {
-        self.deferred.is_empty() && self.fences.is_empty()
-    }
-
-    pub(super) fn has_deferred(&self) -> bool {
-        !self.deferred.is_empty()
-    }
-
-    pub(super) const fn fences(&self) -> &Fences {
-        &self.fences
-    }
-
-    pub(super) const fn fences_mut(&mut self) -> &mut Fences {
-        &mut self.fences
-    }
-
-    /// Frees the slots behind a fence. Does nothing for an unknown id.
-    pub(super) fn fence_passed(&mut self, id: FenceId) {
-        if !self.deferred.fence_passed(id) {
-            self.slots.fence_passed(id);
-        }
-    }
-
-    /// Starts to collect frees. Groups nest.
-    pub(super) fn free_group_begin(&mut self) {
-        self.slots.group_begin();
-    }
-
-    /// Ends a group. The end of the outermost group frees everything collected, as one call, and returns how
-    /// many values that was.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] when no group is open; see [`Self::free`]. The group is closed all the same.
-    pub(super) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
-        let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
-        if self.group.is_empty() && !self.stays_behind(None) {
-            return Ok((given.len(), self.slots.free_signed(&given, None, &by, self.on_bad_free)?));
-        }
-        let mut end = given.len();
-        let mut parts = vec![Part::of_slots(given)];
-        for (part, act) in self.group.drain(..) {
-            end += part.len();
-            by.extend(act.map(|act| (end, act)));
-            parts.push(part);
-        }
-        self.deferred.push(parts, None, by);
-        Ok((0, BadFrees::default()))
-    }
-
     /// Slots that can be handed out now or when pending frees complete. Pending frees count as whole,
     /// distinct pages.
     pub(super) fn available_size(&self) -> usize {
         self.slots.available() + self.landing()
-    }
-
-    /// An estimate, from their lengths, of the slots of pending frees.
-    fn landing(&self) -> usize {
-        if self.deferred.is_empty() {
-            return 0;
-        }
-        let page_size = self.slots.page_size();
-        let given = self.deferred.slots(page_size).next_multiple_of(page_size);
-        let stats = self.slots.stats();
-        given.min(stats.in_use - stats.fenced)
     }
 
     /// Merges the released slots into the free ones.
@@ -739,11 +479,6 @@ impl SlotTensors {
         SlotStats { available: stats.available + landing, in_use: stats.in_use - landing, ..stats }
     }
 
-    /// An estimate of the slots of pending frees.
-    pub(super) fn pending(&self) -> usize {
-        self.landing()
-    }
-
     /// Bytes on the device.
     pub(super) fn device_bytes(&self) -> usize {
         self.stage.as_ref().map_or(0, Stage::bytes)
@@ -752,79 +487,4 @@ impl SlotTensors {
 
 fn signed(ids: Vec<u32>) -> Vec<i32> {
     ids.into_iter().map(u32::cast_signed).collect()
-}
-
-/// The last slots of the requests of a batch.
-#[derive(Debug)]
-pub(super) enum LastLocs<'a> {
-    /// On the host.
-    Known(Cow<'a, [i64]>),
-    /// In a tensor on the device of the pool, whose values the host does not have.
-    OnDevice(&'a Borrowed<'a>),
-}
-
-impl<'a> LastLocs<'a> {
-    /// The values of `last_loc`, which is on the host or on `device`.
-    pub(super) fn new(last_loc: &'a Indices<'_>, device: Device) -> Result<Self> {
-        match last_loc {
-            Indices::Host(values) => values.as_i64().map(Self::Known),
-            Indices::Device { tensor, version } => match known_values(tensor, *version) {
-                Some(values) => values.into_i64().map(|slots| Self::Known(slots.into())),
-                None => tensor.expect_on(device, "last_loc").map(|()| Self::OnDevice(tensor)),
-            },
-        }
-    }
-
-    fn of_index(&self) -> LastLoc<'_> {
-        match self {
-            Self::Known(slots) => LastLoc::Known(slots),
-            Self::OnDevice(tensor) => LastLoc::OnDevice(tensor.shape().numel()),
-        }
-    }
-}
-
-/// Lengths of the requests of a batch.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct BatchLens<'a> {
-    /// Tokens that each request has now.
-    pub(super) prefix: &'a [i64],
-    /// Tokens that each request will have.
-    pub(super) seq: &'a [i64],
-}
-
-impl BatchLens<'_> {
-    /// Slots that the requests take at most. The lengths may be invalid.
-    fn most_slots(self, page_size: usize) -> usize {
-        let grown = self.prefix.iter().zip(self.seq).filter_map(|(prefix, seq)| seq.checked_sub(*prefix));
-        let tokens = grown.filter_map(|tokens| usize::try_from(tokens).ok());
-        tokens.fold(0, |slots: usize, tokens| slots.saturating_add(tokens).saturating_add(page_size))
-    }
-
-    /// The slots that each request has in its last page, 0 if that is full, and where its new slots begin
-    /// among those of the batch, with the end of all. Call it after slots were taken.
-    fn in_pages(self, page_size: usize) -> Result<(Vec<i32>, Vec<i32>)> {
-        let (mut offsets, mut indptr) = (reserve(self.prefix.len())?, reserve(self.seq.len() + 1)?);
-        let mut end = 0;
-        indptr.push(end);
-        for (&prefix, &seq) in self.prefix.iter().zip(self.seq) {
-            offsets.push(int32(unsigned(prefix) % page_size));
-            end += int32(unsigned(seq - prefix));
-            indptr.push(end);
-        }
-        Ok((offsets, indptr))
-    }
-
-    /// Slots in the pages that the requests begin. Call it after the lengths were checked.
-    fn new_slots(self, page_size: usize) -> usize {
-        let pages = |len: i64| usize::try_from(len).expect("lengths were checked").div_ceil(page_size);
-        let pages = self.prefix.iter().zip(self.seq).map(|(&prefix, &seq)| pages(seq) - pages(prefix));
-        pages.fold(0, usize::saturating_add).saturating_mul(page_size)
-    }
-}
-
-/// Maximum number of values in flight: one per slot, and some to spare.
-fn fetched_at_once(slots: &SlotAllocator) -> usize {
-    /// For small pools, whose frees may list slots more than once.
-    const SPARE: usize = 8 << 10;
-    slots.capacity().saturating_add(SPARE)
 }

@@ -227,54 +227,74 @@ impl OffloadTable {
         if let Some(offers) = &mut self.offers {
             offers.record(chunks);
         }
-        let mut storing = Storing::default();
-        let mut chosen: HashSet<&[u8]> = HashSet::new();
-        let mut used = Vec::with_capacity(chunks.len());
-        for (at, (chunk, id)) in chunks.iter().zip(&stages).enumerate() {
-            match id {
-                Some(id) if arrives(self, *id) => continue,
-                Some(_) => (),
-                None if self.offers.as_ref().is_some_and(|offers| !offers.suffice(chunk.key)) => {
-                    self.skipped += 1;
-                    continue;
-                }
-                None if !chosen.insert(chunk.key) => continue,
-                None => storing.chosen.push(at),
-            }
-            used.push(*chunk);
-        }
+        let (chosen, used) = self.choose(chunks, &stages);
         self.record(&used, request);
+        let mut storing = Storing { chosen, ..Storing::default() };
         if storing.chosen.is_empty() {
             return Ok(Some(storing));
         }
         self.asked.push(storing.chosen.len());
-        let short = storing.chosen.len().saturating_sub(self.free.len() + widen(self.capacity - self.fresh));
-        if short > 0 {
-            let Some(evicted) = self.order.evict(short, chunks.iter().map(|chunk| chunk.key)) else {
-                return Ok(None);
-            };
-            for (key, chunk) in evicted {
-                self.free.push(chunk.place);
-                storing.evicted.push(key);
-            }
-            if self.events.is_some() {
-                self.note(OffloadChange::Evicted, storing.evicted.clone());
-            }
-        }
+        let Some(evicted) = self.make_room(storing.chosen.len(), chunks) else { return Ok(None) };
+        storing.evicted = evicted;
         for &at in &storing.chosen {
             let NamedChunk { key, position } = chunks[at];
-            let place = if self.fresh < self.capacity {
-                self.fresh += 1;
-                OffloadPlace::new(self.fresh - 1)
-            } else {
-                self.free.pop().expect("there are enough")
-            };
+            let place = self.take_place();
             let chunk = OffloadedChunk { place, stage: OffloadStage::Arriving, loads: 0 };
             self.order.insert(key, chunk, position, &mut request.rank);
             storing.places.push(place);
         }
         self.arriving += storing.chosen.len();
         Ok(Some(storing))
+    }
+
+    /// Of chunks that are offered, the positions of those to store, and those that the request uses.
+    fn choose<'a>(
+        &mut self,
+        chunks: &[NamedChunk<'a>],
+        stages: &[Option<OffloadId>],
+    ) -> (Vec<usize>, Vec<NamedChunk<'a>>) {
+        let (mut chosen, mut used) = (Vec::new(), Vec::with_capacity(chunks.len()));
+        let mut seen: HashSet<&[u8]> = HashSet::new();
+        for (at, (chunk, id)) in chunks.iter().zip(stages).enumerate() {
+            match id {
+                Some(id) if self.order.get(*id).stage == OffloadStage::Arriving => continue,
+                Some(_) => (),
+                None if self.offers.as_ref().is_some_and(|offers| !offers.suffice(chunk.key)) => {
+                    self.skipped += 1;
+                    continue;
+                }
+                None if !seen.insert(chunk.key) => continue,
+                None => chosen.push(at),
+            }
+            used.push(*chunk);
+        }
+        (chosen, used)
+    }
+
+    /// Evicts chunks, but none of `chunks`, until there are `count` places. Returns the keys of those that
+    /// went; `None`, and nothing is changed, if too few can go.
+    fn make_room(&mut self, count: usize, chunks: &[NamedChunk<'_>]) -> Option<Vec<OffloadKey>> {
+        let short = count.saturating_sub(self.free.len() + widen(self.capacity - self.fresh));
+        if short == 0 {
+            return Some(Vec::new());
+        }
+        let evicted = self.order.evict(short, chunks.iter().map(|chunk| chunk.key))?;
+        let (keys, places): (Vec<_>, Vec<_>) =
+            evicted.into_iter().map(|(key, chunk)| (key, chunk.place)).unzip();
+        self.free.extend(places);
+        if self.events.is_some() {
+            self.note(OffloadChange::Evicted, keys.clone());
+        }
+        Some(keys)
+    }
+
+    /// Takes one of the free places, of which there are some.
+    fn take_place(&mut self) -> OffloadPlace {
+        if self.fresh < self.capacity {
+            self.fresh += 1;
+            return OffloadPlace::new(self.fresh - 1);
+        }
+        self.free.pop().expect("there are enough")
     }
 
     /// Makes chunks complete that are being stored. Others are left as they are.

@@ -105,6 +105,9 @@ impl Launcher {
     /// # Errors
     /// [`ErrorKind::Driver`] when the kernels cannot be loaded, [`ErrorKind::OutOfMemory`] when there is not
     /// enough memory.
+    ///
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`ErrorKind::OutOfMemory`]: crate::base::ErrorKind::OutOfMemory
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         backend: &Arc<dyn Backend>,
@@ -161,6 +164,8 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Index`] with the number, its position and its bound.
+    ///
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     pub(super) fn fault(&self) -> Result<()> {
         self.gpu.check_process()?;
         let [what, value] = self.fault.read::<i64>(0, 2)?[..] else { return Ok(()) };
@@ -221,6 +226,8 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] while `stream` is being captured, if any of them are on the host.
+    ///
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     fn with<P>(
         &self,
         kernel: Kernel,
@@ -309,6 +316,9 @@ impl Launcher {
     /// # Errors
     /// [`ErrorKind::Index`] for a row that does not exist, [`ErrorKind::Config`] for more than can be
     /// transferred at once; a row of a device tensor that does not exist is reported by [`Launcher::fault`].
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     pub(super) fn copy_rows(
         &self,
         groups: [&[RowBuffer]; 2],
@@ -399,6 +409,8 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] while `stream` is being captured, and when a driver call fails.
+    ///
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub(super) fn copy_pages(&self, plan: &PagePlan<'_>, pieces: &Pieces, stream: Stream) -> Result<()> {
         self.gpu.check_process()?;
         self.gpu.not_capturing(stream, "a copy between pages and host memory")?;
@@ -442,6 +454,9 @@ impl Launcher {
     /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once;
     /// [`ErrorKind::Driver`] when a driver call fails. Invalid numbers of device tensors are skipped, and
     /// `Executor::fault` reports them.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub fn write_points(
         &self,
         table: &Table<'_>,
@@ -483,6 +498,9 @@ impl Launcher {
     /// # Errors
     /// [`ErrorKind::Index`] for columns outside of the table, [`ErrorKind::Config`] for more than can be
     /// transferred at once.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     pub(super) fn zero_columns(
         &self,
         table: &Table<'_>,
@@ -523,6 +541,8 @@ impl Launcher {
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once; invalid numbers
     /// of device tensors are skipped, and `Executor::fault` reports them.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub(super) fn kv_indices(
         &self,
         table: &Table<'_>,
@@ -553,6 +573,8 @@ impl Launcher {
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails. A last slot that does not end its request leaves the
     /// slots behind it as they are, and `Launcher::fault` reports it.
+    ///
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub fn continue_pages(
         &self,
         out: &Borrowed<'_>,

@@ -1,29 +1,28 @@
 //! The state that a planner guards: the slots of each request, and the memory of the metadata.
 
 mod device;
+mod fields;
+mod host;
+mod release;
 
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{
-    DType, Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, Slot, reserve, widen,
-};
-use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, PageList, Requests, Runs};
+use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, reserve, widen};
+use crate::index::{Act, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
-use crate::pool::prefix_cache::Parked;
 use crate::pool::shortage::{OrShort, Short};
 use crate::pool::slot_tensors::SlotTensors;
-use crate::pool::{Lease, ReqToTokenPool, TableIndex, at_least_one};
+use crate::pool::{ReqToTokenPool, TableIndex, at_least_one};
 use crate::tensor::TensorView;
 
 use super::block_table::BlockTable;
 use super::claim::Claim;
 use super::plan::{PlanLayout, SmallFields};
-use super::{Batch, Field, Plan, PlannerConfig, Prefix};
-
-/// Slots that are copied to the table at a time.
-const PART: usize = 4096;
+use super::{Batch, Plan, PlannerConfig, Prefix};
+use release::Bound;
+pub(super) use release::{LeaseCut, Release};
 
 /// The locked pools of a step.
 pub(super) struct Pools<'a> {
@@ -44,6 +43,16 @@ impl Padding {
     const fn none(batch_size: usize) -> Self {
         Self { batch_size, tokens_per_req: 0 }
     }
+}
+
+/// Sizes of a batch, as those of a [`Plan`].
+struct BatchSizes {
+    /// New tokens of each padding request.
+    of_padding: usize,
+    num_tokens: usize,
+    padded_num_tokens: usize,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
 }
 
 /// The state of a [`BatchPlanner`](super::BatchPlanner): the slots of each request, and the memory of the
@@ -71,21 +80,6 @@ pub(super) struct PlannerState {
     /// Leases of requests whose rows were freed by another call, which end when this is dropped, without
     /// locks.
     pub(super) retired: Vec<LeaseCut>,
-}
-
-/// The lease of a request.
-#[derive(Debug)]
-struct Bound {
-    /// How often the row had been handed out.
-    turn: u32,
-    lease: Arc<Lease>,
-}
-
-impl Bound {
-    /// Whether it is of the request that has `row` now.
-    fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
-        self.turn == table.rows().turn(row) && table.rows().rows().is_live(row)
-    }
 }
 
 impl PlannerState {
@@ -227,36 +221,11 @@ impl PlannerState {
         Ok(planned)
     }
 
-    /// Makes `lease` that of the request in `row`.
-    fn bind(&mut self, row: RequestRow, lease: Arc<Lease>, table: &ReqToTokenPool, stream: Stream) {
-        let bound = Bound { turn: table.rows().turn(row), lease };
-        let earlier = self.leases[widen(row.number())].replace(bound);
-        self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
-    }
-
-    /// Retires the leases of requests whose rows were freed by another call. It looks at them only if there
-    /// was one.
-    pub(super) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
-        let frees = table.rows().frees();
-        if std::mem::replace(&mut self.frees, frees) == frees {
-            return;
-        }
-        for (row, place) in (0..).map(RequestRow::new).zip(&mut self.leases) {
-            let is_over = |bound: &mut Bound| !bound.is_of(row, table);
-            self.retired.extend(place.take_if(is_over).map(|bound| LeaseCut::end(bound.lease, stream)));
-        }
-    }
-
-    /// The lease of a request.
-    pub(super) fn lease_of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
-        let bound = self.leases.get(widen(row.number()))?.as_ref()?;
-        bound.is_of(row, table).then_some(&bound.lease)
-    }
-
     /// The pages of positions `from..to` of a request.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] if it has fewer tokens, or its leased prefix does not end at `from`.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it has fewer tokens, or its leased prefix
+    /// does not end at `from`.
     pub(super) fn pages(&self, row: RequestRow, from: usize, to: usize) -> Result<Vec<Page>> {
         let leased = widen(self.requests.leased(row));
         if leased != from {
@@ -280,18 +249,6 @@ impl PlannerState {
             self.block_table.truncate(row, changed);
             self.changes += 1;
         }
-    }
-
-    /// The lease of a request that is cut to `len` tokens, if it has to be cut, too.
-    fn cut_lease(&mut self, row: RequestRow, len: u32, table: &ReqToTokenPool) -> Option<Arc<Lease>> {
-        if len > 0 && self.requests.leased(row) <= len {
-            return None;
-        }
-        let lease = Arc::clone(self.lease_of(row, table)?);
-        if len == 0 {
-            self.leases[widen(row.number())] = None;
-        }
-        Some(lease)
     }
 
     pub(super) fn decode(
@@ -343,21 +300,13 @@ impl PlannerState {
         Ok(())
     }
 
-    /// Plans a checked batch, with padding.
-    fn plan(
-        &mut self,
-        pools: Pools<'_>,
-        batch: &[Growth],
-        prefixes: &mut [&mut PageList],
-        padding: Padding,
-        stream: Stream,
-    ) -> Result<OrShort<Plan>> {
-        let Pools { slots, table } = pools;
-        for (position, growth) in batch.iter().enumerate() {
-            self.requests.check_open(position, *growth, slots.slots())?;
-        }
-        let padded = padding.batch_size;
-        let missing = padded - batch.len();
+    /// The sizes of a batch, with padding.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a request that does not fit the table,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than `max_tokens` new tokens.
+    fn sizes(&self, batch: &[Growth], padding: Padding, table: &ReqToTokenPool) -> Result<BatchSizes> {
+        let missing = padding.batch_size - batch.len();
         let of_padding = if missing > 0 { padding.tokens_per_req } else { 0 };
         let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
         if longest > table.max_context_len() {
@@ -375,6 +324,29 @@ impl PlannerState {
             )));
         }
         let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
+        Ok(BatchSizes {
+            of_padding,
+            num_tokens,
+            padded_num_tokens,
+            max_seqlen_q: most,
+            max_seqlen_k: longest,
+        })
+    }
+
+    /// Plans a checked batch, with padding.
+    fn plan(
+        &mut self,
+        pools: Pools<'_>,
+        batch: &[Growth],
+        prefixes: &mut [&mut PageList],
+        padding: Padding,
+        stream: Stream,
+    ) -> Result<OrShort<Plan>> {
+        let Pools { slots, table } = pools;
+        for (position, growth) in batch.iter().enumerate() {
+            self.requests.check_open(position, *growth, slots.slots())?;
+        }
+        let sizes = self.sizes(batch, padding, table)?;
         table.not_capturing(stream)?;
         let page_size = slots.slots().page_size();
         let new_slots = || batch.iter().map(|growth| widen(growth.new_pages) * page_size).sum();
@@ -384,7 +356,8 @@ impl PlannerState {
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(Err(slots.short(new_slots())));
         }
-        self.small_fields.fill(batch, padded, narrow(of_padding), &self.requests);
+        let padded = padding.batch_size;
+        self.small_fields.fill(batch, padded, narrow(sizes.of_padding), &self.requests);
         let made = match &self.executor {
             Executor::Host(_) => self.make(batch, padded, table),
             Executor::Device(_) => self.launch(batch, padded, table, stream),
@@ -407,157 +380,12 @@ impl PlannerState {
             changes: self.changes,
             batch_size: batch.len(),
             padded_batch_size: padded,
-            num_tokens,
-            padded_num_tokens,
-            max_seqlen_q: most,
-            max_seqlen_k: longest,
+            num_tokens: sizes.num_tokens,
+            padded_num_tokens: sizes.padded_num_tokens,
+            max_seqlen_q: sizes.max_seqlen_q,
+            max_seqlen_k: sizes.max_seqlen_k,
             kv_len: self.small_fields.kv_begin(padded),
         }))
-    }
-
-    /// Writes the table and the fields in host memory.
-    fn make(&mut self, batch: &[Growth], padded: usize, table: &mut ReqToTokenPool) -> Result<()> {
-        self.small_fields.write(&self.fields, &self.layout)?;
-        for (place, growth) in batch.iter().enumerate() {
-            self.put(place, *growth, table)?;
-            let pages = self.requests.pages(growth.row);
-            self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
-        }
-        for place in batch.len()..padded {
-            let padding = vec![Page::new(PADDING); self.small_fields.kv_pages(place)];
-            self.write_pages(place, 0, &padding.into())?;
-        }
-        self.note_block_table(batch, padded, table);
-        Ok(())
-    }
-
-    /// Writes the new slots of a request to the table.
-    fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
-        let Growth { row, start, prefix, .. } = growth;
-        if start < prefix {
-            self.put_earlier(row, start, prefix, table)?;
-        }
-        table.put(row, widen(prefix), self.small_fields.new_slots(place))
-    }
-
-    /// Writes the slots of positions `from..to` of a request to the table.
-    fn put_earlier(&self, row: RequestRow, from: u32, to: u32, table: &mut ReqToTokenPool) -> Result<()> {
-        if self.requests.page_size().slots() == 1 {
-            let mut at = widen(from);
-            return self.requests.pages(row).runs(at..widen(to)).try_for_each(|run| {
-                table.put_pages(row, at, run)?;
-                at += run.len();
-                Ok(())
-            });
-        }
-        // In parts that stay in the nearest cache.
-        let mut slots = reserve(PART.min(widen(to - from)))?;
-        for at in (from..to).step_by(PART) {
-            slots.clear();
-            self.requests.slots(row, at, to.min(at + narrow(PART)), &mut slots);
-            table.put(row, widen(at), &slots)?;
-        }
-        Ok(())
-    }
-
-    /// Slots of positions of a request.
-    fn slots(&self, row: RequestRow, from: u32, to: u32) -> Result<Vec<i32>> {
-        let mut slots = reserve(widen(to - from))?;
-        self.requests.slots(row, from, to, &mut slots);
-        Ok(slots)
-    }
-
-    /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
-    fn write_pages(&self, place: usize, valid: usize, pages: &PageList) -> Result<()> {
-        let size = size_of::<i32>();
-        let write = |begin: usize, from: usize| match pages.unshared() {
-            Some(pages) => self.fields.write(begin, &pages[from..]),
-            None => self.write_runs(begin, pages.runs(from..pages.len())),
-        };
-        if self.layout.has(Field::KvIndices) {
-            let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
-            write(begin, 0)?;
-        }
-        if self.layout.has(Field::BlockTable) {
-            let line = self.layout.line(place);
-            write(line + valid * size, valid)?;
-            let stale = self.block_table.used(place).saturating_sub(pages.len());
-            self.fields.fill(line + pages.len() * size, stale * size, 0)?;
-        }
-        Ok(())
-    }
-
-    #[cold]
-    fn write_runs(&self, mut begin: usize, runs: Runs<'_>) -> Result<()> {
-        for run in runs {
-            self.fields.write(begin, run)?;
-            begin += size_of_val(run);
-        }
-        Ok(())
-    }
-
-    /// The number of entries of line `place` of the block table that hold pages of the request.
-    fn valid_entries(&self, place: usize, row: RequestRow, table: &ReqToTokenPool) -> usize {
-        self.block_table.valid(place, row, table.rows().turn(row))
-    }
-
-    /// Records that the pages of a batch were written to the block table.
-    fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
-        for (place, &Growth { row, .. }) in batch.iter().enumerate() {
-            let count = self.requests.pages(row).len();
-            self.block_table.note_request(place, row, table.rows().turn(row), count);
-        }
-        for place in batch.len()..padded {
-            self.block_table.note_padding(place, self.small_fields.kv_pages(place));
-        }
-    }
-
-    pub(super) fn truncate(
-        &mut self,
-        pools: Pools<'_>,
-        rows: &IndexVec,
-        seq_lens: &IndexVec,
-        release: Release<'_>,
-    ) -> Result<(usize, BadFrees)> {
-        as_many("seq_lens", seq_lens, rows)?;
-        let Pools { slots, table } = pools;
-        let named = self.resolve(rows, table)?;
-        let mut lens = reserve(named.len())?;
-        for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
-            lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
-        }
-        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), release)
-    }
-
-    pub(super) fn finish(
-        &mut self,
-        pools: Pools<'_>,
-        rows: &IndexVec,
-        seq_lens: Option<&IndexVec>,
-        release: Release<'_>,
-    ) -> Result<(usize, BadFrees)> {
-        let stream = release.stream;
-        let Pools { slots, table } = pools;
-        let named = self.resolve(rows, table)?;
-        if let Some(lens) = seq_lens {
-            as_many("seq_lens", lens, rows)?;
-            for (position, (&row, len)) in named.iter().zip(lens.iter()).enumerate() {
-                let has = self.requests.len(row);
-                if i64::from(has) != len {
-                    return Err(Error::config(format!(
-                        "request row {row} at position {position} has {has} tokens with slots, not {len}"
-                    )));
-                }
-            }
-        }
-        table.not_capturing(stream)?;
-        let given =
-            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), release);
-        self.retire_freed(table, stream);
-        // Each row was checked to be allocated.
-        let freed = table.free(rows, stream);
-        self.frees = table.rows().frees();
-        freed.and(given)
     }
 
     /// If a ledger is kept, records the owner of a row as the owner of its new pages, from token `start` on.
@@ -570,42 +398,6 @@ impl PlannerState {
                 ledger.sign(page.number(), &act);
             }
         }
-    }
-
-    fn give_back(
-        &mut self,
-        pools: Pools<'_>,
-        cuts: impl Iterator<Item = (RequestRow, u32)>,
-        release: Release<'_>,
-    ) -> Result<(usize, BadFrees)> {
-        let Pools { slots, table } = pools;
-        let Release { fence, leases, stream } = release;
-        let (mut given, mut bad) = (0, BadFrees::default());
-        for (row, len) in cuts {
-            if let Some(lease) = self.cut_lease(row, len, table) {
-                // The lease is cut without locks. What it had stays locked until the fence has passed.
-                let until = fence.map(|id| {
-                    let parked = Parked::default();
-                    slots.fences_mut().keep(id, Arc::clone(&parked) as _);
-                    parked
-                });
-                leases.push(LeaseCut { lease, len: widen(len), until, stream });
-            }
-            let _acting = signed_act(row, slots, table).map(Act::begin);
-            let pages = self.requests.cut(row, len);
-            self.block_table.truncate(row, self.requests.pages(row).len());
-            given += pages.len();
-            bad.append(slots.free_now(pages, fence)?);
-        }
-        self.changes += 1;
-        if slots.strict() && bad.dropped() > 0 {
-            let report = bad.describe(Slot::NOUN, given);
-            return Err(Error::new(
-                ErrorKind::IndexOwnership,
-                format!("another owner freed slots of the planner; all others were freed: {report}"),
-            ));
-        }
-        Ok((given, bad))
     }
 
     pub(super) fn fork(
@@ -674,97 +466,12 @@ impl PlannerState {
         }
         Ok(copied)
     }
-
-    pub(super) fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        self.check_current(plan, plan.number == self.plans)?;
-        self.layout.view(&self.fields, plan, field)
-    }
-
-    pub(super) fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        self.check_current(plan, plan.number == self.plans)?;
-        let width = match field {
-            _ if self.executor.gpu().is_none() => return self.layout.view(&self.fields, plan, field),
-            Field::KvIndices | Field::BlockTable if !self.layout.has(field) => return Ok(None),
-            Field::KvIndices => None,
-            Field::BlockTable => Some(self.layout.width()),
-            _ => return self.layout.view(&self.host_fields, plan, field),
-        };
-        self.check_current(plan, plan.changes == self.changes)?;
-        let mut values: Vec<i32> =
-            reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
-        for place in 0..plan.padded_batch_size {
-            if place < plan.batch_size {
-                let pages = self
-                    .requests
-                    .pages(RequestRow::new(self.small_fields.req_pool_indices[place].cast_unsigned()));
-                // A row that was freed and taken again belongs to another request.
-                self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
-                values.extend(pages.iter_from(0).map(|page| page.number().cast_signed()));
-            } else {
-                values.resize(values.len() + self.small_fields.kv_pages(place), 0);
-            }
-            if let Some(width) = width {
-                values.resize((place + 1) * width, 0);
-            }
-        }
-        let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
-        let region = Arc::new(Region::from_indices(IndexVec::I32(values)));
-        TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
-    }
-
-    fn check_current(&self, plan: &Plan, is_current: bool) -> Result<()> {
-        if is_current {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::StaleBuffer,
-            format!(
-                "plan {} is not the last any more: its arrays were overwritten by plan {}, or its requests have \
-                 changed; take them before",
-                plan.number, self.plans
-            ),
-        ))
-    }
-}
-
-/// How a batch is given back: at once, or behind a fence.
-pub(super) struct Release<'a> {
-    pub(super) fence: Option<FenceId>,
-    /// The leases that are cut, to be dropped without locks.
-    pub(super) leases: &'a mut Vec<LeaseCut>,
-    pub(super) stream: Stream,
-}
-
-/// The end of a request's lease: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
-#[derive(Debug)]
-pub(super) struct LeaseCut {
-    lease: Arc<Lease>,
-    len: usize,
-    /// Where what the lease had stays locked; without it, that is not.
-    until: Option<Parked>,
-    stream: Stream,
-}
-
-impl LeaseCut {
-    /// The end of the whole lease.
-    const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
-        Self { lease, len: 0, until: None, stream }
-    }
 }
 
 impl Drop for PlannerState {
     /// Requests end with their planner, and so do leases that were released before.
     fn drop(&mut self) {
         self.leases.iter().flatten().for_each(|bound| bound.lease.unbind_gone());
-    }
-}
-
-impl Drop for LeaseCut {
-    fn drop(&mut self) {
-        let cut = self.lease.cut(self.len, self.stream);
-        if let (Some(cut), Some(until)) = (cut, &self.until) {
-            until.set(cut).expect("it is for this one");
-        }
     }
 }
 

@@ -68,6 +68,8 @@ impl LeaseState {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] with its tokens.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub(super) fn expect_arrived(&self) -> Result<()> {
         self.coming().map_or(Ok(()), |loading| {
             Err(Error::config(format!(

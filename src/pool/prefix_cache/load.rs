@@ -177,7 +177,7 @@ enum LoadStart<'a> {
     Short {
         _lock: PrefixLock,
     },
-    LoadRequest(Box<LoadRequest<'a>>),
+    Request(Box<LoadRequest<'a>>),
 }
 
 /// What a load is about to bring back.
@@ -212,37 +212,46 @@ impl Lease {
         }
         // Dropped without locks.
         let tails = lock(&self.shared.state).tails();
-        let wanted = match self.begin_load(limit, &tails, stream)? {
+        let request = match self.begin_load(limit, &tails, stream)? {
             LoadStart::Short { .. } => return Ok(None),
             LoadStart::Load(load) => return Ok(Some(load)),
-            LoadStart::LoadRequest(wanted) => *wanted,
+            LoadStart::Request(request) => *request,
         };
-        if let Some(state) = &wanted.state {
+        if let Some(state) = &request.state {
             // Before anything can fail: the track slot may be given back.
             state.make_ready(stream)?;
         }
-        let count = wanted.keys.len();
-        let owner = &self.shared.owner;
+        let (count, owner) = (request.keys.len(), &self.shared.owner);
         let Some(pages) = self.allocator.take_cached_pages(count, owner, self.clears, stream)? else {
             return Ok(None);
         };
-        let LoadRequest { begin, mut lock, keys, tokens, pieces, state, tier } = wanted;
+        let begin = request.begin;
+        let (tail, lock) = self.start_copies(request, pages, stream)?;
+        let added = self.go_on_with(&tail, begin, lock, stream)?;
+        Ok(Some(Load::new(Arc::downgrade(self), Some(&tail), added)))
+    }
+
+    /// Enqueues the copies of a load to `pages`. Also returns the lock of what is on the device already.
+    fn start_copies(
+        &self,
+        request: LoadRequest<'_>,
+        pages: Vec<Page>,
+        stream: Stream,
+    ) -> Result<(Arc<Tail>, PrefixLock)> {
+        let LoadRequest { lock, keys, tokens, pieces, state, tier, .. } = request;
         let open = self.shared.open(&self.allocator, stream);
-        let owner = &self.shared.owner;
         let slot = state.as_ref().map(TakenSlot::slot);
         // Under one lock: the allocator is not cleared in between, and knows of the copies when it is.
         let started = open.slots.change(self.clears, |slots| {
             let started = tier.load(&pieces, &pages, slot, stream);
             match &started {
                 Ok(transfer) => slots.add_writer(transfer),
-                Err(_) => slots.slots_mut().release_cached(&pages, None, owner),
+                Err(_) => slots.slots_mut().release_cached(&pages, None, &self.shared.owner),
             }
             started
         })?;
         let transfer = started.ok_or_else(cleared)?;
         drop(open);
-        let (state, len) = (state.map(TakenSlot::keep), tokens.len());
-        let arrived = Mutex::new(None);
         self.shared.note_coming(self.clears, |coming| coming + pages.len());
         let tail = Arc::new(Tail {
             shared: Arc::clone(&self.shared),
@@ -251,13 +260,25 @@ impl Lease {
             keys,
             tokens,
             pages,
-            state,
+            state: state.map(TakenSlot::keep),
             transfer,
             outcome: Arc::default(),
             pieces: Mutex::new(Some(pieces)),
-            arrived,
+            arrived: Mutex::new(None),
         });
-        let added = self.with(stream, |_, cache, held| {
+        Ok((tail, lock))
+    }
+
+    /// Lets the lease, which had `begin` tokens, go on with `tail` behind what `lock` holds. Returns how many
+    /// tokens it grew by.
+    fn go_on_with(
+        &self,
+        tail: &Arc<Tail>,
+        begin: usize,
+        mut lock: PrefixLock,
+        stream: Stream,
+    ) -> Result<usize> {
+        self.with(stream, |_, cache, held| {
             expect_idle(held)?;
             if held.hold.len() != begin {
                 return Err(Error::config(format!(
@@ -265,16 +286,15 @@ impl Lease {
                     held.hold.len()
                 )));
             }
-            let hold = lock.hold.take().expect("it is a lock still");
+            let (hold, len) = (lock.hold.take().expect("it is a lock still"), tail.tokens.len());
             let added = hold.len() + len - held.hold.len();
             let before = Some(std::mem::replace(&mut held.hold, hold));
-            held.loading = Some(Loading { tail: Arc::clone(&tail), len, before, has_arrived: false });
+            held.loading = Some(Loading { tail: Arc::clone(tail), len, before, has_arrived: false });
             held.rest = Loadable::default();
             cache.counts.loaded += len;
-            cache.below.iter_mut().for_each(|below| below.add_tail(&tail));
+            cache.below.iter_mut().for_each(|below| below.add_tail(tail));
             Ok(added)
-        })?;
-        Ok(Some(Load::new(Arc::downgrade(self), Some(&tail), added)))
+        })
     }
 
     /// Finds out what to load, and takes it; `tails` are on their way for others.
@@ -336,15 +356,7 @@ impl Lease {
             let Some(pieces) = tier.hold(&keys, state_key) else {
                 return Ok(LoadStart::Short { _lock: lock });
             };
-            Ok(LoadStart::LoadRequest(Box::new(LoadRequest {
-                begin,
-                lock,
-                keys,
-                tokens,
-                pieces,
-                state,
-                tier,
-            })))
+            Ok(LoadStart::Request(Box::new(LoadRequest { begin, lock, keys, tokens, pieces, state, tier })))
         })
     }
 

@@ -53,6 +53,10 @@ impl Lease {
     /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
     /// cached already, or do not fill pages in order; see [`GdnPool::copy_states`]. Nothing is changed,
     /// except that another snapshot may have been given up for the state.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`GdnPool::copy_states`]: crate::pool::GdnPool::copy_states
+    /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     pub fn publish(&self, publication: &Publication<'_>, stream: Stream) -> Result<Published> {
         let tokens = publication.tokens.count();
         let pages = publication.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
@@ -110,6 +114,8 @@ impl Lease {
     /// # Errors
     /// See [`Self::publish`], also for the slots of the partial page; also [`ErrorKind::Config`] for the
     /// lease of a request that a planner has. Nothing is changed.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
         let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
         let published = self.with(stream, |open, cache, held| {
@@ -179,6 +185,8 @@ impl Lease {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when its planner does not have it any more.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     fn request_of<'a>(
         &self,
         planner: &'a dyn LeaseKeeper,

@@ -32,6 +32,8 @@ impl<'a> TakenSlot<'a> {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.
+    ///
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub(super) fn make_ready(&self, stream: Stream) -> Result<()> {
         self.reader.as_ref().map_or(Ok(()), |reader| reader.precede(stream))
     }

@@ -8,7 +8,8 @@ use crate::memory::Stream;
 
 use crate::pool::{ReqToTokenPool, TableIndex};
 
-use super::{Field, PlannerState};
+use super::PlannerState;
+use crate::pool::batch_planner::Field;
 
 impl PlannerState {
     /// Writes the table and the fields on the device: one launch, preceded by a copy if there are many

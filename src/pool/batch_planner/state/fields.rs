@@ -1,0 +1,71 @@
+//! The arrays of a plan.
+
+use std::sync::Arc;
+
+use crate::base::{DType, Error, ErrorKind, Id, IndexVec, RequestRow, Result, reserve};
+use crate::memory::Region;
+use crate::pool::batch_planner::{Field, Plan};
+use crate::tensor::TensorView;
+
+use super::PlannerState;
+
+impl PlannerState {
+    pub(in crate::pool::batch_planner) fn field(
+        &self,
+        plan: &Plan,
+        field: Field,
+    ) -> Result<Option<TensorView>> {
+        self.check_current(plan, plan.number == self.plans)?;
+        self.layout.view(&self.fields, plan, field)
+    }
+
+    pub(in crate::pool::batch_planner) fn host_field(
+        &self,
+        plan: &Plan,
+        field: Field,
+    ) -> Result<Option<TensorView>> {
+        self.check_current(plan, plan.number == self.plans)?;
+        let width = match field {
+            _ if self.executor.gpu().is_none() => return self.layout.view(&self.fields, plan, field),
+            Field::KvIndices | Field::BlockTable if !self.layout.has(field) => return Ok(None),
+            Field::KvIndices => None,
+            Field::BlockTable => Some(self.layout.width()),
+            _ => return self.layout.view(&self.host_fields, plan, field),
+        };
+        self.check_current(plan, plan.changes == self.changes)?;
+        let mut values: Vec<i32> =
+            reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
+        for place in 0..plan.padded_batch_size {
+            if place < plan.batch_size {
+                let pages = self
+                    .requests
+                    .pages(RequestRow::new(self.small_fields.req_pool_indices[place].cast_unsigned()));
+                // A row that was freed and taken again belongs to another request.
+                self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
+                values.extend(pages.iter_from(0).map(|page| page.number().cast_signed()));
+            } else {
+                values.resize(values.len() + self.small_fields.kv_pages(place), 0);
+            }
+            if let Some(width) = width {
+                values.resize((place + 1) * width, 0);
+            }
+        }
+        let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
+        let region = Arc::new(Region::from_indices(IndexVec::I32(values)));
+        TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
+    }
+
+    pub(super) fn check_current(&self, plan: &Plan, is_current: bool) -> Result<()> {
+        if is_current {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::StaleBuffer,
+            format!(
+                "plan {} is not the last any more: its arrays were overwritten by plan {}, or its requests have \
+                 changed; take them before",
+                plan.number, self.plans
+            ),
+        ))
+    }
+}

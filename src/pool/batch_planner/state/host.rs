@@ -1,0 +1,117 @@
+//! Writing a step in host memory: the table and the fields.
+
+use crate::base::bounded::narrow;
+use crate::base::{Id, PADDING, Page, RequestRow, Result, reserve, widen};
+use crate::index::{Growth, PageList, Runs};
+use crate::pool::ReqToTokenPool;
+use crate::pool::batch_planner::Field;
+
+use super::PlannerState;
+
+/// Slots that are copied to the table at a time.
+const PART: usize = 4096;
+
+impl PlannerState {
+    /// Writes the table and the fields in host memory.
+    pub(super) fn make(&mut self, batch: &[Growth], padded: usize, table: &mut ReqToTokenPool) -> Result<()> {
+        self.small_fields.write(&self.fields, &self.layout)?;
+        for (place, growth) in batch.iter().enumerate() {
+            self.put(place, *growth, table)?;
+            let pages = self.requests.pages(growth.row);
+            self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
+        }
+        for place in batch.len()..padded {
+            let padding = vec![Page::new(PADDING); self.small_fields.kv_pages(place)];
+            self.write_pages(place, 0, &padding.into())?;
+        }
+        self.note_block_table(batch, padded, table);
+        Ok(())
+    }
+
+    /// Writes the new slots of a request to the table.
+    pub(super) fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
+        let Growth { row, start, prefix, .. } = growth;
+        if start < prefix {
+            self.put_earlier(row, start, prefix, table)?;
+        }
+        table.put(row, widen(prefix), self.small_fields.new_slots(place))
+    }
+
+    /// Writes the slots of positions `from..to` of a request to the table.
+    pub(super) fn put_earlier(
+        &self,
+        row: RequestRow,
+        from: u32,
+        to: u32,
+        table: &mut ReqToTokenPool,
+    ) -> Result<()> {
+        if self.requests.page_size().slots() == 1 {
+            let mut at = widen(from);
+            return self.requests.pages(row).runs(at..widen(to)).try_for_each(|run| {
+                table.put_pages(row, at, run)?;
+                at += run.len();
+                Ok(())
+            });
+        }
+        // In parts that stay in the nearest cache.
+        let mut slots = reserve(PART.min(widen(to - from)))?;
+        for at in (from..to).step_by(PART) {
+            slots.clear();
+            self.requests.slots(row, at, to.min(at + narrow(PART)), &mut slots);
+            table.put(row, widen(at), &slots)?;
+        }
+        Ok(())
+    }
+
+    /// Slots of positions of a request.
+    pub(super) fn slots(&self, row: RequestRow, from: u32, to: u32) -> Result<Vec<i32>> {
+        let mut slots = reserve(widen(to - from))?;
+        self.requests.slots(row, from, to, &mut slots);
+        Ok(slots)
+    }
+
+    /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
+    pub(super) fn write_pages(&self, place: usize, valid: usize, pages: &PageList) -> Result<()> {
+        let size = size_of::<i32>();
+        let write = |begin: usize, from: usize| match pages.unshared() {
+            Some(pages) => self.fields.write(begin, &pages[from..]),
+            None => self.write_runs(begin, pages.runs(from..pages.len())),
+        };
+        if self.layout.has(Field::KvIndices) {
+            let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
+            write(begin, 0)?;
+        }
+        if self.layout.has(Field::BlockTable) {
+            let line = self.layout.line(place);
+            write(line + valid * size, valid)?;
+            let stale = self.block_table.used(place).saturating_sub(pages.len());
+            self.fields.fill(line + pages.len() * size, stale * size, 0)?;
+        }
+        Ok(())
+    }
+
+    #[cold]
+    pub(super) fn write_runs(&self, mut begin: usize, runs: Runs<'_>) -> Result<()> {
+        for run in runs {
+            self.fields.write(begin, run)?;
+            begin += size_of_val(run);
+        }
+        Ok(())
+    }
+
+    /// The number of entries of line `place` of the block table that hold pages of the request.
+    pub(super) fn valid_entries(&self, place: usize, row: RequestRow, table: &ReqToTokenPool) -> usize {
+        self.block_table.valid(place, row, table.rows().turn(row))
+    }
+
+    /// Records that the pages of a batch were written to the block table.
+    pub(super) fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
+        for (place, &Growth { row, .. }) in batch.iter().enumerate() {
+            let count = self.requests.pages(row).len();
+            self.block_table.note_request(place, row, table.rows().turn(row), count);
+        }
+        for place in batch.len()..padded {
+            self.block_table.note_padding(place, self.small_fields.kv_pages(place));
+        }
+    }
+}

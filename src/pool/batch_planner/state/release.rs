@@ -1,0 +1,199 @@
+//! Requests that shrink and end, and their leases.
+
+use std::sync::Arc;
+
+use crate::base::{Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
+use crate::index::{Act, BadFrees, FenceId};
+use crate::memory::Stream;
+use crate::pool::prefix_cache::Parked;
+use crate::pool::{Lease, ReqToTokenPool};
+
+use super::{PlannerState, Pools, as_many, signed_act};
+
+/// The lease of a request.
+#[derive(Debug)]
+pub(super) struct Bound {
+    /// How often the row had been handed out.
+    pub(super) turn: u32,
+    pub(super) lease: Arc<Lease>,
+}
+
+impl Bound {
+    /// Whether it is of the request that has `row` now.
+    pub(super) fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
+        self.turn == table.rows().turn(row) && table.rows().rows().is_live(row)
+    }
+}
+
+/// How a batch is given back: at once, or behind a fence.
+pub(in crate::pool::batch_planner) struct Release<'a> {
+    pub(in crate::pool::batch_planner) fence: Option<FenceId>,
+    /// The leases that are cut, to be dropped without locks.
+    pub(in crate::pool::batch_planner) leases: &'a mut Vec<LeaseCut>,
+    pub(in crate::pool::batch_planner) stream: Stream,
+}
+
+/// The end of a request's lease: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
+#[derive(Debug)]
+pub(in crate::pool::batch_planner) struct LeaseCut {
+    pub(super) lease: Arc<Lease>,
+    len: usize,
+    /// Where what the lease had stays locked; without it, that is not.
+    until: Option<Parked>,
+    stream: Stream,
+}
+
+impl LeaseCut {
+    /// The end of the whole lease.
+    const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
+        Self { lease, len: 0, until: None, stream }
+    }
+}
+
+impl Drop for LeaseCut {
+    fn drop(&mut self) {
+        let cut = self.lease.cut(self.len, self.stream);
+        if let (Some(cut), Some(until)) = (cut, &self.until) {
+            until.set(cut).expect("it is for this one");
+        }
+    }
+}
+
+impl PlannerState {
+    /// Makes `lease` that of the request in `row`.
+    pub(super) fn bind(
+        &mut self,
+        row: RequestRow,
+        lease: Arc<Lease>,
+        table: &ReqToTokenPool,
+        stream: Stream,
+    ) {
+        let bound = Bound { turn: table.rows().turn(row), lease };
+        let earlier = self.leases[widen(row.number())].replace(bound);
+        self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
+    }
+
+    /// Retires the leases of requests whose rows were freed by another call. It looks at them only if there
+    /// was one.
+    pub(in crate::pool::batch_planner) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
+        let frees = table.rows().frees();
+        if std::mem::replace(&mut self.frees, frees) == frees {
+            return;
+        }
+        for (row, place) in (0..).map(RequestRow::new).zip(&mut self.leases) {
+            let is_over = |bound: &mut Bound| !bound.is_of(row, table);
+            self.retired.extend(place.take_if(is_over).map(|bound| LeaseCut::end(bound.lease, stream)));
+        }
+    }
+
+    /// The lease of a request.
+    pub(in crate::pool::batch_planner) fn lease_of(
+        &self,
+        row: RequestRow,
+        table: &ReqToTokenPool,
+    ) -> Option<&Arc<Lease>> {
+        let bound = self.leases.get(widen(row.number()))?.as_ref()?;
+        bound.is_of(row, table).then_some(&bound.lease)
+    }
+
+    /// The lease of a request that is cut to `len` tokens, if it has to be cut, too.
+    pub(super) fn cut_lease(
+        &mut self,
+        row: RequestRow,
+        len: u32,
+        table: &ReqToTokenPool,
+    ) -> Option<Arc<Lease>> {
+        if len > 0 && self.requests.leased(row) <= len {
+            return None;
+        }
+        let lease = Arc::clone(self.lease_of(row, table)?);
+        if len == 0 {
+            self.leases[widen(row.number())] = None;
+        }
+        Some(lease)
+    }
+
+    pub(in crate::pool::batch_planner) fn truncate(
+        &mut self,
+        pools: Pools<'_>,
+        rows: &IndexVec,
+        seq_lens: &IndexVec,
+        release: Release<'_>,
+    ) -> Result<(usize, BadFrees)> {
+        as_many("seq_lens", seq_lens, rows)?;
+        let Pools { slots, table } = pools;
+        let named = self.resolve(rows, table)?;
+        let mut lens = reserve(named.len())?;
+        for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
+            lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
+        }
+        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), release)
+    }
+
+    pub(in crate::pool::batch_planner) fn finish(
+        &mut self,
+        pools: Pools<'_>,
+        rows: &IndexVec,
+        seq_lens: Option<&IndexVec>,
+        release: Release<'_>,
+    ) -> Result<(usize, BadFrees)> {
+        let stream = release.stream;
+        let Pools { slots, table } = pools;
+        let named = self.resolve(rows, table)?;
+        if let Some(lens) = seq_lens {
+            as_many("seq_lens", lens, rows)?;
+            for (position, (&row, len)) in named.iter().zip(lens.iter()).enumerate() {
+                let has = self.requests.len(row);
+                if i64::from(has) != len {
+                    return Err(Error::config(format!(
+                        "request row {row} at position {position} has {has} tokens with slots, not {len}"
+                    )));
+                }
+            }
+        }
+        table.not_capturing(stream)?;
+        let given =
+            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), release);
+        self.retire_freed(table, stream);
+        // Each row was checked to be allocated.
+        let freed = table.free(rows, stream);
+        self.frees = table.rows().frees();
+        freed.and(given)
+    }
+
+    pub(super) fn give_back(
+        &mut self,
+        pools: Pools<'_>,
+        cuts: impl Iterator<Item = (RequestRow, u32)>,
+        release: Release<'_>,
+    ) -> Result<(usize, BadFrees)> {
+        let Pools { slots, table } = pools;
+        let Release { fence, leases, stream } = release;
+        let (mut given, mut bad) = (0, BadFrees::default());
+        for (row, len) in cuts {
+            if let Some(lease) = self.cut_lease(row, len, table) {
+                // The lease is cut without locks. What it had stays locked until the fence has passed.
+                let until = fence.map(|id| {
+                    let parked = Parked::default();
+                    slots.fences_mut().keep(id, Arc::clone(&parked) as _);
+                    parked
+                });
+                leases.push(LeaseCut { lease, len: widen(len), until, stream });
+            }
+            let _acting = signed_act(row, slots, table).map(Act::begin);
+            let pages = self.requests.cut(row, len);
+            self.block_table.truncate(row, self.requests.pages(row).len());
+            given += pages.len();
+            bad.append(slots.free_now(pages, fence)?);
+        }
+        self.changes += 1;
+        if slots.strict() && bad.dropped() > 0 {
+            let report = bad.describe(Slot::NOUN, given);
+            return Err(Error::new(
+                ErrorKind::IndexOwnership,
+                format!("another owner freed slots of the planner; all others were freed: {report}"),
+            ));
+        }
+        Ok((given, bad))
+    }
+}
