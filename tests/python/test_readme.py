@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ONE_ALLOCATION = ROOT / "docs" / "one-allocation.md"
 RESULTS = ROOT / "benches" / "RESULTS.md"
 CLASSES = {
     "TokenToKVPoolAllocator": "token_to_kv_pool_allocator",
@@ -207,11 +206,12 @@ def defines(source: str, owner: str, name: str) -> bool:
     )
 
 
-def test_symbols_of_one_allocation_exist() -> None:
+@pytest.mark.parametrize("page", ["one-allocation.md", "one-prefix.md"])
+def test_symbols_of_the_pages_that_follow_a_call_exist(page: str) -> None:
     sources = {
         path.relative_to(ROOT).as_posix(): text_of(path) for path in sorted((ROOT / "src").rglob("*.rs"))
     }
-    text = text_of(ONE_ALLOCATION)
+    text = text_of(ROOT / "docs" / page)
     symbols = {code for code in code_in(text) if re.fullmatch(r"\w+::\w+", code)}
     assert len(symbols) > 30
     for symbol in symbols:
