@@ -37,7 +37,7 @@ PRIVATE = {
     "workspace": {"_Workspace"},
     "observe.leaks": {"_Workspace", "_noted"},
     "observe.registry": {"_pools"},
-    "tools.plan.command": {"_STORAGE_DTYPES"},
+    "tools.plan.parameters": {"_STORAGE_DTYPES"},
     "tools.plan.pool_bytes": {"_STORAGE_DTYPES", "_footprint"},
     "tools.plan.solver": {"_STORAGE_DTYPES"},
     "tools.replay.command": {"_STORAGE_DTYPES"},

@@ -1,0 +1,89 @@
+"""What `kvpool plan --fleet` does beyond `kvpool plan`: it reads a trace, simulates a fleet and prints it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from kvpool.tools.bandwidths import read_bandwidths
+from kvpool.tools.output import WIDTH, fail, need
+from kvpool.tools.plan.fleet_options import FleetOptions, fleet_of, machine_of
+from kvpool.tools.plan.parameters import FLEET_PANEL, SYNTHETIC_REQUESTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvpool.tools.plan.solver import Plan
+    from kvpool.tools.traces import Trace
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Which requests a fleet gets.
+
+    Attributes:
+        path: File of the trace; None for a synthetic one.
+        requests: Only so many of the first requests; None for all, or for `SYNTHETIC_REQUESTS`.
+        seed: Seed of the synthetic trace.
+    """
+
+    path: Path | None
+    requests: int | None
+    seed: int
+
+
+def refuse_fleet_options(called: typer.Context) -> None:
+    """Exit if an option that only a fleet has was given: there is none."""
+    for option in called.command.params:
+        if getattr(option, "rich_help_panel", None) == FLEET_PANEL:
+            source = called.get_parameter_source(option.name or "")
+            if source is not None and source.name == "COMMANDLINE":
+                fail(f"{option.opts[0]} is for --fleet")
+
+
+def print_simulation(
+    made: Plan,
+    options: FleetOptions,
+    trace: TraceOptions,
+    bandwidth: Path | None,
+    *,
+    as_json_object: bool,
+) -> None:
+    """Run the requests of a trace through machines with the pools of a plan, and print what comes out.
+
+    Args:
+        made: The plan.
+        options: The fleet.
+        trace: The requests.
+        bandwidth: File of measured bandwidths, for those that `options` does not have.
+        as_json_object: Whether to print JSON.
+
+    Raises:
+        ConfigError: An option has a value that it cannot have, or lacks one.
+        OSError: A file cannot be read.
+    """
+    measured = read_bandwidths(bandwidth) if bandwidth is not None else []
+    need("plan --fleet", "numpy")
+    from kvpool.tools.plan.fleet import simulate  # noqa: PLC0415 - it needs NumPy
+    from kvpool.tools.plan.fleet_report import fleet_as_json, print_fleet  # noqa: PLC0415
+
+    result = simulate(_read(trace), machine_of(made), fleet_of(options, measured))
+    if as_json_object:
+        typer.echo(json.dumps(fleet_as_json(result, measured)))
+    else:
+        print_fleet(result, measured, Console(width=WIDTH))
+
+
+def _read(options: TraceOptions) -> Trace:
+    from kvpool.tools.traces import TraceError, read_trace, synthetic_trace  # noqa: PLC0415 - they need NumPy
+
+    if options.path is None:
+        return synthetic_trace(options.requests or SYNTHETIC_REQUESTS, options.seed)
+    try:
+        return read_trace(options.path).head(options.requests)
+    except TraceError as error:
+        fail(str(error))
