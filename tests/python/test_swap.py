@@ -198,8 +198,8 @@ def watched(wait: Callable[[int], object]) -> Iterator[None]:
     """Calls `wait` with each layer that the loads of an engine are waited for."""
     is_loaded = Scheduler._is_loaded
 
-    def patched(self: Scheduler[Request], request: Request, loadable: int) -> bool:
-        answer = is_loaded(self, request, loadable)
+    def patched(self: Scheduler[Request], request: Request) -> bool:
+        answer = is_loaded(self, request)
         if request.load is not None:
             request.load = cast("Load", Watched(request.load, wait))
         return answer
@@ -360,8 +360,8 @@ def test_a_load_that_ends_before_its_request_has_run_is_computed(
     is_loaded = Scheduler._is_loaded
     left: list[int] = []
 
-    def cancelled(self: Scheduler[Request], request: Request, loadable: int) -> bool:
-        answer = is_loaded(self, request, loadable)
+    def cancelled(self: Scheduler[Request], request: Request) -> bool:
+        answer = is_loaded(self, request)
         some(request.load).cancel()
         left.append(some(request.lease).length)  # not 0 if it was faster
         return answer
@@ -492,7 +492,11 @@ LOADING = {
     "_admit",
     "_loadable",
     "_is_loaded",
-    "_with_slots",
+    "_start",
+    "_finds_prefix",
+    "_may_start",
+    "take",
+    "attempt",
     "_step_of",
     "_forward",
     "wait_layer",
@@ -721,7 +725,7 @@ def test_others_run_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
         assert_served(engine, [running, late])
         # A store that does not answer is given up. Nothing else is waited for.
         settle(engine)
-        monkeypatch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.05)
+        monkeypatch.setattr("kvpool.serving.fetch_queue._PATIENCE_S", 0.05)
         store.is_open.clear()
         last = engine.submit(prompts_of(5)[0], 3)
         engine.run()
@@ -761,7 +765,7 @@ def test_an_interrupt_while_prompts_are_fetched_loses_nothing() -> None:
         first = stored(with_store("dense", store), prompts_of(1, 3))
         prompts = [request.prompt + request.tokens for request in first]
         places = serve_fetched(store, prompts, 0)
-        names = {"submit", "_line_up"}
+        names = {"submit", "line_up", "_is_over"}
         assert {name for name, *_ in places} >= names
         for at in {place: at for at, place in enumerate(places, 1) if place[0] in names}.values():
             serve_fetched(store, prompts, at)

@@ -2,6 +2,8 @@
 
 from kvpool.serving.engine import Engine, Model, Request
 from kvpool.serving.sampling import Sampling
-from kvpool.serving.scheduler import Schedulable, Scheduler, Step
+from kvpool.serving.schedulable import Schedulable
+from kvpool.serving.scheduler import Scheduler
+from kvpool.serving.step import Step
 
 __all__ = ["Engine", "Model", "Request", "Sampling", "Schedulable", "Scheduler", "Step"]

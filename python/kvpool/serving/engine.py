@@ -42,7 +42,8 @@ if TYPE_CHECKING:
         TokenToKVPoolAllocator,
     )
     from kvpool.serving.moves import Move
-    from kvpool.serving.scheduler import State, Step
+    from kvpool.serving.schedulable import State
+    from kvpool.serving.step import Step
     from kvpool.serving.swap import SwapMode
 
 __all__ = ["Engine", "Model", "Request", "Sampling"]

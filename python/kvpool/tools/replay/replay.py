@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import Fetch, Lease, Load
     from kvpool.serving.moves import Move
-    from kvpool.serving.scheduler import State, Step
+    from kvpool.serving.schedulable import State
+    from kvpool.serving.step import Step
     from kvpool.tools.replay.config import ReplayConfig
     from kvpool.tools.traces import Trace
 
@@ -177,8 +178,8 @@ class _CheckedScheduler(Scheduler[_Request]):
     ) -> None:
         super().__init__(planner, cache)
         self._extend = timed(self._extend, samples["extend"])
-        self._finish = timed(self._finish, samples["finish"])
-        self._alloc_row = timed(self._alloc_row, samples["alloc_row"])
+        self._rows.finish = timed(self._rows.finish, samples["finish"])
+        self._rows.alloc = timed(self._rows.alloc, samples["alloc_row"])
         self._timed_match = timed(super()._match, samples["match"])
         self._timed_publish = timed(super().publish, samples["publish"])
         self._read = timed(planner.req_to_token_pool.read, samples["read"])

@@ -1,0 +1,104 @@
+"""Requests that wait for what a store has of their prompts."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import monotonic
+from typing import TYPE_CHECKING, Generic
+
+from kvpool.serving.schedulable import R
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvpool._kvpool import Fetch, PrefixCache
+
+_PATIENCE_S = 10.0
+"""How long a request waits for its fetch."""
+_SLICE_S = 0.02
+"""How long a call waits for a fetch when there is nothing else to do."""
+
+
+class FetchQueue(Generic[R]):
+    """Requests before they wait for slots: what the store below a cache has of their prompts is fetched.
+
+    Args:
+        cache: The prefix cache; `None`, or one without a store, fetches nothing.
+
+    Attributes:
+        has_store: Whether there is a store.
+        requests: The requests, in order.
+    """
+
+    def __init__(self, cache: PrefixCache | None) -> None:
+        self.requests: deque[R] = deque()
+        tiers = () if cache is None else cache.tiers
+        self.has_store: bool = len(tiers) > 1
+        self._cache = cache
+        self._tier = tiers[0] if tiers else None
+        # When the first fetch is given up, and one that was.
+        self._until = 0.0
+        self._overdue: Fetch | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a fetch that was given up is not over yet: nothing else is asked of such a store."""
+        if self._overdue is not None and self._overdue.query():
+            self._overdue = None
+        return self._overdue is not None
+
+    def submit(self, request: R, waiting: Collection[R]) -> None:
+        """Let a request wait for what the store has of its prompt."""
+        self.requests.append(request)
+        self._begin(waiting)
+
+    def keep_out(self, others: Collection[R]) -> None:
+        """Forget those that are among others."""
+        self.requests = deque(request for request in self.requests if request not in others)
+
+    def line_up(self, waiting: deque[R], *, is_busy: bool) -> None:
+        """Let those wait for slots whose fetch is over.
+
+        Args:
+            waiting: The queue of those that wait for slots.
+            is_busy: Whether there is anything else to do. If not, this waits a little.
+        """
+        while self.requests:
+            self._begin(waiting)
+            request = self.requests[0]
+            if not self._is_over(request.fetch, is_busy=is_busy or bool(waiting)):
+                return
+            # It is in a queue at any time; `keep_out` takes it out of this one.
+            waiting.append(request)
+            self.requests.popleft()
+            self._until = monotonic() + _PATIENCE_S
+            if self.is_stuck:
+                waiting.extend(self.requests)
+                self.requests.clear()
+
+    def _is_over(self, fetch: Fetch | None, *, is_busy: bool) -> bool:
+        """Whether a fetch is over, or given up now."""
+        if fetch is None or fetch.query():
+            return True
+        if monotonic() >= self._until:
+            fetch.cancel()
+            self._overdue = fetch
+            return True
+        return not is_busy and fetch.wait(_SLICE_S)
+
+    def _begin(self, waiting: Collection[R]) -> None:
+        """Ask the store for the prompts of the first requests: what comes takes at most half of the tier."""
+        if self._cache is None or self._tier is None:
+            return
+        # What is kept for those that are not admitted yet.
+        kept = sum(request.seq_len for request in waiting if request.fetch is not None)
+        left = self._tier.size // 2 - kept
+        for place, request in enumerate(self.requests):
+            left -= request.seq_len
+            if left < 0 and place > 0:
+                return
+            if request.fetch is None:
+                if place == 0:
+                    self._until = monotonic() + _PATIENCE_S
+                tokens = request.between(0, request.seq_len)
+                request.fetch = self._cache.fetch(tokens, namespace=request.namespace, limit=len(tokens) - 1)

@@ -1,0 +1,87 @@
+"""The slots that requests of a scheduler can get."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvpool._kvpool import HostTier, PrefixCache, TokenToKVPoolAllocator
+
+T = TypeVar("T")
+
+
+class SlotSupply:
+    """Slots that are free, that a cache can evict, and that copies to or from the tier below it hold yet.
+
+    Args:
+        allocator: The allocator of the slots.
+        cache: A prefix cache of it.
+
+    Attributes:
+        tier: The tier below the cache.
+        page_size: Slots in a page.
+        lacks_copied: Whether copies held slots when the last attempt was short of them.
+    """
+
+    def __init__(self, allocator: TokenToKVPoolAllocator, cache: PrefixCache | None) -> None:
+        tiers = () if cache is None else cache.tiers
+        self.tier: HostTier | None = tiers[0] if tiers else None
+        self.page_size: int = allocator.page_size
+        self.lacks_copied: bool = False
+        self._allocator, self._cache = allocator, cache
+        self.obtainable: Callable[[], int] = (
+            allocator.available_size if cache is None else cache.obtainable_size
+        )
+
+    @property
+    def capacity(self) -> int:
+        """All slots."""
+        return self._allocator.stats()["capacity"]
+
+    @property
+    def evicts_ahead(self) -> bool:
+        """Whether what is evicted is copied to the tier first, which takes a while."""
+        return self.tier is not None and self.tier.write == "back"
+
+    @property
+    def coming(self) -> int:
+        """Slots that are free when copies to the tier below, or from there, are over."""
+        return 0 if self.tier is None else self._allocator.stats()["fenced"]
+
+    def whole(self, tokens: int) -> int:
+        """The part of so many tokens that fills pages."""
+        return tokens // self.page_size * self.page_size
+
+    def pages(self, tokens: int) -> int:
+        """The pages of so many tokens."""
+        return -(-tokens // self.page_size)
+
+    def attempt(self, call: Callable[[], T | None]) -> T | None:
+        """The result of a call that needs slots, `None` if there are not enough: `lacks_copied` says why."""
+        self.lacks_copied = False
+        if self.tier is None:
+            return call()
+        while True:
+            before, result = self._allocator.available_size(), call()
+            if result is not None:
+                return result
+            if self.coming:
+                self.lacks_copied = True
+                return None
+            # A copy that was over by now may have held what was missing.
+            if self._allocator.available_size() <= before:
+                return None
+
+    def evict_ahead(self, growth: Iterable[tuple[int, int]]) -> None:
+        """Evict what requests need next: what is copied down first is copied beside this step.
+
+        Args:
+            growth: For each request, the number of its tokens before and after.
+        """
+        pages = sum(self.pages(after) - self.pages(before) for before, after in growth)
+        # In this order a copy that ends meanwhile is not left out.
+        missing = pages * self.page_size - self.coming - self._allocator.available_size()
+        if missing > 0 and self._cache is not None:
+            self._cache.evict(missing)

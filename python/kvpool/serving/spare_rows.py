@@ -1,0 +1,92 @@
+"""Rows of the request table between a request and the table."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from kvpool.errors import IndexOwnershipError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpool._kvpool import BatchPlanner
+
+T = TypeVar("T")
+
+
+class _AllocRows(Protocol):
+    def __call__(self, n: int, *, owner: str | int | None) -> Sequence[int] | None: ...
+
+
+class SpareRows:
+    """Rows that no request has: one is about to start, or some are about to be freed.
+
+    An interrupt comes between two instructions of Python and not within one that calls the extension. What
+    takes a row from the table, or frees some, is one such call together with the change of the list: a row is
+    allocated exactly as long as a request has it or it is listed here.
+
+    Args:
+        planner: The planner, which knows the table.
+
+    Attributes:
+        groups: The rows, in groups that are freed together.
+        alloc: Takes rows of the table.
+        finish: Frees rows, with their slots.
+    """
+
+    def __init__(self, planner: BatchPlanner) -> None:
+        self.groups: list[Sequence[int]] = []
+        self.alloc: _AllocRows = planner.req_to_token_pool.alloc
+        self.finish: Callable[[Sequence[int]], object] = planner.finish
+        self._seq_len = planner.seq_len
+
+    def __contains__(self, row: int) -> bool:
+        return any(row in rows for rows in self.groups)
+
+    def take(self, owner: str | int | None) -> None:
+        """Take one row of the table, if there is one."""
+        _append_result(self.groups, partial(self.alloc, owner=owner), 1)
+
+    def hand_out(self) -> int:
+        """The row that was taken. It is listed until `forget`, when a request has it."""
+        [row] = self.groups[0]
+        return row
+
+    def forget(self) -> None:
+        """List nothing: a request has what was listed."""
+        self.groups.clear()
+
+    def give(self, rows: Sequence[int]) -> None:
+        """List rows that a request had."""
+        if rows:
+            self.groups.append(rows)
+
+    def free(self) -> None:
+        """Free the rows with their slots. What the driver fails to free stays."""
+        while self.groups:
+            rows = self.groups[-1]
+            try:
+                _pop_into(self.finish, self.groups)
+            except BaseException:
+                # It frees nothing when it fails, such as by the error of a fence.
+                if rows not in self.groups and self._is_allocated(rows[0]):
+                    self.groups.append(rows)
+                raise
+
+    def _is_allocated(self, row: int) -> bool:
+        try:
+            self._seq_len(row)
+        except IndexOwnershipError:
+            return False
+        return True
+
+
+def _append_result(items: list[T], call: Callable[[int], T | None], argument: int) -> None:
+    """Append what a call returns, unless that is empty, with no interrupt between the two."""
+    items.extend(filter(None, map(call, [argument])))
+
+
+def _pop_into(call: Callable[[T], object], items: list[T]) -> None:
+    """Pop the last item and call with it, with no interrupt between the two."""
+    next(map(call, map(items.pop, [-1])))
