@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -160,6 +160,15 @@ def eventually(holds: Callable[[], bool], seconds: float = 20) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def page_locking_threads() -> list[str]:
+    """The names of the threads that page-lock."""
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            names.append((thread / "comm").read_text())
+    return [name for name in names if name.startswith("kvpool-page-loc")]  # the kernel cuts names
 
 
 @contextmanager
@@ -1461,18 +1470,23 @@ def test_a_full_pool_answers_none_while_page_locking_goes_on(driver: Driver) -> 
 def test_waiting_lets_other_threads_run(driver: Driver) -> None:
     go = threading.Event()
     pool = make(*LARGE, torch.uint8, "cpu", progress=lambda _done, _total: go.wait(60))
-    answers: list[bool] = []
-    waiters = [
-        threading.Thread(target=lambda: answers.append(pool.wait_registered()), daemon=True) for _ in range(3)
-    ]
+    all_wait = threading.Barrier(4)
+    answers: list[tuple[bool, bool, bool]] = []
+
+    def wait() -> None:
+        in_vain = pool.wait_registered(0.001)
+        all_wait.wait(60)
+        in_the_end = pool.wait_registered()
+        answers.append((in_vain, in_the_end, go.is_set()))
+
+    waiters = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
     for waiter in waiters:
         waiter.start()
-    time.sleep(0.02)
-    assert not answers
+    all_wait.wait(60)
     go.set()
     for waiter in waiters:
         waiter.join(60)
-    assert answers == [True] * 3
+    assert answers == [(False, True, True)] * 3
     assert driver.planned() == 0
 
 
@@ -1589,7 +1603,7 @@ def test_a_pool_dropped_while_it_is_page_locked(driver: Driver, kept: bool) -> N
     held = tensor if kept else None
     del pool, tensor
     if held is not None:
-        time.sleep(0.05)
+        assert eventually(lambda: not page_locking_threads())
         assert held.eq(3).all()
         held = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 from typing import TYPE_CHECKING
 
 import devices
@@ -405,15 +404,23 @@ def test_what_is_cleared_is_cleared_below(device: str) -> None:
     assert scene.cache.match(PROMPT, namespace="b").loadable == 24
     lease = scene.cache.match(PROMPT, namespace="b")
     load = some(lease.load())
+    slots = lease.slots.tolist()
     scene.allocator.clear()
     # Nothing is written to slots that are free.
-    taken = some(scene.allocator.alloc(SIZE))
+    taken = some(scene.allocator.alloc(24))
+    assert taken.tolist() == slots
     for layer in range(LAYERS):
-        scene.kv.set_kv_buffer(layer, taken, here(torch.ones(SIZE, 2, 4)), here(torch.ones(SIZE, 1, 3)))
-    time.sleep(0.01)
+        scene.kv.set_kv_buffer(layer, taken, here(torch.ones(24, 2, 4)), here(torch.ones(24, 1, 3)))
+    # What is copied up is copied one after the other.
+    scene.keep(PROMPT, namespace="c")
+    scene.settle()
+    scene.cache.evict(SIZE)
+    with scene.cache.match(PROMPT, namespace="c") as last:
+        scene.finish(some(last.load()))
     for layer in range(LAYERS):
         assert (scene.kv.gather_kv(layer, taken)[0] == 1).all()
     scene.allocator.free(taken)
+    scene.cache.clear("c")
     with pytest.raises(StaleBufferError):
         len(lease)
     load.cancel()

@@ -483,13 +483,13 @@ def test_the_threads_of_a_store_end_with_it() -> None:
     until(lambda: threads() == before)
     # A program that closes nothing ends nevertheless, and so does one that closes at its end.
     program = """
-import atexit, threading, time
+import atexit, threading
 import test_store
 store, other = test_store.Memory(), test_store.Memory()
 atexit.register(other.close)
 
 def serve():  # goes on when the main thread has ended
-    time.sleep(0.3)
+    threading.main_thread().join()
     scene = test_store.Scene("cpu", store=store)
     scene.keep(test_store.PROMPT)
     scene.stored()
