@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from multiprocessing.connection import Connection
 
-    from capture_calls import World
+    from capture_world import World
 
     Capturing = Callable[[Device, Any], AbstractContextManager[object]]
 
-from capture_calls import ENTRIES, POOLS, REFUSES, Entry, Inputs, all_entries
-from capture_calls import World as MakeWorld
+from capture_calls import ENTRIES, all_entries
+from capture_entry import REFUSES, Entry
+from capture_world import POOLS, Inputs
+from capture_world import World as MakeWorld
 from common import some
 
 from kvpool import KVPool, KvPoolError, TokenToKVPoolAllocator

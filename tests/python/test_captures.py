@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import captures
 import pytest
 from backend import SoftwareGpu
-from capture_calls import ENTRIES, INSTANCES, all_entries, surface
+from capture_calls import ENTRIES, INSTANCES, all_entries
+from capture_surface import surface
 
 if TYPE_CHECKING:
     from conftest import RunSnippet

@@ -1,254 +1,40 @@
 """Every public call of the pools, with what it does while its own stream is captured.
 
 `ENTRIES` names a call as `Class.method`, a constructor as `Class()` and a function by its name; behind `: `
-stands a variant. `surface()` says which calls there are, so that a call without an entry is found.
+stands a variant. `capture_surface` says which calls there are, so that a call without an entry is found.
 """
 
 from __future__ import annotations
 
-import inspect
 import tempfile
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from common import some
+from capture_engine_calls import (
+    BLOCK_CALLS,
+    OFFLOAD_CALLS,
+    ORDER_CALLS,
+    SPACE_CALLS,
+    TREE_CALLS,
+    block_call,
+    offload_call,
+    order_call,
+    space_call,
+    tree_call,
+)
+from capture_entry import REFUSES, WORKS, Entry
+from capture_surface import surface
+from capture_world import FLOAT, LMCACHE, POOLS, SIZE, World
 from memory_store import Memory
 
 import kvpool
-from kvpool import _kvpool, lmcache
-from kvpool._closing import Closing
+from kvpool import _kvpool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-SIZE = 64
-PAGE = 4
-LAYERS = 2
-HEADS, DIM = 1, 4
-ROWS = 8
-CONTEXT = 32
-GDN = (4, 2, 1, 4, 4, 8, 4)
-LMCACHE = lmcache.LMCacheMemPoolMetadata((LAYERS, 2, 4, HEADS, DIM), torch.float32, 1e-6)
-FLOAT = torch.float32
-
-POOLS: dict[str, Callable[[], object]] = {
-    "BufferPool": lambda: kvpool.BufferPool("cuda"),
-    "ChunkPool": lambda: kvpool.ChunkPool(4, 8, FLOAT, "cuda"),
-    "GDNPool": lambda: kvpool.GDNPool(*GDN, "cuda", FLOAT),
-    "KVPool": lambda: kvpool.KVPool(SIZE, LAYERS, HEADS, DIM, "cuda", FLOAT),
-    "PagePool": lambda: kvpool.PagePool(8, 4, FLOAT, "cuda"),
-    "ReqToTokenPool": lambda: kvpool.ReqToTokenPool(ROWS, CONTEXT, "cuda"),
-    "TokenToKVPoolAllocator": lambda: kvpool.TokenToKVPoolAllocator(SIZE, "cuda"),
-    "Workspace": lambda: kvpool.Workspace("cuda", 1 << 14),
-    "LocalGPUPool": lambda: lmcache.LocalGPUPool(LMCACHE),
-    "LocalCPUPool": lambda: lmcache.LocalCPUPool(LMCACHE),
-    "LocalCPUBufferPool": lambda: lmcache.LocalCPUBufferPool(LMCACHE),
-    "LocalPool": lambda: lmcache.LocalPool(LMCACHE),
-    "make_full_attention_net_mem_pool": lambda: kvpool.make_full_attention_net_mem_pool(
-        SIZE, LAYERS, HEADS, DIM, HEADS, DIM, "cuda", FLOAT
-    ),
-    "make_req_to_token_pool": lambda: kvpool.make_req_to_token_pool(ROWS, CONTEXT, "cuda"),
-}
-"""What makes a pool, as the first call of a process may."""
-
-WORKS = "works"
-REFUSES = "refuses"
-
-
-class Inputs:
-    """Tensors of PyTorch on the device, which no pool knows. What a call writes to is named `out`."""
-
-    def __init__(self) -> None:
-        def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).cuda()
-
-        self.one = ints(1)
-        self.slots = ints(1, 2, 3)
-        self.others = ints(11, 12, 13)
-        self.states = ints(1, 2)
-        self.other_states = ints(3, 4)
-        self.lengths = ints(3)
-        self.last = ints(PAGE + 1)
-        self.zeros = ints(0)
-        self.minus = ints(-1)
-        self.indptr = ints(0, 3, dtype=torch.int32)
-        self.rows = ints(1, dtype=torch.int32)
-        self.out_indices = torch.zeros(3, dtype=torch.int32).cuda()
-        self.k = torch.arange(12, dtype=FLOAT).reshape(3, HEADS, DIM).cuda()
-        self.v = -self.k
-        self.out = torch.zeros_like(self.k), torch.zeros_like(self.k)
-        self.chunk = torch.arange(8, dtype=FLOAT).cuda()
-        self.out_chunk = torch.zeros(8, dtype=FLOAT).cuda()
-        self.kv_chunk = torch.zeros((LAYERS, 2, 4, HEADS, DIM), dtype=FLOAT).cuda()
-        self.weights = torch.zeros(16, dtype=FLOAT).cuda()
-
-
-def _hybrid() -> tuple[_kvpool.HybridTree, _kvpool.HybridStep, int]:
-    """A tree, the step that inserted a prompt, and the node at its end."""
-    tree = _kvpool.HybridTree(1, window=2, state_grid=1)
-    step = tree.insert([7, 8], [1, 2], window_freed=2, state=[3])
-    return tree, step, some(step.node)
-
-
-class Offloaded:
-    """What an engine has offloaded: a chunk that is complete, and its order elsewhere."""
-
-    def __init__(self) -> None:
-        self.key, self.keys = b"chunk", [b"chunk"]
-        self.request, self.turn = _kvpool.OffloadRequest(), _kvpool.OffloadTurn()
-        self.table, self.order = _kvpool.OffloadTable(2, events=True), _kvpool.OffloadOrder()
-        assert self.table.begin_store(self.keys, self.request)
-        self.table.end_store(self.keys)
-        self.order.insert(self.key, object(), self.turn)
-        self.space = _kvpool.AddressSpace(4096)
-        assert self.space.take(1024) == 0
-
-
-class Blocks:
-    """An engine's blocks: one is taken and has a hash."""
-
-    def __init__(self) -> None:
-        self.queue, self.map = _kvpool.BlockQueue(4), _kvpool.BlockMap()
-        self.more: dict[int, set[bytes]] = {}
-        self.taken = self.queue.alloc(1, self.map, self.more)[0]
-        self.map.cache(self.taken, [b"hash"], 0, PAGE, PAGE, None, self.more)
-        [(self.key, _)] = self.map.items()
-        [self.block] = self.taken
-
-
-class Files:
-    """A store with one page, whose files go with it."""
-
-    def __init__(self) -> None:
-        self.keys, self.pages = [bytes(32)], torch.zeros((1, 16), dtype=torch.uint8)
-        with tempfile.TemporaryDirectory() as folder:
-            self.store = kvpool.FileStore(folder, 1 << 16, page_bytes=16)
-            self.stored = self.store.put(self.keys, self.pages)
-            assert self.stored.wait()
-
-
-class World:
-    """One of each pool on a GPU, used a little on the current stream: slots 1 to 3 and row 1 are taken."""
-
-    def __init__(self, inputs: Inputs) -> None:  # noqa: PLR0915 - one of each
-        self.inputs = inputs
-        self.allocator = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
-        self.slots = some(self.allocator.alloc(3))
-        self.allocator.free(some(self.allocator.alloc(4)))
-        self.noting = kvpool.TokenToKVPoolAllocator(SIZE, "cuda", debug=True)
-        self.paged = kvpool.TokenToKVPoolAllocator(SIZE, "cuda", PAGE)
-        self.page = some(self.paged.alloc(PAGE))
-        self.table = kvpool.ReqToTokenPool(ROWS, CONTEXT, "cuda")
-        [self.row] = some(self.table.alloc())
-        self.table.write((self.row, slice(0, 3)), self.slots)
-        self.kv = kvpool.KVPool(SIZE, LAYERS, HEADS, DIM, "cuda", FLOAT)
-        self.kv.set_kv_buffer(0, inputs.slots, inputs.k, inputs.v)
-        self.gdn = kvpool.GDNPool(*GDN, "cuda", FLOAT, 3)
-        self.track = some(self.gdn.alloc_track_slot())
-        self.planned_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
-        self.planned_rows = kvpool.ReqToTokenPool(ROWS, CONTEXT, "cuda")
-        self.planner = kvpool.BatchPlanner(self.planned_rows, self.planned_slots, 4, SIZE)
-        self.planned = some(self.planned_rows.alloc(2))
-        self.plan = some(self.planner.extend(self.planned[:1], [0], [5]))
-        self.prefix_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
-        self.cache = kvpool.PrefixCache(self.prefix_slots, states=self.gdn, events=True)
-        some(self.prefix_slots.alloc(3))
-        self.prefix_own = [3]
-        self.published = self.cache.match([]).publish([7, 8], [1, 2], state=1)
-        self.lease = self.cache.match([7, 8])
-        self.tier = kvpool.HostTier(self.kv, 4 * SIZE)
-        self.tier_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
-        self.tiered = kvpool.PrefixCache(self.tier_slots, tiers=[self.tier])
-        self.loadable, self.loaded, self.load = self._loads()
-        self.hybrid, self.step, self.node = _hybrid()
-        self.tree_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
-        self.tree = kvpool.PrefixTree(self.tree_slots)
-        some(self.tree_slots.alloc(3))
-        self.inserted = self.tree.insert([7, 8], [1, 2])
-        self.matched = self.tree.match([7, 8])
-        self.tree.lock(self.matched.node)
-        self.chunks = kvpool.ChunkPool(4, 8, FLOAT)
-        assert self.chunks.wait_registered()
-        self.chunk = some(self.chunks.allocate())
-        self.gpu_chunks = kvpool.ChunkPool(4, 8, FLOAT, "cuda")
-        self.gpu_chunk = some(self.gpu_chunks.allocate())
-        self.copy = self.chunk.copy_from(inputs.chunk)
-        self.buffers = kvpool.BufferPool("cuda")
-        self.buffers.release(self.buffers.alloc(16, FLOAT))
-        self.buffer = self.buffers.alloc(64, FLOAT)
-        self.pages = kvpool.PagePool(8, 4, FLOAT, "cuda")
-        self.page_number = some(self.pages.alloc())
-        self.workspace = kvpool.Workspace("cuda", 1 << 14)
-        self.workspace.empty(4, FLOAT)
-        self.local = lmcache.LocalGPUPool(LMCACHE)
-        self.kv_obj = some(self.local.allocate(inputs.kv_chunk))
-        self.pinned = lmcache.LocalCPUBufferPool(LMCACHE)
-        self.offloaded = Offloaded()
-        self.blocks = Blocks()
-        self.files = Files()
-        self.memory = Memory()
-        self.fetch = self.tiered.fetch([7, 8])
-        self.spare: list[object] = []
-
-    def _loads(self) -> tuple[kvpool.Lease, kvpool.Lease, kvpool.Load]:
-        """Leases, and a load of one that had nothing to load: a wait for copies would spoil a capture."""
-        leases = self.tiered.match([7, 8]), self.tiered.match([9, 10])
-        return *leases, some(leases[1].load())
-
-    def stats(self) -> list[object]:
-        """The numbers of all pools."""
-        return [part.stats() for part in vars(self).values() if hasattr(part, "stats")]
-
-    def tensors(self) -> list[torch.Tensor]:
-        """What a call may write to."""
-        return [
-            *self.kv.k_buffer,
-            *self.kv.v_buffer,
-            self.table.req_to_token,
-            self.planned_rows.req_to_token,
-            self.gdn.recurrent_state,
-            self.gdn.conv_state,
-            self.gpu_chunk.tensor(),
-            self.buffer.tensor,
-            self.inputs.out_indices,
-            self.inputs.out_chunk,
-            *self.inputs.out,
-        ]
-
-    def touch(self) -> None:
-        """Uses all pools on the current stream, which is another one than that on which they were made."""
-        inputs = self.inputs
-        self.allocator.free(some(self.allocator.alloc(1)))
-        self.paged.free(some(self.paged.alloc(PAGE)))
-        self.table.write((self.row, slice(0, 3)), self.slots)
-        self.kv.set_kv_buffer(0, inputs.slots, inputs.k, inputs.v)
-        self.gdn.reset_states(inputs.states)
-        self.plan = some(self.planner.decode(self.planned[:1], [6]))
-        self.copy = self.chunk.copy_from(inputs.chunk)
-        self.gpu_chunk.copy_from(inputs.chunk)
-        self.buffers.release(self.buffers.alloc(16, FLOAT))
-        assert self.workspace.reset()
-        self.workspace.empty(4, FLOAT)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A call.
-
-    Attributes:
-        call: It, on a world.
-        own: Whether it `works` or `refuses` while the current stream is captured.
-        check: Whether it did, by its answer, after its graph has run.
-        prepare: What it needs beforehand.
-    """
-
-    call: Callable[[World], object]
-    own: str
-    check: Callable[[World, Any], bool] | None = None
-    prepare: Callable[[World], object] = lambda _: None
+    import torch
 
 
 def _drain(allocator: kvpool.TokenToKVPoolAllocator) -> object:
@@ -350,133 +136,6 @@ def _dropping(name: str) -> Entry:
     return Entry(
         lambda world: world.spare.clear(), WORKS, prepare=lambda world: world.spare.append(POOLS[name]())
     )
-
-
-OFFLOAD_CALLS: dict[str, Callable[[Offloaded], tuple[object, ...]]] = {
-    "find": lambda o: (o.key,),
-    "place": lambda o: (o.key,),
-    "offers": lambda o: (o.key,),
-    "begin_store": lambda o: ([b"other"], o.request),
-    "end_store": lambda o: (o.keys,),
-    "begin_load": lambda o: (o.keys, o.request),
-    "end_load": lambda _: ([],),
-    "touch": lambda o: (o.keys,),
-    "finish": lambda o: (o.request,),
-    "clear": lambda _: (),
-    "take_events": lambda _: (),
-    "take_asked": lambda _: (),
-    "take_skipped": lambda _: (),
-    "stats": lambda _: (),
-    "verify": lambda _: (),
-}
-"""Calls of `OffloadTable`, with their arguments."""
-
-SPACE_CALLS: dict[str, tuple[object, ...]] = {
-    "take": (1024,),
-    "take_many": (256, 2),
-    "give_back": (0, 1024),
-    "give_back_many": ([0], 1024),
-    "grow": (256,),
-    "rounded": (256,),
-    "stats": (),
-    "verify": (),
-}
-"""Calls of `AddressSpace`, with their arguments."""
-
-ORDER_CALLS: dict[str, Callable[[Offloaded], tuple[object, ...]]] = {
-    "get": lambda o: (o.key,),
-    "insert": lambda o: (b"other", object(), o.turn, 16),
-    "remove": lambda o: (o.key,),
-    "set_evictable": lambda o: (o.key, True),
-    "touch": lambda o: (o.keys,),
-    "access": lambda o: (o.keys, o.turn, len),
-    "evict": lambda o: (1, o.keys),
-    "clear": lambda _: (),
-}
-"""Calls of `OffloadOrder`, with their arguments."""
-
-
-def _offload_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) -> Entry:
-    return Entry(lambda w: getattr(w.offloaded.table, name)(*args(w.offloaded)), WORKS)
-
-
-def _order_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) -> Entry:
-    return Entry(lambda w: getattr(w.offloaded.order, name)(*args(w.offloaded)), WORKS)
-
-
-BLOCK_CALLS: dict[str, Callable[[Blocks], object]] = {
-    "Block.set_block_hash": lambda b: b.queue.blocks[3].set_block_hash(b"other"),
-    "Block.reset_hash": lambda b: b.block.reset_hash(),
-    "BlockQueue.popleft": lambda b: b.queue.popleft(),
-    "BlockQueue.popleft_n": lambda b: b.queue.popleft_n(2),
-    "BlockQueue.remove": lambda b: b.queue.remove(b.queue.blocks[2]),
-    "BlockQueue.append": lambda b: b.queue.append(b.block),
-    "BlockQueue.append_n": lambda b: b.queue.append_n(b.taken),
-    "BlockQueue.prepend_n": lambda b: b.queue.prepend_n(b.taken),
-    "BlockQueue.get_all_free_blocks": lambda b: b.queue.get_all_free_blocks(),
-    "BlockQueue.iter_blocks_after": lambda b: list(b.queue.iter_blocks_after(None)),
-    "BlockQueue.alloc": lambda b: b.queue.alloc(1, b.map, b.more),
-    "BlockQueue.free": lambda b: b.queue.free(b.taken),
-    "BlockQueue.retain": lambda b: b.queue.retain(b.taken),
-    "BlockMap.get_one_block": lambda b: b.map.get_one_block(b.key),
-    "BlockMap.contain": lambda b: b.map.contain(b.key, 0),
-    "BlockMap.insert": lambda b: b.map.insert(b"other", b.block),
-    "BlockMap.pop": lambda b: b.map.pop(b.key, 0),
-    "BlockMap.clear": lambda b: b.map.clear(),
-    "BlockMap.items": lambda b: b.map.items(),
-    "BlockMap.find": lambda b: b.map.find(b"hash", [0]),
-    "BlockMap.find_prefix": lambda b: b.map.find_prefix([b"hash"], [0]),
-    "BlockMap.cache": lambda b: b.map.cache(b.queue.blocks[3:], [b"other"], 0, PAGE, PAGE, None, b.more),
-}
-"""Calls of an engine's blocks."""
-
-
-def _block_call(call: Callable[[Blocks], object]) -> Entry:
-    return Entry(lambda w: call(w.blocks), WORKS)
-
-
-def _space_call(name: str, args: tuple[object, ...]) -> Entry:
-    return Entry(lambda w: getattr(w.offloaded.space, name)(*args), WORKS)
-
-
-TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
-    "adjust_size": lambda w: (w.node, 0, 1),
-    "begin_eviction": lambda _: (0, 1),
-    "by_common_prefix": lambda w: ([w.node],),
-    "children": lambda w: (w.node,),
-    "contains": lambda w: (w.node,),
-    "end_insertion": lambda _: (),
-    "evict": lambda _: (1,),
-    "evict_excess_states": lambda w: (w.node,),
-    "evict_leaf": lambda w: (w.node,),
-    "evictable_size": lambda _: (0,),
-    "info": lambda w: (w.node,),
-    "is_inserting": lambda _: (),
-    "listed": lambda _: (1,),
-    "lock_node": lambda w: (w.node,),
-    "locked_size": lambda _: (0,),
-    "match": lambda _: ([7, 8],),
-    "memory_size": lambda _: (),
-    "nodes": lambda _: (),
-    "path": lambda w: (w.node,),
-    "peek": lambda _: ([7, 8],),
-    "pin": lambda w: (w.node,),
-    "reset": lambda _: (),
-    "root": lambda _: (),
-    "slot_rows": lambda _: (),
-    "slots": lambda w: (w.node, w.hybrid.root()),
-    "value": lambda w: (w.node, 0),
-    "values": lambda _: (0,),
-    "verify": lambda _: (),
-    "hash_at": lambda w: (w.node, 1),
-    "set_hashes": lambda w: (w.node, 0, bytes(64)),
-    "window_gaps": lambda _: ([7, 8], 0, 2),
-}
-"""Calls of `HybridTree` that take no tensor of a GPU, with their arguments."""
-
-
-def _tree_call(name: str, args: Callable[[World], tuple[object, ...]]) -> Entry:
-    return Entry(lambda w: getattr(w.hybrid, name)(*args(w)), WORKS)
 
 
 def _in_turn(*calls: Callable[[], object]) -> None:
@@ -671,13 +330,13 @@ ENTRIES: dict[str, Entry] = {
     "OffloadOrder()": Entry(lambda w: w.spare.append(_kvpool.OffloadOrder()), WORKS),
     "OffloadTurn()": Entry(lambda w: w.spare.append(_kvpool.OffloadTurn()), WORKS),
     "AddressSpace()": Entry(lambda w: w.spare.append(_kvpool.AddressSpace(1)), WORKS),
-    **{f"AddressSpace.{name}": _space_call(name, args) for name, args in SPACE_CALLS.items()},
-    **{f"OffloadTable.{name}": _offload_call(name, args) for name, args in OFFLOAD_CALLS.items()},
-    **{f"OffloadOrder.{name}": _order_call(name, args) for name, args in ORDER_CALLS.items()},
+    **{f"AddressSpace.{name}": space_call(name, args) for name, args in SPACE_CALLS.items()},
+    **{f"OffloadTable.{name}": offload_call(name, args) for name, args in OFFLOAD_CALLS.items()},
+    **{f"OffloadOrder.{name}": order_call(name, args) for name, args in ORDER_CALLS.items()},
     # An engine's blocks: on the host, too.
     "BlockQueue()": Entry(lambda w: w.spare.append(_kvpool.BlockQueue(1)), WORKS),
     "BlockMap()": Entry(lambda w: w.spare.append(_kvpool.BlockMap()), WORKS),
-    **{name: _block_call(call) for name, call in BLOCK_CALLS.items()},
+    **{name: block_call(call) for name, call in BLOCK_CALLS.items()},
     # HybridTree: the tree is on the host, and so are its answers.
     "HybridTree()": Entry(lambda w: w.spare.append(_kvpool.HybridTree(1)), WORKS),
     "HybridTree.insert": Entry(lambda w: w.hybrid.insert([9], w.inputs.one, state=[4]), REFUSES),
@@ -702,7 +361,7 @@ ENTRIES: dict[str, Entry] = {
     "HybridTree.unpin": Entry(
         lambda w: _in_turn(partial(w.hybrid.pin, w.node), partial(w.hybrid.unpin, w.node)), WORKS
     ),
-    **{f"HybridTree.{name}": _tree_call(name, args) for name, args in TREE_CALLS.items()},
+    **{f"HybridTree.{name}": tree_call(name, args) for name, args in TREE_CALLS.items()},
     "HybridStep.acts": Entry(lambda w: w.step.acts(), WORKS),
     "Lease.slots": Entry(lambda w: w.lease.slots, REFUSES),
     "Lease.publish": Entry(lambda w: w.lease.publish([6], w.prefix_own), WORKS),
@@ -831,70 +490,6 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "Workspace": lambda w: w.workspace,
 }
 """Of each class with properties one that has them."""
-
-# They hold numbers, or have no calls of their own: reports, LMCache's records and its abstract class. Where
-# PyTorch is, there is no `Tensor`.
-_WITHOUT_CALLS = (
-    "BasePool",
-    "Cleared",
-    "KVObj",
-    "LMCacheMemPoolMetadata",
-    "Leak",
-    "Removed",
-    "Segment",
-    "Stored",
-    "Tensor",
-    "TreeEviction",
-    "TreeInsertion",
-    "TreeMatch",
-    "TreeNode",
-)
-
-
-def _classes() -> Iterator[type]:
-    """The public classes, each once."""
-    found = {**vars(_kvpool), **{name: getattr(kvpool, name) for name in kvpool.__all__}}
-    found |= {name: getattr(lmcache, name) for name in lmcache.__all__}
-    for name, value in sorted(found.items()):
-        is_call = isinstance(value, type) and not issubclass(value, Exception)
-        if is_call and not name.startswith("_") and name not in _WITHOUT_CALLS:
-            yield value
-
-
-def _can_be_made(kind: type) -> bool:
-    """Whether a class has a constructor; `Pool` has one for others to inherit."""
-    try:
-        kind()
-    except TypeError as error:
-        return "No constructor" not in str(error) and "cannot create" not in str(error)
-    except Exception:  # noqa: BLE001 - it lacks arguments, or a device
-        return True
-    return kind is not kvpool.Pool
-
-
-def _members(kind: type) -> Iterator[tuple[str, object]]:
-    """What a class has itself, or from a private one."""
-    for base in kind.__mro__:
-        if base is kind or base is Closing or base.__name__.startswith("_"):
-            yield from vars(base).items()
-
-
-def surface() -> tuple[set[str], set[str]]:
-    """The public calls, and the properties among them."""
-    calls = {name for name in kvpool.__all__ if inspect.isroutine(getattr(kvpool, name))}
-    properties = set()
-    for kind in _classes():
-        # None of the pools is made here: it would be the first use of the driver.
-        if kind.__name__ in POOLS or _can_be_made(kind):
-            calls.add(f"{kind.__name__}()")
-        for name, member in _members(kind):
-            if name == "__enter__":
-                calls.add(f"{kind.__name__}.with")
-            elif not name.startswith("_"):
-                calls.add(f"{kind.__name__}.{name}")
-                if not callable(member) and not isinstance(member, staticmethod):
-                    properties.add(f"{kind.__name__}.{name}")
-    return calls, properties
 
 
 def _reading(names: list[str]) -> Entry:
