@@ -11,10 +11,17 @@ import logging
 import multiprocessing
 import os
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.sglang.seams import START, EngineMismatchError, check_seams
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
 
 __all__ = ["TESTED_VERSIONS", "EngineMismatchError", "is_switched_on", "register", "register_tree_core"]
 
@@ -49,13 +56,15 @@ def register_tree_core() -> None:
         registry.register_radix_cache_backend("kvpool", _make_radix_cache)
 
 
-def _make_tree_core(params: object, components: Any) -> object:
+def _make_tree_core(
+    params: CacheInitParams, components: dict[ComponentType, object]
+) -> UnifiedTreeCoreInterface:
     from kvpool.integrations.sglang.radix_cache import make_tree_core  # noqa: PLC0415
 
     return make_tree_core(params, components)
 
 
-def _make_radix_cache(ctx: object) -> object:
+def _make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     from kvpool.integrations.sglang.radix_cache import make_radix_cache  # noqa: PLC0415
 
     return make_radix_cache(ctx)

@@ -10,7 +10,7 @@ import logging
 import os
 import pkgutil
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache import memory_pool
@@ -46,9 +46,9 @@ class _StandIn(ABCMeta):
         replaced = cls.__dict__.get("replaced")
         return type.__subclasscheck__(replaced, subclass) if replaced else super().__subclasscheck__(subclass)
 
-    def __call__(cls, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the class
+    def __call__(cls, *args: object, **options: object) -> object:
         """An instance, or one of the original if memory has to come from PyTorch. Logs which."""
-        replaced: Any = cls.__dict__.get("replaced")
+        replaced: type | None = cls.__dict__.get("replaced")
         if replaced is None:
             return super().__call__(*args, **options)
         if options.get("enable_memory_saver") and not issubclass(cls, _KvBuffers):
@@ -59,13 +59,28 @@ class _StandIn(ABCMeta):
         return made
 
 
-def _to_pool(name: str) -> Callable[..., Any]:
+def _to_pool(name: str) -> Callable[..., object]:
     """A method that calls method `name` of the pool."""
 
-    def method(self: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the method
-        return getattr(self._pool, name)(*args, **options)
+    def method(self: _Slots, *args: object, **options: object) -> object:
+        call: Callable[..., object] = getattr(self._pool, name)
+        return call(*args, **options)
 
     return method
+
+
+# The calls of SGLang's allocators, and the methods of kvpool's.
+_SLOT_CALLS = {
+    "alloc": "alloc",
+    "available_size": "available_size",
+    "free": "free",
+    "free_group_begin": "free_group_begin",
+    "free_group_end": "free_group_end",
+    "free_page_ids": "free_pages",
+    "free_segment": "free_segment",
+    "free_segments": "free_segments",
+    "merge_and_sort_free": "merge_and_sort_free",
+}
 
 
 class _Slots:
@@ -75,34 +90,22 @@ class _Slots:
     page_size: int = 1
     need_sort: bool = False
     device: str
-    _pool: Any = None
-
-    # The calls of SGLang, and the methods of the pool.
-    _CALLS: ClassVar = {
-        "alloc": "alloc",
-        "available_size": "available_size",
-        "free": "free",
-        "free_group_begin": "free_group_begin",
-        "free_group_end": "free_group_end",
-        "free_page_ids": "free_pages",
-        "free_segment": "free_segment",
-        "free_segments": "free_segments",
-        "merge_and_sort_free": "merge_and_sort_free",
-    }
+    _pool: TokenToKVPoolAllocator
 
     def clear(self) -> None:
         """Frees every slot. `size` may have changed."""
-        if self._pool is not None:
-            if self.size != self._pool.size:
-                self._pool.resize(self.size)
-            self._pool.clear()
+        pool: TokenToKVPoolAllocator | None = getattr(self, "_pool", None)
+        if pool is not None:
+            if self.size != pool.size:
+                pool.resize(self.size)
+            pool.clear()
             return
         strict = os.environ.get("KVPOOL_SGLANG_STRICT") == "1"
         self._pool = TokenToKVPoolAllocator(
             self.size, self.device, self.page_size, self.need_sort, strict=strict, index_dtype="int64"
         )
         # Calls go to the pool at once, unless a subclass or another plugin has a method of its own.
-        for call, method in self._CALLS.items():
+        for call, method in _SLOT_CALLS.items():
             if getattr(type(self), call) is getattr(_Slots, call):
                 setattr(self, call, getattr(self._pool, method))
 
@@ -111,7 +114,7 @@ class _Slots:
         return torch.cat((self._pool.free_slots, self._pool.release_slots))
 
 
-for _call, _method in _Slots._CALLS.items():  # noqa: SLF001 - of this module
+for _call, _method in _SLOT_CALLS.items():
     setattr(_Slots, _call, _to_pool(_method))
 
 
@@ -136,12 +139,14 @@ class _PagedSlots(_Slots, paged.PagedTokenToKVPoolAllocator, metaclass=_StandIn)
         last_loc: torch.Tensor,
         extend_num_tokens: int,
         num_new_pages: int | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | None:
         """Takes the slots of a prefill; the numbers on the host say how many."""
         return self._pool.alloc_extend(prefix_lens_cpu, seq_lens_cpu, last_loc)
 
     @override
-    def alloc_decode(self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor) -> Any:
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
         """Takes one slot for each request; the numbers on the host say where pages begin."""
         return self._pool.alloc_decode(seq_lens_cpu, last_loc)
 
@@ -179,7 +184,7 @@ class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[mis
     """Request rows, in a table that SGLang's kernels write."""
 
     replaced = memory_pool.ReqToTokenPool
-    _pool: Any = None
+    _pool: ReqToTokenPool | None = None
 
     @override
     def __init__(
@@ -206,10 +211,12 @@ class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[mis
             setattr(self, "available_size", pool.available_size)  # noqa: B010 - it is a method of the class
 
     @override
-    def alloc_rows(self, need_size: int) -> Any:
+    def alloc_rows(self, need_size: int) -> list[int] | None:
         """Takes rows, and tells SGLang's hook of them."""
+        rows: list[int] | None
         if self._pool is None:
-            return super().alloc_rows(need_size)  # a subclass with a constructor of its own
+            rows = super().alloc_rows(need_size)  # a subclass with a constructor of its own
+            return rows
         rows = self._pool.alloc(need_size)
         if rows and self._on_alloc_rows is not None:
             self._on_alloc_rows(rows)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
@@ -27,7 +27,11 @@ from kvpool.integrations.seams import signature
 from kvpool.integrations.sglang.tree_core import DELEGATED, PARTS, KvTreeCore, eviction_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 __all__ = [
     "KvUnifiedRadixCache",
@@ -93,7 +97,9 @@ def reason_to_delegate(params: CacheInitParams) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def make_tree_core(params: CacheInitParams, components: dict[ComponentType, Any]) -> UnifiedTreeCoreInterface:
+def make_tree_core(
+    params: CacheInitParams, components: dict[ComponentType, object]
+) -> UnifiedTreeCoreInterface:
     """Makes kvpool's tree core, or SGLang's own one where only that can do what is asked for.
 
     Args:
@@ -124,7 +130,7 @@ class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's 
         tracker: dict[ComponentType, int],
         available_size_targets: dict[ComponentType, tuple[ComponentType, int]] | None = None,
         *,
-        allocation_reclaim_satisfied: Any = None,
+        allocation_reclaim_satisfied: Callable[[], bool] | None = None,
     ) -> None:
         is_plain = isinstance(self.tree_core, KvTreeCore) and self.tree_components == (_FULL,)
         if not is_plain or allocation_reclaim_satisfied is not None:
@@ -150,7 +156,7 @@ class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's 
             wanted = max(1, target[1] - self._component_available_size(_FULL))
 
 
-def make_radix_cache(ctx: Any) -> Any:
+def make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     """Makes the cache for `--radix-cache-backend kvpool`: SGLang's own for everything that it does otherwise.
 
     Args:

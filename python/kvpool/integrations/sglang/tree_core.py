@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -50,7 +51,8 @@ from kvpool.errors import ConfigError, IndexOwnershipError
 from kvpool.integrations.sglang.tree_events import TreeEvents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
     from sglang.srt.mem_cache.base_prefix_cache import (
         DecLockRefParams,
@@ -61,8 +63,17 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from kvpool._kvpool import HybridFrees, HybridStep
+    from kvpool._typing import HybridAct, Namespace
 
-__all__ = ["DELEGATED", "PARTS", "KvTreeCore", "eviction_policy"]
+    Action: TypeAlias = (
+        FreeDeviceKV
+        | FreeDeviceKVFullOnly
+        | MambaEvictExcessPathStates
+        | RecoverSWAWithLockedFull
+        | SWARebuild
+    )
+
+__all__ = ["DELEGATED", "PARTS", "EvictionPolicy", "KvTreeCore", "eviction_policy"]
 
 _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 PARTS = (_FULL, _SWA, _MAMBA)
@@ -102,26 +113,59 @@ DELEGATED = (
 """What SGLang calls only with a host tier, storage, a linker, or sessions."""
 
 
-def eviction_policy(params: CacheInitParams) -> dict[str, Any] | None:
+class EvictionPolicy(NamedTuple):
+    """What a `HybridTree` evicts first: its arguments of these names."""
+
+    policy: str
+    protected_uses: int = 2
+    tail: int = 0
+
+
+@dataclass(slots=True)
+class _Insertion:
+    """An insertion that is going on.
+
+    Attributes:
+        tokens: The tokens, of which those from `start` to `end` count.
+        slots: Their slots.
+        start: The first token that counts.
+        end: One past the last.
+        namespace: What keeps them apart from others.
+        key: SGLang's key of them, for KV events.
+        session: The session that they belong to, for KV events.
+        tracks: Whether SGLang asks which slots the tree takes over.
+    """
+
+    tokens: Sequence[int]
+    slots: torch.Tensor
+    start: int
+    end: int
+    namespace: Namespace | tuple[Namespace, ...]
+    key: RadixKey
+    session: str | None
+    tracks: bool
+
+
+def eviction_policy(params: CacheInitParams) -> EvictionPolicy | None:
     """What `HybridTree` calls the eviction policy, or `None` if it has none that is the same."""
     name = params.eviction_policy.lower()
     # SGLang says itself what is wrong with one.
     strategy = get_eviction_strategy(name, params.eviction_policy_config)
-    policy: dict[str, Any] = {"policy": name}
+    policy = EvictionPolicy(name)
     if type(strategy) is SLRUStrategy:
-        policy["protected_uses"] = strategy.protected_threshold
+        policy = policy._replace(protected_uses=strategy.protected_threshold)
     elif type(strategy) is TLRUStrategy:
         # With a longer estimate nothing goes before the others.
-        policy["tail"] = max(strategy.threshold - strategy.next_prompt_estimate, 0)
+        policy = policy._replace(tail=max(strategy.threshold - strategy.next_prompt_estimate, 0))
     elif type(strategy) not in _STRATEGIES:
         return None
-    numbers = [value for value in policy.values() if not isinstance(value, str)]
+    numbers = (policy.protected_uses, policy.tail)
     is_exact = all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
     return policy if is_exact else None
 
 
-def _refuse(name: str) -> Any:
-    def refuse(*_args: Any, **_options: Any) -> NoReturn:
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: object, **_options: object) -> NoReturn:
         message = (
             f"{name} belongs to a host tier, storage, a linker or sessions, which kvpool's tree core does "
             "not have; start SGLang with SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=rust to use them"
@@ -133,7 +177,7 @@ def _refuse(name: str) -> Any:
     return refuse
 
 
-def _whole(key: RadixKey) -> tuple[Any, int, int, Any]:
+def _whole(key: RadixKey) -> tuple[Sequence[int], int, int, Namespace | tuple[Namespace, ...]]:
     """Tokens, the first and the end of those that count, and the namespace."""
     tokens, limit = key.token_ids, key.limit
     end = len(tokens)
@@ -186,7 +230,9 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         self._has_swa = _SWA in parts
         self._tree = HybridTree(
             params.page_size,
-            **policy,
+            policy=policy.policy,
+            protected_uses=policy.protected_uses,
+            tail=policy.tail,
             window=params.swa_retain_window if self._has_swa else None,
             window_gates=params.swa_gates_prefix_match,
             state_grid=mamba_checkpoint_grid(params.page_size) if _MAMBA in parts else None,
@@ -194,21 +240,16 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         )
         self._events = TreeEvents(self.kv_events, self._tree, params.page_size)
         self._empty = self._to_device(self._tree.slots(self._tree.root(), self._tree.root()))
-        # Tokens, slots and the rest of an insertion that is going on.
-        self._insertion: tuple[Any, ...] | None = None
-        self._values: Any = None
-        self._tracks = False
-        # What KV events say of an insertion: its key and its session.
-        self._told: tuple[RadixKey, str | None] | None = None
+        self._insertion: _Insertion | None = None
 
-    def _to_device(self, values: Any) -> Any:
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         return values if self._is_on_host else values.to(self.device)
 
     # The tree.
 
     def reset(self) -> None:
         """Forgets everything."""
-        self._insertion = self._told = None
+        self._insertion = None
         self._tree.reset()
 
     def root_node_handle(self, extra_key: str | None = None) -> int:
@@ -257,7 +298,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         tokens, start, end, namespace = _whole(key)
         return self._tree.peek(tokens, start, end, namespace)
 
-    def collect_full_device_indices(self, from_node_id: int, until_node_id: int) -> Any:
+    def collect_full_device_indices(self, from_node_id: int, until_node_id: int) -> torch.Tensor:
         """Returns the slots behind `until_node_id` up to the end of `from_node_id`."""
         if from_node_id == until_node_id:
             return self._empty
@@ -272,14 +313,16 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         tokens, start, end, namespace = _whole(key)
         if values is None:
             values = torch.tensor(tokens[: end - start], dtype=torch.int64)
-        self._insertion = (tokens, values, start, end, namespace)
-        self._values = values
-        if self.kv_events.enabled:
-            self._told = key, params.session_id
-        self._tracks = params.track_adopted_ranges and end - start >= self.page_size
+        tracks = params.track_adopted_ranges and end - start >= self.page_size
+        insertion = _Insertion(tokens, values, start, end, namespace, key, params.session_id, tracks)
+        self._insertion = insertion
         freed = params.component_evicted_seqlens
         step = self._tree.insert(
-            *self._insertion,
+            tokens,
+            values,
+            start,
+            end,
+            namespace,
             found=params.prev_prefix_len,
             inserted=params.inserted_len,
             window_freed=freed.get(_SWA, 0) if freed else 0,
@@ -287,37 +330,42 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             state=params.mamba_value,
             branch=params.swa_branching_seqlen,
         )
-        return self._step(step)
+        return self._step(step, insertion)
 
     def resume_insert(self) -> InsertStepResult:
         """Goes on with an insertion, after what the step before asked for is done."""
-        if self._insertion is None:
+        on = self._insertion
+        if on is None:
             message = "no in-flight insert"
             raise RuntimeError(message)
-        return self._step(self._tree.advance(*self._insertion))
+        step = self._tree.advance(on.tokens, on.slots, on.start, on.end, on.namespace)
+        return self._step(step, on)
 
     def has_ongoing_insert(self) -> bool:
         """Whether an insertion is going on."""
         return self._insertion is not None
 
-    def end_insert(self) -> list[Any]:
+    def end_insert(self) -> list[Action]:
         """Ends an insertion, if one is going on, and returns what is still to be done."""
         if self._insertion is None:
             return []
-        actions = [self._action(*act) for act in self._tree.end_insertion()]
-        self._insertion = self._values = self._told = None
+        slots = self._insertion.slots
+        actions = [self._action(act, slots) for act in self._tree.end_insertion()]
+        self._insertion = None
         return actions
 
-    def _step(self, step: HybridStep) -> InsertStepResult:
-        actions = [self._action(*act) for act in step.acts()]
-        if self._told is not None and step.added is not None:
-            self._events.record_added(*step.added, *self._told)
+    def _step(self, step: HybridStep, insertion: _Insertion) -> InsertStepResult:
+        slots = insertion.slots
+        actions = [self._action(act, slots) for act in step.acts()]
+        if self.kv_events.enabled and step.added is not None:
+            node, start, end = step.added
+            self._events.record_added(node, start, end, insertion.key, insertion.session)
         if not step.done:
             return InsertStepResult(actions)
         ranges = None
-        if self._tracks:
+        if insertion.tracks:
             ranges = {part: found for part, found in zip((_FULL, _SWA), step.adopted, strict=True) if found}
-        self._insertion = self._values = self._told = None
+        self._insertion = None
         result = InsertResult(
             step.found,
             last_device_node=step.node,
@@ -327,19 +375,25 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         )
         return InsertStepResult(actions, result)
 
-    def _action(self, kind: str, *args: Any) -> Any:
-        if kind == "free":
-            return FreeDeviceKV([self._values[args[0] : args[1]]])
-        if kind == "free_full":
-            return FreeDeviceKVFullOnly([self._values[args[0] : args[1]]])
-        if kind == "free_old":
-            return FreeDeviceKVFullOnly([self._to_device(args[0])])
-        if kind == "rebuild":
-            return SWARebuild(args[0], self._to_device(args[1]))
-        if kind == "recover":
-            node, kept, begin, end = args
-            return RecoverSWAWithLockedFull(node, self._to_device(kept), self._values[begin:end])
-        return MambaEvictExcessPathStates(*args)
+    def _action(self, act: HybridAct, slots: torch.Tensor) -> Action:
+        """What SGLang's cache calls an act of the tree: ranges are of the inserted slots."""
+        if act[0] == "free":
+            _, begin, end = act
+            return FreeDeviceKV([slots[begin:end]])
+        if act[0] == "free_full":
+            _, begin, end = act
+            return FreeDeviceKVFullOnly([slots[begin:end]])
+        if act[0] == "free_old":
+            _, old = act
+            return FreeDeviceKVFullOnly([self._to_device(old)])
+        if act[0] == "rebuild":
+            _, node, kept = act
+            return SWARebuild(node, self._to_device(kept))
+        if act[0] == "recover":
+            _, node, kept, begin, end = act
+            return RecoverSWAWithLockedFull(node, self._to_device(kept), slots[begin:end])
+        _, node = act
+        return MambaEvictExcessPathStates(node)
 
     # Locks.
 
@@ -458,24 +512,33 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def evict_excess_path_states(
         self,
         tail_node_id: int,
-        device_frees: dict[ComponentType, list[Any]],
-        host_frees: dict[ComponentType, list[Any]],
-        cache_actions: list[Any],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Action],
     ) -> None:
         """Evicts Mamba states of a path beyond the number that it keeps."""
         frees = self._tree.evict_excess_states(tail_node_id)
-        if frees.counts[2]:
+        if frees.state is not None:
             device_frees[_MAMBA].append(self._to_device(frees.state))
 
     def _hand_out(self, frees: HybridFrees, result: BaseEvictionResult) -> None:
         if self.kv_events.enabled:
             for namespace, hashes in frees.removed:
                 self._events.record_removed(namespace, hashes)
-        counts = frees.counts
-        for part, count, name in zip(PARTS, counts, ("full", "window", "state"), strict=True):
-            if count:
-                result.tracker[part] = count
-                result.device_frees[part].append(self._to_device(getattr(frees, name)))
+        full, windows, states = frees.counts
+        if full:
+            self._free(result, _FULL, full, frees.full)
+        if windows:
+            self._free(result, _SWA, windows, frees.window)
+        if states:
+            self._free(result, _MAMBA, states, frees.state)
+
+    def _free(
+        self, result: BaseEvictionResult, part: ComponentType, count: int, values: torch.Tensor | None
+    ) -> None:
+        if values is not None:
+            result.tracker[part] = count
+            result.device_frees[part].append(self._to_device(values))
 
     def drive_host_eviction(
         self,
@@ -540,12 +603,14 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     # Values.
 
-    def get_component_device_value(self, node_id: int, component_type: ComponentType) -> Any:
+    def get_component_device_value(self, node_id: int, component_type: ComponentType) -> torch.Tensor | None:
         """Returns the value of a node; `None` if it has none."""
         value = self._tree.value(node_id, component_type)
         return None if value is None else self._to_device(value)
 
-    def set_component_device_value(self, node_id: int, component_type: ComponentType, value: Any) -> None:
+    def set_component_device_value(
+        self, node_id: int, component_type: ComponentType, value: torch.Tensor
+    ) -> None:
         """Gives a node a window or a state."""
         self._tree.set_value(node_id, component_type, value)
 
@@ -572,9 +637,9 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         key: RadixKey,
         window_start: int,
         window_end: int,
-        swa_values: Any,
+        swa_values: torch.Tensor,
         component_type: ComponentType = _SWA,
-    ) -> list[Any]:
+    ) -> list[Action]:
         """Gives tokens that are there without a window one."""
         _expect_swa(component_type)
         if len(swa_values) != window_end - window_start:
@@ -587,11 +652,11 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             raise AssertionError(str(error)) from error
         return []
 
-    def all_values_flatten(self) -> Any:
+    def all_values_flatten(self) -> torch.Tensor:
         """Returns all slots for full attention."""
         return self._to_device(self._tree.values(0))
 
-    def all_mamba_values_flatten(self) -> Any:
+    def all_mamba_values_flatten(self) -> torch.Tensor:
         """Returns all Mamba states."""
         return self._to_device(self._tree.values(2))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from kvpool._kvpool import HybridTree
+    from kvpool._typing import Namespace
 
 __all__ = ["TreeEvents"]
 
@@ -30,11 +31,14 @@ class TreeEvents:
     def record_added(self, node: int, start: int, end: int, key: RadixKey, session: str | None) -> None:
         """Record tokens that were not there before."""
         before = self._tree.hash_at(node, start)
-        added = _PagesOfEvent(key[start:end])
-        added.parent = _PagesOfEvent(added.key if start else ())
+        pages = key[start:end]
+        # Of the pages before it counts whether there are any, and in which namespace.
+        parent = _PagesOfEvent(pages if start else _KeyOfEvent(0))
         if before is not None:
-            added.parent.parent = _PagesOfEvent(())
-            added.parent.name([before.hex()])
+            # Only what comes before every prompt is without a parent.
+            parent.parent = _PagesOfEvent(_KeyOfEvent(0))
+            parent.name([before.hex()])
+        added = _PagesOfEvent(pages, parent)
         if added.is_named_apart:
             # Storage would name them otherwise, and is not there.
             added.hash_value = []
@@ -42,18 +46,19 @@ class TreeEvents:
         hashes = added.event_hash_value if added.is_named_apart else added.hash_value
         self._tree.set_hashes(node, start, bytes.fromhex("".join(hashes or ())))
 
-    def record_removed(self, namespace: Any, hashes: bytes) -> None:
+    def record_removed(self, namespace: Namespace | tuple[Namespace, ...], hashes: bytes) -> None:
         """Record that a node is gone."""
-        names = namespace if isinstance(namespace, tuple) else (namespace, None)
-        gone = _PagesOfEvent(_KeyOfEvent(len(hashes) // _HASH_BYTES * self._page_size, *names[:2]))
+        extra_key, cache_salt = namespace[:2] if isinstance(namespace, tuple) else (namespace, None)
+        length = len(hashes) // _HASH_BYTES * self._page_size
+        gone = _PagesOfEvent(_KeyOfEvent(length, extra_key, cache_salt))
         gone.name([hashes[at : at + _HASH_BYTES].hex() for at in range(0, len(hashes), _HASH_BYTES)])
         self._recorder.record_remove(gone)
 
 
 class _KeyOfEvent:
-    """The key of pages that are gone: their number of tokens is left of it."""
+    """The key of pages of which the number of tokens is known."""
 
-    def __init__(self, length: int, extra_key: str | None, cache_salt: str | None) -> None:
+    def __init__(self, length: int, extra_key: Namespace = None, cache_salt: Namespace = None) -> None:
         self._length, self.extra_key, self.cache_salt = length, extra_key, cache_salt
 
     def __len__(self) -> int:
@@ -63,9 +68,9 @@ class _KeyOfEvent:
 class _PagesOfEvent:
     """What SGLang's recorder reads of a node."""
 
-    def __init__(self, key: Any) -> None:
+    def __init__(self, key: RadixKey | _KeyOfEvent, parent: _PagesOfEvent | None = None) -> None:
         self.key = key
-        self.parent: _PagesOfEvent | None = None
+        self.parent = parent
         self.hash_value: list[str] | None = None
         self.event_hash_value: list[str] | None = None
 
