@@ -4,7 +4,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, Literal, SupportsFloat, SupportsIndex, final
+from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 from typing_extensions import Self, disjoint_base
 
 from kvpool._typing import (
+    BlockLike,
     BufferStats,
     ChunkStats,
     CountedStats,
@@ -35,6 +36,8 @@ from kvpool._typing import (
 )
 from kvpool.observe.leaks import ExpectBalanced, Leak
 from kvpool.store import Store
+
+_T = TypeVar("_T")
 
 __all__ = [
     "_ERROR_CLASSES",
@@ -4055,7 +4058,7 @@ class Block:
     def is_null(self, is_null: bool) -> None:
         """Whether it stands for no memory. It is never freed."""
     @property
-    def pool(self) -> Any:
+    def pool(self) -> object:
         """The pool that its queue was made for; `None` if there was none, or it is gone."""
     @property
     def block_hash(self) -> bytes | None:
@@ -4161,7 +4164,7 @@ class BlockQueue:
             AssertionError: If one of them is counted as used. Nothing is taken.
             TypeError: If `more_hashes` has what is not bytes. Nothing is taken.
         """
-    def free(self, blocks: Iterable[Any], *, keep_hashed: bool = True) -> list[Any]:
+    def free(self, blocks: Iterable[_T], *, keep_hashed: bool = True) -> list[_T]:
         """Gives back one use of each block. Those that are no longer used are free: the ones with a hash at the end, the
         others in front, both in the order given. Null blocks are left out.
 
@@ -4174,7 +4177,7 @@ class BlockQueue:
         Returns:
             What are not blocks of this queue, as they were given.
         """
-    def retain(self, blocks: Iterable[Any]) -> list[Any]:
+    def retain(self, blocks: Iterable[_T]) -> list[_T]:
         """Adds one use of each block, and takes those that were free out of the queue. Null blocks are left out.
 
         Returns:
@@ -4196,26 +4199,26 @@ class BlockMap:
     """
 
     def __new__(cls) -> Self: ...
-    def get_one_block(self, key: bytes) -> Any:
+    def get_one_block(self, key: bytes) -> BlockLike | None:
         """Returns the block that has had a hash for longest; `None` if none has it."""
     def contain(self, key: bytes, block_id: int) -> bool:
         """Returns whether the block with a number has a hash."""
-    def insert(self, key: bytes, block: Any) -> None:
+    def insert(self, key: bytes, block: BlockLike) -> None:
         """Gives a block a hash."""
-    def pop(self, key: bytes, block_id: int) -> Any:
+    def pop(self, key: bytes, block_id: int) -> BlockLike | None:
         """Takes a hash from the block with a number, and returns the block; `None` if it has it not."""
     def clear(self) -> None:
         """Takes all hashes from all blocks."""
-    def items(self) -> list[tuple[bytes, list[Any]]]:
+    def items(self) -> list[tuple[bytes, list[BlockLike]]]:
         """Returns pairs of a hash and the list of its blocks, those that got it first in front."""
-    def find(self, block_hash: bytes, group_ids: Sequence[int]) -> list[Any] | None:
+    def find(self, block_hash: bytes, group_ids: Sequence[int]) -> list[BlockLike] | None:
         """Returns a block of each group that has a hash there; `None` unless each group has one.
 
         Args:
             block_hash: The hash without a group.
             group_ids: The groups.
         """
-    def find_prefix(self, block_hashes: Iterable[bytes], group_ids: Sequence[int]) -> list[list[Any]]:
+    def find_prefix(self, block_hashes: Iterable[bytes], group_ids: Sequence[int]) -> list[list[BlockLike]]:
         """Returns the blocks of each group for the hashes from the first on, up to one that a group has no block of.
 
         Args:
@@ -4224,7 +4227,7 @@ class BlockMap:
         """
     def cache(
         self,
-        blocks: Sequence[Any],
+        blocks: Sequence[object],
         block_hashes: Sequence[bytes],
         group_id: int,
         num_tokens: int,

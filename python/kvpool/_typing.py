@@ -48,6 +48,15 @@ class ArrayLike(Protocol):
         ...
 
 
+class BlockLike(Protocol):
+    """A block of an engine: one of a `BlockQueue`, or of the engine's own."""
+
+    @property
+    def block_id(self) -> int:
+        """Its number."""
+        ...
+
+
 # Integers of 16 to 64 bits.
 IndicesLike: TypeAlias = "TensorLike | ArrayLike | Sequence[SupportsIndex]"
 

@@ -219,7 +219,7 @@ MISUSE: dict[str, Misuse] = {
     ),
     "too few hashes": (lambda q, _: hashes(q, 1), AssertionError, "3 blocks were given with 1 hashes"),
     "a short mask": (lambda q, _: hashes(q, 3, [True]), AssertionError, "a mask of 1"),
-    "map no block": (lambda *_: BlockMap().insert(b"a", 3), AttributeError, "block_id"),
+    "map no block": (lambda *_: BlockMap().insert(b"a", 3), AttributeError, "block_id"),  # type: ignore[arg-type]
     "find no hash": (lambda *_: BlockMap().find_prefix([3], [0]), TypeError, "bytes"),  # type: ignore[list-item]
 }
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpool._kvpool import Block
+    from kvpool._typing import BlockLike
 
 __all__ = ["KvpoolBlockPool"]
 
@@ -64,7 +65,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
     def cached_block_hash_to_block(self, empty: object) -> None:
         self._cached = BlockMap()
 
-    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Block] | None:
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[BlockLike] | None:
         """vLLM's: a block of each group that has the hash, or None."""
         return self._cached.find(block_hash, kv_cache_group_ids)
 
