@@ -35,6 +35,7 @@ from kvpool._endpoints import endpoints
 from kvpool._kvpool import FileStore, HostTier, PrefixCache
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
+from kvpool.observe.units import hands_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -258,7 +259,7 @@ def _family(pool: Pool, key: str) -> GaugeMetricFamily | CounterMetricFamily | N
         gauges = _TIERS if isinstance(pool, HostTier) else _CACHES
         return GaugeMetricFamily(*gauges[key], labels=_LABELS) if key in gauges else None
     # Units of a pool that hands out none are counted by the pool that does.
-    if key not in _UNITS or not pool._hands_out:  # noqa: SLF001 - of this package
+    if key not in _UNITS or not hands_out(pool):
         return None
     if pool.unit == "byte":
         return GaugeMetricFamily(

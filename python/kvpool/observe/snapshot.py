@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from kvpool.observe.spans import Span, occupancy
+from kvpool.observe.units import unit_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -129,7 +130,7 @@ def take(pool: Pool) -> Snapshot:
         name=pool.name,
         kind=type(pool).__name__,
         unit=pool.unit,
-        unit_bytes=pool._unit_bytes,  # noqa: SLF001 - of this package
+        unit_bytes=unit_bytes(pool),
         debug=pool.debug,
         spans=spans,
         lifetimes=lifetimes,

@@ -10,6 +10,7 @@ from kvpool.errors import ConfigError
 from kvpool.observe.registry import pools as living_pools
 from kvpool.observe.snapshot import take, take_endpoint
 from kvpool.observe.snapshot_html import to_html
+from kvpool.observe.units import hands_out
 
 if TYPE_CHECKING:
     import os
@@ -42,7 +43,7 @@ def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
     target = Path(path)
     if target.suffix not in {".html", ".png"}:
         raise ConfigError(f"a snapshot is .html or .png, not {target.name!r}")
-    chosen = pools or [pool for pool in living_pools() if pool._hands_out]  # noqa: SLF001 - of this package
+    chosen = pools or [pool for pool in living_pools() if hands_out(pool)]
     taken = [take(pool) for pool in chosen]
     if not pools:
         taken += [one for endpoint in endpoints() for one in take_endpoint(endpoint)]

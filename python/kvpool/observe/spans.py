@@ -6,6 +6,8 @@ import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpool.observe.units import Holder, hands_out, spans_and_lifetimes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,12 +32,12 @@ class Span(NamedTuple):
     end: int
     state: str
     n_bytes: int | None
-    holders: list[tuple[str | int | None, str, float, int]]
+    holders: list[Holder]
 
 
 def check_hands_out(pool: Pool) -> None:
     """Raise `TypeError` for a pool that hands out no units."""
-    if not pool._hands_out:  # noqa: SLF001 - of this package
+    if not hands_out(pool):
         raise TypeError(f"a {type(pool).__name__} hands out no units, so none can leak")
 
 
@@ -47,7 +49,7 @@ def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
     """
     check_hands_out(pool)
     with no_collection():
-        spans, lifetimes = pool._occupancy()  # noqa: SLF001 - of this package
+        spans, lifetimes = spans_and_lifetimes(pool)
         return [Span(*span) for span in spans], lifetimes
 
 

@@ -28,6 +28,8 @@ from kvpool._kvpool import AddressSpace
 from kvpool.errors import ConfigError, IndexOwnershipError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvpool import Chunk
 
 __all__ = [
@@ -192,7 +194,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
 
     def _know(self, page: Any) -> weakref.ref[Any]:
         """What tells a page's object from others, and that it is gone."""
-        return weakref.ref(page, partial(_renew, weakref.ref(self), page.meta.address))
+        return weakref.ref(page, partial(_renew, weakref.WeakMethod(self._replace_lost), page.meta.address))
 
     def _number_of(self, memory_obj: Any) -> int:
         number: int = memory_obj.meta.address
@@ -360,11 +362,11 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         return _is_consistent(self._space) and bool(super().memcheck())
 
 
-def _renew(allocator: weakref.ref[PagedTensorMemoryAllocator], number: int, _: object) -> None:
+def _renew(replace_lost: weakref.WeakMethod[Callable[[int], None]], number: int, _: object) -> None:
     """Called when the object of a page is gone."""
-    found = allocator()
-    if found is not None:
-        found._replace_lost(number)  # noqa: SLF001 - of this module
+    replace = replace_lost()
+    if replace is not None:  # its allocator lives
+        replace(number)
 
 
 _own_allocate, _own_free = memory_management._allocate_cpu_memory, memory_management._free_cpu_memory  # noqa: SLF001
