@@ -200,7 +200,7 @@ SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
     ],
     ids=str,
 )
-def test_options(options: Options) -> None:
+def test_every_option_gives_what_pytorch_gives(options: Options) -> None:
     scene = Scene(4)
     rows = scene.rows(4)
     for lens in ([3, 40, 18, 1], [20, 1, 2, 1], [1, 1, 1, 1]):
@@ -231,7 +231,7 @@ def test_random_histories(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("tokens_per_req", [1, 3])
-def test_padded_decode(tokens_per_req: int) -> None:
+def test_a_decode_step_padded_for_a_graph_is_right(tokens_per_req: int) -> None:
     scene = Scene(4)
     rows = scene.rows(3)
     scene.extend(rows, [5, 30, 12])
@@ -244,7 +244,7 @@ def test_padded_decode(tokens_per_req: int) -> None:
     scene.check(plan, rows, lens)
 
 
-def test_shared_prefix() -> None:
+def test_requests_that_share_a_prefix_read_the_same_slots() -> None:
     scene = Scene(4)
     first, second = scene.rows(2)
     scene.extend([first], [20])
@@ -266,7 +266,7 @@ def test_requests_without_new_tokens_are_left_out() -> None:
         assert sorted(requests) == [i for i, n in enumerate(lens) if n]
 
 
-def test_groups() -> None:
+def test_requests_with_as_many_new_tokens_are_one_group() -> None:
     """Requests with few new tokens are grouped by their number; a longer prompt chunk stays alone."""
     scene = Scene()
     rows = scene.rows(7)
@@ -303,7 +303,7 @@ def test_decode_of_many_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision_gives_what_pytorch_gives(dtype: torch.dtype) -> None:
     scene = Scene(4, dtype=dtype)
     rows = scene.rows(4)
     for lens in ([3, 40, 18, 1], [20, 1, 2, 1], [1, 1, 1, 1]):

@@ -57,7 +57,7 @@ def by_name(lines: list[Bandwidth]) -> dict[str, Bandwidth]:
         (" 2B/s ", 2.0),
     ],
 )
-def test_parses_bandwidths(text: str, expected: float) -> None:
+def test_bandwidths_are_read_in_every_unit(text: str, expected: float) -> None:
     assert parse_bandwidth(text) == expected
 
 

@@ -49,7 +49,7 @@ def wide(page_size: int, **options: Any) -> Pair:  # noqa: ANN401
 # Construction
 
 
-def test_attributes() -> None:
+def test_attributes_are_the_arguments_and_read_only() -> None:
     table, allocator = pools(16)
     planner = BatchPlanner(table, allocator, 4, 32)
     assert planner.req_to_token_pool is table
@@ -67,7 +67,7 @@ def test_plans_are_only_made_by_planners() -> None:
         BatchPlan()
 
 
-def test_stats() -> None:
+def test_stats_count_requests_until_they_finish() -> None:
     pair = Pair(page_size=4)
     rows = pair.start(5, 3, 0)
     stats = pair.planner.stats()
@@ -101,7 +101,7 @@ def test_rejects_bad_sizes(sizes: Any, error: type[Exception], words: str) -> No
         BatchPlanner(*pools(), *sizes)
 
 
-def test_rejects_non_pools() -> None:
+def test_what_is_no_pool_raises() -> None:
     table, allocator = pools()
     for wrong in (None, 3, object(), BatchPlanner(table, allocator, 1, 1)):
         for pair in ((wrong, allocator), (table, wrong), (allocator, table)):
@@ -262,7 +262,7 @@ def test_plans_go_on_in_tensors_of_the_device() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_large_batches(page_size: int) -> None:
+def test_large_batches_are_planned_as_small_ones(page_size: int) -> None:
     requests = 150
     pair = Pair(
         1 << 16,

@@ -263,7 +263,7 @@ def test_a_count_below_zero_is_none() -> None:
     assert (queue.blocks[1].ref_cnt, ids(queue)) == (1, [0])
 
 
-def test_none_is_left() -> None:
+def test_taking_a_block_from_an_empty_queue_raises() -> None:
     queue = BlockQueue(1)
     queue.popleft()
     with pytest.raises(ValueError, match="No free blocks available"):

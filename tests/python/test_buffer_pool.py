@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("device")
 # Construction
 
 
-def test_roundings() -> None:
+def test_capacities_follow_the_rounding() -> None:
     for rounding, capacity in (("pow2", 2048), ("fine", 1280)):
         pool = make(rounding)
         assert (pool.rounding, pool.alloc_bytes(1100).capacity) == (rounding, capacity)
@@ -91,7 +91,7 @@ def test_every_way_to_write_a_dtype(dtype: DTypeLike, expected: torch.dtype) -> 
     assert make().alloc((2,), dtype).tensor.dtype is expected
 
 
-def test_bytes() -> None:
+def test_alloc_bytes_gives_zeros_in_a_rounded_capacity() -> None:
     pool = make()
     buffer = pool.alloc_bytes(100)
     assert (buffer.tensor.shape, buffer.tensor.dtype) == ((100,), torch.uint8)

@@ -218,7 +218,7 @@ USES: dict[str, Callable[[BufferPool, Buffer], object]] = {
 @pytest.mark.parametrize("taken_again", [False, True])
 @pytest.mark.parametrize("use", sorted(USES))
 @pytest.mark.parametrize("end", sorted(ENDS))
-def test_stale_buffers(end: str, use: str, taken_again: bool) -> None:
+def test_a_buffer_raises_after_its_end_and_harms_nobody(end: str, use: str, taken_again: bool) -> None:
     pool = make()
     stale = pool.alloc((6,), torch.float32)
     ENDS[end](pool, stale)

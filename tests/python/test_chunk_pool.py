@@ -147,7 +147,7 @@ def test_dropping_a_chunk_frees_nothing() -> None:
 # tensor
 
 
-def test_a_tensor_is_a_view() -> None:
+def test_a_tensor_is_a_view_of_its_chunk() -> None:
     pool = make(3, (2, 4), torch.int8)
     chunk = take(pool, 2)[1]
     first, again = chunk.tensor(), chunk.tensor(shape=(8,))
@@ -267,7 +267,7 @@ def test_a_strict_pool_tells_of_its_frees_and_not_of_those_of_others() -> None:
     assert counts(strict) == (3, 0, 1, 0)
 
 
-def test_reports_say_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_of_bad_frees_say_why(caplog: pytest.LogCaptureFixture) -> None:
     words = {
         "freed before": "already free",
         "handed out again": "already free",

@@ -123,7 +123,7 @@ def test_from_chunk_to_chunk(there: str) -> None:
 
 
 @devices.cpu_only
-def test_a_chunk_and_itself() -> None:
+def test_a_copy_of_a_chunk_to_itself_changes_nothing() -> None:
     chunk = some(make(1, (4, 4)).allocate())
     chunk.tensor().copy_(numbers(16).view(4, 4))
     chunk.copy_from(chunk.tensor()).wait()
@@ -239,7 +239,7 @@ def test_rejects_bad_streams(bad: Any) -> None:  # noqa: ANN401
     assert counts(pool) == (3, 0, 1, 0)
 
 
-def test_a_copy_is_a_fence() -> None:
+def test_slots_freed_after_a_copy_return_when_it_is_done() -> None:
     chunk = some(make().allocate())
     value = put(numbers(12), devices.current())
     allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")

@@ -151,7 +151,7 @@ def test_a_steady_row_of_copies_allocates_nothing(driver: Driver) -> None:
 
 
 @cuda_only
-def test_a_copy_is_polled(driver: Driver) -> None:
+def test_a_copy_is_done_when_a_query_says_so(driver: Driver) -> None:
     for route in routes(driver):
         copy = route.copy(route.tensor)
         assert [copy.query() for _ in range(5)] == [False] * 5

@@ -125,7 +125,7 @@ def test_rejects_bad_timeouts(bad: Any) -> None:  # noqa: ANN401
 
 
 @devices.cpu_only
-def test_numa_nodes() -> None:
+def test_a_numa_node_that_cannot_be_raises() -> None:
     pool = make(2, 12, numa_node=0)
     assert pool.numa_node == 0
     assert make().numa_node is None

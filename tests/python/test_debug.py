@@ -150,7 +150,7 @@ def test_leaks_are_ordered_and_counted(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_expect_balanced(case: str) -> None:
+def test_expect_balanced_names_what_was_not_freed(case: str) -> None:
     pool, take, give = case_of(case)
     kept = take("before")
     with pool.expect_balanced() as same:

@@ -30,7 +30,7 @@ BASES: dict[str, type[Exception]] = {
 }
 
 
-def test_base_class() -> None:
+def test_the_base_of_errors_is_an_exception_of_the_package() -> None:
     assert issubclass(kvpool.KvPoolError, Exception)
     assert kvpool.KvPoolError.__bases__ == (Exception,)
     assert kvpool.errors.KvPoolError is kvpool.KvPoolError

@@ -158,7 +158,7 @@ def test_what_is_there_is_not_written_again(store: FileStore) -> None:
     assert found(store, 1) == [1]
 
 
-def test_remove_and_clear(tmp_path: Path) -> None:
+def test_removed_and_cleared_pages_are_not_found(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, 1, 2, 3, 4)
         assert store.remove(keys_of(2, 9, 2)) == 1
@@ -222,7 +222,7 @@ def test_a_store_that_is_dropped_ends_its_transfers(tmp_path: Path) -> None:
         assert len(store) == sum(transfer.present)
 
 
-def test_names_and_repr(tmp_path: Path) -> None:
+def test_a_store_tells_its_settings_and_refuses_calls_once_closed(tmp_path: Path) -> None:
     store = opened(tmp_path)
     assert repr(store) == f'FileStore("{tmp_path}", capacity_bytes={4 * SLOT}, page_bytes={PAGE})'
     assert (store.path, store.page_bytes, store.capacity_bytes) == (str(tmp_path), PAGE, 4 * SLOT)
@@ -260,7 +260,7 @@ def test_pages_pass_the_cache_by_where_they_can(tmp_path: Path) -> None:
         (np.zeros((1, 32), dtype=np.int8), TypeError, r"int8 of shape \[1, 32\]"),
     ],
 )
-def test_wrong_keys(store: FileStore, keys: Any, error: type[Exception], text: str) -> None:  # noqa: ANN401 - wrong
+def test_keys_of_another_form_raise(store: FileStore, keys: Any, error: type[Exception], text: str) -> None:  # noqa: ANN401 - wrong
     pages = np.zeros((1, PAGE), dtype=np.uint8)
     for call in (lambda: store.exists(keys), lambda: store.get(keys, pages), lambda: store.put(keys, pages)):
         with pytest.raises(error, match=text):
@@ -282,7 +282,13 @@ def test_wrong_keys(store: FileStore, keys: Any, error: type[Exception], text: s
         ([bytes(PAGE)], None, TypeError, "pages must be a tensor or an array, not list"),
     ],
 )
-def test_wrong_pages(store: FileStore, pages: Any, rows: Any, error: type[Exception], text: str) -> None:  # noqa: ANN401 - wrong
+def test_pages_of_another_form_raise(
+    store: FileStore,
+    pages: Any,  # noqa: ANN401 - wrong
+    rows: Any,  # noqa: ANN401 - wrong
+    error: type[Exception],
+    text: str,
+) -> None:
     for call in (store.get, store.put):
         with pytest.raises(error, match=text):
             call(keys_of(1), pages, rows=rows)
@@ -307,7 +313,7 @@ def test_read_only_memory_is_put_and_not_got(store: FileStore) -> None:
         ({"queue_bytes": 99}, "queue_bytes is 99, too few for a page of 100 bytes"),
     ],
 )
-def test_wrong_sizes(tmp_path: Path, options: dict[str, int], text: str) -> None:
+def test_sizes_that_cannot_be_make_no_store(tmp_path: Path, options: dict[str, int], text: str) -> None:
     given: dict[str, Any] = {"page_bytes": 100, **options}
     with pytest.raises(ConfigError, match=text):
         FileStore(tmp_path / "store", 1 << 16, **given)
@@ -315,7 +321,7 @@ def test_wrong_sizes(tmp_path: Path, options: dict[str, int], text: str) -> None
 
 
 @pytest.mark.parametrize("timeout", [-1.0, float("nan")])
-def test_wrong_timeouts(store: FileStore, timeout: float) -> None:
+def test_a_timeout_that_is_no_time_raises(store: FileStore, timeout: float) -> None:
     with pytest.raises(ConfigError, match="must be seconds"):
         store.get([], np.zeros((0, PAGE), dtype=np.uint8)).wait(timeout)
 
@@ -395,7 +401,7 @@ def test_a_full_disk_goes_on_with_the_pages_that_it_has_space_for(
     )
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
     """A file system of 80 KiB of its own: the pages that were stored stay, later ones evict the oldest."""
     mount = f"mount -t tmpfs -o size=80k tmpfs {shlex.quote(str(tmp_path))}"
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]

@@ -232,7 +232,7 @@ BUSY: dict[str, Any] = {
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("store_link", [0.0, 1e9])
-def test_everything_adds_up(route: str, store_link: float) -> None:
+def test_a_fleet_that_is_short_of_everything_adds_up(route: str, store_link: float) -> None:
     """A fleet that is short of everything: blocks, links, room and rows."""
     trace = synthetic_trace(400, 7)
     machine = Machine(token_bytes=60_000, state_bytes=1_000_000, tokens=20_000, requests=6)

@@ -49,7 +49,7 @@ def unchanged(pool: GDNPool, before: tuple[torch.Tensor, torch.Tensor]) -> bool:
 # Construction
 
 
-def test_states() -> None:
+def test_states_have_the_shapes_and_dtypes_of_the_model() -> None:
     pool = make()
     assert pool.recurrent_state.dtype is torch.float32
     assert pool.recurrent_state.shape == (2, 8, 3, 5, 4)
@@ -93,7 +93,7 @@ def test_rejects_missing_layers(layer: int) -> None:
 # reset_states and copy_states
 
 
-def test_reset() -> None:
+def test_reset_zeroes_the_named_states_alone() -> None:
     pool = filled()
     recurrent, conv = states(pool)
     assert pool.reset_states([2, 7, 2]) is None  # type: ignore[func-returns-value]

@@ -197,7 +197,7 @@ def test_two_requests_load_once(device: str) -> None:
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-def test_a_load_is_given_up(device: str, *, has_states: bool) -> None:
+def test_a_load_that_is_given_up_leaves_nothing_behind(device: str, *, has_states: bool) -> None:
     scene = Scene(device, has_states=has_states)
     scene.keep(PROMPT)
     scene.forget()

@@ -168,7 +168,7 @@ def test_nodes_that_are_gone_are_key_errors() -> None:
             call()
 
 
-def test_locks_are_counted() -> None:
+def test_a_node_is_evicted_when_its_last_lock_is_released() -> None:
     tree, node = tree_with()
     assert tree.lock_node(node) == (5, None)
     assert tree.lock_node(node) == (0, None)
@@ -240,7 +240,7 @@ def test_windows_are_asked_for() -> None:
     tree.verify()
 
 
-def test_states_are_found() -> None:
+def test_a_prefix_is_found_up_to_a_state() -> None:
     tree = HybridTree(1, state_grid=2, states_per_path=1)
     (act,) = tree.insert([1, 2], [10, 11], state=torch.tensor([7])).acts()
     assert act[0] == "evict_excess"

@@ -239,7 +239,7 @@ def test_write_and_gather_in_every_dtype(dtype: torch.dtype, threads: int) -> No
     assert_same(found_v, v)
 
 
-def test_write_of_no_tokens() -> None:
+def test_writing_no_tokens_changes_nothing() -> None:
     pool = make()
     before = contents(pool)
     for shape in ((0, 2, 4), (0, 8), (0, 3, 2, 4)):
@@ -248,7 +248,7 @@ def test_write_of_no_tokens() -> None:
     assert unchanged(pool, before)
 
 
-def test_last_one_wins() -> None:
+def test_of_several_writes_to_a_slot_the_last_stays() -> None:
     pool = make()
     k = values(4, 2, 4)
     pool.set_kv_buffer(0, [3, 5, 3, 3], k, -k)
@@ -290,7 +290,7 @@ def sources() -> dict[str, Callable[[int, int, int], torch.Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", sorted(sources()))
-def test_strided_sources(source: str, dtype: torch.dtype) -> None:
+def test_strided_tensors_are_written_in_every_dtype(source: str, dtype: torch.dtype) -> None:
     pool = make(30, 1, 3, 5, dtype=dtype)
     k = sources()[source](12, 3, 5)
     v = k.flip(-1) if source == "contiguous" else k
@@ -347,7 +347,7 @@ def test_rows_of_one_buffer_written_to_another() -> None:
 
 
 @devices.cpu_only
-def test_number_of_threads() -> None:
+def test_the_number_of_threads_can_be_set() -> None:
     before = kvpool.get_num_threads()
     try:
         kvpool.set_num_threads(3)
@@ -589,7 +589,7 @@ def test_values_that_are_stored_as_they_are_are_not_scaled() -> None:
 # gather_kv
 
 
-def test_gather() -> None:
+def test_gather_reads_slots_of_a_layer() -> None:
     pool = make(v_heads=1, v_dim=3)
     for buffer in (pool.k_buffer[1], pool.v_buffer[1]):
         buffer.copy_(values(*buffer.shape))
@@ -611,7 +611,7 @@ def test_gather_gives_a_copy() -> None:
     assert not pool.k_buffer[0].any()
 
 
-def test_gather_of_nothing() -> None:
+def test_gathering_no_slots_gives_empty_tensors() -> None:
     k, v = make(v_heads=1, v_dim=3).gather_kv(0, [])
     assert k.shape == (0, 2, 4)
     assert v.shape == (0, 1, 3)
@@ -722,7 +722,7 @@ def filled(dtype: torch.dtype = torch.float32, size: int = 16) -> KVPool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("move", sorted(MOVES))
-def test_move(move: str, dtype: torch.dtype, threads: int) -> None:
+def test_move_copies_slots_of_every_layer(move: str, dtype: torch.dtype, threads: int) -> None:
     assert threads in {1, 4}
     dst, src = MOVES[move]
     pool = filled(dtype)
@@ -755,7 +755,7 @@ def test_moves_of_different_lengths(dst: list[int], src: list[int]) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 24])
-def test_moves_out_of_range(index: int) -> None:
+def test_a_move_out_of_range_changes_nothing(index: int) -> None:
     pool = filled()
     before = contents(pool)
     for dst, src in (([1, index], [2, 3]), ([2, 3], [1, index])):
@@ -769,7 +769,7 @@ def test_moves_out_of_range(index: int) -> None:
 
 @pytest.mark.parametrize("size", [16, 60, 64, 70])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_page_view(size: int, page_size: int) -> None:
+def test_page_views_are_the_rows_of_a_layer_by_pages(size: int, page_size: int) -> None:
     pool = make(size, 2, 3, 5, v_heads=1, v_dim=2, page_size=page_size)
     for layer in range(2):
         k, v = pool.page_view(layer)
@@ -827,7 +827,7 @@ def test_factory_makes_two_pools_that_fit(page_size: int) -> None:
 
 
 @devices.cpu_only
-def test_factory_signature() -> None:
+def test_the_factory_has_the_signature_of_its_model() -> None:
     parameters = inspect.signature(make_full_attention_net_mem_pool).parameters
     sizes = "size layer_num k_head_num k_head_dim v_head_num v_head_dim"
     assert " ".join(parameters) == f"{sizes} device dtype page_size need_sort pin_memory"

@@ -327,7 +327,7 @@ def test_rejects_chunks_that_are_not_tensors(bad: Any) -> None:  # noqa: ANN401
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
 )
-def test_every_dtype(dtype: torch.dtype) -> None:
+def test_objects_hold_every_dtype(dtype: torch.dtype) -> None:
     pool = LocalCPUPool(metadata(2, dtype=dtype))
     kv_obj = some(pool.allocate(tokens(3).to(dtype)))
     assert kv_obj.size == math.prod(SHAPE) * dtype.itemsize

@@ -69,7 +69,7 @@ def test_numbers_of_numpy_are_numbers(kind: Callable[[int], Any]) -> None:
 # page
 
 
-def test_a_page_is_a_view() -> None:
+def test_a_page_is_a_view_of_its_memory() -> None:
     pool = make(4, 3, torch.int8)
     first, again = pool.page(1), pool.page(i=1)
     assert first.data_ptr() == again.data_ptr()

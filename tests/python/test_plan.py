@@ -672,7 +672,7 @@ def test_a_context_beyond_the_models_is_reported() -> None:
         ("0", 0),
     ],
 )
-def test_parses_sizes(text: str, count: int) -> None:
+def test_sizes_are_read_in_every_unit(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 

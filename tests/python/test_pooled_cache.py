@@ -104,7 +104,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("config", MODELS)
-def test_padded_prompts(config: str) -> None:
+def test_padded_prompts_generate_the_same(config: str) -> None:
     model, inputs = a_model(config), padded()
     wanted = surely(reference(config, devices.current()), inputs, 12)
     with PooledCache(model, 256, 3, page_size=4) as cache:
@@ -114,7 +114,7 @@ def test_padded_prompts(config: str) -> None:
     assert is_whole(cache)
 
 
-def test_chunked_attention() -> None:
+def test_chunked_attention_generates_the_same() -> None:
     """Of layers that see only the tokens of their own chunk, a cache keeps what one with a window would."""
     more: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
     torch.manual_seed(0)
@@ -381,7 +381,7 @@ def test_a_copy_that_does_not_fit(cache: PooledCache) -> None:
     assert cache.table.available_size() == 1
 
 
-def test_a_closed_cache(cache: PooledCache) -> None:
+def test_a_closed_cache_refuses_writes(cache: PooledCache) -> None:
     write(cache, 1, 3)
     for _ in range(2):
         cache.close()

@@ -99,7 +99,7 @@ def test_a_prefix_is_found_in_whole_pages(page_size: int) -> None:
     assert scene.cache.match([]).length == 0
 
 
-def test_numbers() -> None:
+def test_stats_count_tokens_of_lookups_and_of_the_tree() -> None:
     scene = Scene(4, name="mine")
     cache = scene.cache
     assert (cache.name, cache.policy) == ("mine", "adaptive")
@@ -532,7 +532,7 @@ def test_clear_gives_up_what_no_lease_holds() -> None:
 # Pins
 
 
-def test_pins_for_a_time() -> None:
+def test_a_pin_ends_with_its_time() -> None:
     scene = Scene()
     scene.insert(range(8))
     with scene.cache.match(range(4)) as lease:
@@ -548,7 +548,7 @@ def test_pins_for_a_time() -> None:
     assert scene.sizes()[:2] == (8, 0)
 
 
-def test_pins_by_priority() -> None:
+def test_eviction_takes_pins_of_low_priority_first() -> None:
     scene = Scene(policy="lru")
     for start, priority in ((100, 2), (200, 0), (300, None)):
         scene.insert(range(start, start + 8))
@@ -563,7 +563,7 @@ def test_pins_by_priority() -> None:
     assert last == []
 
 
-def test_pins_are_bounded() -> None:
+def test_a_pin_beyond_the_share_is_refused() -> None:
     scene = Scene(max_pinned=0.25)
     scene.insert(range(40))
     with scene.cache.match(range(16)) as lease, scene.cache.match(range(17)) as longer:
@@ -896,7 +896,7 @@ def test_tokens_and_slots_in_every_form(as_index: Callable[[Sequence[int]], Any]
     assert scene.cache.match(range(5, 9)).length == 4
 
 
-def test_what_is_no_token(bad_index: Any) -> None:  # noqa: ANN401
+def test_what_is_no_token_raises_and_changes_nothing(bad_index: Any) -> None:  # noqa: ANN401
     scene = Scene()
     slots = scene.alloc(2)
     calls: list[Callable[[], object]] = [
@@ -1108,7 +1108,7 @@ def test_a_prompt_of_a_million_tokens() -> None:
 
 
 @devices.cpu_only
-def test_a_million_leaves() -> None:
+def test_one_call_evicts_half_of_a_million_leaves() -> None:
     size = 1_000_000
     scene = Scene(size=size)
     slots = scene.alloc(size)
@@ -1125,7 +1125,7 @@ def test_a_million_leaves() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_eight_threads() -> None:
+def test_eight_threads_leave_no_lock_and_no_slot() -> None:
     scene = Scene(4, size=512)
 
     def work(number: int) -> None:
@@ -1262,7 +1262,7 @@ def test_pages_with_other_owners_are_not_counted_as_evicted() -> None:
     assert scene.allocator.available_size() == 4
 
 
-def test_clearing_ends_pins() -> None:
+def test_clearing_the_cache_ends_pins() -> None:
     scene = Scene()
     for name in ("a", "b"):
         lease = scene.cache.match(range(8), namespace=name)

@@ -145,7 +145,7 @@ def test_every_block_has_a_tested_kind_and_compiles(page: Path) -> None:
     assert len(re.findall(r"^```", text_of(page), flags=re.MULTILINE)) == 2 * len(list(fences(page)))
 
 
-def test_there_are_examples() -> None:
+def test_pages_have_examples_that_are_run() -> None:
     kinds = [kind for page in PAGES for kind, _, _ in fences(page)]
     assert kinds.count("python") > 20
     assert "python gpu" in kinds
@@ -192,7 +192,7 @@ def test_every_class_has_its_section_source_and_tests() -> None:
 
 
 @each_page
-def test_named_files_exist(page: Path) -> None:
+def test_files_that_pages_name_exist(page: Path) -> None:
     for code in code_in(prose(page)):
         path = re.fullmatch(r"(?:src|python|tests|benches|docs|examples|\.ci)/[\w./-]+", code)
         assert path is None or (ROOT / code).exists(), code
@@ -240,7 +240,7 @@ def commands(page: Path) -> list[str]:
 
 
 @each_page
-def test_commands_exist(page: Path) -> None:
+def test_commands_that_pages_name_exist(page: Path) -> None:
     from typer.main import get_command
 
     from kvpool.tools.cli import app
@@ -256,7 +256,7 @@ def test_commands_exist(page: Path) -> None:
             assert set(re.findall(r"--[\w-]+", tool[2])) <= options, command
 
 
-def test_charts_are_current() -> None:
+def test_charts_are_those_of_the_tables() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benches" / "chart.py"), "--check"],
         capture_output=True,

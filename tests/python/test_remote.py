@@ -64,7 +64,7 @@ def finish(network: Network, transfer: Transfer) -> None:
 
 
 @pytest.mark.parametrize("slots", [[5, 6, 7, 8], [9, 3, 4, 60], [], [1]])
-def test_rows_are_read(network: Network, slots: list[int]) -> None:
+def test_rows_that_are_read_are_those_of_the_peer(network: Network, slots: list[int]) -> None:
     pair = Pair(network)
     lease = pair.a.lend(slots)
     here = [slot + 2 for slot in slots]
@@ -350,7 +350,7 @@ def test_fences_that_are_asked_together_share_a_poll(
 # Writes
 
 
-def test_rows_are_written(network: Network) -> None:
+def test_rows_that_are_written_are_those_of_the_writer(network: Network) -> None:
     pair = Pair(network, has_states=True)
     lease = pair.b.lend([5, 6], states=[1], writable=True)
     wanted = rows(pair.pools[0], [1, 9])
@@ -679,7 +679,7 @@ def test_leases_and_transfers_are_bounded(network: Network) -> None:
     assert pair.b.stats()["cuts"] == 1
 
 
-def test_a_closed_endpoint(network: Network) -> None:
+def test_closing_an_endpoint_ends_what_goes_on(network: Network) -> None:
     pair = Pair(network)
     network.runs_by_itself = False
     lease = pair.a.lend([1])
@@ -762,7 +762,7 @@ def test_every_call_of_the_network_may_fail(network: Network) -> None:
     assert failures > 2
 
 
-def test_several_threads(network: Network) -> None:
+def test_several_threads_read_through_one_endpoint(network: Network) -> None:
     pair = Pair(network)
     network.runs_by_itself = False
     ran = threading.Event()

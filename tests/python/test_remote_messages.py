@@ -36,7 +36,13 @@ words, nonces = st.integers(0, (1 << 32) - 1), st.integers(1, (1 << 64) - 1)
 
 
 @given(slots, slots, st.booleans(), words, nonces)
-def test_tickets(listed: Any, rows: Any, is_writable: bool, word: int, nonce: int) -> None:  # noqa: ANN401
+def test_a_ticket_is_read_as_it_was_written(
+    listed: Any,  # noqa: ANN401 - an array
+    rows: Any,  # noqa: ANN401 - an array
+    is_writable: bool,
+    word: int,
+    nonce: int,
+) -> None:
     ticket = messages.ticket(RemoteSlots(listed, rows, is_writable, word, nonce, 0.0))
     found = messages.leased(ticket)
     assert np.array_equal(found.slots, listed)
@@ -54,13 +60,13 @@ def test_a_run_of_slots_is_short() -> None:
 
 
 @given(words, nonces, st.binary(max_size=100), st.binary(max_size=100))
-def test_notes(word: int, nonce: int, notify: bytes, ticket: bytes) -> None:
+def test_a_note_is_read_as_it_was_written(word: int, nonce: int, notify: bytes, ticket: bytes) -> None:
     for note in (Returned(word, nonce), Offered(word, nonce, notify, ticket)):
         assert messages.noted(messages.note(note)) == note
         assert check_message(messages.note(note)) == 1
 
 
-def test_introductions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_introduction_is_read_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert messages.introduced(messages.introduction(WHO)) == WHO
     endpoint = Network(monkeypatch).endpoint("a", filled(), states())
     metadata = endpoint.metadata()
@@ -69,7 +75,7 @@ def test_introductions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes(content: bytes) -> None:
+def test_any_bytes_are_a_message_or_an_error(content: bytes) -> None:
     check_message(content)
 
 
@@ -213,7 +219,7 @@ def test_every_field_makes_a_difference() -> None:
         assert message in found
 
 
-def test_numbers_of_rows() -> None:
+def test_rows_are_numbered_buffer_by_buffer() -> None:
     """Slots of every buffer, and after those of K and V the states'."""
     who = WHO._replace(buffers={"kv": [(1, 8), (2, 8)], "states": [(3, 4)]}, rows={"kv": 10, "states": 5})
     numbers = messages.numbered(who, np.array([1, 9], np.int32), np.array([4], np.int32))

@@ -451,7 +451,7 @@ def test_the_command_prints_a_report() -> None:
     assert result.stderr == ""
 
 
-def test_json_is_one_object() -> None:
+def test_json_output_is_one_object_with_every_call() -> None:
     result = invoke("--synthetic", "--requests", "50", "--json", "--page-size", "16", "--no-need-sort")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
@@ -549,7 +549,7 @@ def test_python_m_kvpool_runs_the_command() -> None:
         (MOONCAKE, 120, {"layers": 1, "heads": 1, "head_dim": 4, "speed_up": 4.0, "prefix_cache": True}),
     ],
 )
-def test_real_traces(path: Path, requests: int, options: dict[str, Any]) -> None:
+def test_real_traces_end_with_every_row_right(path: Path, requests: int, options: dict[str, Any]) -> None:
     if not path.exists():
         pytest.skip(f"{path.name} is not beside the repository in shared/traces")
     trace = read_trace(path).head(requests)

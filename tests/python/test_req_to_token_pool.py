@@ -38,7 +38,7 @@ def snapshot(pool: ReqToTokenPool) -> tuple[list[list[int]], CountedStats]:
 
 
 @pytest.mark.parametrize(("padding_row", "rows"), [(True, 5), (False, 4)])
-def test_table(padding_row: bool, rows: int) -> None:
+def test_the_table_is_zero_and_on_its_device(padding_row: bool, rows: int) -> None:
     table = make(padding_row=padding_row).req_to_token
     assert type(table) is torch.Tensor
     assert table.dtype is torch.int32
@@ -58,7 +58,7 @@ def test_table_stays_where_it_is() -> None:
     assert pool.read(2, 4).tolist() == [0, 0, 0, 77]
 
 
-def test_factory() -> None:
+def test_the_factory_makes_a_pool_of_its_arguments() -> None:
     assert list(inspect.signature(make_req_to_token_pool).parameters) == [
         "max_reqs",
         "max_context_len",
@@ -176,14 +176,14 @@ def test_rows_that_others_wrote_are_cleared_when_that_was_said() -> None:
         (slice(np.int64(1), np.int64(3)), [0, 1, 2, 0, 0, 0, 0, 0]),
     ],
 )
-def test_slices(columns: slice, expected: list[int]) -> None:
+def test_a_slice_of_a_row_is_written(columns: slice, expected: list[int]) -> None:
     pool = make()
     length = sum(map(bool, expected))
     pool.write((1, columns), list(range(1, length + 1)))
     assert pool.req_to_token[1].tolist() == expected
 
 
-def test_write_a_cell() -> None:
+def test_one_cell_is_written_by_every_kind_of_index() -> None:
     pool = make()
     pool.write((1, 7), 5)
     pool.write((np.int64(2), np.int32(0)), torch.tensor([6]))
@@ -200,7 +200,7 @@ def test_write_a_cell() -> None:
     assert pool.req_to_token.count_nonzero() == 5
 
 
-def test_write_many_cells() -> None:
+def test_cells_of_several_rows_are_written() -> None:
     pool = make()
     pool.write(([4, 1, 1], [7, 0, 5]), [21, 22, 23])
     assert [pool.req_to_token[i, j].item() for i, j in ((4, 7), (1, 0), (1, 5))] == [21, 22, 23]
@@ -224,7 +224,7 @@ def test_one_place_named_twice_keeps_the_last_value() -> None:
     assert pool.read(1, 3).tolist() == [9, 0, 8]
 
 
-def test_write_nothing() -> None:
+def test_writing_no_cells_changes_nothing() -> None:
     pool = make()
     pool.write((1, slice(2, 2)), [])
     pool.write(([], []), [])
@@ -345,7 +345,7 @@ def test_writes_with_a_wrong_type_of_index(index: Any) -> None:  # noqa: ANN401
     assert not pool.req_to_token.any()
 
 
-def test_read() -> None:
+def test_read_gives_the_first_tokens_of_a_row() -> None:
     pool = make()
     pool.write((2, slice(0, 5)), [5, 6, 7, 8, 9])
     found = pool.read(2, 3)

@@ -629,7 +629,7 @@ def test_steps_that_the_host_has_not_waited_for_count_with_the_next() -> None:
 
 
 @devices.cpu_only
-def test_lines() -> None:
+def test_a_line_follows_what_was_measured() -> None:
     line = Line()
     assert (line.at(100), line.at(100, 2.0), line.slope(), line.is_known) == (0, 2, 0, False)
     line.note(10, 5.0)

@@ -79,7 +79,7 @@ def test_every_dtype_is_read_without_numpy(run_snippet: RunSnippet) -> None:
     )
 
 
-def test_parts_are_views(run_snippet: RunSnippet) -> None:
+def test_parts_of_a_tensor_share_its_memory(run_snippet: RunSnippet) -> None:
     run_snippet(
         TENSORS
         + """

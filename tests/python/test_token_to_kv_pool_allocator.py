@@ -168,7 +168,7 @@ def test_sorted_order_keeps_released_slots_apart_until_they_are_needed() -> None
     assert allocator.release_slots.tolist() == []
 
 
-def test_fifo_order() -> None:
+def test_without_sorting_slots_come_back_first_in_first_out() -> None:
     allocator = make(6, need_sort=False)
     assert take(allocator, 4) == [1, 2, 3, 4]
     allocator.free([3, 1])
@@ -244,7 +244,7 @@ def test_free_takes_ranges_and_single_tensors() -> None:
     assert allocator.release_slots.tolist() == [3, 5, 7, 10, 11, 12]
 
 
-def test_free_of_nothing() -> None:
+def test_freeing_nothing_changes_nothing() -> None:
     allocator = make(8)
     take(allocator, 4)
     before = snapshot(allocator)
@@ -337,7 +337,7 @@ def test_other_ways_to_find_a_run_are_refused() -> None:
         ([6, 6, 7], [[6, 1], [6, 2]]),
     ],
 )
-def test_runs(indices: list[int], runs: list[list[int]]) -> None:
+def test_runs_of_neighbouring_slots_are_found(indices: list[int], runs: list[list[int]]) -> None:
     found = make().runs(indices)
     assert type(found) is torch.Tensor
     assert found.dtype is torch.int32
@@ -667,14 +667,14 @@ def test_batches_that_contradict_themselves(batch: Any, error: type[Exception]) 
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_is_allocated(page_size: int) -> None:
+def test_is_allocated_knows_slots_that_are_live(page_size: int) -> None:
     allocator = make(64, page_size)
     slots = take(allocator, 32)
     asked = [slots[0], slots[-1], slots[-1] + 1, 0, -1, 10**6]
     assert allocated(allocator, asked) == [True, True, False, False, False, False]
 
 
-def test_stats() -> None:
+def test_stats_tell_free_released_and_fenced_slots() -> None:
     allocator = make(64, 4)
     slots = take(allocator, 30)
     allocator.free(slots[:16])

@@ -86,7 +86,7 @@ def test_azure_lines_end_in_crlf_and_have_seven_digits(tmp_path: Path) -> None:
         ("2024-05-10 00:00:00.1234567891", "2024-05-10 00:00:00.1234568999", 1e-7),
     ],
 )
-def test_azure_time_stamps(tmp_path: Path, first: str, second: str, gap_s: float) -> None:
+def test_time_stamps_of_azure_give_seconds(tmp_path: Path, first: str, second: str, gap_s: float) -> None:
     trace = read(tmp_path, f"TIMESTAMP,ContextTokens,GeneratedTokens\n{first},1,1\n{second},1,1\n")
     assert trace.arrival_s[1] == pytest.approx(gap_s, abs=1e-12)
 

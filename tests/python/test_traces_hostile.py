@@ -80,5 +80,5 @@ def test_rejects_impossible_values(tmp_path: Path, content: bytes) -> None:
         read_trace(path)
 
 
-def test_there_are_seeds() -> None:
+def test_seeds_of_the_fuzzer_are_there() -> None:
     assert KEPT

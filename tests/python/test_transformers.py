@@ -293,7 +293,7 @@ def test_logits_of_chunks_and_single_tokens(config: str, page_size: int) -> None
 
 
 @pytest.mark.parametrize("config", MODELS)
-def test_padded_decode(config: str) -> None:
+def test_a_decode_step_padded_for_a_graph_is_right(config: str) -> None:
     batch = Batch(config)
     lens = {row: len(tokens) - 1 for row, tokens in batch.tokens.items() if len(tokens) > 1}
     batch.check(batch.plan(lens))
@@ -344,7 +344,7 @@ def test_shared_prefix_and_rejected_tokens(config: str) -> None:
 
 
 @pytest.mark.parametrize("config", MODELS)
-def test_forks(config: str) -> None:
+def test_a_forked_request_shares_whole_pages(config: str) -> None:
     """A request continues in two ways: pages are shared, a part of one and the states are copied."""
     batch = Batch(config)
     (row,) = batch.rows(1)

@@ -35,7 +35,7 @@ def test_vllm_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch,
         vllm_runs.require()
 
 
-def test_within_vllm(tmp_path: Path) -> None:
+def test_tests_of_vllm_pass_on_kvpool(tmp_path: Path) -> None:
     """Classes and events of kvpool, and tests of vLLM with the blocks and the manager of kvpool."""
     checks = [str(HERE / f"vllm_{name}checks.py") for name in ("", "block_", "event_")]
     own, ours = run(tmp_path, {"none": checks, "manager,blocks": BRIEFLY})

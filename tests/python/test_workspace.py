@@ -55,7 +55,7 @@ def test_zeros_are_zero_where_something_was() -> None:
     assert not workspace.zeros(1024, "float32").cpu().any()
 
 
-def test_numbers() -> None:
+def test_a_workspace_tells_its_sizes_and_high_water() -> None:
     workspace = make(num_threads=3)
     assert (workspace.arena_bytes, workspace.num_threads, workspace.is_closed) == (MIB, 3, False)
     assert torch.device(workspace.device).type == devices.current()
@@ -134,7 +134,7 @@ def test_bad_shapes_and_dtypes_take_nothing() -> None:
     assert workspace.used_bytes == 0
 
 
-def test_a_closed_workspace() -> None:
+def test_a_closed_workspace_refuses_calls_and_its_tensors_stay() -> None:
     with make() as workspace:
         tensor = workspace.zeros(100, "float32")
         assert not workspace.is_closed
@@ -441,7 +441,7 @@ def test_a_driver_that_fails_leaves_the_arena_whole(driver: Driver) -> None:
     assert workspace.reset()
 
 
-def test_without_pytorch(run_snippet: RunSnippet) -> None:
+def test_a_workspace_works_without_pytorch(run_snippet: RunSnippet) -> None:
     code = f"""
         import kvpool
         workspace = kvpool.Workspace("{devices.current()}", 4096)
