@@ -1,18 +1,20 @@
 //! `HybridTree`, for the adapter of SGLang's prefix cache.
 
+mod arguments;
+
 use std::sync::{Mutex, MutexGuard};
 
-use pyo3::exceptions::{PyKeyError, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use crate::base::bounded::signed;
 use crate::base::sync::lock;
-use crate::base::{EngineSlot, Error, Id, IndexVec};
+use crate::base::{EngineSlot, Error, Id};
 use crate::cache::NodeHandle;
 use crate::cache::engines::hybrid::{
-    Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NegativeSize, NotLocked,
-    PageDigest, Part, Receipt, Skipped, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
+    Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NegativeSize, PageDigest,
+    Part, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
 };
 
 use super::args;
@@ -22,7 +24,8 @@ use super::hybrid_results::{
     HybridFrees, HybridMatch, HybridNode, HybridStep, Pairs, acts_to_py, pair, tensor_of_ints,
     tensor_of_slots, tensor_or_none, view_of,
 };
-use super::tokens::{slots_of, with_keys, with_slots};
+use super::tokens::{with_keys, with_slots};
+use arguments::{gone, handle_of, not_begun, not_locked, part_of, receipt_of, skipped_of, slots_in};
 
 /// Finds slots by tokens for an engine that drives eviction itself, with values of several kinds of attention.
 ///
@@ -58,29 +61,6 @@ use super::tokens::{slots_of, with_keys, with_slots};
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridTree")]
 pub(super) struct HybridTree {
     tree: Mutex<Tree>,
-}
-
-fn gone(node: NodeHandle) -> PyErr {
-    PyKeyError::new_err(node.number())
-}
-
-fn not_locked(error: NotLocked) -> PyErr {
-    Error::new(
-        crate::base::ErrorKind::IndexOwnership,
-        format!("node {} has no lock of {:?} to release", error.node.number(), error.part),
-    )
-    .into()
-}
-
-fn part_of(number: usize) -> PyResult<Part> {
-    Part::ALL.get(number).copied().ok_or_else(|| {
-        Error::config(format!("part {number} is none of 0 (full), 1 (window) and 2 (state)")).into()
-    })
-}
-
-/// A node, or part, of Python.
-fn handle_of(number: u64) -> NodeHandle {
-    NodeHandle::new(number)
 }
 
 /// A node of a path: itself, the one before it, tokens before it and up to its end, and children.
@@ -687,23 +667,4 @@ impl HybridTree {
     fn memory_size(&self) -> usize {
         self.lock().bytes()
     }
-}
-
-fn not_begun(part: usize) -> PyErr {
-    Error::config(format!("no eviction of part {part} has begun")).into()
-}
-
-fn skipped_of(parts: &[usize]) -> PyResult<Skipped> {
-    let parts: PyResult<Vec<_>> = parts.iter().map(|&part| part_of(part)).collect();
-    Ok(Skipped::of(parts?))
-}
-
-fn receipt_of(boundary: Option<u64>, skip: &[usize]) -> PyResult<Receipt> {
-    Ok(Receipt { skipped: skipped_of(skip)?, boundary: boundary.map(Boundary::new) })
-}
-
-/// All slots of a tensor or sequence.
-fn slots_in(object: &Bound<'_, PyAny>) -> PyResult<Vec<EngineSlot>> {
-    let values: IndexVec = args::indices(object)?.values(object.py())?;
-    Ok(slots_of(values.iter(), 0)?)
 }

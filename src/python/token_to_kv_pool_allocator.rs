@@ -1,12 +1,14 @@
 //! `kvpool.TokenToKVPoolAllocator`.
 
+mod free_group;
+
 use std::sync::Arc;
 
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::PyString;
 
 use crate::base::{Device, Id, IndexDType, Slot};
 use crate::index::{BadFrees, Fit};
@@ -23,6 +25,8 @@ use super::fences::{fence, traverse};
 use super::framework::{backend, current_stream, to_dtype};
 use super::kv_pool::KvPool;
 use super::logging::{Reporter, warn};
+
+pub(super) use free_group::FreeGroup;
 
 /// Hands out the token slots of a `KVPool` as index tensors and takes them back.
 ///
@@ -673,41 +677,5 @@ impl TokenToKvPoolAllocator {
 
     fn __clear__(&self) {
         self.pool.forget_fences();
-    }
-}
-
-/// The context manager of `TokenToKVPoolAllocator.free_group`: frees inside it take effect together at its
-/// end.
-#[pyclass(frozen, module = "kvpool._kvpool", name = "FreeGroup")]
-pub(super) struct FreeGroup {
-    allocator: Py<TokenToKvPoolAllocator>,
-}
-
-#[pymethods]
-impl FreeGroup {
-    fn __enter__(&self) {
-        self.allocator.get().free_group_begin();
-    }
-
-    /// Ends the group. An exception of the body propagates; an error of the group itself is then logged.
-    #[pyo3(signature = (*exception))]
-    fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        let allocator = self.allocator.get();
-        if !allocator.pool.look(|slots| slots.in_group()) {
-            // `clear` in the body has closed the group.
-            return Ok(());
-        }
-        let body_raised = exception.get_item(0).is_ok_and(|kind| !kind.is_none());
-        match allocator.free_group_end(py) {
-            Err(error) if body_raised => {
-                warn(py, &format!("a group of frees failed while another exception passed: {error}"));
-                Ok(())
-            }
-            answer => answer,
-        }
-    }
-
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.allocator)
     }
 }
