@@ -39,6 +39,6 @@ pub use tokens::Tokens;
 pub(crate) use tokens::not_a_token;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Continues, Evicted, Found, Gone, Hold, Insertion, Location, Lower,
-    NodeHandle, NodeInfo, Offered, OfferedPages, OfferedState, Offering, Pressure, Segment, Tree,
-    TreePosition, TreeStats,
+    NodeHandle, NodeInfo, Offered, OfferedPages, OfferedState, Offering, Place, Pressure, Segment, Tree,
+    TreeStats,
 };

@@ -12,7 +12,7 @@ mod roots;
 mod short_vec;
 mod snapshots;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{Id, Page, Result, widen};
@@ -115,14 +115,14 @@ enum Kind {
 
 /// A place in the tree: the first `pages` pages of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TreePosition {
+pub struct Place {
     node: NodeId,
     pages: usize,
     /// Tokens up to the place.
     len: usize,
 }
 
-impl TreePosition {
+impl Place {
     pub(super) const fn len(self) -> usize {
         self.len
     }
@@ -342,18 +342,18 @@ impl Tree {
         namespace: &Namespace,
         tokens: &dyn Tokens,
         len: usize,
-    ) -> Result<Option<TreePosition>> {
+    ) -> Result<Option<Place>> {
         let root = self.root(namespace);
         root.map(|root| self.descend(root, tokens, len / self.page_size)).transpose()
     }
 
     /// The last place up to `place` that a request can go on from.
-    pub(super) fn usable_place(&self, place: TreePosition) -> TreePosition {
+    pub(super) fn usable_place(&self, place: Place) -> Place {
         if !self.is_stateful {
             return place;
         }
         let node = self.last_snapshot(place);
-        TreePosition { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
+        Place { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
     }
 
     /// Tokens that no lease holds.
@@ -480,9 +480,9 @@ impl Tree {
 
     /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, in whole steps and
     /// over at most `limit` pages.
-    fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<TreePosition> {
+    fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
         let begin = widen(self.node(node).end);
-        let mut place = TreePosition { node, pages: self.node(node).pages.len(), len: begin };
+        let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
         let (mut first, pages_of_step) = (Vec::with_capacity(self.step), self.step / self.page_size);
         let limit = limit / pages_of_step * self.step;
         loop {
@@ -496,7 +496,7 @@ impl Tree {
             let node = self.node(child);
             let equal = tokens.common(at + self.step, &node.tokens[self.step..])?;
             let pages = (1 + equal / self.step).min((limit - at) / self.step) * pages_of_step;
-            place = TreePosition { node: child, pages, len: place.len + pages * self.page_size };
+            place = Place { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);
             }
@@ -504,7 +504,7 @@ impl Tree {
     }
 
     /// The node that ends at `place`; cuts one in two if none does.
-    fn cut(&mut self, place: TreePosition) -> NodeId {
+    fn cut(&mut self, place: Place) -> NodeId {
         if place.pages == self.node(place.node).pages.len() {
             return place.node;
         }
@@ -535,7 +535,7 @@ impl Tree {
     }
 
     /// The sum of the tokens up to `place`, in as many steps as the nearer end of its node is away.
-    pub(super) fn sum_at(&self, place: TreePosition) -> Sum {
+    pub(super) fn sum_at(&self, place: Place) -> Sum {
         let node = self.node(place.node);
         let (before, behind) = node.tokens.split_at(place.pages * self.page_size);
         if before.len() < behind.len() {
@@ -560,10 +560,10 @@ impl Tree {
     /// Describes a broken invariant, if there is one.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
-        let mut seen = std::collections::HashSet::new();
-        let (mut cached, mut locked) = (0, 0);
-        let listed: std::collections::HashSet<_> = self.roots.listed().collect();
-        let vacant: std::collections::HashSet<_> = self.vacant.iter().copied().collect();
+        let mut seen = HashSet::new();
+        let (mut cached, mut locked, mut pinned) = (0, 0, 0);
+        let listed: HashSet<_> = self.roots.listed().collect();
+        let vacant: HashSet<_> = self.vacant.iter().copied().collect();
         let ids = (0..).take(self.nodes.len()).map(NodeId::new).filter(|id| !vacant.contains(id));
         let mut children: HashMap<NodeId, [u32; 2]> = HashMap::new();
         for id in ids.clone() {
@@ -576,6 +576,15 @@ impl Tree {
             *locks += u32::from(node.locks > 0);
             cached += node.pages.len();
             locked += if node.locks > 0 || self.is_covered(id) { node.pages.len() } else { 0 };
+            pinned += if self.is_pinned(id) { node.pages.len() } else { 0 };
+            let is_leaf = (node.locks, node.children) == (0, 0);
+            // A leaf that a lock covers since it was queued is set aside when its turn comes.
+            if node.is_queued != is_leaf && (node.is_queued || !self.is_covered(id)) {
+                return Some(format!(
+                    "{id:?} is queued: {}, and a leaf without locks: {is_leaf}",
+                    node.is_queued
+                ));
+            }
             if self.node(node.root).kind == Kind::Root && !listed.contains(&(node.root, id)) {
                 return Some(format!("{id:?} is not listed with its namespace"));
             }
@@ -601,17 +610,21 @@ impl Tree {
                 return Some(format!("{id:?} ends at {}, not behind its parent", node.end));
             }
         }
+        let (mut contents, mut detached) = (0, 0);
         for id in ids {
             let node = self.node(id);
+            contents += node.room();
+            detached += usize::from(node.kind == Kind::Detached);
             let [count, locks] = children.get(&id).copied().unwrap_or_default();
             if (node.children, node.locks) != (count, locks + node.leases) {
                 return Some(format!("{id:?} counts {} children and {} locks", node.children, node.locks));
             }
         }
-        (cached, locked).ne(&(self.cached, self.locked)).then(|| {
+        let found = [cached, locked, pinned, contents, detached];
+        let known = [self.cached, self.locked, self.pinned, self.contents, self.detached];
+        (found != known).then(|| {
             format!(
-                "{cached} pages are cached and {locked} locked, counted {} and {}",
-                self.cached, self.locked
+                "pages cached, locked and pinned, room and detached roots are {found:?}, counted {known:?}"
             )
         })
     }

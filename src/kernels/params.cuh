@@ -44,7 +44,7 @@ struct alignas(16) Fault {
     u64 what;
     i64 value;
 };
-static_assert(sizeof(Fault) == 16, "as launch/mod.rs has it");
+static_assert(sizeof(Fault) == 16, "as launch.rs has it");
 
 enum { FAULT_ROW = 1, FAULT_COLUMN = 2, FAULT_VALUE = 3, FAULT_LAST = 4 };
 

@@ -417,7 +417,7 @@ impl Drop for Region {
                     unregister(self.block.address().as_ptr().addr());
                 }
                 let block = Block::new(self.block.address(), self.block.bytes());
-                // SAFETY: `new` took the block from this backend, this is the drop of its only owner, and
+                // SAFETY: `Region::with` took the block from this backend, this is the drop of its only owner, and
                 // every view keeps the region alive; enqueued work was recorded in `users`.
                 unsafe { backend.deallocate(block, users) };
             }

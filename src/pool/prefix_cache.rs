@@ -254,7 +254,7 @@ impl PrefixCache {
             let gone = cache.tree.unpin(pinned);
             open.give_back(&cache, gone);
         }
-        let gone = cache.tree.clear(namespace, Cause::now(Pressure::Clear));
+        let gone = cache.tree.clear(namespace, Cause { pressure: Pressure::Clear, at: Instant::now() });
         if let CacheState { below: Some(below), tree, .. } = &mut *cache {
             // Of pages that are given back now.
             drop(tree.take_offers());

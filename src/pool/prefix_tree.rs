@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve};
@@ -240,7 +241,7 @@ impl PrefixTree {
         // A slot that has another owner frees nothing.
         while all.freed < tokens {
             let mut gone = Evicted::default();
-            let cause = Cause::now(Pressure::Evict);
+            let cause = Cause { pressure: Pressure::Evict, at: Instant::now() };
             kept.tree.evict_leaves(tokens - all.freed, cause, &mut gone, &mut all.gone);
             if gone.pages.is_empty() {
                 break;

@@ -16,7 +16,6 @@
 mod address_space;
 mod args;
 mod base_pool;
-
 mod batch_planner;
 mod block;
 mod block_map;
@@ -93,7 +92,7 @@ fn without_gil(section: &mut (dyn FnMut() + Send)) {
     Python::attach(|py| py.detach(section));
 }
 
-/// Keeps threads of stores from holding locks while the process is forked, which a child would wait for.
+/// Keeps threads of the crate from holding locks while the process is forked: a child would wait for them for ever.
 #[pyfunction]
 fn _before_fork(py: Python<'_>) {
     // A thread that is in may wait for the GIL.

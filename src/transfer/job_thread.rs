@@ -40,9 +40,7 @@ impl JobThread {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when no thread can be started. The job is dropped then.
-    ///
-    /// # Panics
-    /// Never: the thread takes jobs as long as this lives.
+    #[expect(clippy::missing_panics_doc, reason = "the thread takes jobs as long as this lives")]
     pub fn run(&self, job: impl FnOnce() + Send + 'static) -> Result<()> {
         let mut thread = lock(&self.thread);
         let process = std::process::id();

@@ -27,6 +27,7 @@ CLASSES = {
     "GDNPool": "gdn_pool",
     "BatchPlanner": "batch_planner",
     "PrefixCache": "prefix_cache",
+    "HostTier": "host_tier",
     "ChunkPool": "chunk_pool",
     "FileStore": "file_store",
     "BufferPool": "buffer_pool",
@@ -231,6 +232,13 @@ def test_symbols_of_the_pages_that_follow_a_call_exist(page: str) -> None:
             is_module = Path(file).stem == owner or not owner
             found = re.search(rf"\bfn {name}\b", sources[file]) if is_module else None
             assert found or defines(sources[file], owner, name), f"{symbol} in {file}"
+
+
+def test_the_pages_name_the_python_that_ci_runs() -> None:
+    found = re.search(r'python-version: "([\d.]+)"', text_of(ROOT / ".github" / "workflows" / "ci.yml"))
+    assert found is not None
+    for page in ("README.md", "docs/testing.md"):
+        assert f"| Linux x86-64, CPython {found[1]}, PyTorch" in text_of(ROOT / page), page
 
 
 def commands(page: Path) -> list[str]:

@@ -281,7 +281,7 @@ impl Tree {
             return;
         }
         if self.is_covered(id) {
-            return self.park(id);
+            return self.set_aside(id);
         }
         self.node_mut(id).is_queued = true;
         if history.priority > 0 {

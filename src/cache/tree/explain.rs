@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::base::Result;
 
-use super::{Lower, Namespace, Tick, Tokens, Tree, TreePosition};
+use super::{Lower, Namespace, Place, Tick, Tokens, Tree};
 use crate::cache::PageKey;
 use crate::cache::chain::Chain;
 
@@ -40,14 +40,6 @@ pub struct Cause {
     pub pressure: Pressure,
     /// The time of the call.
     pub at: Instant,
-}
-
-impl Cause {
-    /// A cause of this moment.
-    #[must_use]
-    pub fn now(pressure: Pressure) -> Self {
-        Self { pressure, at: Instant::now() }
-    }
 }
 
 /// What is remembered of pages that went.
@@ -220,9 +212,9 @@ impl Tree {
         let whole = count / page_size * page_size;
         tokens.check(0..count)?;
         let place = self.place_of(namespace, tokens, whole)?;
-        let cached = place.map_or(0, TreePosition::len);
+        let cached = place.map_or(0, Place::len);
         let usable = place.map(|place| self.usable_place(place));
-        let end = add(usable.map_or(0, TreePosition::len), Location::Device);
+        let end = add(usable.map_or(0, Place::len), Location::Device);
         if let Some(lower) = lower {
             let keys = self.keys_behind(namespace, (usable, cached), (tokens, whole), lower)?;
             add(end + keys.len() * page_size, Location::Host);
@@ -242,7 +234,7 @@ impl Tree {
         let others = self.namespaces().filter(|&name| known < whole && name != namespace);
         let mut elsewhere = None;
         for name in others {
-            let found = self.place_of(name, tokens, whole)?.map_or(0, TreePosition::len);
+            let found = self.place_of(name, tokens, whole)?.map_or(0, Place::len);
             if elsewhere.as_ref().map_or(known, |(longest, _)| *longest) < found {
                 elsewhere = Some((found, name));
             }

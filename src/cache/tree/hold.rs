@@ -4,7 +4,7 @@ use crate::base::{Page, Result, widen};
 use crate::index::PageList;
 
 use super::evict::Evicted;
-use super::{Kind, Namespace, NodeId, Tick, Tokens, Tree, TreePosition, narrow};
+use super::{Kind, Namespace, NodeId, Place, Tick, Tokens, Tree, narrow};
 
 /// A use of a prefix, which is not evicted until [`Tree::release`].
 ///
@@ -104,20 +104,20 @@ impl Tree {
     }
 
     /// The place of position `len` on the way to `node`.
-    fn place_on_path(&self, node: NodeId, len: usize) -> TreePosition {
+    fn place_on_path(&self, node: NodeId, len: usize) -> Place {
         let mut at = node;
         loop {
             let here = self.node(at);
             let begin = widen(here.end) - here.tokens.len();
             if begin < len || here.kind != Kind::Run {
-                return TreePosition { node: at, pages: (len - begin) / self.page_size, len };
+                return Place { node: at, pages: (len - begin) / self.page_size, len };
             }
             at = here.parent;
         }
     }
 
     /// The deepest end of a node up to `place` that has a snapshot, or the root.
-    pub(super) fn last_snapshot(&self, place: TreePosition) -> NodeId {
+    pub(super) fn last_snapshot(&self, place: Place) -> NodeId {
         let is_whole = place.pages == self.node(place.node).pages.len();
         let mut at = if is_whole { place.node } else { self.node(place.node).parent };
         while self.node(at).kind == Kind::Run && !self.node(at).has_snapshot {
@@ -130,7 +130,7 @@ impl Tree {
     #[must_use]
     pub fn pages(&self, hold: &Hold, from: usize) -> Vec<Page> {
         let pages = self.node(hold.node).pages.len();
-        self.pages_up_to(TreePosition { node: hold.node, pages, len: hold.len }, from)
+        self.pages_up_to(Place { node: hold.node, pages, len: hold.len }, from)
     }
 
     /// The pages of a hold, in order. Long runs are not copied: the tree and the list share their memory.
@@ -148,12 +148,12 @@ impl Tree {
     }
 
     /// The pages of positions `from..place.len`.
-    pub(super) fn pages_up_to(&self, place: TreePosition, from: usize) -> Vec<Page> {
+    pub(super) fn pages_up_to(&self, place: Place, from: usize) -> Vec<Page> {
         self.runs_up_to(place, from).concat()
     }
 
     /// The same as they lie, in order.
-    fn runs_up_to(&self, place: TreePosition, from: usize) -> Vec<&[Page]> {
+    fn runs_up_to(&self, place: Place, from: usize) -> Vec<&[Page]> {
         let mut parts = Vec::new();
         let mut begin = place.len;
         for id in self.path(place.node) {

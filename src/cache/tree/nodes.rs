@@ -14,7 +14,7 @@ use crate::base::{Id, Page, Result, widen};
 
 use super::Cause;
 use super::evict::Evicted;
-use super::{History, Kind, Namespace, NodeId, Tick, Tokens, Tree, TreePosition};
+use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
 use crate::cache::Remembered;
 
 /// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part
@@ -44,7 +44,7 @@ const LAST_GENERATION: u32 = u32::MAX >> 1;
 #[must_use]
 pub struct Insertion {
     /// `None` for a namespace without a root.
-    place: Option<TreePosition>,
+    place: Option<Place>,
     /// Tails of the caller within what is cached: others have inserted these tokens meanwhile.
     returned: Vec<NodeId>,
     /// The tail of the caller behind what is cached.
@@ -84,7 +84,7 @@ pub(super) struct Siblings {
     /// Pages of those without locks of their own.
     unlocked: usize,
     /// Those that are to be queued when the node before them is unlocked.
-    parked: BTreeSet<NodeId>,
+    set_aside: BTreeSet<NodeId>,
     count: usize,
 }
 
@@ -178,7 +178,7 @@ impl Tree {
     pub fn pages_of(&self, node: NodeHandle, from: usize) -> Option<Vec<Page>> {
         let id = self.at(node)?;
         let here = self.node(id);
-        Some(self.pages_up_to(TreePosition { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
+        Some(self.pages_up_to(Place { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
     }
 
     /// Finds out where `tokens` with `pages` go. Changes nothing.
@@ -319,7 +319,7 @@ impl Tree {
         {
             if self.is_covered(leaf) {
                 self.unqueue(leaf);
-                self.park(leaf);
+                self.set_aside(leaf);
                 continue;
             }
             self.fetch_after(leaf);
@@ -400,7 +400,7 @@ impl Tree {
             siblings.by_first_page.remove(&first);
         }
         siblings.unlocked -= pages;
-        siblings.parked.remove(&id);
+        siblings.set_aside.remove(&id);
         siblings.count -= 1;
         if siblings.count == 0 {
             self.tails.remove(&parent);
@@ -408,9 +408,9 @@ impl Tree {
     }
 
     /// Sets a covered tail aside until the node before it is unlocked.
-    pub(super) fn park(&mut self, id: NodeId) {
+    pub(super) fn set_aside(&mut self, id: NodeId) {
         let parent = self.node(id).parent;
-        self.tails.get_mut(&parent).expect("the tail was noted").parked.insert(id);
+        self.tails.get_mut(&parent).expect("the tail was noted").set_aside.insert(id);
     }
 
     /// Counts as locked what the first lock of a node keeps beside the node. The locks before it are
@@ -425,7 +425,7 @@ impl Tree {
             self.locked -= if self.covers(parent) { pages } else { 0 };
             let siblings = self.tails.get_mut(&parent).expect("the tail was noted");
             siblings.unlocked -= pages;
-            siblings.parked.remove(&id);
+            siblings.set_aside.remove(&id);
         } else if self.covers(id) {
             self.locked += self.tails.get(&id).map_or(0, |tails| tails.unlocked);
         }
@@ -444,7 +444,7 @@ impl Tree {
             && let Some(tails) = self.tails.get_mut(&id)
         {
             self.locked -= tails.unlocked;
-            for tail in std::mem::take(&mut tails.parked) {
+            for tail in std::mem::take(&mut tails.set_aside) {
                 self.queue(tail);
             }
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::base::{Page, Result, StateSlot, reserve};
 
-use super::{Hold, Namespace, NodeId, PageHash, Tokens, Tree, TreePosition};
+use super::{Hold, Namespace, NodeId, PageHash, Place, Tokens, Tree};
 use crate::cache::journal::KeyedRun;
 use crate::cache::{Digest, KeyChain, Tier};
 
@@ -134,7 +134,7 @@ impl Tree {
         lower: &dyn Lower,
     ) -> Result<Vec<PageHash>> {
         let pages = self.node(hold.node).pages.len();
-        let begin = TreePosition { node: hold.node, pages, len: hold.len };
+        let begin = Place { node: hold.node, pages, len: hold.len };
         self.keys_behind(namespace, (Some(begin), hold.found()), (tokens, limit), lower)
     }
 
@@ -152,17 +152,16 @@ impl Tree {
         let whole = limit.min(tokens.count()) / self.page_size * self.page_size;
         tokens.check(0..whole)?;
         let place = self.place_of(namespace, tokens, whole)?;
-        let (cached, usable) =
-            (place.map_or(0, TreePosition::len), place.map(|place| self.usable_place(place)));
+        let (cached, usable) = (place.map_or(0, Place::len), place.map(|place| self.usable_place(place)));
         let chain = self.chain_behind(namespace, usable);
-        Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, TreePosition::len), cached }))
+        Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, Place::len), cached }))
     }
 
     /// The same behind `begin`, of which the device has `found` tokens.
     pub(in crate::cache) fn keys_behind(
         &self,
         namespace: &Namespace,
-        (begin, found): (Option<TreePosition>, usize),
+        (begin, found): (Option<Place>, usize),
         (tokens, limit): (&dyn Tokens, usize),
         lower: &dyn Lower,
     ) -> Result<Vec<PageHash>> {
@@ -188,7 +187,7 @@ impl Tree {
     }
 
     /// The chain of keys behind a place, if there are keys and it is found still.
-    fn chain_behind(&self, namespace: &Namespace, place: Option<TreePosition>) -> Option<KeyChain> {
+    fn chain_behind(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
         let digest = self.keys.as_ref()?.digest();
         let Some(place) = place.filter(|place| place.len > 0) else {
             return Some(KeyChain::at_root(digest, namespace, self.page_size));

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use crate::base::{Id, Page, Result, widen};
 
-use super::{History, Hold, Kind, Node, NodeId, Sum, Tokens, Tree, TreePosition, narrow};
+use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
 use crate::cache::journal::KeyedRun;
 use crate::cache::{Remembered, Tier};
 
@@ -12,7 +12,7 @@ use crate::cache::{Remembered, Tier};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Found {
-    pub(super) place: TreePosition,
+    pub(super) place: Place,
     /// Tokens of the hold.
     pub(super) begin: usize,
 }

@@ -203,6 +203,7 @@ impl PlannerState {
             growths.push(growth);
             shared.push(pages);
         }
+        debug_assert!(claims.is_empty() || claims.len() == growths.len(), "claims are by position");
         let mut leased = claims.iter_mut();
         let prefixes = growths.iter().zip(&mut shared).filter_map(|(growth, shared)| {
             let claim = leased.next().and_then(Option::as_mut);

@@ -189,7 +189,7 @@ impl Open<'_> {
         let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
         // A page that has another owner frees nothing.
         while freed < wanted {
-            let gone = cache.tree.evict(wanted - freed, Cause::now(pressure));
+            let gone = cache.tree.evict(wanted - freed, Cause { pressure, at: Instant::now() });
             if gone.pages.is_empty() {
                 break;
             }

@@ -8,7 +8,7 @@ mod handles;
 #[cfg(feature = "cuda")]
 mod table;
 #[cfg(not(feature = "cuda"))]
-#[path = "table_off.rs"]
+#[path = "driver/table_off.rs"]
 mod table;
 
 use std::ffi::{CStr, c_int, c_void};
