@@ -2077,7 +2077,8 @@ class HybridTree:
         """Gives tokens from `begin` on, which are there without a window, the windows `values`.
 
         Raises:
-            ConfigError: If some of them are not there, or have a window. Nothing is changed.
+            ConfigError: If they are no whole pages, or some of them are not there or have a window. Nothing is
+                changed.
         """
     def by_common_prefix(
         self,

@@ -539,7 +539,8 @@ impl HybridTree {
     /// Gives tokens from `begin` on, which are there without a window, the windows `values`.
     ///
     /// Raises:
-    ///     ConfigError: If some of them are not there, or have a window. Nothing is changed.
+    ///     ConfigError: If they are no whole pages, or some of them are not there or have a window. Nothing is
+    ///         changed.
     #[pyo3(signature = (tokens, begin, values, start=0, end=None, namespace=None))]
     fn attach_window(
         &self,

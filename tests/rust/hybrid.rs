@@ -238,6 +238,20 @@ fn a_window_needs_its_last_stretch() {
 }
 
 #[test]
+fn windows_are_attached_to_whole_pages() {
+    let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..windows(2) });
+    let tokens: &[i64] = &[1, 2, 3, 4, 5, 6];
+    put(&mut tree, tokens, 10, Insert { window_freed: 6, ..Insert::default() });
+    for (start, count) in [(1, 2), (0, 3), (1, 1), (usize::MAX, 2), (usize::MAX - 1, 2)] {
+        let answer = tree.attach_window(&Namespace::Unnamed, &tokens, start, &slots(1000, count));
+        assert!(answer.is_err(), "{start} {count}");
+        assert_eq!((tree.fault(), tree.values(Part::Window).len()), (None, 0));
+    }
+    tree.attach_window(&Namespace::Unnamed, &tokens, 2, &slots(1000, 2)).unwrap();
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
 fn a_lost_window_comes_back_with_other_slots() {
     let mut tree = HybridTree::new(windows(2));
     let tokens: Vec<i64> = (0..4).collect();

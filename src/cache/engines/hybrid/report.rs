@@ -210,8 +210,8 @@ impl HybridTree {
     /// the ends.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for another number of values, tokens that are
-    /// not there, and ones that have a window. Nothing is changed.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for tokens that are no whole pages, that are not
+    /// there, or that have a window. Nothing is changed.
     pub fn attach_window(
         &mut self,
         name: &Namespace,
@@ -219,9 +219,13 @@ impl HybridTree {
         start: usize,
         values: &[EngineSlot],
     ) -> Result<()> {
-        let end = start + values.len();
+        let end = start.saturating_add(values.len());
+        let page_size = self.config.page_size;
         if self.config.window.is_none() {
             return Err(Error::config("nodes have no windows"));
+        }
+        if !start.is_multiple_of(page_size) || !values.len().is_multiple_of(page_size) {
+            return Err(Error::config(format!("tokens {start}..{end} are no whole pages of {page_size}")));
         }
         if !self.window_gaps(name, keys, start, end).into_iter().eq(std::iter::once(start..end)) {
             return Err(Error::config(format!("tokens {start}..{end} are not all there without a window")));
