@@ -280,6 +280,20 @@ fn a_lost_window_comes_back_with_other_slots() {
 }
 
 #[test]
+fn an_insertion_that_fails_leaves_the_order_as_it_is() {
+    let mut tree =
+        HybridTree::new(HybridConfig { order: EvictionOrder::Priority, page_size: 2, ..windows(2) });
+    let tokens: &[i64] = &[1, 2];
+    put(&mut tree, tokens, 10, Insert { window_freed: 2, ..Insert::default() });
+    let values: &[EngineSlot] = &at([20, 21]);
+    let insert = Insert { window_freed: 1, priority: 1, ..Insert::default() };
+    assert!(tree.begin(&Namespace::Unnamed, &tokens, &values, insert).is_err());
+    assert_eq!(tree.end_insertion(), []);
+    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.evict_full(2).full, at([10, 11]));
+}
+
+#[test]
 fn a_window_is_released_before_the_rest() {
     let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
     let tokens: Vec<i64> = (0..4).collect();

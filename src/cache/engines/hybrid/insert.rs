@@ -271,7 +271,8 @@ impl HybridTree {
         // Before a cut, whose parts have it both.
         let here = self.node_mut(node);
         here.priority = here.priority.max(walk.insert.priority);
-        let taken_from = self.recover_window(walk, node, start..end, slots)?;
+        let recovered = self.recover_window(walk, node, start..end, slots);
+        let taken_from = recovered.inspect_err(|_| self.requeue(node))?;
         let free = start.max(walk.insert.found)..taken_from;
         if !free.is_empty() {
             let middle = walk.insert.window_freed.clamp(free.start, free.end);
