@@ -169,6 +169,25 @@ fn an_eviction_names_leaves_until_it_has_enough() {
     assert_eq!(tree.evict_full(1).full, at([10, 11]));
 }
 
+/// The eviction has chosen the next value already when it is locked.
+#[test]
+fn a_value_that_was_locked_since_is_not_evicted() {
+    let mut tree = HybridTree::new(HybridConfig { state: STATES, ..PLAIN });
+    let state = |slot| Insert { state: vec![EngineSlot::new(slot)], ..Insert::default() };
+    let mut nodes = Vec::new();
+    for end in 1..=3 {
+        let insert = Insert { found: end - 1, ..state(u32::try_from(end).unwrap()) };
+        nodes.push(put(&mut tree, &[1, 2, 3][..end], 10, insert).0.node);
+    }
+    assert!(tree.begin_eviction(Part::State, 2));
+    let Some(Victim::Value(frees)) = tree.next_victim(Part::State, 0) else { panic!("a value") };
+    assert_eq!(frees.state, at([1]));
+    tree.lock(nodes[1], Skipped::default()).unwrap();
+    assert_eq!(tree.next_victim(Part::State, 1), Some(Victim::Leaf(nodes[2])));
+    assert_eq!(tree.sizes(Part::State), Sizes { evictable: 1, locked: 1 });
+    assert_eq!(tree.fault(), None);
+}
+
 #[test]
 fn a_state_is_needed_where_a_prefix_ends() {
     let mut tree = HybridTree::new(HybridConfig { state: STATES, ..PLAIN });

@@ -128,9 +128,9 @@ impl HybridTree {
         let walk = self.walks.0[part.index()].as_ref()?;
         let (wanted, next) = (walk.wanted, walk.next);
         let Some(next) = next else { return Some(Victim::Nothing) };
-        let listed = self.at(next).filter(|&id| self.is_listed(part, id));
-        // What came between has taken the node away: begin again.
-        let at = listed.or_else(|| self.unlocked_from(part, self.list(part).last));
+        let is_evictable = |&id: &NodeId| self.is_listed(part, id) && self.node(id).locks[part.index()] == 0;
+        // What came between may have taken the node away, or locked it: begin again.
+        let at = self.at(next).filter(is_evictable).or_else(|| self.unlocked_from(part, self.list(part).last));
         let Some(id) = at.filter(|_| evicted < wanted) else {
             self.walk_on(part, at);
             return Some(Victim::Nothing);
