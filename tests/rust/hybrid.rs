@@ -331,6 +331,24 @@ fn a_window_is_released_before_the_rest() {
     assert_eq!(tree.fault(), None);
 }
 
+/// Such as after `StateRelease::Keep`.
+#[test]
+fn a_locked_state_outlives_its_window() {
+    let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
+    let state = |slot| Insert { state: vec![EngineSlot::new(slot)], ..Insert::default() };
+    let node = put(&mut tree, &[1, 2], 10, state(5)).0.node;
+    put(&mut tree, &[1, 2, 3, 4], 20, Insert { found: 2, ..state(6) });
+    let locked = tree.lock(node, Skipped::of([Part::Window])).unwrap();
+    assert!(tree.begin_eviction(Part::Window, 1));
+    let Some(Victim::Value(frees)) = tree.next_victim(Part::Window, 0) else { panic!("a value") };
+    assert_eq!((frees.window, frees.state), (at([10, 11]).to_vec(), Vec::new()));
+    assert!(tree.end_eviction(Part::Window));
+    assert_eq!(tree.sizes(Part::State), Sizes { evictable: 1, locked: 1 });
+    tree.unlock(node, locked.receipt, WindowRelease::NotYet).unwrap().unwrap();
+    assert_eq!(tree.sizes(Part::State), Sizes { evictable: 2, locked: 0 });
+    assert_eq!(tree.fault(), None);
+}
+
 #[test]
 fn orders_are_what_they_are_called() {
     let cases = [
