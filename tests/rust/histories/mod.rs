@@ -12,6 +12,7 @@ pub(crate) mod disks;
 mod dlpack;
 mod gdn;
 mod guarded;
+mod hybrid;
 mod kv;
 mod leased;
 mod nodes;
@@ -45,7 +46,7 @@ fn host() -> Arc<dyn Backend> {
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 16] = [
+pub(crate) const ALL: [History; 17] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -57,6 +58,7 @@ pub(crate) const ALL: [History; 16] = [
     ("prefixes", prefixes::run),
     ("leased", leased::run),
     ("nodes", nodes::run),
+    ("hybrid", hybrid::run),
     ("kv", kv::run),
     ("gdn", gdn::run),
     ("stored", stored::run),
