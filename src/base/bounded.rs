@@ -24,7 +24,7 @@ pub(crate) fn narrow(number: usize) -> u32 {
     int32(number).cast_unsigned()
 }
 
-/// Like [`narrow`], but signed.
+/// Works like [`narrow`], but returns a signed number.
 pub(crate) fn int32(number: usize) -> i32 {
     i32::try_from(number).expect("indices were checked to fit int32 when the pool was made")
 }

@@ -171,9 +171,9 @@ impl IndexNumber for i64 {
 /// The values are copied once, so they cannot change between their check and their use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IndexVec {
-    /// From an int32 tensor.
+    /// Values from an int32 tensor.
     I32(Vec<i32>),
-    /// From an int64 tensor or a sequence of ints.
+    /// Values from an int64 tensor or a sequence of ints.
     I64(Vec<i64>),
 }
 
@@ -247,7 +247,7 @@ impl IndexVec {
         }
     }
 
-    /// Like [`IndexVec::into_i32`]. Values that are int32 already are not copied.
+    /// Works like [`IndexVec::into_i32`]. Values that are int32 already are not copied.
     ///
     /// # Errors
     /// Same as [`IndexVec::into_i32`].
@@ -278,7 +278,7 @@ impl IndexVec {
         }
     }
 
-    /// Like [`IndexVec::into_i64`]. Values that are int64 already are not copied.
+    /// Works like [`IndexVec::into_i64`]. Values that are int64 already are not copied.
     ///
     /// # Errors
     /// Same as [`IndexVec::into_i64`].

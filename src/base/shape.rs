@@ -18,7 +18,7 @@ pub const MAX_NDIM: usize = 8;
 pub struct Dims {
     /// First field: a pointer to `Dims` is a pointer to its values. Entries from `len` on are 0.
     values: [i64; MAX_NDIM],
-    /// At most `MAX_NDIM`.
+    /// The number of dimensions, at most `MAX_NDIM`.
     len: usize,
 }
 

@@ -79,7 +79,7 @@ impl Powers {
 /// The base of the polynomial, random in each cache.
 pub(super) struct Chain {
     powers: Powers,
-    /// Of the inverse of the base.
+    /// The powers of the inverse of the base.
     inverse: Powers,
 }
 

@@ -10,9 +10,9 @@ use super::{Namespace, PageHash};
 /// The memory that pages are in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
-    /// In the pages of an allocator.
+    /// The pages of an allocator.
     Device,
-    /// In host memory below it.
+    /// Host memory below the allocator.
     Host,
 }
 
@@ -32,11 +32,11 @@ impl Tier {
 pub enum CacheEvent {
     /// Pages that follow each other were stored.
     Stored {
-        /// Their keys, the first page's first.
+        /// The keys of the pages, the first page's first.
         pages: Vec<PageHash>,
         /// The key of the page before them, if there is one.
         parent: Option<PageHash>,
-        /// Their token ids, equally many for each page.
+        /// The token ids of the pages, equally many for each page.
         tokens: Vec<i32>,
         /// The namespace of their prefix.
         namespace: Namespace,
@@ -45,7 +45,7 @@ pub enum CacheEvent {
     },
     /// Pages were removed.
     Removed {
-        /// Their keys.
+        /// The keys of the pages.
         pages: Vec<PageHash>,
         /// The memory that has them no more.
         tier: Tier,
@@ -73,7 +73,7 @@ pub(super) struct KeyedRun<'a> {
 }
 
 impl CacheEvent {
-    /// Its tokens or, if there are more, its keys.
+    /// The number of its tokens or, if there are more, of its keys.
     fn size(&self) -> usize {
         match self {
             Self::Stored { pages, tokens, .. } => pages.len().max(tokens.len()),

@@ -89,17 +89,17 @@ impl PageKey {
     }
 }
 
-/// What is known of the pages of one node, which share it.
+/// The facts about the pages of one node, which share it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct History {
-    /// When the pages came.
+    /// The moment when the pages came.
     pub published: Tick,
-    /// When a request used them last.
+    /// The moment when a request used them last.
     pub used: Tick,
-    /// How many requests used them, the one that published them included, and those of an earlier stay that
-    /// the policy remembers.
+    /// The number of requests that used them, the one that published them included, and those of an earlier
+    /// stay that the policy remembers.
     pub uses: u32,
-    /// What the caller asked for with a pin: higher goes later. 0 is the default.
+    /// The priority that the caller asked for with a pin: higher goes later. 0 is the default.
     pub priority: u8,
 }
 
@@ -117,7 +117,7 @@ impl History {
     }
 }
 
-/// What a policy remembers of pages that were evicted. By default nothing.
+/// The facts that a policy remembers of evicted pages. By default it remembers nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
     /// [`History::uses`] when they were evicted.
@@ -169,7 +169,7 @@ pub trait Policy: fmt::Debug + Send {
     }
 }
 
-/// How many tokens a [`PageKey`] stands for: a whole number of pages, about 64 tokens.
+/// The number of tokens that a [`PageKey`] stands for: a whole number of pages, about 64 tokens.
 ///
 /// ```
 /// use kvpool::cache::KeyTokens;

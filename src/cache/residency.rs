@@ -16,23 +16,23 @@ id!(
 /// Whether the device has a page, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Above {
-    /// It does not: the page goes first.
+    /// The device does not have it: the page goes first.
     Absent,
-    /// It does.
+    /// The device has it, too.
     Present,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// On its way here from the device, and not to be found.
+    /// The page is on its way here from the device, and not to be found.
     Arriving,
-    /// The same from further below: something else may bring it first.
+    /// The page is on its way here from further below: something else may bring it first.
     Fetched,
     /// Complete.
     Ready,
     /// Given up, but held.
     Removed,
-    /// Not in use.
+    /// The entry is not in use.
     Vacant,
 }
 
@@ -71,7 +71,7 @@ pub struct Residency<P> {
     entries: Vec<Entry<P>>,
     vacant: Vec<EntryId>,
     by_key: HashMap<PageHash, EntryId>,
-    /// Those that are ready and not held: what the device has not, and what it has, too.
+    /// The entries that are ready and not held: pages that the device has not, and pages that it has, too.
     order: [RecencyList<EntryId>; 2],
     ready: usize,
     clears: u64,
@@ -144,7 +144,7 @@ impl<P: Copy> Residency<P> {
         &self.entry(entry).key
     }
 
-    /// How often [`Self::clear`] was called.
+    /// The number of calls of [`Self::clear`].
     #[must_use]
     pub const fn clears(&self) -> u64 {
         self.clears
@@ -161,7 +161,8 @@ impl<P: Copy> Residency<P> {
         self.add(key, namespace, place, Stage::Arriving)
     }
 
-    /// The same from further below. What the device has takes its place, if that begins to arrive meanwhile.
+    /// Lets a page begin to arrive from further below. If it begins to arrive from the device meanwhile, that
+    /// takes the place of this.
     pub fn begin_fetch(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
         self.add(key, namespace, place, Stage::Fetched)
     }

@@ -17,7 +17,8 @@ pub trait Tokens: fmt::Debug {
     /// The number of tokens.
     fn count(&self) -> usize;
 
-    /// How many tokens from `at` on equal those of `with`, up to the first difference or the end of either.
+    /// The number of tokens from `at` on that equal those of `with`, up to the first difference or the end of
+    /// either.
     ///
     /// # Errors
     /// The error of an element that cannot be read.

@@ -45,9 +45,9 @@ pub use publish::Found;
 struct Node {
     /// The node before; a root is its own parent.
     parent: NodeId,
-    /// Its root; a root is its own.
+    /// The root of the node; a root is its own.
     root: NodeId,
-    /// Of the first page. With pages of one token, that token.
+    /// The fingerprint of the first page. With pages of one token, it is that token.
     fingerprint: u32,
     children: u32,
     /// Leases that end here, and children that have locks. While there are any, nothing here is evicted.
@@ -56,9 +56,9 @@ struct Node {
     leases: u32,
     /// `pages.len() * page_size` tokens.
     tokens: ShortVec<i32>,
-    /// Not empty, except in a root.
+    /// The pages of the node; not empty, except in a root.
     pages: ShortVec<Page>,
-    /// Of all tokens up to the end of the node.
+    /// The sum over all tokens up to the end of the node.
     sum: Sum,
     /// Tokens up to the end of the node.
     end: u32,
@@ -102,7 +102,7 @@ impl Node {
     }
 }
 
-/// What a node is.
+/// The kind of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// The root of a namespace.
@@ -167,21 +167,21 @@ pub struct TreeStats {
 /// ```
 #[derive(Debug)]
 pub struct Tree {
-    /// At least 1.
+    /// The number of tokens in a page, at least 1.
     page_size: usize,
     /// Tokens that are found together: a whole number of pages.
     step: usize,
     nodes: Vec<Node>,
-    /// How often each number of a node was in use before.
+    /// The number of times that each number of a node was in use before.
     generations: Vec<u32>,
-    /// That of numbers not used yet.
+    /// The generation of numbers not used yet.
     first_generation: u32,
     /// Nodes that are not in use.
     vacant: Vec<NodeId>,
     tails: Tails,
     edges: Edges,
     roots: Roots,
-    /// That of [`Tree::keep_root`], with a lock of its own.
+    /// The root of [`Tree::keep_root`], with a lock of its own.
     kept_root: Option<NodeId>,
     /// Seeded at random: callers cannot choose tokens that collide.
     hasher: RandomState,
@@ -207,18 +207,18 @@ pub struct Tree {
     memory: Memory,
     /// The keys of the pages that can be found, if something needs them.
     keys: Option<PageKeys>,
-    /// What came and went, if it is wanted.
+    /// The record of what came and went, if it is wanted.
     journal: Option<Journal>,
-    /// What is offered to the tier below, if there is one.
+    /// The pages and snapshots that are offered to the tier below, if there is one.
     offers: Option<Offers>,
 }
 
-/// Where a cached prefix may end for a request to go on from there.
+/// The places where a cached prefix may end for a request to go on from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Continues {
-    /// Behind any page.
+    /// A prefix may end behind any page.
     AtPages,
-    /// Where there is a snapshot of the state of linear-attention layers.
+    /// A prefix may end where there is a snapshot of the state of linear-attention layers.
     AtSnapshots,
 }
 

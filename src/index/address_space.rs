@@ -33,7 +33,7 @@ pub struct AddressSpace {
     capacity: usize,
     /// A power of two. Lengths are rounded up to a multiple of it.
     alignment: usize,
-    /// What is free. Its lengths and `used` add up to `capacity`.
+    /// The free ranges. Their lengths and `used` add up to `capacity`.
     gaps: Gaps,
     used: usize,
     high_water: usize,
@@ -62,7 +62,7 @@ impl AddressSpace {
         self.capacity
     }
 
-    /// What lengths are rounded up to a multiple of.
+    /// The number of bytes that lengths are rounded up to a multiple of.
     #[must_use]
     pub const fn alignment(&self) -> usize {
         self.alignment
@@ -178,7 +178,7 @@ impl AddressSpace {
     pub fn give_back_many(&mut self, starts: &[usize], bytes: usize) -> BadFrees {
         let mut bad = BadFrees::default();
         for &start in starts {
-            // Where the end is no address, it lies outside, too.
+            // A range whose end is no address lies outside, too.
             if let Err(reason) = self.give_back(start..start.saturating_add(bytes)) {
                 bad.add(signed(start), reason, 1);
             }
@@ -207,7 +207,7 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// What is inconsistent, if something is.
+    /// A description of what is inconsistent, if something is.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let free: usize = self.gaps.iter().map(Range::len).sum();

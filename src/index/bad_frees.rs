@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::base::{Error, ErrorKind, Result};
 
-/// How many invalid indices a report lists.
+/// The number of invalid indices that a report lists.
 const NAMED: usize = 8;
 
 /// Why an index could not be freed.
@@ -66,7 +66,7 @@ impl BadFrees {
         Self { dropped: 1, first: vec![(index, reason)], histories: Vec::new() }
     }
 
-    /// How many indices were not freed.
+    /// The number of indices that were not freed.
     #[must_use]
     pub const fn dropped(&self) -> usize {
         self.dropped
@@ -135,12 +135,12 @@ impl BadFrees {
     }
 }
 
-/// What a free does about invalid indices.
+/// The way in which a free treats invalid indices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnBadFree {
-    /// It frees all others, and reports the invalid ones.
+    /// The call frees all others, and reports the invalid ones.
     Report,
-    /// It fails, and changes nothing.
+    /// The call fails, and changes nothing.
     Fail,
 }
 

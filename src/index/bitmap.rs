@@ -196,7 +196,7 @@ impl Bitmap {
         self.drain(|_, _| ());
     }
 
-    /// Like [`Bitmap::clear`], and calls `each` with every word that had members, and its bits.
+    /// Works like [`Bitmap::clear`], and calls `each` with every word that had members, and its bits.
     pub(super) fn drain(&mut self, mut each: impl FnMut(usize, u64)) {
         let mut from = 0;
         while let Some(word) = self.next_word(from) {

@@ -5,12 +5,12 @@ use crate::base::{BufferId, Error, Id, Result, widen};
 
 use super::Ticket;
 
-/// How sizes are rounded up to buckets.
+/// The way in which sizes are rounded up to buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
-    /// To the next power of two.
+    /// Sizes are rounded up to the next power of two.
     Pow2,
-    /// To one of four sizes per doubling: 1, 1.25, 1.5 and 1.75 times a power of two.
+    /// Sizes are rounded up to one of four sizes per doubling: 1, 1.25, 1.5 and 1.75 times a power of two.
     Fine,
 }
 
@@ -85,9 +85,9 @@ struct Entry<L> {
     bucket: Bucket,
     /// The lane that took it last.
     lane: L,
-    /// How often it was freed.
+    /// The number of times that it was freed.
     generation: u64,
-    /// Its position in `live`, while it is taken.
+    /// The position of the buffer in `live`, while it is taken.
     live_at: Option<usize>,
 }
 
@@ -120,7 +120,7 @@ pub struct Buckets<L> {
     entries: Vec<Entry<L>>,
     /// Indices of `entries` without a buffer.
     vacant: Vec<u32>,
-    /// By bucket number, the free buffers of each lane.
+    /// The free buffers of each lane, by bucket number.
     free: Vec<Vec<(L, Vec<u32>)>>,
     /// Taken buffers, in the order of taking, except that the last one fills the gap of a freed one.
     live: Vec<u32>,
@@ -263,8 +263,8 @@ impl<L: Copy + PartialEq> Buckets<L> {
         true
     }
 
-    /// Like [`Buckets::release`], but frees into `lane`: the next owner must be ordered after the work of
-    /// that lane.
+    /// Works like [`Buckets::release`], but frees into `lane`: the next owner must be ordered after the work
+    /// of that lane.
     pub fn put_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
         if self.is_live(ticket) {
             self.entries[widen(ticket.index().number())].lane = lane;

@@ -7,7 +7,7 @@ use crate::base::{Error, PADDING, Page, Result, widen};
 pub enum LastLoc<'a> {
     /// One slot for each request.
     Known(&'a [i64]),
-    /// That many slots, which only a device knows.
+    /// This number of slots, which only a device knows.
     OnDevice(usize),
 }
 

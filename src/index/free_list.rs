@@ -60,7 +60,7 @@ impl<I: Id> Run<I> {
     }
 }
 
-/// Which of the runs that are long enough serves a request for consecutive indices.
+/// The run, of those that are long enough, that serves a request for consecutive indices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
     /// The one with the lowest indices.
@@ -83,12 +83,12 @@ impl Fit {
     }
 }
 
-/// When freed indices become available.
+/// The moment when freed indices become available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Give {
-    /// At once.
+    /// Indices become available at once.
     Now,
-    /// When their fence has passed.
+    /// Indices become available when their fence has passed.
     Fenced,
 }
 
@@ -261,7 +261,7 @@ impl<I: Id> FreeList<I> {
         true
     }
 
-    /// Like [`FreeList::alloc`], but fills `out` with indices.
+    /// Works like [`FreeList::alloc`], but fills `out` with indices.
     pub(super) fn alloc_into<T: IndexNumber>(&mut self, out: &mut [T]) -> bool {
         if self.order == Order::Fifo {
             let mut rest = out.iter_mut();

@@ -10,14 +10,14 @@ const MOST: usize = 64;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gaps {
-    /// No two ranges of theirs touch.
+    /// The groups of ranges. No two ranges of theirs touch.
     groups: Vec<Group>,
 }
 
 #[derive(Clone, Debug)]
 struct Group {
     longest: usize,
-    /// In order, and at least one; none of them is empty.
+    /// The ranges of the group in order, at least one; none of them is empty.
     ranges: Vec<Range<usize>>,
 }
 
@@ -45,7 +45,8 @@ impl Gaps {
         self.groups.iter().map(|group| group.longest).max().unwrap_or(0)
     }
 
-    /// How many pieces of `bytes`, which is not 0, can be cut from the ranges; not more than `most`.
+    /// The number of pieces of `bytes`, which is not 0, that can be cut from the ranges; not more than
+    /// `most`.
     pub(super) fn fitting(&self, bytes: usize, most: usize) -> usize {
         let mut found = 0;
         for group in self.groups.iter().filter(|group| group.longest >= bytes) {
@@ -175,7 +176,7 @@ impl Gaps {
         }
     }
 
-    /// What is inconsistent, if something is.
+    /// A description of what is inconsistent, if something is.
     pub(super) fn fault(&self) -> Option<String> {
         let mut end = None;
         for range in self.iter() {

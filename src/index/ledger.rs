@@ -153,7 +153,7 @@ pub struct Span {
     pub range: Range<u32>,
     /// The state of each.
     pub state: IndexState,
-    /// Their holders, when they have any and the ledger is open.
+    /// The holders of these indices, when they have any and the ledger is open.
     pub holders: Vec<Arc<Act>>,
 }
 
@@ -195,7 +195,7 @@ struct Life {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Ledger {
-    /// By index. Indices beyond the end were never taken.
+    /// The lives of indices, by index. Indices beyond the end were never taken.
     lives: Vec<Life>,
     /// Holders beyond the first, of shared indices.
     more: HashMap<u32, Vec<Arc<Act>>>,
@@ -367,7 +367,8 @@ impl Ledger {
         Some(words)
     }
 
-    /// How many lifetimes ended within 1, 2, 4, ... microseconds; each counts once, in the smallest entry.
+    /// The numbers of lifetimes that ended within 1, 2, 4, ... microseconds; each counts once, in the
+    /// smallest entry.
     #[must_use]
     pub const fn lifetimes(&self) -> &[u64; LIFETIME_BUCKETS] {
         &self.lifetimes
@@ -396,7 +397,7 @@ impl Book {
         self.0.as_deref()
     }
 
-    /// Like [`Book::ledger`], but mutable.
+    /// Works like [`Book::ledger`], but mutable.
     pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
         self.0.as_deref_mut()
     }

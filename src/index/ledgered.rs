@@ -52,7 +52,7 @@ impl<T> Ledgered<T> {
         &self.book
     }
 
-    /// Like [`Ledgered::book`], but mutable: use it to open the ledger.
+    /// Works like [`Ledgered::book`], but mutable: use it to open the ledger.
     pub const fn book_mut(&mut self) -> &mut Book {
         &mut self.book
     }

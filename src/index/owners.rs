@@ -14,11 +14,12 @@ use super::{BadFree, Bitmap};
 /// out earlier.
 #[derive(Clone, Debug)]
 pub(super) struct Owners {
-    /// By page number; empty until a page is shared for the first time.
+    /// The numbers of owners beyond the first, by page number; empty until a page is shared for the first
+    /// time.
     more: Vec<u32>,
-    /// How many entries of `more` are not 0.
+    /// The number of entries of `more` that are not 0.
     shared: usize,
-    /// By page number, the removed owners whose fence has not passed. No entry is 0.
+    /// The numbers of removed owners whose fence has not passed, by page number. No entry is 0.
     pending: HashMap<u32, u32>,
     /// The pages from which the last batch removed an owner.
     removed: Vec<Page>,
@@ -49,7 +50,7 @@ impl Owners {
         self.shared == 0 && self.pending.is_empty() && (self.cached.is_empty() || is_uncached())
     }
 
-    /// How many pages have more than one owner.
+    /// The number of pages that have more than one owner.
     pub(super) const fn shared(&self) -> usize {
         self.shared
     }
@@ -84,7 +85,7 @@ impl Owners {
             && self.cached.word(widen(pages.word)) & pages.bits == pages.bits
     }
 
-    /// How many pages the cache owns.
+    /// The number of pages that the cache owns.
     pub(super) const fn cached(&self) -> usize {
         self.cached.len()
     }
@@ -156,7 +157,7 @@ impl Owners {
         self.more(page) + 1 > self.pending(page)
     }
 
-    /// How many pages only fences keep.
+    /// The number of pages that only fences keep.
     pub(super) fn unowned(&self) -> usize {
         self.pending.keys().filter(|page| !self.is_owned(Page::new(**page))).count()
     }

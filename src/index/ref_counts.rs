@@ -52,7 +52,7 @@ impl<I: Id> Returning<I> {
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
     references: u32,
-    /// How often the index was freed.
+    /// The number of times that the index was freed.
     generation: u64,
 }
 
@@ -80,7 +80,7 @@ pub struct RefCounts<I> {
     stack: Vec<I>,
     /// Offered and never taken, lowest first.
     fresh: VecDeque<Range<u32>>,
-    /// How many of `entries` are neither in `stack` nor in `fresh`, nor withheld.
+    /// The number of `entries` that are neither in `stack` nor in `fresh`, nor withheld.
     in_use: usize,
     high_water: usize,
     dropped_frees: usize,
@@ -108,7 +108,7 @@ impl<I: Id> RefCounts<I> {
         0..self.count
     }
 
-    /// By index, whether it is free or withheld.
+    /// Whether each index is free or withheld.
     pub(super) fn free_flags(&self) -> Vec<bool> {
         let mut flags: Vec<bool> =
             self.entries.iter().map(|entry| entry.generation == 0 && entry.references == 0).collect();
@@ -142,25 +142,25 @@ impl<I: Id> RefCounts<I> {
         }
     }
 
-    /// How many indices there are.
+    /// The number of indices.
     #[must_use]
     pub const fn capacity(&self) -> usize {
         self.entries.len()
     }
 
-    /// How many are not in use; those that are withheld, too.
+    /// The number of indices that are not in use, those that are withheld included.
     #[must_use]
     pub const fn available(&self) -> usize {
         self.capacity() - self.in_use
     }
 
-    /// How many could be taken now.
+    /// The number of indices that could be taken now.
     #[must_use]
     pub fn ready(&self) -> usize {
         self.stack.len() + self.fresh.iter().map(ExactSizeIterator::len).sum::<usize>()
     }
 
-    /// How many are taken or returning.
+    /// The number of indices that are taken or returning.
     #[must_use]
     pub const fn in_use(&self) -> usize {
         self.in_use
@@ -172,7 +172,7 @@ impl<I: Id> RefCounts<I> {
         self.high_water
     }
 
-    /// How many frees were dropped so far.
+    /// The number of frees that were dropped so far.
     #[must_use]
     pub const fn dropped_frees(&self) -> usize {
         self.dropped_frees
@@ -206,7 +206,7 @@ impl<I: Id> RefCounts<I> {
         Some(I::new(index))
     }
 
-    /// How often what `ticket` names is referred to; 0 once it was freed.
+    /// The number of references to what `ticket` names; 0 once it was freed.
     #[must_use]
     pub fn references(&self, ticket: Ticket<I>) -> u32 {
         self.entries
@@ -271,7 +271,7 @@ impl<I: Id> RefCounts<I> {
         self.stack.push(returning.0);
     }
 
-    /// What breaks the invariant, if anything does.
+    /// A description of what breaks the invariant, if anything does.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let mut seen = vec![false; self.entries.len()];

@@ -14,9 +14,9 @@ use super::{Ledgered, OnBadFree, PageList, RowTable, Run, SlotAllocator};
 /// request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSize {
-    /// At least 1.
+    /// The number of slots, at least 1.
     size: u32,
-    /// Its logarithm, when it is a power of two.
+    /// The logarithm of `size`, when it is a power of two.
     shift: Option<u32>,
 }
 
@@ -65,8 +65,8 @@ impl PageSize {
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// How often the row had been handed out. When it differs from the row's, the entry belongs to an earlier
-    /// request.
+    /// The number of times that the row had been handed out. When it differs from the row's, the entry
+    /// belongs to an earlier request.
     turn: u32,
     /// The number of tokens that have slots.
     len: u32,
@@ -164,7 +164,7 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// No request has tokens. The table has `rows` rows.
+    /// Requests without tokens, for a table with `rows` rows.
     #[must_use]
     pub fn new(rows: usize, slots: &SlotAllocator) -> Self {
         let page_size = PageSize::new(slots.slots_of_a_page());
@@ -275,7 +275,7 @@ impl Requests {
         Error::config(format!("request row {row} at position {position} {text}"))
     }
 
-    /// Like [`Requests::growth`], for a new request with a cached prefix in `slots`. Also returns their
+    /// Works like [`Requests::growth`], for a new request with a cached prefix in `slots`. Also returns their
     /// pages.
     ///
     /// # Errors
@@ -339,7 +339,7 @@ impl Requests {
         Ok(Growth { had: 0, start: 0, ..growth })
     }
 
-    /// Like [`Requests::growth`], for a new request with a leased prefix of `leased` pages.
+    /// Works like [`Requests::growth`], for a new request with a leased prefix of `leased` pages.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when it has tokens already, or the prefix has another length.

@@ -35,9 +35,9 @@ pub struct RowExtent<I> {
 #[derive(Clone, Debug)]
 pub struct RowTable<I> {
     rows: FreeList<I>,
-    /// By row number: columns outside of `0..written[row]` are zero.
+    /// The end of the written columns, by row number: columns outside of `0..written[row]` are zero.
     written: Vec<u32>,
-    /// By row number, how often the row was handed out. It may wrap.
+    /// The number of times that each row was handed out, by row number. It may wrap.
     turns: Vec<u32>,
     frees: u64,
     dropped_frees: usize,
@@ -76,7 +76,8 @@ impl<I: Id> RowTable<I> {
         self.frees
     }
 
-    /// How often `row` was handed out. Facts recorded at another turn are those of an earlier owner.
+    /// The number of times that `row` was handed out. Facts recorded at another turn are those of an earlier
+    /// owner.
     #[must_use]
     pub fn turn(&self, row: I) -> u32 {
         self.turns[widen(row.number())]
@@ -110,7 +111,7 @@ impl<I: Id> RowTable<I> {
         self.free_explained(given, on_bad, |_| ())
     }
 
-    /// Like [`RowTable::free`]; `explain` adds to the report.
+    /// Works like [`RowTable::free`]; `explain` adds to the report.
     pub(super) fn free_explained(
         &mut self,
         given: &IndexVec,

@@ -6,7 +6,7 @@ use crate::base::{Error, IndexVec, PADDING, Result, widen};
 
 use super::mask::Mask;
 
-/// How many indices are compared at once; a multiple of every vector width.
+/// The number of indices that are compared at once; a multiple of every vector width.
 pub(super) const BLOCK: usize = 32;
 
 /// The element type of an index tensor.

@@ -70,7 +70,7 @@ pub struct SlotStats {
 pub struct SlotAllocator {
     pages: FreeList<Page>,
     size: usize,
-    /// At least 1.
+    /// The number of slots in a page, at least 1.
     page_size: u32,
     /// Pages that the free in progress has listed already. Empty between calls, and with `page_size == 1`.
     named: Bitmap,
@@ -165,7 +165,7 @@ impl SlotAllocator {
         &self.pages
     }
 
-    /// Like [`SlotAllocator::page_size`], as `u32`.
+    /// Returns [`SlotAllocator::page_size`] as `u32`.
     pub(super) const fn slots_of_a_page(&self) -> u32 {
         self.page_size
     }
@@ -363,7 +363,7 @@ impl SlotAllocator {
         self.share_pages_of(given).map(drop)
     }
 
-    /// Like [`SlotAllocator::share`], and returns the pages that have one more owner.
+    /// Works like [`SlotAllocator::share`], and returns the pages that have one more owner.
     pub(super) fn share_pages_of(&mut self, given: &IndexVec) -> Result<Vec<Page>> {
         let mut pages: Vec<Page> = reserve(given.len())?;
         for (position, slot) in given.iter().enumerate() {
@@ -393,7 +393,7 @@ impl SlotAllocator {
         self.owners.prepare(widen(self.pages.count()) + 1)
     }
 
-    /// Like [`SlotAllocator::share`], for pages that the caller has checked to be live.
+    /// Works like [`SlotAllocator::share`], for pages that the caller has checked to be live.
     pub(super) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
         for page in pages {
             self.owners.add(room, page);

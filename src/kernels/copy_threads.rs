@@ -13,9 +13,9 @@ use crate::base::sync::{AtomicBool, AtomicPtr, thread};
 #[cfg(all(target_os = "linux", not(loom)))]
 use super::processors::Processors;
 
-/// How often a thread looks for work, or for the end of another thread's part, before it sleeps: some hundred
-/// microseconds, longer than a wake-up may take, so that a series of copies finds it awake. None under
-/// `loom`, which explores every interleaving.
+/// The number of times that a thread looks for work, or for the end of another thread's part, before it
+/// sleeps: some hundred microseconds, longer than a wake-up may take, so that a series of copies finds it
+/// awake. None under `loom`, which explores every interleaving.
 const LOOKS: usize = if cfg!(loom) { 0 } else { 1 << 12 };
 
 /// Work in parts, on the stack of its caller until the last part is done.

@@ -11,13 +11,13 @@ use super::indices::{read, read_indices};
 /// The number at an element.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Element {
-    /// Of an integer.
+    /// The value of an integer.
     Int(i64),
-    /// Of a float of at most 32 bits.
+    /// The value of a float of at most 32 bits.
     Single(f32),
-    /// Of a float64.
+    /// The value of a float64.
     Double(f64),
-    /// Of a boolean.
+    /// The value of a boolean.
     Bool(bool),
 }
 

@@ -37,9 +37,9 @@ use super::table::{Table, build_kv_indices, part, zero_columns};
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one for each pool")]
 pub enum Executor {
-    /// On the calling thread, in host memory.
+    /// Calls run on the calling thread, in host memory.
     Host(HostExecutor),
-    /// With kernels, in device memory. The order of a stream takes the place of locks.
+    /// Calls run as kernels, in device memory. The order of a stream takes the place of locks.
     Device(Launcher),
 }
 

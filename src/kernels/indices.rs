@@ -32,11 +32,12 @@ impl IndexSpace {
 pub enum Indices<'a> {
     /// Copied on the host.
     Host(IndexVec),
-    /// On a device, int32 or int64. The host may know them or not.
+    /// The values are on a device, int32 or int64. The host may know them or not.
     Device {
         /// The tensor.
         tensor: Borrowed<'a>,
-        /// How often its framework has written to the tensor; `None` when the framework does not count.
+        /// The number of times that its framework has written to the tensor; `None` when the framework does
+        /// not count.
         version: Option<u64>,
     },
 }
@@ -106,9 +107,9 @@ impl<'a> Indices<'a> {
 /// A batch of numbers, on either side or computed.
 #[derive(Clone, Copy, Debug)]
 pub enum Numbers<'a> {
-    /// On the host.
+    /// The numbers are on the host.
     List(&'a [i32]),
-    /// On the device: int32 or int64, of any shape and stride.
+    /// The numbers are on the device: int32 or int64, of any shape and stride.
     Tensor(&'a Borrowed<'a>),
     /// The same number for every element.
     Same(i64),
@@ -152,7 +153,7 @@ pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
         DType::I16 => widened(tensor, |value: i16| value.into()),
         DType::U16 => widened(tensor, |value: u16| value.into()),
         DType::U32 => widened(tensor, |value: u32| value.into()),
-        // What is beyond 63 bits is outside every range, as is the greatest int64.
+        // A number beyond 63 bits is outside every range, as is the greatest int64.
         DType::U64 => widened(tensor, |value: u64| i64::try_from(value).unwrap_or(i64::MAX)),
         other => Err(not_indices(other.name())),
     }

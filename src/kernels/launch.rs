@@ -43,7 +43,7 @@ use params::{
 /// The copies of a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Copies<'a> {
-    /// As planned by the host.
+    /// The host has planned them.
     Planned(&'a [Move]),
     /// Row `source[i]` to row `target[i]`, for `count` rows, in any order.
     Unplanned {
@@ -61,7 +61,7 @@ pub(super) enum Copies<'a> {
 pub struct Grown<'a> {
     /// The slots of each request that are taken in its last page; 0 if the page is full.
     pub offsets: &'a [i32],
-    /// Where the new slots of each request begin, and the end of all.
+    /// The place where the new slots of each request begin, and the end of all.
     pub indptr: &'a [i32],
     /// The number of slots of the pool.
     pub slots: usize,
@@ -82,7 +82,8 @@ const PAGE_BLOCKS: u32 = 32;
 /// The most bytes from a row to the next in a copy of rows by the driver.
 const MOST_PITCH: usize = i32::MAX as usize;
 
-/// Where kernels report invalid indices that only the device knows: `Fault` of `params.cuh`.
+/// Bytes of the record where kernels report invalid indices that only the device knows: `Fault` of
+/// `params.cuh`.
 const FAULT_BYTES: usize = 16;
 
 /// The kernels of a pool on its device, a ring for numbers from the host, and a record of faults.
@@ -248,9 +249,9 @@ impl Launcher {
         self.with_arrays(kernel, grid, &lists, stream, |arrays| Ok(params(&arrays.indices(numbers)?)))
     }
 
-    /// Like [`store_rows`](super::store_rows), for K and V in one launch. A row that occurs twice in a device
-    /// tensor has undefined contents: warps share a row and run in any order, so K may come from one value
-    /// and V from the other, and either may mix both.
+    /// Works like [`store_rows`](super::store_rows), for K and V in one launch. A row that occurs twice in a
+    /// device tensor has undefined contents: warps share a row and run in any order, so K may come from one
+    /// value and V from the other, and either may mix both.
     ///
     /// # Errors
     /// Same as [`store_rows`](super::store_rows); an index of a device tensor beyond the rows is skipped, and
@@ -280,7 +281,7 @@ impl Launcher {
         })
     }
 
-    /// Like [`gather_rows`](super::gather_rows), for K and V in one launch.
+    /// Works like [`gather_rows`](super::gather_rows), for K and V in one launch.
     ///
     /// # Errors
     /// Same as [`gather_rows`](super::gather_rows); for an index of a device tensor beyond the rows, the row
@@ -536,7 +537,7 @@ impl Launcher {
         })
     }
 
-    /// Like [`build_kv_indices`](super::table::build_kv_indices), in one launch.
+    /// Works like [`build_kv_indices`](super::table::build_kv_indices), in one launch.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once; invalid numbers

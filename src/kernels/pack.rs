@@ -12,9 +12,9 @@ use super::threads::in_parts;
 /// The direction of [`pack()`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From the tensor to contiguous memory.
+    /// Copies from the tensor to contiguous memory.
     Pack,
-    /// From contiguous memory to the tensor.
+    /// Copies from contiguous memory to the tensor.
     Unpack,
 }
 

@@ -26,18 +26,18 @@ pub struct PagePair<I> {
 /// The direction of a copy between pages and pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageCopy {
-    /// From pages to pieces.
+    /// Copies from pages to pieces.
     Out,
-    /// From pieces to pages.
+    /// Copies from pieces to pages.
     In,
 }
 
-/// How a device reaches the host memory of pieces.
+/// The way in which a device reaches the host memory of pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// In place: all of it is page-locked.
+    /// The device reaches it in place: all of it is page-locked.
     InPlace,
-    /// Through copies of the driver, which stages them where the memory is pageable.
+    /// The device reaches it through copies of the driver, which stages them where the memory is pageable.
     Copied,
 }
 
@@ -190,7 +190,7 @@ impl Pieces {
         &self.region
     }
 
-    /// How the device of the pool reaches them.
+    /// The way in which the device of the pool reaches them.
     #[must_use]
     pub const fn reach(&self) -> Reach {
         self.reach
@@ -359,8 +359,8 @@ pub(super) struct KindCopy<'a> {
     pub(super) bytes: usize,
 }
 
-/// Where the pages of a kind lie, in the pool or in pieces: those of a layer are `stride` bytes apart, layers
-/// are `step` bytes apart.
+/// The place of the pages of a kind, in the pool or in pieces: those of a layer are `stride` bytes apart,
+/// layers are `step` bytes apart.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Side<'a> {
     region: &'a Region,

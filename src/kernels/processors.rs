@@ -17,7 +17,7 @@ impl Processors {
         usize::try_from(unsafe { libc::sched_getcpu() }).ok()
     }
 
-    /// Those on which the calling thread may run, without `processor`. `None` if that leaves none.
+    /// The processors on which the calling thread may run, without `processor`. `None` if that leaves none.
     pub(super) fn without(processor: usize) -> Option<Self> {
         // SAFETY: all bits zero is a set: the empty one.
         let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };

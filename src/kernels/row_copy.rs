@@ -4,8 +4,8 @@
 //! that bypasses the caches need not read its target first. While one row is copied, a later one is
 //! prefetched, since rows are at random addresses that no hardware prefetcher predicts.
 
-/// How many rows ahead a source is prefetched. On an AMD EPYC (Zen 4, 2026-11) 2 KiB rows at random places
-/// are gathered at half the speed of `memcpy` without it and at the speed of `memcpy` with 4.
+/// The number of rows that a source is prefetched ahead. On an AMD EPYC (Zen 4, 2026-11) 2 KiB rows at random
+/// places are gathered at half the speed of `memcpy` without it and at the speed of `memcpy` with 4.
 pub(super) const AHEAD: usize = 4;
 
 /// A batch bypasses the caches from this many bytes on: more than a core's own cache, less than most shared

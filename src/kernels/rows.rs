@@ -80,7 +80,7 @@ impl RowBuffer {
         self.rows * self.row_bytes()
     }
 
-    /// Its address and sizes.
+    /// The address and sizes of the buffer.
     #[must_use]
     pub fn info(&self) -> BufferInfo {
         let address = self.region.address().as_ptr().addr() + self.offset;

@@ -26,7 +26,7 @@ pub struct StoreRows<'a> {
     pub scale: Option<f32>,
 }
 
-/// How one row is copied from its source to its buffer.
+/// The way in which one row is copied from its source to its buffer.
 #[derive(Clone, Copy)]
 enum Method {
     /// The row is contiguous.

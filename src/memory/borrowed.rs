@@ -90,7 +90,7 @@ impl Borrowed<'_> {
         }) || self.shape.numel() == 0
     }
 
-    /// Its only element, repeated `count` times. `None` unless it has exactly one element.
+    /// The tensor's only element, repeated `count` times. `None` unless it has exactly one element.
     #[must_use]
     pub fn repeated(&self, count: usize) -> Option<Self> {
         let extent = i64::try_from(count).ok()?;

@@ -28,12 +28,12 @@ use super::{Borrowed, Keep, Region};
 pub struct HostRows {
     address: NonNull<u8>,
     places: RowLayout,
-    /// Which of the places these are, if not all.
+    /// The positions of these rows among the places, if they are not all.
     chosen: Option<Vec<usize>>,
     _keep: Keep,
 }
 
-/// Where rows are, from an address on.
+/// The layout of rows from an address on.
 #[derive(Debug)]
 enum RowLayout {
     /// Rows of one size, `stride` bytes apart.
@@ -72,7 +72,7 @@ impl HostRows {
         let size = tensor.dtype().size();
         let mut packed = 1;
         for (&extent, &stride) in inner.iter().zip(inner_strides).rev() {
-            // Where there are no rows, strides say nothing.
+            // Strides say nothing if there are no rows.
             if rows > 0 && extent != 1 && stride != packed {
                 let text = format!(
                     "{name} has shape {shape:?} and strides {strides:?}; each page must be contiguous"
@@ -118,7 +118,7 @@ impl HostRows {
         Ok(Self { address: all.address(), places: RowLayout::Listed(ranges), chosen: None, _keep: keep })
     }
 
-    /// Of these rows the `chosen` ones, in this order.
+    /// Keeps the `chosen` ones of these rows, in this order.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for one that there is not,
@@ -164,7 +164,7 @@ impl HostRows {
         self.row(row).1
     }
 
-    /// Where a row begins, for work that goes on as long as these rows live.
+    /// The address where a row begins, for work that goes on as long as these rows live.
     ///
     /// # Panics
     /// For a row that there is not.

@@ -15,7 +15,7 @@ use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, Users};
 /// The pages that memory should be in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PageKind {
-    /// Those of the system, which may join them to huge pages by itself.
+    /// The ordinary pages of the system, which may join them to huge pages by itself.
     #[default]
     Ordinary,
     /// Huge pages that the system has reserved.

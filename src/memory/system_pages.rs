@@ -4,9 +4,9 @@
 use std::path::Path;
 use std::sync::LazyLock;
 
-/// Where the system lists the sizes of explicit huge pages.
+/// The directory where the system lists the sizes of explicit huge pages.
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages";
-/// Where it says how large transparent ones are.
+/// The file with the size of transparent huge pages.
 const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
 
 static PAGE: LazyLock<usize> = LazyLock::new(|| {
@@ -17,7 +17,7 @@ static PAGE: LazyLock<usize> = LazyLock::new(|| {
 
 static HUGE: LazyLock<Vec<usize>> = LazyLock::new(|| sizes_in(Path::new(HUGE_PAGES)));
 
-// Where /sys is hidden, the size that most machines have.
+// The size that most machines have, for where /sys is hidden.
 static TRANSPARENT_PAGE: LazyLock<usize> =
     LazyLock::new(|| size_in(Path::new(TRANSPARENT)).unwrap_or(2 << 20));
 

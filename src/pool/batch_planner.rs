@@ -82,7 +82,7 @@ pub enum Prefix {
 /// assert_eq!(planner.field(&plan, Field::QoIndptr).unwrap().unwrap().shape().as_slice(), [3]);
 /// ```
 pub struct BatchPlanner {
-    /// For leases, which write to the table of their request.
+    /// The reference to this planner for leases, which write to the table of their request.
     me: Weak<Self>,
     // Lock order: the allocator first, this one next, the table last.
     state: Mutex<PlannerState>,

@@ -39,7 +39,7 @@ impl Buffer {
 /// The shape of a [`BufferPool`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BufferConfig {
-    /// How sizes are rounded up.
+    /// The way in which sizes are rounded up.
     pub rounding: Rounding,
 }
 
@@ -68,7 +68,7 @@ pub struct BufferPool {
     config: BufferConfig,
     backend: Arc<dyn Backend>,
     buckets: Ledgered<Buckets<Stream>>,
-    /// By index, the memory of each buffer. `None` where `buckets` has a vacancy.
+    /// The memory of each buffer, by index. `None` where `buckets` has a vacancy.
     regions: Vec<Option<Arc<Region>>>,
     /// Registered memory of others, by address and bytes, with its page lock.
     existing: Vec<((usize, usize), Option<PageLock>)>,

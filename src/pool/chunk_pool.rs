@@ -40,7 +40,7 @@ pub struct ChunkConfig {
 /// The result of an allocation that does not wait.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attempt {
-    /// As many chunks as were asked for.
+    /// The chunks, as many as were asked for.
     Taken(Vec<Ticket<ChunkId>>),
     /// There are not enough chunks.
     Full,
@@ -317,7 +317,7 @@ impl ChunkPool {
         })
     }
 
-    /// Like [`ChunkPool::try_allocate`], but waits, as long as they can provide enough chunks, for
+    /// Works like [`ChunkPool::try_allocate`], but waits, as long as they can provide enough chunks, for
     /// page-locking, up to about `timeout`, and for copies of freed chunks.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use crate::index::{FenceId, Signatures};
 use crate::kernels::{Fetcher, PendingFetch};
 use crate::memory::{Borrowed, Event, Gpu, Keep, Stream};
 
-/// What the values of a free are.
+/// The meaning of the values of a free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FreedAs {
     /// Slots. The page of each is freed, once.

@@ -75,7 +75,7 @@ thread_local! {
 #[derive(Default)]
 pub(super) struct Fences {
     waiting: Vec<PendingFence>,
-    /// What is dropped when a fence has passed.
+    /// The owners that are dropped when a fence has passed.
     keeps: Vec<(FenceId, Keep)>,
 }
 

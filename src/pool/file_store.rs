@@ -90,11 +90,11 @@ pub struct FileStore {
     workers: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// What the store and its threads have in common.
+/// The state that the store and its threads have in common.
 #[derive(Debug)]
 struct StoreCore {
     config: FileStoreConfig,
-    /// Its name in messages.
+    /// The name of the store in messages.
     name: String,
     slot_bytes: usize,
     is_direct: bool,
@@ -119,7 +119,7 @@ struct StoreState {
     counts: Counts,
     /// Failures in words, the first of each kind.
     notes: Vec<String>,
-    /// What was noted, and the kind of its cause.
+    /// The notes so far: what failed, and the kind of its cause.
     noted: HashSet<(&'static str, io::ErrorKind)>,
 }
 

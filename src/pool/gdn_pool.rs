@@ -111,12 +111,12 @@ pub struct GdnPool {
     executor: Executor,
 }
 
-/// What [`GdnPool::set_state`] sets a state to.
+/// The value that [`GdnPool::set_state`] sets a state to.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
-    /// That of another slot.
+    /// The state of another slot.
     Slot(i64),
-    /// That of no tokens.
+    /// The state of no tokens.
     Zeros,
 }
 

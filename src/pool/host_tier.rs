@@ -27,7 +27,7 @@ pub struct HostTierConfig {
     pub size: usize,
     /// Snapshots of states that it has room for.
     pub max_states: usize,
-    /// When pages are copied down.
+    /// The moment when pages are copied down.
     pub write: Offering,
     /// Whether to page-lock the memory, for a pool on a device. Needs a backend such as [`MappedHost`].
     ///
@@ -73,30 +73,30 @@ pub struct HostTier {
     counts: Mutex<TierCounts>,
     /// Whether a prefix cache has it.
     is_taken: AtomicBool,
-    /// Of which model the pages are, as far as its caches have said.
+    /// The model that the pages are of, as far as its caches have said.
     model: Mutex<Option<String>>,
 }
 
-/// What a tier did, in pages and snapshots together.
+/// Counts of what a tier did, in pages and snapshots together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct TierCounts {
-    /// Copied here from the device.
+    /// Pieces copied here from the device.
     written: usize,
-    /// Copied back to the device.
+    /// Pieces copied back to the device.
     loaded: usize,
-    /// Given up for others.
+    /// Pieces given up for others.
     evicted: usize,
-    /// Not copied here: there was no place, since copies use all.
+    /// Pieces not copied here: there was no place, since copies use all.
     skipped: usize,
     /// Copies that failed.
     failed: usize,
-    /// Copied here from the store below.
+    /// Pieces copied here from the store below.
     fetched: usize,
-    /// On their way to the store below.
+    /// Pieces on their way to the store below.
     storing: usize,
     /// Calls that are about to send some there.
     sending: usize,
-    /// Not taken by the store below.
+    /// Pieces not taken by the store below.
     unstored: usize,
 }
 
@@ -124,18 +124,18 @@ impl Write {
         self.pages.entries.len() + self.states.entries.len()
     }
 
-    /// Where the pages are on the device.
+    /// The places of the pages on the device.
     pub(super) fn pages(&self) -> &[Page] {
         &self.pages.from
     }
 
-    /// Where the snapshots are on the device.
+    /// The places of the snapshots on the device.
     pub(super) fn states(&self) -> &[StateSlot] {
         &self.states.from
     }
 }
 
-/// What a tier has, under its locks.
+/// The contents of a tier, under its locks.
 pub(super) struct Contents<'a> {
     pages: Resident<'a>,
     states: Option<Resident<'a>>,
@@ -338,7 +338,7 @@ impl HostTier {
         self.is_taken.store(false, Ordering::Release);
     }
 
-    /// What is complete here, while it lives. Lock it last.
+    /// The contents that are complete here, while it lives. Lock it last.
     pub(super) fn contents(&self) -> Contents<'_> {
         Contents { pages: self.pages.resident(), states: self.states.as_ref().map(Storage::resident) }
     }
@@ -474,7 +474,7 @@ impl Pool for HostTier {
         "page"
     }
 
-    /// Its pages are a prefix cache's.
+    /// The pages of a tier are a prefix cache's.
     fn hands_out(&self) -> bool {
         false
     }

@@ -19,7 +19,7 @@ use super::{Footprint, at_least_one, fits_int32, row_ring_bytes};
 /// Rows of a buffer are rounded up to a multiple of this.
 const ROW_MULTIPLE: usize = 8;
 
-/// Where the buffers of a [`KvPool`] lie.
+/// The order in which the buffers of a [`KvPool`] lie.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KvLayout {
     /// Keys of every layer, then values of every layer.
@@ -50,7 +50,7 @@ pub struct KvConfig {
     pub dtype: DType,
     /// Slots per page of the allocator that goes with the pool.
     pub page_size: usize,
-    /// Where the buffers lie.
+    /// The order in which the buffers lie.
     pub layout: KvLayout,
     /// Whether to page-lock host memory if there is a driver. Needs a backend such as [`MappedHost`].
     ///

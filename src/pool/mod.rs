@@ -84,7 +84,7 @@ fn fits_int32(what: &str, end: Option<usize>) -> Result<u32> {
 pub struct Footprint {
     /// Bytes of its memory.
     pub pool: usize,
-    /// On a device, the buffers for numbers from the host.
+    /// Bytes of the buffers for numbers from the host, on a device.
     pub transfer: usize,
 }
 

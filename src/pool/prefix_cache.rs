@@ -47,7 +47,7 @@ pub(super) use request::{LeaseKeeper, LeasedRequest, LeasingRequest};
 /// Settings of a [`PrefixCache`].
 #[derive(Clone, Debug)]
 pub struct PrefixCacheConfig {
-    /// What is evicted first.
+    /// The policy by which prefixes are evicted.
     pub policy: PolicyKind,
     /// The share of the allocator's capacity that may be pinned.
     pub max_pinned: f64,
@@ -57,14 +57,14 @@ pub struct PrefixCacheConfig {
     pub events: Option<Digest>,
 }
 
-/// What lies below a [`PrefixCache`].
+/// The tiers below a [`PrefixCache`].
 #[derive(Clone, Debug)]
 pub struct LowerTier {
     /// Host memory, for this cache alone.
     pub host: Arc<HostTier>,
     /// Hashes the keys of pages.
     pub digest: Digest,
-    /// What is below host memory.
+    /// The store below host memory.
     pub store: Option<LowerStore>,
 }
 
@@ -100,9 +100,9 @@ pub struct PrefixCounts {
 /// Cached tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CachedSizes {
-    /// Those that no lease holds.
+    /// Tokens that no lease holds.
     pub evictable: usize,
-    /// Those that leases hold.
+    /// Tokens that leases hold.
     pub locked: usize,
 }
 
@@ -143,7 +143,7 @@ pub struct CachedSizes {
 pub struct PrefixCache {
     shared: Arc<CacheCore>,
     allocator: Arc<TokenToKvPoolAllocator>,
-    /// Those of threads that work for its store.
+    /// The reference to the cache of the threads that work for its store.
     cache_ref: Option<Arc<CacheRef>>,
 }
 
@@ -256,7 +256,7 @@ impl PrefixCache {
         }
         let gone = cache.tree.clear(namespace, Cause { pressure: Pressure::Clear, at: Instant::now() });
         if let CacheState { below: Some(below), tree, .. } = &mut *cache {
-            // Of pages that are given back now.
+            // The offers are of pages that are given back now.
             drop(tree.take_offers());
             below.forget_tails();
             let keys = below.tier.forget(namespace);
@@ -317,8 +317,8 @@ impl PrefixCache {
         self.open(stream).current().tree.cached_len(namespace, tokens)
     }
 
-    /// Where the parts of a prompt are cached, or why they are not. Changes nothing. Waits for the store, if
-    /// there is one.
+    /// Explains where the parts of a prompt are cached, or why they are not. Changes nothing. Waits for the
+    /// store, if there is one.
     ///
     /// # Errors
     /// See [`Self::acquire`].
@@ -392,7 +392,7 @@ impl PrefixCache {
         lock(&self.shared.state).below.as_ref().map(|below| Arc::clone(&below.tier))
     }
 
-    /// What came and went since the last call, in order.
+    /// Takes the events of what came and went since the last call, in order.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a cache that was made without events.
@@ -419,7 +419,7 @@ impl PrefixCache {
         open.current().stats()
     }
 
-    /// What happened so far.
+    /// The counts of what happened so far.
     #[must_use]
     pub fn counts(&self) -> PrefixCounts {
         lock(&self.shared.state).counts
@@ -431,8 +431,8 @@ impl PrefixCache {
         (cache.stats(), cache.counts)
     }
 
-    /// How many evicted tokens had an age below 1, 2, 4, ... when they were: the tokens looked up since their
-    /// last use.
+    /// The numbers of evicted tokens that had an age below 1, 2, 4, ... when they were evicted: the tokens
+    /// looked up since their last use.
     #[must_use]
     pub fn eviction_ages(&self) -> [u64; AGE_BUCKETS] {
         lock(&self.shared.state).ages
@@ -461,7 +461,7 @@ impl Pool for PrefixCache {
         Slot::NOUN
     }
 
-    /// Its slots are the allocator's.
+    /// The slots of a cache are the allocator's.
     fn hands_out(&self) -> bool {
         false
     }

@@ -22,7 +22,7 @@ use super::{CachedSizes, Obtainable, Reclaim, TokenToKvPoolAllocator};
 pub struct PrefixTreeConfig {
     /// Tokens that are found together.
     pub page_size: usize,
-    /// What is evicted first.
+    /// The policy by which prefixes are evicted.
     pub policy: PolicyKind,
     /// The owner of cached slots in reports.
     pub name: String,
@@ -55,7 +55,7 @@ pub struct Inserted {
 pub struct EvictedNodes {
     /// Slots that became free. Without an allocator, all slots evicted.
     pub freed: usize,
-    /// Their slots, in the order of eviction.
+    /// The slots that were evicted, in the order of eviction.
     pub slots: Vec<i32>,
     /// Nodes that ceased to exist.
     pub gone: Vec<NodeHandle>,
@@ -101,7 +101,7 @@ struct TreeState {
     tree: Tree,
     /// The node at the end of no tokens.
     root: NodeHandle,
-    /// How often the allocator had been cleared.
+    /// The number of times that the allocator had been cleared.
     clears: u64,
     /// Nodes that ceased to exist when the allocator was cleared, for the next report.
     unreported: Vec<NodeHandle>,
@@ -133,7 +133,7 @@ impl PrefixTree {
         Ok(Self { allocator, config, owner, kept })
     }
 
-    /// Its settings.
+    /// The settings of the tree.
     #[must_use]
     pub const fn config(&self) -> &PrefixTreeConfig {
         &self.config
@@ -418,7 +418,7 @@ impl Drop for PrefixTree {
     }
 }
 
-/// Only for reports: a tree evicts when it is told to.
+/// The tree takes part in reports alone: it evicts when it is told to.
 impl Reclaim for Mutex<TreeState> {
     fn obtainable(&self, _stream: Stream) -> Obtainable {
         Obtainable::default()
@@ -440,7 +440,7 @@ impl fmt::Debug for PrefixTree {
 }
 
 fn new_tree(config: &PrefixTreeConfig, allocator: Option<&TokenToKvPoolAllocator>) -> Tree {
-    /// What a policy that learns remembers without an allocator.
+    /// The tokens that a policy that learns remembers without an allocator.
     const TOKENS: u64 = 1 << 20;
     let capacity = allocator.map_or(TOKENS, |allocator| allocator.stats().capacity as u64);
     let policy = config.policy.policy(capacity, KeyTokens::of_page_size(1));

@@ -11,10 +11,10 @@ use crate::memory::HostRows;
 
 use super::{Store, StoreTransfer};
 
-/// What a [`StoreCall`] asks for.
+/// The operation that a [`StoreCall`] asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreCallKind {
-    /// Which keys are there.
+    /// A look at which keys are there.
     Find,
     /// Copies of pieces to memory.
     Read,
@@ -22,7 +22,7 @@ pub enum StoreCallKind {
     Write,
 }
 
-/// What a call asks for, with the memory of the pieces.
+/// The operation that a call asks for, with the memory of the pieces.
 #[derive(Debug)]
 enum Work {
     Find,
@@ -61,7 +61,7 @@ pub struct RemoteStore {
     shared: Arc<Calls>,
 }
 
-/// What a store and its calls have in common.
+/// The state that a store and its calls have in common.
 #[derive(Debug, Default)]
 struct Calls {
     state: Mutex<CallQueues>,
@@ -224,7 +224,7 @@ impl Store for RemoteStore {
 }
 
 impl StoreCall {
-    /// What it asks for.
+    /// The operation that it asks for.
     #[must_use]
     pub const fn kind(&self) -> StoreCallKind {
         match self.work {

@@ -57,18 +57,18 @@ pub struct ReqToTokenConfig {
     pub strict: bool,
     /// Whether rows are zero when they are handed out.
     pub zero_rows: bool,
-    /// What writes the table.
+    /// The writers of the table.
     pub writers: TableWriters,
 }
 
-/// What writes a request table.
+/// The writers of a request table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TableWriters {
-    /// Its pool. Other writes are reported with [`ReqToTokenPool::mark_modified`].
+    /// The pool alone writes. Other writes are reported with [`ReqToTokenPool::mark_modified`].
     #[default]
     Pool,
-    /// Others as well, at any time: the host keeps no mirror, and takes a row that was handed out for written
-    /// as a whole.
+    /// Others write as well, at any time: the host keeps no mirror, and takes a row that was handed out for
+    /// written as a whole.
     Others,
 }
 
@@ -135,7 +135,7 @@ pub struct ReqToTokenPool {
     executor: Executor,
     /// The host's mirror of a table on a device that others do not write.
     mirror: Option<Arc<TableMirror>>,
-    /// By row, how often it was handed out, int64 in host memory.
+    /// The number of times that each row was handed out, int64 by row in host memory.
     generation: TensorView,
     generations: Vec<i64>,
 }
@@ -189,7 +189,7 @@ impl ReqToTokenPool {
         self.config.zero_rows
     }
 
-    /// What writes the table.
+    /// The writers of the table.
     #[must_use]
     pub const fn writers(&self) -> TableWriters {
         self.config.writers
@@ -213,8 +213,8 @@ impl ReqToTokenPool {
         &self.table
     }
 
-    /// By row, how often it was handed out: int64 `[rows]` in host memory, without a copy. [`Self::clear`]
-    /// keeps it.
+    /// The number of times that each row was handed out: int64 `[rows]` in host memory, without a copy.
+    /// [`Self::clear`] keeps it.
     #[must_use]
     pub const fn generation(&self) -> &TensorView {
         &self.generation

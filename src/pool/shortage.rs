@@ -1,5 +1,4 @@
-//! What a pool does when it is short of slots: it completes pending frees, waits for values in flight, and
-//! reclaims slots.
+//! A pool that is short of slots completes pending frees, waits for values in flight, and reclaims slots.
 
 use crate::base::{Page, Result};
 use crate::memory::Stream;
@@ -26,7 +25,7 @@ pub trait Reclaim: Send + Sync {
     }
 }
 
-/// What a [`Reclaim`] could free.
+/// The slots that a [`Reclaim`] could free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Obtainable {
     /// Slots that would be free at once.
@@ -53,9 +52,9 @@ pub(super) struct Missing {
 }
 
 impl Missing {
-    /// How many slots to reclaim, 0 for none: all that are missing, if they would be free at once. Otherwise
-    /// the call fails, and only what its repetition will lack when fences have passed is worth reclaiming, as
-    /// far as that takes a fence, too.
+    /// The number of slots to reclaim, 0 for none: all that are missing, if they would be free at once.
+    /// Otherwise the call fails, and only what its repetition will lack when fences have passed is worth
+    /// reclaiming, as far as that takes a fence, too.
     pub(super) fn to_reclaim(self, obtainable: Obtainable) -> usize {
         let Obtainable { at_once, behind_fences } = obtainable;
         let later = self.slots.saturating_sub(self.fenced);

@@ -42,7 +42,7 @@ pub(super) struct SlotTensors {
     runs: Vec<Run<Page>>,
     on_bad_free: OnBadFree,
     index_dtype: IndexDType,
-    /// How often it was cleared: what was taken before is not the taker's any more.
+    /// The number of times that it was cleared: what was taken before is not the taker's any more.
     clears: u64,
     /// Copies to slots in use, and some that are over.
     writers: Vec<Arc<Transfer>>,
@@ -394,7 +394,7 @@ impl SlotTensors {
         }
     }
 
-    /// How often it was cleared.
+    /// The number of times that it was cleared.
     pub(super) const fn clears(&self) -> u64 {
         self.clears
     }

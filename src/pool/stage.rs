@@ -50,7 +50,7 @@ pub(super) struct Stage {
     ahead: usize,
     /// Values of the current write; kept for its capacity.
     values: Vec<i32>,
-    /// The same as int64, for a stage of those; kept for its capacity.
+    /// The values of the current write as int64, for a stage of those; kept for its capacity.
     wide: Vec<i64>,
 }
 

@@ -17,7 +17,7 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// Bytes of the largest piece that it takes.
     fn most_bytes(&self) -> usize;
 
-    /// Which of the keys are there. May wait for other machines; the caller holds no locks.
+    /// Finds which of the keys are there. May wait for other machines; the caller holds no locks.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
@@ -54,7 +54,7 @@ struct StoreProgress {
 }
 
 impl StoreTransfer {
-    /// For pages that are `present` already, and `left` others.
+    /// A transfer of pages that are `present` already, and `left` others.
     pub(super) fn new(present: Vec<bool>, left: usize) -> Self {
         let state = Mutex::new(StoreProgress { present, left });
         Self { process: std::process::id(), state, over: Condvar::new() }
@@ -87,8 +87,8 @@ impl StoreTransfer {
         Ok(true)
     }
 
-    /// For each page whether it is where it was to go: after a `get` in memory, after a `put` in the store.
-    /// Pages that are not done are not.
+    /// Whether each page is where it was to go: after a `get` in memory, after a `put` in the store. Pages
+    /// that are not done are not.
     ///
     /// # Errors
     /// See [`StoreTransfer::query`].

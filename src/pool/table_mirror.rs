@@ -31,7 +31,7 @@ struct MirrorState {
     values: Vec<i32>,
     /// Rows written outside of this class.
     unknown: Bitmap,
-    /// By row, the end of the columns that echoes report as written.
+    /// The end of the columns that echoes report as written, by row.
     written: Vec<u32>,
     /// Changes from the first echo that has not arrived on, oldest first.
     changes: VecDeque<Change>,
@@ -51,7 +51,7 @@ enum Change {
 }
 
 impl TableMirror {
-    /// For a table of zeros that fills `region`.
+    /// A mirror of a table of zeros that fills `region`.
     pub(super) fn new(gpu: &Arc<Gpu>, region: &Region, rows: usize, columns: usize) -> Result<Arc<Self>> {
         let start = region.address().as_ptr().addr();
         let state = MirrorState {

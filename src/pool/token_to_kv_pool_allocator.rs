@@ -211,8 +211,8 @@ impl TokenToKvPoolAllocator {
         Ok(self.take(stream, take)?.flatten())
     }
 
-    /// Like [`Self::alloc`], in one ascending run: that which `fit` says. Reclaims nothing if there are
-    /// enough slots, but not in one run.
+    /// Works like [`Self::alloc`], with slots in one ascending run: the one which `fit` says. Reclaims
+    /// nothing if there are enough slots, but not in one run.
     ///
     /// # Errors
     /// See [`Self::alloc`].
@@ -281,7 +281,7 @@ impl TokenToKvPoolAllocator {
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        // What a failed call does not use is dropped when no lock is held.
+        // Owners that a failed call does not use are dropped when no lock is held.
         let mut keep = Some(keep);
         let keep = || keep.take().and_then(|keep| keep());
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
@@ -346,7 +346,7 @@ impl TokenToKvPoolAllocator {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)
     }
 
-    /// What it was made with.
+    /// The configuration that it was made with.
     fn config(&self) -> AllocatorConfig {
         let slots = self.lock();
         AllocatorConfig {
@@ -411,7 +411,7 @@ impl TokenToKvPoolAllocator {
             }
             drop(slots);
             for writer in writers {
-                // What cannot be ordered is waited for. A device that has failed writes nothing.
+                // The call waits for a copy that cannot be ordered. A device that has failed writes nothing.
                 if writer.stop(stream).is_err() {
                     let _ = writer.wait();
                 }

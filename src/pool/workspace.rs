@@ -402,7 +402,7 @@ thread_local! {
     static ENTERED: RefCell<Vec<Arc<SharedArena>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// By address, the arenas and the bytes of segments.
+/// The arenas and the bytes of segments, by address.
 type Segments = BTreeMap<usize, (Arc<SharedArena>, Range<usize>)>;
 
 /// Segments that frameworks hold.

@@ -363,9 +363,9 @@ pub fn export_legacy(view: &TensorView) -> NonNull<Legacy> {
 /// A managed tensor of another producer, owned until dropped.
 #[derive(Debug)]
 pub enum Import {
-    /// With a DLPack version.
+    /// A tensor with a DLPack version.
     Versioned(NonNull<Versioned>),
-    /// Without a version.
+    /// A tensor without a version.
     Legacy(NonNull<Legacy>),
 }
 

@@ -26,14 +26,14 @@ pub struct TensorView {
     offset: usize,
     dtype: DType,
     shape: Dims,
-    /// In elements, never negative.
+    /// The strides in elements, never negative.
     strides: Dims,
 }
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// What is chosen of one dimension.
+/// The part that is chosen of one dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pick {
     /// The first index.
@@ -53,7 +53,7 @@ impl TensorView {
         Self::packed(region, offset, dtype, Dims::of(shape)?)
     }
 
-    /// Like [`TensorView::contiguous`], with extents already converted.
+    /// Works like [`TensorView::contiguous`], with extents already converted.
     ///
     /// # Errors
     /// Same as [`TensorView::contiguous`].
@@ -87,7 +87,7 @@ impl TensorView {
         Self::contiguous(region, 0, DType::Bool, &[values.len()])
     }
 
-    /// The same bytes as another dtype of the same size.
+    /// Views the same bytes as another dtype of the same size.
     ///
     /// # Errors
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when the sizes differ.
@@ -98,7 +98,7 @@ impl TensorView {
         Ok(Self { dtype, ..self.clone() })
     }
 
-    /// What `picks` choose of the first dimensions: no copy.
+    /// The part that `picks` choose of the first dimensions: no copy.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are more picks than dimensions, or one
@@ -173,7 +173,7 @@ impl TensorView {
         (unsigned(last) + 1) * self.dtype.size()
     }
 
-    /// The same tensor over a copy of its [span](Self::span_bytes).
+    /// Views the same tensor over a copy of its [span](Self::span_bytes).
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when `region` is shorter than that.

@@ -22,9 +22,9 @@ pub struct Folder {
 /// Whether pages go through the system's cache of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileCaching {
-    /// They pass it by, where the file system can do that.
+    /// Pages pass the cache by, where the file system can do that.
     Direct,
-    /// They go through it.
+    /// Pages go through the cache.
     Cached,
 }
 

@@ -110,7 +110,7 @@ fn work(transfer: &Transfer, mut step: impl FnMut(usize, Stream) -> Result<()>) 
         transfer.note(Note::Done);
         number += 1;
     }
-    // What the step keeps alive goes before those that wait learn that it is over.
+    // The things that the step keeps alive go before those that wait learn that it is over.
     drop(step);
     transfer.note(Note::Over);
 }

@@ -19,13 +19,13 @@ pub struct Transfer {
 
 #[derive(Debug)]
 enum Runner {
-    /// On a thread.
+    /// The steps run on a thread.
     Thread { steps: usize, progress: Mutex<StepProgress>, moved: Condvar },
-    /// On a stream, with an event behind each step, and the streams that wait for the last one.
+    /// The steps run on a stream, with an event behind each step, and the streams that wait for the last one.
     Device { gpu: Arc<Gpu>, events: Vec<Event>, behind: Mutex<Vec<Stream>> },
 }
 
-/// How far a thread is.
+/// The progress of a thread.
 #[derive(Clone, Copy, Debug, Default)]
 struct StepProgress {
     done: usize,
@@ -210,12 +210,12 @@ impl Transfer {
     }
 }
 
-/// What a thread reports.
+/// A report of a thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Note {
     /// A step is done.
     Done,
-    /// It does no more.
+    /// The thread does no more.
     Over,
 }
 

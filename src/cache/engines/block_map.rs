@@ -20,7 +20,7 @@ enum Bytes {
 }
 
 impl BlockHash {
-    /// Its bytes.
+    /// The bytes of the hash.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         match &self.0 {
@@ -116,7 +116,7 @@ impl<V> Later<V> {
 #[derive(Debug)]
 pub struct BlockMap<V> {
     first: HashMap<BlockHash, (i64, V)>,
-    /// Only of hashes that more than one block has.
+    /// The later values of each hash that more than one block has.
     later: HashMap<BlockHash, Later<V>>,
 }
 

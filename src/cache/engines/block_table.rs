@@ -14,23 +14,23 @@ use super::{BlockHash, EvictionQueue};
 pub struct HashedTokens {
     /// The hash, with the group of layers.
     pub hash: BlockHash,
-    /// How many tokens of the prompt it covers, if that is known.
+    /// The number of tokens of the prompt it covers, if that is known.
     pub tokens: Option<u64>,
 }
 
-/// Where blocks with a hash go when they are no longer used.
+/// The place where blocks with a hash go when they are no longer used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HashedBlocks {
-    /// Behind all others, since they may be found again.
+    /// They go behind all others, since they may be found again.
     Last,
-    /// In front, as blocks without one.
+    /// They go in front, as blocks without a hash do.
     First,
 }
 
 /// Why blocks were not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NotTaken {
-    /// There are only so many free ones.
+    /// Fewer blocks are free than were asked for.
     Short {
         /// Blocks in the queue.
         free: usize,
@@ -39,7 +39,7 @@ pub enum NotTaken {
     InUse {
         /// The block.
         block: BlockId,
-        /// Its count of uses, which is not 0.
+        /// The block's count of uses, which is not 0.
         uses: i64,
     },
 }
@@ -81,7 +81,7 @@ impl Drop for TakenBlocks<'_> {
     }
 }
 
-/// How often each block is used, its hash, and the queue of free blocks.
+/// The number of uses of each block, its hash, and the queue of free blocks.
 ///
 /// An engine may set counts and drive the queue itself: what disagrees with the rest is refused where it
 /// matters.
@@ -129,7 +129,7 @@ impl BlockTable {
         &mut self.queue
     }
 
-    /// How often a block is used.
+    /// The number of uses of a block.
     #[must_use]
     pub fn uses(&self, block: BlockId) -> i64 {
         self.state(block).uses

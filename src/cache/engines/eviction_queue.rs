@@ -30,9 +30,9 @@ pub struct EvictionQueue {
 /// An end of an [`EvictionQueue`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueEnd {
-    /// What is taken next.
+    /// The end with the block that is taken next.
     Front,
-    /// What is taken last.
+    /// The end with the block that is taken last.
     Back,
 }
 

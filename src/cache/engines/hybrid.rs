@@ -71,7 +71,8 @@ impl Part {
     }
 }
 
-/// What an engine calls a page by, where others are told of it: a digest of its tokens and of all before it.
+/// The name that an engine has for a page where it tells others of it: a digest of its tokens and of all
+/// before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageDigest(pub [u8; 32]);
 
@@ -80,7 +81,8 @@ pub trait Keys {
     /// The number of tokens.
     fn count(&self) -> usize;
 
-    /// How many of the first of `with`, at most [`BLOCK`], are the tokens from `at` on. As many follow there.
+    /// The number of the first tokens of `with`, at most [`BLOCK`], that are the tokens from `at` on. As many
+    /// follow there.
     fn common(&self, at: usize, with: TokenBlock<'_>) -> usize;
 
     /// Appends `count` tokens from `at` on to `out`.
@@ -117,7 +119,7 @@ impl SlotSource for &[EngineSlot] {
     }
 }
 
-/// How a window part behaves.
+/// The behaviour of a window part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowConfig {
     /// Tokens of history that must be there.
@@ -126,12 +128,12 @@ pub struct WindowConfig {
     pub gates: bool,
 }
 
-/// How a state part behaves.
+/// The behaviour of a state part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateConfig {
     /// States can be taken at multiples of this number of tokens.
     pub grid: usize,
-    /// How many states one path keeps.
+    /// The maximum number of states that one path keeps.
     pub max_per_path: Option<usize>,
 }
 
@@ -140,7 +142,7 @@ pub struct StateConfig {
 pub struct HybridConfig {
     /// Tokens that are found together, at least 1.
     pub page_size: usize,
-    /// What is evicted first.
+    /// The order of evictions.
     pub order: EvictionOrder,
     /// The sliding window, if the model has one.
     pub window: Option<WindowConfig>,
@@ -181,7 +183,7 @@ impl Moment {
 struct NamespaceId(u32);
 
 impl NamespaceId {
-    /// That of [`Namespace::Unnamed`].
+    /// The number of [`Namespace::Unnamed`].
     const UNNAMED: Self = Self(0);
 }
 
@@ -189,10 +191,10 @@ impl NamespaceId {
 #[derive(Debug)]
 struct Node {
     parent: NodeId,
-    /// Of the first page and the namespace.
+    /// The fingerprint of the first page and the namespace.
     fingerprint: u32,
     children: u32,
-    /// Where it is among the children of its parent: those that came earlier have lower numbers.
+    /// The place among the children of its parent: those that came earlier have lower numbers.
     place: u64,
     namespace: NamespaceId,
     /// A whole number of pages.
@@ -201,21 +203,21 @@ struct Node {
     end: usize,
     /// Tokens of the longest prompt that went through it, evicted since or not.
     reach: usize,
-    /// Of its pages, if the engine has named them.
+    /// The digests of its pages, if the engine has named them.
     hashes: Vec<PageDigest>,
-    /// By part; empty where there is none.
+    /// The slots and states by part; empty where there is none.
     values: [Vec<EngineSlot>; 3],
     /// Numbers of locks, by part.
     locks: [u32; 3],
     /// The name of the window locks that end here.
     boundary: Option<Boundary>,
-    /// In the lists of windows and states.
+    /// The links in the lists of windows and states.
     links: [ListLink; 2],
     used: Moment,
     created: Moment,
     hits: u32,
     priority: i64,
-    /// Its rank, if it is queued.
+    /// The rank of the node, if it is queued.
     queued: Option<EvictionRank>,
 }
 
@@ -291,7 +293,7 @@ pub struct NegativeSize(pub i64);
 pub struct HybridTree {
     config: HybridConfig,
     nodes: Vec<Node>,
-    /// How often each number of a node was in use before.
+    /// The number of times that each number of a node was in use before.
     generations: Vec<u32>,
     /// The numbers of nodes that are gone.
     vacant: Vec<NodeId>,
@@ -306,7 +308,7 @@ pub struct HybridTree {
     secrets: [u64; 3],
     now: u64,
     sizes: [Sizes; 3],
-    /// Of windows and states, the value used last first.
+    /// The lists of windows and states, the value used last first.
     lists: [List; 2],
     queue: Queue,
     walks: evict::Walks,
@@ -347,7 +349,7 @@ impl HybridTree {
         tree
     }
 
-    /// Its settings.
+    /// The settings of the tree.
     #[must_use]
     pub const fn config(&self) -> &HybridConfig {
         &self.config

@@ -15,11 +15,11 @@ pub type OffloadKey = Arc<[u8]>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadId(u32);
 
-/// When a chunk was used: the lower goes first.
+/// The rank of a chunk by the time of its use: the lower goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct OffloadRank {
     at: u64,
-    /// Its position in the prompt of the request at work.
+    /// The position of the chunk in the prompt of the request at work.
     position: Reverse<i64>,
 }
 

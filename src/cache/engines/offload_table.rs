@@ -11,9 +11,9 @@ use crate::cache::RecencyList;
 /// A chunk that an engine offers or asks for.
 #[derive(Clone, Copy, Debug)]
 pub struct NamedChunk<'a> {
-    /// Its name. The last four bytes are its group of layers, as vLLM's `OffloadKey` has it.
+    /// The name of the chunk. The last four bytes are its group of layers, as vLLM's `OffloadKey` has it.
     pub key: &'a [u8],
-    /// Where it ends in the prompt of the request, if that is known.
+    /// The position of its end in the prompt of the request, if that is known.
     pub position: Option<i64>,
 }
 
@@ -60,29 +60,29 @@ fn sort_if_known(chunks: &mut [&Used]) {
 /// Chunks that are to be stored.
 #[derive(Debug, Default)]
 pub struct Storing {
-    /// Which of those that were offered.
+    /// The positions of the chosen chunks among those offered.
     pub chosen: Vec<usize>,
     /// The place of each.
     pub places: Vec<OffloadPlace>,
-    /// What makes way for them.
+    /// The chunks that make way for them.
     pub evicted: Vec<OffloadKey>,
 }
 
-/// How chunks came or went.
+/// The way in which chunks came or went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadChange {
-    /// They can be found.
+    /// The chunks can be found.
     Stored,
-    /// They were evicted.
+    /// The chunks were evicted.
     Evicted,
-    /// They were to be stored, and that failed.
+    /// The chunks were to be stored, and that failed.
     Failed,
 }
 
 /// Chunks that came or went together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OffloadEvent {
-    /// What happened to them.
+    /// The change of these chunks.
     pub change: OffloadChange,
     /// The chunks.
     pub keys: Vec<OffloadKey>,
@@ -91,16 +91,16 @@ pub struct OffloadEvent {
 /// Whether a chunk can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadStage {
-    /// It is being stored.
+    /// The chunk is being stored.
     Arriving,
-    /// It can be read.
+    /// The chunk can be read.
     Ready,
 }
 
 /// A chunk as it is now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadedChunk {
-    /// Its place, below the capacity.
+    /// The place of the chunk, below the capacity.
     pub place: OffloadPlace,
     /// Whether it can be read.
     pub stage: OffloadStage,
@@ -108,12 +108,12 @@ pub struct OffloadedChunk {
     pub loads: u32,
 }
 
-/// How [`OffloadTable`] is made.
+/// The settings of an [`OffloadTable`].
 #[derive(Clone, Copy, Debug)]
 pub struct OffloadConfig {
     /// Places, one for each chunk.
     pub capacity: u32,
-    /// How often a chunk is offered until it is stored. Up to 1, each is stored at once.
+    /// The number of times that a chunk is offered until it is stored. Up to 1, each is stored at once.
     pub store_threshold: usize,
     /// Chunks whose offers are counted.
     pub max_tracked: usize,
@@ -134,7 +134,7 @@ pub struct OffloadCounts {
     pub idle: usize,
 }
 
-/// Which chunk is in which place of host memory.
+/// Keeps which chunk is in which place of host memory.
 ///
 /// What is stored is found when it is complete. What transfers use keeps its place. Of the rest goes first
 /// what [`OffloadOrder`] says, and never what the same call offers.
@@ -189,7 +189,7 @@ impl OffloadTable {
         self.order.find(key).map(|chunk| *self.order.get(chunk))
     }
 
-    /// How often a chunk was offered lately, of those that are counted.
+    /// The number of times that a chunk was offered lately; 0 for a chunk that is not counted.
     #[must_use]
     pub fn offers_of(&self, key: &[u8]) -> usize {
         self.offers.as_ref().map_or(0, |offers| offers.count(key))
@@ -247,7 +247,7 @@ impl OffloadTable {
         Ok(Some(storing))
     }
 
-    /// Of chunks that are offered, the positions of those to store, and those that the request uses.
+    /// The positions of offered chunks to store, and the offered chunks that the request uses.
     fn choose<'a>(
         &mut self,
         chunks: &[NamedChunk<'a>],
@@ -416,7 +416,7 @@ impl OffloadTable {
         self.free.clear();
     }
 
-    /// What came and went since the last call. Of what failed only that which is not here again.
+    /// Takes the events since the last call. Chunks that failed are in them only if they are not here again.
     pub fn take_events(&mut self) -> Vec<OffloadEvent> {
         let mut events = self.events.as_mut().map(std::mem::take).unwrap_or_default();
         for event in events.iter_mut().filter(|event| event.change == OffloadChange::Failed) {
@@ -515,7 +515,7 @@ id!(
     "offer"
 );
 
-/// How often chunks were offered: those offered lately.
+/// Counts the offers of the chunks that were offered lately.
 #[derive(Debug)]
 struct OfferCounts {
     threshold: usize,

@@ -8,7 +8,7 @@ use std::ops::Bound;
 use super::{NodeId, Tick};
 use crate::base::{Id, widen};
 
-/// What orders leaves: a level, and within it a moment.
+/// The order of leaves: by level, and within it by moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank(u64);
 

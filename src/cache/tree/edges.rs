@@ -1,4 +1,4 @@
-//! From a node to its children, by the fingerprint of their first page.
+//! The way from a node to its children, by the fingerprint of their first page.
 //!
 //! One open table for all nodes, of words that are half a hash and a child. A look-up, an insertion and a
 //! removal touch one line of the processor's cache, or a few where many words belong. Children of equal hash
@@ -145,7 +145,7 @@ impl Edges {
         (at + 1) & (self.buckets.len() - 1)
     }
 
-    /// How many buckets `to` lies behind `from`.
+    /// The number of buckets that `to` lies behind `from`.
     const fn steps(&self, from: usize, to: usize) -> usize {
         to.wrapping_sub(from) & (self.buckets.len() - 1)
     }

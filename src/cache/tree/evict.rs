@@ -12,7 +12,7 @@ use crate::cache::Tier;
 /// Number of entries in the histogram of ages: one per power of two of tokens.
 pub const AGE_BUCKETS: usize = 40;
 
-/// What the tree gave up, to be freed by the caller.
+/// The pages and snapshots that the tree gave up, to be freed by the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Evicted {
@@ -37,8 +37,8 @@ impl Default for Evicted {
 #[derive(Debug)]
 pub(super) struct Queues {
     pub(super) policy: Box<dyn Policy>,
-    /// Those with a priority, which go when there are no others: the lowest priority first, then the least
-    /// recently used.
+    /// The leaves with a priority, which go when there are no others: the lowest priority first, then the
+    /// least recently used.
     retained: BTreeSet<(u8, Tick, NodeId)>,
     /// The leaf that was evicted last, and those that were fetched since they probably follow, in this order.
     upcoming: VecDeque<NodeId>,
@@ -54,11 +54,11 @@ impl Queues {
     }
 }
 
-/// How many evictions ahead nodes are fetched: as many as it takes, and few enough that all of them stay
-/// near.
+/// The number of evictions that nodes are fetched ahead: as many as it takes, and few enough that all of them
+/// stay near.
 const NODES_AHEAD: usize = 24;
 
-/// How many evictions ahead edges are fetched, for which the node must have come.
+/// The number of evictions that edges are fetched ahead, for which the node must have come.
 const EDGES_AHEAD: usize = 12;
 
 impl Tree {

@@ -152,7 +152,7 @@ impl Tree {
         self.runs_up_to(place, from).concat()
     }
 
-    /// The same as they lie, in order.
+    /// The pages of positions `from..place.len` as they lie, in order.
     fn runs_up_to(&self, place: Place, from: usize) -> Vec<&[Page]> {
         let mut parts = Vec::new();
         let mut begin = place.len;
@@ -241,7 +241,7 @@ impl Tree {
             }
             at = parent;
         }
-        // What is detached is pruned.
+        // A detached node is pruned.
         if self.node(at).kind == Kind::Root {
             self.drop_if_empty(at);
         }

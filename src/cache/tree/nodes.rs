@@ -29,7 +29,7 @@ impl NodeHandle {
         Self(number)
     }
 
-    /// Its number, below 2**63.
+    /// The number of the handle, below 2**63.
     #[must_use]
     pub const fn number(self) -> u64 {
         self.0
@@ -39,7 +39,7 @@ impl NodeHandle {
 /// A number of a node is used at most so often, so that handles are signed 64-bit numbers.
 const LAST_GENERATION: u32 = u32::MAX >> 1;
 
-/// Where an insertion goes, and which tails it meets.
+/// The place of an insertion, and the tails that it meets.
 #[derive(Debug)]
 #[must_use]
 pub struct Insertion {
@@ -66,7 +66,7 @@ pub struct NodeInfo {
     pub parent: Option<NodeHandle>,
     /// The nodes behind, tails included.
     pub children: Vec<NodeHandle>,
-    /// Its tokens, without those of the nodes before.
+    /// The tokens of the node, without those of the nodes before.
     pub tokens: Vec<i32>,
     /// The pages of these tokens.
     pub pages: Vec<Page>,
@@ -83,7 +83,7 @@ pub(super) struct Siblings {
     by_first_page: HashMap<Page, NodeId>,
     /// Pages of those without locks of their own.
     unlocked: usize,
-    /// Those that are to be queued when the node before them is unlocked.
+    /// The tails that are to be queued when the node before them is unlocked.
     set_aside: BTreeSet<NodeId>,
     count: usize,
 }
@@ -249,7 +249,7 @@ impl Tree {
         };
         self.now = Tick::new(self.now.tokens() + 1);
         self.refresh(at);
-        // Of the tail that is continued.
+        // The uses of the tail that is continued.
         let mut uses = 0;
         if let Some(tail) = plan.continued {
             if self.node(tail).tokens.len() == tokens.len() {

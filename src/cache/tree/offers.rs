@@ -8,18 +8,19 @@ use super::{Hold, Namespace, NodeId, PageHash, Place, Tokens, Tree};
 use crate::cache::journal::KeyedRun;
 use crate::cache::{Digest, KeyChain, Tier};
 
-/// When pages are offered to the tier below.
+/// The moment when pages are offered to the tier below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offering {
-    /// When they are published.
+    /// Pages are offered when they are published.
     Published,
-    /// When a second request uses them.
+    /// Pages are offered when a second request uses them.
     SecondUse,
-    /// When they are evicted. Snapshots are offered when they are made: their places are few.
+    /// Pages are offered when they are evicted. Snapshots are offered when they are made: their places are
+    /// few.
     Evicted,
 }
 
-/// What a tier below has.
+/// The contents of a tier below.
 pub trait Lower {
     /// Whether a page is complete there.
     fn has_page(&self, key: &PageHash) -> bool;
@@ -28,7 +29,7 @@ pub trait Lower {
     fn has_state(&self, key: &PageHash) -> bool;
 }
 
-/// How a prompt goes on behind what the device has of it.
+/// The continuation of a prompt behind what the device has of it.
 #[derive(Clone, Debug)]
 pub struct Continuation {
     /// Makes the keys of the pages from `usable` on.
@@ -42,7 +43,7 @@ pub struct Continuation {
 /// Pages that follow each other, offered to the tier below.
 #[derive(Clone, Debug)]
 pub struct OfferedPages {
-    /// Their numbers in the allocator.
+    /// The numbers of the pages in the allocator.
     pub pages: Vec<Page>,
     /// The key of each page.
     pub keys: Vec<PageHash>,
@@ -50,7 +51,7 @@ pub struct OfferedPages {
     pub namespace: Namespace,
     /// The key of the page before them.
     pub parent: Option<PageHash>,
-    /// Their tokens, if the tree keeps a journal.
+    /// The tokens of the pages, if the tree keeps a journal.
     pub tokens: Vec<i32>,
 }
 
@@ -83,7 +84,7 @@ pub struct OfferedState {
     pub namespace: Namespace,
 }
 
-/// What a tree offers since the last call of [`Tree::take_offers`].
+/// The pages and snapshots that a tree has offered since the last call of [`Tree::take_offers`].
 #[derive(Debug, Default)]
 pub struct Offered {
     /// Runs of pages.
@@ -100,7 +101,7 @@ impl Offered {
     }
 }
 
-/// What is offered, and when.
+/// The pages and snapshots that are offered, and the moment when they are.
 #[derive(Debug)]
 pub(super) struct Offers {
     when: Offering,
@@ -114,8 +115,8 @@ impl Tree {
         self.offers = Some(Offers { when, list: Offered::default() });
     }
 
-    /// What was offered since the last call, in order. Pages that were [evicted](Offering::Evicted) are found
-    /// no more, and neither are snapshots that were given up in between.
+    /// Takes what was offered since the last call, in order. Pages that were [evicted](Offering::Evicted) are
+    /// found no more, and neither are snapshots that were given up in between.
     pub fn take_offers(&mut self) -> Offered {
         self.offers.as_mut().map_or_else(Offered::default, |offers| std::mem::take(&mut offers.list))
     }
@@ -138,8 +139,8 @@ impl Tree {
         self.keys_behind(namespace, (Some(begin), hold.found()), (tokens, limit), lower)
     }
 
-    /// How `tokens`, of which the first `limit` are looked at, go on behind what is found of them; `None` if
-    /// there are no keys.
+    /// The continuation of `tokens`, of which the first `limit` are looked at, behind what is found of them;
+    /// `None` if there are no keys.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none.
@@ -157,7 +158,7 @@ impl Tree {
         Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, Place::len), cached }))
     }
 
-    /// The same behind `begin`, of which the device has `found` tokens.
+    /// The same keys behind `begin`, of which the device has `found` tokens.
     pub(in crate::cache) fn keys_behind(
         &self,
         namespace: &Namespace,

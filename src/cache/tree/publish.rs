@@ -8,7 +8,7 @@ use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow}
 use crate::cache::journal::KeyedRun;
 use crate::cache::{Remembered, Tier};
 
-/// How much of the tokens behind a hold is cached already, by others.
+/// The part of the tokens behind a hold that others have cached already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Found {
@@ -34,7 +34,7 @@ impl Found {
 /// New pages that share a history.
 pub(super) struct Segment {
     pub(super) pages: usize,
-    /// What the policy remembers of them.
+    /// The facts that the policy remembers of them.
     pub(super) before: Remembered,
     pub(super) sum: Sum,
 }
@@ -46,7 +46,7 @@ const BATCH: usize = 32;
 struct Segments(Vec<Segment>);
 
 impl Segments {
-    /// What is remembered of the last page.
+    /// The facts that are remembered of the last page.
     fn last(&self) -> Remembered {
         self.0.last().map_or(Remembered::default(), |last| last.before)
     }

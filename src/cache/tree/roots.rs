@@ -81,7 +81,7 @@ impl Roots {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        /// Of a table, in addition to each entry.
+        /// The bytes of a table for each entry, in addition to the entry itself.
         const CONTROL: usize = 1;
         let ids = self.ids.capacity() * (size_of::<(Namespace, NodeId)>() + CONTROL);
         let spaces = self.spaces.capacity() * (size_of::<(NodeId, Space)>() + CONTROL);

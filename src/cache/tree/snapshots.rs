@@ -11,7 +11,7 @@ use super::{Found, Hold, NodeId, Tick, Tree};
 #[derive(Debug, Default)]
 pub(super) struct Snapshots {
     by_node: HashMap<NodeId, Snapshot>,
-    /// Those at whose node no lease ends, in the order in which they go.
+    /// The snapshots at whose node no lease ends, in the order in which they go.
     unused: BTreeSet<(SnapshotRank, Tick, NodeId)>,
 }
 
@@ -19,11 +19,11 @@ pub(super) struct Snapshots {
 struct Snapshot {
     slot: StateSlot,
     rank: SnapshotRank,
-    /// When its node had been used last as it became unused, if it is.
+    /// The last use of its node when the snapshot became unused, if it is.
     since: Option<Tick>,
 }
 
-/// What goes first.
+/// The order in which snapshots go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum SnapshotRank {
     /// A later one of the same request took its place.

@@ -30,7 +30,7 @@ struct Record {
 #[derive(Clone, Debug)]
 pub(super) struct Records {
     space: Range<u32>,
-    /// As many as belong to whole words of their numbers.
+    /// One record for each 64 indices; their number is rounded up to a multiple of 64.
     sets: Vec<Record>,
     /// The fenced indices, laid out like `sets`. Read only while there are some.
     fenced: Vec<u64>,
@@ -172,8 +172,8 @@ impl Records {
         given
     }
 
-    /// Like [`Records::give`], for `masks` with `count` indices in all, up to the first mask with an index
-    /// that is not live. Returns how many masks were moved.
+    /// Works like [`Records::give`], for `masks` with `count` indices in all, up to the first mask with an
+    /// index that is not live. Returns how many masks were moved.
     #[inline]
     pub(super) fn give_while_live(&mut self, masks: &[Mask], count: usize, to: Set) -> usize {
         if to == Set::Fenced || self.count(Set::Fenced) > 0 {

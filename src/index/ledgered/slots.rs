@@ -235,7 +235,7 @@ impl Ledgered<SlotAllocator> {
         Ok(bad)
     }
 
-    /// Like [`Self::note_given`], and records the owners that the last free removed from shared pages.
+    /// Works like [`Self::note_given`], and records the owners that the last free removed from shared pages.
     #[inline]
     fn note_removed(&mut self, is_free: bool) {
         self.note_given(is_free);
@@ -273,7 +273,7 @@ impl Ledgered<SlotAllocator> {
         self.inner.group_begin();
     }
 
-    /// Like [`SlotAllocator::group_end`], and also returns which call freed which values.
+    /// Works like [`SlotAllocator::group_end`], and also returns which call freed which values.
     ///
     /// # Errors
     /// Same as [`SlotAllocator::group_end`].

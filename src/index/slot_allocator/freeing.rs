@@ -17,7 +17,7 @@ pub(super) struct Freeing<'a> {
     pub(super) batch: FreeBatch<'a, Page>,
     /// Removed owners of pages that had more.
     pub(super) owners: RemovalBatch<'a>,
-    /// With pages of several slots, the pages added so far: each counts once. Empty otherwise.
+    /// The pages added so far, if pages have several slots: each counts once. Empty otherwise.
     pub(super) named: &'a mut Bitmap,
     pub(super) bad: BadFrees,
 }

@@ -59,8 +59,8 @@ impl SlotAllocator {
         self.pass_fence(id, |_, _| ());
     }
 
-    /// Like [`SlotAllocator::fence_passed`], and passes the pages that became free to `freed`; with `true`,
-    /// those that had more owners and lost the last one.
+    /// Works like [`SlotAllocator::fence_passed`], and passes the pages that became free to `freed`; with
+    /// `true`, those that had more owners and lost the last one.
     pub(in crate::index) fn pass_fence(&mut self, id: FenceId, mut freed: impl FnMut(Mask, bool)) {
         let passed: Vec<_> = self.fences.extract_if(.., |(fence, _)| *fence == id).collect();
         for (_, given) in passed {
@@ -95,7 +95,7 @@ impl SlotAllocator {
         batch.commit();
     }
 
-    /// Like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to the report.
+    /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to the report.
     pub(in crate::index) fn free_explained(
         &mut self,
         given: &IndexVec,

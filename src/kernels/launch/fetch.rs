@@ -45,7 +45,7 @@ impl PendingFetch {
         self.count == 0
     }
 
-    /// What kept the tensor alive. Dropping it may run foreign code: hold no lock then.
+    /// The owner that kept the tensor alive. Dropping it may run foreign code: hold no lock then.
     #[must_use]
     pub fn into_keep(self) -> Option<Keep> {
         self.keep
@@ -183,7 +183,7 @@ pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result
     read_indices(&host.borrow(0, tensor.dtype(), Dims::of(&[tensor.shape().numel()])?, Dims::new(&[1])?)?)
 }
 
-/// Like [`read_now`], with a kernel that handles strides.
+/// Works like [`read_now`], with a kernel that handles strides.
 fn read_strided(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
     let count = tensor.shape().numel();
     let mut reader = Fetcher::shared(gpu, count)?;

@@ -7,9 +7,9 @@ use crate::memory::{Gpu, Image};
 
 /// A compiled source file of kernels.
 pub(super) struct Compiled {
-    /// For every device.
+    /// The PTX for every device.
     ptx: &'static str,
-    /// For compute capability 9.0 and later.
+    /// The PTX for compute capability 9.0 and later.
     ptx_90: &'static str,
     /// Machine code, and its compute capability: devices with the same major number and at least this minor
     /// number run it.

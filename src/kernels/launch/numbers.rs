@@ -13,11 +13,11 @@ use crate::memory::RegionRange;
 #[repr(i32)]
 #[derive(Clone, Copy)]
 enum IndexKind {
-    /// In an int32 tensor, or computed.
+    /// The numbers are in an int32 tensor, or computed.
     Narrow = 0,
-    /// In an int64 tensor.
+    /// The numbers are in an int64 tensor.
     Wide = 1,
-    /// In the list that is passed with the launch.
+    /// The numbers are in the list that is passed with the launch.
     Listed = 2,
 }
 
@@ -68,7 +68,7 @@ impl<P> WithList<P> {
 /// The place of host arrays that a kernel reads.
 #[derive(Clone, Copy)]
 pub(super) enum Arrays<'a> {
-    /// In the list of the launch, concatenated.
+    /// The arrays are in the list of the launch, concatenated.
     Listed,
     /// Each one copied to the device.
     Copied(&'a [RegionRange<'a>]),
@@ -146,7 +146,7 @@ const fn first(value: i64, rest: i64) -> [i64; 8] {
     [value, rest, rest, rest, rest, rest, rest, rest]
 }
 
-/// The same elements in the same order with as few dimensions as possible, at least one.
+/// A description of the same elements in the same order with as few dimensions as possible, at least one.
 pub(super) fn collapsed(shape: &Dims, strides: &Dims) -> (i32, [i64; 8], [i64; 8]) {
     let (mut extents, mut steps) = (first(1, 1), [0i64; 8]);
     let mut ndim = 0;

@@ -13,7 +13,7 @@ use crate::memory::Borrowed;
 use super::grid::{Divisor, ELEMENTS_PER_LANE, RowGroup, Split, WORDS_PER_LANE, Word, word_of};
 use super::numbers::{Index, collapsed};
 
-/// How values are copied to their buffer: `WAY_...` of `params.cuh`.
+/// The way in which values are copied to their buffer: `WAY_...` of `params.cuh`.
 #[repr(i32)]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {

@@ -71,7 +71,7 @@ impl Rows {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Driver(&'static Table);
 
-/// While it lives, this thread may make calls that CUDA otherwise forbids to all threads during a capture,
+/// Lets this thread, while it lives, make calls that CUDA otherwise forbids to all threads during a capture,
 /// since most programs mean to have them captured: freeing memory, for example, or querying an event of
 /// another stream.
 pub(super) struct RelaxedThread {
@@ -283,7 +283,7 @@ impl Driver {
         checked!(self, cuMemcpyAsync(target, source, bytes, stream.into()))
     }
 
-    /// Like [`Driver::copy`], for `height` rows of `width` bytes.
+    /// Works like [`Driver::copy`], for `height` rows of `width` bytes.
     ///
     /// # Safety
     /// Same as [`Driver::copy`], for each row.

@@ -31,7 +31,7 @@ impl Event {
         })
     }
 
-    /// Like [`Event::record`]. `None` when the stream no longer exists, and so has no work of ours.
+    /// Works like [`Event::record`]. `None` when the stream no longer exists, and so has no work of ours.
     pub(super) fn record_if_there(gpu: &Arc<Gpu>, stream: Stream) -> Result<Option<Self>> {
         let _entered = gpu.enter()?;
         let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(gpu) };

@@ -41,9 +41,9 @@ pub struct Gpu {
 /// A direction of copies that run beside the caller's streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SideStream {
-    /// From host memory to the device.
+    /// Copies from host memory to the device.
     In,
-    /// From the device to host memory.
+    /// Copies from the device to host memory.
     Out,
 }
 
@@ -106,7 +106,7 @@ impl Gpu {
         }
         not_forked()?;
         let driver = probe::probe(0)?;
-        // What fails here fails in `open`, which says so.
+        // A call that fails here fails in `open`, which says so.
         let is_active = |ordinal: &u32| driver.has_context(*ordinal).unwrap_or(false);
         let in_use = || (0..driver.device_count().unwrap_or(0)).find(is_active);
         Self::open(driver.current_device().ok().or_else(in_use).unwrap_or(0))
@@ -148,7 +148,7 @@ impl Gpu {
         Ok(ContextGuard { driver, pushed, relaxed: None })
     }
 
-    /// Like [`Gpu::enter`], for calls that are safe during captures of other streams.
+    /// Works like [`Gpu::enter`], for calls that are safe during captures of other streams.
     pub(super) fn enter_beside_captures(&self) -> Result<ContextGuard> {
         let mut entered = self.enter()?;
         entered.relaxed = Some(self.driver.relax()?);
@@ -276,8 +276,8 @@ impl Gpu {
         unsafe { self.driver.copy(at(target), at(source), bytes(source), stream) }
     }
 
-    /// Like [`Gpu::copy`], for rows of bytes with a stride: both tensors are `[rows, bytes]`, with contiguous
-    /// rows at most 2 GiB apart.
+    /// Works like [`Gpu::copy`], for rows of bytes with a stride: both tensors are `[rows, bytes]`, with
+    /// contiguous rows at most 2 GiB apart.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for other tensors, [`ErrorKind::Driver`] when a driver call fails.

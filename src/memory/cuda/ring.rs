@@ -16,7 +16,7 @@ use super::{Event, Gpu, Pinned};
 /// Alignment of pieces, in bytes.
 const PIECE: usize = 16;
 
-/// From this many pieces in use on, the driver is asked which are done.
+/// The number of pieces in use from which on the driver is asked which are done.
 const LOOK_FROM: usize = 32;
 
 /// A ring of page-locked memory with a twin on the device, handed out piece by piece.
@@ -147,7 +147,7 @@ impl Ring {
         )
     }
 
-    /// Like [`Ring::upload`], to device memory as long as `values`, with no work but the copy.
+    /// Works like [`Ring::upload`], to device memory as long as `values`, with no work but the copy.
     ///
     /// # Errors
     /// Same as [`Ring::upload`].

@@ -18,9 +18,9 @@ struct Line {
 /// The contents of the block table, so that a step writes only new entries.
 #[derive(Debug)]
 pub(super) struct BlockTable {
-    /// By place in the batch.
+    /// The lines of the table, by place in the batch.
     lines: Vec<Line>,
-    /// By row, its last place in a batch.
+    /// The last place of each row in a batch.
     places: Vec<u32>,
 }
 

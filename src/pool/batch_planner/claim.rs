@@ -15,7 +15,7 @@ use crate::pool::{Lease, TokenToKvPoolAllocator};
 #[derive(Debug)]
 pub(super) struct Claim {
     lease: Arc<Lease>,
-    /// Its pages, until the request has them.
+    /// The pages of the lease, until the request has them.
     pages: PageList,
     is_kept: Cell<bool>,
 }
@@ -62,7 +62,7 @@ impl Claim {
         &self.pages
     }
 
-    /// The same, to be taken.
+    /// The pages of the lease, to be taken.
     pub(super) const fn pages_mut(&mut self) -> &mut PageList {
         &mut self.pages
     }

@@ -62,7 +62,7 @@ pub(super) struct PlannerState {
     requests: Requests,
     layout: PlanLayout,
     fields: Arc<Region>,
-    /// On a device, host copies of the fields that do not grow with the context; on the host, `fields`.
+    /// Host copies of the fields that do not grow with the context, for a device; on the host, `fields`.
     host_fields: Arc<Region>,
     executor: Executor,
     /// Maximum number of pages sent to a device at once.
@@ -73,7 +73,7 @@ pub(super) struct PlannerState {
     plans: usize,
     /// Counts changes of the pages of requests.
     changes: u64,
-    /// By row, the lease of the request.
+    /// The lease of each request, by row.
     leases: Vec<Option<Bound>>,
     /// The number of frees of rows until which leases of other calls' frees have ended.
     frees: u64,
@@ -180,7 +180,7 @@ impl PlannerState {
         }
         self.check_batch(count)?;
         let named = self.resolve(rows, table)?;
-        // By position: the pages of cached prefixes without a lease.
+        // The pages by position, those of cached prefixes without a lease.
         let mut shared: Vec<PageList> = reserve(count)?;
         let mut growths = reserve(count)?;
         for (position, &row) in named.iter().enumerate() {
@@ -389,7 +389,7 @@ impl PlannerState {
         }))
     }
 
-    /// If a ledger is kept, records the owner of a row as the owner of its new pages, from token `start` on.
+    /// Records the owner of a row as the owner of its new pages, from token `start` on, if a ledger is kept.
     fn sign(&self, row: RequestRow, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
@@ -476,7 +476,7 @@ impl Drop for PlannerState {
     }
 }
 
-/// If a ledger is kept, the current act in the name of a request: its row's owner, or the row.
+/// The current act in the name of a request, its row's owner or the row, if a ledger is kept.
 fn signed_act(row: RequestRow, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
     let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row.number()));

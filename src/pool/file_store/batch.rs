@@ -7,13 +7,13 @@ use crate::memory::HostRows;
 use crate::pool::StoreTransfer;
 use crate::transfer::wide;
 
-/// What a transfer moves, and between where.
+/// The pages that a transfer moves, and the memory that they move to or from.
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) keys: Vec<PageHash>,
     pub(super) rows: HostRows,
     pub(super) transfer: Arc<StoreTransfer>,
-    /// Of the last page, if pages are put.
+    /// The tick of the last page, if pages are put.
     pub(super) first_tick: u64,
 }
 

@@ -9,7 +9,7 @@ use crate::transfer::{BLOCK, wide};
 /// Bytes of an entry. A block is a whole number of them, so that none lies in two.
 pub(super) const ENTRY_BYTES: usize = 64;
 
-/// Where the entries begin.
+/// The offset where the entries begin.
 const ENTRIES: usize = BLOCK;
 
 const MAGIC: &[u8; 8] = b"kvpoolFS";
@@ -35,7 +35,7 @@ fn first<const N: usize>(hash: PageHash) -> [u8; N] {
     *hash.first_chunk().expect("a hash has 32 bytes")
 }
 
-/// What a store keeps of a page, in memory and in its entry.
+/// The facts that a store keeps of a page, in memory and in its entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Record {
     pub(super) key: PageHash,
@@ -50,12 +50,12 @@ id!(
     "slot of a file"
 );
 
-/// Where the entry of a slot is in the index.
+/// The offset of a slot's entry in the index.
 pub(super) fn entry_offset(slot: FileSlot) -> u64 {
     wide(ENTRIES + widen(slot.number()) * ENTRY_BYTES)
 }
 
-/// Where the page of a slot is.
+/// The offset of a slot's page.
 pub(super) fn page_offset(slot: FileSlot, slot_bytes: usize) -> u64 {
     u64::from(slot.number()) * wide(slot_bytes)
 }

@@ -28,7 +28,7 @@ pub(super) struct Opening<'a> {
 /// A page and its slot.
 type Page = (FileSlot, Record);
 
-/// What was found.
+/// The slots and the damage that were found.
 pub(super) struct Found {
     pub(super) slots: Slots,
     /// Entries and pages that were not what they should be.
@@ -74,7 +74,8 @@ impl Opening<'_> {
                 kept.push((slot, record));
             }
         }
-        // What is damaged may look right again when others have written, and one of two be back without the other.
+        // Damaged entries may look right again when others have written, and one of two be back without the
+        // other.
         clear_entries(self.disk, &unfit).map_err(|cause| failed(&cause))?;
         damaged += self.move_down(&mut kept)?;
         self.cut()?;

@@ -51,7 +51,7 @@ impl SlotUse {
 /// or given up. Slots that are held are not taken.
 #[derive(Debug)]
 pub(super) struct Slots {
-    /// Those that were ever used, at most `count`.
+    /// The slots that were ever used, at most `count`.
     places: Vec<SlotUse>,
     count: usize,
     /// Fewer than `count` while the disk is full.

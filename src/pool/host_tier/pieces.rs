@@ -11,7 +11,7 @@ use crate::memory::{HostRows, Region};
 use super::storage::{Arrivals, Storage};
 use super::{HostTier, TierCounts};
 
-/// What a piece holds.
+/// The contents of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::pool) enum PieceKind {
     /// The K and V of a page.
@@ -50,7 +50,7 @@ impl HeldPieces {
         &self.states
     }
 
-    /// Where the pieces of one kind are in their memory.
+    /// The ranges of the pieces of one kind in their memory.
     pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
         let entries = match kind {
             PieceKind::Page => &self.pages,
@@ -86,7 +86,7 @@ pub(in crate::pool) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Where they are in their memory.
+    /// The ranges of the pieces of one kind in their memory.
     pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
         self.pieces.ranges(kind)
     }
@@ -118,7 +118,7 @@ impl Incoming {
         &self.keys
     }
 
-    /// Where they are in their memory.
+    /// The ranges of the pieces in their memory.
     pub(in crate::pool) fn ranges(&self) -> &[Range<usize>] {
         &self.ranges
     }
@@ -222,7 +222,7 @@ impl HostTier {
         Some(Incoming { tier, kind, keys, ranges, gone, is_cut, entries })
     }
 
-    /// How often pieces of a kind were cleared.
+    /// The number of times that pieces of a kind were cleared.
     pub(in crate::pool) fn clears(&self, kind: PieceKind) -> u64 {
         self.storage(kind).map_or(0, |storage| storage.resident().clears())
     }
@@ -247,7 +247,7 @@ impl HostTier {
         self.storage(kind).map(Storage::region)
     }
 
-    /// What the bytes of a piece depend on, beside the model and the tokens.
+    /// The facts that the bytes of a piece depend on, beside the model and the tokens.
     pub(in crate::pool) fn geometry(&self, kind: PieceKind) -> Vec<Vec<u8>> {
         let (name, dtype, numbers) = match kind {
             PieceKind::Page => {

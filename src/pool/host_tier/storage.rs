@@ -18,7 +18,7 @@ use super::HostTierConfig;
 #[derive(Debug)]
 pub(super) struct Storage {
     chunks: Arc<ChunkPool>,
-    /// What the device reaches in place, if it does.
+    /// The pieces as the device reaches them in place, if it does.
     in_place: Option<Pieces>,
     copied: Pieces,
     resident: Mutex<Residency<Ticket<ChunkId>>>,
@@ -26,7 +26,7 @@ pub(super) struct Storage {
     locking: Mutex<Option<PageLocking>>,
 }
 
-/// What a storage has, under its lock.
+/// The contents of a storage, under its lock.
 pub(super) struct Resident<'a> {
     residency: MutexGuard<'a, Residency<Ticket<ChunkId>>>,
     _gate: Option<ForkGate>,
@@ -46,18 +46,18 @@ impl DerefMut for Resident<'_> {
     }
 }
 
-/// What begins to arrive, from places `I` of the device or, with `()`, from below.
+/// The pieces that begin to arrive, from places `I` of the device or, with `()`, from below.
 #[derive(Debug)]
 pub(super) struct Arrivals<I> {
     pub(super) entries: Vec<EntryId>,
     pub(super) keys: Vec<PageHash>,
-    /// Where it comes from.
+    /// The places that they come from.
     pub(super) from: Vec<I>,
-    /// Where it goes.
+    /// The chunks that they go to.
     pieces: Vec<ChunkId>,
-    /// The keys of what went for it.
+    /// The keys of the pieces that made way for them.
     pub(super) gone: Vec<PageHash>,
-    /// What had no place.
+    /// The number of pieces that had no place.
     pub(super) skipped: usize,
 }
 
@@ -117,12 +117,12 @@ impl Storage {
         let copied = pieces(Reach::Copied)?;
         let chunks = Arc::new(chunks);
         let locking = chunks.lock_pages();
-        // Of a single step, that is done.
+        // The locking of a single step is done.
         let locking = Mutex::new(locking.filter(|locking| locking.steps() > 1));
         Ok(Self { chunks, in_place, copied, resident: Mutex::default(), locking })
     }
 
-    /// What is here, under its lock.
+    /// The contents, under its lock.
     pub(super) fn resident(&self) -> Resident<'_> {
         // Threads of stores lock it, too.
         let gate = ForkGate::enter_on_own_thread();
@@ -159,7 +159,7 @@ impl Storage {
         Ok(true)
     }
 
-    /// What is found, and what arrives.
+    /// The numbers of pieces that are found, and that arrive.
     pub(super) fn counts(&self) -> [usize; 2] {
         let resident = self.resident();
         [resident.len(), resident.arriving()]
@@ -334,7 +334,7 @@ impl Storage {
         (keys, entries)
     }
 
-    /// Where entries that are held, or arrive, are in [`Self::region`].
+    /// The ranges in [`Self::region`] of entries that are held, or arrive.
     pub(super) fn ranges(&self, entries: &[EntryId]) -> Vec<Range<usize>> {
         let resident = self.resident();
         let begin = |&entry: &EntryId| widen(resident.place(entry).index().number()) * self.chunks.stride();

@@ -20,7 +20,7 @@ const STATES_SURVEYED: usize = 16;
 /// A store, and how the pieces of a tier are named there.
 #[derive(Debug)]
 pub(super) struct Backing {
-    /// What threads need of it.
+    /// The part of it that threads need.
     store_access: Arc<StoreAccess>,
     cache_ref: Arc<CacheRef>,
     /// Waits for copies to the tier, so that the store gets them without a call of the cache; and names and
@@ -29,7 +29,7 @@ pub(super) struct Backing {
     fetches: JobThread,
 }
 
-/// How threads reach the cache, until it goes.
+/// The reference by which threads reach the cache, until it goes.
 #[derive(Debug, Default)]
 pub(super) struct CacheRef(Mutex<Weak<CacheCore>>);
 
@@ -76,12 +76,12 @@ struct Names {
     part_bytes: usize,
 }
 
-/// What can be had of a prompt behind what the device has: in the tier already, or from the store.
+/// The part of a prompt that can be had behind what the device has: in the tier already, or from the store.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     /// The keys of the pages that a request could go on from, behind `usable` tokens of the device.
     pub(super) keys: Vec<PageHash>,
-    /// Which of them the store alone has.
+    /// The positions of the keys that the store alone has.
     pub(super) missing: Vec<usize>,
     /// Whether the store alone has the snapshot at their end.
     pub(super) lacks_state: bool,
@@ -100,7 +100,7 @@ impl Names {
         }
     }
 
-    /// In how many parts a piece is stored.
+    /// The number of parts in which a piece is stored.
     const fn parts(&self) -> usize {
         self.piece_bytes.div_ceil(self.part_bytes)
     }
@@ -137,7 +137,7 @@ impl StoreAccess {
         }
     }
 
-    /// Which pieces the store has. Waits for it.
+    /// Finds which pieces the store has. Waits for it.
     fn find(&self, kind: PieceKind, keys: &[PageHash]) -> Result<Vec<bool>> {
         if keys.is_empty() {
             return Ok(Vec::new());

@@ -21,9 +21,9 @@ use super::{LowerStore, LowerTier};
 pub(super) struct Below {
     pub(super) tier: Arc<HostTier>,
     pub(super) digest: Digest,
-    /// What is below the tier.
+    /// The store below the tier.
     pub(super) backing: Option<Backing>,
-    /// In the order of their copies.
+    /// The writes, in the order of their copies.
     writes: VecDeque<InFlight>,
     /// Pages and snapshots that are copied down.
     pages: HashMap<Page, Arc<Transfer>>,
@@ -181,7 +181,8 @@ impl Below {
         Some(if at(one) < at(other) { other } else { one })
     }
 
-    /// What the tier could add to a prefix: of `tokens`, at most `limit`, what follows the hold.
+    /// The tokens that the tier could add to a prefix: those of `tokens`, at most `limit`, that follow the
+    /// hold.
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
@@ -237,7 +238,7 @@ fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, tran
     }
 }
 
-/// What is given back when a copy is over, as this drops.
+/// The slots and pieces that are given back when a copy is over, as this drops.
 #[derive(Debug)]
 pub(super) struct ReleaseOnDrop {
     pub(super) states: Option<Arc<GdnPool>>,

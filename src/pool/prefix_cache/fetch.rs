@@ -15,10 +15,10 @@ use super::backing::{Backing, CacheRef, StoreAccess, Survey};
 /// Bytes that a store is asked for at once, if a page has no more.
 const BATCH_BYTES: usize = 16 << 20;
 
-/// How many such batches are on their way at a time: the next one waits when one is done.
+/// The number of such batches that are on their way at a time: the next one waits when one is done.
 const BATCHES: usize = 3;
 
-/// How long a wait goes on without a look at whether it was given up.
+/// The time that a wait goes on without a look at whether it was given up.
 const SLICE: Duration = Duration::from_millis(20);
 
 /// A prefix on its way from the store to the host tier, which keeps it there as long as this lives.
@@ -28,7 +28,7 @@ pub struct Fetch {
     progress: Arc<FetchProgress>,
 }
 
-/// How far a fetch is.
+/// The progress of a fetch.
 #[derive(Debug, Default)]
 struct FetchProgress {
     now: Mutex<Now>,
@@ -41,7 +41,7 @@ struct Now {
     len: usize,
     is_over: bool,
     is_given_up: bool,
-    /// What is kept in the tier, in the order of the prompt.
+    /// The pieces that are kept in the tier, in the order of the prompt.
     held: Vec<HeldPieces>,
 }
 
@@ -52,13 +52,13 @@ pub(super) struct FetchRequest {
     /// Tokens behind what the device has and a request could use.
     pub(super) tokens: Vec<i32>,
     pub(super) continuation: Continuation,
-    /// How often pieces of the tier were cleared.
+    /// The number of times that pieces of the tier were cleared.
     pub(super) clears: Clears,
     /// Whether the cache tells of what comes and goes.
     pub(super) has_events: bool,
 }
 
-/// How often the pieces of each kind were cleared.
+/// The number of times that the pieces of each kind were cleared.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clears {
     pages: u64,
@@ -66,7 +66,7 @@ pub(super) struct Clears {
 }
 
 impl Clears {
-    /// Those of a tier now.
+    /// The counts of a tier now.
     pub(super) fn now(tier: &HostTier) -> Self {
         Self { pages: tier.clears(PieceKind::Page), states: tier.clears(PieceKind::State) }
     }
@@ -210,7 +210,7 @@ impl FetchJob<'_> {
         let survey = self.store_access.survey(continuation.clone(), tokens, || self.goes_on())?;
         let Survey { keys, missing, lacks_state } = &survey;
         let tier = self.store_access.tier();
-        // What is there shall not make room for the rest.
+        // Pieces that are there shall not make room for the rest.
         self.keep(tier.hold_found(PieceKind::Page, keys).1);
         let state = keys.last().map(std::slice::from_ref).unwrap_or_default();
         if *lacks_state {
@@ -285,7 +285,7 @@ impl FetchJob<'_> {
         let FetchRequest { namespace, clears, .. } = self.request;
         let expect = || self.store_access.tier().expect(kind, keys, namespace, clears.of(kind));
         let incoming = if kind == PieceKind::Page && self.request.has_events {
-            // What goes for it is told before anything can come back.
+            // Pieces that make way for it are told before anything can come back.
             let mut incoming = None;
             self.cache_ref.visit(|cache| incoming = cache.expect_below(expect));
             incoming

@@ -23,7 +23,7 @@ use super::shared::{CacheCore, CacheState, Open};
 pub struct Lease {
     pub(super) shared: Arc<CacheCore>,
     namespace: Namespace,
-    /// How often the allocator had been cleared.
+    /// The number of times that the allocator had been cleared.
     pub(super) clears: u64,
     /// The stream on which it was made, for what a drop frees.
     stream: Stream,
@@ -105,7 +105,7 @@ impl Lease {
         })
     }
 
-    /// Like [`Self::with`], also if only the request needs the lease still.
+    /// Works like [`Self::with`], also if only the request still needs the lease.
     pub(super) fn with_request<R>(
         &self,
         stream: Stream,

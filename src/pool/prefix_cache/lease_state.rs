@@ -1,4 +1,4 @@
-//! What a lease holds, and who keeps it.
+//! The contents of a lease, and its holder.
 
 use std::sync::Arc;
 
@@ -10,23 +10,23 @@ use super::load::{Loadable, Loading};
 use super::request::{LeaseKeeper, LeasingRequest};
 use super::shared::{CacheState, Open};
 
-/// What a lease holds.
+/// The contents of a lease, and its holder.
 pub(super) struct LeaseState {
     pub(super) hold: Hold,
     pub(super) holder: Holder,
-    /// What the tier below could add.
+    /// The tokens that the tier below could add.
     pub(super) rest: Loadable,
-    /// What comes from there, behind the hold until it has arrived.
+    /// The load from there, behind the hold until it has arrived.
     pub(super) loading: Option<Loading>,
 }
 
-/// Who keeps a lease.
+/// The holder of a lease.
 pub(super) enum Holder {
-    /// Its user alone.
+    /// The user alone keeps it.
     User,
-    /// Its user, and a request to its end.
+    /// The user keeps it, and a request to its end.
     Both(LeasingRequest),
-    /// A request alone: the user has released it.
+    /// A request alone keeps it: the user has released it.
     Request(LeasingRequest),
 }
 
@@ -36,7 +36,7 @@ impl LeaseState {
         self.hold.len() + self.coming().map_or(0, |loading| loading.len)
     }
 
-    /// What is on its way.
+    /// The load that is on its way.
     pub(super) fn coming(&self) -> Option<&Loading> {
         self.loading.as_ref().filter(|loading| !loading.has_arrived)
     }
@@ -128,7 +128,7 @@ impl LeaseState {
         is_over
     }
 
-    /// Its request, if it has one, does not keep it any more. Returns whether that was its only holder.
+    /// Removes its request as a holder, if it has one. Returns whether that was its only holder.
     pub(super) fn lose_request(&mut self) -> bool {
         matches!(std::mem::replace(&mut self.holder, Holder::User), Holder::Request(_))
     }

@@ -19,7 +19,7 @@ use super::lock::PrefixLock;
 use super::taken_slot::TakenSlot;
 use super::{CacheCore, CacheState, Lease};
 
-/// What a tier could add to a prefix.
+/// The tokens that a tier could add to a prefix.
 #[derive(Debug, Default)]
 pub(super) struct Loadable {
     /// Tokens behind the prefix, in whole pages.
@@ -34,23 +34,23 @@ pub(super) struct Loadable {
 /// Drop it without locks.
 pub(super) struct Tail {
     shared: Arc<CacheCore>,
-    /// How often the allocator had been cleared.
+    /// The number of times that the allocator had been cleared.
     clears: u64,
-    /// Of what its end frees.
+    /// The stream of what its end frees.
     stream: Stream,
-    /// From where the holds of the leases end.
+    /// The keys of the pages from where the holds of the leases end.
     keys: Vec<PageHash>,
     tokens: Vec<i32>,
     pages: Vec<Page>,
     state: Option<StateSlot>,
     transfer: Arc<Transfer>,
-    /// What it comes from; `None` once nothing reads it.
+    /// The pieces that it comes from; `None` once nothing reads it.
     pieces: Mutex<Option<HeldPieces>>,
     outcome: Arc<Mutex<Outcome>>,
     arrived: Mutex<Option<Arrived>>,
 }
 
-/// How a load goes on.
+/// The outcome of a load.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Outcome {
     #[default]
@@ -59,7 +59,7 @@ enum Outcome {
     GivenUp,
 }
 
-/// What became of a part of a prefix that has arrived.
+/// The fate of a part of a prefix that has arrived.
 #[derive(Debug)]
 struct Arrived {
     /// Keeps it in the tree.
@@ -76,7 +76,7 @@ pub(super) struct Loading {
     pub(super) tail: Arc<Tail>,
     /// Tokens behind the hold of the lease that are the lease's.
     pub(super) len: usize,
-    /// Where the lease ends again if the load ends early, if that is not where its hold is.
+    /// The place where the lease ends again if the load ends early, if that is not where its hold is.
     pub(super) before: Option<Hold>,
     /// Whether the hold of the lease is at the end of it.
     pub(super) has_arrived: bool,
@@ -169,9 +169,9 @@ impl fmt::Debug for Load {
     }
 }
 
-/// How a load begins.
+/// The way in which a load begins.
 enum LoadStart<'a> {
-    /// It is complete, or another load does it.
+    /// The load is complete, or another load does it.
     Load(Load),
     /// There is no track slot for the state, or the tier has lost a page since.
     Short {
@@ -180,11 +180,11 @@ enum LoadStart<'a> {
     Request(Box<LoadRequest<'a>>),
 }
 
-/// What a load is about to bring back.
+/// The part of a prefix that a load is about to bring back.
 struct LoadRequest<'a> {
     /// Tokens of the lease.
     begin: usize,
-    /// Of what is on the device already.
+    /// The lock of what is on the device already.
     lock: PrefixLock,
     keys: Vec<PageHash>,
     tokens: Vec<i32>,
@@ -418,7 +418,7 @@ impl Tail {
         lock(&self.arrived).is_none() && !has_failed()
     }
 
-    /// Its pages, until the tree has them.
+    /// The pages of the tail, until the tree has them.
     pub(super) fn coming(&self) -> Vec<Page> {
         if lock(&self.arrived).is_some() { Vec::new() } else { self.pages.clone() }
     }
@@ -449,7 +449,8 @@ impl Tail {
         cache.coming -= self.pages.len() - known;
         *lock(&self.outcome) = Outcome::Arrived;
         *arrived = Some(Arrived { hold: own, spare: self.pages[..known].to_vec(), state });
-        // What it came from may go, unless it is complete in the order of a stream only: then it goes with this.
+        // The pieces that it came from may go, unless it is complete in the order of a stream only: then it
+        // goes with this.
         if self.transfer.is_over().unwrap_or(false) {
             drop(lock(&self.pieces).take());
         }
@@ -457,7 +458,7 @@ impl Tail {
 }
 
 impl Loading {
-    /// Where the lease would end again.
+    /// The place where the lease would end again.
     pub(super) fn into_before(self) -> Option<Hold> {
         self.before
     }

@@ -16,15 +16,15 @@ pub(in crate::pool) struct PrefixLock {
     pub(super) shared: Arc<CacheCore>,
     /// `None` once it is released.
     pub(super) hold: Option<Hold>,
-    /// What comes behind it, or has come.
+    /// The load of what comes behind it, or has come.
     pub(super) loading: Option<Loading>,
-    /// How often the allocator had been cleared.
+    /// The number of times that the allocator had been cleared.
     pub(super) clears: u64,
-    /// Of what its end frees.
+    /// The stream of what its end frees.
     pub(super) stream: Stream,
 }
 
-/// Where a [`PrefixLock`] is put, to end with the last owner of the place.
+/// The place where a [`PrefixLock`] is put, to end with the last owner of the place.
 pub(in crate::pool) type Parked = Arc<OnceLock<PrefixLock>>;
 
 impl Drop for PrefixLock {

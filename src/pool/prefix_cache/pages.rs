@@ -2,10 +2,10 @@
 
 use crate::base::{Error, Id, IndexVec, Page, Result};
 
-/// What becomes of a partial page at the end of what is published.
+/// The treatment of a partial page at the end of what is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rest {
-    /// It stays the caller's.
+    /// The partial page stays the caller's.
     Kept,
     Freed,
 }

@@ -9,7 +9,7 @@ use crate::cache::{Hold, Namespace};
 /// The pins of a cache. A call costs a look at the first that ends, and the pins that it ends.
 #[derive(Debug, Default)]
 pub(super) struct Pins {
-    /// In the order in which they end.
+    /// The pins, in the order in which they end.
     by_end: BTreeMap<End, Pin>,
     by_name: HashMap<Arc<Namespace>, BTreeSet<End>>,
     made: u64,

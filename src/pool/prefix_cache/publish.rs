@@ -1,4 +1,4 @@
-//! What a request has computed becomes the cache's.
+//! Publications: the tokens that a request has computed become the cache's.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -17,12 +17,12 @@ use super::request::{LeaseKeeper, LeasedRequest};
 use super::shared::{CacheState, Open};
 use super::taken_slot::TakenSlot;
 
-/// What a request has computed since the end of its lease.
+/// The tokens that a request has computed since the end of its lease.
 #[derive(Clone, Copy, Debug)]
 pub struct Publication<'a> {
     /// Tokens from the end of the lease on.
     pub tokens: &'a dyn Tokens,
-    /// Their slots. A planner knows those of its requests.
+    /// The slots of the tokens. A planner knows those of its requests.
     pub slots: Option<&'a IndexVec>,
     /// The working slot whose state is that of the last whole page's end.
     pub state: Option<i64>,

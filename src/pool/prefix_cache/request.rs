@@ -14,7 +14,7 @@ pub(in crate::pool) trait LeaseKeeper: Send + Sync {
 
 /// A request whose lease grows by a publication, locked.
 pub(in crate::pool) trait LeasedRequest {
-    /// Its pages of positions `from..to`.
+    /// The pages of positions `from..to`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it has fewer tokens, or its leased prefix
@@ -26,7 +26,7 @@ pub(in crate::pool) trait LeasedRequest {
     fn note_published(&mut self, from: usize, cached: &[Page]);
 }
 
-/// Which request keeps a lease.
+/// The request that keeps a lease.
 #[derive(Clone)]
 pub(in crate::pool) struct LeasingRequest {
     planner: Weak<dyn LeaseKeeper>,
@@ -38,7 +38,7 @@ impl LeasingRequest {
         Self { planner, row }
     }
 
-    /// Its row in the table.
+    /// The request's row in the table.
     pub(super) const fn row(&self) -> RequestRow {
         self.row
     }
@@ -48,7 +48,7 @@ impl LeasingRequest {
         self.planner.strong_count() > 0
     }
 
-    /// Its planner.
+    /// The request's planner.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when that is gone.

@@ -1,4 +1,4 @@
-//! What a prefix cache shares with its leases, loads and fetches, and a call of it.
+//! The state that a prefix cache shares with its leases, loads and fetches, and a call of it.
 
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -22,9 +22,10 @@ use super::load::Tail;
 use super::pins::Pins;
 use super::{PrefixCacheConfig, PrefixCounts, continues, new_tree};
 
-/// What a cache and its leases share.
+/// The state that a cache and its leases share.
 pub(super) struct CacheCore {
-    /// Not an owner: the allocator may own this, by a lock of a prefix that waits there for a fence.
+    /// The allocator, which this does not own: the allocator may own this, by a lock of a prefix that waits
+    /// there for a fence.
     pub(super) allocator: Weak<TokenToKvPoolAllocator>,
     pub(super) states: Option<Arc<GdnPool>>,
     pub(super) config: PrefixCacheConfig,
@@ -34,13 +35,13 @@ pub(super) struct CacheCore {
     pub(super) state: Mutex<CacheState>,
 }
 
-/// What a cache keeps.
+/// The contents of a cache.
 pub(super) struct CacheState {
     pub(super) tree: Tree,
     pub(super) counts: PrefixCounts,
     pub(super) pins: Pins,
     pub(super) ages: [u64; AGE_BUCKETS],
-    /// How often the allocator had been cleared.
+    /// The number of times that the allocator had been cleared.
     pub(super) clears: u64,
     pub(super) below: Option<Below>,
     /// Pages from the tier below, on their way or there twice, which the tree does not have.
@@ -268,7 +269,7 @@ impl Reclaim for CacheCore {
         let open = self.open(&allocator, stream);
         let cache = open.current();
         let evictable = cache.tree.evictable();
-        // Those that are being copied, or have to be, are free when the copy is over.
+        // Pages that are being copied, or have to be, are free when the copy is over.
         let behind_fences = match &cache.below {
             None => 0,
             Some(below) if below.tier.config().write == Offering::Evicted => evictable,

@@ -15,7 +15,7 @@ use super::shared::CacheState;
 pub(super) struct TakenSlot<'a> {
     states: &'a GdnPool,
     slot: Option<StateSlot>,
-    /// What reads the snapshot that was there.
+    /// The copy that reads the snapshot that was there.
     reader: Option<Arc<Transfer>>,
 }
 

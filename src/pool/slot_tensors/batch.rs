@@ -12,9 +12,9 @@ use crate::pool::mirror::known_values;
 /// The last slots of the requests of a batch.
 #[derive(Debug)]
 pub(in crate::pool) enum LastLocs<'a> {
-    /// On the host.
+    /// The slots are on the host.
     Known(Cow<'a, [i64]>),
-    /// In a tensor on the device of the pool, whose values the host does not have.
+    /// The slots are in a tensor on the device of the pool, whose values the host does not have.
     OnDevice(&'a Borrowed<'a>),
 }
 

@@ -23,7 +23,7 @@ pub(in crate::pool) struct CompletedFree {
 
 /// Maximum number of values in flight: one per slot, and some to spare.
 pub(super) fn fetched_at_once(slots: &SlotAllocator) -> usize {
-    /// For small pools, whose frees may list slots more than once.
+    /// The spare values for small pools, whose frees may list slots more than once.
     const SPARE: usize = 8 << 10;
     slots.capacity().saturating_add(SPARE)
 }

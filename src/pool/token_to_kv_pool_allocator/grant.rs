@@ -17,7 +17,7 @@ pub struct Grant<'a> {
     granted: Granted,
     /// Pages of the requests from before, which contain some of the slots.
     continued: Vec<Page>,
-    /// How often the allocator had been cleared: clearing it returns the slots, too.
+    /// The number of times that the allocator had been cleared: clearing it returns the slots, too.
     clears: u64,
     is_kept: bool,
 }

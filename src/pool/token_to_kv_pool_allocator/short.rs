@@ -130,7 +130,8 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    /// What the registered [`Reclaim`]s could free, as far as they know and a shortage needs to know.
+    /// The slots that the registered [`Reclaim`]s could free, as far as they know and a shortage needs to
+    /// know.
     fn obtainable(&self, short: Missing, stream: Stream) -> Obtainable {
         let mut all = Obtainable::default();
         for reclaim in self.reclaims() {

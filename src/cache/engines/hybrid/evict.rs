@@ -58,9 +58,9 @@ pub enum Victim {
 #[derive(Debug)]
 struct Walk {
     wanted: usize,
-    /// Of windows and states: the node that is looked at next.
+    /// The node to look at next, for windows and states.
     next: Option<NodeHandle>,
-    /// Of full attention: the leaf named last, and those named before that were not evicted.
+    /// The leaf named last, and those named before that were not evicted, for full attention.
     named: Vec<NodeHandle>,
 }
 
@@ -129,7 +129,7 @@ impl HybridTree {
         let (wanted, next) = (walk.wanted, walk.next);
         let Some(next) = next else { return Some(Victim::Nothing) };
         let is_evictable = |&id: &NodeId| self.is_listed(part, id) && self.node(id).locks[part.index()] == 0;
-        // What came between may have taken the node away, or locked it: begin again.
+        // A change in between may have taken the node away, or locked it: begin again.
         let at =
             self.at(next).filter(is_evictable).or_else(|| self.unlocked_from(part, self.list(part).last));
         let Some(id) = at.filter(|_| evicted < wanted) else {

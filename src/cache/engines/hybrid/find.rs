@@ -14,15 +14,15 @@ pub struct Match {
     pub visited: Option<NodeHandle>,
     /// Tokens with slots for full attention.
     pub full_len: usize,
-    /// Where a window would make more of the prompt usable: the end of its whole pages with slots for full
-    /// attention, if it is behind the prefix.
+    /// The position where a window would make more of the prompt usable: the end of its whole pages with
+    /// slots for full attention, if it is behind the prefix.
     pub window_branch: Option<usize>,
-    /// Where a state would: the last place of the grid with slots for full attention, if it is behind the
-    /// prefix.
+    /// The position where a state would do so: the last place of the grid with slots for full attention, if
+    /// it is behind the prefix.
     pub state_branch: Option<usize>,
 }
 
-/// How much of the last window is there, on the way down.
+/// The part of the last window that is there, on the way down.
 struct Coverage {
     /// Tokens since the last gap; before the first gap everything is covered.
     len: usize,
@@ -61,8 +61,8 @@ impl HybridTree {
         let child = self.child(node, namespace, page)?;
         let tokens = &self.node(child).tokens;
         let common_from = |begin| begin + tokens.common(begin, keys, at + begin);
-        // Those that were found are compared at their end alone, where a caller that is wrong about them is likely
-        // to be so. The first page is equal.
+        // Tokens that were found are compared at their end alone, where a caller that is wrong about them is
+        // likely to be so. The first page is equal.
         let known = found.saturating_sub(at).min(tokens.len()).min(keys.count() - at);
         let mut common = common_from(known.saturating_sub(BLOCK).max(page_size));
         if common < known {
@@ -170,8 +170,8 @@ impl HybridTree {
         self.requeue(id);
     }
 
-    /// How many tokens have slots for full attention, whatever the other parts say: the tokens, the deepest
-    /// node with some of them, and the tokens up to its end. Changes nothing.
+    /// Finds how many tokens have slots for full attention, whatever the other parts say: the tokens, the
+    /// deepest node with some of them, and the tokens up to its end. Changes nothing.
     #[must_use]
     pub fn peek(&self, name: &Namespace, keys: &dyn Keys) -> Peek {
         let way = self.walk(name, keys, usize::MAX, |_, _, _| ());

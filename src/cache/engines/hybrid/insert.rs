@@ -4,7 +4,7 @@ use super::{HybridTree, Keys, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotS
 use crate::base::{EngineSlot, Error, Result};
 use crate::cache::Namespace;
 
-/// What is known of tokens to insert.
+/// The facts about tokens to insert.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Insert {
     /// Tokens that the request had found in the tree, and has locked since: their slots are the tree's
@@ -22,7 +22,7 @@ pub struct Insert {
     pub branch: Option<usize>,
 }
 
-/// What the engine must do. Ranges are of the slots that are inserted.
+/// An action for the engine. Ranges are of the slots that are inserted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Free slots with their windows.
@@ -35,7 +35,7 @@ pub enum Action {
     Rebuild {
         /// The node that gets it.
         node: NodeHandle,
-        /// Its slots for full attention.
+        /// The slots of the node for full attention.
         slots: Vec<EngineSlot>,
     },
     /// Move the windows of inserted slots to slots that are locked, and give them to the node with
@@ -43,7 +43,7 @@ pub enum Action {
     Recover {
         /// The node that gets them.
         node: NodeHandle,
-        /// Its slots for full attention.
+        /// The slots of the node for full attention.
         kept: Vec<EngineSlot>,
         /// The inserted slots, whose windows are moved.
         incoming: Range,
@@ -62,7 +62,7 @@ impl Action {
 /// Positions from `start` up to `end`, without it.
 pub type Range = std::ops::Range<usize>;
 
-/// Which of the inserted values the tree has taken over.
+/// The inserted values that the tree has taken over.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Adopted {
     /// Slots for full attention.
@@ -92,7 +92,7 @@ pub struct InsertResult {
     pub had_state: bool,
     /// Whether the tokens reach the branch.
     pub reached_branch: bool,
-    /// What was taken over.
+    /// The values that were taken over.
     pub adopted: Adopted,
 }
 
@@ -100,7 +100,7 @@ pub struct InsertResult {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Step {
-    /// What is to be done, in this order.
+    /// The actions to take, in this order.
     pub acts: Vec<Action>,
     /// The result, in the last step. Without it, call [`HybridTree::advance`].
     pub result: Option<InsertResult>,
@@ -113,7 +113,7 @@ pub struct Step {
 pub struct Added {
     /// The node at their end.
     pub node: NodeHandle,
-    /// Their positions in the prompt.
+    /// The positions of the tokens in the prompt.
     pub tokens: Range,
 }
 
@@ -132,12 +132,12 @@ enum Phase {
 pub(super) struct Insertion {
     phase: Phase,
     insert: Insert,
-    /// Where the walk is.
+    /// The node that the walk has reached.
     node: NodeId,
     len: usize,
     is_new: bool,
     result: InsertResult,
-    /// What was not handed out yet.
+    /// The actions that were not handed out yet.
     acts: Vec<Action>,
     /// The tokens added, if they were not handed out yet.
     added: Option<Added>,
@@ -212,7 +212,7 @@ impl HybridTree {
                 }
             };
             if let Err(error) = done {
-                // What was found to be there twice is free all the same.
+                // Slots that were found to be there twice are free all the same.
                 self.insertion = Some(Insertion { phase: Phase::Tail, ..walk });
                 break Err(error);
             }
@@ -331,7 +331,7 @@ impl HybridTree {
         Ok(live)
     }
 
-    /// Where the windows of inserted slots begin.
+    /// The position where the windows of inserted slots begin.
     fn window_start(&self, insert: &Insert) -> Result<usize> {
         if insert.window_freed.is_multiple_of(self.config.page_size) {
             return Ok(insert.window_freed);

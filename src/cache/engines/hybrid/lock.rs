@@ -14,19 +14,19 @@ impl Boundary {
         Self(number)
     }
 
-    /// Its number, from 1 on.
+    /// The number of the boundary, from 1 on.
     #[must_use]
     pub const fn number(self) -> u64 {
         self.0
     }
 }
 
-/// What a lock took: it is released by the same.
+/// The record of what a lock took, by which it is released.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Receipt {
     /// The parts that are not locked.
     pub skipped: Skipped,
-    /// Where the lock of the window ends; `None` at the root.
+    /// The end of the window's lock; `None` at the root.
     pub boundary: Option<Boundary>,
 }
 
@@ -272,10 +272,10 @@ impl HybridTree {
     }
 }
 
-/// What [`HybridTree::lock`] did.
+/// The result of [`HybridTree::lock`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Locked {
-    /// What it is released with.
+    /// The receipt that releases the lock.
     pub receipt: Receipt,
     /// Slots for full attention that were without locks.
     pub newly: usize,
@@ -284,17 +284,17 @@ pub struct Locked {
 /// Whether the window of a lock was released before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowRelease {
-    /// It was not: the lock is as it was taken.
+    /// The window was not released: the lock is as it was taken.
     NotYet,
-    /// It was, and the state with it.
+    /// The window was released, and the state with it.
     Done,
 }
 
 /// Whether the state is released with a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateRelease {
-    /// It stays locked.
+    /// The state stays locked.
     Keep,
-    /// It is released, too.
+    /// The state is released, too.
     Release,
 }

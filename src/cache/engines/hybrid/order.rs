@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 
 use super::{Moment, Node, NodeId};
 
-/// What orders leaves: a level, and within it a moment. The lowest goes first.
+/// The order of leaves: by level, and within it by moment. The lowest goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct EvictionRank(i64, u64);
 
-/// What is evicted first.
+/// The order in which leaves are evicted, by the leaf that goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvictionOrder {
     /// The leaf used longest ago.

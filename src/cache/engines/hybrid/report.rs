@@ -10,7 +10,7 @@ use crate::cache::Namespace;
 /// A node on a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathNode {
-    /// Its name.
+    /// The name of the node.
     pub node: NodeHandle,
     /// The node before it.
     pub parent: NodeHandle,
@@ -27,13 +27,13 @@ pub struct PathNode {
 pub struct NodeState {
     /// The node before it; `None` for the root.
     pub parent: Option<NodeHandle>,
-    /// Its tokens, without those of the nodes before.
+    /// The tokens of the node, without those of the nodes before.
     pub tokens: Vec<i64>,
     /// Tokens up to its end.
     pub end: usize,
     /// Locks by part.
     pub locks: [u32; 3],
-    /// How often it was inserted.
+    /// The number of times that the node was inserted.
     pub hits: u32,
     /// Whether it may be evicted as a whole.
     pub is_leaf: bool,

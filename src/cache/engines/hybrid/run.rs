@@ -52,7 +52,7 @@ impl TokenBlock<'_> {
         }
     }
 
-    /// How many of the first tokens are the same.
+    /// The number of first tokens that are the same in `tokens`.
     #[must_use]
     pub fn common(&self, tokens: &[i64]) -> usize {
         match self {
@@ -115,7 +115,7 @@ impl TokenRun {
         self.len() == 0
     }
 
-    /// Those from `at` on, at most `count`.
+    /// The tokens from `at` on, at most `count`.
     pub(super) fn block(&self, at: usize, count: usize) -> TokenBlock<'_> {
         let end = self.len().min(at.saturating_add(count));
         match self {
@@ -124,7 +124,7 @@ impl TokenRun {
         }
     }
 
-    /// How many from `at` on are those of `keys` from `keys_at` on.
+    /// The number of tokens from `at` on that are those of `keys` from `keys_at` on.
     pub(super) fn common(&self, at: usize, keys: &dyn Keys, keys_at: usize) -> usize {
         let count = (self.len() - at).min(keys.count().saturating_sub(keys_at));
         let mut done = 0;

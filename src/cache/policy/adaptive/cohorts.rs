@@ -27,7 +27,7 @@ const ENDS: usize = CLASSES * COHORTS;
 struct CohortLink {
     older: u32,
     younger: u32,
-    /// When the leaf was used last.
+    /// The moment when the leaf was used last.
     used: Tick,
 }
 
@@ -57,7 +57,7 @@ pub(super) struct Cohorts {
     free: Vec<usize>,
     /// The cohort that is worth least, while that holds.
     choice: Option<Choice>,
-    /// When the choice is made anew.
+    /// The moment when the choice is made anew.
     due: Tick,
 }
 

@@ -16,12 +16,12 @@ const WAYS: usize = 8;
 /// Remembered blocks for each block of the capacity.
 const TIMES: u64 = 16;
 
-/// What is remembered of a block.
+/// The facts that are remembered of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ghost {
-    /// When a request used it last.
+    /// The moment when a request used it last.
     pub(super) used: Tick,
-    /// How many requests used it.
+    /// The number of requests that used it.
     pub(super) uses: u32,
 }
 

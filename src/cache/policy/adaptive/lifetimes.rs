@@ -49,7 +49,7 @@ pub(super) struct Lifetimes {
     snapshots: VecDeque<Snapshot>,
     /// Lookups, that is moments with a beginning. They fade like the counts.
     lookups: f64,
-    /// The same, but not fading.
+    /// Lookups in all: they do not fade.
     total: u32,
     last: Tick,
     learned: Tick,
@@ -171,7 +171,7 @@ impl Lifetimes {
 /// The survival of lifetimes by age.
 #[derive(Debug)]
 struct Curve {
-    /// Of those that reach an age, the share that ends there.
+    /// The share that ends at an age, of the lifetimes that reach it.
     hazard: [f64; AGES],
     /// The share that reaches an age.
     survival: [f64; AGES],
@@ -198,7 +198,7 @@ impl Curve {
         self.left *= 1.0 - hazard;
     }
 
-    /// For each age the most hits per unit of time that staying on can bring, over all times to stay.
+    /// The most hits per unit of time that staying on can bring at each age, over all times to stay.
     fn worth(&self, ages: &Ages, steps: usize) -> [f64; AGES] {
         // Hits by time, were every block kept until then: the best time to stay from an age on is where the
         // curve seen from there rises steepest, which is a corner of its upper hull.
@@ -208,7 +208,7 @@ impl Curve {
         for age in 0..last {
             let width = real(ages.floor(age + 1) - ages.floor(age));
             hits[age + 1] = hits[age] + self.survival[age] * self.hazard[age];
-            // Those that end do so in the middle, on average.
+            // Lifetimes that end do so in the middle, on average.
             time[age + 1] = time[age] + self.survival[age] * width * (1.0 - self.hazard[age] / 2.0);
         }
         let slope = |from: usize, to: usize| {

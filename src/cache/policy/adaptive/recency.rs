@@ -18,7 +18,7 @@ const SPANS: usize = 256;
 /// The share of what recency finds that may be lost while something else is tried.
 const ALLOWANCE: f64 = 0.01;
 
-/// What was found counts half after the capacity was looked up so many times.
+/// Tokens that were found count half after the capacity was looked up so many times.
 const HALF_LIFE: f64 = 256.0;
 
 /// The tokens used last from a time on, until the next span begins.
@@ -32,7 +32,7 @@ struct Span {
 #[derive(Debug)]
 pub(super) struct Recency {
     capacity: u64,
-    /// What recency would hold, oldest first.
+    /// The spans of the tokens that recency would hold, oldest first.
     spans: VecDeque<Span>,
     held: u64,
     /// The moment of the last call, and by how much `held` has grown since it began.
@@ -89,7 +89,7 @@ impl Recency {
             let over = if at == 0 { over.min(self.spans[0].tokens) } else { 0 };
             let span = &mut self.spans[at];
             let gone = span.tokens.min(left);
-            // Of the oldest span the beginnings are held, which are also what is looked up first.
+            // The beginnings of the oldest span are held; they are also what is looked up first.
             self.recent += real(gone.min(span.tokens - over));
             span.tokens -= gone;
             left -= gone;

@@ -13,7 +13,7 @@ use super::{PlannerState, Pools, as_many, signed_act};
 /// The lease of a request.
 #[derive(Debug)]
 pub(super) struct Bound {
-    /// How often the row had been handed out.
+    /// The number of times that the row had been handed out.
     pub(super) turn: u32,
     pub(super) lease: Arc<Lease>,
 }
@@ -25,7 +25,7 @@ impl Bound {
     }
 }
 
-/// How a batch is given back: at once, or behind a fence.
+/// The way in which a batch is given back: at once, or behind a fence.
 pub(in crate::pool::batch_planner) struct Release<'a> {
     pub(in crate::pool::batch_planner) fence: Option<FenceId>,
     /// The leases that are cut, to be dropped without locks.
@@ -38,7 +38,7 @@ pub(in crate::pool::batch_planner) struct Release<'a> {
 pub(in crate::pool::batch_planner) struct LeaseCut {
     pub(super) lease: Arc<Lease>,
     len: usize,
-    /// Where what the lease had stays locked; without it, that is not.
+    /// The place where what the lease had stays locked; without it, that is not locked.
     until: Option<Parked>,
     stream: Stream,
 }
