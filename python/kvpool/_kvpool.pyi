@@ -1052,9 +1052,9 @@ class ReqToTokenPool(Pool):
     ) -> Self: ...
     @property
     def generation(self) -> torch.Tensor:
-        """How often each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a padding row),
-        without a copy. `clear` keeps it: a row has another request if its number is another one. Do not write
-        to it.
+        """The number of times that each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a
+        padding row), without a copy. `clear` keeps it: a row has another request if its number is another one. Do not
+        write to it.
         """
     @property
     def req_to_token(self) -> torch.Tensor:
@@ -2195,7 +2195,7 @@ class HybridStep:
     """A step of an insertion."""
 
     def acts(self) -> list[HybridAct]:
-        """What the engine must do, in this order, as tuples. Ranges are of the inserted slots.
+        """The actions that the engine must take, in this order, as tuples. Ranges are of the inserted slots.
 
         ("free", start, end): free them with their windows. ("free_full", start, end): free them; their windows
         are free already. ("free_old", slots): free these slots; their windows are free. ("rebuild", node,
@@ -2208,8 +2208,8 @@ class HybridStep:
         """Whether the insertion is done. If not, call `advance` when the acts are."""
     @property
     def added(self) -> tuple[int, int, int] | None:
-        """What this step has added: the node at the end of it, its first token, and one past its last; `None` if
-        nothing.
+        """The tokens that this step has added: the node at their end, the first one, and one past the last; `None` if
+        there are none.
         """
     @property
     def found(self) -> int:
@@ -2225,8 +2225,8 @@ class HybridStep:
         """Whether the tokens reach the branch that `insert` was given."""
     @property
     def adopted(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Which of the inserted values the tree has taken over: two lists of ranges, of slots for full attention
-        and of windows.
+        """The inserted values that the tree has taken over: two lists of ranges, of slots for full attention and of
+        windows.
         """
 
 @final
@@ -2244,7 +2244,7 @@ class HybridFrees:
         """States; `None` for none."""
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many values of each part were given up."""
+        """The numbers of values of each part that were given up."""
     @property
     def removed(self) -> list[tuple[Namespace | tuple[Namespace, ...], bytes]]:
         """The nodes that are gone, of those whose pages have hashes: the namespace and the hashes of each, in the
@@ -2260,7 +2260,7 @@ class HybridNode:
         """The node before it; `None` for the root."""
     @property
     def tokens(self) -> list[int]:
-        """Its own tokens."""
+        """The node's own tokens."""
     @property
     def end(self) -> int:
         """Tokens up to its end."""
@@ -2269,7 +2269,7 @@ class HybridNode:
         """Locks by part."""
     @property
     def hits(self) -> int:
-        """How often it was inserted."""
+        """The number of times that it was inserted."""
     @property
     def is_leaf(self) -> bool:
         """Whether it may be evicted as a whole."""
@@ -2339,7 +2339,7 @@ class PrefixCache(Pool):
         """The pool of states, if there is one."""
     @property
     def tiers(self) -> tuple[()] | tuple[HostTier] | tuple[HostTier, FileStore | Store]:
-        """What lies below the device: a tuple."""
+        """The tiers below the device: a tuple."""
     @property
     def model(self) -> str | None:
         """The name of what the K and V are of, if there is a store."""
@@ -2847,7 +2847,7 @@ class TreeNode:
 
     @property
     def node(self) -> int:
-        """Its name."""
+        """The name of the node."""
     @property
     def parent(self) -> int | None:
         """The node before it; `None` for a root."""
@@ -2856,7 +2856,7 @@ class TreeNode:
         """The nodes behind it."""
     @property
     def tokens(self) -> list[int]:
-        """Its own tokens, without those of the nodes before it."""
+        """The node's own tokens, without those of the nodes before it."""
     @property
     def slots(self) -> list[int]:
         """The slots of its own tokens."""
@@ -2876,18 +2876,21 @@ class Segment:
         """One past the last position."""
     @property
     def state(self) -> str:
-        """Where it is cached, "device", "host" or "store", or the reason why it is not found: "no snapshot" (cached, but without
-        a snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
+        """The place where it is cached, "device", "host" or "store", or the reason why it is not found: "no snapshot"
+        (cached, but without a snapshot of the state at its end), "evicted", "other namespace", "never published", or
+        "page not full".
         """
     @property
     def pressure(self) -> str | None:
-        """Of what was evicted, why: "alloc" for an allocation that was short, "evict" and "clear" for these calls."""
+        """The cause of the eviction, if it was evicted: "alloc" for an allocation that was short, "evict" and "clear" for
+        these calls.
+        """
     @property
     def evicted_s(self) -> float | None:
-        """Of what was evicted, seconds since then."""
+        """Seconds since its eviction, if it was evicted."""
     @property
     def idle_tokens(self) -> int | None:
-        """Of what was evicted, how old it was: the tokens looked up between its last use and its eviction."""
+        """The age of what was evicted, if it was: the tokens looked up between its last use and its eviction."""
     @property
     def namespace(self) -> Namespace:
         """The other namespace that has it."""
@@ -2898,22 +2901,22 @@ class Stored:
 
     @property
     def pages(self) -> list[bytes]:
-        """Their keys, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
-        endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the
-        namespace (0: None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
+        """The keys of the pages, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
+        endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the namespace (0:
+        None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
         """
     @property
     def parent(self) -> bytes | None:
         """The key of the page before them; `None` at the beginning of a prompt."""
     @property
     def tokens(self) -> list[int]:
-        """Their token ids."""
+        """The token ids of the pages."""
     @property
     def namespace(self) -> Namespace:
-        """Their namespace."""
+        """The namespace of the pages."""
     @property
     def tier(self) -> str:
-        """Where they are: "device" or "host"."""
+        """The place where they are: "device" or "host"."""
 
 @final
 class Removed:
@@ -2921,10 +2924,10 @@ class Removed:
 
     @property
     def pages(self) -> list[bytes]:
-        """Their keys."""
+        """The keys of the pages."""
     @property
     def tier(self) -> str:
-        """Where they were: "device" or "host"."""
+        """The place where they were: "device" or "host"."""
 
 @final
 class Cleared:
@@ -3294,7 +3297,7 @@ class BufferPool(Pool):
     ) -> BufferPool: ...
     @property
     def rounding(self) -> str:
-        """How sizes are rounded up: "pow2" or "fine"."""
+        """The way in which sizes are rounded up: "pow2" or "fine"."""
     @property
     def free_count(self) -> int:
         """Number of free buffers."""
@@ -3586,7 +3589,7 @@ class HostTier(Pool):
         """Whether the memory was to be page-locked."""
     @property
     def write(self) -> str:
-        """When pages are copied there: "through", "selective" or "back"."""
+        """The moment when pages are copied there: "through", "selective" or "back"."""
     @property
     def page_bytes(self) -> int:
         """Bytes of K and V of a page."""
@@ -3844,8 +3847,8 @@ class StoreTransfer:
         """
     @property
     def present(self) -> list[bool]:
-        """For each page whether it is where it was to go: after a `get` in memory, after a `put` in the store. False for
-        pages that are not done, and for one that another `put` is still writing.
+        """Whether each page is where it was to go: after a `get` in memory, after a `put` in the store. False for pages
+        that are not done, and for one that another `put` is still writing.
 
         Raises:
             RuntimeError: As in `query`.
@@ -3913,7 +3916,7 @@ class _StoreCall:
 
     @property
     def kind(self) -> str | None:
-        """What it asks for: "find", "read" or "write"; `None` once it is finished."""
+        """The operation that it asks for: "find", "read" or "write"; `None` once it is finished."""
     @property
     def keys(self) -> list[bytes]:
         """The keys of the pages."""
@@ -3934,7 +3937,7 @@ class _PageLocking:
 
 @final
 class AddressSpace:
-    """Which bytes of a memory that others own are taken: the lowest range that is long enough comes first.
+    """Keeps which bytes of a memory that others own are taken: the lowest range that is long enough comes first.
 
     It hands out offsets from 0, and has no memory of its own. Calls are atomic and thread-safe. They take one step for
     each 64 gaps.
@@ -4017,7 +4020,7 @@ class AddressSpace:
         """All bytes, taken or free."""
     @property
     def alignment(self) -> int:
-        """What lengths are rounded up to a multiple of."""
+        """The number of bytes that lengths are rounded up to a multiple of."""
     @property
     def in_use(self) -> int:
         """Bytes that are taken."""
@@ -4045,13 +4048,13 @@ class Block:
 
     @property
     def block_id(self) -> int:
-        """Its number, from 0 on; -1 at the ends of a queue."""
+        """The number of the block, from 0 on; -1 at the ends of a queue."""
     @property
     def ref_cnt(self) -> int:
-        """How many requests use it."""
+        """The number of requests that use it."""
     @ref_cnt.setter
     def ref_cnt(self, count: int) -> None:
-        """How many requests use it."""
+        """The number of requests that use it."""
     @property
     def is_null(self) -> bool:
         """Whether it stands for no memory. It is never freed."""
@@ -4063,10 +4066,10 @@ class Block:
         """The pool that its queue was made for; `None` if there was none, or it is gone."""
     @property
     def block_hash(self) -> bytes | None:
-        """Its hash, bytes; `None` if it has none."""
+        """The hash of the block, bytes; `None` if it has none."""
     @property
     def block_hash_num_tokens(self) -> int | None:
-        """How many tokens of the prompt its hash covers."""
+        """The number of tokens of the prompt that its hash covers."""
     def set_block_hash(self, block_hash: bytes, num_tokens: int | None = None) -> None:
         """Gives it a hash.
 
@@ -4107,10 +4110,10 @@ class BlockQueue:
         """The number of free blocks."""
     @property
     def fake_free_list_head(self) -> Block:
-        """What stands before the first free block."""
+        """The object that stands before the first free block."""
     @property
     def fake_free_list_tail(self) -> Block:
-        """What stands behind the last free block."""
+        """The object that stands behind the last free block."""
     def popleft(self) -> Block:
         """Takes the first free block, whatever is counted of it.
 
@@ -4259,7 +4262,7 @@ class BlockMap:
 
 @final
 class OffloadTable:
-    """Which chunk is in which place of host memory, for an engine that names chunks and moves them itself.
+    """Keeps which chunk is in which place of host memory, for an engine that names chunks and moves them itself.
 
     Keys are bytes of any length, compared whole; their last four bytes are the group of layers, as vLLM's
     `OffloadKey` has it. Of what nothing uses, chunks of the request that is longest ago go first, and of a request

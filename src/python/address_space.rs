@@ -14,7 +14,7 @@ use super::debug::Debug;
 use super::logging::Reporter;
 use super::{args, with};
 
-/// Which bytes of a memory that others own are taken: the lowest range that is long enough comes first.
+/// Keeps which bytes of a memory that others own are taken: the lowest range that is long enough comes first.
 ///
 /// It hands out offsets from 0, and has no memory of its own. Calls are atomic and thread-safe. They take one step for
 /// each 64 gaps.
@@ -151,7 +151,7 @@ impl AddressSpace {
         self.lock().capacity()
     }
 
-    /// What lengths are rounded up to a multiple of.
+    /// The number of bytes that lengths are rounded up to a multiple of.
     #[getter]
     fn alignment(&self) -> usize {
         self.lock().alignment()

@@ -272,7 +272,7 @@ fn is_of_jax(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     }
 }
 
-/// What happens to [`rows`].
+/// The access to [`rows`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     Read,

@@ -25,7 +25,7 @@ static LEAKS_MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 /// A function over a pool.
 pub(super) type Look<'a> = &'a mut dyn FnMut(&dyn Contract);
 
-/// What a pool class supplies for the methods of [`BasePool`].
+/// The functions that a pool class supplies for the methods of [`BasePool`].
 pub(super) trait PoolClass:
     PyClass<BaseType = BasePool, Frozen = pyo3::pyclass::boolean_struct::True> + Sync
 {

@@ -60,7 +60,7 @@ pub(super) struct BatchPlanner {
     pub(super) planner: Arc<Planner>,
     table: Py<ReqToTokenPool>,
     allocator: Py<TokenToKvPoolAllocator>,
-    /// By field. Steps of equal sizes use the same tensors.
+    /// The tensors by field. Steps of equal sizes use the same tensors.
     pub(super) tensors: TensorCache<()>,
 }
 

@@ -20,7 +20,7 @@ pub(super) struct Objects {
     pub(super) back: Py<Block>,
 }
 
-/// Where a block stands.
+/// The place where a block stands.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum BlockPlace {
     /// It is one of the blocks of its queue.
@@ -50,12 +50,12 @@ impl Block {
         }
     }
 
-    /// Its number, which an end of a queue has not.
+    /// The number of the block, which an end of a queue has not.
     pub(super) fn own_number(&self) -> PyResult<BlockId> {
         self.number().ok_or_else(|| ownership("the end of a queue is no block".to_owned()))
     }
 
-    /// Its number in the queue of a table.
+    /// The number of the block in the queue of a table.
     pub(super) fn number_in(&self, table: &Arc<Mutex<BlockTable>>) -> Option<BlockId> {
         self.number().filter(|_| Arc::ptr_eq(&self.table, table))
     }
@@ -64,7 +64,7 @@ impl Block {
         lock(&self.table)
     }
 
-    /// What stands beside it, as long as there is the queue.
+    /// The object that stands beside it, as long as there is the queue.
     fn beside(
         &self,
         py: Python<'_>,
@@ -98,13 +98,13 @@ pub(super) fn shown(object: &Bound<'_, PyAny>) -> String {
 
 #[pymethods]
 impl Block {
-    /// Its number, from 0 on; -1 at the ends of a queue.
+    /// The number of the block, from 0 on; -1 at the ends of a queue.
     #[getter]
     pub(super) fn block_id(&self) -> i64 {
         self.number().map_or(-1, i64::from)
     }
 
-    /// How many requests use it.
+    /// The number of requests that use it.
     #[getter]
     fn ref_cnt(&self) -> i64 {
         self.number().map_or(0, |number| self.lock().uses(number))
@@ -138,14 +138,14 @@ impl Block {
         Ok((!pool.is_none(py)).then_some(pool))
     }
 
-    /// Its hash, bytes; `None` if it has none.
+    /// The hash of the block, bytes; `None` if it has none.
     #[getter]
     fn block_hash<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         let hash = self.lock().hashed(self.number()?)?.hash.clone();
         Some(PyBytes::new(py, hash.as_bytes()))
     }
 
-    /// How many tokens of the prompt its hash covers.
+    /// The number of tokens of the prompt that its hash covers.
     #[getter]
     fn block_hash_num_tokens(&self) -> Option<u64> {
         self.lock().hashed(self.number()?)?.tokens

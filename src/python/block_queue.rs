@@ -126,13 +126,13 @@ impl BlockQueue {
         self.lock().queue().len()
     }
 
-    /// What stands before the first free block.
+    /// The object that stands before the first free block.
     #[getter]
     fn fake_free_list_head(&self, py: Python<'_>) -> Py<Block> {
         self.objects().front.clone_ref(py)
     }
 
-    /// What stands behind the last free block.
+    /// The object that stands behind the last free block.
     #[getter]
     fn fake_free_list_tail(&self, py: Python<'_>) -> Py<Block> {
         self.objects().back.clone_ref(py)

@@ -48,7 +48,7 @@ pub(super) struct BufferPool {
     rounding: Rounding,
     debug: Debug,
     existing: Mutex<Vec<Py<PyAny>>>,
-    /// By buffer index.
+    /// The tensors by buffer index.
     tensors: TensorCache<Ticket<BufferId>>,
 }
 
@@ -260,7 +260,7 @@ impl BufferPool {
         lock(&self.pool).buckets().high_water_bytes()
     }
 
-    /// How sizes are rounded up: "pow2" or "fine".
+    /// The way in which sizes are rounded up: "pow2" or "fine".
     #[getter]
     const fn rounding(&self) -> &'static str {
         self.rounding.name()

@@ -65,7 +65,7 @@ pub(super) struct ChunkPool {
     debug: Debug,
     reporter: Reporter,
     pending: Arc<PendingCopies>,
-    /// By chunk index.
+    /// The tensors by chunk index.
     tensors: TensorCache<Ticket<ChunkId>>,
 }
 

@@ -22,10 +22,10 @@ pub(super) struct Debug {
 }
 
 impl Debug {
-    /// For pools that hand out nothing.
+    /// The setting for pools that hand out nothing.
     pub(super) const OFF: Self = Self { is_on: false };
 
-    /// From the argument `debug`, or from the environment variable `KVPOOL_DEBUG`. Opens the pool's ledger if
+    /// The setting of the argument `debug`, or of the environment variable `KVPOOL_DEBUG`. Opens the pool's ledger if
     /// on.
     pub(super) fn new(wanted: Option<bool>, pool: &mut impl Contract) -> Self {
         let debug = Self::without_ledger(wanted);

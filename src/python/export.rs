@@ -113,7 +113,7 @@ impl Torch {
         })
     }
 
-    /// Through a capsule, which every version reads.
+    /// Imports through a capsule, which every version reads.
     fn import_capsule(
         &self,
         py: Python<'_>,

@@ -319,8 +319,8 @@ impl StoreTransfer {
         wait_in_slices(py, timeout, |slice| self.transfer.wait(slice))
     }
 
-    /// For each page whether it is where it was to go: after a `get` in memory, after a `put` in the store. False for
-    /// pages that are not done, and for one that another `put` is still writing.
+    /// Whether each page is where it was to go: after a `get` in memory, after a `put` in the store. False for pages
+    /// that are not done, and for one that another `put` is still writing.
     ///
     /// Raises:
     ///     RuntimeError: As in `query`.

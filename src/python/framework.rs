@@ -29,13 +29,13 @@ pub(super) struct Torch {
     dtypes: Vec<(Py<PyAny>, DType)>,
     /// `torch.is_inference_mode_enabled`. PyTorch counts no writes to inference tensors.
     pub(super) is_inference: Py<PyAny>,
-    /// How tensors are made and read.
+    /// The way in which tensors are made and read.
     pub(super) exchange: Exchange,
 }
 
-/// How PyTorch's tensors are made and read.
+/// The way in which PyTorch's tensors are made and read.
 pub(super) enum Exchange {
-    /// Its DLPack exchange table, which PyTorch has since 2.10.
+    /// PyTorch's DLPack exchange table, which PyTorch has since 2.10.
     Table(Api),
     /// The functions in C below `torch.utils.dlpack`: what `torch.from_dlpack` and `Tensor.__dlpack__` do
     /// besides, in Python, takes ten times as long.
@@ -67,7 +67,7 @@ impl Exchange {
 /// meanwhile would break PyTorch's own operations as well.
 pub(super) struct Described<'a> {
     raw: RawTensor,
-    /// What the shape and the strides of `raw` belong to, if not to the tensor.
+    /// The owner of the shape and the strides of `raw`, if that is not the tensor.
     _import: Option<Import>,
     tensor: PhantomData<&'a ()>,
 }

@@ -159,7 +159,7 @@ impl HostTier {
         self.tier.config().pin_memory
     }
 
-    /// When pages are copied there: "through", "selective" or "back".
+    /// The moment when pages are copied there: "through", "selective" or "back".
     #[getter]
     fn write(&self) -> &'static str {
         let write = self.tier.config().write;

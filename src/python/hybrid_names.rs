@@ -7,7 +7,7 @@ use crate::cache::Namespace;
 
 use super::page_keys::namespace_of;
 
-/// What the bytes of a tuple begin with, and those of bytes that begin so.
+/// The byte that the bytes of a tuple begin with, and those of bytes that begin so.
 const ESCAPE: u8 = u8::MAX;
 
 /// The namespace that `object` names.

@@ -111,7 +111,7 @@ impl HybridFrees {
         tensor_or_none(py, &self.0.state)
     }
 
-    /// How many values of each part were given up.
+    /// The numbers of values of each part that were given up.
     #[getter]
     const fn counts(&self) -> (usize, usize, usize) {
         let [full, window, state] = self.0.counts;
@@ -147,7 +147,7 @@ pub(super) const fn pair(range: &Range) -> (usize, usize) {
 
 #[pymethods]
 impl HybridStep {
-    /// What the engine must do, in this order, as tuples. Ranges are of the inserted slots.
+    /// The actions that the engine must take, in this order, as tuples. Ranges are of the inserted slots.
     ///
     /// ("free", start, end): free them with their windows. ("free_full", start, end): free them; their windows
     /// are free already. ("free_old", slots): free these slots; their windows are free. ("rebuild", node,
@@ -164,8 +164,8 @@ impl HybridStep {
         self.0.result.is_some()
     }
 
-    /// What this step has added: the node at the end of it, its first token, and one past its last; `None` if
-    /// nothing.
+    /// The tokens that this step has added: the node at their end, the first one, and one past the last; `None` if
+    /// there are none.
     #[getter]
     fn added(&self) -> Option<(u64, usize, usize)> {
         let added = self.0.added.as_ref()?;
@@ -196,8 +196,8 @@ impl HybridStep {
         self.0.result.as_ref().is_some_and(|result| result.reached_branch)
     }
 
-    /// Which of the inserted values the tree has taken over: two lists of ranges, of slots for full attention
-    /// and of windows.
+    /// The inserted values that the tree has taken over: two lists of ranges, of slots for full attention and of
+    /// windows.
     #[getter]
     fn adopted(&self) -> (Pairs, Pairs) {
         let adopted = self.0.result.as_ref().map(|result| &result.adopted);
@@ -239,7 +239,7 @@ impl HybridNode {
         self.0.parent.map(NodeHandle::number)
     }
 
-    /// Its own tokens.
+    /// The node's own tokens.
     #[getter]
     fn tokens(&self) -> Vec<i64> {
         self.0.tokens.clone()
@@ -258,7 +258,7 @@ impl HybridNode {
         (full, window, state)
     }
 
-    /// How often it was inserted.
+    /// The number of times that it was inserted.
     #[getter]
     const fn hits(&self) -> u32 {
         self.0.hits

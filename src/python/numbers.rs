@@ -77,7 +77,7 @@ fn text(element: Element) -> String {
     if text == "NaN" { "nan".to_owned() } else { text }
 }
 
-/// What an index of Python chooses of a tensor: an int or a slice, or a tuple of them.
+/// The part that an index of Python chooses of a tensor: an int or a slice, or a tuple of them.
 pub(super) fn part_of(view: &TensorView, index: &Bound<'_, PyAny>) -> PyResult<TensorView> {
     let Ok(tuple) = index.cast::<PyTuple>() else {
         return part_of(view, PyTuple::new(index.py(), [index])?.as_any());

@@ -79,7 +79,7 @@ impl OffloadRequest {
     }
 }
 
-/// Which chunk is in which place of host memory, for an engine that names chunks and moves them itself.
+/// Keeps which chunk is in which place of host memory, for an engine that names chunks and moves them itself.
 ///
 /// Keys are bytes of any length, compared whole; their last four bytes are the group of layers, as vLLM's
 /// `OffloadKey` has it. Of what nothing uses, chunks of the request that is longest ago go first, and of a request

@@ -1,4 +1,4 @@
-//! What the key of a cached page is made of: its namespace, and the digest of its tokens.
+//! The parts that the key of a cached page is made of: its namespace, and the digest of its tokens.
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;

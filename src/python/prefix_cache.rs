@@ -100,7 +100,7 @@ impl PoolClass for PrefixCache {
     }
 }
 
-/// What lies below the device.
+/// The tiers below the device.
 fn lower_tier(tiers: &[Bound<'_, PyAny>], model: Option<&str>) -> PyResult<Option<LowerTier>> {
     let (host, store) = match tiers {
         [] => (None, None),
@@ -459,7 +459,7 @@ impl PrefixCache {
         self.states.as_ref().map(|states| states.clone_ref(py))
     }
 
-    /// What lies below the device: a tuple.
+    /// The tiers below the device: a tuple.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.tiers)

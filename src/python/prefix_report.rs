@@ -26,8 +26,9 @@ impl Segment {
         self.0.range.end
     }
 
-    /// Where it is cached, "device", "host" or "store", or the reason why it is not found: "no snapshot" (cached, but without
-    /// a snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
+    /// The place where it is cached, "device", "host" or "store", or the reason why it is not found: "no snapshot"
+    /// (cached, but without a snapshot of the state at its end), "evicted", "other namespace", "never published", or
+    /// "page not full".
     #[getter]
     const fn state(&self) -> &'static str {
         match &self.0.location {
@@ -42,7 +43,8 @@ impl Segment {
         }
     }
 
-    /// Of what was evicted, why: "alloc" for an allocation that was short, "evict" and "clear" for these calls.
+    /// The cause of the eviction, if it was evicted: "alloc" for an allocation that was short, "evict" and "clear" for
+    /// these calls.
     #[getter]
     const fn pressure(&self) -> Option<&'static str> {
         match &self.0.location {
@@ -51,7 +53,7 @@ impl Segment {
         }
     }
 
-    /// Of what was evicted, seconds since then.
+    /// Seconds since its eviction, if it was evicted.
     #[getter]
     fn evicted_s(&self) -> Option<f64> {
         match &self.0.location {
@@ -60,7 +62,7 @@ impl Segment {
         }
     }
 
-    /// Of what was evicted, how old it was: the tokens looked up between its last use and its eviction.
+    /// The age of what was evicted, if it was: the tokens looked up between its last use and its eviction.
     #[getter]
     const fn idle_tokens(&self) -> Option<u64> {
         match &self.0.location {
@@ -99,7 +101,7 @@ impl Segment {
 pub(super) struct Stored {
     pages: Vec<PageHash>,
     parent: Option<PageHash>,
-    /// Their token ids.
+    /// The token ids of the pages.
     #[pyo3(get)]
     tokens: Vec<i32>,
     namespace: Namespace,
@@ -108,9 +110,9 @@ pub(super) struct Stored {
 
 #[pymethods]
 impl Stored {
-    /// Their keys, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
-    /// endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the
-    /// namespace (0: None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
+    /// The keys of the pages, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
+    /// endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the namespace (0:
+    /// None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         keys(py, &self.pages)
@@ -122,13 +124,13 @@ impl Stored {
         self.parent.as_ref().map(|key| PyBytes::new(py, key))
     }
 
-    /// Their namespace.
+    /// The namespace of the pages.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         namespace_to_py(py, &self.namespace)
     }
 
-    /// Where they are: "device" or "host".
+    /// The place where they are: "device" or "host".
     #[getter]
     const fn tier(&self) -> &'static str {
         self.tier.name()
@@ -150,13 +152,13 @@ pub(super) struct Removed {
 
 #[pymethods]
 impl Removed {
-    /// Their keys.
+    /// The keys of the pages.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         keys(py, &self.pages)
     }
 
-    /// Where they were: "device" or "host".
+    /// The place where they were: "device" or "host".
     #[getter]
     const fn tier(&self) -> &'static str {
         self.tier.name()

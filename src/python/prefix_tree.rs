@@ -385,7 +385,7 @@ pub(super) struct TreeNode {
 
 #[pymethods]
 impl TreeNode {
-    /// Its name.
+    /// The name of the node.
     #[getter]
     const fn node(&self) -> u64 {
         self.name.number()
@@ -403,7 +403,7 @@ impl TreeNode {
         numbers(&self.info.children)
     }
 
-    /// Its own tokens, without those of the nodes before it.
+    /// The node's own tokens, without those of the nodes before it.
     #[getter]
     fn tokens(&self) -> Vec<i32> {
         self.info.tokens.clone()

@@ -344,9 +344,9 @@ impl ReqToTokenPool {
         self.table.clone_ref(py)
     }
 
-    /// How often each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a padding row),
-    /// without a copy. `clear` keeps it: a row has another request if its number is another one. Do not write
-    /// to it.
+    /// The number of times that each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a
+    /// padding row), without a copy. `clear` keeps it: a row has another request if its number is another one. Do not
+    /// write to it.
     #[getter]
     fn generation(&self, py: Python<'_>) -> Py<PyAny> {
         self.generation.clone_ref(py)

@@ -57,7 +57,7 @@ impl StoreQueue {
 
 impl StoreQueue {
     fn next(&self, py: Python<'_>, queue: StoreCallQueue) -> PyResult<Option<StoreCall>> {
-        /// Between two looks at whether the store is there still.
+        /// The time between two looks at whether the store is there still.
         const WHILE: Duration = Duration::from_millis(100);
         let call = py.detach(|| self.store.next(queue, WHILE))?;
         Ok(call.map(|call| StoreCall { call: Mutex::new(Some(call)) }))
@@ -72,7 +72,7 @@ pub(super) struct StoreCall {
 
 #[pymethods]
 impl StoreCall {
-    /// What it asks for: "find", "read" or "write"; `None` once it is finished.
+    /// The operation that it asks for: "find", "read" or "write"; `None` once it is finished.
     #[getter]
     fn kind(&self) -> Option<&'static str> {
         lock(&self.call).as_ref().map(|call| match call.kind() {

@@ -191,7 +191,7 @@ impl Tensor {
         }
     }
 
-    /// By identity.
+    /// Hashes by identity.
     fn __hash__(slf: &Bound<'_, Self>) -> usize {
         // Objects lie 16 bytes apart.
         slf.as_ptr().addr() >> 4

@@ -29,7 +29,7 @@ const MOST_THREADS: usize = 1024;
 pub(super) struct Workspace {
     pool: Pool,
     num_threads: Option<usize>,
-    /// By their number since the last reset.
+    /// The tensors by their number since the last reset.
     tensors: TensorCache<usize>,
     /// Tensors since the last reset.
     count: AtomicUsize,
