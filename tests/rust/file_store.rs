@@ -114,7 +114,7 @@ impl Drop for Scratch {
     }
 }
 
-/// What a run of calls does to a store of three pages: 1 and 2 are there before, of which 1 is used last.
+/// A run of calls of a store of three pages: 1 and 2 are there before, of which 1 is used last.
 fn calls(disk: &Arc<MemoryDisk>) -> Option<FileStore> {
     let store = try_open(disk, 3).ok()?;
     put(&store, &[3, 4]);

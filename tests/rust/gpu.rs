@@ -115,7 +115,8 @@ fn the_host_cannot_reach_device_memory() {
     }
 }
 
-/// What `second` reads after `ring` has uploaded on `first`, with or without an event between them.
+/// The number that `second` reads after `ring` has uploaded on `first`, with or without an event between
+/// them.
 fn seen(gpu: &Arc<Gpu>, [first, second]: [Stream; 2], is_ordered: bool) -> i32 {
     let ring = Ring::new(gpu, &cuda(gpu), 4096).expect("memory");
     let region = Region::with(cuda(gpu), 4, Contents::Undefined, Arc::default()).expect("memory");

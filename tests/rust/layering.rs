@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 const LAYERS: [&str; 9] =
     ["base", "index", "cache", "memory", "kernels", "tensor", "transfer", "pool", "python"];
 
-/// Where `unsafe` is allowed: folders and files below `src`.
+/// The places where `unsafe` is allowed: folders and files below `src`.
 const UNSAFE: [&str; 10] = [
     "base/prefetch.rs",
     "memory",
@@ -254,7 +254,7 @@ fn in_cycles(layer: &str) -> (BTreeSet<String>, usize) {
     let mut graph = modules(layer);
     let edges = graph.values().map(HashSet::len).sum();
     loop {
-        // What imports nothing of the rest, and what nothing of the rest imports, is no part of a cycle.
+        // A module that imports nothing of the rest, or that nothing of the rest imports, is no part of a cycle.
         let used: HashSet<String> = graph.values().flatten().cloned().collect();
         let is_end = |(name, uses): &(&String, &HashSet<String>)| uses.is_empty() || !used.contains(*name);
         let Some(end) = graph.iter().find(is_end).map(|(name, _)| name.clone()) else { break };

@@ -1,4 +1,4 @@
-//! What leases and planners own, and when it goes.
+//! The objects that leases and planners own, and when they go.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};

@@ -1,4 +1,4 @@
-//! What an engine offloads: the order of eviction beside a naive one, places, and misuse.
+//! The chunks that an engine offloads: the order of eviction beside a naive one, places, and misuse.
 
 use kvpool::base::{ErrorKind, Id, OffloadPlace};
 use kvpool::cache::engines::{

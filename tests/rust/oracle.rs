@@ -311,7 +311,7 @@ proptest! {
         page_size in prop::sample::select(vec![1usize, 4]),
     ) {
         let mut slots = SlotAllocator::new(80 * page_size, page_size, Order::Sorted).unwrap();
-        // By page: its owners, and the number of them that a fence keeps.
+        // The owners by page, and the number of them that a fence keeps.
         let (mut owners, mut pending) = ([0u32; 81], [0u32; 81]);
         let mut fences = Vec::new();
         for (act, runs) in steps {

@@ -148,7 +148,7 @@ fn freed_chunk_returns_after_its_copy() {
     });
 }
 
-/// What each part writes, without a lock: loom reports a race.
+/// The number that each part writes, without a lock: loom reports a race.
 struct Parts([UnsafeCell<usize>; 3]);
 
 // SAFETY: loom checks every access.
@@ -174,7 +174,7 @@ fn each_part_of_a_copy_is_done_once() {
 
 /// Runs `work` on a thread with room for the calls of a cache.
 fn spawn<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> thread::JoinHandle<T> {
-    /// In words.
+    /// The size in words.
     const STACK: usize = 1 << 15;
     thread::Builder::new().stack_size(STACK).spawn(work).unwrap()
 }

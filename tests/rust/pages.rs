@@ -71,7 +71,7 @@ impl Draws {
     }
 }
 
-/// What a pool and its pieces are like.
+/// The shape of a pool and its pieces.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) layers: usize,
@@ -84,7 +84,7 @@ pub(crate) struct Shape {
     pub(crate) gap: usize,
     /// Whether both kinds of a layer lie side by side, as in fused pools.
     pub(crate) is_fused: bool,
-    /// Of which every buffer begins at a multiple.
+    /// The number of bytes at whose multiples buffers begin.
     pub(crate) alignment: usize,
 }
 

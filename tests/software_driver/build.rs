@@ -1,6 +1,6 @@
 //! Compiles the kernels for the host, and gives the library the name under which programs look for a driver.
 
-/// Where the sources of the kernels are.
+/// The folder with the sources of the kernels.
 const KERNELS: &str = "../../src/kernels";
 
 fn main() {
@@ -20,7 +20,8 @@ fn main() {
         .include(KERNELS)
         // A device may read memory as any type; a host compiler would use that it must not.
         .flag("-fno-strict-aliasing")
-        // As the kernels are compiled for devices: no fused multiply-add that the source does not ask for.
+        // This compiles as the kernels are compiled for devices: no fused multiply-add that the source does not ask
+        // for.
         .flag("-ffp-contract=off")
         // A device stops at a misaligned address, so the host does it too, with SIGILL.
         .flags(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])

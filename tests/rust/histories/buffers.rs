@@ -29,7 +29,7 @@ struct Free {
 }
 
 struct Model {
-    /// In the order of taking, except that the last one fills the gap of a freed one.
+    /// The buffers in the order of taking, except that the last one fills the gap of a freed one.
     live: Vec<Live>,
     /// The last one freed is at the end.
     free: Vec<Free>,

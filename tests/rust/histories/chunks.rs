@@ -16,7 +16,7 @@ struct Model {
     given: Vec<(Ticket<ChunkId>, u32)>,
     /// Free chunks, the next one at the end.
     free: Vec<usize>,
-    /// By chunk.
+    /// The contents by chunk.
     bytes: Vec<Vec<u8>>,
     dropped: usize,
     /// Makes the contents of every copy different.

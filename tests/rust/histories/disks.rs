@@ -5,14 +5,14 @@ use std::sync::{Mutex, MutexGuard};
 
 use kvpool::transfer::{Disk, DiskFile};
 
-/// What happens to one call.
+/// The fault of one call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fault {
-    /// It fails.
+    /// The call fails.
     Error(ErrorKind),
-    /// It does no more than this many bytes.
+    /// The call does no more than this many bytes.
     Short(usize),
-    /// It writes no more than this many bytes, and no later call does anything: the process is killed.
+    /// The call writes no more than this many bytes, and no later call does anything: the process is killed.
     Killed(usize),
 }
 

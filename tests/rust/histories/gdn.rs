@@ -10,7 +10,7 @@ use kvpool::tensor::TensorView;
 use super::{STREAM, Source, agree, bytes_of, host, int, places};
 
 struct Model {
-    /// By state, layer and slot.
+    /// The bytes by state, layer and slot.
     states: [Vec<Vec<Vec<u8>>>; 2],
     free: VecDeque<usize>,
     dropped: usize,

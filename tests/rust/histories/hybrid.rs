@@ -46,12 +46,12 @@ struct Hold {
 struct Hybrid {
     tree: HybridTree,
     config: HybridConfig,
-    /// Of the last page.
+    /// The slots of the last page, by prefix.
     slots: BTreeMap<Key, Vec<EngineSlot>>,
-    /// By slot: those of the tree, and those about to be inserted.
+    /// The windows by slot: those of the tree, and those about to be inserted.
     windows: BTreeMap<EngineSlot, EngineSlot>,
     states: BTreeMap<Key, Vec<EngineSlot>>,
-    /// Of the last page.
+    /// The digest of the last page, by prefix.
     digests: BTreeMap<Key, PageDigest>,
     held: Vec<Hold>,
     gone: Option<NodeHandle>,
@@ -161,7 +161,7 @@ impl Hybrid {
         (name, tokens[..(at / self.config.page_size + 1) * self.config.page_size].to_vec())
     }
 
-    /// How many tokens are there.
+    /// The number of tokens that are there.
     fn cached(&self, name: i64, tokens: &[i64]) -> usize {
         let ends = (self.config.page_size..=tokens.len()).step_by(self.config.page_size);
         ends.take_while(|&end| self.slots.contains_key(&(name, tokens[..end].to_vec()))).last().unwrap_or(0)
@@ -178,7 +178,7 @@ impl Hybrid {
         slots.is_some_and(|slots| self.windows.contains_key(&slots[at % self.config.page_size]))
     }
 
-    /// How many locks a prefix has of a part.
+    /// The number of locks that a prefix has of a part.
     fn locks(&self, part: Part, (name, prefix): &Key) -> usize {
         let has = |hold: &&Hold| {
             let is_before = hold.key.0 == *name && hold.key.1.starts_with(prefix);

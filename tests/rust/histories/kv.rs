@@ -12,7 +12,7 @@ use super::guarded::Guarded;
 use super::{STREAM, Source, agree, bytes_of, dims, host, places};
 
 struct Model {
-    /// By layer, keys and values, by row.
+    /// The bytes of keys and values, by layer and row.
     rows: Vec<[Vec<Vec<u8>>; 2]>,
     marks: u8,
 }

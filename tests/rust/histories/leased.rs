@@ -24,7 +24,7 @@ struct Running {
     name: i64,
     /// The tokens that have slots.
     tokens: Vec<i32>,
-    /// Their pages.
+    /// The pages of the tokens.
     pages: Vec<i32>,
     lease: Option<Arc<Lease>>,
     /// Tokens of the lease.
@@ -34,7 +34,7 @@ struct Running {
 }
 
 impl Running {
-    /// What determines K and V of the last of the first `len` tokens.
+    /// The prefix that determines K and V of the last of the first `len` tokens.
     fn content(&self, len: usize) -> (i64, Vec<i32>) {
         (self.name, self.tokens[..len].to_vec())
     }
@@ -47,7 +47,7 @@ struct Requests {
     cache: PrefixCache,
     page_size: usize,
     running: Vec<Running>,
-    /// By slot, the namespace and the tokens up to its own, which determine K and V.
+    /// The namespace and the tokens up to its own by slot, which determine K and V.
     contents: HashMap<i32, (i64, Vec<i32>)>,
     /// Pages that are used without the planner.
     own: Vec<i32>,
@@ -213,7 +213,7 @@ impl Requests {
         }
     }
 
-    /// So many pages are not there, and nothing that could be evicted for them.
+    /// Asserts that so many pages are not there, nor anything that could be evicted for them.
     fn is_short(&self, pages: usize) {
         let (stats, tree) = (self.slots.stats(), self.cache.tree_stats(STREAM));
         assert!(stats.available < pages * self.page_size, "{pages} pages are there");
@@ -329,7 +329,7 @@ impl Requests {
         let after = fence.as_ref().map(|(_, fence)| fence);
         let cut = self.planner.truncate(&rows, &lens, after, STREAM);
         if cut.is_err() {
-            // Within a page that others may read.
+            // The cut is within a page that others may read.
             assert!(!len.is_multiple_of(self.page_size) && len < tokens.len());
             return;
         }
@@ -426,7 +426,7 @@ impl Requests {
         assert_eq!(self.slots.free(&slots, None, || None, STREAM).expect("its own").dropped(), 0);
     }
 
-    /// What is cleared is found no more, and stays with the requests that use it.
+    /// Clears a name: its prefixes are found no more, and stay with the requests that use them.
     fn clear(&mut self, name: Option<i64>) {
         self.cache.clear(name.map(Namespace::Number).as_ref(), STREAM);
         self.has_pins &= name.is_some();

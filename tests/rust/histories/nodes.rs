@@ -18,7 +18,7 @@ const NAMESPACES: i64 = 2;
 /// Tokens of a namespace.
 type Key = (i64, Vec<i32>);
 
-/// What an insertion left behind its last whole page.
+/// The part that an insertion left behind its last whole page.
 struct Tail {
     /// The tokens before it.
     before: Key,
@@ -110,7 +110,7 @@ impl Nodes {
         }
     }
 
-    /// How many tokens are cached, in whole pages.
+    /// The number of tokens that are cached, in whole pages.
     fn cached(&self, name: i64, tokens: &[i32]) -> usize {
         let ends = (self.page_size..=tokens.len()).step_by(self.page_size);
         let is_cached = |end: &usize| self.pages.contains_key(&(name, tokens[..*end].to_vec()));
@@ -172,7 +172,7 @@ impl Nodes {
         request.row[..slots.len()].copy_from_slice(&slots);
         request.protected = slots.len();
         self.tree.unlock(request.locked.take().expect("a lock"), STREAM).expect("a lock");
-        // As pymllm does: a prefix without tokens has no lock.
+        // The engine does as pymllm does: a prefix without tokens has no lock.
         if !slots.is_empty() {
             self.tree.lock(node, STREAM).expect("a node");
             request.locked = Some(node);
@@ -312,7 +312,7 @@ impl Nodes {
         self.note_gone(&done);
         assert!(kept.iter().all(|key| self.pages.contains_key(key)), "a locked prefix was evicted");
         assert!(kept_tails.iter().all(|slot| self.tails.iter().any(|tail| tail.slots[0] == *slot)));
-        // What remains is closed: a prefix goes after what hangs on it.
+        // The rest is closed: a prefix goes after what hangs on it.
         for (name, prefix) in self.pages.keys().chain(self.tails.iter().map(|tail| &tail.before)) {
             let own = self.pages.contains_key(&(*name, prefix.clone()));
             assert!(own || prefix.is_empty(), "{prefix:?} is gone, and something hangs on it");

@@ -6,7 +6,7 @@ use kvpool::pool::{PageConfig, PagePool};
 use super::{STREAM, Source, agree, bytes_of, host, int, size};
 
 struct Model {
-    /// By page: whether it is in use, its address, and its bytes.
+    /// Whether each page is in use, its address, and its bytes.
     pages: Vec<(bool, usize, Vec<u8>)>,
     /// Free pages, the next one at the end.
     free: Vec<usize>,

@@ -40,7 +40,7 @@ pub(super) struct Step {
 
 pub(super) struct Model {
     pub(super) slots: SlotModel,
-    /// By row, the slots of its tokens.
+    /// The slots of its tokens by row.
     pub(super) requests: BTreeMap<i64, Vec<usize>>,
     limits: Limits,
 }

@@ -39,7 +39,7 @@ struct Held {
     end: Key,
     /// Tokens that it was matched with.
     asked: usize,
-    /// Its last snapshot behind them.
+    /// The last snapshot behind these tokens.
     passing: Option<Key>,
 }
 
@@ -65,7 +65,7 @@ struct Prefixes {
     pinned: Vec<(usize, Key)>,
     /// Prefixes with a snapshot, and its track slot.
     snapshots: BTreeMap<Key, StateSlot>,
-    /// Those that a later one of the same lease superseded.
+    /// The snapshots that a later one of the same lease superseded.
     superseded: BTreeSet<Key>,
     /// Tokens looked up.
     now: usize,
@@ -78,7 +78,7 @@ struct Prefixes {
     current: Vec<usize>,
     generations: usize,
     dropped: usize,
-    /// What the events tell of the pages that can be found.
+    /// The pages that the events tell of the pages that can be found.
     told: BTreeSet<PageHash>,
 }
 
@@ -152,12 +152,12 @@ fn states(tracks: usize) -> Arc<GdnPool> {
     Arc::new(GdnPool::new(&config, &host()).expect("memory"))
 }
 
-/// What stands for the state after these tokens; the state of none is 0.
+/// The number that stands for the state after these tokens; the state of none is 0.
 fn state_after(tokens: &[i32]) -> i32 {
     tokens.iter().fold(0, |state: i32, token| state.wrapping_mul(31).wrapping_add(token + 7))
 }
 
-/// As good as BLAKE3 for keys that nobody forges.
+/// A digest as good as BLAKE3, for keys that nobody forges.
 pub(super) fn digest(parts: &[&[u8]]) -> PageHash {
     let mut hasher = DefaultHasher::new();
     for part in parts {
@@ -192,7 +192,7 @@ impl Prefixes {
         }
     }
 
-    /// Where leases and timed pins end.
+    /// The ends of leases and timed pins.
     fn ends(&self) -> impl Iterator<Item = &Key> {
         self.held.iter().map(|held| &held.end).chain(self.pinned.iter().map(|(_, end)| end))
     }
@@ -216,13 +216,13 @@ impl Prefixes {
         lens.map(move |len| (generation, tokens[..len].to_vec()))
     }
 
-    /// How many tokens of `tokens` are cached, in whole pages.
+    /// The number of tokens of `tokens` that are cached, in whole pages.
     fn find(&self, generation: usize, tokens: &[i32]) -> usize {
         let found = self.prefixes_of(generation, tokens).take_while(|key| self.cached.contains_key(key));
         found.last().map_or(0, |(_, prefix)| prefix.len())
     }
 
-    /// How many of them a request can go on from.
+    /// The number of them that a request can go on from.
     fn usable(&self, generation: usize, tokens: &[i32]) -> usize {
         let found = self.find(generation, tokens);
         if self.states.is_none() {
@@ -279,7 +279,7 @@ impl Prefixes {
         let taken = self.allocator.alloc(pages * self.page_size, STREAM).expect("no error");
         let taken = taken.map(kvpool::pool::Grant::keep);
         let evictable = self.evictable();
-        // What cannot succeed evicts nothing.
+        // A call that cannot succeed evicts nothing.
         let missing = pages.saturating_sub(free);
         let evicted = if missing <= evictable { missing } else { 0 };
         let is_possible = pages <= free + evicted;
@@ -313,7 +313,7 @@ impl Prefixes {
         }
         self.snapshots.retain(|key, _| self.cached.contains_key(key));
         for (key, page) in &self.cached {
-            // What remains is closed: a prefix goes after what hangs on it.
+            // The rest is closed: a prefix goes after what hangs on it.
             let parent = (key.0, key.1[..key.1.len() - self.page_size].to_vec());
             assert!(parent.1.is_empty() || self.cached.contains_key(&parent));
             assert!(page.priority >= highest || self.is_locked(key), "{key:?} goes before what is retained");
@@ -325,7 +325,7 @@ impl Prefixes {
         self.cached_len(name, prefix) == prefix.len()
     }
 
-    /// How many tokens of `tokens` are cached, with a snapshot at their end or without.
+    /// The number of tokens of `tokens` that are cached, with a snapshot at their end or without.
     fn cached_len(&self, name: usize, tokens: &[i32]) -> usize {
         let namespace = Namespace::Number(int(name));
         if self.states.is_none() {
@@ -437,7 +437,7 @@ impl Prefixes {
         let held = &mut self.held[at];
         let slot = held.lease.state_slot().expect("a lease").expect("it was kept");
         if !victims.is_empty() {
-            // Of several as old as each other, the one whose slot it has now.
+            // The one, of several as old as each other, whose slot it has now.
             let gone =
                 victims.iter().find(|key| self.snapshots[*key] == slot).expect("one of them is given up");
             self.snapshots.remove(gone);

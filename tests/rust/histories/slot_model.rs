@@ -27,7 +27,7 @@ pub(super) struct SlotModel {
     order: Order,
     pub(super) free: VecDeque<usize>,
     pub(super) released: BTreeSet<usize>,
-    /// By page, owners that are not being removed. No entry is 0.
+    /// The owners that are not being removed, by page. No entry is 0.
     pub(super) owners: BTreeMap<usize, usize>,
     /// Pages ever handed out.
     pub(super) taken: BTreeSet<usize>,

@@ -133,7 +133,7 @@ impl World {
         put.present().expect("this process")
     }
 
-    /// What is found of pages.
+    /// The bytes that are found of pages.
     fn get(&self, numbers: &[usize]) -> Vec<Option<Vec<u8>>> {
         let rows = self.rows(numbers.len());
         let get = self.store().get(keys(numbers), rows).expect("an open store");
@@ -148,7 +148,7 @@ impl World {
         present.into_iter().enumerate().map(read).collect()
     }
 
-    /// What is found is right.
+    /// Checks that what is found is right.
     fn check(&self) {
         for &(number, fill) in &self.model.pages {
             if let Some(page) = self.get(&[number]).remove(0) {
@@ -295,7 +295,7 @@ fn fail(source: &mut Source<'_>, world: &mut World, numbers: &[usize]) {
         world.open().expect("what a killed process left");
     }
     let before = world.model.pages.len();
-    // What was put may be there, and evicted others; what was got or removed may be gone.
+    // Pages that were put may be there, and have evicted others; pages that were got or removed may be gone.
     if what < 2 {
         let old: Vec<_> = world.model.pages.clone();
         for &number in numbers {
@@ -306,7 +306,7 @@ fn fail(source: &mut Source<'_>, world: &mut World, numbers: &[usize]) {
     }
     let most_lost = if is_killed || what == 3 { before } else { numbers.len().max(1) };
     world.check();
-    // What was removed may be back, and a full disk is tried anew.
+    // Pages that were removed may be back, and a full disk is tried anew.
     world.reopen();
     world.learn();
     assert!(world.model.pages.len() + most_lost >= before.min(world.model.slots));

@@ -24,7 +24,7 @@ use super::{STREAM, Source, host, ints_of, size};
 
 const LAYERS: usize = 3;
 const NAMESPACES: i64 = 2;
-/// What is written to slots that no cache has.
+/// The number that is written to slots that no cache has.
 const SCRIBBLE: i64 = -77;
 
 struct Held {
@@ -290,7 +290,8 @@ impl World {
     /// Looks for a prompt in the store.
     fn fetch(&mut self, source: &mut Source<'_>) {
         if self.served.is_some() && source.rarely(4) {
-            // What it had is in the store alone. Leases would publish behind what the tier has no more.
+            // The pages that it had are in the store alone. Leases would publish behind what the tier has no
+            // more.
             self.held.clear();
             self.cache().evict(usize::MAX, STREAM);
             self.settle();
@@ -430,7 +431,7 @@ impl World {
                 self.compare(at, LAYERS);
             }
             Err(error) => {
-                // While it loads, and only then.
+                // The call fails while it loads, and only then.
                 assert!(load.is_some() && error.kind() == ErrorKind::Config, "{error}");
                 self.free(&slots);
             }
@@ -450,7 +451,7 @@ impl World {
                 let whole = before + load.len();
                 load.cancel(STREAM).expect("no planner has it");
                 let len = self.held[at].lease.len().expect("a lease");
-                // It was there already, or it is given up.
+                // The prefix was there already, or it is given up.
                 assert!(len == *before || len == whole, "{len} of {before} and {whole}");
                 self.held[at].load = None;
                 self.compare(at, LAYERS);
@@ -517,7 +518,7 @@ impl World {
         }
     }
 
-    /// What was published is on the device or below, if the tier is large enough.
+    /// Checks that what was published is on the device or below, if the tier is large enough.
     fn audit(&mut self) {
         if !self.is_complete {
             return;

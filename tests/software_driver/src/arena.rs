@@ -14,10 +14,11 @@ const LARGE_PAGE: usize = 2 << 20;
 /// Blocks up to this size may be made of large pages, which are opened and closed faster. Larger ones may be meant to
 /// be used here and there only, where large pages would take memory for what lies between.
 const MOST_LARGE_PAGES: usize = 256 << 20;
-/// What memory holds before anybody writes it.
+/// The byte that memory holds before anybody writes it.
 pub const FRESH: u8 = 0xA5;
 pub const PAGE: usize = 4096;
-/// Of every address that is handed out, as a driver has it at least. More would hide that somebody needs more.
+/// The alignment of every address that is handed out, as a driver has it at least. More would hide that somebody needs
+/// more.
 const ALIGNMENT: usize = 256;
 
 /// A copy of standard error as it was when the library was loaded, or -1. A test runner redirects it later on, to a
@@ -145,7 +146,7 @@ impl Arena {
 
     fn addresses(&mut self, len: usize) -> Option<usize> {
         let alignment = if len < LARGE_PAGE { PAGE } else { LARGE_PAGE };
-        // Where it would begin, counted from the beginning of a reservation.
+        // The place where it would begin, counted from the beginning of a reservation.
         let offset = |held: &Reservation| (held.start + held.used).next_multiple_of(alignment) - held.start;
         let has_room = |held: &Reservation| held.len.saturating_sub(offset(held)) >= len;
         if !self.reservations.last().is_some_and(has_room) {

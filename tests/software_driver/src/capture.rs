@@ -27,12 +27,12 @@ pub struct Place {
 struct Capture {
     origin: usize,
     work: Vec<Work>,
-    /// Nothing that is forbidden was done meanwhile.
+    /// Whether nothing that is forbidden was done meanwhile.
     is_valid: bool,
     mode: Mode,
     /// The thread that began it.
     owner: usize,
-    /// Of each stream that takes part, what lies before its end, its own last step included.
+    /// The steps before the end of each stream that takes part, its own last step included.
     streams: BTreeMap<usize, Reached>,
 }
 
@@ -48,7 +48,7 @@ pub enum Status {
 pub struct Captures {
     active: BTreeMap<usize, Capture>,
     begun: usize,
-    /// By the numbers of the captures, from 1 on.
+    /// The graphs by the numbers of the captures, from 1 on.
     graphs: BTreeMap<usize, Arc<[Work]>>,
 }
 
@@ -112,8 +112,8 @@ impl Captures {
         }
     }
 
-    /// For calls that are potentially unsafe while somebody captures: spoils the captures that forbid them to this
-    /// thread, and fails if there are any.
+    /// Spoils the captures that forbid calls to this thread that are potentially unsafe while somebody captures, and
+    /// fails if there are any.
     pub fn forbid(&mut self) -> Outcome {
         let (thread, mode) = (threads::number(), threads::mode());
         let mut result = Ok(());
@@ -160,7 +160,7 @@ impl Captures {
         self.check(place.capture)?;
         if let Some(capture) = self.active.get_mut(&place.capture) {
             if !capture.streams.contains_key(&stream) {
-                // That it takes part is a step that somebody has to await.
+                // The beginning of its part is a step that somebody has to await.
                 capture.step(stream);
             }
             capture.order(stream, &place.reached);
@@ -190,7 +190,7 @@ impl Captures {
         Ok(capture)
     }
 
-    /// What a graph has.
+    /// The work of a graph.
     pub fn graph(&self, graph: usize) -> Outcome<Arc<[Work]>> {
         self.graphs.get(&graph).cloned().ok_or(INVALID_VALUE)
     }

@@ -3,7 +3,7 @@
 /// `CUresult`, and with the same numbers `cudaError_t`.
 pub type Code = i32;
 
-/// What a call gives, or why it does not.
+/// The result of a call, or why it fails.
 pub type Outcome<T = ()> = Result<T, Code>;
 
 /// Defines the codes, and a table of number, driver's name, runtime's name and text.
@@ -92,7 +92,7 @@ pub struct Meaning {
     pub text: &'static std::ffi::CStr,
 }
 
-/// What a code means, if it is one of those that are known here.
+/// The meaning of a code, if it is one of those that are known here.
 pub fn meaning(code: Code) -> Option<Meaning> {
     let &(_, driver, runtime, text) = TABLE.iter().find(|entry| entry.0 == code)?;
     Some(Meaning { driver, runtime, text })

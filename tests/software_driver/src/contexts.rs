@@ -53,7 +53,7 @@ pub fn set(context: usize) -> Outcome {
     if context == 0 { Ok(()) } else { push(context) }
 }
 
-/// How often each device's primary context is retained.
+/// The number of times that each device's primary context is retained.
 #[derive(Default)]
 pub struct Primaries(BTreeMap<usize, u32>);
 

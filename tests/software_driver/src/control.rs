@@ -1,4 +1,4 @@
-//! What tests call, through `ctypes` or `dlsym`. None of it is counted, and none of it needs a context.
+//! The functions that tests call, through `ctypes` or `dlsym`. None of it is counted, and none of it needs a context.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_void};
 
@@ -66,7 +66,7 @@ pub extern "C" fn soft_set_capacity(bytes: c_long) {
     state().memory.capacity = bytes.try_into().unwrap_or(0);
 }
 
-/// With so many queries of an event or of a stream, what lies before it runs; 0 for never.
+/// Sets the number of queries of an event or of a stream with which what lies before it runs; 0 for never.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_set_queries(count: c_long) {
     state().config.patience = count.try_into().unwrap_or(0);
@@ -84,7 +84,7 @@ pub extern "C" fn soft_set_host_pointers(uses: c_int) {
     state().config.uses_host_pointers = uses != 0;
 }
 
-/// From how many bytes on one call page-locks no memory, at first 512 GiB.
+/// Sets the bytes from which on one call page-locks no memory, at first 512 GiB.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_set_register_limit(bytes: c_long) {
     state().memory.most_locked = bytes.try_into().unwrap_or(0);
@@ -94,7 +94,7 @@ pub extern "C" fn soft_set_register_limit(bytes: c_long) {
 /// same seed before the same launches gives the same orders.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_set_seed(seed: c_long) {
-    // Under the lock, so that no launch runs meanwhile.
+    // The lock is held so that no launch runs meanwhile.
     let _state = state();
     kernels::set_seed(seed.cast_unsigned());
 }
@@ -135,7 +135,7 @@ pub extern "C" fn soft_pending(stream: usize) -> c_long {
     stream_of(state, stream).map_or(-1, |id| long(state.streams.pending(Some(id))))
 }
 
-/// The same, of all streams of all devices.
+/// The same number, of all streams of all devices.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_pending_all() -> c_long {
     long(state().streams.pending(None))

@@ -9,20 +9,20 @@ use crate::work::{Rows, Work};
 /// `CU_DEVICE_ATTRIBUTE_MAX_PITCH`: the most bytes from a row to the next.
 const MOST_PITCH: usize = i32::MAX as usize;
 
-/// Which sides of a copy may be where.
+/// The places where the sides of a copy may be.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     ToDevice,
     ToHost,
     OnDevice,
-    /// As the addresses say.
+    /// The addresses say which.
     Any,
 }
 
-/// Where a side of a copy has to lie.
+/// The place where a side of a copy has to lie.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// Where a device reaches it: its own memory, or page-locked.
+    /// A place where a device reaches it: its own memory, or page-locked.
     Device,
     Host,
     Any,
@@ -40,7 +40,7 @@ impl Side {
 }
 
 impl Direction {
-    /// Of the target and of the source.
+    /// The sides of the target and of the source.
     fn sides(self) -> [Side; 2] {
         match self {
             Self::ToDevice => [Side::Device, Side::Host],
@@ -74,7 +74,7 @@ impl State {
         self.copy_rows(device, rows, direction.sides(), stream)
     }
 
-    /// The same for several rows. What lies between the first byte and the last must be of one block, on both sides.
+    /// Copies several rows. What lies between the first byte and the last must be of one block, on both sides.
     pub fn copy_rows(&mut self, device: usize, rows: Rows, sides: [Side; 2], stream: usize) -> Outcome {
         let id = self.streams.resolve(stream, device)?;
         let is_pitch = |pitch| rows.height == 1 || (rows.width..=MOST_PITCH).contains(&pitch);

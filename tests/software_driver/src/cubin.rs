@@ -13,9 +13,9 @@ const IDENTITY: [u8; 6] = *b"\x7fELF\x02\x01";
 const MACHINE: u64 = 190;
 /// `SHT_NOBITS`: a section that takes no bytes of the file.
 const NO_BITS: u64 = 8;
-/// From this version on, the architecture has two bytes of the flags, the second and the third.
+/// The version from which on the architecture has two bytes of the flags, the second and the third.
 const TWO_BYTES: u8 = 8;
-/// How entries of `.nv.info` begin that are followed by bytes of their own, and by a number only.
+/// The first byte of entries of `.nv.info` that are followed by bytes of their own, and by a number only.
 const SIZED: u8 = 4;
 /// `EIATTR_CBANK_PARAM_SIZE` and `EIATTR_PARAM_CBANK`, the second with its size in the last two bytes.
 const PARAMS_BYTES: u8 = 0x19;
@@ -23,7 +23,7 @@ const PARAMS_BANK: u8 = 0x0a;
 
 /// A cubin as its sections describe it.
 pub struct Cubin {
-    /// Of which architecture, like 90 for `sm_90`.
+    /// The architecture that it is for, like 90 for `sm_90`.
     pub architecture: i32,
     /// The names of kernels, and the bytes of their parameters.
     pub entries: HashMap<String, usize>,

@@ -6,7 +6,7 @@ use crate::capture;
 use crate::codes::{INVALID_HANDLE, Outcome};
 use crate::streams::Position;
 
-/// What an event names.
+/// The thing that an event names.
 #[derive(Clone)]
 pub enum Recorded {
     Nothing,
@@ -17,7 +17,7 @@ pub enum Recorded {
 pub struct Event {
     pub device: usize,
     pub recorded: Recorded,
-    /// How often it was asked for since it was recorded.
+    /// The number of times that it was asked for since it was recorded.
     pub queries: u64,
 }
 

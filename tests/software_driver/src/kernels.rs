@@ -30,7 +30,7 @@ unsafe extern "C" {
     safe fn software_order(seed: u64);
 }
 
-/// What decides the order of blocks and threads, and how many launches it has decided.
+/// The number that decides the order of blocks and threads, and how many launches it has decided.
 static SEED: AtomicU64 = AtomicU64::new(0);
 static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 /// An odd number without a pattern, from one launch to the next.

@@ -1,4 +1,4 @@
-//! Which calls were made, and which will fail.
+//! The calls that were made, and those that will fail.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use crate::codes::Code;
 
 /// A call that will fail.
 struct Plan {
-    /// Of which function; of any, if none is named.
+    /// The function that fails; any, if none is named.
     name: Option<String>,
     /// Calls that go well before.
     left: u64,
@@ -19,10 +19,11 @@ pub struct Ledger {
     plans: Vec<Plan>,
 }
 
-/// What stands before a kernel's name where its launches are counted.
+/// The text that stands before a kernel's name where its launches are counted.
 pub const LAUNCH: &str = "launch:";
 
-/// How functions of the runtime begin, which kvpool does not call: those that are counted are counted by their names only.
+/// The beginning of functions of the runtime, which kvpool does not call: those that are counted are counted by their
+/// names only.
 const RUNTIME: &str = "cuda";
 
 /// PyTorch calls this one at any time, kvpool does not: it is counted by its name, but not among all functions.

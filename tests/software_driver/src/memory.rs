@@ -7,9 +7,9 @@ use crate::codes::{ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, OUT_OF_MEM
 
 /// Bytes that each device has, unless a test says otherwise.
 const CAPACITY: usize = 64 << 30;
-/// From so many bytes on, one call cannot page-lock memory: the driver's list of pages gets too long.
+/// The bytes from which on one call cannot page-lock memory: the driver's list of pages gets too long.
 const MOST_LOCKED: usize = 512 << 30;
-/// From so many bytes on, zeroing replaces pages instead of writing them.
+/// The bytes from which on zeroing replaces pages instead of writing them.
 const MANY_BYTES: usize = 1 << 20;
 
 /// Device memory that is out.
@@ -21,20 +21,20 @@ struct Block {
 /// Page-locked memory that is out.
 struct Locked {
     len: usize,
-    /// It is the caller's and was registered; else it is ours.
+    /// Whether it is the caller's and was registered; else it is ours.
     is_registered: bool,
 }
 
-/// Where a range of addresses lies.
+/// The place where a range of addresses lies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
-    /// In one block of this device.
+    /// The range is in one block of this device.
     Device(usize),
-    /// In one block of page-locked memory.
+    /// The range is in one block of page-locked memory.
     Locked,
-    /// In memory that the driver knows nothing of.
+    /// The range is in memory that the driver knows nothing of.
     Pageable,
-    /// Not wholly in one block that is out: beyond its end, or given back already.
+    /// The range is not wholly in one block that is out: beyond its end, or given back already.
     Nowhere,
 }
 
@@ -43,10 +43,10 @@ pub struct Memory {
     locked: BTreeMap<usize, Locked>,
     device_arena: Arena,
     locked_arena: Arena,
-    /// What was given back, with its length: its addresses do not come again.
+    /// The memory that was given back, with its length: its addresses do not come again.
     gone: BTreeMap<usize, usize>,
     pub capacity: usize,
-    /// From so many bytes on, one call page-locks no memory.
+    /// The bytes from which on one call page-locks no memory.
     pub most_locked: usize,
 }
 
@@ -127,7 +127,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Where `start..start + len` lies.
+    /// The place where `start..start + len` lies.
     pub fn place(&self, start: usize, len: usize) -> Place {
         let Some(end) = start.checked_add(len) else { return Place::Nowhere };
         if let Some((at, block)) = self.device.range(..=start).next_back()

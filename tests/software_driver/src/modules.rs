@@ -18,7 +18,7 @@ struct Module {
 pub struct Function {
     pub kernel: &'static Kernel,
     pub device: usize,
-    /// It is in the memory of the device, where only what is loaded can be launched.
+    /// Whether it is in the memory of the device, where only what is loaded can be launched.
     pub is_loaded: bool,
     module: usize,
 }

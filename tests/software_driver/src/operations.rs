@@ -1,4 +1,4 @@
-//! What the driver does and the CUDA runtime too, on a current device.
+//! The operations that the driver and the CUDA runtime share, on a current device.
 
 use std::sync::Arc;
 
@@ -249,7 +249,7 @@ impl State {
         self.streams.end_capture(id)
     }
 
-    /// What `cudaStreamGetCaptureInfo` says: the state, and the number of an active capture.
+    /// The answer of `cudaStreamGetCaptureInfo`: the state, and the number of an active capture.
     pub fn capture_info(&mut self, device: usize, stream: usize) -> Outcome<(Status, usize)> {
         let status = self.capture_status(device, stream)?;
         let id = self.streams.resolve(stream, device)?;

@@ -13,19 +13,19 @@ use crate::memory::Memory;
 use crate::modules::Modules;
 use crate::streams::{FIRST_HANDLE, Streams};
 
-/// What a test may choose.
+/// The settings that a test may choose.
 pub struct Config {
     pub devices: usize,
     pub version: i32,
-    /// What `cuInit` answers.
+    /// The answer of `cuInit`.
     pub init_code: Code,
-    /// With so many queries an event lets what lies before it run; 0 for never.
+    /// The number of queries with which an event lets what lies before it run; 0 for never.
     pub patience: u64,
-    /// What `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` and `MINOR` are.
+    /// The values of `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` and `MINOR`.
     pub capability: (i32, i32),
-    /// What `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` is.
+    /// The value of `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`.
     pub uses_host_pointers: bool,
-    /// Freeing memory waits for everything, as a driver may do.
+    /// Whether freeing memory waits for everything, as a driver may do.
     pub frees_wait: bool,
     /// Functions are loaded when they are first needed.
     pub is_lazy: bool,
@@ -65,7 +65,7 @@ fn number(name: &str) -> Option<i32> {
     std::env::var(name).ok()?.parse().ok()
 }
 
-/// What decides the order of blocks and threads at first.
+/// The seed that decides the order of blocks and threads at first.
 fn seed() -> u64 {
     number("KVPOOL_SOFTWARE_SEED").map_or(1, |seed| i64::from(seed).cast_unsigned())
 }

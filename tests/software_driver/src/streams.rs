@@ -18,7 +18,7 @@ const FIRST_OF_THREADS: usize = 0x1000;
 /// `CU_STREAM_PER_THREAD`. Both 0 and `CU_STREAM_LEGACY`, which is 1, mean the legacy stream.
 const PER_THREAD: usize = 2;
 
-/// What a stream comes to.
+/// An entry that a stream comes to.
 enum Item {
     Work(Work),
     /// A place that an event names.
@@ -41,13 +41,13 @@ struct Stream {
     device: usize,
     /// Created without the flag that frees it of the default stream.
     is_blocking: bool,
-    /// Its handle may be used.
+    /// Whether its handle may be used.
     is_alive: bool,
     queue: VecDeque<(u64, Item)>,
     /// The number of the last item that was enqueued, and of the last that ran.
     enqueued: u64,
     ran: u64,
-    /// How often it was asked whether it is done since it last got work.
+    /// The number of times that it was asked whether it is done since it last got work.
     queries: u64,
     /// The capture that records what is enqueued.
     capture: Option<usize>,
@@ -60,7 +60,7 @@ pub struct Streams {
     of_threads: BTreeMap<(usize, usize), usize>,
     /// The number of the last item of any stream: a place in a stream never lies in a later one with its handle.
     last: u64,
-    /// How many are destroyed and not dropped yet.
+    /// The number of streams that are destroyed and not dropped yet.
     destroyed: usize,
     pub captures: Captures,
 }
@@ -153,15 +153,15 @@ impl Streams {
         tied.find_map(|stream| stream.capture)
     }
 
-    /// For the use of a stream: spoils the capture that forbids it, and fails.
+    /// Spoils the capture that forbids the use of a stream, if there is one, and fails.
     pub fn check_default(&mut self, id: usize) -> Outcome {
         let Some(capture) = self.tied(id) else { return Ok(()) };
         self.captures.invalidate(capture);
         Err(CAPTURE_IMPLICIT)
     }
 
-    /// For waits that encompass a device, which no mode allows: spoils all captures of its streams, and fails if there
-    /// are any.
+    /// Spoils all captures of a device's streams, and fails if there are any: no mode allows waits that encompass a
+    /// device.
     pub fn forbid_on(&mut self, device: usize) -> Outcome {
         let mut result = Ok(());
         for stream in self.all.values().filter(|stream| stream.device == device) {
@@ -213,7 +213,7 @@ impl Streams {
         self.all.get(&position.stream).is_none_or(|stream| stream.ran >= position.number)
     }
 
-    /// How often a stream was asked whether it is done, this time included.
+    /// The number of times that a stream was asked whether it is done, this time included.
     pub fn asked(&mut self, id: usize) -> u64 {
         let Some(stream) = self.all.get_mut(&id) else { return 0 };
         stream.queries += 1;

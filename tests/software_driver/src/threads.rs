@@ -1,4 +1,4 @@
-//! What the driver knows of the threads that call it.
+//! The facts that the driver knows of the threads that call it.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

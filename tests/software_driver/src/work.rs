@@ -1,4 +1,4 @@
-//! What streams do.
+//! The work that streams do.
 
 use std::sync::Arc;
 
@@ -123,7 +123,7 @@ impl<'a> Executor<'a> {
         }
     }
 
-    /// The same for the addresses that a kernel is given, as far as its parameter holds them itself.
+    /// Checks the same for the addresses that a kernel is given, as far as its parameter holds them itself.
     fn check_params(&self, kernel: &Kernel, params: &[u128]) {
         let name = kernel.name();
         if let Some(word) = kernel.addresses(params).find(|&word| self.memory.is_gone(word)) {

@@ -33,7 +33,7 @@ pub struct Copy2D {
 }
 
 impl Half {
-    /// Where the first row begins and what kind of memory it must be in, for rows of `width` bytes.
+    /// The address where the first row begins and what kind of memory it must be in, for rows of `width` bytes.
     fn start(&self, width: usize, height: usize) -> Outcome<(usize, Side)> {
         let (base, side) = match self.kind {
             1 => (self.host, Side::Host),

@@ -9,7 +9,7 @@ use crate::state::{Config, go_down_at_exit, watch_for_forks};
 
 use super::put;
 
-/// What devices are called.
+/// The name of devices.
 pub const NAME: &[u8] = b"Software device";
 /// One more than the greatest number of an attribute.
 const ATTRIBUTES_END: c_int = 150;

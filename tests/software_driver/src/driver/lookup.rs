@@ -14,7 +14,7 @@ fn exported(name: &str) -> Option<*const ()> {
         .find_map(|find| find(name))
 }
 
-/// In which version functions came that the oldest drivers have not.
+/// The versions in which functions came that the oldest drivers have not.
 const SINCE: &[(&str, c_int)] = &[
     ("cuFuncIsLoaded", 12_040),
     ("cuFuncLoad", 12_040),

@@ -21,11 +21,11 @@ use crate::contexts;
 use crate::operations::{check, check_up};
 use crate::state::{State, is_forked, state};
 
-/// What a function needs before it does anything.
+/// The state that a function needs before it does anything.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     Nothing,
-    /// That the driver was initialised, in this process.
+    /// The driver is to be initialised, in this process.
     Init,
     /// A current context.
     Context,

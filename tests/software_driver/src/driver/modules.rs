@@ -15,7 +15,7 @@ const ATTRIBUTES: &[(c_int, c_int)] = &[(0, BLOCK.cast_signed()), (4, 32), (5, 7
 const ATTRIBUTES_END: c_int = 16;
 /// `MAX_THREADS_PER_BLOCK`, `CONST_SIZE_BYTES` and `MAX_DYNAMIC_SHARED_SIZE_BYTES`: those of a function that is loaded.
 const OF_LOADED: [c_int; 3] = [0, 2, 8];
-/// How a cubin begins, as no PTX does.
+/// The first byte of a cubin, as no PTX does.
 const ELF: u8 = 0x7F;
 
 super::exports! {
@@ -32,7 +32,7 @@ super::exports! {
             call.state.modules.load_cubin(handle, call.device, image, capability)?;
             return put(module, handle);
         }
-        // What is compiled begins with other bytes, and does not end with a zero.
+        // A compiled image begins with other bytes, and does not end with a zero.
         check(first.is_ascii_whitespace() || first.is_ascii_graphic(), INVALID_IMAGE)?;
         let text = text(image).map_err(|_| INVALID_IMAGE)?;
         let version = call.state.config.version;

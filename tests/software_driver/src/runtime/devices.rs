@@ -11,7 +11,8 @@ use crate::operations::check;
 
 use super::LAST_ERROR;
 
-/// What the runtime says of itself and of the driver below: new enough for any PyTorch, whatever the driver says.
+/// The version that the runtime says of itself and of the driver below: new enough for any PyTorch, whatever the driver
+/// says.
 const VERSION: c_int = 13_020;
 /// The newest interface of the driver of which functions are handed out that only say that they are not supported.
 const OLD: c_uint = 12_000;
@@ -75,7 +76,7 @@ fn known(device: c_int, devices: usize) -> Outcome<usize> {
     usize::try_from(device).ok().filter(|device| *device < devices).ok_or(INVALID_DEVICE)
 }
 
-/// What is handed out for a function of the driver that is not here.
+/// The function that is handed out for a function of the driver that is not here.
 extern "C" fn unsupported() -> Code {
     NOT_SUPPORTED
 }

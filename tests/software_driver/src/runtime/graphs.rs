@@ -42,7 +42,7 @@ super::exports! {
         Ok(())
     };
     Context cudaGraphGetNodes(graph: usize, nodes: *mut usize, count: *mut usize) |call| {
-        // Their number only.
+        // The number of nodes only.
         check(nodes.is_null(), NOT_SUPPORTED)?;
         put(count, call.state.streams.captures.graph(graph)?.len())
     };

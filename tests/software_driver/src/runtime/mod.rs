@@ -18,15 +18,15 @@ use crate::operations::{check, check_up};
 use crate::state::{State, go_down_at_exit, is_forked, state, watch_for_forks};
 
 thread_local! {
-    /// What `cudaGetLastError` answers.
+    /// The answer of `cudaGetLastError`.
     static LAST_ERROR: Cell<Code> = const { Cell::new(SUCCESS) };
 }
 
-/// What a function needs before it does anything.
+/// The state that a function needs before it does anything.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     Nothing,
-    /// That there are devices.
+    /// There are to be devices.
     Init,
     /// A current context, which is made current where there is none.
     Context,

@@ -1,4 +1,4 @@
-//! What PyTorch may call of the runtime and cannot be done here: launches of its kernels above all.
+//! The functions of the runtime that PyTorch may call and that cannot be done here: launches of its kernels above all.
 //!
 //! The real functions would look for a real driver, so all that PyTorch imports are here.
 

@@ -1,6 +1,6 @@
 //! 8-bit floats as the kernels make them, beside the division and the rounding that define them.
 
-// As `params.cuh` numbers them.
+// The numbers that `params.cuh` gives them.
 const E4M3: i32 = 4;
 const E5M2: i32 = 5;
 
@@ -31,7 +31,7 @@ impl Random {
     }
 }
 
-/// As the launcher computes it.
+/// The reciprocal as the launcher computes it.
 fn reciprocal(divisor: f32) -> f32 {
     let [least, most] = [-60, 60].map(|power| f32::powi(2.0, power));
     if (least..=most).contains(&divisor) { 1.0 / divisor } else { 0.0 }

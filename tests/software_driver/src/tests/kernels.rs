@@ -53,7 +53,7 @@ pub fn launch(function: usize, grid: c_uint, block: c_uint, params: &ReadParams,
     cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, params.as_ptr(), ptr::null())
 }
 
-/// What writes `5` to the eight bytes at `out`.
+/// The parameters of a launch that writes `5` to the eight bytes at `out`.
 pub fn five(out: u64) -> ReadParams {
     let (shape, strides) = ([0; 8], [0; 8]);
     ReadParams { data: 0, value: 5, step: 2, is_wide: 0, ndim: 0, shape, strides, out, count: 1 }

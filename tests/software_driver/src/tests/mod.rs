@@ -24,7 +24,7 @@ struct Fresh {
 }
 
 impl Fresh {
-    /// Not initialised.
+    /// A driver that is not initialised.
     fn new() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -32,7 +32,7 @@ impl Fresh {
         Self { _alone: alone }
     }
 
-    /// With the context of the first device.
+    /// A driver with the context of the first device.
     fn with_context() -> Self {
         let fresh = Self::new();
         ok(cuInit(0));
@@ -85,7 +85,7 @@ fn event() -> usize {
     event
 }
 
-/// What device memory holds, whatever is enqueued.
+/// The bytes that device memory holds, whatever is enqueued.
 fn peek<const N: usize>(address: u64) -> [u8; N] {
     let mut bytes = [0; N];
     let len = c_long::try_from(N).unwrap_or(0);

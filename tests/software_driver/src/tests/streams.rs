@@ -41,7 +41,7 @@ fn only_what_is_waited_for_runs() {
 fn a_wait_means_the_record_of_its_time() {
     let _fresh = Fresh::with_context();
     let (block, [producer, consumer], done) = (allocate(2), [stream(), stream()], event());
-    // Of what was never recorded there is nothing to wait for.
+    // There is nothing to wait for of an event that was never recorded.
     ok(cuStreamWaitEvent(consumer, done, 0));
     ok(cuEventSynchronize(done));
     ok(cuEventQuery(done));
