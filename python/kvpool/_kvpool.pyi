@@ -1700,7 +1700,7 @@ class HybridTree:
 
     Args:
         page_size: Tokens that are found together.
-        policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
+        policy: The order of eviction: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
         protected_uses: With "slru", how often a node is used until it goes after the others.
         tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
             prompt that went through them.
@@ -1864,7 +1864,7 @@ class HybridTree:
 
         Args:
             node: The node.
-            boundary: What `lock_node` returned.
+            boundary: The result of `lock_node`.
             skip: The parts that were not locked.
             window_done: Whether `unlock_window` was called.
 
@@ -1885,7 +1885,7 @@ class HybridTree:
 
         Args:
             node: The node.
-            boundary: What `lock_node` returned.
+            boundary: The result of `lock_node`.
             skip: The parts that were not locked.
             with_state: Whether the state is released, too.
 
@@ -2047,7 +2047,7 @@ class HybridTree:
 
         Args:
             node: The node.
-            start: Where a node on the way to it begins.
+            start: The position where a node on the way to it begins.
             hashes: 32 bytes for each page.
 
         Raises:
@@ -2299,9 +2299,9 @@ class PrefixCache(Pool):
         allocator: The allocator of the slots. The cache keeps whole pages of its page size.
         states: A `GDNPool` with track slots, on the same device, for models with linear-attention states. A
             prefix is then found only up to a snapshot of the state at its end.
-        policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
+        policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
             prefixes are evicted, never what other cached prefixes continue.
-        tiers: What lies below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
+        tiers: The tiers below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
             or another `Store`. `Lease.load` brings back from the first what is evicted, `fetch` brings there what the
             second has.
         model: Names, for a store, what the bytes of K and V depend on beside the tokens, the namespace and the shape of
@@ -2682,7 +2682,7 @@ class PrefixTree:
             caller, and what is evicted is only listed; an insertion does not check then that slots differ,
             only `verify` does.
         page_size: Tokens that are found together.
-        policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+        policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
         name: The owner of cached slots in reports. Defaults to the class name and a number.
 
     Raises:
@@ -3755,7 +3755,7 @@ class FileStore:
             keys: As in `exists`.
             pages: A tensor or array in host memory whose dimension 0 counts pages, with `page_bytes` contiguous bytes
                 in each, of any dtype.
-            rows: Which rows of `pages` are meant, one for each key and none twice. By default all, in their order.
+            rows: The rows of `pages` that are meant, one for each key and none twice. By default all, in their order.
 
         Returns:
             A `StoreTransfer`.
@@ -3971,7 +3971,7 @@ class AddressSpace:
 
         Args:
             size: Bytes of each, as in `take`.
-            count: How many.
+            count: The number of ranges.
 
         Returns:
             Where they begin, in order. `None` if the gaps do not hold all of them.
@@ -4155,7 +4155,7 @@ class BlockQueue:
         """Takes the first free blocks for one user, who counts 1 of each. Their hashes are taken from them.
 
         Args:
-            count: How many.
+            count: The number of blocks.
             cached: The map with the hashes.
             more_hashes: By the number of a block, a set of hashes that it has beside its own. Those of taken blocks go.
             events: Whether to return the hashes.

@@ -28,9 +28,9 @@ enum Stage {
     Arriving,
     /// The page is on its way here from further below: something else may bring it first.
     Fetched,
-    /// Complete.
+    /// The page is complete.
     Ready,
-    /// Given up, but held.
+    /// The page is given up, but held.
     Removed,
     /// The entry is not in use.
     Vacant,

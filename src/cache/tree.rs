@@ -183,7 +183,7 @@ pub struct Tree {
     roots: Roots,
     /// The root of [`Tree::keep_root`], with a lock of its own.
     kept_root: Option<NodeId>,
-    /// Seeded at random: callers cannot choose tokens that collide.
+    /// The hasher, seeded at random: callers cannot choose tokens that collide.
     hasher: RandomState,
     chain: Chain,
     queues: Queues,

@@ -10,21 +10,21 @@ const NAMED: usize = 8;
 /// Why an index could not be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BadFree {
-    /// Outside of the index space.
+    /// The index is outside of the index space.
     OutOfRange,
     /// The padding index, which has no owner.
     Padding,
-    /// Never handed out.
+    /// The index was never handed out.
     NotAllocated,
-    /// Freed by an earlier call.
+    /// An earlier call freed the index.
     AlreadyFree,
-    /// Listed twice in one call.
+    /// One call lists the index twice.
     NamedTwice,
-    /// Still referenced by another owner.
+    /// Another owner still refers to the index.
     StillReferenced,
-    /// Belongs to another pool.
+    /// The index belongs to another pool.
     Foreign,
-    /// Belongs to the prefix cache, which gives it up by eviction.
+    /// The index belongs to the prefix cache, which gives it up by eviction.
     Cached,
 }
 

@@ -120,15 +120,15 @@ impl fmt::Display for Act {
 /// The state of an index, as reports show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IndexState {
-    /// Available.
+    /// The index is available.
     Free,
-    /// Held by an owner.
+    /// An owner holds the index.
     Live,
-    /// Held by a prefix cache alone, which can free it.
+    /// A prefix cache alone holds the index, and can free it.
     Evictable,
-    /// Held by a prefix cache alone, with leases.
+    /// A prefix cache alone holds the index, with leases.
     Locked,
-    /// Freed, but kept until work in flight is done.
+    /// The index is freed, but kept until work in flight is done.
     Fenced,
 }
 

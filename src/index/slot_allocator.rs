@@ -99,7 +99,7 @@ struct Group {
 }
 
 impl SlotAllocator {
-    /// All of `size / page_size` pages free.
+    /// An allocator with all of `size / page_size` pages free.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when `size` or `page_size` is 0, or when slots would not fit int32.
@@ -236,7 +236,7 @@ impl SlotAllocator {
     ///
     /// A prefix that ends inside a page is continued from `last_loc + 1`; then whole pages are taken. The
     /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages.
-    /// Where only a device knows it, nothing is checked of it.
+    /// A `last_loc` that only a device knows is not checked.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or the offset

@@ -139,7 +139,7 @@ pub struct CopyThreads {
 }
 
 impl CopyThreads {
-    /// None yet.
+    /// A set without threads.
     #[must_use]
     pub const fn new() -> Self {
         Self {

@@ -44,7 +44,7 @@ impl FileLock {
     /// process may open it: the system ends the lock when any handle of the file is closed.
     ///
     /// # Errors
-    /// Those of the system, where it cannot open or lock the file.
+    /// The errors of the system, where it cannot open or lock the file.
     pub fn take(path: &Path) -> io::Result<Locking> {
         let this = process::id();
         let claim_of = |about: Metadata| (this, about.dev(), about.ino());

@@ -37,7 +37,7 @@ pub struct Batch<'a> {
 /// The cached prefix of a new request.
 #[derive(Clone, Debug)]
 pub enum Prefix {
-    /// None; also for requests that have tokens.
+    /// There is no prefix; also for requests that have tokens.
     None,
     /// Slots of whole pages, of which the request becomes another owner.
     Slots(IndexVec),

@@ -80,7 +80,7 @@ impl AddressSpace {
     ///
     /// Args:
     ///     size: Bytes of each, as in `take`.
-    ///     count: How many.
+    ///     count: The number of ranges.
     ///
     /// Returns:
     ///     Where they begin, in order. `None` if the gaps do not hold all of them.

@@ -212,7 +212,7 @@ impl BlockQueue {
     /// Takes the first free blocks for one user, who counts 1 of each. Their hashes are taken from them.
     ///
     /// Args:
-    ///     count: How many.
+    ///     count: The number of blocks.
     ///     cached: The map with the hashes.
     ///     more_hashes: By the number of a block, a set of hashes that it has beside its own. Those of taken blocks go.
     ///     events: Whether to return the hashes.

@@ -102,7 +102,7 @@ impl FileStore {
     ///     keys: As in `exists`.
     ///     pages: A tensor or array in host memory whose dimension 0 counts pages, with `page_bytes` contiguous bytes
     ///         in each, of any dtype.
-    ///     rows: Which rows of `pages` are meant, one for each key and none twice. By default all, in their order.
+    ///     rows: The rows of `pages` that are meant, one for each key and none twice. By default all, in their order.
     ///
     /// Returns:
     ///     A `StoreTransfer`.

@@ -46,7 +46,7 @@ use arguments::{gone, handle_of, not_begun, not_locked, part_of, receipt_of, ski
 ///
 /// Args:
 ///     page_size: Tokens that are found together.
-///     policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
+///     policy: The order of eviction: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
 ///     protected_uses: With "slru", how often a node is used until it goes after the others.
 ///     tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
 ///         prompt that went through them.
@@ -285,7 +285,7 @@ impl HybridTree {
     ///
     /// Args:
     ///     node: The node.
-    ///     boundary: What `lock_node` returned.
+    ///     boundary: The result of `lock_node`.
     ///     skip: The parts that were not locked.
     ///     window_done: Whether `unlock_window` was called.
     ///
@@ -311,7 +311,7 @@ impl HybridTree {
     ///
     /// Args:
     ///     node: The node.
-    ///     boundary: What `lock_node` returned.
+    ///     boundary: The result of `lock_node`.
     ///     skip: The parts that were not locked.
     ///     with_state: Whether the state is released, too.
     ///
@@ -502,7 +502,7 @@ impl HybridTree {
     ///
     /// Args:
     ///     node: The node.
-    ///     start: Where a node on the way to it begins.
+    ///     start: The position where a node on the way to it begins.
     ///     hashes: 32 bytes for each page.
     ///
     /// Raises:

@@ -59,9 +59,9 @@ pub(super) use lease::{Lease, Published};
 ///     allocator: The allocator of the slots. The cache keeps whole pages of its page size.
 ///     states: A `GDNPool` with track slots, on the same device, for models with linear-attention states. A
 ///         prefix is then found only up to a snapshot of the state at its end.
-///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
+///     policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
 ///         prefixes are evicted, never what other cached prefixes continue.
-///     tiers: What lies below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
+///     tiers: The tiers below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
 ///         or another `Store`. `Lease.load` brings back from the first what is evicted, `fetch` brings there what the
 ///         second has.
 ///     model: Names, for a store, what the bytes of K and V depend on beside the tokens, the namespace and the shape of

@@ -44,7 +44,7 @@ use super::tokens::with_tokens;
 ///         caller, and what is evicted is only listed; an insertion does not check then that slots differ,
 ///         only `verify` does.
 ///     page_size: Tokens that are found together.
-///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+///     policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
 ///     name: The owner of cached slots in reports. Defaults to the class name and a number.
 ///
 /// Raises:

@@ -24,26 +24,26 @@ pub trait Disk: Debug + Send + Sync {
     /// Bytes of a file.
     ///
     /// # Errors
-    /// Those of the system.
+    /// The errors of the system.
     fn bytes(&self, file: DiskFile) -> Result<u64>;
 
     /// Cuts a file short.
     ///
     /// # Errors
-    /// Those of the system.
+    /// The errors of the system.
     fn truncate(&self, file: DiskFile, bytes: u64) -> Result<()>;
 
     /// Reads to `buffer`; returns how many bytes, which may be fewer, and 0 at the end of the file. Pages are
     /// read by whole [`BLOCK`]s to [`AlignedBytes`].
     ///
     /// # Errors
-    /// Those of the system.
+    /// The errors of the system.
     fn read_at(&self, file: DiskFile, buffer: &mut [u8], offset: u64) -> Result<usize>;
 
     /// Writes `bytes`; returns how many, which may be fewer. Pages are written as they are read.
     ///
     /// # Errors
-    /// Those of the system.
+    /// The errors of the system.
     fn write_at(&self, file: DiskFile, bytes: &[u8], offset: u64) -> Result<usize>;
 
     /// Whether pages pass the system's cache by.
@@ -54,7 +54,7 @@ pub trait Disk: Debug + Send + Sync {
     /// Whether another process could still find the files.
     ///
     /// # Errors
-    /// Those of the system.
+    /// The errors of the system.
     fn is_reachable(&self) -> Result<bool> {
         Ok(true)
     }

@@ -71,8 +71,7 @@ impl Part {
     }
 }
 
-/// The name that an engine has for a page where it tells others of it: a digest of its tokens and of all
-/// before it.
+/// The name by which an engine tells others of a page: a digest of its tokens and of all before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageDigest(pub [u8; 32]);
 
@@ -304,7 +303,7 @@ pub struct HybridTree {
     next_namespace: u32,
     next_place: u64,
     next_boundary: u64,
-    /// Seeded at random: callers cannot choose tokens that collide.
+    /// The secrets, random: callers cannot choose tokens that collide.
     secrets: [u64; 3],
     now: u64,
     sizes: [Sizes; 3],

@@ -26,9 +26,9 @@ struct Snapshot {
 /// The order in which snapshots go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum SnapshotRank {
-    /// A later one of the same request took its place.
+    /// A later snapshot of the same request took its place.
     Superseded,
-    /// None did: it goes after those.
+    /// No later one did: it goes after those.
     Last,
 }
 

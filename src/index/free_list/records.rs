@@ -43,7 +43,7 @@ pub(super) struct Records {
 }
 
 impl Records {
-    /// All of `space`, free.
+    /// Records of `space` with all indices free.
     pub(super) fn new(space: Range<u32>) -> Result<Self> {
         let count = widen(space.end.div_ceil(64)).max(1);
         let mut made = Self {

@@ -39,7 +39,7 @@ pub(super) enum StreamMode {
     Running,
     /// The work becomes part of a graph or, on the default stream, would have to.
     Captured,
-    /// None: the stream was destroyed.
+    /// There is no effect: the stream was destroyed.
     Gone,
 }
 

@@ -5,18 +5,18 @@ use super::{HybridTree, NodeId, Part, ROOT};
 /// The neighbours of a node in a list.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ListLink {
-    /// Used after it.
+    /// The node used after it.
     later: Option<NodeId>,
-    /// Used before it.
+    /// The node used before it.
     earlier: Option<NodeId>,
     is_listed: bool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct List {
-    /// Used last.
+    /// The node used last.
     pub(super) first: Option<NodeId>,
-    /// Used longest ago.
+    /// The node used longest ago.
     pub(super) last: Option<NodeId>,
     pub(super) len: usize,
 }

@@ -8,7 +8,7 @@ pub const BLOCK: usize = 512;
 /// Tokens that follow each other. Ids of a vocabulary have 32 bits; engines make up longer ones for images.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenRun {
-    /// All of them are below 2**32.
+    /// All tokens are below 2**32.
     Narrow(Vec<u32>),
     /// Any 64-bit ids.
     Wide(Vec<i64>),
