@@ -162,7 +162,7 @@ def _report_leaks_with(reporter: Callable[[], ModuleType]) -> None:
     """
 
 def _before_fork() -> None:
-    """Keeps threads of stores from holding locks while the process is forked, which a child would wait for."""
+    """Keeps threads of the crate from holding locks while the process is forked: a child would wait for them for ever."""
 
 def _after_fork() -> None:
     """Ends `_before_fork`, in both processes."""
