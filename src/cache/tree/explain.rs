@@ -10,7 +10,7 @@ use super::{Lower, Namespace, Place, Tick, Tokens, Tree};
 use crate::cache::PageKey;
 use crate::cache::chain::Chain;
 
-/// What pages had to make room for.
+/// The reason why pages had to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pressure {
     /// An allocation was short.
@@ -33,34 +33,34 @@ impl Pressure {
     }
 }
 
-/// Why pages go, and when.
+/// The cause of an eviction, and its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cause {
-    /// What they made room for.
+    /// The reason why the pages had to go.
     pub pressure: Pressure,
     /// The time of the call.
     pub at: Instant,
 }
 
-/// What is remembered of pages that went.
+/// A record of pages that went.
 #[derive(Clone, Copy, Debug)]
 pub struct Gone {
-    /// Why, and when.
+    /// The cause of their eviction.
     pub cause: Cause,
-    /// Tokens looked up between their last use and their end.
+    /// The number of tokens looked up between their last use and their end.
     pub idle: u64,
 }
 
-/// Where a part of a prompt is, or why it is not cached.
+/// The place of a part of a prompt, or the reason why it is not cached.
 #[derive(Clone, Debug)]
 pub enum Location {
-    /// In pages of the device.
+    /// It is in pages of the device.
     Device,
-    /// In pages of the device, but without a snapshot of the state that a request could go on from.
+    /// It is in pages of the device, but without a snapshot of the state that a request could go on from.
     NoSnapshot,
-    /// In host memory, from where it can be loaded.
+    /// It is in host memory, from where it can be loaded.
     Host,
-    /// In a store below, from where it can be fetched to host memory.
+    /// It is in a store below, from where it can be fetched to host memory.
     Store,
     /// It was cached, and is gone.
     Evicted(Gone),
@@ -85,7 +85,7 @@ impl Location {
 /// Neighbouring tokens of a prompt with the same answer.
 #[derive(Clone, Debug)]
 pub struct Segment {
-    /// Positions of its tokens in the prompt.
+    /// The positions of its tokens in the prompt.
     pub range: Range<usize>,
     /// The answer for all of them.
     pub location: Location,
@@ -117,20 +117,20 @@ impl Segment {
 pub(super) struct Memory {
     /// The last [`ENDS`]; number `n` lies at `n % ENDS`.
     ends: Vec<End>,
-    /// Ends noted so far.
+    /// The number of ends noted so far.
     noted: u64,
-    /// Why ends went, each with the number of the first one.
+    /// The causes, each with the number of the first end that it explains.
     causes: VecDeque<(u64, Cause)>,
 }
 
-/// What is noted of an end; its cause is that of its neighbours.
+/// A record of an end; its cause is that of its neighbours.
 #[derive(Clone, Copy, Debug)]
 struct End {
     key: PageKey,
     idle: u64,
 }
 
-/// Ends that are remembered. At a key for 64 tokens they reach back two million evicted tokens.
+/// The number of ends that are remembered. At a key for 64 tokens they reach back two million evicted tokens.
 const ENDS: usize = 1 << 15;
 
 impl Memory {
@@ -158,7 +158,7 @@ impl Memory {
         self.causes.push_back((self.noted, cause));
     }
 
-    /// What is remembered, by key; of one key the latest.
+    /// The records by key; of one key the latest.
     fn by_key(&self) -> HashMap<PageKey, Gone> {
         let mut known = HashMap::with_capacity(self.ends.len());
         let mut causes = self.causes.iter().copied().peekable();
@@ -184,10 +184,10 @@ fn place_of(number: u64) -> usize {
 }
 
 impl Tree {
-    /// Where the parts of `tokens` are, in order. Changes nothing.
+    /// The parts of `tokens` and their places, in order. Changes nothing.
     ///
-    /// What was evicted is remembered in steps of about 64 tokens and by its end, for a while. `lower` is the
-    /// tier below, if there is one.
+    /// Evicted prefixes are remembered in steps of about 64 tokens and by their ends, for a while. `lower` is
+    /// the tier below, if there is one.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none.
