@@ -372,8 +372,10 @@ impl PlannerState {
             return Err(failure);
         }
         // Behind what may fail: given up as they were taken, pages leave other holders as they were.
-        for growth in batch {
-            self.sign(growth.row, growth.had, slots, table);
+        if slots.keeps_ledger() {
+            for growth in batch {
+                self.sign(growth.row, growth.had, slots, table);
+            }
         }
         self.requests.note_written(batch);
         Ok(Ok(Plan {
