@@ -3,8 +3,9 @@
 use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::Namespace;
 use kvpool::cache::engines::hybrid::{
-    Action, EvictionOrder, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked, PageDigest,
-    Part, Receipt, Sizes, Skipped, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
+    Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
+    PageDigest, Part, Receipt, Sizes, Skipped, StateConfig, StateRelease, Victim, WindowConfig,
+    WindowRelease,
 };
 
 /// Values of the slots `begin..`, one a token.
@@ -331,6 +332,62 @@ fn a_window_is_released_before_the_rest() {
     assert_eq!(tree.fault(), None);
 }
 
+#[test]
+fn what_a_request_inserted_before_counts_once() {
+    let mut tree = HybridTree::new(PLAIN);
+    let mut hits = |tokens: &[i64], inserted| {
+        let node = put(&mut tree, tokens, 10, Insert { inserted, ..Insert::default() }).0.node;
+        tree.state(node).unwrap().hits
+    };
+    assert_eq!(hits(&[1, 2], 0), 1);
+    assert_eq!(hits(&[1, 2], 2), 1);
+    assert_eq!(hits(&[1, 2], 1), 2);
+    assert_eq!(hits(&[1, 2, 3], 3), 0);
+    assert_eq!(hits(&[1, 2, 4], 2), 1);
+}
+
+/// Those that a request may read, and a page more.
+#[test]
+fn windows_that_are_used_are_evicted_last() {
+    let mut tree = HybridTree::new(windows(1));
+    let mut nodes = Vec::new();
+    for tokens in [&[1][..], &[1, 2], &[1, 2, 3], &[9]] {
+        let found = tokens.len() - 1;
+        nodes.push(put(&mut tree, tokens, 10, Insert { found, ..Insert::default() }).0.node);
+    }
+    let [first, second, third, other] = nodes[..] else { panic!("four nodes") };
+    assert_eq!(tree.listed(Part::Window), [other, third, second, first]);
+    find(&mut tree, &[1, 2, 3]);
+    assert_eq!(tree.listed(Part::Window), [third, second, other, first]);
+    put(&mut tree, &[1, 2], 10, Insert { found: 2, ..Insert::default() });
+    assert_eq!(tree.listed(Part::Window), [second, first, third, other]);
+}
+
+#[test]
+fn slots_of_any_part_are_to_be_freed() {
+    let value = at([1]).to_vec();
+    for frees in [
+        Frees { full: value.clone(), ..Frees::default() },
+        Frees { window: value.clone(), ..Frees::default() },
+        Frees { state: value, ..Frees::default() },
+    ] {
+        assert!(!frees.is_empty());
+    }
+    assert!(Frees::default().is_empty());
+}
+
+#[test]
+fn a_state_goes_with_its_window() {
+    let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
+    let state = |slot| Insert { state: vec![EngineSlot::new(slot)], ..Insert::default() };
+    put(&mut tree, &[1, 2], 10, state(5));
+    put(&mut tree, &[1, 2, 3, 4], 20, Insert { found: 2, ..state(6) });
+    assert!(tree.begin_eviction(Part::Window, 1));
+    let Some(Victim::Value(frees)) = tree.next_victim(Part::Window, 0) else { panic!("a value") };
+    assert_eq!((frees.window, frees.state), (at([10, 11]).to_vec(), at([5]).to_vec()));
+    assert_eq!(tree.fault(), None);
+}
+
 /// Such as after `StateRelease::Keep`.
 #[test]
 fn a_locked_state_outlives_its_window() {
@@ -416,6 +473,12 @@ fn what_was_found_is_found_again_by_first_pages() {
         let result = put(&mut tree, &other, 0, Insert { found: 1600, ..Insert::default() }).0;
         assert_eq!(result.found, at / 4 * 4);
     }
+    // Nor about the first then.
+    let mut tree = HybridTree::new(HybridConfig { page_size: 4, ..PLAIN });
+    put(&mut tree, &prompt, 0, Insert::default());
+    let mut other = prompt;
+    (other[301], other[1599]) = (-1, -1);
+    assert_eq!(put(&mut tree, &other, 0, Insert { found: 1600, ..Insert::default() }).0.found, 300);
 }
 
 #[test]
