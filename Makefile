@@ -68,6 +68,10 @@ GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client ric
 HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
+# The sources that `make mutants` changes, and which part of the changes it tries: 0/4 to 3/4 are quarters.
+MUTATED ?= src/cache/**/*.rs src/index/**/*.rs
+SHARD ?= 0/1
+MUTANTS := $(VENV)/mutants/bin/cargo-mutants
 
 # Makes parts of a target, three at a time: on two cores one of them waits for a file, the network or a lock. The output of a
 # part is shown when it ends, and that of one that has failed again when all have ended; then why a process ended that could
@@ -84,7 +88,7 @@ endef
 
 .PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test old-torch-test process-test software-test \
     rust-lint python-lint stub-lint kernel-lint verify-types wheel-lint licences wheels \
-    orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
+    orders fuzz fuzz-build fuzz-briefly histories mutants soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, and conversations with the prefix cache and without, with
@@ -161,6 +165,14 @@ fuzz-build:
 histories:
 	KVPOOL_HISTORY='$(HISTORIES)' KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
 	    --ignored --exact history_runs::long_histories_agree_with_their_models --nocapture
+
+# Changes of the source that no Rust test notices: an error, and listed in target/mutants.out/missed.txt.
+mutants: $(MUTANTS)
+	$(MUTANTS) mutants $(foreach file,$(MUTATED),--file '$(file)') --shard $(SHARD) --no-shuffle --timeout 120 --output target \
+	    -- --locked --test rust
+
+$(MUTANTS):
+	cargo install --quiet --locked --version 27.1.0 --root $(VENV)/mutants cargo-mutants
 
 # BESIDE is made at the same time, such as packages that the tests need.
 lint:
