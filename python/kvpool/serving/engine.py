@@ -292,7 +292,7 @@ class Engine:
             on_token,
             owner,
         )
-        self._scheduler.waiting.append(copy)
+        self._scheduler.submit_fork(copy)
         return copy
 
     def step(self) -> bool:

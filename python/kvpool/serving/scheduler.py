@@ -130,6 +130,13 @@ class Scheduler(Generic[R]):
         else:
             self.waiting.append(request)
 
+    def submit_fork(self, request: R) -> None:
+        """Let a copy of a request wait for slots.
+
+        It fetches nothing from a store: the original has published its tokens, or fetches them itself.
+        """
+        self.waiting.append(request)
+
     def withdraw(self, request: R) -> None:
         """Take a waiting request out of the queue."""
         request.fetch = None
