@@ -50,17 +50,17 @@ def make_full_attention_net_mem_pool(
         OutOfMemoryError: If there is not enough memory.
         BackendUnavailableError: If `device` cannot be used on this machine.
     """
-    allocator = TokenToKVPoolAllocator(size, device, page_size, need_sort)
+    allocator = TokenToKVPoolAllocator(size, device, page_size=page_size, need_sort=need_sort)
     pool = KVPool(
         size,
         layer_num,
         k_head_num,
         k_head_dim,
-        device,
-        dtype,
-        v_head_num,
-        v_head_dim,
-        pin_memory,
+        device=device,
+        dtype=dtype,
+        v_head_num=v_head_num,
+        v_head_dim=v_head_dim,
+        pin_memory=pin_memory,
         page_size=page_size,
     )
     allocator.poison_freed(pool)
