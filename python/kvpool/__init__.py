@@ -12,6 +12,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from kvpool import _fork  # noqa: F401 - registers its handlers
 from kvpool._kvpool import (
     BatchPlan,
     BatchPlanner,

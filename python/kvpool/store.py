@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from kvpool._closing import Closing
-from kvpool._kvpool import _after_fork, _before_fork, _StoreQueue
+from kvpool._kvpool import _StoreQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,10 +94,6 @@ class Store(Closing):
             self._queue.abandon()
         else:
             self._queue.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def _end(queue: _StoreQueue, threads: list[threading.Thread]) -> None:

@@ -33,7 +33,8 @@ SHARED_BY_COMMANDS = {"bandwidths", "devices", "needs", "output", "traces", "uni
 # Names of the extension that `kvpool` does not export, by the modules that import them.
 PRIVATE = {
     "kvpool": {"_report_leaks_with"},
-    "store": {"_StoreCall", "_StoreQueue", "_after_fork", "_before_fork"},
+    "_fork": {"_after_fork", "_before_fork"},
+    "store": {"_StoreCall", "_StoreQueue"},
     "workspace": {"_Workspace"},
     "observe.leaks": {"_Workspace", "_noted"},
     "observe.registry": {"_pools"},
