@@ -40,14 +40,16 @@ class Store(Closing):
 
     def __init__(self) -> None:
         self._queue = _StoreQueue()
+        self._ends = threading.Event()  # set before the queue takes no more calls
+        # They let go of a store that nothing else holds.
+        here = weakref.ref(self)
         self._threads = [
-            # They let go of a store that nothing else holds.
-            threading.Thread(target=_serve, args=(get, weakref.ref(self)), name="kvpool-store", daemon=True)
+            threading.Thread(target=_serve, args=(get, here, self._ends), name="kvpool-store", daemon=True)
             for get in (self._queue.next_read, self._queue.next_write)
         ]
         for thread in self._threads:
             thread.start()
-        weakref.finalize(self, _end, self._queue, self._threads)
+        weakref.finalize(self, _end, self._queue, self._ends, self._threads)
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
@@ -89,6 +91,7 @@ class Store(Closing):
         Raises:
             RuntimeError: In the child of a fork.
         """
+        self._ends.set()
         if threading.current_thread() in self._threads:
             # It would wait for itself.
             self._queue.abandon()
@@ -96,8 +99,9 @@ class Store(Closing):
             self._queue.close()
 
 
-def _end(queue: _StoreQueue, threads: list[threading.Thread]) -> None:
+def _end(queue: _StoreQueue, ends: threading.Event, threads: list[threading.Thread]) -> None:
     """End the threads of a store that is gone, or at the end of the program."""
+    ends.set()
     queue.abandon()
     if not threading.main_thread().is_alive():
         # They may not come back to the interpreter later. One that a store keeps does not.
@@ -105,12 +109,20 @@ def _end(queue: _StoreQueue, threads: list[threading.Thread]) -> None:
             thread.join(1.0)
 
 
-def _serve(get: Callable[[], _StoreCall | None], store: weakref.ref[Store]) -> None:
-    """Answer the calls of a store until it is closed, or gone."""
+def _serve(get: Callable[[], _StoreCall | None], store: weakref.ref[Store], ends: threading.Event) -> None:
+    """Answer the calls of a store until it is closed, or gone.
+
+    Args:
+        get: Waits for the next call.
+        store: The store.
+        ends: Whether an error of `get` is that of a queue that takes no more calls.
+    """
     while True:
         try:
             call = get()
         except RuntimeError:
+            if not ends.is_set():
+                _logger.exception("a thread of a store has ended: what it is asked is not answered")
             return
         here = store()
         if here is not None and call is not None:

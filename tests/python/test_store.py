@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from tier_scene import PROMPT, SIZE, Scene
 
 import kvpool
 from kvpool import ConfigError, FileStore, HostTier, PrefixCache
+from kvpool.store import _serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -504,6 +506,21 @@ threading.Thread(target=serve).start()
         [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=60
     )
     assert time.monotonic() - begin < 60
+
+
+def test_a_thread_that_ends_before_its_store_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("no more")
+
+    with Memory() as store, caplog.at_level(logging.ERROR, "kvpool"):
+        ends = threading.Event()
+        _serve(fail, weakref.ref(store), ends)
+        assert "a thread of a store has ended" in caplog.text
+        assert "no more" in caplog.text
+        caplog.clear()
+        ends.set()
+        _serve(fail, weakref.ref(store), ends)
+    assert not caplog.records
 
 
 def test_a_store_may_close_itself_and_survives_any_exception(caplog: pytest.LogCaptureFixture) -> None:
