@@ -23,6 +23,7 @@ from kvpool.cluster import router as routers
 from kvpool.cluster import worker as workers
 from kvpool.cluster.messages import Join, Report
 from kvpool.integrations.kv_events import EventPublisher
+from kvpool.remote import Endpoint, TransferError
 from kvpool.sampling import Sampling
 from kvpool.serving import Engine
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvpool.cluster import Role
     from kvpool.cluster.channel import Channel
+    from kvpool.remote import Peer
 
 SECRET = b"an open secret for tests"
 MODEL: dict[str, str | int] = {"model": "pool reader", "vocab_size": VOCAB}
@@ -229,6 +231,47 @@ def test_a_worker_waits_for_a_router_and_for_the_next_one() -> None:
         second.run()
         assert again.tokens == expected(again)
     member.check()
+
+
+def test_a_worker_without_a_router_lets_go_of_its_peers() -> None:
+    """They may die meanwhile, and none but a router says so."""
+    with cluster(1, 1) as (first, members):
+        reader = members["decode-0"].endpoint
+        first.submit([5] * 20, 3)
+        first.run()
+        assert reader.stats()["peers"] == len(reader._core.reads._reached) == 1
+        first.close()
+        deadline = time.monotonic() + 20
+        while reader.stats()["peers"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert not reader._core.reads._reached
+        with Router(SECRET, first.address, model=MODEL) as second:
+            until(second, lambda: second.stats()["workers"] == 2)
+            again = second.submit([6] * 20, 30)
+            second.run()
+            assert again.workers == ["prefill-0", "decode-0"]
+            assert again.tokens == expected(again)
+            assert reader.stats()["peers"] == 1
+
+
+def test_a_worker_that_cannot_let_go_of_a_peer_lets_go_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Endpoint, peer: Peer) -> None:
+        disconnect(self, peer)
+        if peer.name == "prefill-0":
+            raise TransferError("of the network")
+
+    disconnect = Endpoint.disconnect
+    with cluster(2, 1) as (router, members):
+        monkeypatch.setattr(Endpoint, "disconnect", fail)
+        reader = members["decode-0"].endpoint
+        until(router, lambda: reader.stats()["peers"] == 2)
+        members["decode-0"].end()
+        assert reader.stats()["peers"] == 0
+        assert members["decode-0"].error is None
+    assert "decode-0 cannot let go of prefill-0: of the network" in caplog.text
 
 
 def test_a_worker_of_the_same_name_takes_the_place_of_the_first() -> None:

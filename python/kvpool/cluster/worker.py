@@ -157,9 +157,7 @@ class Worker:
             if request is not None:
                 self._engine.abort(request)
         elif isinstance(message, Part):
-            peer = self._peers.pop(message.name, None)
-            if peer is not None:
-                self._endpoint.disconnect(peer)
+            self._leave(message.name)
         else:
             self._meet(message)
 
@@ -167,8 +165,18 @@ class Worker:
         try:
             self._peers[message.name] = self._endpoint.connect(message.metadata)
         except KvPoolError as error:
-            self._peers.pop(message.name, None)
+            self._leave(message.name)
             _log.warning("%s cannot read from %s: %s", self._join.name, message.name, error)
+
+    def _leave(self, name: str) -> None:
+        """Let go of a peer, if there is one of this name."""
+        peer = self._peers.pop(name, None)
+        if peer is None:
+            return
+        try:
+            self._endpoint.disconnect(peer)
+        except KvPoolError as error:
+            _log.warning("%s cannot let go of %s: %s", self._join.name, name, error)
 
     def _submit(self, work: Work) -> Request:
         number = work.number
@@ -216,11 +224,15 @@ class Worker:
         _send(channel, report)
 
     def _drop(self) -> None:
-        """Abort everything: the router, if there is one, has given it to others."""
+        """Abort everything: the router, if there is one, has given it to others.
+
+        Until there is one, nothing says which peers are gone: the next one introduces those that are there.
+        """
         for request in self._requests.values():
             self._engine.abort(request)
         self._requests.clear()
-        self._peers.clear()
+        for name in [*self._peers]:
+            self._leave(name)
         self._report = Report()
 
 
