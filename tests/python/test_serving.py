@@ -151,7 +151,7 @@ def test_random_histories(page_size: int, prefix_cache: bool) -> None:
         for _ in range(chance.randint(0, 4)):
             engine.step()
             running = [request for request in requests if request.state == "running"]
-            pages = sum(-(-request.cached // page_size) for request in running)
+            pages = sum(-(-request.held.cached // page_size) for request in running)
             stats = engine.stats()
             if prefix_cache:  # pages that several requests share count once
                 assert engine.prefix_cache is not None
@@ -381,7 +381,7 @@ def test_abort_in_every_state() -> None:
     engine.step()
     engine.step()
     assert [running.state, prefilling.state, waiting.state] == ["running", "running", "waiting"]
-    assert 0 < prefilling.cached < 40
+    assert 0 < prefilling.held.cached < 40
     for request in (prefilling, waiting, running, running):
         engine.abort(request)
         assert request.state == "aborted"

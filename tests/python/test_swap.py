@@ -200,8 +200,8 @@ def watched(wait: Callable[[int], object]) -> Iterator[None]:
 
     def patched(self: Scheduler[Request], request: Request) -> bool:
         answer = is_loaded(self, request)
-        if request.load is not None:
-            request.load = cast("Load", Watched(request.load, wait))
+        if request.held.load is not None:
+            request.held.load = cast("Load", Watched(request.held.load, wait))
         return answer
 
     with pytest.MonkeyPatch.context() as patch:
@@ -362,8 +362,8 @@ def test_a_load_that_ends_before_its_request_has_run_is_computed(
 
     def cancelled(self: Scheduler[Request], request: Request) -> bool:
         answer = is_loaded(self, request)
-        some(request.load).cancel()
-        left.append(some(request.lease).length)  # not 0 if it was faster
+        some(request.held.load).cancel()
+        left.append(some(request.held.lease).length)  # not 0 if it was faster
         return answer
 
     engine, prompt, _ = evicted_prompt(READERS[kind](200, 4, page_size=4))
@@ -445,7 +445,7 @@ def test_a_step_evicts_for_the_next_one() -> None:
     waits = engine._scheduler.waits
     while engine.step():
         settle(engine)
-        needs_page = request.state == "running" and request.cached % 4 == 0
+        needs_page = request.state == "running" and request.held.cached % 4 == 0
         assert not needs_page or engine.model.allocator.available_size() >= 4
     assert engine._scheduler.waits == waits
     assert_served(engine, [request])
@@ -748,7 +748,7 @@ def serve_fetched(store: Shelf, prompts: list[list[int]], at: int) -> list[Place
         except KeyboardInterrupt:
             raised += 1
         for request in engine._scheduler.fetching:
-            assert request.fetch is None or request.fetch.wait(30)
+            assert request.held.fetch is None or request.held.fetch.wait(30)
         settle(engine)
     assert raised == (at > 0)
     assert_served(engine, requests)

@@ -24,6 +24,7 @@ import torch
 from kvpool._kvpool import BatchPlanner, PrefixCache
 from kvpool.errors import ConfigError
 from kvpool.serving.generation import Generation
+from kvpool.serving.held import Held
 from kvpool.serving.sampling import Sampling, sample
 from kvpool.serving.scheduler import Scheduler
 from kvpool.serving.swap import Arrivals, LoadError, Swap
@@ -34,10 +35,7 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import (
         BatchPlan,
-        Fetch,
         GDNPool,
-        Lease,
-        Load,
         ReqToTokenPool,
         TokenToKVPoolAllocator,
     )
@@ -89,6 +87,7 @@ class Request(Generation):
         state: "waiting", "running", and at the end "finished" or "aborted".
         retractions: Number of retractions.
         prefix_len: Tokens found in the prefix cache at its last admission.
+        held: The part of it that only the engine reads and changes.
     """
 
     on_token: Callable[[Request, int], object] | None = None
@@ -96,26 +95,26 @@ class Request(Generation):
     state: State = "waiting"
     retractions: int = 0
     prefix_len: int = 0
-    # While running: the row in the request table, the number of tokens with slots, the lease of the prefix.
-    row: int = 0
-    cached: int = 0
-    lease: Lease | None = None
-    load: Load | None = None
-    # While waiting: what comes from a store.
-    fetch: Fetch | None = None
-    # What brings its rows from another process, or takes them there.
-    move: Move | None = None
-    # What is left to call `on_token` with.
-    untold: Iterator[int] = field(init=False, repr=False)
+    held: Held = field(default_factory=Held, init=False, repr=False)
+    # The tokens that `on_token` was not called with.
+    _undelivered: Iterator[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.untold = iter(self.tokens)
-        deque(islice(self.untold, len(self.tokens)), maxlen=0)
+        self._undelivered = iter(self.tokens)
+        deque(islice(self._undelivered, len(self.tokens)), maxlen=0)
 
     @property
     def is_over(self) -> bool:
         """Whether the request is finished or aborted."""
         return self.state in {"finished", "aborted"}
+
+    def _deliver_next(self) -> bool:
+        """Call `on_token` with the next token that it was not called with. Returns whether there was one."""
+        if self.on_token is None or self.state == "aborted" or not length_hint(self._undelivered):
+            return False
+        # One call, so that no interrupt comes between taking the token and the callback.
+        next(map(self.on_token, [self], self._undelivered))
+        return True
 
     def between(self, begin: int, end: int) -> list[int]:
         """Prompt and generated tokens from position `begin` to `end`."""
@@ -238,16 +237,16 @@ class Engine:
                 f"table has {context}, the pool {capacity}"
             )
         request = Request(
-            prompt,
-            max_new_tokens,
-            frozenset(stop_tokens),
-            sampling or Sampling(),
-            namespace,
-            tokens,
-            on_token,
-            owner,
-            move=move,
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            stop_tokens=frozenset(stop_tokens),
+            sampling=sampling or Sampling(),
+            namespace=namespace,
+            tokens=tokens,
+            on_token=on_token,
+            owner=owner,
         )
+        request.held.move = move
         if request.is_complete:
             raise ConfigError(f"the request has all of its tokens: {len(tokens)} of at most {max_new_tokens}")
         self._scheduler.submit(request)
@@ -283,14 +282,14 @@ class Engine:
         if request.state == "running":
             self._scheduler.publish(request)
         copy = Request(
-            request.prompt,
-            request.max_new_tokens,
-            request.stop_tokens,
-            sampling or request.sampling,
-            request.namespace,
-            [*request.tokens],
-            on_token,
-            owner,
+            prompt=request.prompt,
+            max_new_tokens=request.max_new_tokens,
+            stop_tokens=request.stop_tokens,
+            sampling=sampling or request.sampling,
+            namespace=request.namespace,
+            tokens=[*request.tokens],
+            on_token=on_token,
+            owner=owner,
         )
         self._scheduler.submit_fork(copy)
         return copy
@@ -386,12 +385,12 @@ class Engine:
         """Run the model, and sample a token for each request whose tokens are all computed now."""
         batch, ends, loads = step.requests, step.ends, step.loads
         arrivals = Arrivals(loads, self._layers, self._scheduler.note_load_failed)
-        self.model.start([request.row for request in step.started if request.cached == 0])
+        self.model.start([request.held.row for request in step.started if request.held.cached == 0])
         for request in step.started:
-            if request.lease is not None and self.model.gdn_pool is not None:
+            if request.held.lease is not None and self.model.gdn_pool is not None:
                 arrivals.wait_layer(0)  # states come before it
-                request.lease.restore(request.row)
-        new = [t for r, end in zip(batch, ends, strict=True) for t in r.between(r.cached, end)]
+                request.held.lease.restore(request.held.row)
+        new = [t for r, end in zip(batch, ends, strict=True) for t in r.between(r.held.cached, end)]
         token_ids = torch.tensor(new, device=self._scheduler.planner.device)
         forward: Callable[..., torch.Tensor] = self.model.forward
         if self._overlaps:
@@ -417,18 +416,15 @@ class Engine:
         self._counts["generated_tokens"] += len(tokens)
         self._scheduler.release([request for request, _ in tokens if request.is_complete], "finished")
         for request, _ in tokens:
-            if request.move is not None and request.state == "running":
+            if request.held.move is not None and request.state == "running":
                 self._scheduler.hand_over(request)
 
     def _deliver(self) -> None:
         """Call the callbacks with the tokens that they were not called with."""
         while self._undelivered:
             request = self._undelivered[0]
-            if request.on_token is None or request.state == "aborted" or not length_hint(request.untold):
+            if not request._deliver_next():  # noqa: SLF001 - of this module
                 self._undelivered.popleft()
-            else:
-                # One call, so that no interrupt comes between taking the token and the callback.
-                next(map(request.on_token, [request], request.untold))
 
     def _changing(self) -> AbstractContextManager[None]:
         """Change the scheduler. If an exception ends that, retract what runs, now or in the next call."""

@@ -66,7 +66,7 @@ class FetchQueue(Generic[R]):
         while self.requests:
             self._begin(waiting)
             request = self.requests[0]
-            if not self._is_over(request.fetch, is_busy=is_busy or bool(waiting)):
+            if not self._is_over(request.held.fetch, is_busy=is_busy or bool(waiting)):
                 return
             # It is in a queue at any time; `keep_out` takes it out of this one.
             waiting.append(request)
@@ -91,14 +91,16 @@ class FetchQueue(Generic[R]):
         if self._cache is None or self._tier is None:
             return
         # What is kept for those that are not admitted yet.
-        kept = sum(request.seq_len for request in waiting if request.fetch is not None)
+        kept = sum(request.seq_len for request in waiting if request.held.fetch is not None)
         left = self._tier.size // 2 - kept
         for place, request in enumerate(self.requests):
             left -= request.seq_len
             if left < 0 and place > 0:
                 return
-            if request.fetch is None:
+            if request.held.fetch is None:
                 if place == 0:
                     self._until = monotonic() + _PATIENCE_S
                 tokens = request.between(0, request.seq_len)
-                request.fetch = self._cache.fetch(tokens, namespace=request.namespace, limit=len(tokens) - 1)
+                request.held.fetch = self._cache.fetch(
+                    tokens, namespace=request.namespace, limit=len(tokens) - 1
+                )

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpool._kvpool import Fetch, Lease, Load
-    from kvpool.serving.moves import Move
+    from kvpool.serving.held import Held
 
 State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
 
@@ -19,25 +18,14 @@ class Schedulable(Protocol):
     Attributes:
         state: "waiting", "running", and at the end "finished" or "aborted". The scheduler sets it.
         retractions: Number of retractions.
-        row: Row in the request table, while running.
-        cached: Number of tokens with slots, while running.
         prefix_len: Number of tokens that were found in the prefix cache at its admission, while running.
-        lease: Its lease of the prefix cache, while running with one.
-        load: What comes back of its prefix from the tier below, up to the end of its first step.
-        fetch: What comes of its prompt to that tier from a store, up to its admission.
-        move: What brings its rows from another process, up to their arrival, or takes them there when its
-            next token is generated.
+        held: The part of it that only the scheduler changes. At first it holds nothing, or a move.
     """
 
     state: State
     retractions: int
-    row: int
-    cached: int
     prefix_len: int
-    lease: Lease | None
-    load: Load | None
-    fetch: Fetch | None
-    move: Move | None
+    held: Held
 
     @property
     def seq_len(self) -> int:
@@ -69,9 +57,9 @@ def is_open(request: Schedulable) -> bool:
 
 def has_rows_elsewhere(request: Schedulable) -> bool:
     """Whether rows of a request come from another process."""
-    return request.move is not None and request.move.brings
+    return request.held.move is not None and request.held.move.brings
 
 
 def has_begun_to_move(request: Schedulable) -> bool:
     """Whether rows of a request may be on their way."""
-    return request.move is not None and request.move.has_begun
+    return request.held.move is not None and request.held.move.has_begun

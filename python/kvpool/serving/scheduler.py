@@ -139,7 +139,7 @@ class Scheduler(Generic[R]):
 
     def withdraw(self, request: R) -> None:
         """Take a waiting request out of the queue."""
-        request.fetch = None
+        request.held.fetch = None
         (self.fetching if request in self.fetching else self.waiting).remove(request)
 
     def plan(self) -> Step[R] | None:
@@ -216,16 +216,16 @@ class Scheduler(Generic[R]):
         for request in requests:
             if left == 0:
                 break
-            cached, seq_len = request.cached, request.seq_len
+            cached, seq_len = request.held.cached, request.seq_len
             end = seq_len if seq_len - cached <= left else cached + left
             if self._has_states and cached + 1 < end:
                 end = self._snapshot_end(request, end)
             batch.append(request)
             ends.append(end)
             left -= end - cached
-        started = [r for r in batch if r.cached == r.prefix_len]
-        leases = [r.lease if r.cached == r.prefix_len else None for r in batch]
-        rows, begins = [r.row for r in batch], [r.cached for r in batch]
+        started = [r for r in batch if r.held.cached == r.prefix_len]
+        leases = [r.held.lease if r.held.cached == r.prefix_len else None for r in batch]
+        rows, begins = [r.held.row for r in batch], [r.held.cached for r in batch]
         try:
             plan = self._extend(rows, begins, ends, prefixes=leases if started else None)
         except ConfigError:
@@ -237,16 +237,16 @@ class Scheduler(Generic[R]):
 
     def _falls_short(self, request: R) -> bool:
         """Whether the load of a request that has not run has failed; then it starts behind what it has."""
-        lease = request.lease
-        if request.load is None or lease is None or lease.length == request.prefix_len:
+        lease = request.held.lease
+        if request.held.load is None or lease is None or lease.length == request.prefix_len:
             return False
-        request.load = None
-        request.prefix_len = request.cached = lease.length
+        request.held.load = None
+        request.prefix_len = request.held.cached = lease.length
         return True
 
     def _growth_after(self, step: Step[R]) -> list[tuple[int, int]]:
         """For each running request, the tokens that have slots after a step and after the next."""
-        begins = {request: request.cached for request in self.running}
+        begins = {request: request.held.cached for request in self.running}
         begins.update(zip(step.requests, step.ends, strict=True))
         growth = []
         for request, begin in begins.items():
@@ -261,8 +261,8 @@ class Scheduler(Generic[R]):
         """
         self._tries_loads = True
         for request, end in zip(step.requests, step.ends, strict=True):
-            is_chunk = end - request.cached > 1
-            request.cached, request.load = end, None
+            is_chunk = end - request.held.cached > 1
+            request.held.cached, request.held.load = end, None
             if is_chunk or (self._has_states and end % self._snapshot_tokens == 0):
                 self.publish(request)
 
@@ -272,15 +272,13 @@ class Scheduler(Generic[R]):
 
     def publish(self, request: R) -> None:
         """Offer what a running request has computed to the prefix cache."""
-        lease, cached = request.lease, request.cached
+        row, lease, cached = request.held.row, request.held.lease, request.held.cached
         if lease is None or self._slots.whole(cached) <= (length := lease.length):
             return
         # The state is that after `cached` tokens, unless a step was planned and has failed.
         is_whole = self._slots.whole(cached) == cached
-        is_boundary = self._has_states and is_whole and cached == self.planner.seq_len(request.row)
-        lease.publish(
-            request.between(length, cached), row=request.row, state=request.row if is_boundary else None
-        )
+        is_boundary = self._has_states and is_whole and cached == self.planner.seq_len(row)
+        lease.publish(request.between(length, cached), row=row, state=row if is_boundary else None)
 
     def release(self, requests: list[R], state: State) -> None:
         """Publish running requests, and free their slots and rows, also if the driver fails.
@@ -294,14 +292,14 @@ class Scheduler(Generic[R]):
             for request in holders:
                 self.publish(request)
         finally:
-            self._rows.give([request.row for request in holders])
+            self._rows.give([request.held.row for request in holders])
             self.released[state] += len(requests)
             for request in requests:
                 request.state = state
                 request.retractions += state == "waiting"
-                request.lease = request.load = None
+                request.held.lease = request.held.load = None
                 if state != "waiting":
-                    request.move = None
+                    request.held.move = None
             self.running = [request for request in self.running if request not in requests]
             self.moving = [request for request in self.moving if request not in requests]
             self._free_spare()
@@ -312,43 +310,43 @@ class Scheduler(Generic[R]):
         # It is in a list at any time.
         self.moving.append(request)
         self.running.remove(request)
-        self._begin_move(request, 0, request.cached)
+        self._begin_move(request, 0, request.held.cached)
 
     def abandon(self, request: R) -> None:
         """Abort a request whose rows move. It keeps its slots until nothing arrives in them any more."""
         request.state = "aborted"
         self.released["aborted"] += 1
-        if request.move is not None:
-            request.move.cancel()
+        if request.held.move is not None:
+            request.held.move.cancel()
 
     def _begin_move(self, request: R, begin: int, end: int) -> None:
-        if request.move is not None:
-            slots, lease = self._table.req_to_token[request.row, begin:end], request.lease
+        if request.held.move is not None:
+            slots, lease = self._table.req_to_token[request.held.row, begin:end], request.held.lease
             if begin == 0 and lease is not None and lease.length:
                 # For what was published twice the table has slots that are free, until the next step.
                 slots = torch.cat([lease.slots.to(slots.dtype), slots[lease.length :]])
-            request.move.begin(request.row, slots, begin)
+            request.held.move.begin(request.held.row, slots, begin)
 
     def _end_moves(self) -> None:
         """Let go of requests whose rows have gone, and go on with those whose rows have come."""
         for request in [*self.moving]:
-            move = request.move
+            move = request.held.move
             if move is None or not move.query():
                 continue
             if request.state == "aborted":
-                request.lease = None
+                request.held.lease = None
                 # In between it has a row that is listed as spare: `retract_all` looks at both.
-                self._rows.give([request.row])
+                self._rows.give([request.held.row])
                 self.moving.remove(request)
                 self._free_spare()
             elif not move.brings:
                 self.release([request], "finished")
             elif move.has_failed:
-                request.move = None
+                request.held.move = None
                 self.waiting.appendleft(request)
                 self.release([request], "waiting")
             else:
-                request.cached, request.move = request.seq_len - 1, None
+                request.held.cached, request.held.move = request.seq_len - 1, None
                 # It was admitted before those that run, or most of them.
                 self.running.insert(0, request)
                 self.moving.remove(request)
@@ -359,8 +357,8 @@ class Scheduler(Generic[R]):
         begin, end = request.prefix_len, request.seq_len - 1
         for start in range(begin, end, self.planner.max_tokens):
             until = min(start + self.planner.max_tokens, end)
-            prefixes = [request.lease] if start == begin and request.lease is not None else None
-            call = partial(self._extend, [request.row], [start], [until], prefixes=prefixes)
+            prefixes = [request.held.lease] if start == begin and request.held.lease is not None else None
+            call = partial(self._extend, [request.held.row], [start], [until], prefixes=prefixes)
             if self._slots.attempt(call) is None:
                 return False
         self._begin_move(request, begin, end)
@@ -373,10 +371,10 @@ class Scheduler(Generic[R]):
         """
         self._part_moving()
         for request in self.running:
-            if request.state == "running" and request.row in self._rows:
+            if request.state == "running" and request.held.row in self._rows:
                 request.state = "waiting"
         for request in self.waiting:
-            request.lease = request.load = None
+            request.held.lease = request.held.load = None
         self.running = [request for request in self.running if is_open(request)]
         self._fetch_queue.keep_out({*self.waiting, *self.running})
         known = dict.fromkeys([*self.running, *self.waiting])
@@ -392,11 +390,11 @@ class Scheduler(Generic[R]):
         self.running = [r for r in self.running if not has_begun_to_move(r)] + unmoved
         self.moving = [request for request in self.moving if has_begun_to_move(request)]
         for request in [*self.moving]:
-            if request.row in self._rows:
+            if request.held.row in self._rows:
                 # Its rows have gone, and an interrupt has come while it was let go.
                 if is_open(request):
                     request.state = "finished"
-                request.lease = request.move = None
+                request.held.lease = request.held.move = None
                 self.moving.remove(request)
 
     def _free_spare(self) -> None:
@@ -409,7 +407,7 @@ class Scheduler(Generic[R]):
         self._is_held_back = False
         if not self.waiting:
             return
-        left = self.max_step_tokens - sum(r.seq_len - r.cached for r in self.running)
+        left = self.max_step_tokens - sum(r.seq_len - r.held.cached for r in self.running)
         promised = self._promised_pages()
         while self.waiting and left > 0 and self._table.available_size():
             request = self.waiting[0]
@@ -419,7 +417,7 @@ class Scheduler(Generic[R]):
             if self._may_start(request):
                 self._rows.take(request.owner)
             if not self._rows.groups:
-                request.lease = request.load = None
+                request.held.lease = request.held.load = None
                 break
             promised = pages - self._slots.pages(request.prefix_len)
             left -= 1 if has_rows_elsewhere(request) else request.seq_len - request.prefix_len
@@ -434,7 +432,7 @@ class Scheduler(Generic[R]):
     def _promised_pages(self) -> int:
         """Pages that admitted requests will take, and one for each, so that none is retracted at once."""
         pages = self._slots.pages
-        missing = sum(pages(request.seq_len) - pages(request.cached) + 1 for request in self.running)
+        missing = sum(pages(request.seq_len) - pages(request.held.cached) + 1 for request in self.running)
         return missing + sum(map(has_rows_elsewhere, self.moving))
 
     def _finds_prefix(self, request: R, pages: int) -> bool:
@@ -449,10 +447,10 @@ class Scheduler(Generic[R]):
             not self._fits(pages) and not self._fits(pages - self._slots.pages(self._cached_len(request)))
         ):
             return False
-        lease = request.lease = self._match(request)
+        lease = request.held.lease = self._match(request)
         length, loadable = (0, 0) if lease is None else (lease.length, self._loadable(request, lease))
         if not self._fits(pages - self._slots.pages(length)):
-            request.lease, self._too_long = None, request
+            request.held.lease, self._too_long = None, request
             return False
         request.prefix_len = length + loadable
         return True
@@ -467,11 +465,11 @@ class Scheduler(Generic[R]):
         """Give the first of the queue the row that was taken for it."""
         # It is in a list at any time, and so is its row.
         (self.moving if has_rows_elsewhere(request) else self.running).append(request)
-        if request.fetch is not None:
-            self.fetched_tokens += request.fetch.length
-            request.fetch = None
-        request.row = self._rows.hand_out()
-        request.cached = request.prefix_len
+        if request.held.fetch is not None:
+            self.fetched_tokens += request.held.fetch.length
+            request.held.fetch = None
+        request.held.row = self._rows.hand_out()
+        request.held.cached = request.prefix_len
         request.state = "running"
         self.waiting.popleft()
         self._rows.forget()
@@ -490,8 +488,8 @@ class Scheduler(Generic[R]):
             )
 
         return any(
-            other.cached < end <= other.seq_len
-            and other.seq_len - other.cached > 1
+            other.held.cached < end <= other.seq_len
+            and other.seq_len - other.held.cached > 1
             and other.namespace == request.namespace
             and begins_alike(other)
             for other in self.running
@@ -505,11 +503,11 @@ class Scheduler(Generic[R]):
 
     def _is_loaded(self, request: R) -> bool:
         """Let the tier's part of a prefix come back, if any shall. Whether its request can start, then."""
-        lease = request.lease
+        lease = request.held.lease
         if lease is None or lease.length == request.prefix_len:
             return True
-        request.load = self._slots.attempt(lease.load)
-        if request.load is None and self._slots.lacks_copied:
+        request.held.load = self._slots.attempt(lease.load)
+        if request.held.load is None and self._slots.lacks_copied:
             self._is_held_back = True
             return False
         # Without slots it is computed.
@@ -518,11 +516,11 @@ class Scheduler(Generic[R]):
 
     def _snapshot_end(self, request: R, end: int) -> int:
         """Where a chunk up to `end` ends instead: where prompts part, or with its last whole page."""
-        parting = 0 if request.lease is None else request.lease.kv_length
-        if request.cached < parting < end:
+        parting = 0 if request.held.lease is None else request.held.lease.kv_length
+        if request.held.cached < parting < end:
             return parting
         whole = self._slots.whole(end)
-        return whole if request.cached < whole else end
+        return whole if request.held.cached < whole else end
 
     def _fits(self, pages: int) -> bool:
         """Whether the running requests can get these pages; a single request fits without a reserve."""

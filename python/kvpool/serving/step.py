@@ -30,9 +30,9 @@ class Step(Generic[R]):
     @property
     def loads(self) -> list[Load]:
         """What comes back of the prefixes of `started`: what reads a layer goes behind `Load.wait_layer`."""
-        return [request.load for request in self.started if request.load is not None]
+        return [request.held.load for request in self.started if request.held.load is not None]
 
     @property
     def chunk_tokens(self) -> int:
         """The new tokens, without one for each request."""
-        return sum(end - r.cached - 1 for r, end in zip(self.requests, self.ends, strict=True))
+        return sum(end - r.held.cached - 1 for r, end in zip(self.requests, self.ends, strict=True))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -24,6 +24,7 @@ import torch
 from kvpool import BatchPlanner, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError, OutOfMemoryError
+from kvpool.serving.held import Held
 from kvpool.serving.scheduler import Scheduler
 from kvpool.tools.replay.errors import ReplayError
 from kvpool.tools.replay.pool_size import suggest_pool_size
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvpool._kvpool import Fetch, Lease, Load
-    from kvpool.serving.moves import Move
+    from kvpool._kvpool import Lease
     from kvpool.serving.schedulable import State
     from kvpool.serving.step import Step
     from kvpool.tools.replay.config import ReplayConfig
@@ -149,15 +149,10 @@ class _Request:
     is_complete: bool = False
     state: State = "waiting"
     retractions: int = 0
-    row: int = 0
-    cached: int = 0
     owner: None = None
     namespace: None = None
     prefix_len: int = 0
-    lease: Lease | None = None
-    load: Load | None = None
-    fetch: Fetch | None = None
-    move: Move | None = None
+    held: Held = field(default_factory=Held)
 
     def between(self, begin: int, end: int) -> Sequence[int]:
         """Tokens from position `begin` to `end`: an array, which the prefix cache reads in place."""
@@ -195,7 +190,7 @@ class _CheckedScheduler(Scheduler[_Request]):
             request.tokens = request.prefix_keys = None
 
     def publish(self, request: _Request) -> None:
-        if request.lease is not None:
+        if request.held.lease is not None:
             self._timed_publish(request)
 
     def _match(self, request: _Request) -> Lease | None:
@@ -205,9 +200,9 @@ class _CheckedScheduler(Scheduler[_Request]):
         return self._timed_match(request)
 
     def _check(self, kv: KvStore, request: _Request) -> None:
-        slots = self._read(request.row, request.cached)
-        kv.check(request.index, kv.rows.keys_of(request.index, 0, request.cached), slots)
-        self.verified_tokens += request.cached
+        slots = self._read(request.held.row, request.held.cached)
+        kv.check(request.index, kv.rows.keys_of(request.index, 0, request.held.cached), slots)
+        self.verified_tokens += request.held.cached
 
 
 class Replay:
@@ -349,7 +344,7 @@ class Replay:
         """Write the rows of all new tokens of a step."""
         plan = step.plan
         if step.started:
-            outputs = [(r.row, kv.rows.prompts.output(r.index)) for r in step.started]
+            outputs = [(r.held.row, kv.rows.prompts.output(r.index)) for r in step.started]
             rows, prefixes = torch.tensor(outputs).T.to(self._row_keys.device)
             self._row_keys[rows] = kv.rows.prefix_keys[prefixes]
         keys = self._row_keys[plan.req_pool_indices.long()]
@@ -357,11 +352,11 @@ class Replay:
             keys = keys.repeat_interleave(plan.qo_indptr.diff())
         begin = 0
         for request, end in zip(step.requests, step.ends, strict=True):
-            count = end - request.cached
-            if request.cached < request.input_len:
+            count = end - request.held.cached
+            if request.held.cached < request.input_len:
                 if request.prefix_keys is None:
                     request.prefix_keys = kv.rows.prefix_keys_of(request.index, 0, request.total_len)
-                keys[begin : begin + count] = request.prefix_keys[request.cached : end]
+                keys[begin : begin + count] = request.prefix_keys[request.held.cached : end]
             begin += count
         kv.store(kv.rows.keys(keys, plan.positions), plan.out_cache_loc)
 
