@@ -330,7 +330,7 @@ class Replay:
         if scheduler.is_idle and arrivals:
             self.time_s = max(self.time_s, arrivals[0][0])
         while arrivals and arrivals[0][0] <= self.time_s:
-            scheduler.waiting.append(arrivals.popleft()[1])
+            scheduler.submit(arrivals.popleft()[1])
         # Decoded tokens do not count against the prompts' budget.
         scheduler.max_step_tokens = self.config.prefill_budget + self._decoding
         try:
