@@ -303,10 +303,10 @@ def test_a_process_that_lends_nothing_ends_the_wait(monkeypatch: pytest.MonkeyPa
     ours, theirs = multiprocessing.Pipe()
     monkeypatch.setattr(loopback, "_PATIENCE_S", 0.001)
     with pytest.raises(TimeoutError, match="the other process has not answered for 0 s"):
-        loopback._heard(ours)
+        loopback._receive(ours)
     theirs.close()
     with pytest.raises(EOFError, match="the other process ended"):
-        loopback._heard(ours)
+        loopback._receive(ours)
 
 
 def test_the_whole_machine_is_measured_from_the_command_line(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def expected(request: ClusterRequest) -> list[int]:
     return alone(request)  # type: ignore[arg-type]
 
 
-def submit(router: Router, chance: Random, n: int, told: dict[Any, list[int]]) -> list[ClusterRequest]:
+def submit(router: Router, chance: Random, n: int, delivered: dict[Any, list[int]]) -> list[ClusterRequest]:
     """Requests, some of which begin alike."""
     common = [chance.randrange(VOCAB) for _ in range(40)]
     requests = []
@@ -129,21 +129,21 @@ def submit(router: Router, chance: Random, n: int, told: dict[Any, list[int]]) -
             stop_tokens=[3],
             sampling=sampling,
             namespace=chance.choice([None, "a", b"b", 3]),
-            on_token=lambda request, token: told.setdefault(request, []).append(token),
+            on_token=lambda request, token: delivered.setdefault(request, []).append(token),
         )
         requests.append(request)
     return requests
 
 
 def test_answers_are_those_of_one_process() -> None:
-    told: dict[Any, list[int]] = {}
+    delivered: dict[Any, list[int]] = {}
     with cluster(2, 2) as (router, members):
-        requests = submit(router, Random(1), 40, told)  # noqa: S311
+        requests = submit(router, Random(1), 40, delivered)  # noqa: S311
         router.run()
         stats = router.stats()
         for request in requests:
             assert request.state == "finished"
-            assert request.tokens == expected(request) == told[request]
+            assert request.tokens == expected(request) == delivered[request]
         assert stats["finished"] == stats["submitted"] == 40
         assert stats["waiting"] == stats["running"] == stats["repeated"] == 0
         handed = [request for request in requests if len(request.workers) > 1]
@@ -404,11 +404,11 @@ def test_requests_are_aborted_wherever_they_are(at: int) -> None:
 
 
 def test_a_callback_that_raises_loses_nothing() -> None:
-    told: list[int] = []
+    delivered: list[int] = []
 
     def fail(_request: ClusterRequest, token: int) -> None:
-        told.append(token)
-        if len(told) == 2:
+        delivered.append(token)
+        if len(delivered) == 2:
             raise ValueError("of the callback")
 
     with cluster(0, 1) as (router, _members):
@@ -418,7 +418,7 @@ def test_a_callback_that_raises_loses_nothing() -> None:
         router.run()
         assert first.tokens == expected(first)
         assert second.tokens == expected(second)
-        assert len(told) == 10
+        assert len(delivered) == 10
 
 
 def test_a_worker_whose_model_fails_is_left() -> None:
@@ -436,14 +436,14 @@ def test_a_worker_whose_model_fails_is_left() -> None:
 def test_random_histories(seed: int) -> None:
     """Workers come and go; requests come and are aborted; what ends well is right."""
     chance = Random(seed)  # noqa: S311 - no secrets
-    told: dict[Any, list[int]] = {}
+    delivered: dict[Any, list[int]] = {}
     requests: list[ClusterRequest] = []
     gone: list[Member] = []
     with cluster(2, 2, size=160, max_reqs=4) as (router, members):
         for step in range(60):
             what = chance.random()
             if what < 0.4:
-                requests += submit(router, chance, 2, told)
+                requests += submit(router, chance, 2, delivered)
             elif what < 0.5 and requests:
                 router.abort(chance.choice(requests))
             elif what < 0.6:
@@ -459,7 +459,7 @@ def test_random_histories(seed: int) -> None:
         for request in requests:
             assert request.is_over
             if request.state == "finished":
-                assert request.tokens == expected(request) == told[request]
+                assert request.tokens == expected(request) == delivered[request]
             elif request.state == "failed":
                 assert request.losses == 3
         assert sum(request.state == "finished" for request in requests) > len(requests) / 2
@@ -540,7 +540,7 @@ def test_a_worker_cannot_name_endpoints_elsewhere(
         channel.send(messages.encode(Join("false", "decode", MODEL, b"", 64, **(here | {what: where}))))
         until(router, lambda: router.stats()["workers"] == 1)
         assert router._subscriber.stats()["workers"] == 0
-        assert f"the events of false cannot be heard: {what} is '{where}'" in caplog.text
+        assert f"the events of false cannot be received: {what} is '{where}'" in caplog.text
 
 
 def test_who_joins_twice_is_left() -> None:

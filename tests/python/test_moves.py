@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from common import Fence, some
-from engine_interrupts import Interrupts, Place, get, told
+from engine_interrupts import Interrupts, Place, delivered, get
 from fake_network import Network
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
@@ -356,11 +356,11 @@ def test_a_request_that_was_matched_in_vain_is_matched_again_when_slots_have_mov
 def test_tokens_that_are_known_are_not_generated_again(network: Network) -> None:
     side = Side(network, "alone", size=64)
     expected = Request([1, 2, 3], 9)
-    told.clear()
+    delivered.clear()
     request = side.engine.submit([1, 2, 3], 9, tokens=alone(expected)[:4], on_token=get)
     side.engine.run()
     assert request.tokens == alone(expected)
-    assert told[request] == alone(expected)[4:]
+    assert delivered[request] == alone(expected)[4:]
     with pytest.raises(ConfigError, match="all of its tokens: 4 of at most 4"):
         side.engine.submit([1], 4, tokens=[1, 2, 3, 4])
     with pytest.raises(ConfigError, match="all of its tokens: 2 of at most 4"):
@@ -379,7 +379,7 @@ class Interrupted:
 
     def serve(self) -> list[Place]:
         pair, raised = self.pair, 0
-        told.clear()
+        delivered.clear()
         calls: list[Callable[[], object]] = [
             functools.partial(pair.submit, [3, 1, 4, 1, 5, 9, 2, 6, 5], 4, on_token=get),
             functools.partial(pair.submit, [3, 1, 4, 1, 5, 9, 2], 5, on_token=get),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from common import some
 from devices import here
-from engine_interrupts import Interrupts, Place, get, told
+from engine_interrupts import Interrupts, Place, delivered, get
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
 from kvpool import ConfigError, OutOfMemoryError, PrefixCache
@@ -214,15 +214,17 @@ def test_samples_of_one_prompt_share_its_pages(page_size: int) -> None:
     waiting = engine.fork(first, sampling=Sampling(1.0, seed=1))
     engine.abort(waiting)
     engine.step()
-    told: list[int] = []
+    delivered: list[int] = []
     others = [
-        engine.fork(first, sampling=Sampling(1.0, seed=seed), on_token=lambda _, token: told.append(token))
+        engine.fork(
+            first, sampling=Sampling(1.0, seed=seed), on_token=lambda _, token: delivered.append(token)
+        )
         for seed in range(1, 5)
     ]
     engine.run()
     assert len({tuple(request.tokens) for request in [first, *others]}) == 5
     assert len({request.tokens[0] for request in [first, *others]}) == 1
-    assert len(told) == 4 * 9
+    assert len(delivered) == 4 * 9
     for request in [first, *others]:
         longer = Request(first.prompt + first.tokens[:1], 9, sampling=request.sampling)
         assert request.tokens[1:] == alone(longer)
@@ -321,23 +323,25 @@ def test_a_stream_ends_with_an_abort() -> None:
 def test_callbacks_get_each_token_once_and_in_order() -> None:
     model = PoolReader(60, 8)
     engine = Engine(model, 16)
-    told: dict[Request, list[int]] = {}
+    delivered: dict[Request, list[int]] = {}
     requests = [
-        engine.submit(prompt, 9, on_token=lambda request, token: told.setdefault(request, []).append(token))
+        engine.submit(
+            prompt, 9, on_token=lambda request, token: delivered.setdefault(request, []).append(token)
+        )
         for prompt in some_prompts(12, 30)
     ]
     engine.run()
-    assert told == {request: request.tokens for request in requests}
+    assert delivered == {request: request.tokens for request in requests}
     assert_served(engine, requests)
 
 
 def test_raising_callbacks_lose_no_tokens() -> None:
     model = PoolReader(60, 8)
     engine = Engine(model, 16)
-    told: dict[Request, list[int]] = {}
+    delivered: dict[Request, list[int]] = {}
 
     def on_token(request: Request, token: int) -> None:
-        told.setdefault(request, []).append(token)
+        delivered.setdefault(request, []).append(token)
         if token % 3 == 0:
             raise LookupError(token)
 
@@ -349,7 +353,7 @@ def test_raising_callbacks_lose_no_tokens() -> None:
         except LookupError:
             raised += 1
     assert raised > 10
-    assert told == {request: request.tokens for request in requests}
+    assert delivered == {request: request.tokens for request in requests}
     assert_served(engine, requests)
 
 
@@ -420,7 +424,7 @@ def serve_interrupted(page_size: int, at: int, fails_in: int | None = None) -> l
     engine, interrupts = Engine(model, 12), Interrupts(at)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 7], [6, 5, 3], [3, 1, 4, 1, 5, 9, 2, 6, 5], [8]]
     requests: list[Request] = []
-    told.clear()
+    delivered.clear()
 
     def submit(prompt: list[int]) -> None:
         requests.append(engine.submit(prompt, 4, on_token=get))
@@ -450,8 +454,8 @@ def serve_interrupted(page_size: int, at: int, fails_in: int | None = None) -> l
     assert is_whole(engine)
     # A callback that is interrupted may have lost its token. A fork's is not called with the first ones.
     if at == 0 or interrupts.places[at - 1][0] != "get":
-        assert all(tokens == request.tokens[-len(tokens) :] for request, tokens in told.items())
-        assert [len(told[requests[i]]) for i in (0, 2, 3)] == [4, 4, 4]
+        assert all(tokens == request.tokens[-len(tokens) :] for request, tokens in delivered.items())
+        assert [len(delivered[requests[i]]) for i in (0, 2, 3)] == [4, 4, 4]
     return interrupts.places
 
 

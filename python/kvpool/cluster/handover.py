@@ -24,17 +24,17 @@ class Outgoing:
     Args:
         endpoint: Of the model's pools.
         seconds: How long the rows are lent.
-        tell: Called with the ticket when the rows are lent, or with `None` if they cannot be.
+        report: Called with the ticket when the rows are lent, or with `None` if they cannot be.
     """
 
     brings: bool = False
     has_failed: bool = False
 
-    def __init__(self, endpoint: Endpoint, seconds: float, tell: Callable[[bytes | None], object]) -> None:
+    def __init__(self, endpoint: Endpoint, seconds: float, report: Callable[[bytes | None], object]) -> None:
         self.has_begun: bool = False
         self._endpoint = endpoint
         self._seconds = seconds
-        self._tell = tell
+        self._report = report
         self._lease: SlotLease | None = None
 
     def begin(self, row: int, slots: torch.Tensor, start: int) -> None:  # noqa: ARG002 - nothing is there yet
@@ -47,7 +47,7 @@ class Outgoing:
             ticket = self._lease.ticket
         except KvPoolError as error:
             _log.warning("%s cannot lend the rows of a request: %s", self._endpoint.name, error)
-        self._tell(ticket)
+        self._report(ticket)
 
     def query(self) -> bool:
         """Return whether the rows have gone, or are not lent any more."""

@@ -93,7 +93,7 @@ class _Worker:
     Attributes:
         join: How it has introduced itself.
         channel: The way to it.
-        heard: When it last said anything.
+        last_seen: When its last message came.
         attempts: Its requests by attempt.
         stats: Of its last report.
         reported: When it reported them, or joined.
@@ -102,7 +102,7 @@ class _Worker:
 
     join: Join
     channel: Channel
-    heard: float
+    last_seen: float
     attempts: dict[int, ClusterRequest] = field(default_factory=dict)
     stats: dict[str, int] = field(default_factory=dict)
     reported: float = field(default_factory=time.monotonic)
@@ -129,8 +129,8 @@ class Router(Closing):
         allow_remote: Whether other machines may reach it, and publish the events that it hears. What is sent
             is not encrypted.
         model: What workers must have in common; by default what the first one has.
-        lost_after_s: After how many seconds without a word a worker is taken for lost. It says how it is
-            between steps: no step may take that long.
+        lost_after_s: Seconds without a report after which a worker counts as lost. It reports between steps:
+            no step may take that long.
         max_losses: With how many workers a request may be lost before it fails: it may be what ends them.
 
     Raises:
@@ -159,12 +159,12 @@ class Router(Closing):
         self._workers: dict[str, _Worker] = {}
         self._waiting: deque[ClusterRequest] = deque()
         self._lent: deque[tuple[ClusterRequest, bytes | None]] = deque()
-        self._untold: deque[tuple[ClusterRequest, int]] = deque()
+        self._undelivered: deque[tuple[ClusterRequest, int]] = deque()
         self._numbers = count(1)
         self._counts = dict.fromkeys(
             ("submitted", "finished", "failed", "aborted", "handed_over", "lost_workers", "repeated"), 0
         )
-        self._heard: queue.SimpleQueue[tuple[Channel, ToRouter | ChannelError]] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[tuple[Channel, ToRouter | ChannelError]] = queue.SimpleQueue()
         self._by_channel: dict[Channel, _Worker] = {}
         try:
             where = parse_address("address", address, allow_remote=allow_remote)
@@ -196,8 +196,9 @@ class Router(Closing):
 
         Raises:
             ConfigError: If the prompt is empty or too long, no token is asked for, or more than 1,048,576, or
-                workers cannot be told: of a token outside of [0, 2**31), more than 4,096 stop tokens, a seed
-                or a namespace beyond 64 bits, or a namespace of more than 1,000 characters or bytes.
+                the request cannot be sent to workers: a token is outside of [0, 2**31), there are more than
+                4,096 stop tokens, a seed or a namespace is beyond 64 bits, or a namespace has more than 1,000
+                characters or bytes.
         """
         given = [int(token) for token in prompt]
         if not 0 < len(given) <= messages.MAX_TOKENS or max_new_tokens < 1:
@@ -219,7 +220,7 @@ class Router(Closing):
         return request
 
     def step(self, timeout_s: float = 0.01) -> bool:
-        """Hear what workers say, and give them requests.
+        """Receive the messages of workers, and send them requests.
 
         Args:
             timeout_s: How long to wait if no message arrives.
@@ -232,13 +233,13 @@ class Router(Closing):
         """
         self._deliver()
         self._subscriber.poll()
-        self._give()
-        self._hear(timeout_s)
+        self._assign()
+        self._receive(timeout_s)
         now = time.monotonic()
         for worker in [*self._workers.values()]:
-            if worker.is_alive and now - worker.heard > self._lost_after_s:
-                self._lose(worker, f"it has said nothing for {now - worker.heard:.1f} s")
-        self._give()
+            if worker.is_alive and now - worker.last_seen > self._lost_after_s:
+                self._lose(worker, f"it has said nothing for {now - worker.last_seen:.1f} s")
+        self._assign()
         self._deliver()
         return bool(self._waiting or self._lent or self._running())
 
@@ -254,7 +255,7 @@ class Router(Closing):
         worker = self._release(request)
         if worker is not None:
             self._send(worker, Abort(request.attempt))
-        self._take_back(request)
+        self._end_lease(request)
         self._end(request, "aborted")
 
     def workers(self) -> list[WorkerStatus]:
@@ -287,26 +288,28 @@ class Router(Closing):
     def _running(self) -> int:
         return sum(len(worker.attempts) for worker in self._workers.values())
 
-    # Hearing
+    # Receiving
 
     def _listen(self, channel: Channel) -> None:
         """In a thread of the channel."""
         try:
             while True:
-                self._heard.put((channel, messages.from_worker(channel.receive())))
+                self._received.put((channel, messages.from_worker(channel.receive())))
         except ChannelError as error:
-            self._heard.put((channel, error))
+            self._received.put((channel, error))
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> None:
         try:
-            channel, message = self._heard.get(timeout=timeout_s) if timeout_s else self._heard.get_nowait()
+            channel, message = (
+                self._received.get(timeout=timeout_s) if timeout_s else self._received.get_nowait()
+            )
             while True:
-                self._take(channel, message)
-                channel, message = self._heard.get_nowait()
+                self._handle(channel, message)
+                channel, message = self._received.get_nowait()
         except queue.Empty:
             return
 
-    def _take(self, channel: Channel, message: ToRouter | ChannelError) -> None:
+    def _handle(self, channel: Channel, message: ToRouter | ChannelError) -> None:
         worker = self._by_channel.get(channel)
         if isinstance(message, Join):
             if worker is None:
@@ -318,8 +321,8 @@ class Router(Closing):
         elif isinstance(message, ChannelError):
             self._lose(worker, str(message))
         else:
-            worker.heard = time.monotonic()
-            self._note(worker, message)
+            worker.last_seen = time.monotonic()
+            self._handle_report(worker, message)
 
     def _admit(self, channel: Channel, join: Join) -> None:
         model = self._model = self._model or join.model
@@ -343,7 +346,7 @@ class Router(Closing):
                 self._check_endpoints(join)
                 self._subscriber.connect(join.name, join.events, join.replay)
             except KvPoolError as error:
-                _log.warning("the events of %s cannot be heard: %s", join.name, error)
+                _log.warning("the events of %s cannot be received: %s", join.name, error)
         for one in [*self._workers.values()]:
             for lender, reader in ((worker, one), (one, worker)):
                 roles = (lender.join.role, reader.join.role)
@@ -359,7 +362,7 @@ class Router(Closing):
                 raise ConfigError(f"{name} is {endpoint!r}, which is not 'tcp://' and an address")
             check_endpoint(name, endpoint, allow_remote=self._allow_remote)
 
-    def _note(self, worker: _Worker, report: Report) -> None:
+    def _handle_report(self, worker: _Worker, report: Report) -> None:
         if report.stats is not None:
             worker.stats = report.stats
             worker.reported = time.monotonic()
@@ -388,18 +391,18 @@ class Router(Closing):
         if request.is_complete:
             self._release(request)
             self._end(request, "finished")
-        self._untold.extend((request, token) for token in tokens)
+        self._undelivered.extend((request, token) for token in tokens)
 
     def _deliver(self) -> None:
-        while self._untold:
-            request, token = self._untold.popleft()
+        while self._undelivered:
+            request, token = self._undelivered.popleft()
             if request.on_token is not None and request.state != "aborted":
                 request.on_token(request, token)
 
-    # Giving
+    # Assigning
 
-    def _give(self) -> None:
-        """Give requests to workers, those that are handed over first: their rows are lent for a time."""
+    def _assign(self) -> None:
+        """Send requests to workers, those that are handed over first: their rows are lent for a time."""
         alive = [worker for worker in self._workers.values() if worker.is_alive]
         prefill, decode = ([one for one in alive if one.join.role == role] for role in ("prefill", "decode"))
         if not decode:
@@ -452,8 +455,8 @@ class Router(Closing):
         try:
             worker.channel.send(messages.encode(message))
         except ChannelError as error:
-            # The requests of a worker are given away when it is next heard of, not in the middle of a change.
-            self._heard.put((worker.channel, error))
+            # The requests of a worker go to others when this is received, not in the middle of a change.
+            self._received.put((worker.channel, error))
 
     # Ending
 
@@ -467,7 +470,7 @@ class Router(Closing):
             self._waiting.remove(request)
         return None
 
-    def _take_back(self, request: ClusterRequest) -> None:
+    def _end_lease(self, request: ClusterRequest) -> None:
         """Ends the lease of its rows, if they are lent."""
         lender, request.lender = self._workers.get(request.lender or ""), None
         if lender is not None and lender.is_alive:
@@ -496,7 +499,7 @@ class Router(Closing):
                 self._send(one, Part(worker.name))
         for request in reversed([*worker.attempts.values()]):
             self._release(request)
-            self._take_back(request)
+            self._end_lease(request)
             request.losses += 1
             if request.losses >= self._max_losses:
                 request.error = f"{request.losses} workers were lost with it: {', '.join(request.workers)}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvpool")
 
 REPORT_S: Final = 0.25
-"""How often a worker tells how it is: a router that hears nothing for longer takes it for lost."""
+"""Seconds between two reports of a worker. A router that receives none for much longer counts it as lost."""
 
 _IDLE_S: Final = 0.01
 _RETRY_S: Final = 0.2
@@ -46,7 +46,7 @@ class Worker:
         lease_s: How long rows are lent to the next worker, in seconds.
 
     Raises:
-        ConfigError: If the name or the model cannot be told to a router.
+        ConfigError: If the name or the model cannot be sent to a router.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
@@ -114,35 +114,35 @@ class Worker:
             ChannelError: If the router is gone.
             ConfigError: If it refuses this worker.
         """
-        heard: queue.SimpleQueue[ToWorker | ChannelError] = queue.SimpleQueue()
-        listener = threading.Thread(target=_listen, args=(channel, heard), daemon=True)
+        received: queue.SimpleQueue[ToWorker | ChannelError] = queue.SimpleQueue()
+        listener = threading.Thread(target=_listen, args=(channel, received), daemon=True)
         listener.start()
         try:
             _send(channel, self._join)
             is_busy = False
             while not stop.is_set():
-                self._hear(heard, 0.0 if is_busy else _IDLE_S)
+                self._receive(received, 0.0 if is_busy else _IDLE_S)
                 is_busy = self._engine.step()
                 self._endpoint.poll()
                 if self._publisher is not None:
                     self._publisher.publish()
-                self._tell(channel)
+                self._send_report(channel)
         finally:
             channel.close()
             listener.join()
             self._drop()
 
-    def _hear(self, heard: queue.SimpleQueue[ToWorker | ChannelError], timeout_s: float) -> None:
-        """Do what the router has said; wait for it if there is nothing else to do."""
+    def _receive(self, received: queue.SimpleQueue[ToWorker | ChannelError], timeout_s: float) -> None:
+        """Handle the messages of the router; wait for one if there is nothing else to do."""
         try:
-            message = heard.get(timeout=timeout_s) if timeout_s else heard.get_nowait()
+            message = received.get(timeout=timeout_s) if timeout_s else received.get_nowait()
             while True:
-                self._obey(message)
-                message = heard.get_nowait()
+                self._handle(message)
+                message = received.get_nowait()
         except queue.Empty:
             return
 
-    def _obey(self, message: ToWorker | ChannelError) -> None:
+    def _handle(self, message: ToWorker | ChannelError) -> None:
         if isinstance(message, ChannelError):
             raise message
         if isinstance(message, Refused):
@@ -157,18 +157,18 @@ class Worker:
             if request is not None:
                 self._engine.abort(request)
         elif isinstance(message, Part):
-            self._leave(message.name)
+            self._disconnect(message.name)
         else:
-            self._meet(message)
+            self._connect(message)
 
-    def _meet(self, message: Meet) -> None:
+    def _connect(self, message: Meet) -> None:
         try:
             self._peers[message.name] = self._endpoint.connect(message.metadata)
         except KvPoolError as error:
-            self._leave(message.name)
+            self._disconnect(message.name)
             _log.warning("%s cannot read from %s: %s", self._join.name, message.name, error)
 
-    def _leave(self, name: str) -> None:
+    def _disconnect(self, name: str) -> None:
         """Let go of a peer, if there is one of this name."""
         peer = self._peers.pop(name, None)
         if peer is None:
@@ -210,7 +210,7 @@ class Worker:
             _log.warning("%s cannot use a ticket of %s: %s", self._join.name, peer, error)
             return None
 
-    def _tell(self, channel: Channel) -> None:
+    def _send_report(self, channel: Channel) -> None:
         """Report what has happened, and now and then how the engine is."""
         report, now = self._report, time.monotonic()
         is_due = now - self._reported >= REPORT_S
@@ -232,12 +232,12 @@ class Worker:
             self._engine.abort(request)
         self._requests.clear()
         for name in [*self._peers]:
-            self._leave(name)
+            self._disconnect(name)
         self._report = Report()
 
 
 def _send(channel: Channel, message: Join | Report) -> None:
-    """Send, unless the connection is over: what is heard says why, after what the router has said before."""
+    """Send, unless the connection is over: why it is comes after the last message of the router."""
     try:
         channel.send(messages.encode(message))
     except ChannelError:
@@ -245,9 +245,9 @@ def _send(channel: Channel, message: Join | Report) -> None:
             raise
 
 
-def _listen(channel: Channel, heard: queue.SimpleQueue[ToWorker | ChannelError]) -> None:
+def _listen(channel: Channel, received: queue.SimpleQueue[ToWorker | ChannelError]) -> None:
     try:
         while True:
-            heard.put(messages.from_router(channel.receive()))
+            received.put(messages.from_router(channel.receive()))
     except ChannelError as error:
-        heard.put(error)
+        received.put(error)

@@ -264,12 +264,12 @@ class Core:
             return
         for sender, note in notes:
             try:
-                self._hear(sender.partition("/")[0], messages.noted(note))
+                self._handle(sender.partition("/")[0], messages.noted(note))
             except (KvPoolError, IndexError) as error:  # noqa: PERF203 - the next one may be good
                 self.refused += 1
                 _log.warning("%s refuses a note of %.80s: %s", self.who.name, sender, error)
 
-    def _hear(self, sender: str, said: Returned | Offered) -> None:
+    def _handle(self, sender: str, said: Returned | Offered) -> None:
         lease = self.leases.find(said.word, said.nonce)
         if lease is None:
             return  # it was over before the note came

@@ -176,7 +176,7 @@ class Engine:
         self._overlaps = "wait_layer" in signature(model.forward).parameters
         self._capacity = model.allocator.stats()["capacity"]
         self._undelivered: deque[Request] = deque()  # those that may have tokens not yet passed to callbacks
-        self._is_torn = False  # whether a change of the scheduler has begun and not ended
+        self._is_changing = False  # whether a change of the scheduler has begun and not ended
         # That change, as long as its `with` is left neither regularly nor by an exception.
         self._change: Callable[[], Generator[None] | None] = lambda: None
         self._counts = dict.fromkeys(
@@ -438,14 +438,14 @@ class Engine:
         return contextmanager(lambda: change)()
 
     def _begin(self) -> Generator[None]:
-        if self._is_torn:
+        if self._is_changing:
             self._scheduler.retract_all()
-        self._is_torn = True
+        self._is_changing = True
         try:
             yield
         except BaseException:
             self._swap.drop_open()
             self._scheduler.retract_all()
-            self._is_torn = False
+            self._is_changing = False
             raise
-        self._is_torn = False
+        self._is_changing = False

@@ -100,9 +100,9 @@ def returns_of(code: CodeType) -> frozenset[int]:
     return frozenset(after.offset for before, after in pairs if before.opname.startswith("CALL"))
 
 
-told: dict[Request, list[int]] = {}
+delivered: dict[Request, list[int]] = {}
 
 
 def get(request: Request, token: int) -> None:
     """Takes a token."""
-    told.setdefault(request, []).append(token)
+    delivered.setdefault(request, []).append(token)

@@ -56,10 +56,10 @@ def reads(size: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
         other.start()
         answers.close()
         try:
-            peer = endpoint.connect(_heard(questions))
+            peer = endpoint.connect(_receive(questions))
             for name, (text, there, here) in kinds.items():
                 questions.send(there)
-                ticket = _heard(questions)
+                ticket = _receive(questions)
 
                 def read(ticket: bytes = ticket, here: list[int] = here) -> None:
                     peer.read(peer.slots(ticket), here, keep=True).wait(_PATIENCE_S)
@@ -83,7 +83,7 @@ def lend(questions: Connection, tokens: int) -> None:
             endpoint.poll()
 
 
-def _heard(questions: Connection) -> bytes:
+def _receive(questions: Connection) -> bytes:
     """What the other process sends."""
     if not questions.poll(_PATIENCE_S):
         raise TimeoutError(f"the other process has not answered for {_PATIENCE_S:.0f} s")

@@ -285,13 +285,13 @@ class Service:
     ) -> Generation:
         begin = perf_counter()
 
-        told: list[int] = []
+        delivered: list[int] = []
 
         def on_token(request: Generation, token: int) -> None:
-            told.append(token)
-            if len(told) == 1:
+            delivered.append(token)
+            if len(delivered) == 1:
                 self._first_tokens_s.append(perf_counter() - begin)
-            if request.is_over and len(told) == len(request.tokens) and then is not None:
+            if request.is_over and len(delivered) == len(request.tokens) and then is not None:
                 then(request)
 
         self.requests.append(self.server.submit(prompt, new_tokens, on_token=on_token))
