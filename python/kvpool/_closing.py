@@ -1,4 +1,4 @@
-"""What ends with the `with` that began it."""
+"""A base class for objects that close themselves at the end of a `with`."""
 
 from __future__ import annotations
 

@@ -32,16 +32,16 @@ class Moving(NamedTuple):
 
 
 class Observed(Protocol):
-    """What can be seen of an endpoint."""
+    """An endpoint, as snapshots and metrics see it."""
 
     @property
     def name(self) -> str:
-        """What peers call it."""
+        """The name that peers call it by."""
         ...
 
     @property
     def device(self) -> str:
-        """Of its pools."""
+        """The device of its pools."""
         ...
 
     @property

@@ -41,7 +41,7 @@ class SupportsCudaStream(Protocol):
 
 
 class ArrayLike(Protocol):
-    """What NumPy makes an array of, such as a series of Polars or pandas, or an array of Arrow in chunks."""
+    """An object that NumPy makes an array of: a series of Polars or pandas, an array of Arrow in chunks."""
 
     def __array__(self, *args: Any, **options: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - as above
         """An array of the values."""
@@ -80,8 +80,7 @@ DTypeLike: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[np.generic]"
 # A `torch.cuda.Stream`, or the handle of a CUDA stream.
 StreamLike: TypeAlias = "SupportsCudaStream | int"
 
-
-# What an engine does for a step of a `HybridTree`.
+# The act of an engine for a step of a `HybridTree`.
 HybridAct: TypeAlias = (
     "tuple[Literal['free', 'free_full'], int, int] | tuple[Literal['free_old'], torch.Tensor] "
     "| tuple[Literal['rebuild'], int, torch.Tensor] | tuple[Literal['recover'], int, torch.Tensor, int, int] "

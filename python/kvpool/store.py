@@ -22,7 +22,7 @@ _logger = logging.getLogger("kvpool")
 
 
 class Store(Closing):
-    """What lies below a `HostTier`: pages by key, in a place that is larger and slower than host memory.
+    """A tier below a `HostTier`: pages by key, in a place that is larger and slower than host memory.
 
     `PrefixCache(tiers=(host, store))` puts there what comes to host memory, and its `fetch` brings back what
     the store has of a prompt. `FileStore` does the same. Others are subclasses of this class, of which three
@@ -61,7 +61,7 @@ class Store(Closing):
 
         Args:
             keys: The keys.
-            addresses: Where the page of each key shall be: in memory that `attach` was called with.
+            addresses: The place for the page of each key: in memory that `attach` was called with.
             sizes: Bytes of each page.
 
         Returns:

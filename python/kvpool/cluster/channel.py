@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvpool")
 
 VERSION: Final = 1
-"""Of the handshake and the messages. Processes of different versions refuse each other."""
+"""The version of the handshake and the messages. Processes of different versions refuse each other."""
 
 MAX_BYTES: Final = 16 << 20
 """The largest payload."""
 
 MIN_SECRET_BYTES: Final = 16
 HANDSHAKE_S: Final = 5.0
-"""How long a handshake may take."""
+"""Seconds that a handshake may take."""
 
 SILENCE_S: Final = 30.0
-"""How long the other machine may acknowledge nothing of what is sent, where the system has such a limit."""
+"""Seconds for which the other machine may acknowledge nothing, where the system has such a limit."""
 
 _MAX_HANDSHAKES: Final = 32
 _RETRY_S: Final = 0.05
@@ -71,7 +71,7 @@ def read_secret(path: str | None = None, environment: Mapping[str, str] = os.env
     Args:
         path: The file; by default that which `KVPOOL_SECRET_FILE` names. White space around the secret is
             not part of it. Without a file, `KVPOOL_SECRET` is the secret itself.
-        environment: Where these are looked up.
+        environment: The variables in which these are looked up.
 
     Raises:
         ConfigError: If there is none, it has less than 16 bytes, or the file cannot be read.
@@ -98,7 +98,7 @@ def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, 
     """Return host and port of `host:port`.
 
     Args:
-        name: Of the argument.
+        name: The name of the argument.
         address: Its value.
         allow_remote: Whether other machines may be reached, or reach it.
 
@@ -119,7 +119,7 @@ def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, 
 
 
 class _State(Enum):
-    """Of a channel: it sends, it sends what there is and ends, it only receives, or it has ended."""
+    """The state of a channel: it sends, sends what is left and ends, only receives, or has ended."""
 
     OPEN = auto()
     FINISHING = auto()
@@ -239,7 +239,7 @@ class _Tags:
         self._next = 0
 
     def of(self, payload: bytes) -> bytes:
-        """That of the next payload."""
+        """The HMAC of the next payload."""
         number = _NUMBER.pack(self._next)
         self._next += 1
         return hmac.digest(self._key, number + payload, hashlib.sha256)
@@ -284,7 +284,7 @@ def _answer(connection: socket.socket, secret: bytes) -> Channel:
 
 
 def _proof(secret: bytes, who: bytes, listener: bytes, caller: bytes) -> bytes:
-    """What only who knows the secret can say. Its parts have fixed lengths but for the first."""
+    """A proof of knowing the secret. Its parts have fixed lengths but for the first."""
     return hmac.digest(
         secret, who + b"\0" + VERSION.to_bytes(2, "little") + listener + caller, hashlib.sha256
     )

@@ -22,8 +22,8 @@ class Outgoing:
     """Lends the rows of a request to the process that goes on with it. A `Move` of `Engine.submit`.
 
     Args:
-        endpoint: Of the model's pools.
-        seconds: How long the rows are lent.
+        endpoint: The endpoint of the model's pools.
+        seconds: Seconds for which the rows are lent.
         report: Called with the ticket when the rows are lent, or with `None` if they cannot be.
     """
 
@@ -63,7 +63,7 @@ class Incoming:
     """Reads the rows of a request from the process that has computed them. A `Move` of `Engine.submit`.
 
     Args:
-        endpoint: Of the model's pools.
+        endpoint: The endpoint of the model's pools.
         peer: The process that lends them.
         ticket: Its ticket.
 

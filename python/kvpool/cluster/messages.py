@@ -1,4 +1,4 @@
-"""What the processes of a cluster tell each other: MessagePack, bounded, with types that are checked."""
+"""The messages of a cluster's processes: MessagePack, bounded, with types that are checked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvpool.integrations.kv_events.messages import refuse_extension
 from kvpool.sampling import Sampling
 
 MAX_TOKENS: Final = 1 << 20
-"""Of a request."""
+"""The most tokens of a request."""
 
 MAX_STOP_TOKENS: Final = 1 << 12
-"""Of a request."""
+"""The most stop tokens of a request."""
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern="^[^/#]+$")]
 MAX_TEXT: Final = 1000
@@ -37,12 +37,12 @@ class Join(_Message):
 
     Attributes:
         name: Its name. Another worker of the same name has gone.
-        role: What it is for: prompts, or what follows.
-        model: What must be equal in all processes for tokens to be equal.
-        metadata: Of its `Endpoint`.
+        role: Its part of the work: prompts, or what follows.
+        model: Properties that must be equal in all processes for tokens to be equal.
+        metadata: The metadata of its `Endpoint`.
         capacity: Its token slots.
-        events: Where it publishes the events of its prefix cache, if it has one.
-        replay: Where missed ones are asked for.
+        events: The endpoint at which it publishes the events of its prefix cache, if it has one.
+        replay: The endpoint at which missed ones are asked for.
     """
 
     name: _Name
@@ -65,7 +65,7 @@ class Meet(_Message):
 
     Attributes:
         name: Its name.
-        metadata: Of its `Endpoint`.
+        metadata: The metadata of its `Endpoint`.
     """
 
     name: _Name
@@ -82,9 +82,9 @@ class Work(_Message):
     """The router to a worker: go on with a request.
 
     Attributes:
-        number: Of this attempt, which no other has.
+        number: The number of this attempt, which no other has.
         prompt: Tokens of the prompt.
-        tokens: Those that follow and are known.
+        tokens: The tokens that follow and are known.
         max_new_tokens: The most tokens to generate, those in `tokens` included.
         stop_tokens: Tokens that end it.
         temperature: As in `Sampling`.
@@ -94,7 +94,7 @@ class Work(_Message):
         namespace: As in `Engine.submit`, but for bytes.
         namespace_bytes: The namespace, if it is bytes.
         is_handed_over: Lend its rows when the next token is generated, for another worker to go on.
-        peer: Who lends the rows of all tokens but the last. Without it they are computed.
+        peer: The worker that lends the rows of all tokens but the last. Without it they are computed.
         ticket: The ticket of that lease.
     """
 
@@ -135,7 +135,7 @@ class Report(_Message):
         tokens: New tokens of attempts, in order.
         lent: Attempts whose rows are lent, with the tickets; `None` where they could not be.
         failed: Attempts that cannot be served, and why.
-        stats: Of the engine, now and then.
+        stats: The statistics of the engine, now and then.
     """
 
     tokens: list[tuple[_Number, _Tokens]] = []

@@ -41,11 +41,11 @@ class ClusterRequest(Generation):
 
     Attributes:
         on_token: Called with the request and each token, in order.
-        state: Where it is: "waiting" for a worker, with one for "prefill" or "decode", and at the end
+        state: Its place: "waiting" for a worker, with one for "prefill" or "decode", and at the end
             "finished", "failed" or "aborted".
         workers: Names of those that have had it, in order.
-        losses: How often a worker was lost with it.
-        error: Why it failed.
+        losses: The number of workers that were lost with it.
+        error: The reason why it failed.
     """
 
     on_token: Callable[[ClusterRequest, int], object] | None = None
@@ -67,11 +67,11 @@ class ClusterRequest(Generation):
 
 
 class WorkerStatus(NamedTuple):
-    """What a router knows of a worker.
+    """The state of a worker, as far as its router knows.
 
     Attributes:
         name: Its name.
-        role: What it is for.
+        role: Its part of the work.
         is_alive: Whether it is there.
         requests: Requests that it has.
         age_s: Seconds since it last reported `stats`.
@@ -91,12 +91,12 @@ class _Worker:
     """A worker.
 
     Attributes:
-        join: How it has introduced itself.
+        join: The message with which it has joined.
         channel: The way to it.
-        last_seen: When its last message came.
+        last_seen: The time of its last message.
         attempts: Its requests by attempt.
-        stats: Of its last report.
-        reported: When it reported them, or joined.
+        stats: The statistics of its last report.
+        reported: The time at which it reported them, or joined.
         is_alive: Whether it is there.
     """
 
@@ -128,10 +128,10 @@ class Router(Closing):
         address: Host and port to listen at; port 0 is any that is free.
         allow_remote: Whether other machines may reach it, and publish the events that it hears. What is sent
             is not encrypted.
-        model: What workers must have in common; by default what the first one has.
+        model: Properties that workers must have in common; by default those of the first one.
         lost_after_s: Seconds without a report after which a worker counts as lost. It reports between steps:
             no step may take that long.
-        max_losses: With how many workers a request may be lost before it fails: it may be what ends them.
+        max_losses: The number of workers lost with a request at which it fails: it may be what ends them.
 
     Raises:
         ConfigError: If the address cannot be listened at, or a number is not above 0.
@@ -223,13 +223,13 @@ class Router(Closing):
         """Receive the messages of workers, and send them requests.
 
         Args:
-            timeout_s: How long to wait if no message arrives.
+            timeout_s: Seconds to wait if no message arrives.
 
         Returns:
             Whether requests are not over.
 
         Raises:
-            Exception: Of a callback. The next step goes on with the others.
+            Exception: An exception of a callback. The next step goes on with the others.
         """
         self._deliver()
         self._subscriber.poll()
@@ -291,7 +291,7 @@ class Router(Closing):
     # Receiving
 
     def _listen(self, channel: Channel) -> None:
-        """In a thread of the channel."""
+        """Receive from a worker, in a thread of the channel."""
         try:
             while True:
                 self._received.put((channel, messages.from_worker(channel.receive())))
@@ -511,7 +511,7 @@ class Router(Closing):
 
 
 def _work(number: int, request: ClusterRequest) -> Work:
-    """What a worker must know of a request."""
+    """The message that brings a request to a worker."""
     sampling, namespace = request.sampling, request.namespace
     return Work(
         number=number,

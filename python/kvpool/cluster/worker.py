@@ -37,13 +37,13 @@ class Worker:
 
     Args:
         engine: The engine.
-        endpoint: Of the pools of its model.
-        name: What the router calls it: up to 200 characters without "/" and "#".
+        endpoint: The endpoint of the pools of its model.
+        name: The name that the router calls it by: up to 200 characters without "/" and "#".
         role: "prefill" if it is for prompts, "decode" for what follows. Either serves whole requests if there
             is none for the other.
-        model: What must be equal in all processes for their tokens to be equal, such as a revision.
+        model: Properties that must be equal in all processes for equal tokens, such as a revision.
         publisher: Publishes the events of the engine's prefix cache, for the router to know what it has.
-        lease_s: How long rows are lent to the next worker, in seconds.
+        lease_s: Seconds for which rows are lent to the next worker.
 
     Raises:
         ConfigError: If the name or the model cannot be sent to a router.

@@ -64,7 +64,7 @@ _CONNECT_S = 2.0
 
 
 class _Client(Protocol):
-    """What is used of `mooncake.store.MooncakeDistributedStore`."""
+    """The methods of `mooncake.store.MooncakeDistributedStore` that are used."""
 
     def setup(  # noqa: PLR0913, PLR0917
         self,
@@ -491,7 +491,7 @@ def _new_client() -> _Client:
 
 
 def _timeouts(timeout_s: float) -> dict[str, str]:
-    """What Mooncake reads from the environment."""
+    """The variables that Mooncake reads from the environment."""
     seconds = str(math.ceil(timeout_s))
     return {
         "MC_RPC_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),

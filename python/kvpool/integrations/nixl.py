@@ -168,7 +168,7 @@ class Endpoint(AnyEndpoint):
     """A process's pools, as others reach them over NIXL. See `kvpool.remote.Endpoint` for its methods.
 
     Args:
-        name: What peers call it.
+        name: The name that peers call it by.
         kv: The pool whose slots are lent and read into.
         states: The pool of the states that belong to them.
         agent: A `nixl_agent` that exists. Then a read that a stopped peer does not answer keeps its slots

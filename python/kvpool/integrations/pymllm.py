@@ -242,7 +242,7 @@ _SEAMS: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""What stands in for which name of which module."""
+"""The replacements, by module and name."""
 
 _replaced: list[tuple[object, str, object]] = []
 """Module, name and object before, of each replacement."""

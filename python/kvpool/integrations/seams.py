@@ -1,4 +1,4 @@
-"""What an adapter relies on in its engine: classes, and the signatures of their methods."""
+"""The parts of an engine that its adapter relies on: classes, and the signatures of their methods."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Engine(NamedTuple):
     """An engine with an adapter.
 
     Attributes:
-        name: How it is written.
+        name: Its name, as its makers write it.
         package: Its package.
         tested: Versions with which the tests have passed.
     """

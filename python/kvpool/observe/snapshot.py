@@ -36,7 +36,7 @@ class Snapshot:
         spans: All units in order.
         lifetimes: Histogram of lifetimes below 1, 2, 4, ... microseconds.
         stats: Its statistics.
-        use: What `in_use` counts, in words.
+        use: A description of the units that `in_use` counts.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Snapshot:
 
     @property
     def cached(self) -> str:
-        """What a prefix cache alone holds, which is in use, too: in words, or empty if there is nothing."""
+        """The units in use that only a prefix cache holds, in words; empty if there are none."""
         evictable, locked = self.counts["evictable"], self.counts["locked"]
         total = evictable + locked
         return f"{total:,} of them cached: {evictable:,} evictable and {locked:,} locked" if total else ""

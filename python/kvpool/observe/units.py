@@ -1,4 +1,4 @@
-"""What pools tell the package of their units, and nobody else."""
+"""Properties of pools' units that are for the package alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an `Endpoint` needs of a network."""
+"""The interface of a network, for an `Endpoint`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Memory(NamedTuple):
     """Bytes that others may read, or that are read into.
 
     Attributes:
-        address: Of the first byte.
+        address: The address of the first byte.
         size: Bytes.
         device: The index of the GPU; `None` for host memory.
     """
@@ -72,7 +72,7 @@ class Agent(Protocol):
         """Begin to read rows of the peer's blocks of a kind into rows of its own of that kind.
 
         Args:
-            peer: What `connect` returned.
+            peer: The peer, as `connect` returned it.
             kind: Which of the blocks.
             here: Rows that are written.
             there: Rows that are read, one for each.

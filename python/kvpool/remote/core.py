@@ -37,7 +37,7 @@ PAUSE_S = 0.0005
 
 
 class EndpointStats(TypedDict):
-    """What an endpoint has and has done.
+    """The counters of an endpoint.
 
     Attributes:
         peers: Endpoints that are connected.
@@ -47,11 +47,11 @@ class EndpointStats(TypedDict):
         expired: Leases whose time was over.
         completed: Reads that brought their rows.
         failed: Reads that did not.
-        cuts: How often connections were ended to end reads that failed.
+        cuts: Connections that were ended to end reads that failed.
         refused: Notes of peers that could not be used.
         rows: Slots and states that completed reads brought.
         runs: Pieces in which they came, over all buffers.
-        bytes: Of these rows.
+        bytes: The bytes of these rows.
         seconds: That completed reads took, added up.
     """
 
@@ -116,12 +116,12 @@ class Core:
 
     @property
     def name(self) -> str:
-        """What peers call it."""
+        """The name that peers call it by."""
         return self.who.name
 
     @property
     def device(self) -> str:
-        """Of its pools."""
+        """The device of its pools."""
         return self._pools[0].device
 
     def _new_reader(self) -> Agent:
@@ -400,7 +400,7 @@ def _introduce(name: str, kv: KVPool, states: GDNPool | None, words: np.ndarray)
 
 
 def _shapes(kv: KVPool, states: GDNPool | None) -> dict[str, dict[str, int | str] | None]:
-    """What rows of both sides must have in common."""
+    """The properties that rows of both sides must have in common."""
     names = ("layer_num", "k_head_num", "k_head_dim", "v_head_num", "v_head_dim")
     state_names = (
         "num_gdn_layers",

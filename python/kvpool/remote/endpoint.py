@@ -39,7 +39,7 @@ class SlotLease:
 
     @property
     def ticket(self) -> bytes:
-        """What the peer needs for `Peer.slots`.
+        """The ticket that the peer needs for `Peer.slots`.
 
         Waits for the work on a GPU that the current stream had when the slots were lent: what a peer reads is
         complete. Who has the ticket, and the metadata of the endpoint, can use the slots.
@@ -55,7 +55,7 @@ class SlotLease:
 
     @property
     def notify(self) -> bytes | None:
-        """What the peer said when it filled the slots; `None` before they are."""
+        """The bytes that the peer sent when it filled the slots; `None` before they are."""
         return self._lease.notify if self.returned else None
 
     def query(self) -> bool:
@@ -94,7 +94,7 @@ class Transfer(ABC):
     @property
     @abstractmethod
     def error(self) -> TransferError | None:
-        """Why the rows are not there; `None` if they are, or may still come."""
+        """The reason why the rows are not there; `None` if they are, or may still come."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -142,7 +142,7 @@ class _Reading(Transfer):
 
 
 class _Writing(Transfer):
-    """What is offered is lent until the peer has fetched it."""
+    """A write: the rows are lent until the peer has fetched them."""
 
     def __init__(
         self, core: Core, who: Introduction, remote: RemoteSlots, lease: Lease, notify: bytes
@@ -216,7 +216,7 @@ class Peer:
         `wait`.
 
         Args:
-            remote_slots: From `slots`.
+            remote_slots: The peer's slots, from `slots`.
             slots: Slots of this `KVPool`, ints, as many as the peer's.
             states: Slots of this `GDNPool`, as many as the peer's.
             keep: The lease is needed for another read. By default it is returned when the rows are here.
@@ -245,9 +245,9 @@ class Peer:
 
         Args:
             slots: Slots of this `KVPool`, ints, as many as the peer's.
-            remote_slots: From `slots`, lent with `writable=True`.
+            remote_slots: The peer's slots, from `slots`, lent with `writable=True`.
             states: Slots of this `GDNPool`, as many as the peer's.
-            notify: What the peer finds in `SlotLease.notify` when the rows have arrived, 64 KiB at most.
+            notify: Bytes for the peer's `SlotLease.notify` when the rows have arrived, 64 KiB at most.
 
         Raises:
             ConfigError: If the numbers of slots differ, the slots are not lent to be filled, or `notify` is
@@ -272,7 +272,7 @@ class Endpoint(Closing):
     too. Methods may be called from several threads.
 
     Args:
-        name: What peers call it: up to 200 characters without a slash, unlike all other names.
+        name: The name that peers call it by: up to 200 characters without a slash, unlike all other names.
         kv: The pool whose slots are lent and read into.
         states: The pool of the states that belong to them.
         new_agent: Makes one end of a network.
@@ -297,7 +297,7 @@ class Endpoint(Closing):
 
     @property
     def name(self) -> str:
-        """What peers call it."""
+        """The name that peers call it by."""
         return self._core.who.name
 
     @property

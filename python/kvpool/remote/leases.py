@@ -1,4 +1,4 @@
-"""What an endpoint has lent, and until when."""
+"""The leases of an endpoint."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Lease:
     """Slots that are lent.
 
     Attributes:
-        remote: What the peer knows of them.
+        remote: The slots as the peer knows them.
         rows: Their rows in all buffers.
         mark: The work that must be done before they are used.
-        begun: When they were lent, in seconds of `time.monotonic`.
+        begun: The time at which they were lent, in seconds of `time.monotonic`.
         peer: The name of the peer for which they are; `None` for whoever has the ticket.
         state: Whether the lease lasts, or how it ended.
         filled_by: The read that brings what a writer offered, as long as it runs.
-        notify: What the writer said when it had filled them.
+        notify: The bytes that the writer sent when it had filled them.
     """
 
     remote: RemoteSlots

@@ -1,4 +1,4 @@
-"""What endpoints tell each other. Nothing that comes from outside is used before it was checked."""
+"""The messages of endpoints. Nothing that comes from outside is used before it was checked."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 VERSION = 1
-"""Of all messages. Endpoints of different versions refuse each other."""
+"""The version of all messages. Endpoints of different versions refuse each other."""
 
 MAX_ROWS = 1 << 20
 """Rows of one lease."""
 
 MAX_SECONDS = 86_400.0
-"""Of a lease: a day."""
+"""The longest time of a lease: a day."""
 
 MAX_NAME = 200
 """Characters of the name of an endpoint."""
 
 MAX_NOTIFY_BYTES = 1 << 16
-"""Of what a writer says to the peer."""
+"""The most bytes that a writer sends to the peer."""
 
 MAX_MESSAGE_BYTES = 8 * MAX_ROWS + (1 << 20)
 
@@ -39,7 +39,7 @@ POOLS = ("kv", "states")
 """The pools of an endpoint, in the order of their rows."""
 
 WORD_BYTES = 8
-"""Of what says whether a lease lasts."""
+"""Bytes of the word that says whether a lease lasts."""
 
 _MAX_TEXT = 256
 _MAX_BUFFERS = 1 << 14
@@ -56,17 +56,17 @@ _RETURNED, _OFFERED = 1, 2
 
 
 class Introduction(NamedTuple):
-    """What a peer must know of an endpoint.
+    """The properties of an endpoint that its peers must know.
 
     Attributes:
-        name: Of the endpoint.
+        name: The name of the endpoint.
         agent: Its name in the network, which no other process has.
-        shapes: For each pool, "kv" and "states", what must be equal on both sides; `None` without it.
-        buffers: For each pool the address and the bytes of a row of each buffer.
-        rows: For each pool the rows of every buffer.
+        shapes: The properties that must be equal on both sides, by pool: "kv", "states"; `None` without it.
+        buffers: The address and the bytes of a row of each buffer, by pool.
+        rows: The rows of every buffer, by pool.
         device: The index of the GPU that has the pools; `None` for host memory.
         words: The address and number of the words that say which leases last.
-        metadata: What the agent needs.
+        metadata: The bytes that the agent needs to connect.
     """
 
     name: str
@@ -86,9 +86,9 @@ class RemoteSlots(NamedTuple):
         slots: Slots of its `KVPool`, int32 `[n]`.
         states: Slots of its `GDNPool`, int32 `[m]`.
         is_writable: Whether `Peer.write` may fill them, or `Peer.read` read them.
-        word: Where the peer says whether the lease lasts.
-        nonce: What it says there as long as it does.
-        deadline: When it is over, in seconds of `time.monotonic`.
+        word: The place of the word in which the peer says whether the lease lasts.
+        nonce: The value of that word as long as it does.
+        deadline: The time at which it is over, in seconds of `time.monotonic`.
     """
 
     slots: npt.NDArray[np.int32]
@@ -231,7 +231,7 @@ def introduced(message: bytes) -> Introduction:
 
 
 def _too_many_rows(who: Introduction) -> str | None:
-    """Why the rows of all buffers cannot be numbered; `None` if they can."""
+    """The reason why the rows of all buffers cannot be numbered; `None` if they can."""
     total = sum(who.rows[pool] * len(who.buffers[pool]) for pool in POOLS)
     return f"{total} rows in all buffers are more than int32 numbers" if total >= 1 << 31 else None
 

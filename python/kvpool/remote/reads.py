@@ -27,7 +27,7 @@ MAX_READS = 4096
 """Reads that run at once."""
 
 PATIENCE_S = 1.0
-"""How long other reads may go on before an agent is closed in the middle of them."""
+"""Seconds for which other reads may go on before an agent is closed in the middle of them."""
 
 _POOLS, _WORDS = 0, 1
 _TIMES = 16
@@ -38,18 +38,18 @@ class Read:
     """Rows on their way, and then the word of their lease, which tells whether they were lent until then.
 
     Attributes:
-        who: Whose rows.
+        who: The peer whose rows they are.
         remote: The slots there.
         slots: The slots here, of each pool.
         here: Rows that are written.
         there: Rows that are read.
         mark: Work that must be done before the first byte arrives.
         keep: The lease is still needed when the rows are here.
-        begun: When it was asked for, in seconds of `time.monotonic`.
-        step: What it does. One that is lost is over when its agent is closed.
-        reading: What the network does for it.
-        word: Where the word of the lease goes.
-        error: Why the rows will not be here; then only the end of `reading` is waited for.
+        begun: The time at which it was asked for, in seconds of `time.monotonic`.
+        step: Its step. One that is lost is over when its agent is closed.
+        reading: The network's read.
+        word: The place for the word of the lease.
+        error: The reason why the rows will not be here; then only the end of `reading` is waited for.
     """
 
     who: Introduction
@@ -211,7 +211,7 @@ class Reads:
 
     @staticmethod
     def _state(read: Read) -> Literal["running", "done", "failed"]:
-        """How far the network is with a read. Nothing of the agent is referred to afterwards."""
+        """The progress of the network with a read. Nothing of the agent is referred to afterwards."""
         if read.reading is None:
             return "done"
         try:

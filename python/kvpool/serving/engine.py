@@ -136,7 +136,7 @@ class Engine:
         max_step_tokens: The most new tokens in a step, of prompts and of requests that decode.
         prefix_cache: Whether prompts start behind what is cached of them; or a cache of the model's allocator
             and states, with a tier below (`tiers`) if what is evicted shall come back.
-        swap: What happens to the part of a prefix that only the tier has: "load" brings it back, "compute"
+        swap: The treatment of the part of a prefix that only the tier has: "load" brings it back, "compute"
             computes it again, and "auto" does what takes less time, as measured. The tokens are the same.
 
     Attributes:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from kvpool._kvpool import Fetch, PrefixCache
 
 _PATIENCE_S = 10.0
-"""How long a request waits for its fetch."""
+"""Seconds that a request waits for its fetch."""
 _SLICE_S = 0.02
-"""How long a call waits for a fetch when there is nothing else to do."""
+"""Seconds that a call waits for a fetch when there is nothing else to do."""
 
 
 class FetchQueue(Generic[R]):

@@ -1,4 +1,4 @@
-"""What a scheduler knows of a request."""
+"""The interface of requests that a scheduler works with."""
 
 from __future__ import annotations
 

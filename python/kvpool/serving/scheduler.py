@@ -29,7 +29,7 @@ _WORTH_WAITING = 32
 _NAP_S = 0.0002
 """Between two looks at whether a copy is over."""
 _PATIENCE_S = 10.0
-"""How long a step waits for copies before it makes room in other ways."""
+"""Seconds that a step waits for copies before it makes room in other ways."""
 
 
 class Scheduler(Generic[R]):
@@ -70,9 +70,9 @@ class Scheduler(Generic[R]):
         waiting: The queue of waiting requests.
         running: The requests with a row, oldest first. Only the last may have several steps of its prompt
             left.
-        moving: Those with a row whose rows come or go, in the order in which that began.
-        released: By state, the number of requests that came to it from running.
-        waits: How often `plan` has waited for a copy.
+        moving: The requests with a row whose rows come or go, in the order in which that began.
+        released: The number of requests that came from running to each state.
+        waits: The number of times that `plan` has waited for a copy.
         fetched_tokens: Tokens that came from the store.
     """
 
@@ -114,7 +114,7 @@ class Scheduler(Generic[R]):
 
     @property
     def fetching(self) -> deque[R]:
-        """Those that are not in the queue yet, in order."""
+        """The requests that are not in the queue yet, in order."""
         return self._fetch_queue.requests
 
     @property
@@ -185,7 +185,7 @@ class Scheduler(Generic[R]):
         """Wait a little if copies hold the slots that are missing. Whether a step is to be tried again.
 
         Args:
-            patience: When a request is retracted instead, or admitted without what it would load.
+            patience: The time at which a request is retracted instead, or admitted without its load.
         """
         if self.running and not self._slots.lacks_copied:
             return False
@@ -515,7 +515,7 @@ class Scheduler(Generic[R]):
         return True
 
     def _snapshot_end(self, request: R, end: int) -> int:
-        """Where a chunk up to `end` ends instead: where prompts part, or with its last whole page."""
+        """The end of a chunk up to `end`, moved to where prompts part, or to its last whole page."""
         parting = 0 if request.held.lease is None else request.held.lease.kv_length
         if request.held.cached < parting < end:
             return parting

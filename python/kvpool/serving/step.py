@@ -18,7 +18,7 @@ class Step(Generic[R]):
     Attributes:
         requests: The requests of the batch, oldest first.
         ends: For each request, the number of its tokens with slots after the step.
-        started: Those of the requests whose first step since their admission this is.
+        started: The requests whose first step since their admission this is.
         plan: The slots of the new tokens, and the metadata of all tokens.
     """
 
@@ -29,7 +29,7 @@ class Step(Generic[R]):
 
     @property
     def loads(self) -> list[Load]:
-        """What comes back of the prefixes of `started`: what reads a layer goes behind `Load.wait_layer`."""
+        """The loads of the prefixes of `started`: whatever reads a layer goes behind `Load.wait_layer`."""
         return [request.held.load for request in self.started if request.held.load is not None]
 
     @property

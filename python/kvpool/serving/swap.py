@@ -1,4 +1,4 @@
-"""What the tier below the device has of a prefix: whether it is loaded or computed, and how it arrives."""
+"""The tier below the device: whether its part of a prefix is loaded or computed, and how it arrives."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Swap:
         """Record a step.
 
         Args:
-            seconds: What it took.
+            seconds: Its duration.
             chunk_tokens: Tokens computed, without one for each request.
             loaded: Tokens that it used and that came from below.
             is_over: Whether the host has waited for its end, so that a device works on nothing any more. If
@@ -133,7 +133,7 @@ class LoadError(RuntimeError):
 
 
 class Arrivals:
-    """What comes back of the prefixes of a step's requests, layer by layer.
+    """The arrival of the prefixes of a step's requests, layer by layer.
 
     Args:
         loads: The loads.

@@ -1,4 +1,4 @@
-"""What moving bytes costs on a machine: the file of `kvpool doctor --bandwidth`, which other commands read.
+"""The cost of moving bytes on a machine: the file of `kvpool doctor --bandwidth`, for other commands.
 
 It is one JSON object: `"kvpool_bandwidths"`, the version of the format, and `"lines"`, a list of objects with
 the attributes of `Bandwidth`.
@@ -23,15 +23,15 @@ _MARK = "kvpool_bandwidths"
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What was measured of one way that bytes take.
+    """The measurement of one way that bytes take.
 
     Attributes:
         name: Name of the way, such as "host.copy".
-        text: What was done.
+        text: A description of it.
         bytes_per_s: Median over the repetitions; None if it could not be measured.
         size_bytes: Bytes of one repetition.
-        repetitions: How often it was done.
-        problem: Why it could not be measured; empty if it was.
+        repetitions: The number of repetitions.
+        problem: The reason why it could not be measured; empty if it was.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the commands need beside kvpool, and the extras that bring it. Without other packages."""
+"""The packages that commands need beside kvpool, and the extras that bring them. It imports none of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 COMMAND_LINE = ("typer", "rich")
-"""What every command needs. Without it `doctor` alone works, and parses its arguments itself."""
+"""The packages that every command needs. Without them only `doctor` works: it parses arguments itself."""
 
 CLUSTER = ("nixl", "msgspec", "zmq", "blake3")
-"""What `serve` needs besides when it is a process of a cluster."""
+"""The packages that `serve` needs besides when it is a process of a cluster."""
 
 
 class Command(NamedTuple):
     """A command.
 
     Attributes:
-        text: What it does.
+        text: A description of it.
         needs: Packages that it needs besides `COMMAND_LINE`.
     """
 
@@ -43,7 +43,7 @@ _EXTRAS = {
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Those of these packages that are not installed."""
+    """The packages among these that are not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 

@@ -1,4 +1,4 @@
-"""What a `PrefixCache` has, told to routers over ZeroMQ in the format of vLLM's KV events.
+"""The pages of a `PrefixCache`, published to routers over ZeroMQ in the format of vLLM's KV events.
 
 `EventPublisher` sends the events of a cache. Routers that index vLLM's read them; `PrefixIndex` and
 `EventSubscriber` are for a router of your own. All need `pip install 'kvpool[events]'`.

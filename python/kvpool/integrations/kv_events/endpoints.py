@@ -23,7 +23,7 @@ def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
     """Refuse an endpoint that is none, or that other machines reach.
 
     Args:
-        name: Of the argument.
+        name: The name of the argument.
         endpoint: Its value.
         allow_remote: Whether other machines may reach it.
 
@@ -105,7 +105,7 @@ def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
 
     Args:
         socket: The socket.
-        name: Of the argument that has the endpoint.
+        name: The name of the argument that has the endpoint.
         endpoint: The endpoint.
 
     Returns:

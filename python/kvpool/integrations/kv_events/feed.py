@@ -27,7 +27,7 @@ class Feed:
     While `needs_replay`, and until `replay_ended`, no messages are to be passed.
 
     Args:
-        index: Where batches go.
+        index: The index that batches go to.
         worker: The name of the worker there.
         can_replay: Whether the worker can be asked.
         max_bytes: The largest batch.
@@ -158,7 +158,7 @@ class Feed:
         self._last = -1 if self._can_replay else None
 
     def _drop(self) -> None:
-        """What is missing is not to be had."""
+        """Begin anew without the batches that are missing: they are not to be had."""
         self.drops += 1
         self._index.clear(self._worker)
         self._last = None

@@ -1,4 +1,4 @@
-"""What a router knows of the caches of its workers."""
+"""A router's index of the caches of its workers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def page_keys(tokens: IndicesLike, page_size: int, namespace: Namespace = None) 
 
     Args:
         tokens: Token ids: ints, or a tensor or array.
-        page_size: Of the cache, in tokens.
+        page_size: The page size of the cache, in tokens.
         namespace: A str, bytes or an int; `None` is a namespace of its own.
 
     Raises:
@@ -248,7 +248,7 @@ def _bytes_of(tokens: IndicesLike) -> bytes:
 
 
 def _root(page_size: int, namespace: Namespace) -> bytes:
-    """What stands for the key before the first page."""
+    """The bytes that stand for the key before the first page."""
     if namespace is None:
         kind, name = 0, b""
     elif isinstance(namespace, int):

@@ -37,9 +37,9 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
         parent_block_hash: The key of the block before them; `None` at the beginning of a prompt.
         token_ids: The tokens of all blocks.
         block_size: Tokens of a block.
-        lora_id: Of vLLM; kvpool sends `None`.
-        medium: Where they are: "GPU", "CPU" or "STORAGE".
-        lora_name: Of vLLM; kvpool sends `None`.
+        lora_id: A field of vLLM; kvpool sends `None`.
+        medium: The tier that has them: "GPU", "CPU" or "STORAGE".
+        lora_name: A field of vLLM; kvpool sends `None`.
         extra_keys: For each block what its key depends on beside tokens. kvpool has the namespace of a prompt
             there, in its first block, where vLLM has the `cache_salt` of a request.
         group_idx: The rest is of vLLM, and not sent by kvpool.
@@ -67,7 +67,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
     Attributes:
         block_hashes: Their keys.
-        medium: From where.
+        medium: The tier that had them.
         group_idx: The rest is of vLLM, and not sent by kvpool.
     """
 
@@ -86,10 +86,10 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What came and went in a step of an engine.
+    """The changes of a cache in one step of an engine.
 
     Attributes:
-        ts: When, in seconds since 1970.
+        ts: The time, in seconds since 1970.
         events: The events, in order.
         data_parallel_rank: The rank of the engine.
     """
@@ -142,8 +142,8 @@ def batches(
     """Yield a cache's events in vLLM's format, in parts for one message each.
 
     Args:
-        events: Of `PrefixCache.events`.
-        page_size: Of its allocator, in tokens.
+        events: The events of `PrefixCache.events`.
+        page_size: The page size of its allocator, in tokens.
         int_hashes: Whether keys are ints of 64 bits.
     """
     batch: list[Event] = []

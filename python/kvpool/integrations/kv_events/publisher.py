@@ -60,9 +60,9 @@ class EventPublisher(Closing):
 
     Args:
         cache: A cache with `events=True`, which nothing else asks for its events.
-        endpoint: Where to publish: "tcp://127.0.0.1:5557", "ipc://..." or "inproc://...". Port 0 is any that
-            is free: see the property. Each engine on a machine has its own.
-        replay_endpoint: Where batches can be asked for again. None by default.
+        endpoint: The address to publish at: "tcp://127.0.0.1:5557", "ipc://..." or "inproc://...". Port 0 is
+            any that is free: see the property. Each engine on a machine has its own.
+        replay_endpoint: The address at which batches can be asked for again. None by default.
         topic: The first part of each message.
         data_parallel_rank: The rank of this engine, which is a part of each batch.
         buffer_steps: Batches that are kept for replays.
@@ -71,8 +71,8 @@ class EventPublisher(Closing):
         int_hashes: Whether pages are named by 64 bits as an int, for routers that do not take bytes, such as
             older ones. Two pages may then have the same name.
         allow_remote: Whether an endpoint may be one that other machines reach.
-        secret: What subscribers must know. Then messages are encrypted (CurveZMQ), and endpoints may be any;
-            routers other than `EventSubscriber` cannot read them.
+        secret: A secret that subscribers must know. Then messages are encrypted (CurveZMQ), and endpoints may
+            be any; routers other than `EventSubscriber` cannot read them.
 
     Raises:
         ConfigError: If the cache was made without `events=True`, an endpoint is not of this machine alone and
@@ -141,12 +141,12 @@ class EventPublisher(Closing):
 
     @property
     def endpoint(self) -> str:
-        """Where it publishes, with the port."""
+        """The address at which it publishes, with the port."""
         return self._endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where it replays, with the port."""
+        """The address at which it replays, with the port."""
         return self._replay_endpoint
 
     def publish(self) -> int:

@@ -50,11 +50,11 @@ class EventSubscriber(Closing):
     Args:
         index: The index, which nothing else changes.
         topic: Messages whose first part begins otherwise are left out.
-        replay_timeout_s: How long a worker may say nothing in a replay, in seconds. Then its entries are
+        replay_timeout_s: Seconds for which a worker may send nothing in a replay. Then its entries are
             dropped.
         check_s: After how many seconds without a message a worker is asked whether it has sent one.
         max_bytes: The largest batch. A worker that sends a larger one is heard no more.
-        secret: Of the publishers, if they have one.
+        secret: The secret of the publishers, if they have one.
 
     Raises:
         ConfigError: If a number is not above 0.
@@ -91,8 +91,8 @@ class EventSubscriber(Closing):
 
         Args:
             worker: Its name in the index.
-            endpoint: Where it publishes.
-            replay_endpoint: Where it replays.
+            endpoint: The address at which it publishes.
+            replay_endpoint: The address at which it replays.
 
         Raises:
             ConfigError: If the worker is connected already, or an endpoint is none.
@@ -123,7 +123,7 @@ class EventSubscriber(Closing):
         """Take what has come. Without anything, wait for it.
 
         Args:
-            timeout_s: How long, in seconds.
+            timeout_s: The most seconds to wait.
 
         Returns:
             The number of batches applied: 0 if the time is over.

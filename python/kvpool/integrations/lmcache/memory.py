@@ -193,7 +193,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
             page.invalidate()
 
     def _know(self, page: Any) -> weakref.ref[Any]:
-        """What tells a page's object from others, and that it is gone."""
+        """A reference that tells a page's object from others, and that it is gone."""
         return weakref.ref(page, partial(_renew, weakref.WeakMethod(self._replace_lost), page.meta.address))
 
     def _number_of(self, memory_obj: Any) -> int:

@@ -1,4 +1,4 @@
-"""What LMCache loads at its start: the entry point `kvpool` of its group `lmcache.device_plugins`.
+"""The entry point `kvpool` of LMCache's group `lmcache.device_plugins`, loaded at its start.
 
 Nowhere else does LMCache ask installed packages for anything before it makes an allocator. It wants a
 device, so there is one, which is never available.

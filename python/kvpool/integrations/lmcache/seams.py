@@ -1,4 +1,4 @@
-"""What the adapter relies on in LMCache: classes and functions, and their signatures."""
+"""The parts of LMCache that the adapter relies on: classes and functions, and their signatures."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
         self.v_buffer = [buffer[:rows] for buffer in self.kvpool.v_buffer]
 
     def _why_not(self) -> str:
-        """Why the buffers must be SGLang's own; empty if they need not."""
+        """The reason why the buffers must be SGLang's own; empty if they need not."""
         if self.memory_saver_adapter.enabled or self.enable_custom_mem_pool:
             return "memory has to come from PyTorch"
         if self.kv_cache_layout != "nhd":

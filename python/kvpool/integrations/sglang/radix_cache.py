@@ -69,10 +69,10 @@ def check_tree_core() -> list[str]:
 
 
 def reason_to_delegate(params: CacheInitParams) -> str | None:
-    """Why SGLang's own tree core must be used, or `None` if kvpool's can be.
+    """The reason why SGLang's own tree core must be used, or `None` if kvpool's can be.
 
     Args:
-        params: What SGLang makes the cache of.
+        params: The parameters that SGLang makes the cache of.
     """
     # Where a cache is made without a server, as in SGLang's tests, there are no settings of one.
     memory, disagg = get_memory(), get_disagg()
@@ -103,7 +103,7 @@ def make_tree_core(
     """Makes kvpool's tree core, or SGLang's own one where only that can do what is asked for.
 
     Args:
-        params: What SGLang makes the cache of.
+        params: The parameters that SGLang makes the cache of.
         components: The components of the cache, for SGLang's Python core.
 
     Raises:
@@ -160,7 +160,7 @@ def make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     """Makes the cache for `--radix-cache-backend kvpool`: SGLang's own for everything that it does otherwise.
 
     Args:
-        ctx: What SGLang makes the cache of.
+        ctx: The parameters that SGLang makes the cache of.
     """
     from sglang.srt.mem_cache.registry import (  # noqa: PLC0415
         create_unified_radix_cache,

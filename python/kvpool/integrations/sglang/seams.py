@@ -1,4 +1,4 @@
-"""What the plugin relies on in SGLang: classes, and the signatures of their methods."""
+"""The parts of SGLang that the plugin relies on: classes, and the signatures of their methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SLOTS = {
 }
 
 START = "sglang.srt.managers.scheduler.Scheduler.__init__"
-"""What SGLang calls in each scheduler process, after the plugins and before it makes a pool."""
+"""The function that SGLang calls in each scheduler process, after the plugins and before it makes a pool."""
 
 SEAMS: dict[str, dict[str, str]] = {
     f"{_ALLOCATOR}.token.TokenToKVPoolAllocator": {

@@ -110,11 +110,11 @@ DELEGATED = (
     "snapshot_buffer_backup",
     "validate_buffer_backup",
 )
-"""What SGLang calls only with a host tier, storage, a linker, or sessions."""
+"""The methods that SGLang calls only with a host tier, storage, a linker, or sessions."""
 
 
 class EvictionPolicy(NamedTuple):
-    """What a `HybridTree` evicts first: its arguments of these names."""
+    """The eviction policy of a `HybridTree`: its arguments of these names."""
 
     policy: str
     protected_uses: int = 2
@@ -130,7 +130,7 @@ class _Insertion:
         slots: Their slots.
         start: The first token that counts.
         end: One past the last.
-        namespace: What keeps them apart from others.
+        namespace: The namespace that keeps them apart from others.
         key: SGLang's key of them, for KV events.
         session: The session that they belong to, for KV events.
         tracks: Whether SGLang asks which slots the tree takes over.
@@ -147,7 +147,7 @@ class _Insertion:
 
 
 def eviction_policy(params: CacheInitParams) -> EvictionPolicy | None:
-    """What `HybridTree` calls the eviction policy, or `None` if it has none that is the same."""
+    """The eviction policy as `HybridTree` names it, or `None` if it has none that is the same."""
     name = params.eviction_policy.lower()
     # SGLang says itself what is wrong with one.
     strategy = get_eviction_strategy(name, params.eviction_policy_config)
@@ -196,7 +196,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     """SGLang's tree core over `kvpool.HybridTree`.
 
     Args:
-        params: What SGLang makes the cache of.
+        params: The parameters that SGLang makes the cache of.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -376,7 +376,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return InsertStepResult(actions, result)
 
     def _action(self, act: HybridAct, slots: torch.Tensor) -> Action:
-        """What SGLang's cache calls an act of the tree: ranges are of the inserted slots."""
+        """An act of the tree as an action of SGLang's cache: ranges are of the inserted slots."""
         if act[0] == "free":
             _, begin, end = act
             return FreeDeviceKV([slots[begin:end]])

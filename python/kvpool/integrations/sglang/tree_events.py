@@ -17,7 +17,7 @@ _HASH_BYTES = 32
 
 
 class TreeEvents:
-    """What SGLang's recorder is told of a tree.
+    """The events of a tree, for SGLang's recorder.
 
     Args:
         recorder: SGLang's recorder.
@@ -66,7 +66,7 @@ class _KeyOfEvent:
 
 
 class _PagesOfEvent:
-    """What SGLang's recorder reads of a node."""
+    """A node with the attributes that SGLang's recorder reads."""
 
     def __init__(self, key: RadixKey | _KeyOfEvent, parent: _PagesOfEvent | None = None) -> None:
         self.key = key

@@ -266,7 +266,7 @@ def _shape_of(layer: Any) -> tuple[int, int, int, int]:  # noqa: ANN401 - a cach
 
 
 class _Pools(NamedTuple):
-    """What a cache and its copies share."""
+    """The pools that a cache and its copies share."""
 
     kv_pool: KVPool
     allocator: TokenToKVPoolAllocator
@@ -411,7 +411,7 @@ class _Batch:
         return keys, values
 
     def _find(self, length: int) -> _Run | torch.Tensor:
-        """Where the last `length` tokens are: a run for each sequence, or int32 slots `[n, length]`."""
+        """The places of the last `length` tokens: a run for each sequence, or int32 slots `[n, length]`."""
         first, page_size = self.length - length, self._pools.planner.page_size
         table = None if self._plan is None else self._plan.host.block_table
         if table is not None:

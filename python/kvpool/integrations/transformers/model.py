@@ -365,7 +365,7 @@ def _probe(model: PreTrainedModel) -> _Shapes:
 
 
 def run_two_tokens(model: PreTrainedModel) -> _RecordingCache:
-    """What a model keeps of two tokens, one after the other."""
+    """The cache of a model after two tokens, one after the other."""
     cache = _RecordingCache(model.config.get_text_config())
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the caches rely on in `transformers`: classes, and the signatures of their methods."""
+"""The parts of `transformers` that the caches rely on: classes, and the signatures of their methods."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CACHE: dict[str, dict[str, str]] = {
         "update_conv_state": "(self, conv_states, state_idx=0, conv_kernel_size=None, **kwargs)",
     },
 }
-"""What `PooledCache` relies on: by class, the methods and their signatures."""
+"""The parts that `PooledCache` relies on: by class, the methods and their signatures."""
 
 _BATCHING = "transformers.generation.continuous_batching"
 
@@ -74,4 +74,4 @@ CONTINUOUS: dict[str, dict[str, str]] = {
         "delete_full_trees": "(self)",
     },
 }
-"""What `kvpool.integrations.transformers.continuous` relies on."""
+"""The parts that `kvpool.integrations.transformers.continuous` relies on."""

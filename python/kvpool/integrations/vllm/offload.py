@@ -72,7 +72,7 @@ _FOUND = {None: LookupResult.MISS, False: LookupResult.HIT_PENDING, True: Lookup
 
 
 def _state(req_context: ReqContext, kind: type[Any]) -> Any:
-    """What vLLM keeps with a request for the class `kind`; made at the first use."""
+    """The object of the class `kind` that vLLM keeps with a request; made at the first use."""
     state = req_context.get_state(kind)
     if state is None:
         state = kind()

@@ -1,4 +1,4 @@
-"""What the adapter relies on in vLLM: classes, and the signatures of their methods."""
+"""The parts of vLLM that the adapter relies on: classes, and the signatures of their methods."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ OFFLOADING: dict[str, dict[str, str]] = {
     },
     f"{_OFFLOAD}.tiering.spec.TieringOffloadingSpec": {"__init__": "(self, config)", "get_manager": "(self)"},
 }
-"""What `offload` relies on: by class, the methods and their signatures: names, kinds and defaults."""
+"""The methods that `offload` relies on, by class, and their signatures: names, kinds and defaults."""
 
 _CORE = "vllm.v1.core"
 

@@ -21,7 +21,7 @@ SIZE, SECONDS = 64 << 20, 1.0
 LEAST_SIZE, MOST_SIZE = PAGE_BYTES, 1 << 30
 MOST_SECONDS = 60.0
 _PATIENCE_S = 120.0
-"""For what a process does beside measuring, and for repetitions that take longer than they should."""
+"""Seconds for whatever a process does beside measuring, and for repetitions that take too long."""
 
 
 def measure_machine(

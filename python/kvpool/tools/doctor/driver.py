@@ -119,7 +119,7 @@ def _kernel_module(root: Path) -> Iterator[Finding]:
 
 
 def _no_library(root: Path, reason: str) -> Finding:
-    """Why the library is missing: no GPU, no driver, or a container without it."""
+    """The reason why the library is missing: no GPU, no driver, or a container without it."""
     if reason:
         return Finding(SECTION, LIBRARY, BROKEN, f"it cannot be loaded: {reason}", _INSTALL)
     text = "not found by the dynamic loader"

@@ -34,7 +34,7 @@ class TorchState(NamedTuple):
 
     Attributes:
         findings: The findings.
-        problem: Why tensors cannot be views of pools; empty if they can.
+        problem: The reason why tensors cannot be views of pools; empty if they can.
         advice: The remedy.
     """
 
@@ -174,7 +174,7 @@ def _torch_cuda(torch: Any, devices: int) -> Finding:  # noqa: ANN401 - a module
 
 
 def _why_not_shared(torch: Any) -> str:  # noqa: ANN401 - a module
-    """Why tensors of pools on the CPU do not share memory; empty if they do."""
+    """The reason why tensors of pools on the CPU do not share memory; empty if they do."""
     import kvpool  # noqa: PLC0415
 
     try:
@@ -215,7 +215,7 @@ def _ml_dtypes() -> Finding:
 
 
 def transformers_problem() -> str:
-    """Why `transformers` cannot be used; empty if it can."""
+    """The reason why `transformers` cannot be used; empty if it can."""
     found = version_of("transformers")
     if found is None:
         return "transformers is not installed"

@@ -84,7 +84,7 @@ def lend(questions: Connection, tokens: int) -> None:
 
 
 def _receive(questions: Connection) -> bytes:
-    """What the other process sends."""
+    """The next message of the other process."""
     if not questions.poll(_PATIENCE_S):
         raise TimeoutError(f"the other process has not answered for {_PATIENCE_S:.0f} s")
     try:

@@ -37,7 +37,7 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What a process measures.
+    """The measurements of one process.
 
     Attributes:
         kind: "host", "cuda", "directory" or "nixl".
@@ -45,7 +45,7 @@ class Job:
         seconds: Time for each line; `LEAST_REPETITIONS` are made in any case.
         directory: A folder on the disk, for "directory".
         device: Number of the GPU, for "cuda".
-        devices: How many there are.
+        devices: The number of GPUs.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """With what the names of its lines begin."""
+        """The beginning of the names of its lines."""
         return f"cuda:{self.device}" if self.kind == "cuda" else self.kind
 
     def line(self, name: str, text: str, move: Callable[[], object]) -> Bandwidth:

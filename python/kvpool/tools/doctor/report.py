@@ -41,7 +41,7 @@ class Verdict:
         name: Name for `--require`.
         title: Title in the report.
         works: Whether it works.
-        text: What was tried, or why it does not work.
+        text: A description of the attempt, or of the reason why it does not work.
         advice: The remedy.
     """
 

@@ -1,4 +1,4 @@
-"""When loading a prompt's K and V takes less time than computing them."""
+"""The break-even of loading a prompt's K and V against computing them."""
 
 from __future__ import annotations
 

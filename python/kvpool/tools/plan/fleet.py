@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FleetResult:
-    """What happened, for each request that was not rejected, in order of arrival; times are in seconds.
+    """A simulation, with an entry for each request that was not rejected, by arrival; times are in seconds.
 
     Attributes:
         trace: Name of the trace.
-        machine: What a machine holds.
+        machine: The capacity of a machine.
         config: The configuration.
         rejected: Requests that no machine has room for.
-        duration_s: From the first arrival to the end of the last request.
+        duration_s: Time from the first arrival to the end of the last request.
         output_lens: Tokens of the answers.
         input_lens: Tokens of the prompts.
-        device_tokens: Those that the machine's prefix cache had.
-        store_tokens: Those that were loaded from the store.
-        prefill_wait_s: From the arrival to the begin of the computation.
+        device_tokens: Tokens of the prompts that the machine's prefix cache had.
+        store_tokens: Tokens of the prompts that were loaded from the store.
+        prefill_wait_s: Time from the arrival to the begin of the computation.
         prefill_s: The computation.
-        handover_wait_s: From its end to the begin of the transfer: for room, and for the link.
+        handover_wait_s: Time from its end to the begin of the transfer: for room, and for the link.
         handover_s: The transfer.
-        decode_s: From the first token to the last.
+        decode_s: Time from the first token to the last.
         handover_bytes: Bytes of K, V and states that were handed over.
         loaded_bytes: Bytes that were loaded from the store, used or not.
         stored_bytes: Bytes that were put into the store.
@@ -108,7 +108,7 @@ def simulate(trace: Trace, machine: Machine, config: FleetConfig) -> FleetResult
 
     Args:
         trace: A trace with at least one request.
-        machine: What each machine holds.
+        machine: The capacity of each machine.
         config: The fleet.
 
     Raises:
@@ -161,7 +161,7 @@ class _Cache:
     Args:
         blocks: Its capacity.
         page_size: Slots of a page. The policy "adaptive" learns from ages in tokens, so that it matters.
-        policy: What is evicted first.
+        policy: The eviction policy.
     """
 
     def __init__(self, blocks: int, page_size: int, policy: str) -> None:
@@ -176,7 +176,7 @@ class _Cache:
         return np.repeat(blocks.astype(np.int32), self._page_size)
 
     def length(self, blocks: NDArray[np.int64]) -> int:
-        """How much of a prompt is cached."""
+        """The number of a prompt's blocks that are cached."""
         return self._cache.cached_len(self._tokens(blocks)) // self._page_size
 
     def use(self, blocks: NDArray[np.int64]) -> int:
@@ -315,7 +315,7 @@ class _Fleet:
         self._next_prompt(machine)
 
     def _seconds(self, request: _Request, cached: int, stored: int) -> tuple[float, bool]:
-        """What a machine needs for a prompt, and whether it loads what the store has."""
+        """The time of a prompt on a machine, and whether that loads what the store has."""
         found = self._tokens(request, cached)
         more = self._tokens(request, stored) - found
         rest_s = self._costs.compute_s(request.input_len - max(found, found + more))

@@ -1,4 +1,4 @@
-"""What `kvpool plan --fleet` does beyond `kvpool plan`: it reads a trace, simulates a fleet and prints it."""
+"""The command `kvpool plan --fleet`: it reads a trace, simulates a fleet and prints it."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ ROUTES: dict[str, str] = {
     "prefix": "where its longest prefix is",
     "turns": "to one machine after the other",
 }
-"""What decides to which prefill machine a request goes."""
+"""The ways to choose the prefill machine of a request."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine, of one or several GPUs, holds.
+    """The capacity of a machine of one or several GPUs.
 
     Attributes:
         token_bytes: Bytes of K and V of a token, in all layers.
@@ -48,8 +48,8 @@ class FleetConfig:
         store_link: Bytes per second from the store to a prefill machine.
         latency_s: Time before the first byte of a transfer or a load arrives.
         route: One of `ROUTES`.
-        policy: What the prefix caches evict first. "adaptive" draws a seed of its own for each run; with the
-            others a run can be repeated. The store evicts what was used least recently.
+        policy: The eviction policy of the prefix caches. "adaptive" draws a seed of its own for each run;
+            with the others a run can be repeated. The store evicts what was used least recently.
         speed_up: Factor by which requests arrive faster than in the trace.
     """
 

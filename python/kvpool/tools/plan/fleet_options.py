@@ -21,7 +21,7 @@ MAX_REQUESTS = 256
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """What was given on the command line; None for what was not.
+    """The options of the command line; None for those that were not given.
 
     Attributes:
         prefill: Machines that compute prompts.
@@ -34,8 +34,8 @@ class FleetOptions:
         store: Capacity of the store, such as 20TB.
         store_link: Bandwidth from the store, such as 10GB/s.
         latency_ms: Time before the first byte of a transfer or a load.
-        route: What decides where a request goes.
-        policy: What prefix caches evict first.
+        route: The way to choose the machine of a request.
+        policy: The eviction policy of prefix caches.
         speed_up: Factor by which requests arrive faster.
     """
 
@@ -55,7 +55,7 @@ class FleetOptions:
 
 
 def machine_of(plan: Plan) -> Machine:
-    """What a machine holds, all of its GPUs together.
+    """The capacity of a machine, all of its GPUs together.
 
     Heads that several GPUs store count for each: each GPU hands over what it has.
     """
@@ -106,7 +106,7 @@ def fleet_of(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
 
 
 def _measured(lines: list[Bandwidth], name: str, option: str) -> float:
-    """What was measured of a way of bytes."""
+    """The measured bandwidth of a way of bytes."""
     line = next((line for line in lines if line.name == name), None)
     if line is not None and line.bytes_per_s is not None:
         return line.bytes_per_s

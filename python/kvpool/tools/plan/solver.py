@@ -1,4 +1,4 @@
-"""How many tokens and requests of a model fit into a memory budget, and the pools that hold them."""
+"""The most tokens and requests of a model within a memory budget, and the pools that hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a trace's prompts a prefix cache finds, by policy and capacity.
+"""The share of a trace's prompts that a prefix cache finds, by policy and capacity.
 
 The cache alone is measured, without a clock: one request after another finds its prompt and adds the rest of
 it. Prompts are whole blocks, and a block counts as found if all its tokens are, as in the release of the
@@ -32,7 +32,7 @@ BELADY = "belady"
 
 @dataclass(frozen=True)
 class HitRate:
-    """What a cache found.
+    """The hits of one cache.
 
     Attributes:
         policy: Its policy.
@@ -56,7 +56,7 @@ class HitRates:
         requests: Requests of the trace.
         block_size: Tokens of a block.
         blocks: Blocks of all prompts.
-        repeated_blocks: Those that an unlimited cache finds.
+        repeated_blocks: Blocks of prompts that an unlimited cache finds.
         page_size: Slots per page of the caches.
         rates: One entry for each policy and capacity, in the order in which they were given.
     """

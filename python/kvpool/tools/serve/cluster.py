@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from kvpool.tools.serve.service import ServeConfig
 
 START_S: Final = 120.0
-"""How long workers may take to join."""
+"""Seconds that workers may take to join."""
 
 END_S: Final = 10.0
-"""How long they may take to end."""
+"""Seconds that they may take to end."""
 
 _TAIL: Final = 2000
 
 
 class Options(NamedTuple):
-    """What a process is in a cluster.
+    """The options of a process of a cluster.
 
     Attributes:
         role: "router", "prefill", "decode", or empty for a router that starts the workers.
@@ -47,7 +47,7 @@ class Options(NamedTuple):
         decode: Workers for what follows.
         listen: Host and port of the router, for itself.
         router: The same, for a worker.
-        name: Of a worker; empty for one of its role and process.
+        name: The name of a worker; empty for one of its role and process.
         secret_file: Has the shared secret; empty for what the environment says.
         allow_remote: Whether other machines are part of the cluster.
         host: The address of this machine at which a worker publishes events.
@@ -81,7 +81,7 @@ class Options(NamedTuple):
 
 
 def common(config: ServeConfig) -> dict[str, str | int]:
-    """What all processes of a cluster have in common."""
+    """The properties that all processes of a cluster have in common."""
     return {"model": revision(config)}
 
 
@@ -188,9 +188,9 @@ def children(
     """Workers on this machine, as processes of their own. They end with this process.
 
     Args:
-        config: Of their pools and model.
-        options: How many there are.
-        cluster: What they join. Its `check` raises `ConfigError` if one of them has ended.
+        config: The configuration of their pools and model.
+        options: Their numbers by role.
+        cluster: The cluster that they join. Its `check` raises `ConfigError` if one of them has ended.
         secret: The shared secret, which is in their environment.
 
     Yields:

@@ -83,9 +83,9 @@ def served(
     """Serve and check.
 
     Args:
-        service: What serves, and what it serves.
+        service: The service to run.
         console: The terminal.
-        now: What is shown after each step.
+        now: Renders the statistics and the rate after each step.
     """
     if not service.config.conversations:
         stream(service, console)

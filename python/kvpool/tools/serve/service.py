@@ -40,7 +40,7 @@ SYSTEM_PROMPT = 96
 """Turns of a conversation, and the tokens with which all conversations begin."""
 
 _SETTLE_S = 10.0
-"""How long copies may take when all is served."""
+"""Seconds that copies may take when all is served."""
 
 TIE = 1e-3
 """Logits, which are of order 1, that differ by less may swap order in another batch."""
@@ -94,7 +94,7 @@ class ServeConfig:
         host_tokens: Tokens of host memory below the cache; 0 for none.
         store: A directory for a `FileStore` below that, empty for none.
         store_mib: Its capacity in MiB.
-        swap: What the engine does with what is only there.
+        swap: The treatment of tokens that are only there.
     """
 
     model: str = "qwen3"
@@ -119,7 +119,7 @@ class Difference(NamedTuple):
     Attributes:
         request: Number of the request.
         position: The first different token, counted from the end of the prompt.
-        gap: By how much the model alone preferred its token.
+        gap: The margin by which the model alone preferred its token.
     """
 
     request: int
@@ -149,7 +149,7 @@ class ServeResult:
         host_capacity: Pages that host memory has room for; 0 without any.
         stored_pages: Pages and snapshots in the store at the end.
         uncached: The result of the same conversations without the prefix cache.
-        workers: What the router of a cluster knows of its workers at the end.
+        workers: The states of a cluster's workers at the end.
     """
 
     config: ServeConfig
@@ -180,7 +180,7 @@ class ServeResult:
 
 
 class Server(Protocol):
-    """What serves requests: an `Engine`, or a cluster."""
+    """A server of requests: an `Engine`, or a cluster."""
 
     def submit(
         self, prompt: list[int], max_new_tokens: int, *, on_token: Callable[[Any, int], object]
