@@ -39,7 +39,7 @@ def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
 
 @dataclass
 class Options:
-    """What a model asks of attention."""
+    """The options of a model's attention."""
 
     scale: float | None = None
     window: int | None = None

@@ -198,7 +198,7 @@ def test_memory_that_is_locked_already_stays_so(driver: Driver) -> None:
 
 
 STILL_LOCKED: list[torch.Tensor] = []
-"""What the driver failed to unlock: its addresses must not be used again."""
+"""Memory that the driver failed to unlock: its addresses must not be used again."""
 
 
 @pytest.mark.cuda

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 class Sub(torch.Tensor):
-    """What somebody makes of a tensor."""
+    """A subclass of tensors, as somebody may make it."""
 
 
 def is_as_new(buffer: Buffer) -> bool:

@@ -1,4 +1,4 @@
-"""What is different on a GPU: nothing waits, a steady pair is free of driver calls, faults are told later."""
+"""Pools on a GPU: nothing waits, a steady pair is free of driver calls, faults are reported later."""
 
 from __future__ import annotations
 
@@ -1075,7 +1075,7 @@ IMAGES = {
     (11, 0): 2,
     (12, 1): 3,
 }
-"""How many images of the kernels suit a compute capability."""
+"""The number of images of the kernels for each compute capability."""
 
 
 def test_kernels_load_from_the_first_image_that_suits(driver: Driver, run_snippet: RunSnippet) -> None:

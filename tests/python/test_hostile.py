@@ -1,4 +1,4 @@
-"""What callers can do to a pool from inside of its own calls, and arguments that are not what they seem."""
+"""Callers that use a pool from inside of its own calls, and arguments that are not what they seem."""
 
 from __future__ import annotations
 

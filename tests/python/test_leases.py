@@ -1,4 +1,4 @@
-"""What leases keep, and until when: fences, rows, planners, snapshots of states, and calls that fail.
+"""Leases, with all that they keep: fences, rows, planners, snapshots of states, and calls that fail.
 
 `test_prefix_cache.py` covers the cache itself, `test_leased_requests.py` requests of a planner.
 """

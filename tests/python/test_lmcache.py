@@ -427,7 +427,7 @@ def test_a_pool_is_one_region(driver: Driver) -> None:
 
 
 class LocalBackend:
-    """What LMCache's backend in host memory does: a dict of chunks that evicts what was used longest ago."""
+    """LMCache's backend in host memory, in short: a dict of chunks that evicts what was used longest ago."""
 
     def __init__(self, pool: BasePool, chunks: int) -> None:
         self.pool = pool

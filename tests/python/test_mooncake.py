@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.processes
 
 MOONCAKE = Path(os.environ.get("KVPOOL_MOONCAKE") or Path(sys.prefix) / "mooncake")
-"""Where `make` installs Mooncake, and what it needs of Debian."""
+"""The folder in which `make` installs Mooncake, and the packages of Debian that it needs."""
 
 HAS_PACKAGES = sys.platform == "linux" and sys.version_info < (3, 14)
 """Whether Mooncake has packages for this machine, as the Makefile asks."""

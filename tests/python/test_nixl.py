@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.processes
 
 NIXL = Path(os.environ.get("KVPOOL_NIXL") or Path(sys.prefix) / "nixl")
-"""Where `make` installs NIXL."""
+"""The folder in which `make` installs NIXL."""
 
 HAS_PACKAGES = sys.platform == "linux" and sys.version_info < (3, 15)
 PROCESS = Path(__file__).parent / "support" / "nixl_process.py"

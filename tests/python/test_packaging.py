@@ -1,4 +1,4 @@
-"""What is published: the source distribution, the page on the index, the extras, and the checks of wheels."""
+"""The published packages: source distribution, page on the index, extras, and checks of wheels."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FLASHINFER = Path(os.environ.get("KVPOOL_FLASHINFER_PATH") or Path(sys.prefix) / "flashinfer")
-"""Where `make` installs FlashInfer, without what it depends on."""
+"""The folder in which `make` installs FlashInfer, without its dependencies."""
 
 SGLANG_KERNELS = sglang_on_cpu.ENGINES / "sglang" / "kernels" / "ops"
 VLLM = vllm_runs.VLLM / "vllm" / "v1"

@@ -1,4 +1,4 @@
-"""What endpoints tell each other: every message comes through, and nothing else does."""
+"""The messages of endpoints: every message comes through, and nothing else does."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvpool import Fetch, Store
 
 PAGE_BYTES = 4 * 3 * (2 * 4 + 3) * 4
-"""Of a page of four tokens of a `Scene`."""
+"""Bytes of a page of four tokens of a `Scene`."""
 
 
 def until(condition: Callable[[], object]) -> None:

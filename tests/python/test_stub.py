@@ -1,4 +1,4 @@
-"""What Rust and Python say of the same thing is the same. (`make lint` compares the stub with the module.)"""
+"""Rust and Python say the same of the same thing. (`make lint` compares the stub with the module.)"""
 
 from __future__ import annotations
 

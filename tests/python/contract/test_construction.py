@@ -1,4 +1,4 @@
-"""How every pool is made: arguments that it takes, and those that it refuses without a trace."""
+"""The constructors of all pools: arguments that they take, and those that they refuse without a trace."""
 
 from __future__ import annotations
 

@@ -489,7 +489,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "TokenToKVPoolAllocator": lambda w: w.allocator,
     "Workspace": lambda w: w.workspace,
 }
-"""Of each class with properties one that has them."""
+"""An object of each class with properties."""
 
 
 def _reading(names: list[str]) -> Entry:

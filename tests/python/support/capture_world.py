@@ -1,4 +1,4 @@
-"""What calls work on while a stream is captured: a pool of each class, and what else they take."""
+"""The objects of calls while a stream is captured: a pool of each class, and arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ POOLS: dict[str, Callable[[], object]] = {
     ),
     "make_req_to_token_pool": lambda: kvpool.make_req_to_token_pool(ROWS, CONTEXT, "cuda"),
 }
-"""What makes a pool, as the first call of a process may."""
+"""The calls that make a pool, as the first call of a process may."""
 
 
 class Inputs:
@@ -82,7 +82,7 @@ def _hybrid() -> tuple[_kvpool.HybridTree, _kvpool.HybridStep, int]:
 
 
 class Offloaded:
-    """What an engine has offloaded: a chunk that is complete, and its order elsewhere."""
+    """The offloads of an engine: a chunk that is complete, and its order elsewhere."""
 
     def __init__(self) -> None:
         self.key, self.keys = b"chunk", [b"chunk"]

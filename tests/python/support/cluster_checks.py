@@ -1,4 +1,4 @@
-"""What must hold for messages of a cluster, whatever their bytes are."""
+"""Checks of a cluster's messages, whatever their bytes are."""
 
 from __future__ import annotations
 

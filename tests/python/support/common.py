@@ -1,4 +1,4 @@
-"""What the suites of several classes have in common."""
+"""Helpers that the suites of several classes have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tests put their pools."""
+"""The device on which the tests put their pools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold for whatever arrives as KV events: they are a batch, or a ConfigError."""
+"""Checks of whatever arrives as KV events: it is a batch, or a ConfigError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold for messages of peers, whatever their bytes are."""
+"""Checks of peers' messages, whatever their bytes are."""
 
 from __future__ import annotations
 

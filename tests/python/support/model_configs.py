@@ -1,4 +1,4 @@
-"""What the `config.json` of published models says about their layers, by name."""
+"""The fields about layers in the `config.json` of published models, by name."""
 
 from __future__ import annotations
 
@@ -336,4 +336,4 @@ SMALL: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(("mistral", "qwen3", "qwen3_moe"), _HEAD),
 }
-"""What small models of a type have beside `COMMON`."""
+"""The fields that small models of a type have beside `COMMON`."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OUT_OF_MEMORY = 2
 LAUNCH_FAILED = 719
 NEWER_CODES = (36, 225, 226, 402, 721, 913, 917, 9999)
-"""What a driver may answer that no header of CUDA 12.0 knows; the last is no code of any."""
+"""Answers of drivers that no header of CUDA 12.0 knows; the last is no code of any."""
 
 
 class Driver:

@@ -1,4 +1,4 @@
-"""What must hold for whatever readers of traces are given: a trace of right numbers, or a TraceError."""
+"""Checks of whatever readers of traces are given: it is a trace of right numbers, or a TraceError."""
 
 from __future__ import annotations
 
