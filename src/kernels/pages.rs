@@ -86,9 +86,9 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::base::{ChunkId, DType, Id, Page};
+/// use kvpool::base::{ChunkId, DType, Dims, Id, IndexVec, Page};
 /// use kvpool::kernels::{
-///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
+///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes, read_indices,
 /// };
 /// use kvpool::memory::{Host, Region, Stream};
 /// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4 * 16).unwrap());
@@ -99,10 +99,12 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 /// let stride = piece_bytes(&rows, 2).unwrap();
 /// let memory = Arc::new(Region::new(Arc::new(Host), 3 * stride).unwrap());
 /// let pieces = Pieces::new(memory, Reach::Copied, &rows, 2, stride, 3).unwrap();
-/// region.fill(32, 32, 7).unwrap();
+/// executor.fill_rows(&rows, &[2..4], 7, Stream::DEFAULT).unwrap();
 /// let pairs = [PagePair { page: Page::new(1), piece: ChunkId::new(2) }];
 /// executor.copy_pages(&rows, &pieces, PageCopy::Out, &pairs, 0..1, Stream::DEFAULT).unwrap();
-/// assert_eq!(pieces.region().read::<i32>(2 * stride, 1).unwrap(), [0x0707_0707]);
+/// let one = Dims::of(&[1]).unwrap();
+/// let first = pieces.region().borrow(2 * stride, DType::I32, one, one).unwrap();
+/// assert_eq!(read_indices(&first).unwrap(), IndexVec::I32(vec![0x0707_0707]));
 /// ```
 #[derive(Clone, Debug)]
 pub struct Pieces {

@@ -61,10 +61,13 @@ pub enum Contents {
 
 /// A source of memory on one device.
 ///
-/// A block is valid from [`Backend::allocate`] to [`Backend::deallocate`], overlaps no other valid block,
-/// begins at a multiple of [`ALIGNMENT`] and has the requested contents. Zero bytes are a valid block. Both
-/// calls may come from any thread; `deallocate` never fails or panics.
-pub trait Backend: Debug + Send + Sync {
+/// Zero bytes are a valid block. Both calls may come from any thread; `deallocate` never fails or panics.
+///
+/// # Safety
+/// A block is valid memory of [`Backend::device`] for reads and writes from [`Backend::allocate`] to
+/// [`Backend::deallocate`], overlaps no other valid block, begins at a multiple of [`ALIGNMENT`] and has the
+/// requested contents.
+pub unsafe trait Backend: Debug + Send + Sync {
     /// The device of the memory.
     fn device(&self) -> Device;
 

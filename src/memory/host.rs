@@ -28,7 +28,8 @@ fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
 }
 
-impl Backend for Host {
+// SAFETY: a block is a mapping of its own or from the heap, zeroed and aligned by its layout, until `deallocate`.
+unsafe impl Backend for Host {
     fn device(&self) -> Device {
         Device::Cpu
     }

@@ -112,7 +112,8 @@ impl MappedHost {
     }
 }
 
-impl Backend for MappedHost {
+// SAFETY: a block is a mapping of its own, of whole pages that the system zeroed, until `deallocate` unmaps it.
+unsafe impl Backend for MappedHost {
     fn device(&self) -> Device {
         Device::Cpu
     }

@@ -4,6 +4,7 @@
 //! outlive every view. It may be used and dropped on any thread; concurrent access to the bytes is up to the
 //! caller.
 
+use std::fmt::{self, Debug, Formatter};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -17,9 +18,14 @@ use super::{Backend, Block, Borrowed, Contents, Gpu, Stream, Users};
 
 /// Contiguous memory that returns to its backend on drop.
 ///
-/// It is never cloned; views hold an `Arc<Region>`. Tensors of other frameworks share the bytes behind it, so
-/// they are accessed through raw addresses and bounds-checked copies only, never as references.
-#[derive(Debug)]
+/// It is never cloned; views hold an `Arc<Region>`.
+///
+/// # Contents
+/// The bytes are shared with tensors of other libraries, with other threads and with devices, as those of a
+/// NumPy array are. Rust therefore never refers to them: they are accessed through raw addresses and copies
+/// within bounds. Whoever writes them excludes other accesses, as a pool does by `&mut self`, by the locks of
+/// its executor, or by the order of a stream; so only this crate writes and reads the contents of a region
+/// itself. Numbers that decide about memory are checked in the copy, which nothing else can change.
 pub struct Region {
     /// Its address and length, for every kind of owner; valid until this drops.
     block: Block,
@@ -89,12 +95,11 @@ struct CacheLine {
     _bytes: [u8; 64],
 }
 
-#[derive(Debug)]
 enum Origin {
     /// The block belongs to this backend, and is freed after the work of these streams.
     Backend(Arc<dyn Backend>, Arc<Users>),
-    /// Indices on the host, as an allocator wrote them.
-    Indices(IndexVec),
+    /// Indices on the host, as an allocator wrote them. They are read through the address only.
+    Indices { elements: IndexVec },
     /// Host memory for results, in cache lines; the last one may be partly used. It is uninitialised.
     Scratch { _lines: Vec<MaybeUninit<CacheLine>> },
     /// Bytes of a larger region; dropping them adds their range to `returned`.
@@ -156,35 +161,64 @@ impl Region {
 
     /// A region that takes over `indices`, without a copy.
     #[must_use]
-    pub fn from_indices(indices: IndexVec) -> Self {
-        let block = match &indices {
-            IndexVec::I32(values) => Block::new(address_of(values.as_ptr()), size_of_val(&values[..])),
-            IndexVec::I64(values) => Block::new(address_of(values.as_ptr()), size_of_val(&values[..])),
+    pub fn from_indices(mut indices: IndexVec) -> Self {
+        let block = match &mut indices {
+            IndexVec::I32(values) => block_of(values),
+            IndexVec::I64(values) => block_of(values),
         };
-        Self { block, device: Device::Cpu, owner: Origin::Indices(indices) }
+        Self { block, device: Device::Cpu, owner: Origin::Indices { elements: indices } }
     }
 
-    /// The indices of a region that was made [of them](Region::from_indices). Nothing else may write to the
-    /// region meanwhile.
-    #[must_use]
-    pub const fn indices(&self) -> Option<&IndexVec> {
-        match &self.owner {
-            Origin::Indices(indices) => Some(indices),
-            _ => None,
-        }
+    /// Whether the region was made [of indices](Region::from_indices).
+    pub(crate) const fn is_of_indices(&self) -> bool {
+        matches!(self.owner, Origin::Indices { .. })
     }
 
-    /// `bytes` of host memory from the heap, for a result that will be overwritten as a whole: the initial
-    /// contents are undefined.
+    /// A copy of the indices that the region was made [of](Region::from_indices), as they are now.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
-    pub fn scratch(bytes: usize) -> Result<Self> {
+    pub(crate) fn copy_indices(&self) -> Result<Option<IndexVec>> {
+        let Origin::Indices { elements } = &self.owner else { return Ok(None) };
+        Ok(Some(match elements.dtype() {
+            DType::I64 => IndexVec::I64(self.read(0, elements.len())?),
+            _ => IndexVec::I32(self.read(0, elements.len())?),
+        }))
+    }
+
+    /// `bytes` of host memory from the heap, at the start of a cache line, for a result that will be
+    /// overwritten as a whole: the initial contents are undefined.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
+    pub(crate) fn scratch(bytes: usize) -> Result<Self> {
         let count = bytes.div_ceil(size_of::<CacheLine>());
         let mut lines = reserve(count)?;
         lines.resize(count, MaybeUninit::uninit());
-        let block = Block::new(address_of(lines.as_ptr()), bytes);
+        let block = Block::new(block_of(&mut lines).address(), bytes);
         Ok(Self { block, device: Device::Cpu, owner: Origin::Scratch { _lines: lines } })
+    }
+
+    /// A copy of `values` in host memory from the heap, at the start of a cache line.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
+    pub fn copy_of<T: Plain>(values: &[T]) -> Result<Self> {
+        let region = Self::scratch(size_of_val(values))?;
+        region.write(0, values)?;
+        Ok(region)
+    }
+
+    /// A copy of this region of the host, at the start of a cache line.
+    ///
+    /// # Errors
+    /// Same as [`Region::copy_of`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
+    pub(crate) fn copied(&self) -> Result<Self> {
+        let source = self.on_host(0, self.bytes())?;
+        let region = Self::scratch(self.bytes())?;
+        // SAFETY: both are live host memory of that many bytes, and the new one is nobody else's.
+        unsafe { region.address().copy_from_nonoverlapping(source, self.bytes()) };
+        Ok(region)
     }
 
     /// The bytes `range` of `whole`. Dropping it adds the range to `returned`.
@@ -214,7 +248,7 @@ impl Region {
     pub fn backend(&self) -> Option<&Arc<dyn Backend>> {
         match &self.owner {
             Origin::Backend(backend, _) => Some(backend),
-            Origin::Indices(_) | Origin::Scratch { .. } => None,
+            Origin::Indices { .. } | Origin::Scratch { .. } => None,
             Origin::Part { whole, .. } => whole.backend(),
         }
     }
@@ -224,7 +258,7 @@ impl Region {
     pub fn users(&self) -> Option<&Arc<Users>> {
         match &self.owner {
             Origin::Backend(_, users) => Some(users),
-            Origin::Indices(_) | Origin::Scratch { .. } => None,
+            Origin::Indices { .. } | Origin::Scratch { .. } => None,
             Origin::Part { whole, .. } => whole.users(),
         }
     }
@@ -323,11 +357,11 @@ impl Region {
         Error::config(format!("memory of {} cannot be reached by the host", self.device()))
     }
 
-    /// Writes `values` at byte `offset` of host memory.
+    /// Writes `values` at byte `offset` of host memory. The caller excludes other accesses to these bytes.
     ///
     /// # Errors
     /// Same as [`Region::at`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
-    pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
+    pub(crate) fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
         let address = self.on_host(offset, size_of_val(values))?;
         if let [only] = values {
             // The common case of a decode step: a store without a call to `memcpy`.
@@ -335,58 +369,70 @@ impl Region {
             unsafe { address.cast::<T>().write_unaligned(*only) };
             return Ok(());
         }
-        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; `values` is
-        // a Rust slice and so not part of it; a `Plain` value has no padding.
+        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; no Rust slice
+        // is part of a region, so `values` is not; a `Plain` value has no padding; the caller excludes races.
         unsafe { address.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(values)) };
         Ok(())
     }
 
-    /// Copies values to byte `offset` of host memory, each as an int64.
+    /// Copies values to byte `offset` of host memory, each as an int64. The caller excludes other accesses.
     ///
     /// # Errors
     /// Same as [`Region::write`].
-    pub fn write_wide<I: Id>(&self, offset: usize, values: &[I]) -> Result<()> {
+    pub(crate) fn write_wide<I: Id>(&self, offset: usize, values: &[I]) -> Result<()> {
         let address = self.on_host(offset, values.len().saturating_mul(size_of::<i64>()))?.cast::<i64>();
         for (at, &value) in values.iter().enumerate() {
             // SAFETY: `on_host` checked that as many elements as there are values lie in this region, which is
-            // live host memory.
+            // live host memory; the caller excludes races.
             unsafe { address.as_ptr().wrapping_add(at).write_unaligned(i64::from(value.number())) };
         }
         Ok(())
     }
 
-    /// The `count` elements at byte `offset` of host memory, copied.
+    /// A copy of the `count` elements at byte `offset` of host memory. They were written before, and the caller
+    /// excludes that they are written meanwhile.
     ///
     /// # Errors
     /// Same as [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
     /// the copy cannot be allocated.
-    pub fn read<T: Number>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
+    pub(crate) fn read<T: Number>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
         let address = self.on_host(offset, count.saturating_mul(size_of::<T>()))?;
         let mut values: Vec<T> = reserve(count)?;
         let target: *mut u8 = values.as_mut_ptr().cast();
-        // SAFETY: `on_host` checked that the bytes lie in this region; the vector is ours and has room for
-        // them.
+        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; the vector is
+        // ours and has room for them; the caller excludes races.
         unsafe { target.copy_from_nonoverlapping(address.as_ptr(), count * size_of::<T>()) };
-        // SAFETY: so many were just written, and any bytes make a `Number`.
+        // SAFETY: that many were just written; the source was initialised, and any such bytes make a `Number`.
         unsafe { values.set_len(count) };
         Ok(values)
     }
 
-    /// Fills `bytes` bytes at `offset` of host memory with `value`.
+    /// Fills `bytes` bytes at `offset` of host memory with `value`. The caller excludes other accesses to them.
     ///
     /// # Errors
     /// Same as [`Region::write`].
-    pub fn fill(&self, offset: usize, bytes: usize, value: u8) -> Result<()> {
+    pub(crate) fn fill(&self, offset: usize, bytes: usize, value: u8) -> Result<()> {
         let address = self.on_host(offset, bytes)?;
-        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory.
+        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; the caller
+        // excludes races.
         unsafe { address.as_ptr().write_bytes(value, bytes) };
         Ok(())
     }
 }
 
-/// The address of a vector's elements. Every holder of a view may write through it.
-fn address_of<T>(elements: *const T) -> NonNull<u8> {
-    NonNull::new(elements.cast_mut().cast()).unwrap_or(NonNull::dangling())
+/// The elements of a vector. The address is taken for writing, and stays valid for it when the vector moves.
+fn block_of<T>(elements: &mut Vec<T>) -> Block {
+    let bytes = size_of_val(&elements[..]);
+    Block::new(NonNull::new(elements.as_mut_ptr().cast()).unwrap_or(NonNull::dangling()), bytes)
+}
+
+impl Debug for Region {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region")
+            .field("block", &self.block)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Bytes from the first element of a tensor to the end of the farthest one. Strides are not negative.
@@ -422,7 +468,91 @@ impl Drop for Region {
                 unsafe { backend.deallocate(block, users) };
             }
             Origin::Part { range, returned, .. } => returned.ranges().push(range.clone()),
-            Origin::Indices(_) | Origin::Scratch { .. } => (),
+            Origin::Indices { .. } | Origin::Scratch { .. } => (),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::Region;
+    use crate::base::{Device, ErrorKind, Id, IndexVec, Page, Result};
+    use crate::memory::{Backend, Block, Contents, Host, Users};
+
+    /// Host memory that says it belongs to a device.
+    #[derive(Debug)]
+    struct Elsewhere;
+
+    // SAFETY: its blocks are those of `Host`, and no device works on them.
+    unsafe impl Backend for Elsewhere {
+        fn device(&self) -> Device {
+            Device::Cuda(0)
+        }
+
+        fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
+            Host.allocate(bytes, contents)
+        }
+
+        unsafe fn deallocate(&self, block: Block, users: &Users) {
+            // SAFETY: `allocate` took it from `Host`; the caller guarantees the rest.
+            unsafe { Host.deallocate(block, users) };
+        }
+    }
+
+    /// The errors of every access to two int32 at `offset`.
+    fn refusals(region: &Region, offset: usize) -> Vec<ErrorKind> {
+        let answers = [
+            region.write(offset, &[1i32, 2]),
+            region.write(offset, &[1i64]),
+            region.write_wide(offset, &[Page::new(1)]),
+            region.fill(offset, 8, 0),
+            region.read::<i32>(offset, 2).map(drop),
+        ];
+        answers.into_iter().filter_map(Result::err).map(|error| error.kind()).collect()
+    }
+
+    #[test]
+    fn accesses_end_at_the_bounds() {
+        let region = Region::new(Arc::new(Host), 16).expect("memory");
+        assert_eq!(refusals(&region, 8), []);
+        for offset in [9, 16, usize::MAX] {
+            assert_eq!(refusals(&region, offset), [ErrorKind::Index; 5]);
+        }
+        assert_eq!(region.read::<i32>(0, usize::MAX).expect_err("outside").kind(), ErrorKind::Index);
+    }
+
+    #[test]
+    fn the_host_cannot_reach_device_memory() {
+        let region = Region::new(Arc::new(Elsewhere), 64).expect("memory");
+        assert_eq!(refusals(&region, 0), [ErrorKind::Config; 5]);
+        assert_eq!(region.copied().expect_err("refused").kind(), ErrorKind::Config);
+    }
+
+    #[test]
+    fn a_copy_of_indices_has_what_was_written_last() {
+        for indices in [IndexVec::I32(vec![4, 5, 6]), IndexVec::I64(vec![4, 5, 6])] {
+            let region = Region::from_indices(indices.clone());
+            assert_eq!(region.copy_indices().expect("memory"), Some(indices.clone()));
+            region.fill(0, region.bytes(), 0).expect("inside");
+            let zeros = if let IndexVec::I32(_) = indices {
+                IndexVec::I32(vec![0; 3])
+            } else {
+                IndexVec::I64(vec![0; 3])
+            };
+            assert_eq!(region.copy_indices().expect("memory"), Some(zeros));
+        }
+        assert_eq!(Region::copy_of(&[1i32]).expect("memory").copy_indices().expect("no list"), None);
+    }
+
+    #[test]
+    fn copies_begin_at_a_cache_line() {
+        let region = Region::from_indices(IndexVec::I32((0..100).collect()));
+        let copy = region.copied().expect("memory");
+        assert_eq!(copy.address().as_ptr().addr() % 64, 0);
+        assert_eq!(copy.read::<i32>(0, 100).expect("inside"), (0..100).collect::<Vec<_>>());
+        assert_eq!(Region::copy_of(&[false, true]).expect("memory").bytes(), 2);
+        assert_eq!(Region::copy_of::<i64>(&[]).expect("memory").bytes(), 0);
     }
 }

@@ -37,7 +37,8 @@ impl Limit {
     }
 }
 
-impl Backend for Limit {
+// SAFETY: its blocks are those of the backend within it.
+unsafe impl Backend for Limit {
     fn device(&self) -> Device {
         self.inner.device()
     }
@@ -106,7 +107,8 @@ impl Fail {
     }
 }
 
-impl Backend for Fail {
+// SAFETY: its blocks are those of the backend within it.
+unsafe impl Backend for Fail {
     fn device(&self) -> Device {
         self.inner.device()
     }
@@ -191,7 +193,8 @@ impl Count {
     }
 }
 
-impl Backend for Count {
+// SAFETY: its blocks are those of the backend within it.
+unsafe impl Backend for Count {
     fn device(&self) -> Device {
         self.inner.device()
     }

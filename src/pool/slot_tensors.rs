@@ -408,7 +408,8 @@ impl SlotTensors {
             Granted::Tensor(view) => view,
         };
         let of_stage = || self.stage.as_ref().map(|stage| stage.listed(view));
-        match view.region().indices().cloned().or_else(of_stage).expect("the pool listed the slots") {
+        let of_list = view.region().copy_indices().expect("memory for a list of slots");
+        match of_list.or_else(of_stage).expect("the pool listed the slots") {
             IndexVec::I32(slots) => self.slots.undo(&slots, continued),
             IndexVec::I64(slots) => self.slots.undo(&slots, continued),
         }

@@ -36,8 +36,7 @@ pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<
 }
 
 pub(super) fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAny>> {
-    let region = Region::scratch(size_of_val(values))?;
-    region.write(0, values)?;
+    let region = Region::copy_of(values)?;
     let shape = Dims::new(&[signed(values.len())])?;
     to_tensor(py, &TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::base::bounded::{signed, unsigned};
 use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides};
-use crate::memory::{Borrowed, Host, Region};
+use crate::memory::{Borrowed, Region};
 
 /// A tensor over part of a [`Region`], which it keeps alive.
 ///
@@ -82,9 +82,7 @@ impl TensorView {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn from_bools(values: &[bool]) -> Result<Self> {
-        let region = Arc::new(Region::new(Arc::new(Host), values.len())?);
-        region.write(0, values)?;
-        Self::contiguous(region, 0, DType::Bool, &[values.len()])
+        Self::contiguous(Arc::new(Region::copy_of(values)?), 0, DType::Bool, &[values.len()])
     }
 
     /// Views the same bytes as another dtype of the same size.
@@ -150,16 +148,10 @@ impl TensorView {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for a copy.
     pub fn at_line(&self) -> Result<Self> {
-        let Some(indices) = self.region.indices() else { return Ok(self.clone()) };
-        if self.address().addr().is_multiple_of(LINE) {
+        if !self.region.is_of_indices() || self.address().addr().is_multiple_of(LINE) {
             return Ok(self.clone());
         }
-        let region = Region::scratch(self.region.bytes())?;
-        match indices {
-            IndexVec::I32(values) => region.write(0, values)?,
-            IndexVec::I64(values) => region.write(0, values)?,
-        }
-        Ok(Self { region: Arc::new(region), ..self.clone() })
+        Ok(Self { region: Arc::new(self.region.copied()?), ..self.clone() })
     }
 
     /// Bytes from element 0 to the end of the farthest one.

@@ -152,15 +152,10 @@ fn limit_ignores_refused_allocations() {
 }
 
 #[test]
-fn region_checks_bounds() {
-    let region = Region::new(Arc::new(Host), 16).expect("memory");
-    assert!(region.write(8, &[1i32, 2]).is_ok());
-    for (offset, values) in [(12, 2), (16, 1), (usize::MAX, 1)] {
-        let error = region.write(offset, &vec![0i32; values]).expect_err("outside");
-        assert_eq!(error.kind(), ErrorKind::Index);
-    }
-    assert_eq!(region.fill(0, 17, 0).expect_err("outside").kind(), ErrorKind::Index);
-    assert!(TensorView::contiguous(Arc::new(region), 4, DType::I32, &[4]).is_err());
+fn tensors_lie_within_their_region() {
+    let region = Arc::new(Region::new(Arc::new(Host), 16).expect("memory"));
+    assert!(TensorView::contiguous(Arc::clone(&region), 4, DType::I32, &[3]).is_ok());
+    assert!(TensorView::contiguous(region, 4, DType::I32, &[4]).is_err());
 }
 
 #[test]

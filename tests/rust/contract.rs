@@ -13,10 +13,11 @@ use kvpool::pool::{
 };
 use kvpool::tensor::TensorView;
 
+use crate::histories::contents;
 use crate::pool_table::{GDN, KV, PAGES, ROWS, SLOTS, STREAM, TIER, chunks, host};
 
 fn first(view: &TensorView) -> i64 {
-    view.region().read::<i32>(view.offset(), 1).expect("inside")[0].into()
+    contents::read::<i32>(view.region(), view.offset(), 1)[0].into()
 }
 
 /// A pool whose units are numbers with one owner each.

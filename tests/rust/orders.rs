@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
-use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
+use kvpool::kernels::{CopyThreads, Direction, Indices, read_indices, set_num_threads};
 use kvpool::memory::{Backend, Host, Limit, MappedHost, PageLocking, Region, Report, Stream, system_page};
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, Grant, Lease,
@@ -201,9 +201,8 @@ fn publish(slots: &TokenToKvPoolAllocator, cache: &PrefixCache, prompt: &[i32]) 
     let lease = cache.acquire(&Namespace::Unnamed, &prompt, prompt.len(), NO_STREAM).unwrap();
     let begin = lease.len().unwrap();
     if let Some(own) = slots.alloc(prompt.len() - begin, NO_STREAM).unwrap().map(Grant::keep) {
-        let own = own.region().read::<i32>(own.offset(), own.shape().numel()).unwrap();
-        let publication =
-            Publication { tokens: &&prompt[begin..], slots: Some(&IndexVec::I32(own)), state: None };
+        let own = read_indices(&own.borrow()).unwrap();
+        let publication = Publication { tokens: &&prompt[begin..], slots: Some(&own), state: None };
         assert_eq!(lease.publish(&publication, NO_STREAM).unwrap().length, prompt.len());
     }
     begin

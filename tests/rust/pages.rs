@@ -11,6 +11,7 @@ use kvpool::kernels::{
 use kvpool::memory::{Backend, Host, Pinned, Region, Stream};
 
 use crate::conformance::bytes;
+use crate::histories::contents;
 use crate::pool_table::{STREAM, host};
 
 /// Numbers without a pattern, the same in every run.
@@ -430,6 +431,6 @@ fn pieces_of_other_rows_are_refused() {
     let twin = Tier::new(&mut draws, SMALL, &host(), &host(), Reach::Copied);
     tier.executor.copy_pages(&twin.rows, &tier.pieces, PageCopy::Out, &pairs, 0..2, STREAM).expect("fits");
     let first: &RowBuffer = &twin.rows.all()[0];
-    let expected = first.region().read::<i32>(first.offset(), 16).expect("inside");
-    assert_eq!(tier.pieces.region().read::<i32>(0, 16).expect("inside"), expected);
+    let expected = contents::read::<i32>(first.region(), first.offset(), 16);
+    assert_eq!(contents::read::<i32>(tier.pieces.region(), 0, 16), expected);
 }

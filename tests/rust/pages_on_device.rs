@@ -15,6 +15,7 @@ use kvpool::memory::{
 
 use crate::conformance::bytes;
 use crate::gpu::{control, cuda, gpu, streams};
+use crate::histories::contents;
 use crate::pages::{Draws, Shape, Tier, refused, some_layers};
 use crate::pool_table::host;
 
@@ -261,10 +262,10 @@ fn pageable_memory_is_copied_before_the_call_returns() {
     // The driver has read it: what is written now is not copied.
     let region = tier.pieces.region();
     let kept = bytes(region);
-    region.fill(0, region.bytes(), 0).expect("inside");
+    contents::fill(region, 0, region.bytes(), 0);
     gpu.synchronize(stream).expect("ran");
     for (at, byte) in kept.iter().enumerate() {
-        region.fill(at, 1, *byte).expect("inside");
+        contents::fill(region, at, 1, *byte);
     }
     tier.check();
 }
@@ -284,9 +285,9 @@ fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
     for reach in [Reach::InPlace, Reach::Copied] {
         let pieces = Pieces::new(Arc::clone(&memory), reach, &rows, 4, piece, 4).expect("fits");
         for at in 0..2 * piece {
-            memory.fill(at, 1, (at % 251).to_le_bytes()[0]).expect("inside");
+            contents::fill(&memory, at, 1, (at % 251).to_le_bytes()[0]);
         }
-        memory.fill(2 * piece, 2 * piece, 0).expect("inside");
+        contents::fill(&memory, 2 * piece, 2 * piece, 0);
         let soft = Soft::find(test);
         if let Some(soft) = &soft {
             (soft.reset_calls)();

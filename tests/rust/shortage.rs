@@ -12,6 +12,7 @@ use kvpool::pool::{
     ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
+use crate::histories::contents;
 use crate::pool_table::{STREAM, host};
 
 fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
@@ -41,7 +42,7 @@ impl Cache {
     /// A cache that keeps `count` slots of an allocator.
     fn new(allocator: &Arc<TokenToKvPoolAllocator>, count: usize) -> Arc<Self> {
         let kept = allocator.alloc(count, STREAM).expect("memory").expect("room").keep();
-        let kept = kept.region().read::<i32>(kept.offset(), count).expect("inside");
+        let kept = contents::read::<i32>(kept.region(), kept.offset(), count);
         let cache = Arc::new(Self {
             allocator: Arc::downgrade(allocator),
             kept: Mutex::new(kept),
@@ -124,7 +125,7 @@ fn impossible_shortage_reclaims_nothing() {
     // More than the pool can ever hold, or enough slots that are not contiguous.
     assert_eq!(count(allocator.alloc(101, STREAM)), None);
     let rest = allocator.alloc(20, STREAM).expect("memory").expect("room").keep();
-    let rest = rest.region().read::<i32>(0, 20).expect("inside");
+    let rest = contents::read::<i32>(rest.region(), 0, 20);
     let every_other: Vec<i32> = rest.iter().copied().step_by(2).collect();
     assert_eq!(free(&allocator, &every_other, None).expect("its own"), 0);
     assert_eq!(count(allocator.alloc_contiguous(5, Fit::Best, STREAM)), None);
@@ -218,7 +219,7 @@ fn slots_behind_fences_do_not_keep_a_call_from_reclaiming() {
     let allocator = allocator(100, 1);
     let cache = Cache::new(&allocator, 20);
     let taken = allocator.alloc(80, STREAM).expect("memory").expect("room").keep();
-    let taken = taken.region().read::<i32>(0, 80).expect("inside");
+    let taken = contents::read::<i32>(taken.region(), 0, 80);
     let fence: Arc<dyn Fence> = Arc::new(FixedFence(Ok(false)));
     assert_eq!(free(&allocator, &taken[..50], Some(&fence)).expect("its own"), 0);
     // The fence has not passed, but the cache has enough.

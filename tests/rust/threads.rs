@@ -16,6 +16,7 @@ use kvpool::pool::{
     Publication, ReqToTokenConfig, ReqToTokenPool, Scales, TokenToKvPoolAllocator,
 };
 
+use crate::histories::contents;
 use crate::pool_table::{GDN, KV, STREAM, chunks, host};
 
 const THREADS: usize = 8;
@@ -128,7 +129,7 @@ fn an_allocator_is_cleared_below_its_trees() {
         let mut tree = trees[number].lock().expect("no panic");
         let Some(granted) = slots.alloc(prompt.len(), STREAM).expect("no device") else { return };
         let view = granted.keep();
-        let given = view.region().read::<i32>(0, view.shape().numel()).expect("inside");
+        let given = contents::read::<i32>(view.region(), 0, view.shape().numel());
         let given = IndexVec::I32(given);
         match tree.insert(&Namespace::Unnamed, &prompt.as_slice(), &given, STREAM) {
             Ok(_) => (),
@@ -169,7 +170,7 @@ fn one_allocator_serves_eight_threads() {
     together(|number, round| {
         let taken = allocator.alloc(4 * (1 + round % 9), STREAM).expect("memory");
         let Some(view) = taken.map(Grant::keep) else { return };
-        let slots = view.region().read::<i32>(0, view.shape().numel()).expect("inside");
+        let slots = contents::read::<i32>(view.region(), 0, view.shape().numel());
         for slot in slots.iter().step_by(4) {
             let page = usize::try_from(*slot).expect("positive") / 4;
             assert_eq!(owners[page].swap(number + 1, Relaxed), 0, "page {page} has two owners");
@@ -203,9 +204,9 @@ fn chunks_are_copied_freed_and_taken_at_once() {
             assert!(pool.copy(chunk, &values, Direction::Pack, STREAM).is_err());
             let view = pool.tensor(chunk, None).expect("it is ours");
             let mark = i64::try_from(number * 1000 + round % 1000).expect("small");
-            view.region().write(view.offset(), &vec![mark; 1 << 10]).expect("inside");
+            contents::write(view.region(), view.offset(), &vec![mark; 1 << 10]);
             pool.retain(chunk).expect("it is ours");
-            let found = view.region().read::<i64>(view.offset(), 1 << 10).expect("inside");
+            let found = contents::read::<i64>(view.region(), view.offset(), 1 << 10);
             assert!(found.iter().all(|value| *value == mark), "a chunk has two owners");
             let _ = pool.release(chunk).expect("it is ours");
         }
@@ -300,5 +301,5 @@ fn a_part_that_panics_ends_its_call_only() {
 #[ignore = "races on purpose, for a race detector"]
 fn a_race_for_the_detector() {
     let region = kvpool::memory::Region::new(Arc::new(Host), 64).expect("memory");
-    together(|number, _| region.write(0, &[i32::try_from(number).expect("small")]).expect("inside"));
+    together(|number, _| contents::write(&region, 0, &[i32::try_from(number).expect("small")]));
 }

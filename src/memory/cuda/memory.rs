@@ -42,7 +42,8 @@ fn empty() -> Block {
     Block::new(address.expect("an alignment is not 0"), 0)
 }
 
-impl Backend for Cuda {
+// SAFETY: the driver allocates the block, aligned to 256 bytes or more, and frees it in `deallocate`.
+unsafe impl Backend for Cuda {
     fn device(&self) -> Device {
         self.gpu.device()
     }
@@ -112,7 +113,8 @@ impl Pinned {
     }
 }
 
-impl Backend for Pinned {
+// SAFETY: as for `Cuda`; the driver maps the block for the host and the devices.
+unsafe impl Backend for Pinned {
     fn device(&self) -> Device {
         Device::Cpu
     }

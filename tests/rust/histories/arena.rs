@@ -5,7 +5,7 @@ use kvpool::memory::ALIGNMENT;
 use kvpool::pool::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
 use kvpool::tensor::TensorView;
 
-use super::{STREAM, Source, agree, bytes_of, host};
+use super::{STREAM, Source, agree, bytes_of, contents, host};
 
 /// A taken range of the arena: its start and its length in alignments.
 type Extent = (usize, usize);
@@ -102,7 +102,7 @@ impl Arena {
         assert!(found.len() == bytes && (!is_zero || found.iter().all(|&byte| byte == 0)));
         self.base = Some(view.region().address().as_ptr().addr());
         self.marks = self.marks.wrapping_add(1);
-        view.region().fill(start, bytes, self.marks).expect("inside");
+        contents::fill(view.region(), start, bytes, self.marks);
         self.tensors.push(((start, len), view, self.marks));
     }
 

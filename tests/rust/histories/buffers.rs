@@ -7,7 +7,7 @@ use kvpool::index::{Rounding, Ticket};
 use kvpool::memory::{Keep, Stream};
 use kvpool::pool::{Buffer, BufferConfig, BufferPool};
 
-use super::{Source, agree, host};
+use super::{Source, agree, contents, host};
 
 /// A buffer in use.
 struct Live {
@@ -159,7 +159,7 @@ fn taken(pool: &BufferPool, model: &mut Model, buffer: Buffer, bytes: usize, lan
     );
     model.marks = model.marks.wrapping_add(1);
     let live = Live { ticket: buffer.ticket(), address, capacity, lane, mark: model.marks, buffer };
-    live.buffer.region().fill(0, capacity, live.mark).expect("all of it");
+    contents::fill(live.buffer.region(), 0, capacity, live.mark);
     model.live.push(live);
     let in_use: usize = model.live.iter().map(|live| live.capacity).sum();
     model.high_water_bytes = model.high_water_bytes.max(in_use);

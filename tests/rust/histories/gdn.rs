@@ -7,7 +7,7 @@ use kvpool::kernels::Indices;
 use kvpool::pool::{GdnConfig, GdnPool};
 use kvpool::tensor::TensorView;
 
-use super::{STREAM, Source, agree, bytes_of, host, int, places};
+use super::{STREAM, Source, agree, bytes_of, contents, host, int, places};
 
 struct Model {
     /// The bytes by state, layer and slot.
@@ -113,7 +113,7 @@ fn write(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {
     row.fill(model.marks);
     let view = &views(pool)[which];
     let offset = view.offset() + (layer * slots + slot) * row.len();
-    view.region().fill(offset, row.len(), model.marks).expect("in the state");
+    contents::fill(view.region(), offset, row.len(), model.marks);
 }
 
 fn check(pool: &GdnPool, model: &Model) {

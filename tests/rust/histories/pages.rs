@@ -3,7 +3,7 @@
 use kvpool::base::{DType, Id};
 use kvpool::pool::{PageConfig, PagePool};
 
-use super::{STREAM, Source, agree, bytes_of, host, int, size};
+use super::{STREAM, Source, agree, bytes_of, contents, host, int, size};
 
 struct Model {
     /// Whether each page is in use, its address, and its bytes.
@@ -81,7 +81,7 @@ fn step(source: &mut Source<'_>, pool: &mut PagePool, model: &mut Model) {
             let view = agree(pool.page(page), known.is_some());
             if let (Some(view), Some(page)) = (view, known) {
                 let at = source.below(model.pages[page].2.len());
-                view.region().fill(view.offset() + at, 1, 9).expect("in the page");
+                contents::fill(view.region(), view.offset() + at, 1, 9);
                 model.pages[page].2[at] = 9;
             }
         }

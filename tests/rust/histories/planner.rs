@@ -12,7 +12,7 @@ use kvpool::pool::{
 
 use super::planner_model::{Limits, Model, Refused, Step, Wish};
 use super::slots::{Fences, check as check_slots, given};
-use super::{STREAM, Source, agree, host, int, ints_of, size};
+use super::{STREAM, Source, agree, contents, host, int, ints_of, size};
 
 struct Planner {
     slots: Arc<TokenToKvPoolAllocator>,
@@ -211,7 +211,7 @@ impl Planner {
             let found = view.as_ref().map(|view| match field {
                 Field::SlotMapping => {
                     let count = view.shape().numel();
-                    view.region().read::<i64>(view.offset(), count).expect("inside")
+                    contents::read::<i64>(view.region(), view.offset(), count)
                 }
                 _ => ints_of(view).into_iter().map(i64::from).collect(),
             });

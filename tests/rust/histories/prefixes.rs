@@ -17,7 +17,7 @@ use kvpool::pool::{
 };
 
 use super::slots::Fences;
-use super::{STREAM, Source, agree, host, int, ints_of, size};
+use super::{STREAM, Source, agree, contents, host, int, ints_of, size};
 
 const NAMESPACES: i64 = 2;
 /// Longer than any history.
@@ -366,7 +366,7 @@ impl Prefixes {
         let (generation, begin) = (self.held[at].end.0, self.held[at].end.1.len());
         let all = [self.held[at].end.1.as_slice(), &more[..whole]].concat();
         if let Some((region, offset, bytes)) = self.state(1) {
-            region.write(offset, &vec![state_after(&all); bytes / size_of::<i32>()]).expect("in the state");
+            contents::write(region, offset, &vec![state_after(&all); bytes / size_of::<i32>()]);
         }
         let victims = state.and_then(|_| self.victims(at, &(generation, all.clone())));
         let there = self.find(generation, &all);
@@ -464,7 +464,7 @@ impl Prefixes {
         let is_right = end.1.is_empty() || self.snapshots.contains_key(end);
         if agree(lease.restore(2, STREAM), self.states.is_some() && is_right).is_some() {
             let (region, offset, bytes) = self.state(2).expect("it was restored");
-            let state = region.read::<i32>(offset, bytes / size_of::<i32>()).expect("in the state");
+            let state = contents::read::<i32>(region, offset, bytes / size_of::<i32>());
             assert!(!state.is_empty() && state.iter().all(|part| *part == state_after(&end.1)));
         }
     }

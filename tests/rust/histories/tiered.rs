@@ -20,7 +20,7 @@ use kvpool::tensor::TensorView;
 
 use super::prefixes::digest;
 use super::served::Served;
-use super::{STREAM, Source, host, ints_of, size};
+use super::{STREAM, Source, contents, host, ints_of, size};
 
 const LAYERS: usize = 3;
 const NAMESPACES: i64 = 2;
@@ -354,7 +354,7 @@ impl World {
             for layer in 0..layers {
                 let views = self.kv.kv_buffer(layer).expect("a layer");
                 for (kind, view) in views.iter().enumerate() {
-                    let is = view.region().read::<i64>(row_of(view, slot), 1).expect("a row")[0];
+                    let is = contents::read::<i64>(view.region(), row_of(view, slot), 1)[0];
                     let expected = content(self.salted(*name), &tokens[..=position], layer, kind);
                     assert_eq!(is, expected, "position {position} of {len}, layer {layer}, kind {kind}");
                 }
@@ -378,7 +378,7 @@ impl World {
         let views = [states.recurrent_state(), states.conv_state()];
         let of = |view: &TensorView, layer: usize| {
             let at = row_of(view, layer * states.pool_size() + slot);
-            view.region().read::<i64>(at, 1).expect("a state")[0]
+            contents::read::<i64>(view.region(), at, 1)[0]
         };
         views.iter().flat_map(|view| (0..LAYERS).map(move |layer| of(view, layer))).collect()
     }
@@ -403,7 +403,7 @@ impl World {
             for layer in 0..LAYERS {
                 for (kind, view) in self.kv.kv_buffer(layer).expect("a layer").iter().enumerate() {
                     let value = content(self.salted(*name), &tokens[..=position], layer, kind);
-                    view.region().write(row_of(view, size(slot)), &[value]).expect("a row");
+                    contents::write(view.region(), row_of(view, size(slot)), &[value]);
                 }
             }
         }
@@ -415,7 +415,7 @@ impl World {
             let places = views.iter().flat_map(|view| (0..LAYERS).map(move |layer| (view, layer)));
             for ((view, layer), value) in places.zip(values) {
                 let at = row_of(view, layer * states.pool_size() + 1);
-                view.region().write(at, &[value]).expect("a state");
+                contents::write(view.region(), at, &[value]);
             }
             1
         });
@@ -473,7 +473,7 @@ impl World {
         for (view, &slot) in
             self.all_views().iter().flat_map(|view| slots.iter().map(move |slot| (view, slot)))
         {
-            view.region().write(row_of(view, size(slot)), &[SCRIBBLE]).expect("a row");
+            contents::write(view.region(), row_of(view, size(slot)), &[SCRIBBLE]);
         }
         self.own.push(IndexVec::I32(slots));
     }
@@ -554,7 +554,7 @@ impl World {
         for slots in &self.own {
             for slot in slots.iter() {
                 for view in self.all_views() {
-                    let is = view.region().read::<i64>(row_of(&view, size(slot)), 1).expect("a row")[0];
+                    let is = contents::read::<i64>(view.region(), row_of(&view, size(slot)), 1)[0];
                     assert_eq!(is, SCRIBBLE, "slot {slot} is not the cache's");
                 }
             }
