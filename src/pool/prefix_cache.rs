@@ -39,7 +39,7 @@ use shared::{CacheCore, CacheState, Open};
 pub use fetch::Fetch;
 pub use lease::Lease;
 pub use load::Load;
-pub(super) use lock::Parked;
+pub(super) use lock::FencedLock;
 use pins::Pins;
 pub use publish::{Publication, Published};
 pub(super) use request::{LeaseKeeper, LeasedRequest, LeasingRequest};
@@ -184,7 +184,7 @@ impl PrefixCache {
             ages: [0; AGE_BUCKETS],
             clears,
             below,
-            coming: 0,
+            loading_pages: 0,
         };
         let owner = Owner::Text(config.name.clone());
         let weak = Arc::downgrade(&allocator);
@@ -227,15 +227,15 @@ impl PrefixCache {
         cache.counts.lookups += 1;
         cache.counts.hit_tokens += hold.len();
         cache.counts.missed_tokens += tokens.count() - hold.len();
-        let rest = match &cache.below {
-            Some(below) => below.rest(&cache.tree, &hold, (namespace, tokens), limit),
+        let loadable = match &cache.below {
+            Some(below) => below.loadable(&cache.tree, &hold, (namespace, tokens), limit),
             None => Ok(Loadable::default()),
         };
         let clears = cache.clears;
         drop(cache);
         let of = (&self.shared, &self.allocator);
         let lease = Lease::new(of, hold, clears, namespace.clone(), stream);
-        lease.set_rest(rest?);
+        lease.set_loadable(loadable?);
         Ok(Arc::new(lease))
     }
 
@@ -408,8 +408,8 @@ impl PrefixCache {
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
         let open = self.open(stream);
         let cache = open.current();
-        let coming = cache.coming * cache.tree.page_size();
-        CachedSizes { evictable: cache.tree.evictable(), locked: cache.tree.locked() + coming }
+        let loading = cache.loading_pages * cache.tree.page_size();
+        CachedSizes { evictable: cache.tree.evictable(), locked: cache.tree.locked() + loading }
     }
 
     /// The numbers of the tree, in tokens.

@@ -10,6 +10,25 @@ use crate::pool::prefix_cache::LeasingRequest;
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{Lease, TokenToKvPoolAllocator};
 
+/// The pages of a request's cached prefix in a batch.
+#[derive(Debug)]
+pub(super) enum CachedPages<'a> {
+    /// Pages that the request shares, if it has a prefix at all.
+    Shared(PageList),
+    /// Pages of a lease.
+    Leased(&'a mut Claim),
+}
+
+impl CachedPages<'_> {
+    /// The pages, to be taken.
+    pub(super) const fn pages_mut(&mut self) -> &mut PageList {
+        match self {
+            Self::Shared(pages) => pages,
+            Self::Leased(claim) => &mut claim.pages,
+        }
+    }
+}
+
 /// A lease that is to become that of a request. Dropping it before [`Claim::keep`] leaves the lease as it
 /// was.
 #[derive(Debug)]
@@ -60,11 +79,6 @@ impl Claim {
     /// The pages of the lease.
     pub(super) const fn pages(&self) -> &PageList {
         &self.pages
-    }
-
-    /// The pages of the lease, to be taken.
-    pub(super) const fn pages_mut(&mut self) -> &mut PageList {
-        &mut self.pages
     }
 
     /// The lease, which is that of the request from now on.

@@ -18,7 +18,7 @@ use crate::pool::{ReqToTokenPool, TableIndex, at_least_one};
 use crate::tensor::TensorView;
 
 use super::block_table::BlockTable;
-use super::claim::Claim;
+use super::claim::{CachedPages, Claim};
 use super::plan::{PlanLayout, SmallFields};
 use super::{Batch, Plan, PlannerConfig, Prefix};
 use release::Bound;
@@ -179,47 +179,57 @@ impl PlannerState {
             )));
         }
         self.check_batch(count)?;
-        let named = self.resolve(rows, table)?;
-        // The pages by position, those of cached prefixes without a lease.
-        let mut shared: Vec<PageList> = reserve(count)?;
+        let mut cached: Vec<CachedPages<'_>> = reserve(count)?;
+        cached.extend(claims.iter_mut().map(|claim| match claim {
+            Some(claim) => CachedPages::Leased(claim),
+            None => CachedPages::Shared(PageList::default()),
+        }));
+        cached.resize_with(count, || CachedPages::Shared(PageList::default()));
         let mut growths = reserve(count)?;
-        for (position, &row) in named.iter().enumerate() {
+        for (position, (&row, pages)) in self.resolve(rows, table)?.iter().zip(&mut cached).enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let asked = GrowthRequest { position, row, prefix, seq };
-            let (growth, pages) =
-                match (batch.prefixes.get(position), claims.get(position).and_then(Option::as_ref)) {
-                    (_, Some(claim)) => {
-                        claim.check(slots)?;
-                        (self.requests.growth_of_leased(asked, claim.pages().len())?, PageList::default())
-                    }
-                    (Some(Prefix::Slots(cached)), _) if !cached.is_empty() => {
-                        self.requests.growth_of_cached(asked, cached, slots.slots())?
-                    }
-                    _ => {
-                        let growth = self.requests.growth(row, prefix, seq);
-                        (growth.ok_or_else(|| self.requests.growth_error(asked))?, PageList::default())
-                    }
-                };
-            growths.push(growth);
-            shared.push(pages);
+            growths.push(self.growth(asked, batch.prefixes.get(position), pages, slots)?);
         }
-        debug_assert!(claims.is_empty() || claims.len() == growths.len(), "claims are by position");
-        let mut leased = claims.iter_mut();
-        let prefixes = growths.iter().zip(&mut shared).filter_map(|(growth, shared)| {
-            let claim = leased.next().and_then(Option::as_mut);
-            (growth.had < growth.prefix).then(|| claim.map_or(shared, Claim::pages_mut))
-        });
-        let mut prefixes: Vec<_> = prefixes.collect();
+        let are_new = growths.iter().map(|growth| growth.had < growth.prefix);
+        let prefixes = are_new.zip(&mut cached).filter_map(|(is_new, pages)| is_new.then_some(pages));
+        let mut prefixes: Vec<_> = prefixes.map(CachedPages::pages_mut).collect();
         let planned =
             self.plan(Pools { slots, table }, &growths, &mut prefixes, Padding::none(count), stream)?;
         if planned.is_ok() {
-            for (&row, claim) in named.iter().zip(&*claims) {
+            for (growth, claim) in growths.iter().zip(&*claims) {
                 if let Some(claim) = claim {
-                    self.bind(row, claim.keep(), table, stream);
+                    self.bind(growth.row, claim.keep(), table, stream);
                 }
             }
         }
         Ok(planned)
+    }
+
+    /// The growth of one request of a batch, which may have a cached prefix. Fills in the pages of one that
+    /// is given by its slots.
+    fn growth(
+        &self,
+        asked: GrowthRequest,
+        prefix: Option<&Prefix>,
+        pages: &mut CachedPages<'_>,
+        slots: &SlotTensors,
+    ) -> Result<Growth> {
+        match (pages, prefix) {
+            (CachedPages::Leased(claim), _) => {
+                claim.check(slots)?;
+                self.requests.growth_of_leased(asked, claim.pages().len())
+            }
+            (CachedPages::Shared(pages), Some(Prefix::Slots(cached))) if !cached.is_empty() => {
+                let (growth, shared) = self.requests.growth_of_cached(asked, cached, slots.slots())?;
+                *pages = shared;
+                Ok(growth)
+            }
+            _ => {
+                let GrowthRequest { row, prefix, seq, .. } = asked;
+                self.requests.growth(row, prefix, seq).ok_or_else(|| self.requests.growth_error(asked))
+            }
+        }
     }
 
     /// The pages of positions `from..to` of a request.
@@ -278,9 +288,9 @@ impl PlannerState {
         let width = i64::try_from(tokens_per_req).map_err(|_| {
             Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
         })?;
-        let named = self.resolve(rows, table)?;
+        let rows = self.resolve(rows, table)?;
         let mut growths = reserve(count)?;
-        for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
+        for (position, (&row, seq)) in rows.iter().zip(seq_lens.iter()).enumerate() {
             let prefix = seq.saturating_sub(width);
             let Some(growth) = self.requests.growth(row, prefix, seq) else {
                 return Err(self.requests.growth_error(GrowthRequest { position, row, prefix, seq }));

@@ -13,7 +13,7 @@ use crate::pool::{GdnPool, HostTier};
 use crate::transfer::Transfer;
 
 use super::backing::Backing;
-use super::load::{Loadable, Tail};
+use super::load::{Loadable, SharedLoad};
 use super::{LowerStore, LowerTier};
 
 /// A cache's tier, and the copies between both.
@@ -31,7 +31,7 @@ pub(super) struct Below {
     /// Streams on which pages were published, and behind which nothing was copied down since.
     publishers: Vec<Stream>,
     /// Prefixes that are on their way back, and some that have arrived.
-    tails: Vec<Weak<Tail>>,
+    loads: Vec<Weak<SharedLoad>>,
 }
 
 #[derive(Debug)]
@@ -53,7 +53,7 @@ impl Below {
         tier.take()?;
         tier.set_model(model.as_deref());
         let (writes, pages, states) = (VecDeque::new(), HashMap::new(), HashMap::new());
-        Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), tails: Vec::new() })
+        Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), loads: Vec::new() })
     }
 
     /// The number of writes that are over. Those behind them are not looked at.
@@ -186,7 +186,7 @@ impl Below {
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
-    pub(super) fn rest(
+    pub(super) fn loadable(
         &self,
         tree: &Tree,
         hold: &Hold,
@@ -199,19 +199,19 @@ impl Below {
     }
 
     /// Lists a prefix on its way.
-    pub(super) fn add_tail(&mut self, tail: &Arc<Tail>) {
-        self.tails.retain(|tail| tail.strong_count() > 0);
-        self.tails.push(Arc::downgrade(tail));
+    pub(super) fn add_load(&mut self, load: &Arc<SharedLoad>) {
+        self.loads.retain(|load| load.strong_count() > 0);
+        self.loads.push(Arc::downgrade(load));
     }
 
     /// Prefixes that may be on their way. Drop them without locks.
-    pub(super) fn tails(&self) -> Vec<Arc<Tail>> {
-        self.tails.iter().filter_map(Weak::upgrade).collect()
+    pub(super) fn shared_loads(&self) -> Vec<Arc<SharedLoad>> {
+        self.loads.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// No lease joins a prefix that is on its way now: it is found no more.
     pub(super) fn forget_tails(&mut self) {
-        self.tails.clear();
+        self.loads.clear();
     }
 
     /// Waits for every write, and ends it; if then `is_valid`, as right. For the end of a cache.

@@ -14,7 +14,7 @@ use crate::pool::slot_tensors::SlotTensors;
 use crate::tensor::TensorView;
 
 use super::lease_state::{Holder, LeaseState};
-use super::load::{Loadable, Loading};
+use super::load::{LeaseLoad, Loadable};
 use super::lock::PrefixLock;
 use super::request::LeasingRequest;
 use super::shared::{CacheCore, CacheState, Open};
@@ -40,8 +40,8 @@ impl Lease {
         namespace: Namespace,
         stream: Stream,
     ) -> Self {
-        let (rest, loading) = (Loadable::default(), None);
-        let state = Some(LeaseState { hold, holder: Holder::User, rest, loading });
+        let (loadable, load) = (Loadable::default(), None);
+        let state = Some(LeaseState { hold, holder: Holder::User, loadable, load });
         let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
         Self { shared, namespace, clears, stream, held: Mutex::new(state), allocator }
     }
@@ -66,13 +66,13 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub fn loadable(&self) -> Result<usize> {
-        self.with(self.stream, |_, _, held| Ok(held.rest.tokens.len()))
+        self.with(self.stream, |_, _, held| Ok(held.loadable.tokens.len()))
     }
 
     /// Takes note of what the tier below could add, for a new lease.
-    pub(super) fn set_rest(&self, rest: Loadable) {
+    pub(super) fn set_loadable(&self, loadable: Loadable) {
         if let Some(held) = lock(&self.held).as_mut() {
-            held.rest = rest;
+            held.loadable = loadable;
         }
     }
 
@@ -129,9 +129,9 @@ impl Lease {
     }
 
     /// The lock that `hold`, which is none of the lease any more, and what comes behind it are.
-    pub(super) fn lock_of(&self, hold: Hold, loading: Option<Loading>, stream: Stream) -> PrefixLock {
+    pub(super) fn lock_of(&self, hold: Hold, load: Option<LeaseLoad>, stream: Stream) -> PrefixLock {
         let shared = Arc::clone(&self.shared);
-        PrefixLock { shared, hold: Some(hold), loading, clears: self.clears, stream }
+        PrefixLock { shared, hold: Some(hold), load, clears: self.clears, stream }
     }
 
     /// Calls `work` with the hold of this lease, if it is of the cache `shared`.
@@ -157,9 +157,9 @@ impl Lease {
     pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
         self.with(self.stream, |_, cache, held| {
             let mut pages = cache.tree.pages(&held.hold, from.min(held.hold.len()));
-            let coming = held.coming_pages();
+            let loading = held.loading_pages();
             let skipped = from.saturating_sub(held.hold.len()) / cache.tree.page_size();
-            pages.extend_from_slice(&coming[skipped.min(coming.len())..]);
+            pages.extend_from_slice(&loading[skipped.min(loading.len())..]);
             Ok(pages)
         })
     }
@@ -210,12 +210,12 @@ impl Lease {
                     held.len()
                 )));
             }
-            let loading = held.loading.as_ref().map(|loading| loading.share(loading.len));
-            Ok((snapshot, self.lock_of(cache.tree.hold_again(&held.hold), loading, stream)))
+            let load = held.load.as_ref().map(|load| load.share(load.len));
+            Ok((snapshot, self.lock_of(cache.tree.hold_again(&held.hold), load, stream)))
         })?;
         // States come before the first layer.
-        if let Some(loading) = lock.loading.as_ref().filter(|loading| !loading.has_arrived) {
-            loading.tail.transfer().order(0, stream)?;
+        if let Some(load) = lock.load.as_ref().filter(|load| !load.has_arrived) {
+            load.shared.transfer().order(0, stream)?;
         }
         let source = snapshot.map_or(Source::Zeros, |slot| Source::Slot(slot.into()));
         states.set_state(row, source, stream)
@@ -246,7 +246,7 @@ impl Lease {
                 )));
             }
             let mut pages = cache.tree.share_pages(&held.hold);
-            pages.extend_from_slice(held.coming_pages());
+            pages.extend_from_slice(held.loading_pages());
             held.holder = Holder::Both(request);
             Ok(pages)
         })
@@ -275,14 +275,14 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub(in crate::pool) fn again(&self, len: usize, stream: Stream) -> Result<Self> {
-        let (hold, loading) = self.with_request(stream, |_, cache, held| {
+        let (hold, load) = self.with_request(stream, |_, cache, held| {
             let len = in_whole_pages(len, &cache.tree);
             Ok((cache.tree.hold_first(&held.hold, len), held.share_of(len)))
         })?;
         let of = (&self.shared, &self.allocator);
         let again = Self::new(of, hold, self.clears, self.namespace.clone(), stream);
         if let Some(held) = lock(&again.held).as_mut() {
-            held.loading = loading;
+            held.load = load;
         }
         Ok(again)
     }
@@ -292,15 +292,15 @@ impl Lease {
     pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) -> Option<PrefixLock> {
         if len == 0 {
             let held = lock(&self.held).take();
-            return held.map(|held| self.lock_of(held.hold, held.loading, stream));
+            return held.map(|held| self.lock_of(held.hold, held.load, stream));
         }
         let before = self.with_request(stream, |_, cache, held| {
             let len = in_whole_pages(len, &cache.tree);
             let (shorter, share) = (cache.tree.hold_first(&held.hold, len), held.share_of(len));
-            let loading = std::mem::replace(&mut held.loading, share);
-            Ok((std::mem::replace(&mut held.hold, shorter), loading))
+            let load = std::mem::replace(&mut held.load, share);
+            Ok((std::mem::replace(&mut held.hold, shorter), load))
         });
-        before.ok().map(|(hold, loading)| self.lock_of(hold, loading, stream))
+        before.ok().map(|(hold, load)| self.lock_of(hold, load, stream))
     }
 
     /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's
@@ -316,15 +316,15 @@ impl Lease {
         // Dropped without locks.
         let mut ended = None;
         let open = self.shared.open(&self.allocator, stream);
-        if held.loading.is_some() {
+        if held.load.is_some() {
             let mut cache = open.current();
             if cache.clears == self.clears {
                 ended = held.settle(&open, &mut cache, stream).unwrap_or_default();
             }
         }
-        let LeaseState { hold, loading, .. } = held;
+        let LeaseState { hold, load, .. } = held;
         open.release(hold, self.clears);
-        if let Some(before) = loading.and_then(Loading::into_before) {
+        if let Some(before) = load.and_then(LeaseLoad::into_before) {
             open.release(before, self.clears);
         }
         drop(ended);

@@ -6,7 +6,7 @@ use crate::base::{Error, Page, Result, StateSlot};
 use crate::cache::{Hold, Tree};
 use crate::memory::Stream;
 
-use super::load::{Loadable, Loading};
+use super::load::{LeaseLoad, Loadable};
 use super::request::{LeaseKeeper, LeasingRequest};
 use super::shared::{CacheState, Open};
 
@@ -15,9 +15,9 @@ pub(super) struct LeaseState {
     pub(super) hold: Hold,
     pub(super) holder: Holder,
     /// The tokens that the tier below could add.
-    pub(super) rest: Loadable,
+    pub(super) loadable: Loadable,
     /// The load from there, behind the hold until it has arrived.
-    pub(super) loading: Option<Loading>,
+    pub(super) load: Option<LeaseLoad>,
 }
 
 /// The holder of a lease.
@@ -33,35 +33,35 @@ pub(super) enum Holder {
 impl LeaseState {
     /// Tokens of the prefix.
     pub(super) fn len(&self) -> usize {
-        self.hold.len() + self.coming().map_or(0, |loading| loading.len)
+        self.hold.len() + self.load_in_flight().map_or(0, |load| load.len)
     }
 
     /// The load that is on its way.
-    pub(super) fn coming(&self) -> Option<&Loading> {
-        self.loading.as_ref().filter(|loading| !loading.has_arrived)
+    pub(super) fn load_in_flight(&self) -> Option<&LeaseLoad> {
+        self.load.as_ref().filter(|load| !load.has_arrived)
     }
 
     /// The pages of the prefix that are on their way.
-    pub(super) fn coming_pages(&self) -> &[Page] {
-        self.coming().map_or(&[], |loading| loading.tail.pages(loading.len))
+    pub(super) fn loading_pages(&self) -> &[Page] {
+        self.load_in_flight().map_or(&[], |load| load.shared.pages(load.len))
     }
 
     /// The snapshot at the end of the prefix.
     pub(super) fn state(&self, tree: &Tree) -> Option<StateSlot> {
-        match self.coming() {
-            Some(loading) => loading.tail.state(loading.len),
+        match self.load_in_flight() {
+            Some(load) => load.shared.state(load.len),
             None => tree.snapshot(&self.hold),
         }
     }
 
     /// A share of what is on its way, or has come, for the first `len` tokens.
-    pub(super) fn share_of(&self, len: usize) -> Option<Loading> {
-        let loading = self.loading.as_ref()?;
-        if loading.has_arrived {
-            return Some(loading.share(loading.len));
+    pub(super) fn share_of(&self, len: usize) -> Option<LeaseLoad> {
+        let load = self.load.as_ref()?;
+        if load.has_arrived {
+            return Some(load.share(load.len));
         }
-        let coming = len.checked_sub(self.hold.len()).filter(|&coming| coming > 0)?;
-        Some(loading.share(coming.min(loading.len)))
+        let loading = len.checked_sub(self.hold.len()).filter(|&loading| loading > 0)?;
+        Some(load.share(loading.min(load.len)))
     }
 
     /// Checks that nothing is on its way.
@@ -71,10 +71,10 @@ impl LeaseState {
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub(super) fn expect_arrived(&self) -> Result<()> {
-        self.coming().map_or(Ok(()), |loading| {
+        self.load_in_flight().map_or(Ok(()), |load| {
             Err(Error::config(format!(
                 "{} tokens of the lease are on their way; wait for their last layer first",
-                loading.len
+                load.len
             )))
         })
     }
@@ -86,28 +86,28 @@ impl LeaseState {
         open: &Open<'_>,
         cache: &mut CacheState,
         stream: Stream,
-    ) -> Result<Option<Loading>> {
+    ) -> Result<Option<LeaseLoad>> {
         let has_request = self.request().is_some();
-        let Self { hold, loading, .. } = self;
-        let Some(coming) = loading.as_mut().filter(|loading| !loading.has_arrived) else { return Ok(None) };
+        let Self { hold, load, .. } = self;
+        let Some(load) = load.as_mut().filter(|load| !load.has_arrived) else { return Ok(None) };
         // Asked first: what ends in between has not ended early.
-        let may_give_up = !has_request && coming.tail.transfer().is_over()?;
-        if coming.tail.transfer().is_complete_on(stream)? {
-            if let Some(before) = coming.settle(cache, hold)? {
+        let may_give_up = !has_request && load.shared.transfer().is_over()?;
+        if load.shared.transfer().is_complete_on(stream)? {
+            if let Some(before) = load.settle(cache, hold)? {
                 let gone = cache.tree.release(before);
                 open.give_back(cache, gone);
             }
             open.send_down(cache);
         } else if may_give_up {
-            return Ok(self.give_up_loading(open, cache));
+            return Ok(self.give_up_load(open, cache));
         }
         Ok(None)
     }
 
     /// Lets the lease end where it did before what is on its way, which is returned, to be dropped without
     /// locks.
-    pub(super) fn give_up_loading(&mut self, open: &Open<'_>, cache: &mut CacheState) -> Option<Loading> {
-        let mut given_up = self.loading.take_if(|loading| !loading.has_arrived)?;
+    pub(super) fn give_up_load(&mut self, open: &Open<'_>, cache: &mut CacheState) -> Option<LeaseLoad> {
+        let mut given_up = self.load.take_if(|load| !load.has_arrived)?;
         if let Some(before) = given_up.before.take() {
             let gone = cache.tree.release(std::mem::replace(&mut self.hold, before));
             open.give_back(cache, gone);

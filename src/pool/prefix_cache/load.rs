@@ -28,11 +28,11 @@ pub(super) struct Loadable {
     pub(super) keys: Vec<PageHash>,
 }
 
-/// A part of a prefix on its way from the tier below, in pages of the cache that the tree does not have.
-/// Leases share it. When it is complete, the tree gets it.
+/// A load that leases share: a part of a prefix on its way from the tier below, in pages of the cache that
+/// the tree does not have yet. It gets them when they are complete.
 ///
 /// Drop it without locks.
-pub(super) struct Tail {
+pub(super) struct SharedLoad {
     shared: Arc<CacheCore>,
     /// The number of times that the allocator had been cleared.
     clears: u64,
@@ -43,23 +43,22 @@ pub(super) struct Tail {
     tokens: Vec<i32>,
     pages: Vec<Page>,
     state: Option<StateSlot>,
-    transfer: Arc<Transfer>,
+    copies: Copies,
     /// The pieces that it comes from; `None` once nothing reads it.
     pieces: Mutex<Option<HeldPieces>>,
-    outcome: Arc<Mutex<Outcome>>,
     arrived: Mutex<Option<Arrived>>,
 }
 
-/// The outcome of a load.
+/// The outcome of copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Outcome {
     #[default]
-    LoadInFlight,
+    InFlight,
     Arrived,
     GivenUp,
 }
 
-/// The fate of a part of a prefix that has arrived.
+/// What became of the pages of a load that is complete.
 #[derive(Debug)]
 struct Arrived {
     /// Keeps it in the tree.
@@ -70,10 +69,10 @@ struct Arrived {
     state: Option<StateSlot>,
 }
 
-/// The share of a lease in a part of a prefix that is on its way.
+/// What a lease has of a load.
 #[derive(Debug)]
-pub(super) struct Loading {
-    pub(super) tail: Arc<Tail>,
+pub(super) struct LeaseLoad {
+    pub(super) shared: Arc<SharedLoad>,
     /// Tokens behind the hold of the lease that are the lease's.
     pub(super) len: usize,
     /// The place where the lease ends again if the load ends early, if that is not where its hold is.
@@ -88,24 +87,22 @@ pub(super) struct Loading {
 pub struct Load {
     lease: Weak<Lease>,
     /// `None` if there was nothing to load.
-    coming: Option<LoadInFlight>,
+    copies: Option<Copies>,
     len: usize,
     is_given_up: AtomicBool,
 }
 
-/// Copies on their way, and what becomes of them.
-struct LoadInFlight {
+/// The copies of a load, and their outcome.
+#[derive(Clone)]
+struct Copies {
     transfer: Arc<Transfer>,
     outcome: Arc<Mutex<Outcome>>,
 }
 
 impl Load {
-    fn new(lease: Weak<Lease>, tail: Option<&Tail>, len: usize) -> Self {
-        let coming = |tail: &Tail| LoadInFlight {
-            transfer: Arc::clone(&tail.transfer),
-            outcome: Arc::clone(&tail.outcome),
-        };
-        Self { lease, coming: tail.map(coming), len, is_given_up: AtomicBool::new(false) }
+    fn new(lease: Weak<Lease>, shared: Option<&SharedLoad>, len: usize) -> Self {
+        let copies = shared.map(|load| load.copies.clone());
+        Self { lease, copies, len, is_given_up: AtomicBool::new(false) }
     }
 
     /// Tokens that it adds to the lease.
@@ -126,7 +123,7 @@ impl Load {
     /// # Errors
     /// See [`Transfer::order`].
     pub fn wait_layer(&self, layer: usize, stream: Stream) -> Result<()> {
-        self.coming.as_ref().map_or(Ok(()), |coming| coming.transfer.order(layer, stream))
+        self.copies.as_ref().map_or(Ok(()), |copies| copies.transfer.order(layer, stream))
     }
 
     /// Whether all is there. Then the cache has it, for others too.
@@ -135,7 +132,7 @@ impl Load {
     /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request
     /// computes; [`ErrorKind::Driver`] when the device has failed.
     pub fn query(&self, stream: Stream) -> Result<bool> {
-        let Some(LoadInFlight { transfer, outcome }) = &self.coming else { return Ok(true) };
+        let Some(Copies { transfer, outcome }) = &self.copies else { return Ok(true) };
         if !transfer.is_over()? {
             return Ok(false);
         }
@@ -169,15 +166,15 @@ impl fmt::Debug for Load {
     }
 }
 
-/// The way in which a load begins.
+/// What a lease has to do for a load.
 enum LoadStart<'a> {
-    /// The load is complete, or another load does it.
-    Load(Load),
-    /// There is no track slot for the state, or the tier has lost a page since.
-    Short {
-        _lock: PrefixLock,
-    },
-    Request(Box<LoadRequest<'a>>),
+    /// Nothing: there is nothing to load, or another load does it.
+    Done(Load),
+    /// Nothing can be loaded: there is no track slot for the state, or the tier has lost a page since. The
+    /// lock of what is on the device is dropped without locks.
+    Short { _lock: PrefixLock },
+    /// Take pages, and copy to them.
+    Copy(Box<LoadRequest<'a>>),
 }
 
 /// The part of a prefix that a load is about to bring back.
@@ -211,11 +208,11 @@ impl Lease {
             gpu.not_capturing(stream, "a load, whose copies run beside it,")?;
         }
         // Dropped without locks.
-        let tails = lock(&self.shared.state).tails();
-        let request = match self.begin_load(limit, &tails, stream)? {
+        let loads = lock(&self.shared.state).shared_loads();
+        let request = match self.begin_load(limit, &loads, stream)? {
             LoadStart::Short { .. } => return Ok(None),
-            LoadStart::Load(load) => return Ok(Some(load)),
-            LoadStart::Request(request) => *request,
+            LoadStart::Done(load) => return Ok(Some(load)),
+            LoadStart::Copy(request) => *request,
         };
         if let Some(state) = &request.state {
             // Before anything can fail: the track slot may be given back.
@@ -226,9 +223,9 @@ impl Lease {
             return Ok(None);
         };
         let begin = request.begin;
-        let (tail, lock) = self.start_copies(request, pages, stream)?;
-        let added = self.go_on_with(&tail, begin, lock, stream)?;
-        Ok(Some(Load::new(Arc::downgrade(self), Some(&tail), added)))
+        let (load, lock) = self.start_copies(request, pages, stream)?;
+        let added = self.go_on_with(&load, begin, lock, stream)?;
+        Ok(Some(Load::new(Arc::downgrade(self), Some(&load), added)))
     }
 
     /// Enqueues the copies of a load to `pages`. Also returns the lock of what is on the device already.
@@ -237,7 +234,7 @@ impl Lease {
         request: LoadRequest<'_>,
         pages: Vec<Page>,
         stream: Stream,
-    ) -> Result<(Arc<Tail>, PrefixLock)> {
+    ) -> Result<(Arc<SharedLoad>, PrefixLock)> {
         let LoadRequest { lock, keys, tokens, pieces, state, tier, .. } = request;
         let open = self.shared.open(&self.allocator, stream);
         let slot = state.as_ref().map(TakenSlot::slot);
@@ -252,8 +249,8 @@ impl Lease {
         })?;
         let transfer = started.ok_or_else(cleared)?;
         drop(open);
-        self.shared.note_coming(self.clears, |coming| coming + pages.len());
-        let tail = Arc::new(Tail {
+        self.shared.change_loading(self.clears, |loading| loading + pages.len());
+        let load = Arc::new(SharedLoad {
             shared: Arc::clone(&self.shared),
             clears: self.clears,
             stream,
@@ -261,19 +258,18 @@ impl Lease {
             tokens,
             pages,
             state: state.map(TakenSlot::keep),
-            transfer,
-            outcome: Arc::default(),
+            copies: Copies { transfer, outcome: Arc::default() },
             pieces: Mutex::new(Some(pieces)),
             arrived: Mutex::new(None),
         });
-        Ok((tail, lock))
+        Ok((load, lock))
     }
 
-    /// Lets the lease, which had `begin` tokens, go on with `tail` behind what `lock` holds. Returns how many
+    /// Lets the lease, which had `begin` tokens, go on with `load` behind what `lock` holds. Returns how many
     /// tokens it grew by.
     fn go_on_with(
         &self,
-        tail: &Arc<Tail>,
+        load: &Arc<SharedLoad>,
         begin: usize,
         mut lock: PrefixLock,
         stream: Stream,
@@ -286,32 +282,32 @@ impl Lease {
                     held.hold.len()
                 )));
             }
-            let (hold, len) = (lock.hold.take().expect("it is a lock still"), tail.tokens.len());
+            let (hold, len) = (lock.hold.take().expect("it is a lock still"), load.tokens.len());
             let added = hold.len() + len - held.hold.len();
             let before = Some(std::mem::replace(&mut held.hold, hold));
-            held.loading = Some(Loading { tail: Arc::clone(tail), len, before, has_arrived: false });
-            held.rest = Loadable::default();
+            held.load = Some(LeaseLoad { shared: Arc::clone(load), len, before, has_arrived: false });
+            held.loadable = Loadable::default();
             cache.counts.loaded += len;
-            cache.below.iter_mut().for_each(|below| below.add_tail(tail));
+            cache.below.iter_mut().for_each(|below| below.add_load(load));
             Ok(added)
         })
     }
 
-    /// Finds out what to load, and takes it; `tails` are on their way for others.
+    /// Finds out what to load, and takes it; `loads` are on their way for others.
     fn begin_load(
         self: &Arc<Self>,
         limit: usize,
-        tails: &[Arc<Tail>],
+        loads: &[Arc<SharedLoad>],
         stream: Stream,
     ) -> Result<LoadStart<'_>> {
         self.with(stream, |open, cache, held| {
             expect_idle(held)?;
-            let nothing = || Ok(LoadStart::Load(Load::new(Weak::new(), None, 0)));
+            let nothing = || Ok(LoadStart::Done(Load::new(Weak::new(), None, 0)));
             let Some(tier) = cache.below.as_ref().map(|below| Arc::clone(&below.tier)) else {
                 return nothing();
             };
             let (is_stateful, page_size) = (cache.tree.is_stateful(), cache.tree.page_size());
-            let (keys, tokens) = (&held.rest.keys, &held.rest.tokens);
+            let (keys, tokens) = (&held.loadable.keys, &held.loadable.tokens);
             let most = limit.min(tokens.len()) / page_size;
             let found = cache.tree.find(&held.hold, &&tokens[..most * page_size])?.len() / page_size;
             let contents = tier.contents();
@@ -330,19 +326,19 @@ impl Lease {
             cache.tree.publish(&mut hold, found, Vec::new(), &[]);
             open.send_down(cache);
             if keys.is_empty() && !is_stateful {
-                held.rest = Loadable::default();
+                held.loadable = Loadable::default();
                 let gone = cache.tree.release(std::mem::replace(&mut held.hold, hold));
                 open.give_back(cache, gone);
-                return Ok(LoadStart::Load(Load::new(Weak::new(), None, known)));
+                return Ok(LoadStart::Done(Load::new(Weak::new(), None, known)));
             }
             let tokens = tokens[known..].to_vec();
-            if let Some(tail) = tails.iter().find(|tail| tail.covers(&keys, is_stateful)) {
+            if let Some(shared) = loads.iter().find(|load| load.covers(&keys, is_stateful)) {
                 let before = Some(std::mem::replace(&mut held.hold, hold));
-                let (tail, len) = (Arc::clone(tail), tokens.len());
-                let load = Load::new(Arc::downgrade(self), Some(&tail), known + len);
-                (held.rest, held.loading) =
-                    (Loadable::default(), Some(Loading { tail, len, before, has_arrived: false }));
-                return Ok(LoadStart::Load(load));
+                let (shared, len) = (Arc::clone(shared), tokens.len());
+                let load = Load::new(Arc::downgrade(self), Some(&shared), known + len);
+                (held.loadable, held.load) =
+                    (Loadable::default(), Some(LeaseLoad { shared, len, before, has_arrived: false }));
+                return Ok(LoadStart::Done(load));
             }
             let lock = self.lock_of(hold, None, stream);
             let state = match self.shared.states.as_ref().filter(|_| is_stateful) {
@@ -356,7 +352,7 @@ impl Lease {
             let Some(pieces) = tier.hold(&keys, state_key) else {
                 return Ok(LoadStart::Short { _lock: lock });
             };
-            Ok(LoadStart::Request(Box::new(LoadRequest { begin, lock, keys, tokens, pieces, state, tier })))
+            Ok(LoadStart::Copy(Box::new(LoadRequest { begin, lock, keys, tokens, pieces, state, tier })))
         })
     }
 
@@ -374,7 +370,7 @@ impl Lease {
                     format!("the lease is that of request row {}, which uses the pages", request.row());
                 return Err(Error::config(text));
             }
-            Ok(held.give_up_loading(open, cache))
+            Ok(held.give_up_load(open, cache))
         });
         match ended {
             Err(error) if error.kind() == ErrorKind::StaleBuffer => Ok(false),
@@ -392,9 +388,9 @@ fn expect_idle(held: &LeaseState) -> Result<()> {
     })
 }
 
-impl Tail {
+impl SharedLoad {
     pub(super) const fn transfer(&self) -> &Arc<Transfer> {
-        &self.transfer
+        &self.copies.transfer
     }
 
     /// Whether it has the pages of `keys`, which begin where it does, and ends with them if it `must_end`;
@@ -413,13 +409,15 @@ impl Tail {
 
     /// Whether it is on its way, or there, and not in the tree.
     fn can_arrive(&self) -> bool {
-        let has_failed =
-            || self.transfer.is_over().unwrap_or(true) && !self.transfer.is_complete().unwrap_or(false);
+        let has_failed = || {
+            self.copies.transfer.is_over().unwrap_or(true)
+                && !self.copies.transfer.is_complete().unwrap_or(false)
+        };
         lock(&self.arrived).is_none() && !has_failed()
     }
 
-    /// The pages of the tail, until the tree has them.
-    pub(super) fn coming(&self) -> Vec<Page> {
+    /// Its pages, until the tree has them.
+    pub(super) fn pages_in_flight(&self) -> Vec<Page> {
         if lock(&self.arrived).is_some() { Vec::new() } else { self.pages.clone() }
     }
 
@@ -446,18 +444,18 @@ impl Tail {
         if let Some(below) = &cache.below {
             below.tier.set_above(self.keys.iter().rev(), Above::Present);
         }
-        cache.coming -= self.pages.len() - known;
-        *lock(&self.outcome) = Outcome::Arrived;
+        cache.loading_pages -= self.pages.len() - known;
+        *lock(&self.copies.outcome) = Outcome::Arrived;
         *arrived = Some(Arrived { hold: own, spare: self.pages[..known].to_vec(), state });
         // The pieces that it came from may go, unless it is complete in the order of a stream only: then it
         // goes with this.
-        if self.transfer.is_over().unwrap_or(false) {
+        if self.copies.transfer.is_over().unwrap_or(false) {
             drop(lock(&self.pieces).take());
         }
     }
 }
 
-impl Loading {
+impl LeaseLoad {
     /// The place where the lease would end again.
     pub(super) fn into_before(self) -> Option<Hold> {
         self.before
@@ -465,44 +463,44 @@ impl Loading {
 
     /// Another share of the first `len` tokens of it.
     pub(super) fn share(&self, len: usize) -> Self {
-        Self { tail: Arc::clone(&self.tail), len, before: None, has_arrived: self.has_arrived }
+        Self { shared: Arc::clone(&self.shared), len, before: None, has_arrived: self.has_arrived }
     }
 
     /// Moves `hold` to the end of what has arrived. Returns where the lease need not end again.
     pub(super) fn settle(&mut self, cache: &mut CacheState, hold: &mut Hold) -> Result<Option<Hold>> {
-        self.tail.arrive(cache, hold);
-        let found = cache.tree.find(hold, &&self.tail.tokens[..self.len])?;
+        self.shared.arrive(cache, hold);
+        let found = cache.tree.find(hold, &&self.shared.tokens[..self.len])?;
         cache.tree.publish(hold, found, Vec::new(), &[]);
         self.has_arrived = true;
         Ok(self.before.take())
     }
 }
 
-impl Drop for Tail {
+impl Drop for SharedLoad {
     fn drop(&mut self) {
         // Without an allocator its pages are gone.
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
-        self.transfer.cancel();
+        self.copies.transfer.cancel();
         let open = self.shared.open(&allocator, self.stream);
         let arrived = lock(&self.arrived).take();
         let (hold, pages, state) = if let Some(Arrived { hold, spare, state }) = arrived {
             (Some(hold), spare, state)
         } else {
-            *lock(&self.outcome) = Outcome::GivenUp;
+            *lock(&self.copies.outcome) = Outcome::GivenUp;
             (None, std::mem::take(&mut self.pages), self.state)
         };
-        self.shared.note_coming(self.clears, |coming| coming - pages.len());
+        self.shared.change_loading(self.clears, |loading| loading - pages.len());
         let given = Released { pages, states: state.into_iter().collect() };
         let pieces = lock(&self.pieces).take();
-        open.give_back_behind(self.clears, given, &self.transfer, pieces);
+        open.give_back_behind(self.clears, given, &self.copies.transfer, pieces);
         if let Some(hold) = hold {
             open.release(hold, self.clears);
         }
     }
 }
 
-impl fmt::Debug for Tail {
+impl fmt::Debug for SharedLoad {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tail").field("pages", &self.pages.len()).finish_non_exhaustive()
+        f.debug_struct("SharedLoad").field("pages", &self.pages.len()).finish_non_exhaustive()
     }
 }

@@ -7,7 +7,7 @@ use crate::cache::Hold;
 use crate::memory::Stream;
 
 use super::CacheCore;
-use super::load::Loading;
+use super::load::LeaseLoad;
 
 /// A lock of a prefix: its pages are not evicted. Drop it without other locks.
 ///
@@ -17,21 +17,21 @@ pub(in crate::pool) struct PrefixLock {
     /// `None` once it is released.
     pub(super) hold: Option<Hold>,
     /// The load of what comes behind it, or has come.
-    pub(super) loading: Option<Loading>,
+    pub(super) load: Option<LeaseLoad>,
     /// The number of times that the allocator had been cleared.
     pub(super) clears: u64,
     /// The stream of what its end frees.
     pub(super) stream: Stream,
 }
 
-/// The place where a [`PrefixLock`] is put, to end with the last owner of the place.
-pub(in crate::pool) type Parked = Arc<OnceLock<PrefixLock>>;
+/// The lock that a fence keeps: put here once, it ends when the fence drops it.
+pub(in crate::pool) type FencedLock = Arc<OnceLock<PrefixLock>>;
 
 impl Drop for PrefixLock {
     fn drop(&mut self) {
         // Without an allocator its pages are gone.
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
-        let before = self.loading.as_mut().and_then(|loading| loading.before.take());
+        let before = self.load.as_mut().and_then(|load| load.before.take());
         for hold in self.hold.take().into_iter().chain(before) {
             self.shared.open(&allocator, self.stream).release(hold, self.clears);
         }

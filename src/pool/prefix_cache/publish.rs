@@ -176,7 +176,7 @@ impl Lease {
             below.note_publisher(open.slots.stream());
         }
         open.send_down(cache);
-        held.rest = Loadable::default();
+        held.loadable = Loadable::default();
         cache.counts.duplicates += duplicates;
         Ok(Published { length: held.hold.len(), duplicates, pages })
     }

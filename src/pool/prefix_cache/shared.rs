@@ -18,7 +18,7 @@ use crate::transfer::Transfer;
 
 use super::backing::CacheRef;
 use super::below::{Below, ReleaseOnDrop, Released, free_states};
-use super::load::Tail;
+use super::load::SharedLoad;
 use super::pins::Pins;
 use super::{PrefixCacheConfig, PrefixCounts, continues, new_tree};
 
@@ -45,7 +45,7 @@ pub(super) struct CacheState {
     pub(super) clears: u64,
     pub(super) below: Option<Below>,
     /// Pages from the tier below, on their way or there twice, which the tree does not have.
-    pub(super) coming: usize,
+    pub(super) loading_pages: usize,
 }
 
 /// A cache during a call. Make it before any lock.
@@ -69,16 +69,16 @@ impl CacheState {
     }
 
     /// Prefixes that may be on their way from the tier below. Drop them without locks.
-    pub(super) fn tails(&self) -> Vec<Arc<Tail>> {
-        self.below.as_ref().map_or(Vec::new(), Below::tails)
+    pub(super) fn shared_loads(&self) -> Vec<Arc<SharedLoad>> {
+        self.below.as_ref().map_or(Vec::new(), Below::shared_loads)
     }
 
     pub(super) fn stats(&self) -> TreeStats {
         let tree = self.tree.stats();
-        let coming = self.coming * self.tree.page_size();
+        let loading = self.loading_pages * self.tree.page_size();
         TreeStats {
-            cached: tree.cached + coming,
-            locked: tree.locked + coming,
+            cached: tree.cached + loading,
+            locked: tree.locked + loading,
             bytes: tree.bytes + self.pins.bytes(),
             ..tree
         }
@@ -97,10 +97,10 @@ impl CacheCore {
 
     /// Changes the number of pages that are on their way, unless the allocator was cleared since it had been
     /// `clears` times.
-    pub(super) fn note_coming(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
+    pub(super) fn change_loading(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
         let mut cache = lock(&self.state);
         if cache.clears == clears {
-            cache.coming = change(cache.coming);
+            cache.loading_pages = change(cache.loading_pages);
         }
     }
 
@@ -137,7 +137,7 @@ impl Open<'_> {
         let over = cache.below.as_ref().map_or(0, Below::over);
         let clears = allocator.lock().clears();
         if cache.clears != clears {
-            (cache.clears, cache.coming) = (clears, 0);
+            (cache.clears, cache.loading_pages) = (clears, 0);
             cache.pins = Pins::default();
             // Its pages are free already.
             let gone = Evicted { pages: Vec::new(), ..cache.tree.take_all() };
@@ -286,9 +286,9 @@ impl Reclaim for CacheCore {
 
     fn locked(&self) -> Vec<Page> {
         let cache = lock(&self.state);
-        let (mut pages, tails) = (cache.tree.locked_pages(), cache.tails());
+        let (mut pages, loads) = (cache.tree.locked_pages(), cache.shared_loads());
         drop(cache);
-        pages.extend(tails.iter().flat_map(|tail| tail.coming()));
+        pages.extend(loads.iter().flat_map(|load| load.pages_in_flight()));
         pages
     }
 }

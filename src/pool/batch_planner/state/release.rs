@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::base::{Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId};
 use crate::memory::Stream;
-use crate::pool::prefix_cache::Parked;
+use crate::pool::prefix_cache::FencedLock;
 use crate::pool::{Lease, ReqToTokenPool};
 
 use super::{PlannerState, Pools, as_many, signed_act};
@@ -38,23 +38,23 @@ pub(in crate::pool::batch_planner) struct Release<'a> {
 pub(in crate::pool::batch_planner) struct LeaseCut {
     pub(super) lease: Arc<Lease>,
     len: usize,
-    /// The place where what the lease had stays locked; without it, that is not locked.
-    until: Option<Parked>,
+    /// Keeps what the lease had locked until a fence has passed; without it, that is not locked.
+    fenced: Option<FencedLock>,
     stream: Stream,
 }
 
 impl LeaseCut {
     /// The end of the whole lease.
     const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
-        Self { lease, len: 0, until: None, stream }
+        Self { lease, len: 0, fenced: None, stream }
     }
 }
 
 impl Drop for LeaseCut {
     fn drop(&mut self) {
         let cut = self.lease.cut(self.len, self.stream);
-        if let (Some(cut), Some(until)) = (cut, &self.until) {
-            until.set(cut).expect("it is for this one");
+        if let (Some(cut), Some(fenced)) = (cut, &self.fenced) {
+            fenced.set(cut).expect("it is for this one");
         }
     }
 }
@@ -173,12 +173,12 @@ impl PlannerState {
         for (row, len) in cuts {
             if let Some(lease) = self.cut_lease(row, len, table) {
                 // The lease is cut without locks. What it had stays locked until the fence has passed.
-                let until = fence.map(|id| {
-                    let parked = Parked::default();
-                    slots.fences_mut().keep(id, Arc::clone(&parked) as _);
-                    parked
+                let fenced = fence.map(|id| {
+                    let lock = FencedLock::default();
+                    slots.fences_mut().keep(id, Arc::clone(&lock) as _);
+                    lock
                 });
-                leases.push(LeaseCut { lease, len: widen(len), until, stream });
+                leases.push(LeaseCut { lease, len: widen(len), fenced, stream });
             }
             let _acting = signed_act(row, slots, table).map(Act::begin);
             let pages = self.requests.cut(row, len);
