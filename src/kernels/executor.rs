@@ -282,9 +282,9 @@ impl Executor {
     pub fn zero_rows(&self, rows: &LayerRows, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         match self {
             Self::Host(host) => {
-                let named = host.rows(indices)?;
+                let numbers = host.rows(indices)?;
                 let _alone = host.write_all()?;
-                zero_rows(rows.all(), &named)
+                zero_rows(rows.all(), &numbers)
             }
             Self::Device(launcher) => {
                 launcher.begin(&[indices], stream)?;

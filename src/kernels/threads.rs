@@ -62,12 +62,12 @@ fn on_threads(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) -> bool {
     if parts < 2 {
         return false;
     }
-    let mut held = match COPY_THREADS.try_lock() {
-        Ok(held) => held,
-        Err(TryLockError::Poisoned(held)) => held.into_inner(),
+    let mut guard = match COPY_THREADS.try_lock() {
+        Ok(guard) => guard,
+        Err(TryLockError::Poisoned(guard)) => guard.into_inner(),
         Err(TryLockError::WouldBlock) => return false,
     };
-    let (owner, threads) = &mut *held;
+    let (owner, threads) = &mut *guard;
     if *owner != process::id() {
         threads.forget();
         *owner = process::id();

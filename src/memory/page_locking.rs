@@ -32,10 +32,10 @@ fn step_bytes() -> usize {
 /// ```
 pub fn page_lock_steps(piece_ends: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
     let mut steps: Vec<Range<usize>> = Vec::new();
-    let (mut start, most) = (0, step_bytes());
+    let (mut start, max_bytes) = (0, step_bytes());
     for end in piece_ends {
         match steps.last_mut() {
-            Some(step) if end - step.start <= most => step.end = end,
+            Some(step) if end - step.start <= max_bytes => step.end = end,
             _ => steps.push(start..end),
         }
         start = end;

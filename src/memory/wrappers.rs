@@ -25,7 +25,7 @@ use super::{Backend, Block, Contents, Gpu, Region, Users};
 #[derive(Debug)]
 pub struct Limit {
     inner: Arc<dyn Backend>,
-    most: usize,
+    capacity: usize,
     used: AtomicUsize,
 }
 
@@ -33,7 +33,7 @@ impl Limit {
     /// Wraps `inner` and allows at most `limit` bytes at a time.
     #[must_use]
     pub fn new(inner: Arc<dyn Backend>, limit: usize) -> Self {
-        Self { inner, most: limit, used: AtomicUsize::new(0) }
+        Self { inner, capacity: limit, used: AtomicUsize::new(0) }
     }
 }
 
@@ -56,19 +56,19 @@ unsafe impl Backend for Limit {
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
-        let reserve = |used: usize| used.checked_add(bytes).filter(|&sum| sum <= self.most);
+        let reserve = |used: usize| used.checked_add(bytes).filter(|&sum| sum <= self.capacity);
         if let Err(used) = self.used.fetch_update(Relaxed, Relaxed, reserve) {
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
                 format!(
                     "{bytes} bytes asked for, {} of {} available on {}",
-                    self.most - used,
-                    self.most,
+                    self.capacity - used,
+                    self.capacity,
                     self.device()
                 ),
             )
             .asked(bytes)
-            .available(self.most - used));
+            .available(self.capacity - used));
         }
         self.inner.allocate(bytes, contents).inspect_err(|_| {
             self.used.fetch_sub(bytes, Relaxed);

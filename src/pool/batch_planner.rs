@@ -274,8 +274,8 @@ impl BatchPlanner {
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
         let (leased, row) = {
             let (mut state, table) = (lock(&self.state), lock(&self.table));
-            let named = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
-            (state.lease_of(named[0], &table).cloned(), named[1])
+            let rows = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
+            (state.lease_of(rows[0], &table).cloned(), rows[1])
         };
         let claim = leased.map(|lease| Claim::again(&lease, len, self.request(row), stream)).transpose()?;
         self.take(stream, |state, pools| state.fork(pools, [src, dst], len, claim.as_ref(), stream))

@@ -367,11 +367,11 @@ impl HostTier {
             }
         }
         let mut counts = TierCounts {
-            evicted: pages.gone.len() + states.gone.len(),
+            evicted: pages.evicted.len() + states.evicted.len(),
             skipped: pages.skipped + states.skipped,
             ..TierCounts::default()
         };
-        let gone = std::mem::take(&mut pages.gone);
+        let evicted = std::mem::take(&mut pages.evicted);
         let started = if pages.is_empty() && states.is_empty() {
             None
         } else if let Ok(transfer) = self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after) {
@@ -383,7 +383,7 @@ impl HostTier {
             None
         };
         self.count(counts);
-        (started, gone)
+        (started, evicted)
     }
 
     /// Ends a write that is complete: its pages can be found from now on. `above` tells which of them the

@@ -1,7 +1,7 @@
 //! The prefix cache: cached pages of a [`TokenToKvPoolAllocator`], found by their tokens.
 
 mod backing;
-mod below;
+mod tier_link;
 
 mod fetch;
 mod lease;
@@ -31,10 +31,10 @@ use crate::memory::Stream;
 use super::contract::{Pool, Stats};
 use super::{GdnPool, HostTier, Reclaim, Store, TokenToKvPoolAllocator};
 use backing::CacheRef;
-use below::Below;
 use fetch::{Clears, FetchRequest};
 use load::Loadable;
 use shared::{CacheCore, CacheState, Open};
+use tier_link::TierLink;
 
 pub use fetch::Fetch;
 pub use lease::Lease;
@@ -172,7 +172,7 @@ impl PrefixCache {
         }
         let below = tier.map(|tier| {
             fits_tier(&tier.host, &allocator, states.as_ref())?;
-            Below::new(tier)
+            TierLink::new(tier)
         });
         let below = below.transpose()?;
         let tree = new_tree(&config, &allocator, continues(states.as_ref()), below.as_ref());
@@ -251,10 +251,10 @@ impl PrefixCache {
         let open = self.open(stream);
         let mut cache = open.current();
         for pinned in cache.pins.take(namespace) {
-            let gone = cache.tree.unpin(pinned);
-            open.give_back(&cache, gone);
+            let evicted = cache.tree.unpin(pinned);
+            open.give_back(&cache, evicted);
         }
-        let gone = cache.tree.clear(namespace, Cause { pressure: Pressure::Clear, at: Instant::now() });
+        let evicted = cache.tree.clear(namespace, Cause { pressure: Pressure::Clear, at: Instant::now() });
         if let CacheState { below: Some(below), tree, .. } = &mut *cache {
             // The offers are of pages that are given back now.
             drop(tree.take_offers());
@@ -264,7 +264,7 @@ impl PrefixCache {
                 tree.note_dropped_below(keys);
             }
         }
-        open.give_back(&cache, gone);
+        open.give_back(&cache, evicted);
     }
 
     /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and
@@ -279,7 +279,7 @@ impl PrefixCache {
         let capacity = self.allocator.stats().capacity;
         // The share of a capacity below 2**31 is exact enough in floating point.
         #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-        let most = (capacity as f64 * self.shared.config.max_pinned) as usize;
+        let max = (capacity as f64 * self.shared.config.max_pinned) as usize;
         let until = time.map(|time| {
             let end = Instant::now().checked_add(time);
             end.ok_or_else(|| Error::config(format!("a pin of {} s has no end", time.as_secs())))
@@ -290,12 +290,12 @@ impl PrefixCache {
                 return Err(Error::config("the prefix was cleared and is not found any more; match again"));
             }
             let pinned = cache.tree.pinned_with(hold);
-            if pinned > most {
+            if pinned > max {
                 return Err(Error::config(format!(
-                    "{pinned} tokens would be pinned; max_pinned allows {most} of {capacity}"
+                    "{pinned} tokens would be pinned; max_pinned allows {max} of {capacity}"
                 ))
                 .asked(pinned)
-                .available(most));
+                .available(max));
             }
             match until {
                 None => cache.tree.retain(hold, priority),
@@ -542,7 +542,7 @@ fn new_tree(
     config: &PrefixCacheConfig,
     allocator: &TokenToKvPoolAllocator,
     continues: Continues,
-    below: Option<&Below>,
+    below: Option<&TierLink>,
 ) -> Tree {
     let page_size = crate::base::bounded::narrow(allocator.page_size());
     let capacity = allocator.stats().capacity as u64;

@@ -94,7 +94,7 @@ pub struct PrefixTree {
     /// The owner of cached slots in the ledger.
     owner: Owner,
     // Lock order: this one first, the allocator next.
-    kept: Arc<Mutex<TreeState>>,
+    state: Arc<Mutex<TreeState>>,
 }
 
 struct TreeState {
@@ -125,12 +125,12 @@ impl PrefixTree {
         let mut tree = new_tree(&config, allocator.as_deref());
         let root = tree.keep_root();
         let owner = Owner::Text(config.name.clone());
-        let kept = Arc::new(Mutex::new(TreeState { tree, root, clears, unreported: Vec::new() }));
+        let state = Arc::new(Mutex::new(TreeState { tree, root, clears, unreported: Vec::new() }));
         if let Some(allocator) = &allocator {
-            let reclaim: Arc<dyn Reclaim> = Arc::clone(&kept) as _;
+            let reclaim: Arc<dyn Reclaim> = Arc::clone(&state) as _;
             allocator.on_shortage(&reclaim);
         }
-        Ok(Self { allocator, config, owner, kept })
+        Ok(Self { allocator, config, owner, state })
     }
 
     /// The settings of the tree.
@@ -157,9 +157,9 @@ impl PrefixTree {
         limit: usize,
         stream: Stream,
     ) -> Result<NodePrefix> {
-        let mut kept = self.current(stream);
-        let node = kept.tree.find_node(namespace, tokens, limit)?.unwrap_or(kept.root);
-        Ok(NodePrefix { node, len: kept.tree.end_of(node).expect("the node was found") })
+        let mut state = self.current(stream);
+        let node = state.tree.find_node(namespace, tokens, limit)?.unwrap_or(state.root);
+        Ok(NodePrefix { node, len: state.tree.end_of(node).expect("the node was found") })
     }
 
     /// Adds `tokens` with their `slots`, up to the first slot that is not allocated.
@@ -189,22 +189,27 @@ impl PrefixTree {
             )));
         }
         let changing = self.changing(stream);
-        let mut kept = self.current(stream);
-        let kept = &mut *kept;
+        let mut state = self.current(stream);
+        let state = &mut *state;
         let pages = self.usable(slots)?;
         let len = pages.len();
-        let plan = kept.tree.plan_insertion(namespace, tokens, &pages)?;
+        let plan = state.tree.plan_insertion(namespace, tokens, &pages)?;
         let cached = plan.found();
         let fresh = tokens.to_vec(cached..len)?;
         tokens.check(len..tokens.count())?;
         if len == 0 {
-            return Ok(Inserted { node: kept.root, cached, len, gone: std::mem::take(&mut kept.unreported) });
+            return Ok(Inserted {
+                node: state.root,
+                cached,
+                len,
+                gone: std::mem::take(&mut state.unreported),
+            });
         }
-        let returned = kept.tree.returned_pages(&plan);
-        let new = &pages[kept.tree.first_new_page(&plan)..];
-        changing.as_ref().map_or(Ok(()), |slots| self.take(slots, kept.clears, new, &returned))?;
-        let mut gone = std::mem::take(&mut kept.unreported);
-        let node = kept.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut gone);
+        let returned = state.tree.returned_pages(&plan);
+        let new = &pages[state.tree.first_new_page(&plan)..];
+        changing.as_ref().map_or(Ok(()), |slots| self.take(slots, state.clears, new, &returned))?;
+        let mut gone = std::mem::take(&mut state.unreported);
+        let node = state.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut gone);
         Ok(Inserted { node, cached, len, gone })
     }
 
@@ -222,9 +227,9 @@ impl PrefixTree {
     /// [`ErrorKind::StaleBuffer`] for a node that is gone; [`ErrorKind::IndexOwnership`] for one that has no
     /// lock.
     pub fn unlock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
-        let mut kept = self.current(stream);
-        let end = kept.tree.end_of(node).ok_or_else(|| is_gone(node))?;
-        kept.tree.unlock_node(node).ok_or_else(|| {
+        let mut state = self.current(stream);
+        let end = state.tree.end_of(node).ok_or_else(|| is_gone(node))?;
+        state.tree.unlock_node(node).ok_or_else(|| {
             let text = format!("node {} at {end} tokens has no lock to undo", node.number());
             Error::new(ErrorKind::IndexOwnership, text)
         })
@@ -235,19 +240,19 @@ impl PrefixTree {
     #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> EvictedNodes {
         let changing = self.changing(stream);
-        let mut kept = self.current(stream);
+        let mut state = self.current(stream);
         let mut all =
-            EvictedNodes { freed: 0, slots: Vec::new(), gone: std::mem::take(&mut kept.unreported) };
+            EvictedNodes { freed: 0, slots: Vec::new(), gone: std::mem::take(&mut state.unreported) };
         // A slot that has another owner frees nothing.
         while all.freed < tokens {
             let mut gone = Evicted::default();
             let cause = Cause { pressure: Pressure::Evict, at: Instant::now() };
-            kept.tree.evict_leaves(tokens - all.freed, cause, &mut gone, &mut all.gone);
+            state.tree.evict_leaves(tokens - all.freed, cause, &mut gone, &mut all.gone);
             if gone.pages.is_empty() {
                 break;
             }
             // The next call reports what the end of the allocator's slots has left.
-            let Some(freed) = self.give_back(changing.as_ref(), kept.clears, &gone.pages) else { break };
+            let Some(freed) = self.give_back(changing.as_ref(), state.clears, &gone.pages) else { break };
             all.freed += freed;
             all.slots.extend(gone.pages.iter().map(|page| page.number().cast_signed()));
         }
@@ -258,11 +263,11 @@ impl PrefixTree {
     #[expect(clippy::must_use_candidate, reason = "what was in it may be of no interest")]
     pub fn clear(&self, stream: Stream) -> EvictedNodes {
         let changing = self.changing(stream);
-        let mut kept = self.current(stream);
-        let mut gone = std::mem::take(&mut kept.unreported);
-        gone.extend(kept.tree.handles());
-        let pages = self.begin_anew(&mut kept).pages;
-        match self.give_back(changing.as_ref(), kept.clears, &pages) {
+        let mut state = self.current(stream);
+        let mut gone = std::mem::take(&mut state.unreported);
+        gone.extend(state.tree.handles());
+        let pages = self.begin_anew(&mut state).pages;
+        match self.give_back(changing.as_ref(), state.clears, &pages) {
             None => EvictedNodes { freed: 0, slots: Vec::new(), gone },
             Some(freed) => {
                 let slots = pages.iter().map(|page| page.number().cast_signed()).collect();
@@ -277,9 +282,9 @@ impl PrefixTree {
     /// [`ErrorKind::StaleBuffer`] for a node that is gone; as
     /// [`TokenToKvPoolAllocator::alloc`](super::TokenToKvPoolAllocator::alloc).
     pub fn slots(&self, node: NodeHandle, from: usize, stream: Stream) -> Result<TensorView> {
-        let kept = self.current(stream);
-        let end = kept.tree.end_of(node).ok_or_else(|| is_gone(node))?;
-        let pages = kept.tree.pages_of(node, from.min(end)).expect("the node was found");
+        let state = self.current(stream);
+        let end = state.tree.end_of(node).ok_or_else(|| is_gone(node))?;
+        let pages = state.tree.pages_of(node, from.min(end)).expect("the node was found");
         let mut slots = reserve(pages.len())?;
         slots.extend(pages.iter().map(|page| page.number().cast_signed()));
         match &self.allocator {
@@ -299,8 +304,8 @@ impl PrefixTree {
     /// Evictable and locked tokens, at the cost of a lock.
     #[must_use]
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
-        let kept = self.current(stream);
-        CachedSizes { evictable: kept.tree.evictable(), locked: kept.tree.locked() }
+        let state = self.current(stream);
+        CachedSizes { evictable: state.tree.evictable(), locked: state.tree.locked() }
     }
 
     /// The numbers of the tree, in tokens.
@@ -314,13 +319,13 @@ impl PrefixTree {
     /// # Errors
     /// [`ErrorKind::IndexOwnership`] with the broken invariant.
     pub fn verify(&self, stream: Stream) -> Result<()> {
-        let kept = self.current(stream);
-        let cached = kept.tree.stats().cached;
+        let state = self.current(stream);
+        let cached = state.tree.stats().cached;
         let owned = self.allocator.as_ref().map_or(cached, |allocator| {
             let slots = allocator.lock();
-            if slots.clears() == kept.clears { slots.stats().cached } else { cached }
+            if slots.clears() == state.clears { slots.stats().cached } else { cached }
         });
-        let fault = kept.tree.fault().or_else(|| {
+        let fault = state.tree.fault().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the tree owns {owned}"))
         });
         fault.map_or(Ok(()), |fault| {
@@ -387,23 +392,23 @@ impl PrefixTree {
 
     /// Locks what is kept, which is nothing if the allocator was cleared since.
     fn current(&self, _stream: Stream) -> MutexGuard<'_, TreeState> {
-        let mut kept = lock(&self.kept);
+        let mut state = lock(&self.state);
         let clears = self.allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
-        if kept.clears != clears {
-            kept.clears = clears;
-            let gone = kept.tree.handles();
-            kept.unreported.extend(gone);
+        if state.clears != clears {
+            state.clears = clears;
+            let gone = state.tree.handles();
+            state.unreported.extend(gone);
             // The slots are free already.
-            drop(self.begin_anew(&mut kept));
+            drop(self.begin_anew(&mut state));
         }
-        kept
+        state
     }
 
     /// Replaces the tree by an empty one, and returns what was in it.
-    fn begin_anew(&self, kept: &mut TreeState) -> Evicted {
-        let fresh = new_tree(&self.config, self.allocator.as_deref()).after(&kept.tree);
-        let mut old = std::mem::replace(&mut kept.tree, fresh);
-        kept.root = kept.tree.keep_root();
+    fn begin_anew(&self, state: &mut TreeState) -> Evicted {
+        let fresh = new_tree(&self.config, self.allocator.as_deref()).after(&state.tree);
+        let mut old = std::mem::replace(&mut state.tree, fresh);
+        state.root = state.tree.keep_root();
         old.take_all()
     }
 }
@@ -412,9 +417,9 @@ impl Drop for PrefixTree {
     fn drop(&mut self) {
         let stream = Stream::DEFAULT;
         let changing = self.changing(stream);
-        let mut kept = self.current(stream);
-        let pages = kept.tree.take_all().pages;
-        self.give_back(changing.as_ref(), kept.clears, &pages);
+        let mut state = self.current(stream);
+        let pages = state.tree.take_all().pages;
+        self.give_back(changing.as_ref(), state.clears, &pages);
     }
 }
 

@@ -496,8 +496,8 @@ impl TokenToKvPoolAllocator {
 
     /// Discards all fences. Their slots stay in use until [`Self::clear`].
     pub fn forget_fences(&self) {
-        let gone = self.lock().fences_mut().take();
-        drop(gone);
+        let fences = self.lock().fences_mut().take();
+        drop(fences);
     }
 
     /// Records that work on `stream` reads a tensor of slots: its memory is reused only after that work.

@@ -24,7 +24,7 @@ pub struct Fetcher {
 /// Index values in transfer.
 #[derive(Debug)]
 pub struct PendingFetch {
-    held: Reply,
+    reply: Reply,
     count: usize,
     /// Whether they are copied as int64.
     wide: bool,
@@ -54,7 +54,7 @@ impl PendingFetch {
     /// The point after the copy.
     #[must_use]
     pub fn done(&self) -> &Arc<Event> {
-        self.held.done()
+        self.reply.done()
     }
 }
 
@@ -113,14 +113,14 @@ impl Fetcher {
         let count = tensor.shape().numel();
         let wide = tensor.dtype() == DType::I64 || !tensor.is_contiguous();
         let bytes = bytes_of("index values", &[count], if wide { DType::I64 } else { DType::I32 })?;
-        let held = self.ring.receive(bytes, stream, |range| {
+        let reply = self.ring.receive(bytes, stream, |range| {
             if tensor.is_contiguous() {
                 self.gpu.copy_out(tensor, range, stream)
             } else {
                 read_kernel(&self.gpu, &self.kernels, tensor, range, stream)
             }
         })?;
-        Ok(held.map(|held| PendingFetch { held, count, wide, keep: keep() }))
+        Ok(reply.map(|reply| PendingFetch { reply, count, wide, keep: keep() }))
     }
 
     /// The values of a fetch that is done.
@@ -130,15 +130,15 @@ impl Fetcher {
     /// copy.
     pub fn take(&self, fetch: &PendingFetch) -> Result<IndexVec> {
         if fetch.wide {
-            Ok(IndexVec::I64(self.ring.take(&fetch.held, fetch.count)?))
+            Ok(IndexVec::I64(self.ring.take(&fetch.reply, fetch.count)?))
         } else {
-            Ok(IndexVec::I32(self.ring.take(&fetch.held, fetch.count)?))
+            Ok(IndexVec::I32(self.ring.take(&fetch.reply, fetch.count)?))
         }
     }
 
     /// Drops a fetch without reading its values.
     pub fn abandon(&self, fetch: &PendingFetch) {
-        self.ring.release(&fetch.held);
+        self.ring.release(&fetch.reply);
     }
 }
 

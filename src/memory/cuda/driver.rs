@@ -76,7 +76,7 @@ pub(super) struct Driver(&'static Table);
 /// another stream.
 pub(super) struct RelaxedThread {
     driver: Driver,
-    before: CaptureMode,
+    previous: CaptureMode,
 }
 
 /// Calls a function of the table and turns its code into a `Result`. The contract is that of the surrounding
@@ -120,9 +120,9 @@ impl Driver {
     }
 
     pub(super) fn relax(self) -> Result<RelaxedThread> {
-        let mut before = CaptureMode::RELAXED;
-        checked!(self, cuThreadExchangeStreamCaptureMode(&raw mut before))?;
-        Ok(RelaxedThread { driver: self, before })
+        let mut previous = CaptureMode::RELAXED;
+        checked!(self, cuThreadExchangeStreamCaptureMode(&raw mut previous))?;
+        Ok(RelaxedThread { driver: self, previous })
     }
 
     pub(super) fn device_count(self) -> Result<u32> {
@@ -487,6 +487,6 @@ fn counted(number: c_int) -> u32 {
 impl Drop for RelaxedThread {
     fn drop(&mut self) {
         // `relax` has set it; a call that fails means that the driver is shutting down.
-        let _: Result<()> = checked!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.before));
+        let _: Result<()> = checked!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.previous));
     }
 }

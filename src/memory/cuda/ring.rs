@@ -49,13 +49,13 @@ struct Piece {
     /// The point after its work; `None` when that is unknown, and the piece is never reused.
     done: Option<Arc<Event>>,
     /// Whether the host still has to read it.
-    held: bool,
+    is_held: bool,
 }
 
 impl Piece {
     /// The point after which the piece can be reused, if there is one.
     fn free_after(&self) -> Option<&Arc<Event>> {
-        self.done.as_ref().filter(|_| !self.held)
+        self.done.as_ref().filter(|_| !self.is_held)
     }
 }
 
@@ -236,12 +236,12 @@ impl Ring {
         let Some(range) = self.free_room(&pieces, bytes) else { return Ok(None) };
         let enqueued = self.pinned.range(range.start, bytes).and_then(work);
         let done = self.seal(&mut pieces, range.clone(), true, stream)?;
-        let held = Reply { range, done };
+        let reply = Reply { range, done };
         match enqueued {
-            Ok(()) => Ok(Some(held)),
+            Ok(()) => Ok(Some(reply)),
             Err(failure) => {
                 drop(pieces);
-                self.release(&held);
+                self.release(&reply);
                 Err(failure)
             }
         }
@@ -251,17 +251,17 @@ impl Ring {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the piece holds fewer.
-    pub fn take<T: Number>(&self, held: &Reply, count: usize) -> Result<Vec<T>> {
-        let values = self.pinned.read(held.range.start, count);
-        self.release(held);
+    pub fn take<T: Number>(&self, reply: &Reply, count: usize) -> Result<Vec<T>> {
+        let values = self.pinned.read(reply.range.start, count);
+        self.release(reply);
         values
     }
 
     /// Frees a piece without reading it. The device may still be writing it.
-    pub fn release(&self, held: &Reply) {
+    pub fn release(&self, reply: &Reply) {
         let mut pieces = lock(&self.pieces);
-        if let Some(piece) = pieces.used.iter_mut().find(|piece| piece.range.start == held.range.start) {
-            piece.held = false;
+        if let Some(piece) = pieces.used.iter_mut().find(|piece| piece.range.start == reply.range.start) {
+            piece.is_held = false;
         }
     }
 
@@ -270,7 +270,7 @@ impl Ring {
         &self,
         pieces: &mut Pieces,
         range: Range<usize>,
-        held: bool,
+        is_held: bool,
         stream: Stream,
     ) -> Result<Arc<Event>> {
         self.users.note(stream);
@@ -281,13 +281,13 @@ impl Ring {
                 // never reused.
                 if self.gpu.synchronize(stream).is_err() {
                     pieces.next = range.end;
-                    pieces.used.push_back(Piece { range, done: None, held: true });
+                    pieces.used.push_back(Piece { range, done: None, is_held: true });
                 }
                 return Err(failure);
             }
         };
         pieces.next = range.end;
-        pieces.used.push_back(Piece { range, done: Some(Arc::clone(&done)), held });
+        pieces.used.push_back(Piece { range, done: Some(Arc::clone(&done)), is_held });
         Ok(done)
     }
 

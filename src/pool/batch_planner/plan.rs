@@ -152,7 +152,7 @@ impl PlanLayout {
     }
 
     /// Maximum number of pages sent to a device at once, with an allocator of `pool_pages`.
-    pub(super) fn most_pages(&self, pool_pages: usize) -> usize {
+    pub(super) fn max_pages(&self, pool_pages: usize) -> usize {
         // Cached prefixes are sent once, and are distinct pages of the pool.
         self.new_pages() + (self.config.max_batch_size * self.width).min(pool_pages)
     }
@@ -162,7 +162,7 @@ impl PlanLayout {
         /// The host may be this far ahead with steps without prefixes.
         const STEPS_AHEAD: usize = 8;
         let bytes = |pages: usize| PlanBatch::bytes(self.config.max_batch_size, pages);
-        (bytes(self.new_pages()) * STEPS_AHEAD).max(bytes(self.most_pages(pool_pages)) * 2)
+        (bytes(self.new_pages()) * STEPS_AHEAD).max(bytes(self.max_pages(pool_pages)) * 2)
     }
 
     pub(super) const fn config(&self) -> PlannerConfig {

@@ -66,7 +66,7 @@ pub(super) struct PlannerState {
     host_fields: Arc<Region>,
     executor: Executor,
     /// Maximum number of pages sent to a device at once.
-    most_pages: usize,
+    max_pages: usize,
     /// The contents of the block table, so that a step writes only new entries.
     block_table: BlockTable,
     small_fields: SmallFields,
@@ -114,7 +114,7 @@ impl PlannerState {
             fields,
             host_fields,
             executor,
-            most_pages: layout.most_pages(pool_pages),
+            max_pages: layout.max_pages(pool_pages),
             block_table: BlockTable::new(max_batch_size, rows),
             small_fields: SmallFields::default(),
             plans: 0,
@@ -334,12 +334,12 @@ impl PlannerState {
                 self.config().max_tokens
             )));
         }
-        let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
+        let max_new = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
         Ok(BatchSizes {
             of_padding,
             num_tokens,
             padded_num_tokens,
-            max_seqlen_q: most,
+            max_seqlen_q: max_new,
             max_seqlen_k: longest,
         })
     }
@@ -422,8 +422,8 @@ impl PlannerState {
         stream: Stream,
     ) -> Result<OrShort<[TensorView; 2]>> {
         let Pools { slots, table } = pools;
-        let named = self.resolve(&IndexVec::I64(vec![src, dst]), table)?;
-        let (src, dst) = (named[0], named[1]);
+        let rows = self.resolve(&IndexVec::I64(vec![src, dst]), table)?;
+        let (src, dst) = (rows[0], rows[1]);
         let (has, taken) = (self.requests.len(src), self.requests.len(dst));
         let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has && taken == 0) else {
             return Err(Error::config(format!(

@@ -107,7 +107,7 @@ pub(in crate::pool) struct Incoming {
     keys: Vec<PageHash>,
     ranges: Vec<Range<usize>>,
     /// Keys of what went for them, and whether something had no place.
-    pub(in crate::pool) gone: Vec<PageHash>,
+    pub(in crate::pool) evicted: Vec<PageHash>,
     pub(in crate::pool) is_cut: bool,
     entries: Mutex<Vec<EntryId>>,
 }
@@ -190,9 +190,9 @@ impl HostTier {
         kind: PieceKind,
         keys: &[PageHash],
     ) -> (Vec<PageHash>, Outgoing) {
-        let most = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
+        let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
         let mut counts = lock(&self.counts);
-        let count = keys.len().min(most.saturating_sub(counts.storing));
+        let count = keys.len().min(max.saturating_sub(counts.storing));
         counts.storing += count;
         counts.unstored += keys.len() - count;
         drop(counts);
@@ -215,11 +215,12 @@ impl HostTier {
         clears: u64,
     ) -> Option<Incoming> {
         let storage = self.storage(kind)?;
-        let Arrivals { entries, keys, gone, skipped, .. } = storage.begin_fetch(clears, keys, namespace)?;
-        self.count(TierCounts { evicted: gone.len(), skipped, ..TierCounts::default() });
+        let Arrivals { entries, keys, evicted, skipped, .. } =
+            storage.begin_fetch(clears, keys, namespace)?;
+        self.count(TierCounts { evicted: evicted.len(), skipped, ..TierCounts::default() });
         let ranges = storage.ranges(&entries);
         let (tier, is_cut, entries) = (Arc::clone(self), skipped > 0, Mutex::new(entries));
-        Some(Incoming { tier, kind, keys, ranges, gone, is_cut, entries })
+        Some(Incoming { tier, kind, keys, ranges, evicted, is_cut, entries })
     }
 
     /// The number of times that pieces of a kind were cleared.

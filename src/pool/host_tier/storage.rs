@@ -56,7 +56,7 @@ pub(super) struct Arrivals<I> {
     /// The chunks that they go to.
     pieces: Vec<ChunkId>,
     /// The keys of the pieces that made way for them.
-    pub(super) gone: Vec<PageHash>,
+    pub(super) evicted: Vec<PageHash>,
     /// The number of pieces that had no place.
     pub(super) skipped: usize,
 }
@@ -68,7 +68,7 @@ impl<I> Arrivals<I> {
             keys: Vec::new(),
             from: Vec::new(),
             pieces: Vec::new(),
-            gone: Vec::new(),
+            evicted: Vec::new(),
             skipped: 0,
         }
     }
@@ -195,7 +195,7 @@ impl Storage {
                 resident.set_above([key], Above::Present);
                 continue;
             }
-            let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.gone) };
+            let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.evicted) };
             let Some(place) = place else {
                 // Nothing behind it would be found.
                 is_full = true;
@@ -231,7 +231,7 @@ impl Storage {
             if resident.contains(key) {
                 continue;
             }
-            let Some(place) = self.place(&mut resident, &mut arrivals.gone) else {
+            let Some(place) = self.place(&mut resident, &mut arrivals.evicted) else {
                 // Nothing behind it would be found.
                 arrivals.skipped = 1;
                 break;
@@ -275,12 +275,12 @@ impl Storage {
     fn place(
         &self,
         resident: &mut Residency<Ticket<ChunkId>>,
-        gone: &mut Vec<PageHash>,
+        evicted: &mut Vec<PageHash>,
     ) -> Option<Ticket<ChunkId>> {
         let free = self.chunks.try_allocate_one().ok().flatten();
         free.or_else(|| {
             let (key, place) = resident.evict()?;
-            gone.push(key);
+            evicted.push(key);
             Some(place)
         })
     }

@@ -28,7 +28,7 @@ pub struct Lease {
     /// The stream on which it was made, for what a drop frees.
     stream: Stream,
     /// `None` once it is released.
-    held: Mutex<Option<LeaseState>>,
+    state: Mutex<Option<LeaseState>>,
     pub(super) allocator: Arc<TokenToKvPoolAllocator>,
 }
 
@@ -43,7 +43,7 @@ impl Lease {
         let (loadable, load) = (Loadable::default(), None);
         let state = Some(LeaseState { hold, holder: Holder::User, loadable, load });
         let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
-        Self { shared, namespace, clears, stream, held: Mutex::new(state), allocator }
+        Self { shared, namespace, clears, stream, state: Mutex::new(state), allocator }
     }
 
     /// The namespace of the prefix.
@@ -57,7 +57,7 @@ impl Lease {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] after its release, or when the allocator was cleared.
     pub fn len(&self) -> Result<usize> {
-        self.with(self.stream, |_, _, held| Ok(held.len()))
+        self.with(self.stream, |_, _, lease| Ok(lease.len()))
     }
 
     /// Tokens behind the prefix that the tier below had when it was made, and that [`Self::load`] brings
@@ -66,13 +66,13 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub fn loadable(&self) -> Result<usize> {
-        self.with(self.stream, |_, _, held| Ok(held.loadable.tokens.len()))
+        self.with(self.stream, |_, _, lease| Ok(lease.loadable.tokens.len()))
     }
 
     /// Takes note of what the tier below could add, for a new lease.
     pub(super) fn set_loadable(&self, loadable: Loadable) {
-        if let Some(held) = lock(&self.held).as_mut() {
-            held.loadable = loadable;
+        if let Some(lease) = lock(&self.state).as_mut() {
+            lease.loadable = loadable;
         }
     }
 
@@ -82,7 +82,7 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub fn kv_len(&self) -> Result<usize> {
-        self.with(self.stream, |_, _, held| Ok(held.hold.found().max(held.len())))
+        self.with(self.stream, |_, _, lease| Ok(lease.hold.found().max(lease.len())))
     }
 
     /// Whether the prefix has no tokens.
@@ -99,8 +99,8 @@ impl Lease {
         stream: Stream,
         work: impl FnOnce(&Open<'_>, &mut CacheState, &mut LeaseState) -> Result<R>,
     ) -> Result<R> {
-        self.with_request(stream, |open, cache, held| match held.holder {
-            Holder::User | Holder::Both(_) => work(open, cache, held),
+        self.with_request(stream, |open, cache, lease| match lease.holder {
+            Holder::User | Holder::Both(_) => work(open, cache, lease),
             Holder::Request(_) => Err(stale("it was released")),
         })
     }
@@ -114,14 +114,14 @@ impl Lease {
         let open = self.shared.open(&self.allocator, stream);
         // Dropped without locks.
         let ended;
-        let mut guard = lock(&self.held);
-        let Some(held) = guard.as_mut() else { return Err(stale("it was released")) };
+        let mut guard = lock(&self.state);
+        let Some(lease) = guard.as_mut() else { return Err(stale("it was released")) };
         let mut cache = open.current();
         if cache.clears != self.clears {
             return Err(cleared());
         }
-        ended = held.settle(&open, &mut cache, stream)?;
-        let answer = work(&open, &mut cache, held);
+        ended = lease.settle(&open, &mut cache, stream)?;
+        let answer = work(&open, &mut cache, lease);
         drop(cache);
         drop(guard);
         drop(ended);
@@ -144,9 +144,9 @@ impl Lease {
         if !Arc::ptr_eq(shared, &self.shared) {
             return Err(Error::config("the lease is of another prefix cache"));
         }
-        self.with(stream, |_, cache, held| {
-            held.expect_arrived()?;
-            work(cache, &held.hold)
+        self.with(stream, |_, cache, lease| {
+            lease.expect_arrived()?;
+            work(cache, &lease.hold)
         })
     }
 
@@ -155,10 +155,10 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
-        self.with(self.stream, |_, cache, held| {
-            let mut pages = cache.tree.pages(&held.hold, from.min(held.hold.len()));
-            let loading = held.loading_pages();
-            let skipped = from.saturating_sub(held.hold.len()) / cache.tree.page_size();
+        self.with(self.stream, |_, cache, lease| {
+            let mut pages = cache.tree.pages(&lease.hold, from.min(lease.hold.len()));
+            let loading = lease.loading_pages();
+            let skipped = from.saturating_sub(lease.hold.len()) / cache.tree.page_size();
             pages.extend_from_slice(&loading[skipped.min(loading.len())..]);
             Ok(pages)
         })
@@ -188,7 +188,7 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub fn state_slot(&self) -> Result<Option<StateSlot>> {
-        self.with(self.stream, |_, cache, held| Ok(held.state(&cache.tree)))
+        self.with(self.stream, |_, cache, lease| Ok(lease.state(&cache.tree)))
     }
 
     /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that for a prefix
@@ -202,16 +202,16 @@ impl Lease {
             return Err(Error::config("the prefix cache was made without states"));
         };
         // A lock of its own: the snapshot is not given up before it is copied.
-        let (snapshot, lock) = self.with(stream, |_, cache, held| {
-            let snapshot = held.state(&cache.tree);
-            if snapshot.is_none() && held.len() > 0 {
+        let (snapshot, lock) = self.with(stream, |_, cache, lease| {
+            let snapshot = lease.state(&cache.tree);
+            if snapshot.is_none() && lease.len() > 0 {
                 return Err(Error::config(format!(
                     "the lease has {} tokens and no snapshot of the state at their end",
-                    held.len()
+                    lease.len()
                 )));
             }
-            let load = held.load.as_ref().map(|load| load.share(load.len));
-            Ok((snapshot, self.lock_of(cache.tree.hold_again(&held.hold), load, stream)))
+            let load = lease.load.as_ref().map(|load| load.share(load.len));
+            Ok((snapshot, self.lock_of(cache.tree.hold_again(&lease.hold), load, stream)))
         })?;
         // States come before the first layer.
         if let Some(load) = lock.load.as_ref().filter(|load| !load.has_arrived) {
@@ -224,8 +224,8 @@ impl Lease {
     /// The row of its request, if a planner has that.
     #[must_use]
     pub fn row(&self) -> Option<RequestRow> {
-        let held = lock(&self.held);
-        Some(held.as_ref()?.request()?.row())
+        let lease = lock(&self.state);
+        Some(lease.as_ref()?.request()?.row())
     }
 
     /// Whether its pages are of `allocator`.
@@ -238,16 +238,16 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`]; also [`ErrorKind::Config`] when it is that of another request.
     pub(in crate::pool) fn bind(&self, request: LeasingRequest) -> Result<PageList> {
-        self.with(self.stream, |_, cache, held| {
-            if let Some(other) = held.request() {
+        self.with(self.stream, |_, cache, lease| {
+            if let Some(other) = lease.request() {
                 let row = other.row();
                 return Err(Error::config(format!(
                     "the lease is that of request row {row} already; match again"
                 )));
             }
-            let mut pages = cache.tree.share_pages(&held.hold);
-            pages.extend_from_slice(held.loading_pages());
-            held.holder = Holder::Both(request);
+            let mut pages = cache.tree.share_pages(&lease.hold);
+            pages.extend_from_slice(lease.loading_pages());
+            lease.holder = Holder::Both(request);
             Ok(pages)
         })
     }
@@ -259,7 +259,7 @@ impl Lease {
 
     /// Ends what the lease was to a request whose planner is gone. The lease may be another request's since.
     pub(in crate::pool) fn unbind_gone(&self) {
-        self.end_if(|held| held.request().is_none() && held.lose_request(), self.stream);
+        self.end_if(|lease| lease.request().is_none() && lease.lose_request(), self.stream);
     }
 
     /// Checks that the pages are still those of the allocator, whose lock the caller holds.
@@ -275,14 +275,14 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`].
     pub(in crate::pool) fn again(&self, len: usize, stream: Stream) -> Result<Self> {
-        let (hold, load) = self.with_request(stream, |_, cache, held| {
+        let (hold, load) = self.with_request(stream, |_, cache, lease| {
             let len = in_whole_pages(len, &cache.tree);
-            Ok((cache.tree.hold_first(&held.hold, len), held.share_of(len)))
+            Ok((cache.tree.hold_first(&lease.hold, len), lease.share_of(len)))
         })?;
         let of = (&self.shared, &self.allocator);
         let again = Self::new(of, hold, self.clears, self.namespace.clone(), stream);
-        if let Some(held) = lock(&again.held).as_mut() {
-            held.load = load;
+        if let Some(lease) = lock(&again.state).as_mut() {
+            lease.load = load;
         }
         Ok(again)
     }
@@ -291,14 +291,14 @@ impl Lease {
     /// a lock of what it had, unless it has ended before.
     pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) -> Option<PrefixLock> {
         if len == 0 {
-            let held = lock(&self.held).take();
-            return held.map(|held| self.lock_of(held.hold, held.load, stream));
+            let lease = lock(&self.state).take();
+            return lease.map(|lease| self.lock_of(lease.hold, lease.load, stream));
         }
-        let before = self.with_request(stream, |_, cache, held| {
+        let before = self.with_request(stream, |_, cache, lease| {
             let len = in_whole_pages(len, &cache.tree);
-            let (shorter, share) = (cache.tree.hold_first(&held.hold, len), held.share_of(len));
-            let load = std::mem::replace(&mut held.load, share);
-            Ok((std::mem::replace(&mut held.hold, shorter), load))
+            let (shorter, share) = (cache.tree.hold_first(&lease.hold, len), lease.share_of(len));
+            let load = std::mem::replace(&mut lease.load, share);
+            Ok((std::mem::replace(&mut lease.hold, shorter), load))
         });
         before.ok().map(|(hold, load)| self.lock_of(hold, load, stream))
     }
@@ -311,21 +311,21 @@ impl Lease {
 
     /// Ends the lease if `is_over` says so. One lock for both: in between it could become that of a request.
     fn end_if(&self, is_over: impl FnOnce(&mut LeaseState) -> bool, stream: Stream) {
-        let held = lock(&self.held).take_if(is_over);
-        let Some(mut held) = held else { return };
+        let lease = lock(&self.state).take_if(is_over);
+        let Some(mut lease) = lease else { return };
         // Dropped without locks.
         let mut ended = None;
         let open = self.shared.open(&self.allocator, stream);
-        if held.load.is_some() {
+        if lease.load.is_some() {
             let mut cache = open.current();
             if cache.clears == self.clears {
-                ended = held.settle(&open, &mut cache, stream).unwrap_or_default();
+                ended = lease.settle(&open, &mut cache, stream).unwrap_or_default();
             }
         }
-        let LeaseState { hold, load, .. } = held;
+        let LeaseState { hold, load, .. } = lease;
         open.release(hold, self.clears);
-        if let Some(before) = load.and_then(LeaseLoad::into_before) {
-            open.release(before, self.clears);
+        if let Some(fallback) = load.and_then(LeaseLoad::into_fallback) {
+            open.release(fallback, self.clears);
         }
         drop(ended);
     }

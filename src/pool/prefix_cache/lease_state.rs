@@ -93,9 +93,9 @@ impl LeaseState {
         // Asked first: what ends in between has not ended early.
         let may_give_up = !has_request && load.shared.transfer().is_over()?;
         if load.shared.transfer().is_complete_on(stream)? {
-            if let Some(before) = load.settle(cache, hold)? {
-                let gone = cache.tree.release(before);
-                open.give_back(cache, gone);
+            if let Some(fallback) = load.settle(cache, hold)? {
+                let evicted = cache.tree.release(fallback);
+                open.give_back(cache, evicted);
             }
             open.send_down(cache);
         } else if may_give_up {
@@ -108,9 +108,9 @@ impl LeaseState {
     /// locks.
     pub(super) fn give_up_load(&mut self, open: &Open<'_>, cache: &mut CacheState) -> Option<LeaseLoad> {
         let mut given_up = self.load.take_if(|load| !load.has_arrived)?;
-        if let Some(before) = given_up.before.take() {
-            let gone = cache.tree.release(std::mem::replace(&mut self.hold, before));
-            open.give_back(cache, gone);
+        if let Some(fallback) = given_up.fallback.take() {
+            let evicted = cache.tree.release(std::mem::replace(&mut self.hold, fallback));
+            open.give_back(cache, evicted);
         }
         Some(given_up)
     }

@@ -12,11 +12,11 @@ use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
 use crate::transfer::Transfer;
 
-use super::below::Released;
 use super::lease::cleared;
 use super::lease_state::LeaseState;
 use super::lock::PrefixLock;
 use super::taken_slot::TakenSlot;
+use super::tier_link::Released;
 use super::{CacheCore, CacheState, Lease};
 
 /// The tokens that a tier could add to a prefix.
@@ -75,8 +75,8 @@ pub(super) struct LeaseLoad {
     pub(super) shared: Arc<SharedLoad>,
     /// Tokens behind the hold of the lease that are the lease's.
     pub(super) len: usize,
-    /// The place where the lease ends again if the load ends early, if that is not where its hold is.
-    pub(super) before: Option<Hold>,
+    /// The hold to which the lease returns if the load ends early, unless that is its present one.
+    pub(super) fallback: Option<Hold>,
     /// Whether the hold of the lease is at the end of it.
     pub(super) has_arrived: bool,
 }
@@ -126,7 +126,7 @@ impl Load {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.transfer.order(layer, stream))
     }
 
-    /// Whether all is there. Then the cache has it, for others too.
+    /// Whether all layers have arrived. Then the cache has the pages, for other requests too.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request
@@ -265,8 +265,8 @@ impl Lease {
         Ok((load, lock))
     }
 
-    /// Lets the lease, which had `begin` tokens, go on with `load` behind what `lock` holds. Returns how many
-    /// tokens it grew by.
+    /// Extends the lease, which had `begin` tokens, to what `lock` holds and by `load` behind that. Returns the
+    /// number of tokens that it grew by.
     fn go_on_with(
         &self,
         load: &Arc<SharedLoad>,
@@ -274,44 +274,44 @@ impl Lease {
         mut lock: PrefixLock,
         stream: Stream,
     ) -> Result<usize> {
-        self.with(stream, |_, cache, held| {
-            expect_idle(held)?;
-            if held.hold.len() != begin {
+        self.with(stream, |_, cache, lease| {
+            expect_idle(lease)?;
+            if lease.hold.len() != begin {
                 return Err(Error::config(format!(
                     "the lease changed from {begin} to {} tokens while it was to load",
-                    held.hold.len()
+                    lease.hold.len()
                 )));
             }
             let (hold, len) = (lock.hold.take().expect("it is a lock still"), load.tokens.len());
-            let added = hold.len() + len - held.hold.len();
-            let before = Some(std::mem::replace(&mut held.hold, hold));
-            held.load = Some(LeaseLoad { shared: Arc::clone(load), len, before, has_arrived: false });
-            held.loadable = Loadable::default();
+            let added = hold.len() + len - lease.hold.len();
+            let fallback = Some(std::mem::replace(&mut lease.hold, hold));
+            lease.load = Some(LeaseLoad { shared: Arc::clone(load), len, fallback, has_arrived: false });
+            lease.loadable = Loadable::default();
             cache.counts.loaded += len;
             cache.below.iter_mut().for_each(|below| below.add_load(load));
             Ok(added)
         })
     }
 
-    /// Finds out what to load, and takes it; `loads` are on their way for others.
+    /// Decides what to load, and locks it in the tier. `loads` are those in flight for other leases.
     fn begin_load(
         self: &Arc<Self>,
         limit: usize,
         loads: &[Arc<SharedLoad>],
         stream: Stream,
     ) -> Result<LoadStart<'_>> {
-        self.with(stream, |open, cache, held| {
-            expect_idle(held)?;
+        self.with(stream, |open, cache, lease| {
+            expect_idle(lease)?;
             let nothing = || Ok(LoadStart::Done(Load::new(Weak::new(), None, 0)));
             let Some(tier) = cache.below.as_ref().map(|below| Arc::clone(&below.tier)) else {
                 return nothing();
             };
             let (is_stateful, page_size) = (cache.tree.is_stateful(), cache.tree.page_size());
-            let (keys, tokens) = (&held.loadable.keys, &held.loadable.tokens);
-            let most = limit.min(tokens.len()) / page_size;
-            let found = cache.tree.find(&held.hold, &&tokens[..most * page_size])?.len() / page_size;
+            let (keys, tokens) = (&lease.loadable.keys, &lease.loadable.tokens);
+            let max = limit.min(tokens.len()) / page_size;
+            let found = cache.tree.find(&lease.hold, &&tokens[..max * page_size])?.len() / page_size;
             let contents = tier.contents();
-            let run = keys[found..most].iter().take_while(|key| contents.has_page(key)).count();
+            let run = keys[found..max].iter().take_while(|key| contents.has_page(key)).count();
             let has_end = |end: &usize| !is_stateful || *end > 0 && contents.has_state(&keys[end - 1]);
             let Some(end) = (0..=found + run).rev().find(has_end).filter(|end| *end > 0) else {
                 return nothing();
@@ -319,31 +319,31 @@ impl Lease {
             // The calls below lock the tier.
             drop(contents);
             let tokens = tokens[..end * page_size].to_vec();
-            let found = cache.tree.find(&held.hold, &tokens.as_slice())?;
-            let (known, begin) = (found.len(), held.hold.len());
-            let (keys, state_key) = (keys[known / page_size..end].to_vec(), keys[end - 1]);
-            let mut hold = cache.tree.hold_again(&held.hold);
+            let found = cache.tree.find(&lease.hold, &tokens.as_slice())?;
+            let (cached, begin) = (found.len(), lease.hold.len());
+            let (keys, state_key) = (keys[cached / page_size..end].to_vec(), keys[end - 1]);
+            let mut hold = cache.tree.hold_again(&lease.hold);
             cache.tree.publish(&mut hold, found, Vec::new(), &[]);
             open.send_down(cache);
             if keys.is_empty() && !is_stateful {
-                held.loadable = Loadable::default();
-                let gone = cache.tree.release(std::mem::replace(&mut held.hold, hold));
-                open.give_back(cache, gone);
-                return Ok(LoadStart::Done(Load::new(Weak::new(), None, known)));
+                lease.loadable = Loadable::default();
+                let evicted = cache.tree.release(std::mem::replace(&mut lease.hold, hold));
+                open.give_back(cache, evicted);
+                return Ok(LoadStart::Done(Load::new(Weak::new(), None, cached)));
             }
-            let tokens = tokens[known..].to_vec();
+            let tokens = tokens[cached..].to_vec();
             if let Some(shared) = loads.iter().find(|load| load.covers(&keys, is_stateful)) {
-                let before = Some(std::mem::replace(&mut held.hold, hold));
+                let fallback = Some(std::mem::replace(&mut lease.hold, hold));
                 let (shared, len) = (Arc::clone(shared), tokens.len());
-                let load = Load::new(Arc::downgrade(self), Some(&shared), known + len);
-                (held.loadable, held.load) =
-                    (Loadable::default(), Some(LeaseLoad { shared, len, before, has_arrived: false }));
+                let load = Load::new(Arc::downgrade(self), Some(&shared), cached + len);
+                (lease.loadable, lease.load) =
+                    (Loadable::default(), Some(LeaseLoad { shared, len, fallback, has_arrived: false }));
                 return Ok(LoadStart::Done(load));
             }
             let lock = self.lock_of(hold, None, stream);
             let state = match self.shared.states.as_ref().filter(|_| is_stateful) {
                 None => None,
-                Some(states) => match TakenSlot::new(states, cache, &mut held.hold) {
+                Some(states) => match TakenSlot::new(states, cache, &mut lease.hold) {
                     None => return Ok(LoadStart::Short { _lock: lock }),
                     taken => taken,
                 },
@@ -356,21 +356,21 @@ impl Lease {
         })
     }
 
-    /// Takes note of a load that is over.
+    /// Completes a load that is over.
     fn look_at_load(&self, stream: Stream) {
-        // Without a lease there is nothing to note.
+        // A lease that has ended has nothing to complete.
         let _ = self.with_request(stream, |_, _, _| Ok(()));
     }
 
-    /// Gives up what is on its way, and tells whether there was any.
+    /// Gives up the load in flight. Returns whether there was one.
     fn cancel_load(&self, stream: Stream) -> Result<bool> {
-        let ended = self.with(stream, |open, cache, held| {
-            if let (Err(_), Some(request)) = (held.expect_arrived(), held.request()) {
+        let ended = self.with(stream, |open, cache, lease| {
+            if let (Err(_), Some(request)) = (lease.expect_arrived(), lease.request()) {
                 let text =
                     format!("the lease is that of request row {}, which uses the pages", request.row());
                 return Err(Error::config(text));
             }
-            Ok(held.give_up_load(open, cache))
+            Ok(lease.give_up_load(open, cache))
         });
         match ended {
             Err(error) if error.kind() == ErrorKind::StaleBuffer => Ok(false),
@@ -380,9 +380,9 @@ impl Lease {
 }
 
 /// Checks that a lease can load.
-fn expect_idle(held: &LeaseState) -> Result<()> {
-    held.expect_arrived()?;
-    held.request().map_or(Ok(()), |request| {
+fn expect_idle(lease: &LeaseState) -> Result<()> {
+    lease.expect_arrived()?;
+    lease.request().map_or(Ok(()), |request| {
         let text = format!("the lease is that of request row {} already; load before", request.row());
         Err(Error::config(text))
     })
@@ -407,7 +407,7 @@ impl SharedLoad {
         &self.pages[..len.checked_div(page_size).unwrap_or(0)]
     }
 
-    /// Whether it is on its way, or there, and not in the tree.
+    /// Whether it is in flight or complete, and not yet in the tree.
     fn can_arrive(&self) -> bool {
         let has_failed = || {
             self.copies.transfer.is_over().unwrap_or(true)
@@ -426,7 +426,7 @@ impl SharedLoad {
         self.state.filter(|_| len == self.tokens.len())
     }
 
-    /// Gives the tree what has arrived, behind `hold`, if that was not done yet.
+    /// Publishes what has arrived in the tree, behind `hold`, unless that was done before.
     fn arrive(&self, cache: &mut CacheState, hold: &Hold) {
         let mut arrived = lock(&self.arrived);
         if arrived.is_some() {
@@ -434,8 +434,8 @@ impl SharedLoad {
         }
         let tree = &mut cache.tree;
         let found = tree.find(hold, &self.tokens.as_slice()).expect("they are in memory");
-        let (known, mut own) = (found.len() / tree.page_size(), tree.hold_again(hold));
-        tree.publish(&mut own, found, self.tokens[found.len()..].to_vec(), &self.pages[known..]);
+        let (cached, mut own) = (found.len() / tree.page_size(), tree.hold_again(hold));
+        tree.publish(&mut own, found, self.tokens[found.len()..].to_vec(), &self.pages[cached..]);
         let mut state = self.state;
         if let Some(slot) = state.filter(|_| tree.snapshot(&own).is_none()) {
             tree.set_snapshot(&mut own, slot);
@@ -444,11 +444,11 @@ impl SharedLoad {
         if let Some(below) = &cache.below {
             below.tier.set_above(self.keys.iter().rev(), Above::Present);
         }
-        cache.loading_pages -= self.pages.len() - known;
+        cache.loading_pages -= self.pages.len() - cached;
         *lock(&self.copies.outcome) = Outcome::Arrived;
-        *arrived = Some(Arrived { hold: own, spare: self.pages[..known].to_vec(), state });
-        // The pieces that it came from may go, unless it is complete in the order of a stream only: then it
-        // goes with this.
+        *arrived = Some(Arrived { hold: own, spare: self.pages[..cached].to_vec(), state });
+        // The pieces in the tier are needed no more, unless the copy is complete in the order of a stream only:
+        // then they are dropped with this.
         if self.copies.transfer.is_over().unwrap_or(false) {
             drop(lock(&self.pieces).take());
         }
@@ -456,23 +456,23 @@ impl SharedLoad {
 }
 
 impl LeaseLoad {
-    /// The place where the lease would end again.
-    pub(super) fn into_before(self) -> Option<Hold> {
-        self.before
+    /// The hold to which the lease would have returned.
+    pub(super) fn into_fallback(self) -> Option<Hold> {
+        self.fallback
     }
 
     /// Another share of the first `len` tokens of it.
     pub(super) fn share(&self, len: usize) -> Self {
-        Self { shared: Arc::clone(&self.shared), len, before: None, has_arrived: self.has_arrived }
+        Self { shared: Arc::clone(&self.shared), len, fallback: None, has_arrived: self.has_arrived }
     }
 
-    /// Moves `hold` to the end of what has arrived. Returns where the lease need not end again.
+    /// Moves `hold` to the end of what has arrived. Returns the fallback, which is not needed any more.
     pub(super) fn settle(&mut self, cache: &mut CacheState, hold: &mut Hold) -> Result<Option<Hold>> {
         self.shared.arrive(cache, hold);
         let found = cache.tree.find(hold, &&self.shared.tokens[..self.len])?;
         cache.tree.publish(hold, found, Vec::new(), &[]);
         self.has_arrived = true;
-        Ok(self.before.take())
+        Ok(self.fallback.take())
     }
 }
 

@@ -31,8 +31,8 @@ impl Drop for PrefixLock {
     fn drop(&mut self) {
         // Without an allocator its pages are gone.
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
-        let before = self.load.as_mut().and_then(|load| load.before.take());
-        for hold in self.hold.take().into_iter().chain(before) {
+        let fallback = self.load.as_mut().and_then(|load| load.fallback.take());
+        for hold in self.hold.take().into_iter().chain(fallback) {
             self.shared.open(&allocator, self.stream).release(hold, self.clears);
         }
     }

@@ -63,23 +63,23 @@ impl Lease {
         // Dropped without locks: it may be the last owner.
         let mut planner = None;
         let Some(row) = publication.state else {
-            return self.with(stream, |open, cache, held| {
-                planner = held.holder.planner()?;
-                self.publish_pages(open, (cache, held), publication.tokens, pages, planner.as_deref())
+            return self.with(stream, |open, cache, lease| {
+                planner = lease.holder.planner()?;
+                self.publish_pages(open, (cache, lease), publication.tokens, pages, planner.as_deref())
             });
         };
         // As they are now: others may run while the state is copied.
         let tokens = publication.tokens.to_vec(0..tokens)?;
         let snapshot = self.take_snapshot(&tokens, row, stream)?;
-        self.with(stream, |open, cache, held| {
-            planner = held.holder.planner()?;
+        self.with(stream, |open, cache, lease| {
+            planner = lease.holder.planner()?;
             let tokens = &tokens.as_slice();
-            let published = self.publish_pages(open, (cache, held), tokens, pages, planner.as_deref())?;
+            let published = self.publish_pages(open, (cache, lease), tokens, pages, planner.as_deref())?;
             // Others may have been as fast.
             if let Some(snapshot) = snapshot
-                && cache.tree.snapshot(&held.hold).is_none()
+                && cache.tree.snapshot(&lease.hold).is_none()
             {
-                cache.tree.set_snapshot(&mut held.hold, snapshot.keep());
+                cache.tree.set_snapshot(&mut lease.hold, snapshot.keep());
                 open.send_down(cache);
             }
             Ok(published)
@@ -93,13 +93,13 @@ impl Lease {
             return Err(Error::config("a state was published to a prefix cache without states"));
         };
         states.check_slot(row)?;
-        let taken = self.with(stream, |_, cache, held| {
-            held.expect_arrived()?;
-            let found = cache.tree.find(&held.hold, &tokens)?;
+        let taken = self.with(stream, |_, cache, lease| {
+            lease.expect_arrived()?;
+            let found = cache.tree.find(&lease.hold, &tokens)?;
             if !cache.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &cache.tree)) {
                 return Ok(None);
             }
-            Ok(TakenSlot::new(states, cache, &mut held.hold))
+            Ok(TakenSlot::new(states, cache, &mut lease.hold))
         })?;
         if let Some(taken) = &taken {
             taken.make_ready(stream)?;
@@ -118,13 +118,13 @@ impl Lease {
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
         let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
-        let published = self.with(stream, |open, cache, held| {
-            if let Some(request) = held.request() {
+        let published = self.with(stream, |open, cache, lease| {
+            if let Some(request) = lease.request() {
                 let row = request.row();
                 let text = format!("the lease is that of request row {row}; the planner finishes it");
                 return Err(Error::config(text));
             }
-            self.publish_pages(open, (cache, held), tokens, Some(pages), None)
+            self.publish_pages(open, (cache, lease), tokens, Some(pages), None)
         })?;
         self.release(stream);
         Ok(published)
@@ -141,25 +141,25 @@ impl Lease {
         pages_of(slots, self.allocator.page_size(), rest)
     }
 
-    /// Publishes whole pages, and frees the one behind them, if there is one; `planner` is that of the
-    /// request.
+    /// Publishes the whole pages of `tokens`, and frees a partly filled page behind them. `planner` is the
+    /// planner of the lease's request, if it has one.
     fn publish_pages(
         &self,
         open: &Open<'_>,
-        (cache, held): (&mut CacheState, &mut LeaseState),
+        (cache, lease): (&mut CacheState, &mut LeaseState),
         tokens: &dyn Tokens,
         pages: Option<Vec<Page>>,
         planner: Option<&dyn LeaseKeeper>,
     ) -> Result<Published> {
-        held.expect_arrived()?;
-        let (begin, page_size) = (held.hold.len(), cache.tree.page_size());
+        lease.expect_arrived()?;
+        let (begin, page_size) = (lease.hold.len(), cache.tree.page_size());
         let whole = in_whole_pages(tokens.count(), &cache.tree);
-        let found = cache.tree.find(&held.hold, tokens)?;
+        let found = cache.tree.find(&lease.hold, tokens)?;
         let cached = cache.tree.found_pages(&found);
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
         let published = open.slots.change(self.clears, |slots| {
-            let mut request = planner.map(|planner| self.request_of(planner, held)).transpose()?;
+            let mut request = planner.map(|planner| self.request_of(planner, lease)).transpose()?;
             let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
             let rest = pages.split_off((whole / page_size).min(pages.len()));
             let duplicates = self.hand_over(&mut pages, &rest, &cached, slots)?;
@@ -171,14 +171,14 @@ impl Lease {
         let (pages, duplicates) = published.ok_or_else(cleared)?;
         let new = &pages[found.len() / page_size..];
         cache.counts.published += fresh.len();
-        cache.tree.publish(&mut held.hold, found, fresh, new);
+        cache.tree.publish(&mut lease.hold, found, fresh, new);
         if let Some(below) = &mut cache.below {
             below.note_publisher(open.slots.stream());
         }
         open.send_down(cache);
-        held.loadable = Loadable::default();
+        lease.loadable = Loadable::default();
         cache.counts.duplicates += duplicates;
-        Ok(Published { length: held.hold.len(), duplicates, pages })
+        Ok(Published { length: lease.hold.len(), duplicates, pages })
     }
 
     /// The request that keeps this lease, locked.
@@ -190,14 +190,14 @@ impl Lease {
     fn request_of<'a>(
         &self,
         planner: &'a dyn LeaseKeeper,
-        held: &LeaseState,
+        lease: &LeaseState,
     ) -> Result<Box<dyn LeasedRequest + 'a>> {
-        let request = held.holder.request().and_then(|request| planner.leased_request(request.row(), self));
+        let request = lease.holder.request().and_then(|request| planner.leased_request(request.row(), self));
         request.ok_or_else(|| Error::config("the lease is of a request that its planner does not have"))
     }
 
-    /// Makes whole pages the cache's, and frees `rest`. Where the cache has other pages for the same tokens,
-    /// `cached`, they take the place of the first of `pages`, which are freed. Returns how many were.
+    /// Makes `pages` the cache's, and frees `rest`. If the cache has pages for the first of the tokens already,
+    /// `cached`, these replace the first of `pages`, which are freed. Returns the number of pages replaced.
     ///
     /// # Errors
     /// See [`SlotAllocator::cache`](crate::index::SlotAllocator::cache); nothing is changed.
@@ -218,7 +218,7 @@ impl Lease {
     }
 }
 
-/// The pages of positions `range`: those that the request has, which those that were given must equal.
+/// The pages of positions `range`, from the request if there is one; `given` pages must equal those.
 fn pages_of_request(
     request: Option<&dyn LeasedRequest>,
     range: Range<usize>,

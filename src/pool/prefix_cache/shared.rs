@@ -17,9 +17,9 @@ use crate::pool::{GdnPool, Obtainable, Reclaim, TokenToKvPoolAllocator};
 use crate::transfer::Transfer;
 
 use super::backing::CacheRef;
-use super::below::{Below, ReleaseOnDrop, Released, free_states};
 use super::load::SharedLoad;
 use super::pins::Pins;
+use super::tier_link::{ReleaseOnDrop, Released, TierLink, free_states};
 use super::{PrefixCacheConfig, PrefixCounts, continues, new_tree};
 
 /// The state that a cache and its leases share.
@@ -43,7 +43,7 @@ pub(super) struct CacheState {
     pub(super) ages: [u64; AGE_BUCKETS],
     /// The number of times that the allocator had been cleared.
     pub(super) clears: u64,
-    pub(super) below: Option<Below>,
+    pub(super) below: Option<TierLink>,
     /// Pages from the tier below, on their way or there twice, which the tree does not have.
     pub(super) loading_pages: usize,
 }
@@ -55,22 +55,23 @@ pub(super) struct Open<'a> {
 }
 
 impl CacheState {
-    /// Waits for what is copied down. No other call is there any more that could wait for the lock.
+    /// Waits for the copies to the tier below. The cache is about to be dropped, so no other call waits for
+    /// its lock.
     pub(super) fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
         if let Self { below: Some(below), tree, clears, .. } = self {
             below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().clears() == *clears));
         }
     }
 
-    /// The visits of threads, if there is a store.
+    /// The reference for the threads of the store, if there is one.
     pub(super) fn cache_ref(&self) -> Option<Arc<CacheRef>> {
         let backing = self.below.as_ref()?.backing.as_ref()?;
         Some(Arc::clone(backing.cache_ref()))
     }
 
-    /// Prefixes that may be on their way from the tier below. Drop them without locks.
+    /// Loads from the tier below that may be in flight. Drop them without locks.
     pub(super) fn shared_loads(&self) -> Vec<Arc<SharedLoad>> {
-        self.below.as_ref().map_or(Vec::new(), Below::shared_loads)
+        self.below.as_ref().map_or(Vec::new(), TierLink::shared_loads)
     }
 
     pub(super) fn stats(&self) -> TreeStats {
@@ -86,7 +87,7 @@ impl CacheState {
 }
 
 impl CacheCore {
-    /// A call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
+    /// Begins a call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
     pub(super) const fn open<'a>(
         &'a self,
         allocator: &'a TokenToKvPoolAllocator,
@@ -95,7 +96,7 @@ impl CacheCore {
         Open { shared: self, slots: allocator.changing(stream) }
     }
 
-    /// Changes the number of pages that are on their way, unless the allocator was cleared since it had been
+    /// Changes the number of pages that are being loaded, unless the allocator has been cleared more than
     /// `clears` times.
     pub(super) fn change_loading(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
         let mut cache = lock(&self.state);
@@ -104,15 +105,15 @@ impl CacheCore {
         }
     }
 
-    /// Makes places in the tier below for pages from a store, and takes note of what went for them.
+    /// Makes places in the tier below for pages from a store, and records what the tier evicted for them.
     pub(super) fn expect_below(&self, expect: impl FnOnce() -> Option<Incoming>) -> Option<Incoming> {
         let mut cache = lock(&self.state);
         let mut incoming = expect()?;
-        cache.tree.note_dropped_below(std::mem::take(&mut incoming.gone));
+        cache.tree.note_dropped_below(std::mem::take(&mut incoming.evicted));
         Some(incoming)
     }
 
-    /// Takes note of pages that came to the tier below from a store.
+    /// Records pages that arrived in the tier below from a store.
     pub(super) fn note_below(&self, arrived: &[OfferedPages]) {
         let mut cache = lock(&self.state);
         if let CacheState { below: Some(below), tree, .. } = &mut *cache {
@@ -129,24 +130,25 @@ impl CacheCore {
 }
 
 impl Open<'_> {
-    /// Locks what is kept, which is nothing if the allocator was cleared since. Ends pins whose time is over.
+    /// Locks the contents of the cache, which are emptied if the allocator was cleared. Completes copies that
+    /// are over, and ends pins whose time is over.
     pub(super) fn current(&self) -> MutexGuard<'_, CacheState> {
         let mut cache = lock(&self.shared.state);
         let allocator = self.slots.allocator();
-        // In this order: copies that were over before a clear are of what was published.
-        let over = cache.below.as_ref().map_or(0, Below::over);
+        // Counted before the clears: copies that were over before a clear have what was published.
+        let over = cache.below.as_ref().map_or(0, TierLink::over);
         let clears = allocator.lock().clears();
         if cache.clears != clears {
             (cache.clears, cache.loading_pages) = (clears, 0);
             cache.pins = Pins::default();
             // Its pages are free already.
-            let gone = Evicted { pages: Vec::new(), ..cache.tree.take_all() };
-            cache.below.iter_mut().for_each(Below::clear);
+            let evicted = Evicted { pages: Vec::new(), ..cache.tree.take_all() };
+            cache.below.iter_mut().for_each(TierLink::clear);
             let continues = continues(self.shared.states.as_ref());
             let mut tree = new_tree(&self.shared.config, allocator, continues, cache.below.as_ref());
             tree.keep_journal_of(&mut cache.tree);
             cache.tree = tree;
-            self.give_back(&cache, gone);
+            self.give_back(&cache, evicted);
         }
         if over > 0
             && let CacheState { below: Some(below), tree, .. } = &mut *cache
@@ -159,16 +161,16 @@ impl Open<'_> {
         cache
     }
 
-    /// Ends a hold that was made when the allocator had been cleared `clears` times.
+    /// Ends a hold that was made after `clears` clears of the allocator. After another clear it is void.
     pub(super) fn release(&self, hold: Hold, clears: u64) {
         let mut cache = self.current();
         if cache.clears == clears {
-            let gone = cache.tree.release(hold);
-            self.give_back(&cache, gone);
+            let evicted = cache.tree.release(hold);
+            self.give_back(&cache, evicted);
         }
     }
 
-    /// Copies down what is offered.
+    /// Copies the pages that the tree offers to the tier below.
     pub(super) fn send_down(&self, cache: &mut CacheState) {
         if let CacheState { below: Some(below), tree, .. } = cache {
             below.send(tree, self.slots.stream());
@@ -179,8 +181,8 @@ impl Open<'_> {
     pub(super) fn end_pins(&self, cache: &mut CacheState) {
         let now = Instant::now();
         while let Some(pinned) = cache.pins.take_over(now) {
-            let gone = cache.tree.unpin(pinned);
-            self.give_back(cache, gone);
+            let evicted = cache.tree.unpin(pinned);
+            self.give_back(cache, evicted);
         }
     }
 
@@ -190,63 +192,63 @@ impl Open<'_> {
         let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
         // A page that has another owner frees nothing.
         while freed < wanted {
-            let gone = cache.tree.evict(wanted - freed, Cause { pressure, at: Instant::now() });
-            if gone.pages.is_empty() {
+            let evicted = cache.tree.evict(wanted - freed, Cause { pressure, at: Instant::now() });
+            if evicted.pages.is_empty() {
                 break;
             }
             self.send_down(&mut cache);
             if let Some(below) = &cache.below {
-                below.tier.set_above(gone.keys.iter(), Above::Absent);
+                below.tier.set_above(evicted.keys.iter(), Above::Absent);
             }
-            cache.counts.evicted += gone.pages.len() * page_size;
-            for (total, pages) in cache.ages.iter_mut().zip(gone.ages) {
+            cache.counts.evicted += evicted.pages.len() * page_size;
+            for (total, pages) in cache.ages.iter_mut().zip(evicted.ages) {
                 *total += pages * page_size as u64;
             }
-            freed += self.give_back(&cache, gone);
+            freed += self.give_back(&cache, evicted);
         }
         freed * page_size
     }
 
-    /// Returns pages and snapshots to their pools, those that are being copied behind their copies, and tells
-    /// how many pages are free then. The lock on what is kept is held, so that no call finds pages that it is
-    /// about to lose.
-    pub(super) fn give_back(&self, cache: &CacheState, gone: Evicted) -> usize {
-        let Evicted { pages, states, .. } = gone;
+    /// Returns pages and snapshots to their pools, those that are being copied once their copies are over.
+    /// Returns the number of pages that are free then. The caller holds the lock of `cache`, so that no other
+    /// call finds these pages in between.
+    pub(super) fn give_back(&self, cache: &CacheState, evicted: Evicted) -> usize {
+        let Evicted { pages, states, .. } = evicted;
         let Some(below) = &cache.below else { return self.give(cache.clears, &Released { pages, states }) };
         let (idle, busy) = below.divide(pages, states);
         let freed = self.give(cache.clears, &idle);
         freed + busy.map_or(0, |(busy, copy)| self.give_back_behind(cache.clears, busy, &copy, None))
     }
 
-    /// Returns pages and snapshots to their pools at once, and tells how many pages became free.
-    pub(super) fn give(&self, clears: u64, given: &Released) -> usize {
+    /// Returns pages and snapshots to their pools at once. Returns the number of pages that became free.
+    pub(super) fn give(&self, clears: u64, released: &Released) -> usize {
         let mut freed = 0;
-        if !given.pages.is_empty() {
+        if !released.pages.is_empty() {
             // A cleared allocator has its pages already.
             let _ = self.slots.change(clears, |slots| {
                 let before = slots.slots().available();
-                slots.slots_mut().release_cached(&given.pages, None, &self.shared.owner);
+                slots.slots_mut().release_cached(&released.pages, None, &self.shared.owner);
                 freed = (slots.slots().available() - before) / slots.slots().page_size();
                 Ok(())
             });
         }
-        self.shared.free_states(&given.states);
+        self.shared.free_states(&released.states);
         freed
     }
 
-    /// Returns pages and snapshots to their pools when a copy is over, which needs the `pieces`. Returns the
-    /// number of pages.
+    /// Returns pages and snapshots to their pools when `copy` is over, and drops the `pieces` that it needs.
+    /// Returns the number of pages.
     pub(super) fn give_back_behind(
         &self,
         clears: u64,
-        given: Released,
+        released: Released,
         copy: &Arc<Transfer>,
         pieces: Option<HeldPieces>,
     ) -> usize {
         if copy.is_over().unwrap_or(false) {
-            return self.give(clears, &given);
+            return self.give(clears, &released);
         }
-        let Released { pages, states: slots } = given;
+        let Released { pages, states: slots } = released;
         let fence: Arc<dyn Fence> = Arc::clone(copy) as _;
         let parting = ReleaseOnDrop { states: self.shared.states.clone(), slots, _pieces: pieces };
         // A cleared allocator has its pages already.
@@ -279,7 +281,7 @@ impl Reclaim for CacheCore {
     }
 
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
-        // It calls this, and so it is.
+        // The allocator makes this call, so it exists.
         let Some(allocator) = self.allocator.upgrade() else { return Ok(0) };
         Ok(self.open(&allocator, stream).evict(slots, Pressure::Alloc))
     }
@@ -298,13 +300,13 @@ impl Drop for CacheCore {
         let Some(allocator) = self.allocator.upgrade() else {
             let mut cache = lock(&self.state);
             cache.finish_writes(None);
-            let gone = cache.tree.take_all();
-            return self.free_states(&gone.states);
+            let evicted = cache.tree.take_all();
+            return self.free_states(&evicted.states);
         };
         let open = self.open(&allocator, Stream::DEFAULT);
         let mut cache = open.current();
         cache.finish_writes(Some(&allocator));
-        let gone = cache.tree.take_all();
-        open.give_back(&cache, gone);
+        let evicted = cache.tree.take_all();
+        open.give_back(&cache, evicted);
     }
 }

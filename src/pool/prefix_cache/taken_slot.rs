@@ -8,8 +8,8 @@ use crate::memory::Stream;
 use crate::pool::GdnPool;
 use crate::transfer::Transfer;
 
-use super::below::free_states;
 use super::shared::CacheState;
+use super::tier_link::free_states;
 
 /// A track slot that a snapshot is copied to. Dropping it before [`TakenSlot::keep`] gives it back.
 pub(super) struct TakenSlot<'a> {

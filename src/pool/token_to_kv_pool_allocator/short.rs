@@ -45,13 +45,13 @@ impl TokenToKvPoolAllocator {
         let (passed, end) = passed(&waiting);
         if !passed.is_empty() {
             // Slots behind passed fences are freed even if another fence fails.
-            let gone = self.freeing(self.lock(), stream, |slots| {
+            let fences = self.freeing(self.lock(), stream, |slots| {
                 for &id in &passed {
                     slots.fence_passed(id);
                 }
                 Ok(slots.fences_mut().take_passed(&passed))
             });
-            drop(gone);
+            drop(fences);
         }
         end
     }

@@ -28,7 +28,7 @@ impl PlannerState {
         for place in 0..padded {
             let mut growth = batch.get(place).copied().unwrap_or(Growth::padding(0));
             let Growth { row, start, prefix, .. } = growth;
-            if sent > self.most_pages && start < prefix {
+            if sent > self.max_pages && start < prefix {
                 // Too many cached slots for one launch.
                 let slots = Indices::Host(IndexVec::I32(self.slots(row, 0, prefix)?));
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;

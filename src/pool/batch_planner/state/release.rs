@@ -122,12 +122,12 @@ impl PlannerState {
     ) -> Result<(usize, BadFrees)> {
         as_many("seq_lens", seq_lens, rows)?;
         let Pools { slots, table } = pools;
-        let named = self.resolve(rows, table)?;
-        let mut lens = reserve(named.len())?;
-        for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
+        let rows = self.resolve(rows, table)?;
+        let mut lens = reserve(rows.len())?;
+        for (position, (&row, len)) in rows.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
         }
-        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), release)
+        self.give_back(Pools { slots, table }, rows.into_iter().zip(lens), release)
     }
 
     pub(in crate::pool::batch_planner) fn finish(
@@ -139,10 +139,10 @@ impl PlannerState {
     ) -> Result<(usize, BadFrees)> {
         let stream = release.stream;
         let Pools { slots, table } = pools;
-        let named = self.resolve(rows, table)?;
+        let resolved = self.resolve(rows, table)?;
         if let Some(lens) = seq_lens {
             as_many("seq_lens", lens, rows)?;
-            for (position, (&row, len)) in named.iter().zip(lens.iter()).enumerate() {
+            for (position, (&row, len)) in resolved.iter().zip(lens.iter()).enumerate() {
                 let has = self.requests.len(row);
                 if i64::from(has) != len {
                     return Err(Error::config(format!(
@@ -153,7 +153,7 @@ impl PlannerState {
         }
         table.not_capturing(stream)?;
         let given =
-            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), release);
+            self.give_back(Pools { slots, table }, resolved.into_iter().zip(std::iter::repeat(0)), release);
         self.retire_freed(table, stream);
         // Each row was checked to be allocated.
         let freed = table.free(rows, stream);

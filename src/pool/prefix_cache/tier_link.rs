@@ -1,5 +1,5 @@
-//! The tier below a cache: copies on their way there, and the pages of the device that must not change
-//! meanwhile.
+//! The link between a cache and the tier below it: copies in flight, and the pages of the device that must
+//! not change meanwhile.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -16,21 +16,21 @@ use super::backing::Backing;
 use super::load::{Loadable, SharedLoad};
 use super::{LowerStore, LowerTier};
 
-/// A cache's tier, and the copies between both.
+/// The tier below a cache, and the copies between the two.
 #[derive(Debug)]
-pub(super) struct Below {
+pub(super) struct TierLink {
     pub(super) tier: Arc<HostTier>,
     pub(super) digest: Digest,
     /// The store below the tier.
     pub(super) backing: Option<Backing>,
     /// The writes, in the order of their copies.
     writes: VecDeque<InFlight>,
-    /// Pages and snapshots that are copied down.
+    /// Pages and snapshots that are being copied to the tier.
     pages: HashMap<Page, Arc<Transfer>>,
     states: HashMap<StateSlot, Arc<Transfer>>,
     /// Streams on which pages were published, and behind which nothing was copied down since.
     publishers: Vec<Stream>,
-    /// Prefixes that are on their way back, and some that have arrived.
+    /// Loads from the tier, in flight or complete.
     loads: Vec<Weak<SharedLoad>>,
 }
 
@@ -41,7 +41,7 @@ struct InFlight {
     is_void: bool,
 }
 
-impl Below {
+impl TierLink {
     /// Takes the tier, and puts its pages in the store below if there is one.
     ///
     /// # Errors
@@ -56,7 +56,7 @@ impl Below {
         Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), loads: Vec::new() })
     }
 
-    /// The number of writes that are over. Those behind them are not looked at.
+    /// The number of leading writes that are over.
     pub(super) fn over(&self) -> usize {
         let is_over = |flight: &&InFlight| flight.write.transfer.is_over().unwrap_or(false);
         self.writes.iter().take_while(is_over).count()
@@ -89,29 +89,30 @@ impl Below {
         }
     }
 
-    /// Takes note of pages that came to the tier, but for what was given up meanwhile.
+    /// Records pages that arrived in the tier, except those that it has evicted meanwhile.
     pub(super) fn note_arrived(&self, tree: &mut Tree, arrived: &[OfferedPages]) {
         let contents = self.tier.contents();
         let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| contents.has_page(key));
         arrived.iter().filter(is_there).for_each(|run| tree.note_copied(run));
     }
 
-    /// Takes note that pages were published whose contents are those of `stream`'s order.
+    /// Records that pages were published whose contents are written by work on `stream`.
     pub(super) fn note_publisher(&mut self, stream: Stream) {
         if !self.publishers.contains(&stream) {
             self.publishers.push(stream);
         }
     }
 
-    /// Copies down what the tree offers, behind what is enqueued on `stream` and on those of the publishers.
+    /// Copies the pages that the tree offers to the tier, behind the work on `stream` and on the streams of the
+    /// publishers.
     pub(super) fn send(&mut self, tree: &mut Tree, stream: Stream) {
         let offered = tree.take_offers();
         if offered.is_empty() {
             return;
         }
         self.note_publisher(stream);
-        let (write, gone) = self.tier.write(&offered, &self.publishers);
-        tree.note_dropped_below(gone);
+        let (write, evicted) = self.tier.write(&offered, &self.publishers);
+        tree.note_dropped_below(evicted);
         if let Some(write) = write {
             self.pages.extend(write.pages().iter().map(|page| (*page, Arc::clone(&write.transfer))));
             self.states.extend(write.states().iter().map(|state| (*state, Arc::clone(&write.transfer))));
@@ -131,12 +132,12 @@ impl Below {
         self.tier.clear(None);
     }
 
-    /// Pages that are copied down.
+    /// The number of pages that are being copied to the tier.
     pub(super) fn busy_pages(&self) -> usize {
         self.pages.len()
     }
 
-    /// The copy down of a snapshot, if there is one.
+    /// The copy of a snapshot to the tier, if one is in flight.
     pub(super) fn write_of(&self, state: StateSlot) -> Option<Arc<Transfer>> {
         self.states.get(&state).cloned()
     }
