@@ -2612,7 +2612,7 @@ class Lease:
         uses a layer goes behind `Load.wait_layer`. What another request is loading is not loaded twice.
 
         Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
-        their way raises. On a GPU the copies run on a stream of their own, behind what is enqueued on the current
+        their way raises. On a GPU the copies run on a stream of their own, behind the work enqueued on the current
         stream.
 
         Args:
@@ -4347,7 +4347,7 @@ class OffloadTable:
             TypeError: As in `begin_store`.
         """
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Takes note that chunks are used: the first of them is evicted last."""
+        """Records a use of chunks: the first of them is evicted last."""
     def finish(self, request: OffloadRequest) -> None:
         """Ends a request: what it used counts as used now, the beginning of its prompt last."""
     def clear(self) -> None:
@@ -4399,11 +4399,11 @@ class OffloadOrder:
             KeyError: If it is not here.
         """
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Takes note that chunks are used: the first of them is evicted last. Those that are not here are left out."""
+        """Records a use of chunks: the first of them is evicted last. Chunks that are not here are ignored."""
     def access(
         self, keys: Iterable[bytes], turn: OffloadTurn, position: Callable[[bytes], int | None]
     ) -> None:
-        """Takes note that a request at work uses chunks, which counts as its turn. Those that are not here, or have no
+        """Records that a request at work uses chunks, which counts as its turn. Those that are not here, or have no
         position, or were used later, are left as they are.
         """
     def evict(self, count: int, spared: Iterable[bytes]) -> list[tuple[bytes, Any]] | None:

@@ -18,7 +18,7 @@ thread_local! {
     static IS_OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Takes note that no interpreter runs on this thread: its [`blocking`] sections need no hook.
+/// Declares that no interpreter runs on this thread: its [`blocking`] sections need no hook.
 pub fn on_own_thread() {
     IS_OURS.set(true);
 }

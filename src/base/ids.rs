@@ -10,7 +10,8 @@ use super::{DType, Error, Result, reserve};
 /// The padding index of every index space. Padded tokens write to it; it is never handed out.
 pub const PADDING: u32 = 0;
 
-/// A 32-bit index into one index space. Values that go into index tensors, which are int32, stay within `i32`.
+/// A 32-bit index into one index space. Values that go into index tensors, which are int32, stay within
+/// `i32`.
 pub trait Id: Copy + Eq + Ord + fmt::Debug + fmt::Display {
     /// The name of one index in messages.
     const NOUN: &'static str;

@@ -88,7 +88,8 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 /// use std::sync::Arc;
 /// use kvpool::base::{ChunkId, DType, Dims, Id, IndexVec, Page};
 /// use kvpool::kernels::{
-///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes, read_indices,
+///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
+///     read_indices,
 /// };
 /// use kvpool::memory::{Host, Region, Stream};
 /// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4 * 16).unwrap());

@@ -369,8 +369,9 @@ impl Region {
             unsafe { address.cast::<T>().write_unaligned(*only) };
             return Ok(());
         }
-        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; no Rust slice
-        // is part of a region, so `values` is not; a `Plain` value has no padding; the caller excludes races.
+        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; no Rust
+        // slice is part of a region, so `values` is not; a `Plain` value has no padding; the caller excludes
+        // races.
         unsafe { address.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(values)) };
         Ok(())
     }
@@ -382,15 +383,15 @@ impl Region {
     pub(crate) fn write_wide<I: Id>(&self, offset: usize, values: &[I]) -> Result<()> {
         let address = self.on_host(offset, values.len().saturating_mul(size_of::<i64>()))?.cast::<i64>();
         for (at, &value) in values.iter().enumerate() {
-            // SAFETY: `on_host` checked that as many elements as there are values lie in this region, which is
-            // live host memory; the caller excludes races.
+            // SAFETY: `on_host` checked that as many elements as there are values lie in this region, which
+            // is live host memory; the caller excludes races.
             unsafe { address.as_ptr().wrapping_add(at).write_unaligned(i64::from(value.number())) };
         }
         Ok(())
     }
 
-    /// A copy of the `count` elements at byte `offset` of host memory. They were written before, and the caller
-    /// excludes that they are written meanwhile.
+    /// A copy of the `count` elements at byte `offset` of host memory. They were written before, and the
+    /// caller excludes that they are written meanwhile.
     ///
     /// # Errors
     /// Same as [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
@@ -399,15 +400,17 @@ impl Region {
         let address = self.on_host(offset, count.saturating_mul(size_of::<T>()))?;
         let mut values: Vec<T> = reserve(count)?;
         let target: *mut u8 = values.as_mut_ptr().cast();
-        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; the vector is
-        // ours and has room for them; the caller excludes races.
+        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; the vector
+        // is ours and has room for them; the caller excludes races.
         unsafe { target.copy_from_nonoverlapping(address.as_ptr(), count * size_of::<T>()) };
-        // SAFETY: that many were just written; the source was initialised, and any such bytes make a `Number`.
+        // SAFETY: that many were just written; the source was initialised, and any such bytes make a
+        // `Number`.
         unsafe { values.set_len(count) };
         Ok(values)
     }
 
-    /// Fills `bytes` bytes at `offset` of host memory with `value`. The caller excludes other accesses to them.
+    /// Fills `bytes` bytes at `offset` of host memory with `value`. The caller excludes other accesses to
+    /// them.
     ///
     /// # Errors
     /// Same as [`Region::write`].
@@ -463,8 +466,8 @@ impl Drop for Region {
                     unregister(self.block.address().as_ptr().addr());
                 }
                 let block = Block::new(self.block.address(), self.block.bytes());
-                // SAFETY: `Region::with` took the block from this backend, this is the drop of its only owner, and
-                // every view keeps the region alive; enqueued work was recorded in `users`.
+                // SAFETY: `Region::with` took the block from this backend, this is the drop of its only
+                // owner, and every view keeps the region alive; enqueued work was recorded in `users`.
                 unsafe { backend.deallocate(block, users) };
             }
             Origin::Part { range, returned, .. } => returned.ranges().push(range.clone()),

@@ -331,8 +331,8 @@ impl FileStore {
         self.remove(&keys)
     }
 
-    /// Takes no more calls, and waits up to `timeout` until what was put and got is done. Returns whether it
-    /// is; then the files can be opened again.
+    /// Takes no more calls, and waits up to `timeout` for the calls in progress. Returns whether they are
+    /// done; then the files can be opened again.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.
@@ -520,7 +520,7 @@ impl Store for FileStore {
 }
 
 impl Drop for FileStore {
-    /// Drops what is queued, and waits for the pages at work.
+    /// Drops queued pages, and waits for those that a thread is writing or reading.
     fn drop(&mut self) {
         if self.check_process().is_err() {
             // The threads are those of another process.

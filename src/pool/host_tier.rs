@@ -106,12 +106,12 @@ pub(super) struct Write {
     pub(super) transfer: Arc<Transfer>,
     pages: Arrivals<Page>,
     states: Arrivals<StateSlot>,
-    /// The pages, if their arrival is to be told.
+    /// The pages, if events of their arrival are wanted.
     pub(super) runs: Vec<OfferedPages>,
 }
 
 impl Write {
-    /// The keys of what is copied.
+    /// The keys of the pieces that are copied.
     pub(super) fn keys(&self, kind: PieceKind) -> &[PageHash] {
         match kind {
             PieceKind::Page => &self.pages.keys,
@@ -324,7 +324,7 @@ impl HostTier {
         Ok(())
     }
 
-    /// Takes note of which model the pages are from now on. Those of another one are given up.
+    /// Sets the model of the pages. Pages of another model are given up.
     pub(super) fn set_model(&self, model: Option<&str>) {
         let before = std::mem::replace(&mut *lock(&self.model), model.map(str::to_owned));
         if before.as_deref() != model {
@@ -332,23 +332,23 @@ impl HostTier {
         }
     }
 
-    /// Ends [`Self::take`]: the device has none of the pages any more.
+    /// Ends [`Self::take`]: the device has none of the pages now.
     pub(super) fn let_go(&self) {
         self.storages().for_each(Storage::set_none_above);
         self.is_taken.store(false, Ordering::Release);
     }
 
-    /// The contents that are complete here, while it lives. Lock it last.
+    /// The complete contents, locked as long as the result lives. Lock it last.
     pub(super) fn contents(&self) -> Contents<'_> {
         Contents { pages: self.pages.resident(), states: self.states.as_ref().map(Storage::resident) }
     }
 
-    /// Takes note that the device has pages, or has them no more; the last of them is evicted last here.
+    /// Records whether the device has pages. The last of them is evicted last from the tier.
     pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, above: Above) {
         self.pages.set_above(keys, above);
     }
 
-    /// Starts to copy down what is offered and not here, behind what is enqueued on the streams `after`.
+    /// Starts to copy the offered pages that are not here, behind the work enqueued on the streams `after`.
     /// Returns it if there is any, and the keys of the pages that went for it. A copy that cannot be started
     /// counts as failed.
     pub(super) fn write(&self, offered: &Offered, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
@@ -387,7 +387,7 @@ impl HostTier {
     }
 
     /// Ends a write that is complete: its pages can be found from now on. `above` tells which of them the
-    /// device has still.
+    /// device still has.
     pub(super) fn complete(&self, write: &Write, above: impl Fn(Page, &PageHash) -> Above) {
         self.pages.arrive(&write.pages, above);
         self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| Above::Absent));
@@ -402,10 +402,10 @@ impl HostTier {
     }
 
     /// Starts to copy held pages to pages of the device, layer by layer, and a held snapshot before them,
-    /// behind what is enqueued on `after`.
+    /// behind the work enqueued on `after`.
     ///
     /// # Errors
-    /// See [`Lane::run`]. Nothing is on its way then.
+    /// See [`Lane::run`]; no copy is in flight then.
     pub(super) fn load(
         &self,
         held: &HeldPieces,

@@ -65,7 +65,7 @@ pub struct EvictedNodes {
 ///
 /// Slots that are inserted belong to the tree until they are evicted, if it has an allocator; without one
 /// they are plain numbers. Insertions free nothing: slots of tokens that were cached before stay the
-/// caller's. The tree evicts when it is told to, and only whole nodes.
+/// caller's. Only [`evict`](Self::evict) evicts, and whole nodes alone.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -293,7 +293,7 @@ impl PrefixTree {
         }
     }
 
-    /// A node as it is now. Looks at every node.
+    /// The present state of a node. Its cost grows with the number of nodes.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] for a node that is gone.
@@ -378,8 +378,8 @@ impl PrefixTree {
         })
     }
 
-    /// Returns slots of the tree to the allocator, and tells how many became free; `None` if an allocator
-    /// that was cleared since it had been `clears` times has them already.
+    /// Returns slots of the tree to the allocator. Returns the number of slots that became free; `None` if
+    /// the allocator has been cleared more than `clears` times and so has them already.
     fn give_back(&self, slots: Option<&Changing<'_>>, clears: u64, pages: &[Page]) -> Option<usize> {
         let Some(slots) = slots else { return Some(pages.len()) };
         let freed = slots.change(clears, |slots| {
@@ -390,7 +390,7 @@ impl PrefixTree {
         freed.expect("giving back cannot fail")
     }
 
-    /// Locks what is kept, which is nothing if the allocator was cleared since.
+    /// Locks the tree, which is emptied if the allocator was cleared.
     fn current(&self, _stream: Stream) -> MutexGuard<'_, TreeState> {
         let mut state = lock(&self.state);
         let clears = self.allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
@@ -404,7 +404,7 @@ impl PrefixTree {
         state
     }
 
-    /// Replaces the tree by an empty one, and returns what was in it.
+    /// Replaces the tree by an empty one. Returns the contents of the old one.
     fn begin_anew(&self, state: &mut TreeState) -> Evicted {
         let fresh = new_tree(&self.config, self.allocator.as_deref()).after(&state.tree);
         let mut old = std::mem::replace(&mut state.tree, fresh);
@@ -423,7 +423,7 @@ impl Drop for PrefixTree {
     }
 }
 
-/// The tree takes part in reports alone: it evicts when it is told to.
+/// The tree appears in reports only: an allocation that is short never evicts from it.
 impl Reclaim for Mutex<TreeState> {
     fn obtainable(&self, _stream: Stream) -> Obtainable {
         Obtainable::default()

@@ -52,9 +52,9 @@ pub(super) struct Missing {
 }
 
 impl Missing {
-    /// The number of slots to reclaim, 0 for none: all that are missing, if they would be free at once.
-    /// Otherwise the call fails, and only what its repetition will lack when fences have passed is worth
-    /// reclaiming, as far as that takes a fence, too.
+    /// The number of slots to reclaim; 0 if reclaiming cannot help. If it can free all missing slots at once,
+    /// it is all of them. Otherwise this call fails, and it is the slots that a later call will lack once the
+    /// fences have passed, if reclaiming can free them by then.
     pub(super) fn to_reclaim(self, obtainable: Obtainable) -> usize {
         let Obtainable { at_once, behind_fences } = obtainable;
         let later = self.slots.saturating_sub(self.fenced);

@@ -42,7 +42,7 @@ pub(super) struct SlotTensors {
     runs: Vec<Run<Page>>,
     on_bad_free: OnBadFree,
     index_dtype: IndexDType,
-    /// The number of times that it was cleared: what was taken before is not the taker's any more.
+    /// The number of times that it was cleared: slots taken before a clear are no longer their taker's.
     clears: u64,
     /// Copies to slots in use, and some that are over.
     writers: Vec<Arc<Transfer>>,
@@ -208,7 +208,7 @@ impl SlotTensors {
         view.map(|view| Ok(Granted::Tensor(view)))
     }
 
-    /// Takes note of copies to slots in use, which end before all slots are freed.
+    /// Records copies to slots in use, which have to be over before all slots are freed.
     pub(super) fn add_writer(&mut self, writer: &Arc<Transfer>) {
         self.writers.retain(|writer| !writer.is_over().unwrap_or(false));
         self.writers.push(Arc::clone(writer));

@@ -117,7 +117,7 @@ impl StoreTransfer {
         ))
     }
 
-    /// Takes note that a page is done.
+    /// Records that a page is done.
     pub(super) fn finish(&self, page: usize, is_present: bool) {
         let mut state = lock(&self.state);
         state.present[page] = is_present;

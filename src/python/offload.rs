@@ -234,7 +234,7 @@ impl OffloadTable {
         Ok(self.lock().end_load(&keys)?)
     }
 
-    /// Takes note that chunks are used: the first of them is evicted last.
+    /// Records a use of chunks: the first of them is evicted last.
     fn touch(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
         let keys = Keys::of(keys)?;
         let keys: Vec<&[u8]> = keys.bytes().collect();
@@ -373,7 +373,7 @@ impl OffloadOrder {
         Ok(())
     }
 
-    /// Takes note that chunks are used: the first of them is evicted last. Those that are not here are left out.
+    /// Records a use of chunks: the first of them is evicted last. Chunks that are not here are ignored.
     fn touch(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
         let keys = Keys::of(keys)?;
         let mut order = self.lock();
@@ -385,7 +385,7 @@ impl OffloadOrder {
         Ok(())
     }
 
-    /// Takes note that a request at work uses chunks, which counts as its turn. Those that are not here, or have no
+    /// Records that a request at work uses chunks, which counts as its turn. Those that are not here, or have no
     /// position, or were used later, are left as they are.
     fn access(
         &self,

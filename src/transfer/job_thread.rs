@@ -36,7 +36,7 @@ impl JobThread {
         Self { name, thread: Mutex::new(None) }
     }
 
-    /// Lets the thread do a job, behind those before it. If it panics, the thread goes on with the next one.
+    /// Queues a job for the thread. If a job panics, the thread goes on with the next one.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when no thread can be started. The job is dropped then.

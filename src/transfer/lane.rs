@@ -45,9 +45,9 @@ impl Lane {
         Self { direction, gpu, thread: JobThread::new(name) }
     }
 
-    /// Copies in `steps`, at least 1, behind the copies before and behind what is enqueued on the streams
-    /// `after`. Calls `step` for each, which enqueues its copy on the stream that it is given, or copies at
-    /// once. Does not wait.
+    /// Copies in `steps`, at least 1, behind earlier copies and the work enqueued on the streams `after`.
+    /// Calls `step` for each, which enqueues its copy on the stream that it gets, or copies at once. Does not
+    /// wait.
     ///
     /// # Errors
     /// See [`JobThread::run`]; also [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of

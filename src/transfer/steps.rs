@@ -87,7 +87,7 @@ impl Transfer {
         }
     }
 
-    /// Whether what is enqueued on `stream` from now on finds every step done.
+    /// Whether every step is done before the work that is enqueued on `stream` from now on.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].
@@ -161,8 +161,8 @@ impl Transfer {
         }
     }
 
-    /// Lets nothing be copied behind what is enqueued on `stream` from now on: a thread ends after its step,
-    /// which is waited for; the host does not wait for a device.
+    /// Ends the copies before the work that is enqueued on `stream` from now on. A thread ends after its
+    /// present step, for which this waits; the host does not wait for a device.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].
@@ -171,7 +171,7 @@ impl Transfer {
         self.precede(stream)
     }
 
-    /// Lets `stream` go on when nothing is copied any more; without a device, the calling thread. The host
+    /// Makes `stream` wait for the end of the copies; without a device, the calling thread waits. The host
     /// does not wait for a device.
     ///
     /// # Errors
@@ -186,7 +186,7 @@ impl Transfer {
         }
     }
 
-    /// Whether a thread shall do the next step.
+    /// Whether a thread is to do the next step.
     pub(super) fn goes_on(&self) -> bool {
         match &self.runner {
             Runner::Thread { steps, progress, .. } => {
@@ -197,7 +197,7 @@ impl Transfer {
         }
     }
 
-    /// Takes note of how a thread goes on.
+    /// Records the progress of a thread.
     pub(super) fn note(&self, note: Note) {
         let Runner::Thread { progress, moved, .. } = &self.runner else { return };
         let mut now = lock(progress);

@@ -200,7 +200,7 @@ impl HostTier {
         (keys, Outgoing { pieces, count })
     }
 
-    /// Takes note of pieces that a store did not take.
+    /// Counts pieces that a store did not take.
     pub(in crate::pool) fn note_unstored(&self, count: usize) {
         self.count(TierCounts { unstored: count, ..TierCounts::default() });
     }

@@ -179,8 +179,8 @@ impl Storage {
         self.resident().set_none_above();
     }
 
-    /// Lets what is not here begin to arrive, in order and as far as there are places. Returns which of it
-    /// does.
+    /// Takes a place for each key that is not here, in order and as long as there are places. Returns those
+    /// that got one.
     pub(super) fn begin<'a, I: Id>(
         &self,
         numbered: impl Iterator<Item = (&'a PageHash, I)>,
@@ -214,8 +214,8 @@ impl Storage {
         begun
     }
 
-    /// Lets what is not here begin to arrive from below, in order and as far as there are places; nothing, if
-    /// anything was cleared since there had been `clears`.
+    /// Takes a place for each key that is not here and will be fetched from below, in order and as long as
+    /// there are places. Takes none if there have been more clears than `clears`.
     pub(super) fn begin_fetch(
         &self,
         clears: u64,
@@ -242,8 +242,8 @@ impl Storage {
         Some(arrivals)
     }
 
-    /// Makes the first `count` of what was fetched complete, and holds them; gives up the others. Nothing is
-    /// copied there any more.
+    /// Completes the first `count` of the fetched entries, and holds them; gives up the others. Their copies
+    /// are over.
     pub(super) fn arrive_fetched(&self, entries: &[EntryId], count: usize) -> Vec<EntryId> {
         let mut resident = self.resident();
         let (arrived, missing) = entries.split_at(count.min(entries.len()));
@@ -252,7 +252,7 @@ impl Storage {
         }
         let mut held = Vec::new();
         for &entry in arrived {
-            // Something else may have brought it first.
+            // Another copy may have completed it first.
             if let Some(place) = resident.arrive(entry, Above::Absent) {
                 self.free([place]);
             } else {
@@ -263,7 +263,7 @@ impl Storage {
         held
     }
 
-    /// Gives up what is on its way from below. Its places stay in use.
+    /// Gives up fetches in flight. Their places stay in use.
     pub(super) fn give_up_fetch(&self, keys: &[PageHash]) {
         let mut resident = self.resident();
         for key in keys {
@@ -310,7 +310,7 @@ impl Storage {
         }
     }
 
-    /// Holds what is here, all of it or nothing.
+    /// Holds the entries of `keys`: all or none.
     pub(super) fn hold(&self, keys: &[PageHash]) -> Option<Vec<EntryId>> {
         let mut resident = self.resident();
         let entries: Vec<_> = keys.iter().map_while(|key| resident.find(key)).collect();
@@ -323,7 +323,7 @@ impl Storage {
         Some(entries)
     }
 
-    /// Holds what is here of `keys`, and returns which of them that is.
+    /// Holds the entries that exist among `keys`. Returns their keys and the entries.
     pub(super) fn hold_found(&self, keys: &[PageHash]) -> (Vec<PageHash>, Vec<EntryId>) {
         let mut resident = self.resident();
         let found = keys.iter().filter_map(|key| Some((*key, resident.find(key)?)));
@@ -354,7 +354,7 @@ impl Storage {
         }
     }
 
-    /// The copies between what is held and places of the device.
+    /// The copies between held entries and places of the device.
     pub(super) fn pairs<I: Id>(&self, held: &[EntryId], places: &[I]) -> Vec<PagePair<I>> {
         let resident = self.resident();
         let piece = |&entry: &EntryId| resident.place(entry).index();

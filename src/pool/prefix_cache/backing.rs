@@ -17,14 +17,14 @@ use super::CacheCore;
 const SURVEYED: usize = 512;
 const STATES_SURVEYED: usize = 16;
 
-/// A store, and how the pieces of a tier are named there.
+/// A store, and the names of a tier's pieces in it.
 #[derive(Debug)]
 pub(super) struct Backing {
-    /// The part of it that threads need.
+    /// The part that threads use.
     store_access: Arc<StoreAccess>,
     cache_ref: Arc<CacheRef>,
-    /// Waits for copies to the tier, so that the store gets them without a call of the cache; and names and
-    /// puts their pieces, which takes longer than a call of the cache shall.
+    /// Waits for copies to the tier, so that the store gets them without a call of the cache. Names and puts
+    /// their pieces, which is too slow for a call of the cache.
     puts: JobThread,
     fetches: JobThread,
 }
@@ -210,7 +210,7 @@ impl StoreAccess {
         Ok(survey)
     }
 
-    /// Shortens what was found to the last page with a snapshot behind it.
+    /// Shortens the pages found to the last one with a snapshot at its end.
     fn end_with_state(&self, survey: &mut Survey) -> Result<()> {
         let Survey { keys, missing, lacks_state } = survey;
         let mut end = keys.len();
@@ -283,7 +283,7 @@ impl Backing {
         }
     }
 
-    /// Waits until the store was given all that it shall be given. For the end of a cache.
+    /// Waits until every piece was passed to the store. Called when the cache is dropped.
     pub(super) fn finish(&self) {
         let (sender, given) = std::sync::mpsc::channel::<()>();
         // Without a thread nothing waits. When the job is done, or dropped, so is its end of the channel.
@@ -291,10 +291,10 @@ impl Backing {
         let _ = given.recv();
     }
 
-    /// Lets a thread take note of a copy to the tier when it is over.
+    /// Has a thread complete a copy to the tier when it is over.
     pub(super) fn await_copy(&self, copy: &Arc<Transfer>, stream: Stream) {
         let (copy, cache_ref) = (Arc::clone(copy), Arc::clone(&self.cache_ref));
-        // Without a thread, the next call of the cache takes note.
+        // Without a thread, the next call of the cache completes it.
         let _ = self.puts.run(move || {
             let _ = copy.wait();
             cache_ref.visit(|shared| {

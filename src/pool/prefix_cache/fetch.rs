@@ -12,13 +12,13 @@ use crate::pool::{HostTier, StoreTransfer};
 
 use super::backing::{Backing, CacheRef, StoreAccess, Survey};
 
-/// Bytes that a store is asked for at once, if a page has no more.
+/// Bytes of a batch that is requested from a store, unless one page has more.
 const BATCH_BYTES: usize = 16 << 20;
 
 /// The number of such batches that are on their way at a time: the next one waits when one is done.
 const BATCHES: usize = 3;
 
-/// The time that a wait goes on without a look at whether it was given up.
+/// The time between two checks of whether a waiting fetch was given up.
 const SLICE: Duration = Duration::from_millis(20);
 
 /// A prefix on its way from the store to the host tier, which keeps it there as long as this lives.
@@ -54,7 +54,7 @@ pub(super) struct FetchRequest {
     pub(super) continuation: Continuation,
     /// The number of times that pieces of the tier were cleared.
     pub(super) clears: Clears,
-    /// Whether the cache tells of what comes and goes.
+    /// Whether the cache reports events.
     pub(super) has_events: bool,
 }
 
@@ -87,7 +87,7 @@ impl Fetch {
         Self { process: std::process::id(), progress: Arc::new(progress) }
     }
 
-    /// Begins to look for a prompt, and to bring what the store has of it.
+    /// Begins to look for a prompt in the store, and to fetch the pages found.
     ///
     /// # Errors
     /// See [`JobThread::run`](crate::transfer::JobThread::run).
@@ -103,8 +103,7 @@ impl Fetch {
         Ok(Self { process: std::process::id(), progress })
     }
 
-    /// Tokens whose pages came so far. Those of a page are found when it is complete, and the prompt's
-    /// [`match`] tells what a request can load.
+    /// Tokens whose pages have arrived so far. A [`match`] of the prompt returns what a request can load.
     ///
     /// [`match`]: super::PrefixCache::acquire
     #[must_use]
@@ -210,7 +209,7 @@ impl FetchJob<'_> {
         let survey = self.store_access.survey(continuation.clone(), tokens, || self.goes_on())?;
         let Survey { keys, missing, lacks_state } = &survey;
         let tier = self.store_access.tier();
-        // Pieces that are there shall not make room for the rest.
+        // Pieces that are there already must not be evicted for the others.
         self.keep(tier.hold_found(PieceKind::Page, keys).1);
         let state = keys.last().map(std::slice::from_ref).unwrap_or_default();
         if *lacks_state {
@@ -279,13 +278,13 @@ impl FetchJob<'_> {
         }
     }
 
-    /// Asks the store for pieces, as far as there are places for them, and tells whether there was one for
-    /// all.
+    /// Requests pieces from the store, as long as there are places for them. Returns whether all of them got
+    /// one.
     fn ask(&self, kind: PieceKind, keys: &[PageHash], batches: &mut VecDeque<Batch>) -> Result<bool> {
         let FetchRequest { namespace, clears, .. } = self.request;
         let expect = || self.store_access.tier().expect(kind, keys, namespace, clears.of(kind));
         let incoming = if kind == PieceKind::Page && self.request.has_events {
-            // Pieces that make way for it are told before anything can come back.
+            // The events of evicted pieces come before those of any that arrive again.
             let mut incoming = None;
             self.cache_ref.visit(|cache| incoming = cache.expect_below(expect));
             incoming
@@ -320,7 +319,7 @@ impl FetchJob<'_> {
             .collect()
     }
 
-    /// Takes note in the cache's events of pages that arrived.
+    /// Records pages that arrived in the cache's events.
     fn note_arrived(&self, arrived: &[OfferedPages]) {
         if self.request.has_events && !arrived.is_empty() {
             self.cache_ref.visit(|cache| cache.note_below(arrived));

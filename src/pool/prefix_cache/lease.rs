@@ -69,7 +69,7 @@ impl Lease {
         self.with(self.stream, |_, _, lease| Ok(lease.loadable.tokens.len()))
     }
 
-    /// Takes note of what the tier below could add, for a new lease.
+    /// Records the tokens that the tier below could add to a new lease.
     pub(super) fn set_loadable(&self, loadable: Loadable) {
         if let Some(lease) = lock(&self.state).as_mut() {
             lease.loadable = loadable;
@@ -128,7 +128,7 @@ impl Lease {
         answer
     }
 
-    /// The lock that `hold`, which is none of the lease any more, and what comes behind it are.
+    /// A lock made of a hold that the lease has given up, and of the load behind it.
     pub(super) fn lock_of(&self, hold: Hold, load: Option<LeaseLoad>, stream: Stream) -> PrefixLock {
         let shared = Arc::clone(&self.shared);
         PrefixLock { shared, hold: Some(hold), load, clears: self.clears, stream }

@@ -16,7 +16,7 @@ pub(super) struct LeaseState {
     pub(super) holder: Holder,
     /// The tokens that the tier below could add.
     pub(super) loadable: Loadable,
-    /// The load from there, behind the hold until it has arrived.
+    /// The load from the tier, which continues the hold until it has arrived.
     pub(super) load: Option<LeaseLoad>,
 }
 
@@ -54,7 +54,7 @@ impl LeaseState {
         }
     }
 
-    /// A share of what is on its way, or has come, for the first `len` tokens.
+    /// A share of the load, in flight or complete, for the first `len` tokens.
     pub(super) fn share_of(&self, len: usize) -> Option<LeaseLoad> {
         let load = self.load.as_ref()?;
         if load.has_arrived {
@@ -79,8 +79,8 @@ impl LeaseState {
         })
     }
 
-    /// Moves the hold to the end of what has arrived, in the order of `stream`, or gives up what never will.
-    /// Returns what is to be dropped without locks.
+    /// Moves the hold to the end of a load that is complete in the order of `stream`, or gives up one that
+    /// has failed, which is returned, to be dropped without locks.
     pub(super) fn settle(
         &mut self,
         open: &Open<'_>,
@@ -104,7 +104,7 @@ impl LeaseState {
         Ok(None)
     }
 
-    /// Lets the lease end where it did before what is on its way, which is returned, to be dropped without
+    /// Gives up a load in flight: the lease ends where it did before. Returns the load, to be dropped without
     /// locks.
     pub(super) fn give_up_load(&mut self, open: &Open<'_>, cache: &mut CacheState) -> Option<LeaseLoad> {
         let mut given_up = self.load.take_if(|load| !load.has_arrived)?;

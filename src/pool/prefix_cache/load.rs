@@ -36,9 +36,9 @@ pub(super) struct SharedLoad {
     shared: Arc<CacheCore>,
     /// The number of times that the allocator had been cleared.
     clears: u64,
-    /// The stream of what its end frees.
+    /// The stream on which its pages are freed if it is given up.
     stream: Stream,
-    /// The keys of the pages from where the holds of the leases end.
+    /// The keys of the pages, which begin where the holds of the leases end.
     keys: Vec<PageHash>,
     tokens: Vec<i32>,
     pages: Vec<Page>,
@@ -77,7 +77,7 @@ pub(super) struct LeaseLoad {
     pub(super) len: usize,
     /// The hold to which the lease returns if the load ends early, unless that is its present one.
     pub(super) fallback: Option<Hold>,
-    /// Whether the hold of the lease is at the end of it.
+    /// Whether the hold of the lease has moved to its end.
     pub(super) has_arrived: bool,
 }
 
@@ -146,8 +146,8 @@ impl Load {
         Err(Error::new(ErrorKind::State, format!("the load of {} tokens has ended early", self.len)))
     }
 
-    /// Gives up what is not there yet: the lease ends where it did before, its pages are free when nothing is
-    /// copied there any more. Does nothing if all is there, or the lease was released.
+    /// Gives up the load if it is not complete: the lease ends where it did before, and the pages are free
+    /// when their copies are over. Does nothing if the load is complete, or the lease was released.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when a planner has the lease, whose request uses the pages.
@@ -171,7 +171,7 @@ enum LoadStart<'a> {
     /// Nothing: there is nothing to load, or another load does it.
     Done(Load),
     /// Nothing can be loaded: there is no track slot for the state, or the tier has lost a page since. The
-    /// lock of what is on the device is dropped without locks.
+    /// lock of the prefix on the device is dropped without other locks.
     Short { _lock: PrefixLock },
     /// Take pages, and copy to them.
     Copy(Box<LoadRequest<'a>>),
@@ -181,7 +181,7 @@ enum LoadStart<'a> {
 struct LoadRequest<'a> {
     /// Tokens of the lease.
     begin: usize,
-    /// The lock of what is on the device already.
+    /// The lock of the prefix that is on the device.
     lock: PrefixLock,
     keys: Vec<PageHash>,
     tokens: Vec<i32>,
@@ -196,7 +196,7 @@ impl Lease {
     /// or have loaded, is not loaded twice. `None` if there are not enough slots, or no track slot for the
     /// state.
     ///
-    /// The copies are enqueued behind what is enqueued on `stream`.
+    /// The copies run behind the work enqueued on `stream`.
     ///
     /// # Errors
     /// See [`Self::len`]; also [`ErrorKind::Config`] when a planner has the lease, or it is loading already;
@@ -228,7 +228,7 @@ impl Lease {
         Ok(Some(Load::new(Arc::downgrade(self), Some(&load), added)))
     }
 
-    /// Enqueues the copies of a load to `pages`. Also returns the lock of what is on the device already.
+    /// Enqueues the copies of a load to `pages`. Also returns the lock of the prefix that is on the device.
     fn start_copies(
         &self,
         request: LoadRequest<'_>,
@@ -265,8 +265,8 @@ impl Lease {
         Ok((load, lock))
     }
 
-    /// Extends the lease, which had `begin` tokens, to what `lock` holds and by `load` behind that. Returns the
-    /// number of tokens that it grew by.
+    /// Extends the lease, which had `begin` tokens, to what `lock` holds and by `load` behind that. Returns
+    /// the number of tokens that it grew by.
     fn go_on_with(
         &self,
         load: &Arc<SharedLoad>,
@@ -447,8 +447,8 @@ impl SharedLoad {
         cache.loading_pages -= self.pages.len() - cached;
         *lock(&self.copies.outcome) = Outcome::Arrived;
         *arrived = Some(Arrived { hold: own, spare: self.pages[..cached].to_vec(), state });
-        // The pieces in the tier are needed no more, unless the copy is complete in the order of a stream only:
-        // then they are dropped with this.
+        // The pieces in the tier are needed no more, unless the copy is complete in the order of a stream
+        // only: then they are dropped with this.
         if self.copies.transfer.is_over().unwrap_or(false) {
             drop(lock(&self.pieces).take());
         }
@@ -461,7 +461,7 @@ impl LeaseLoad {
         self.fallback
     }
 
-    /// Another share of the first `len` tokens of it.
+    /// Another lease's share of the first `len` tokens.
     pub(super) fn share(&self, len: usize) -> Self {
         Self { shared: Arc::clone(&self.shared), len, fallback: None, has_arrived: self.has_arrived }
     }

@@ -16,11 +16,11 @@ pub(in crate::pool) struct PrefixLock {
     pub(super) shared: Arc<CacheCore>,
     /// `None` once it is released.
     pub(super) hold: Option<Hold>,
-    /// The load of what comes behind it, or has come.
+    /// The load behind the hold, in flight or complete.
     pub(super) load: Option<LeaseLoad>,
     /// The number of times that the allocator had been cleared.
     pub(super) clears: u64,
-    /// The stream of what its end frees.
+    /// The stream on which its pages are freed.
     pub(super) stream: Stream,
 }
 

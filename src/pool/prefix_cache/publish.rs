@@ -196,8 +196,9 @@ impl Lease {
         request.ok_or_else(|| Error::config("the lease is of a request that its planner does not have"))
     }
 
-    /// Makes `pages` the cache's, and frees `rest`. If the cache has pages for the first of the tokens already,
-    /// `cached`, these replace the first of `pages`, which are freed. Returns the number of pages replaced.
+    /// Makes `pages` the cache's, and frees `rest`. If the cache has pages for the first of the tokens
+    /// already, `cached`, these replace the first of `pages`, which are freed. Returns the number of pages
+    /// replaced.
     ///
     /// # Errors
     /// See [`SlotAllocator::cache`](crate::index::SlotAllocator::cache); nothing is changed.

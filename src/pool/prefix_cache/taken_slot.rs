@@ -28,7 +28,7 @@ impl<'a> TakenSlot<'a> {
         Some(Self { states, slot: Some(slot), reader })
     }
 
-    /// Lets what is enqueued on `stream` from now on write to it; without a device, the calling thread.
+    /// Makes it safe for later work on `stream` to write to it; without a device, for the calling thread.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.

@@ -103,8 +103,8 @@ impl TierLink {
         }
     }
 
-    /// Copies the pages that the tree offers to the tier, behind the work on `stream` and on the streams of the
-    /// publishers.
+    /// Copies the pages that the tree offers to the tier, behind the work on `stream` and on the streams of
+    /// the publishers.
     pub(super) fn send(&mut self, tree: &mut Tree, stream: Stream) {
         let offered = tree.take_offers();
         if offered.is_empty() {
@@ -125,7 +125,7 @@ impl TierLink {
         }
     }
 
-    /// Gives up what is in the tier and on its way there: pages of the device may get other contents before
+    /// Empties the tier, and voids the copies in flight: pages of the device may get other contents before
     /// they are copied.
     pub(super) fn clear(&mut self) {
         self.writes.iter_mut().for_each(|flight| flight.is_void = true);
@@ -142,8 +142,8 @@ impl TierLink {
         self.states.get(&state).cloned()
     }
 
-    /// Divides what is given up into what may be used at once and, if there is any, what may be used when a
-    /// copy is over.
+    /// Divides freed pages and snapshots into those that can be used at once and, if there are any, those
+    /// that can be used when a copy is over.
     pub(super) fn divide(
         &self,
         pages: Vec<Page>,
@@ -232,7 +232,7 @@ impl TierLink {
     }
 }
 
-/// Removes what is copied by `transfer`, not by another one.
+/// Removes an entry if it is of `transfer`, not of a later one.
 fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, transfer: &Arc<Transfer>) {
     if copies.get(key).is_some_and(|copy| Arc::ptr_eq(copy, transfer)) {
         copies.remove(key);

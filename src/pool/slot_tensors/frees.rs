@@ -127,7 +127,7 @@ impl SlotTensors {
         !self.deferred.is_empty() && !self.need_sort() && fence.is_none() && !self.slots.in_group()
     }
 
-    /// Frees what `parts` name: now, if all of it is known.
+    /// Frees the slots of `parts`: now, if all of their values are known.
     pub(super) fn free_parts(&mut self, parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
         let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
         if is_known && !self.stays_behind(fence) {
@@ -143,7 +143,7 @@ impl SlotTensors {
         Ok(BadFrees::default())
     }
 
-    /// Frees what `parts` name when all of it has landed.
+    /// Frees the slots of `parts` when all of their values have arrived.
     pub(super) fn defer(&mut self, parts: Vec<Part>, fence: Option<FenceId>) {
         let count = parts.iter().map(Part::len).sum();
         let by = self.act().map(|act| (count, act)).into_iter().collect();

@@ -191,7 +191,7 @@ impl Lease {
     /// uses a layer goes behind `Load.wait_layer`. What another request is loading is not loaded twice.
     ///
     /// Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
-    /// their way raises. On a GPU the copies run on a stream of their own, behind what is enqueued on the current
+    /// their way raises. On a GPU the copies run on a stream of their own, behind the work enqueued on the current
     /// stream.
     ///
     /// Args:
