@@ -13,7 +13,7 @@ use kvpool::base::{ChunkId, DType, Id, IndexVec, Page, Result, widen};
 use kvpool::cache::{Continues, KeyTokens, Namespace, PolicyKind, Tree};
 use kvpool::index::{OnBadFree, Order, SlotAllocator};
 use kvpool::kernels::{
-    Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
+    Executor, HostAccess, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, piece_bytes,
 };
 use kvpool::memory::{Host, Region, Stream};
 
@@ -159,7 +159,7 @@ impl Tier {
             // SAFETY: these bytes are live host memory, which nothing else uses yet.
             unsafe { region.address().write_bytes(1, region.bytes()) };
         }
-        let pieces = Pieces::new(memory, Reach::Copied, &rows, page_size, stride, count)?;
+        let pieces = Pieces::new(memory, HostAccess::Copied, &rows, page_size, stride, count)?;
         let pages = u32::try_from(count).unwrap_or(u32::MAX);
         // An odd number without a pattern leads to each page once.
         let pairs = (0..u32::try_from(COPIED / page_size).unwrap_or(0))

@@ -650,8 +650,9 @@ class TokenToKVPoolAllocator(Pool):
 
     Which slots a call returns depends on the calls before it alone, and not on when such a copy completes:
     ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies under way;
-    without it, a free stays behind those under way, and finds invalid slots when they complete. Slots freed
-    with a fence, and without `need_sort` those that a `PrefixCache` gives up, are free when they are.
+    without it, a free stays behind those under way, and finds invalid slots when they complete. The
+    exceptions are slots freed with a fence and, without `need_sort`, slots that a `PrefixCache` gives up: the time at
+    which they become free varies.
 
     Args:
         size: Number of slots. A partial last page is never handed out.
@@ -745,10 +746,9 @@ class TokenToKVPoolAllocator(Pool):
 
         A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
 
-        Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the
-        slots behind them, and `free` copies those from the GPU. What it finds wrong, a later `alloc_extend` or
-        `alloc_decode` raises; that a page is in use is not checked. Waits for the values of other arguments on a
-        GPU.
+        Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the slots
+        behind them, and `free` copies those from the GPU. A later `alloc_extend` or `alloc_decode` raises the errors
+        that it finds; that a page is in use is not checked. Waits for the values of other arguments on a GPU.
 
         Args:
             prefix_lens: Tokens that each request has now, ints `[bs]`.
@@ -1843,7 +1843,7 @@ class HybridTree:
         skip: Sequence[int] = ...,
     ) -> tuple[int, int | None]:
         """Locks a node: its slots for full attention up to its end, those of its last window, and its state.
-        Returns how many slots for full attention were without locks, and the boundary that `unlock` wants.
+        Returns how many slots for full attention were without locks, and the `boundary` to pass to `unlock_node`.
 
         Args:
             node: The node.
@@ -2279,9 +2279,9 @@ class PrefixCache(Pool):
     """Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
     does not compute them again.
 
-    The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
-    leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
-    lease, and fails, without evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
+    The cache owns whole pages of an allocator, from their publication to their eviction; requests hold leases. A call
+    of the allocator, or of a planner on it, that is short of slots evicts pages without a lease, and fails, without
+    evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
     locked_size()`. Freeing a cached slot through the allocator is an invalid free.
 
     Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
@@ -2372,9 +2372,9 @@ class PrefixCache(Pool):
         namespace: Namespace = None,
         limit: SupportsIndex | None = None,
     ) -> Fetch:
-        """Begins to bring to the host tier what the store below it has of a prompt. Returns at once: a thread looks, and
-        prompts come one after the other. Call it when a request arrives, and `match` when it is its turn: that finds
-        what came until then.
+        """Starts to fetch the pages of a prompt from the store to the host tier. Returns at once: a thread looks them up,
+        one prompt after another. Call it when a request arrives, and `match` when it is its turn: that finds the pages
+        that have arrived.
 
         Args:
             tokens: As in `match`.
@@ -2452,9 +2452,9 @@ class PrefixCache(Pool):
             TypeError: As in `match`.
         """
     def events(self) -> list[Stored | Removed | Cleared]:
-        """Returns what came and went since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
-        from which a router knows what is cached here. 65,536 events are kept; a reader that is later than that
-        is told to begin anew, by `Cleared`.
+        """Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
+        from which a router knows what is cached here. 65,536 events are kept; a reader that falls further behind
+        gets `Cleared` and must start over.
 
         Raises:
             ConfigError: If the cache was made without `events=True`.
@@ -2565,8 +2565,8 @@ class Lease:
         state: SupportsIndex | None = None,
         row: SupportsIndex | None = None,
     ) -> Published:
-        """Offers what the request has computed since: whole pages become the cache's, and the lease grows over
-        them. Costs what the new tokens cost. The partial page at the end stays the caller's.
+        """Publishes what the request has computed since: whole pages become the cache's, and the lease grows over
+        them. The cost is proportional to the number of new tokens. The partial page at the end stays the caller's.
 
         What another request has published in between is not kept twice: the caller's slots of these pages are
         freed, and the request continues with those of the cache (`Published.slots`).
@@ -3620,21 +3620,21 @@ class HostTier(Pool):
     def mem_bytes(self) -> int:
         """Bytes of the memory."""
     def wait_registered(self, timeout: float | None = None) -> bool:
-        """Waits, without the GIL, until all of the memory is page-locked or will not be.
+        """Waits, without the GIL, until page-locking has ended.
 
         Args:
             timeout: Seconds; `None` for any time.
 
         Returns:
-            Whether it is, within the time.
+            Whether it has ended within the time.
 
         Raises:
             ConfigError: If `timeout` is negative.
             DriverError: In a forked child.
         """
     def clear(self) -> None:
-        """Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over. The
-        events of a cache do not tell of it: `PrefixCache.clear` clears both, and tells.
+        """Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over. This
+        emits no events: `PrefixCache.clear` clears both and emits them.
         """
     def verify(self) -> None:
         """Checks every invariant of the tier.
@@ -3645,8 +3645,8 @@ class HostTier(Pool):
 
 @final
 class Load:
-    """Pages of a prefix that are on their way back from the tiers below the device, layer by layer. The lease that loads
-    has them already. What uses a layer goes behind `wait_layer`.
+    """A load of pages of a prefix from the tiers below the device, layer by layer. Its lease has the pages already. Call
+    `wait_layer` before the work that uses a layer.
     """
 
     @property
@@ -3655,8 +3655,8 @@ class Load:
     def __len__(self) -> int:
         """Return len(self)."""
     def wait_layer(self, layer: SupportsIndex) -> None:
-        """Orders the current stream behind the copies of a layer, of those before it, and of the state; the host does
-        not wait. Without a GPU, waits for them, without the GIL.
+        """Makes the current stream wait for the copies of a layer, of those before it, and of the state; the host does
+        not wait. Without a GPU, the call waits for them, without the GIL.
 
         Raises:
             DriverError: If the current stream is being captured.
@@ -3664,7 +3664,7 @@ class Load:
             RuntimeError: If the load was cancelled or failed before it.
         """
     def query(self) -> bool:
-        """Returns whether all is there. From then on other requests find it, too. Does not wait.
+        """Returns whether the load is complete. From then on other requests find the pages, too. Does not wait.
 
         Raises:
             RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
@@ -3863,9 +3863,9 @@ class StoreTransfer:
 
 @final
 class Fetch:
-    """A prompt on its way from a store to the `HostTier` above it, made by `PrefixCache.fetch`. As long as it lives, it keeps
-    there what it brought and what it found there: drop it when the request has its lease and `Load`. What the device
-    has of the prompt it does not keep.
+    """A fetch of a prompt's pages from a store to the `HostTier` above it, made by `PrefixCache.fetch`. As long as it
+    lives, it keeps the pages that it fetched to or found in the host tier: drop it when the request has its lease and
+    `Load`. It does not keep pages on the device.
     """
 
     @property
@@ -3886,7 +3886,7 @@ class Fetch:
             ConfigError: If `timeout` is negative or NaN.
         """
     def cancel(self) -> None:
-        """Brings no more. What came stays."""
+        """Stops fetching. Pages that have arrived stay."""
 
 @final
 class _StoreQueue:
@@ -4115,13 +4115,13 @@ class BlockQueue:
     def fake_free_list_tail(self) -> Block:
         """The object that stands behind the last free block."""
     def popleft(self) -> Block:
-        """Takes the first free block, whatever is counted of it.
+        """Takes the first free block, regardless of its reference count.
 
         Raises:
             ValueError: If none is free.
         """
     def popleft_n(self, n: int) -> list[Block]:
-        """Takes the first `n` free blocks, whatever is counted of them.
+        """Takes the first `n` free blocks, regardless of their reference counts.
 
         Raises:
             ValueError: If there are fewer. Nothing is taken.
@@ -4134,7 +4134,7 @@ class BlockQueue:
             RuntimeError: If it is not free.
         """
     def append(self, block: Block) -> None:
-        """Adds a block at the end, whatever is counted of it.
+        """Adds a block at the end, regardless of its reference count.
 
         Raises:
             IndexOwnershipError: If it is of another queue, or free already. Nothing is changed.
@@ -4152,7 +4152,7 @@ class BlockQueue:
     def alloc(
         self, count: int, cached: BlockMap, more_hashes: dict[int, set[bytes]], *, events: bool = False
     ) -> tuple[list[Block], list[bytes]]:
-        """Takes the first free blocks for one user, who counts 1 of each. Their hashes are taken from them.
+        """Takes the first free blocks, with a reference count of 1 each. They lose their hashes.
 
         Args:
             count: The number of blocks.
@@ -4179,13 +4179,13 @@ class BlockQueue:
             keep_hashed: Whether a hash makes a difference.
 
         Returns:
-            What are not blocks of this queue, as they were given.
+            The objects that are not blocks of this queue, unchanged.
         """
     def retain(self, blocks: Iterable[_T]) -> list[_T]:
         """Adds one use of each block, and takes those that were free out of the queue. Null blocks are left out.
 
         Returns:
-            What are not blocks of this queue, as they were given.
+            The objects that are not blocks of this queue, unchanged.
 
         Raises:
             RuntimeError: If a block is neither used nor free. Nothing is changed.
@@ -4210,7 +4210,7 @@ class BlockMap:
     def insert(self, key: bytes, block: BlockLike) -> None:
         """Gives a block a hash."""
     def pop(self, key: bytes, block_id: int) -> BlockLike | None:
-        """Takes a hash from the block with a number, and returns the block; `None` if it has it not."""
+        """Takes a hash from the block with a number, and returns the block; `None` if the block does not have it."""
     def clear(self) -> None:
         """Takes all hashes from all blocks."""
     def items(self) -> list[tuple[bytes, list[BlockLike]]]:
@@ -4407,8 +4407,8 @@ class OffloadOrder:
         position, or were used later, are left as they are.
         """
     def evict(self, count: int, spared: Iterable[bytes]) -> list[tuple[bytes, Any]] | None:
-        """Takes out the chunks that go first, but for those that are spared. Returns pairs of keys and objects; `None`, and
-        nothing is changed, if there are not so many.
+        """Takes out the chunks that go first, but for those that are spared. Returns pairs of keys and objects; `None`,
+        and nothing is changed, if there are not so many.
         """
     def clear(self) -> None:
         """Takes all chunks out."""

@@ -18,19 +18,19 @@ thread_local! {
     static IS_OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Declares that no interpreter runs on this thread: its [`blocking`] sections need no hook.
-pub fn on_own_thread() {
+/// Marks this thread as one of ours, on which no interpreter runs: its [`blocking`] sections need no hook.
+pub fn mark_own_thread() {
     IS_OURS.set(true);
 }
 
-/// Whether [`on_own_thread`] was called on this thread.
+/// Whether [`mark_own_thread`] was called on this thread.
 pub(super) fn is_own_thread() -> bool {
     IS_OURS.get()
 }
 
 /// Installs `section` around every later call of [`blocking`] in this process. Later installations have no
 /// effect.
-pub fn on_blocking(section: Section) {
+pub fn set_blocking_hook(section: Section) {
     let _ = SECTION.set(section);
 }
 

@@ -15,14 +15,14 @@ thread_local! {
     static CLOSED: RefCell<Option<RwLockWriteGuard<'static, ()>>> = const { RefCell::new(None) };
 }
 
-/// A time in which the process is not forked by a thread that [closes](close_fork_gate) the gate before.
-/// Threads that have no callers enter before they lock anything that callers lock, too.
+/// A guard: while it lives, [`close_fork_gate`] waits, so that the process is not forked. Threads of ours
+/// take one before they lock anything that callers lock, too.
 #[derive(Debug)]
 pub struct ForkGate(());
 
 impl ForkGate {
-    /// Enters on a thread that [is ours](super::on_own_thread). The others may hold locks that such a thread
-    /// waits for within, and must not wait for the gate.
+    /// Enters on a thread that [is ours](super::mark_own_thread). The others may hold locks that such a
+    /// thread waits for within, and must not wait for the gate.
     #[must_use]
     pub fn enter_on_own_thread() -> Option<Self> {
         is_own_thread().then(Self::enter)
@@ -50,8 +50,8 @@ impl Drop for ForkGate {
     }
 }
 
-/// Waits until no thread is in, and lets none in until [`open_fork_gate`]. Call it before a fork, without
-/// locks.
+/// Waits until no thread holds a [`ForkGate`], and blocks new ones until [`open_fork_gate`]. Call it before a
+/// fork, without locks.
 ///
 /// ```
 /// use kvpool::base::{ForkGate, close_fork_gate, open_fork_gate};
@@ -61,7 +61,7 @@ impl Drop for ForkGate {
 /// drop(ForkGate::enter());
 /// ```
 pub fn close_fork_gate() {
-    // A thread that is in itself would wait for itself.
+    // A thread that holds a gate would deadlock.
     if ENTRIES.get() == 0 && CLOSED.with_borrow(Option::is_none) {
         let closed = GATE.write().unwrap_or_else(PoisonError::into_inner);
         CLOSED.set(Some(closed));

@@ -13,7 +13,7 @@ static HOOK: OnceLock<fn(Range<usize>)> = OnceLock::new();
 
 /// Calls `hook` with the addresses of every large table from now on, before anything is written there. Later
 /// installations have no effect.
-pub fn on_large_table(hook: fn(addresses: Range<usize>)) {
+pub fn set_large_table_hook(hook: fn(addresses: Range<usize>)) {
     let _ = HOOK.set(hook);
 }
 
@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn large_tables_are_announced() {
-        on_large_table(|addresses| ANNOUNCED.lock().expect("no panic").push(addresses));
+        set_large_table_hook(|addresses| ANNOUNCED.lock().expect("no panic").push(addresses));
         let [small, large] = [LARGE / 8 - 1, LARGE / 8].map(|count| table_of(count, 7_u64));
         let begin = large.as_ptr().addr();
         assert_eq!(ANNOUNCED.lock().expect("no panic").pop(), Some(begin..begin + LARGE));

@@ -16,7 +16,7 @@ mod reserve;
 mod shape;
 pub(crate) mod sync;
 
-pub use blocking::{LONG_COPY, Section, blocking, on_blocking, on_own_thread};
+pub use blocking::{LONG_COPY, Section, blocking, mark_own_thread, set_blocking_hook};
 pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};
@@ -26,7 +26,7 @@ pub use ids::{
     BlockId, BufferId, ChunkId, EngineSlot, Id, IndexNumber, IndexVec, OffloadPlace, PADDING, Page, PoolPage,
     RequestRow, Slot, StateSlot, widen,
 };
-pub use large::{on_large_table, table_of};
+pub use large::{set_large_table_hook, table_of};
 pub use prefetch::prefetch;
 pub use reserve::{push, reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

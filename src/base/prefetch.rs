@@ -3,8 +3,8 @@
 /// Bytes that a processor fetches at once.
 const LINE: usize = 64;
 
-/// Asks for a value that is read a little later. Nothing waits for it, unlike for a read. Without effect on
-/// processors that are neither of x86-64 nor of 64-bit Arm.
+/// Prefetches a value that will be read soon, without waiting for it. Does nothing on processors other than
+/// x86-64 and 64-bit Arm.
 #[inline]
 pub fn prefetch<T>(value: &T) {
     let begin = std::ptr::from_ref(value).cast::<u8>();

@@ -18,8 +18,8 @@ pub(crate) use std::{
     thread,
 };
 
-/// Locks `mutex` and ignores poisoning. No argument of a caller leads to a panic under a lock; after one that
-/// a bug causes, to go on is better than to fail every later call.
+/// Locks `mutex` and ignores poisoning. No caller can cause a panic under a lock; after one that a bug
+/// causes, continuing is better than failing every later call.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

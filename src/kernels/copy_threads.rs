@@ -11,12 +11,12 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use crate::base::sync::{AtomicBool, AtomicPtr, thread};
 
 #[cfg(all(target_os = "linux", not(loom)))]
-use super::processors::Processors;
+use super::cpu_set::CpuSet;
 
 /// The number of times that a thread looks for work, or for the end of another thread's part, before it
 /// sleeps: some hundred microseconds, longer than a wake-up may take, so that a series of copies finds it
 /// awake. None under `loom`, which explores every interleaving.
-const LOOKS: usize = if cfg!(loom) { 0 } else { 1 << 12 };
+const SPIN_LIMIT: usize = if cfg!(loom) { 0 } else { 1 << 12 };
 
 /// Work in parts, on the stack of its caller until the last part is done.
 struct Work<'a> {
@@ -26,12 +26,12 @@ struct Work<'a> {
     has_panicked: AtomicBool,
 }
 
-/// The place where a caller offers a part to one thread.
+/// The slot where a caller offers a part to one thread.
 ///
-/// It is empty, [`TAKEN`], [`CLOSED`], or holds an offer. The caller fills an empty place; then either the
-/// thread takes the offer and empties the place when the part is done, or the caller withdraws it.
+/// It is empty, [`TAKEN`], [`CLOSED`], or holds an offer. The caller fills an empty slot; then either the
+/// thread takes the offer and empties the slot when the part is done, or the caller withdraws it.
 #[derive(Debug, Default)]
-struct WorkPlace(AtomicPtr<Work<'static>>);
+struct WorkSlot(AtomicPtr<Work<'static>>);
 
 /// The thread is at work.
 const TAKEN: *mut Work<'static> = ptr::without_provenance_mut(1);
@@ -39,8 +39,8 @@ const TAKEN: *mut Work<'static> = ptr::without_provenance_mut(1);
 /// The thread is to end.
 const CLOSED: *mut Work<'static> = ptr::without_provenance_mut(2);
 
-impl WorkPlace {
-    /// Offers a part of `work`, which must not move or end until the place is empty again.
+impl WorkSlot {
+    /// Offers a part of `work`, which must not move or end until the slot is empty again.
     fn offer(&self, work: &Work<'_>) {
         self.0.store(ptr::from_ref(work).cast_mut().cast(), Release);
     }
@@ -57,19 +57,19 @@ impl WorkPlace {
         self.0.load(Acquire).is_null()
     }
 
-    /// Does the parts that are offered here, each as number `part` of its work, until the place is closed.
+    /// Does the parts that are offered here, each as number `part` of its work, until the slot is closed.
     fn serve(&self, part: usize) {
-        let mut looks_left = LOOKS;
+        let mut spins_left = SPIN_LIMIT;
         loop {
             let offer = self.0.load(Relaxed);
             if offer == CLOSED {
                 return;
             }
             if offer.is_null() || self.0.compare_exchange(offer, TAKEN, Acquire, Relaxed).is_err() {
-                pause(&mut looks_left);
+                pause(&mut spins_left);
                 continue;
             }
-            // SAFETY: the offer was still there when it was taken, so its caller waits for the place to be
+            // SAFETY: the offer was still there when it was taken, so its caller waits for the slot to be
             // empty before it lets go of the work.
             let work = unsafe { &*offer };
             let caller = work.caller.clone();
@@ -78,15 +78,15 @@ impl WorkPlace {
             }
             self.0.store(ptr::null_mut(), Release);
             caller.unpark();
-            looks_left = LOOKS;
+            spins_left = SPIN_LIMIT;
         }
     }
 }
 
 /// Waits a moment or, when no looks are left, until another thread wakes this one.
-fn pause(looks_left: &mut usize) {
-    if *looks_left > 0 {
-        *looks_left -= 1;
+fn pause(spins_left: &mut usize) {
+    if *spins_left > 0 {
+        *spins_left -= 1;
         std::hint::spin_loop();
     } else {
         thread::park();
@@ -95,13 +95,13 @@ fn pause(looks_left: &mut usize) {
 
 #[derive(Debug)]
 struct CopyThread {
-    place: Arc<WorkPlace>,
+    slot: Arc<WorkSlot>,
     handle: thread::JoinHandle<()>,
 }
 
 impl Drop for CopyThread {
     fn drop(&mut self) {
-        self.place.0.store(CLOSED, Release);
+        self.slot.0.store(CLOSED, Release);
         self.handle.thread().unpark();
     }
 }
@@ -112,10 +112,10 @@ struct Offers<'a>(&'a [CopyThread]);
 impl Drop for Offers<'_> {
     fn drop(&mut self) {
         for thread in self.0 {
-            thread.place.withdraw();
-            let mut looks_left = LOOKS;
-            while !thread.place.is_empty() {
-                pause(&mut looks_left);
+            thread.slot.withdraw();
+            let mut spins_left = SPIN_LIMIT;
+            while !thread.slot.is_empty() {
+                pause(&mut spins_left);
             }
         }
     }
@@ -135,7 +135,7 @@ pub struct CopyThreads {
     threads: Vec<CopyThread>,
     /// The processor that they are kept off, and how many of them.
     #[cfg(all(target_os = "linux", not(loom)))]
-    kept_off: Option<(usize, usize)>,
+    excluded: Option<(usize, usize)>,
 }
 
 impl CopyThreads {
@@ -145,7 +145,7 @@ impl CopyThreads {
         Self {
             threads: Vec::new(),
             #[cfg(all(target_os = "linux", not(loom)))]
-            kept_off: None,
+            excluded: None,
         }
     }
 
@@ -160,16 +160,16 @@ impl CopyThreads {
     pub fn run(&mut self, parts: usize, part: &(dyn Fn(usize, usize) + Sync)) {
         self.start(parts.saturating_sub(1));
         #[cfg(all(target_os = "linux", not(loom)))]
-        self.keep_off_caller();
+        self.exclude_caller_cpu();
         let work = Work { part, parts, caller: thread::current(), has_panicked: AtomicBool::new(false) };
         let offers = Offers(&self.threads[..self.threads.len().min(parts.saturating_sub(1))]);
         for thread in offers.0 {
-            thread.place.offer(&work);
+            thread.slot.offer(&work);
             thread.handle.thread().unpark();
         }
         part(0, parts);
         for number in (1..parts).rev() {
-            if offers.0.get(number - 1).is_none_or(|thread| thread.place.withdraw()) {
+            if offers.0.get(number - 1).is_none_or(|thread| thread.slot.withdraw()) {
                 part(number, parts);
             }
         }
@@ -180,27 +180,28 @@ impl CopyThreads {
     /// Starts threads until there are `count`, or the system has no more.
     fn start(&mut self, count: usize) {
         while self.threads.len() < count {
-            let (place, number) = (Arc::<WorkPlace>::default(), self.threads.len() + 1);
-            let theirs = Arc::clone(&place);
+            let (slot, number) = (Arc::<WorkSlot>::default(), self.threads.len() + 1);
+            let worker_slot = Arc::clone(&slot);
             let name = format!("kvpool-copy-{number}");
-            let Ok(handle) = thread::Builder::new().name(name).spawn(move || theirs.serve(number)) else {
+            let Ok(handle) = thread::Builder::new().name(name).spawn(move || worker_slot.serve(number))
+            else {
                 return;
             };
-            self.threads.push(CopyThread { place, handle });
+            self.threads.push(CopyThread { slot, handle });
         }
     }
 
     /// Keeps the threads off the processor of the caller, if they are not already.
     #[cfg(all(target_os = "linux", not(loom)))]
-    fn keep_off_caller(&mut self) {
-        let Some(processor) = Processors::current() else { return };
+    fn exclude_caller_cpu(&mut self) {
+        let Some(processor) = CpuSet::current() else { return };
         let wanted = Some((processor, self.threads.len()));
-        if self.kept_off != wanted
-            && let Some(others) = Processors::without(processor)
+        if self.excluded != wanted
+            && let Some(others) = CpuSet::without(processor)
         {
-            self.threads.iter().for_each(|thread| others.confine(&thread.handle));
+            self.threads.iter().for_each(|thread| others.set_affinity(&thread.handle));
         }
-        self.kept_off = wanted;
+        self.excluded = wanted;
     }
 
     /// Forgets the threads, which the child of a fork does not have.

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use crate::base::{DType, Device, Result, reserve};
-use crate::memory::Borrowed;
+use crate::memory::BorrowedTensor;
 
 use super::convert::{E4M3, E5M2, ToF32};
 use super::indices::{read, read_indices};
@@ -26,8 +26,8 @@ pub enum Element {
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
-pub fn elements(tensor: &Borrowed<'_>) -> Result<Vec<Element>> {
-    tensor.expect_on(Device::Cpu, "the tensor")?;
+pub fn elements(tensor: &BorrowedTensor<'_>) -> Result<Vec<Element>> {
+    tensor.check_on(Device::Cpu, "the tensor")?;
     match tensor.dtype() {
         DType::F64 => each(tensor, Element::Double),
         DType::F32 => each(tensor, Element::Single),
@@ -43,7 +43,7 @@ pub fn elements(tensor: &Borrowed<'_>) -> Result<Vec<Element>> {
 }
 
 /// The elements, whose type is `T`, as numbers.
-fn each<T: Copy>(tensor: &Borrowed<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
+fn each<T: Copy>(tensor: &BorrowedTensor<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
     let values: Vec<T> = read(tensor)?;
     let mut numbers = reserve(values.len())?;
     numbers.extend(values.into_iter().map(number));

@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::base::{Device, Error, Id, IndexVec, RequestRow, Result, reserve};
 use crate::index::{RowExtent, plan_moves};
-use crate::memory::{Borrowed, Event, Gpu, Region, Stream};
+use crate::memory::{BorrowedTensor, Event, Gpu, Region, Stream};
 
 use super::indices::{IndexSpace, Indices};
 use super::launch::{Copies, Launcher};
@@ -54,17 +54,17 @@ pub struct HostExecutor {
 
 impl HostExecutor {
     // The locks guard no value that a panic could leave half changed, so poisoning is ignored.
-    fn write(&self, section: usize) -> RwLockWriteGuard<'_, ()> {
+    fn lock_section(&self, section: usize) -> RwLockWriteGuard<'_, ()> {
         self.locks[section].write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn read(&self, section: usize) -> RwLockReadGuard<'_, ()> {
+    fn lock_section_shared(&self, section: usize) -> RwLockReadGuard<'_, ()> {
         self.locks[section].read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write_all(&self) -> Result<Vec<RwLockWriteGuard<'_, ()>>> {
+    fn lock_all_sections(&self) -> Result<Vec<RwLockWriteGuard<'_, ()>>> {
         let mut guards = reserve(self.locks.len())?;
-        guards.extend((0..self.locks.len()).map(|section| self.write(section)));
+        guards.extend((0..self.locks.len()).map(|section| self.lock_section(section)));
         Ok(guards)
     }
 
@@ -101,12 +101,12 @@ impl Executor {
     }
 
     /// A point to wait for before sending more numbers from the host: see
-    /// [`Ring::crowded`](crate::memory::Ring::crowded).
+    /// [`Ring::backpressure_event`](crate::memory::Ring::backpressure_event).
     #[must_use]
-    pub fn crowded(&self) -> Option<Arc<Event>> {
+    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
         match self {
             Self::Host(_) => None,
-            Self::Device(launcher) => launcher.crowded(),
+            Self::Device(launcher) => launcher.backpressure_event(),
         }
     }
 
@@ -115,10 +115,10 @@ impl Executor {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index outside of its space: it was skipped.
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32.
-    pub fn fault(&self) -> Result<()> {
+    pub fn take_fault(&self) -> Result<()> {
         match self {
             Self::Host(_) => Ok(()),
-            Self::Device(launcher) => launcher.fault(),
+            Self::Device(launcher) => launcher.take_fault(),
         }
     }
 
@@ -133,9 +133,9 @@ impl Executor {
     /// Checks that `stream` is not being captured into a graph.
     ///
     /// # Errors
-    /// Same as [`Gpu::not_capturing`].
-    pub fn not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
-        self.gpu().map_or(Ok(()), |gpu| gpu.not_capturing(stream, what))
+    /// Same as [`Gpu::check_not_capturing`].
+    pub fn check_not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
+        self.gpu().map_or(Ok(()), |gpu| gpu.check_not_capturing(stream, what))
     }
 
     /// Waits for everything on `stream`. Does nothing on the host.
@@ -151,10 +151,10 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
-    pub fn expect_here(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
+    pub fn prepare_indices(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
         match self {
             Self::Host(_) => indices.iter().try_for_each(|indices| indices.on_host().map(drop)),
-            Self::Device(launcher) => launcher.expect_here(indices, stream),
+            Self::Device(launcher) => launcher.prepare_indices(indices, stream),
         }
     }
 
@@ -168,8 +168,8 @@ impl Executor {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or devices that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written
-    /// then. Otherwise same as [`Executor::fault`], which also reports an index of a device tensor beyond the
-    /// rows; it is skipped.
+    /// then. Otherwise same as [`Executor::take_fault`], which also reports an index of a device tensor
+    /// beyond the rows; it is skipped.
     pub fn store_rows(
         &self,
         section: usize,
@@ -180,13 +180,13 @@ impl Executor {
         match self {
             Self::Host(host) => {
                 let indices = indices.on_host()?;
-                let _alone = host.write(section);
+                let _guard = host.lock_section(section);
                 store_rows(stores, indices)
             }
             Self::Device(launcher) => {
                 launcher.begin(&[indices], stream)?;
                 for store in stores {
-                    store.values.used_on(stream);
+                    store.values.record_stream(stream);
                 }
                 launcher.store_rows(stores, indices, stream)
             }
@@ -200,25 +200,25 @@ impl Executor {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when an `out` does not fit,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist; nothing is written
-    /// then. Otherwise same as [`Executor::fault`], which also reports an index of a device tensor beyond the
-    /// rows; its row in `out` is zeroed.
+    /// then. Otherwise same as [`Executor::take_fault`], which also reports an index of a device tensor
+    /// beyond the rows; its row in `out` is zeroed.
     pub fn gather_rows(
         &self,
         section: usize,
-        pairs: &[(&RowBuffer, Borrowed<'_>); 2],
+        pairs: &[(&RowBuffer, BorrowedTensor<'_>); 2],
         indices: &Indices<'_>,
         stream: Stream,
     ) -> Result<()> {
         match self {
             Self::Host(host) => {
                 let rows = host.rows(indices)?;
-                let _shared = host.read(section);
+                let _guard = host.lock_section_shared(section);
                 gather_rows(pairs, &rows)
             }
             Self::Device(launcher) => {
                 launcher.begin(&[indices], stream)?;
                 for (_, out) in pairs {
-                    out.used_on(stream);
+                    out.record_stream(stream);
                 }
                 launcher.gather_rows(pairs, indices, stream)
             }
@@ -234,7 +234,7 @@ impl Executor {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths, and for more indices than
     /// can be transferred to a device at once; [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows
-    /// that do not exist. Nothing is copied then. Otherwise same as [`Executor::fault`].
+    /// that do not exist. Nothing is copied then. Otherwise same as [`Executor::take_fault`].
     pub fn copy_rows(
         &self,
         rows: &LayerRows,
@@ -256,7 +256,7 @@ impl Executor {
         match (self, dst, src) {
             (Self::Host(host), dst, src) => {
                 let moves = plan(host.spaces[0], dst.on_host()?, src.on_host()?)?;
-                let _alone = host.write_all()?;
+                let _guard = host.lock_all_sections()?;
                 move_rows(rows.all(), &moves)
             }
             (Self::Device(launcher), Indices::Host(dst), Indices::Host(src)) => {
@@ -277,13 +277,13 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist; nothing is zeroed
-    /// then. Otherwise same as [`Executor::fault`], which also reports an index of a device tensor beyond the
-    /// rows; it is skipped.
+    /// then. Otherwise same as [`Executor::take_fault`], which also reports an index of a device tensor
+    /// beyond the rows; it is skipped.
     pub fn zero_rows(&self, rows: &LayerRows, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         match self {
             Self::Host(host) => {
                 let numbers = host.rows(indices)?;
-                let _alone = host.write_all()?;
+                let _guard = host.lock_all_sections()?;
                 zero_rows(rows.all(), &numbers)
             }
             Self::Device(launcher) => {
@@ -306,8 +306,8 @@ impl Executor {
         stream: Stream,
     ) -> Result<()> {
         for layer in 0..rows.layers() {
-            let _alone = match self {
-                Self::Host(host) => Some(host.write(layer)),
+            let _guard = match self {
+                Self::Host(host) => Some(host.lock_section(layer)),
                 Self::Device(_) => None,
             };
             for buffer in rows.layer(layer)? {
@@ -330,16 +330,17 @@ impl Executor {
     ///
     /// On the host it copies on this thread alone and takes no lock, so that no other call waits for it. On a
     /// device it is one launch on `stream` for up to 486 pages, and never waits. With
-    /// [`Reach::Copied`](super::Reach::Copied) it is a copy by the driver for each page and kind: if the
-    /// memory is pageable, the call may wait for them, and for what `stream` did before. The caller keeps the
-    /// pages and pieces from other use until the copies have run.
+    /// [`HostAccess::Copied`](super::HostAccess::Copied) it is a copy by the driver for each page and kind:
+    /// if the memory is pageable, the call may wait for them, and for what `stream` did before. The caller
+    /// keeps the pages and pieces from other use until the copies have run.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for pages, pieces or layers that do not exist,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pieces of other rows and for a target that
     /// is named twice; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being
     /// captured. Nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver
-    /// call fails: some pages may have been copied. Faults of earlier calls are left to [`Executor::fault`].
+    /// call fails: some pages may have been copied. Faults of earlier calls are left to
+    /// [`Executor::take_fault`].
     pub fn copy_pages<I: Id>(
         &self,
         rows: &LayerRows,
@@ -385,14 +386,14 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in
-    /// `out`; nothing is written then. Otherwise same as [`Executor::fault`], which also reports invalid
+    /// `out`; nothing is written then. Otherwise same as [`Executor::take_fault`], which also reports invalid
     /// numbers of device tensors; they are skipped.
     pub fn build_kv_indices(
         &self,
         table: &Table<'_>,
         rows: &Indices<'_>,
         indptr: &Indices<'_>,
-        out: &Borrowed<'_>,
+        out: &BorrowedTensor<'_>,
         stream: Stream,
     ) -> Result<()> {
         match self {
@@ -412,7 +413,7 @@ impl Executor {
                         ends.as_i32()?.into_owned()
                     }
                 };
-                out.used_on(stream);
+                out.record_stream(stream);
                 let numbers = [rows.numbers(&row_list), indptr.numbers(&end_list)];
                 launcher.kv_indices(table, numbers, out, rows.len(), stream)
             }

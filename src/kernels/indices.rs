@@ -5,7 +5,7 @@
 
 use crate::base::bounded::{distance, signed, unsigned};
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
-use crate::memory::Borrowed;
+use crate::memory::BorrowedTensor;
 
 /// An index space: the name of its indices and their bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +35,7 @@ pub enum Indices<'a> {
     /// The values are on a device, int32 or int64. The host may know them or not.
     Device {
         /// The tensor.
-        tensor: Borrowed<'a>,
+        tensor: BorrowedTensor<'a>,
         /// The number of times that its framework has written to the tensor; `None` when the framework does
         /// not count.
         version: Option<u64>,
@@ -47,11 +47,11 @@ impl<'a> Indices<'a> {
     ///
     /// # Errors
     /// Same as [`read_indices`], except that any device is allowed.
-    pub fn of(tensor: Borrowed<'a>, version: Option<u64>) -> Result<Self> {
+    pub fn of(tensor: BorrowedTensor<'a>, version: Option<u64>) -> Result<Self> {
         if tensor.device() == Device::Cpu {
             return read_indices(&tensor).map(Self::Host);
         }
-        expect_ints(tensor.dtype())?;
+        check_ints(tensor.dtype())?;
         Ok(Self::Device { tensor, version })
     }
 
@@ -110,11 +110,11 @@ pub enum Numbers<'a> {
     /// The numbers are on the host.
     List(&'a [i32]),
     /// The numbers are on the device: int32 or int64, of any shape and stride.
-    Tensor(&'a Borrowed<'a>),
+    Tensor(&'a BorrowedTensor<'a>),
     /// The same number for every element.
-    Same(i64),
+    Constant(i64),
     /// This number for the first element, and one more for each further element.
-    From(i64),
+    Arange(i64),
 }
 
 /// The error for what is no index: `found` is a dtype or the type of an object.
@@ -131,7 +131,7 @@ pub fn not_indices(found: &str) -> Error {
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) unless it is int32 or int64.
-pub fn expect_ints(dtype: DType) -> Result<()> {
+pub fn check_ints(dtype: DType) -> Result<()> {
     if matches!(dtype, DType::I32 | DType::I64) {
         return Ok(());
     }
@@ -145,8 +145,8 @@ pub fn expect_ints(dtype: DType) -> Result<()> {
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it has no integers of 16 bits or more,
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
-pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
-    tensor.expect_on(Device::Cpu, "the index tensor")?;
+pub fn read_indices(tensor: &BorrowedTensor<'_>) -> Result<IndexVec> {
+    tensor.check_on(Device::Cpu, "the index tensor")?;
     match tensor.dtype() {
         DType::I32 => Ok(IndexVec::I32(read(tensor)?)),
         DType::I64 => Ok(IndexVec::I64(read(tensor)?)),
@@ -160,7 +160,7 @@ pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
 }
 
 /// Copies the elements, whose type is `T`, as int64.
-fn widened<T: Copy>(tensor: &Borrowed<'_>, widen: impl Fn(T) -> i64) -> Result<IndexVec> {
+fn widened<T: Copy>(tensor: &BorrowedTensor<'_>, widen: impl Fn(T) -> i64) -> Result<IndexVec> {
     let narrow: Vec<T> = read(tensor)?;
     let mut values = reserve(narrow.len())?;
     values.extend(narrow.into_iter().map(widen));
@@ -168,14 +168,14 @@ fn widened<T: Copy>(tensor: &Borrowed<'_>, widen: impl Fn(T) -> i64) -> Result<I
 }
 
 /// Copies the elements, whose type is `T`.
-pub(super) fn read<T: Copy>(tensor: &Borrowed<'_>) -> Result<Vec<T>> {
+pub(super) fn read<T: Copy>(tensor: &BorrowedTensor<'_>) -> Result<Vec<T>> {
     let count = tensor.shape().numel();
     let source: *const T = tensor.address().as_ptr().cast_const().cast();
     let mut values: Vec<T> = reserve(count)?;
     if tensor.is_contiguous() {
         let target: *mut u8 = values.as_mut_ptr().cast();
-        // SAFETY: `Borrowed` guarantees `count` readable elements; the vector is ours and has room for them.
-        // Foreign elements may be unaligned, so bytes are copied.
+        // SAFETY: `BorrowedTensor` guarantees `count` readable elements; the vector is ours and has room for
+        // them. Foreign elements may be unaligned, so bytes are copied.
         unsafe { target.copy_from_nonoverlapping(source.cast(), count * size_of::<T>()) };
         // SAFETY: that many were just written, and any bytes make an integer.
         unsafe { values.set_len(count) };
@@ -184,7 +184,8 @@ pub(super) fn read<T: Copy>(tensor: &Borrowed<'_>) -> Result<Vec<T>> {
     let (shape, strides) = (tensor.shape().as_slice(), tensor.strides().as_slice());
     values.extend((0..count).map(|position| {
         let element = source.wrapping_offset(offset_of(position, shape, strides));
-        // SAFETY: `position` is below `numel`, so `Borrowed` guarantees the element; it may be unaligned.
+        // SAFETY: `position` is below `numel`, so `BorrowedTensor` guarantees the element; it may be
+        // unaligned.
         unsafe { element.read_unaligned() }
     }));
     Ok(values)

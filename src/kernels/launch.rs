@@ -2,7 +2,8 @@
 //! call.
 //!
 //! The structures are those of `params.cuh`. Everything that the host can check is checked before a launch.
-//! Kernels check the indices that only the device knows, and [`Launcher::fault`] reports the invalid ones.
+//! Kernels check the indices that only the device knows, and [`Launcher::take_fault`] reports the invalid
+//! ones.
 
 mod fetch;
 mod grid;
@@ -24,12 +25,12 @@ use crate::base::bounded::{int32, signed};
 use crate::base::{DType, Error, Id, RequestRow, Result, bytes_of, widen};
 use crate::index::{Move, RowExtent};
 use crate::kernels::indices::{IndexSpace, Indices, Numbers};
-use crate::kernels::pages::{PagePlan, Pieces, Reach};
+use crate::kernels::pages::{HostAccess, PagePlan, Pieces};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{StoreRows, targets};
 use crate::kernels::table::Table;
 use crate::memory::{
-    Backend, Borrowed, Contents, Event, Function, Gpu, Pinned, Region, Reply, Ring, Stream, Users,
+    Backend, BorrowedTensor, Contents, Event, Function, Gpu, Pinned, Region, Reply, Ring, Stream, StreamSet,
 };
 
 use grid::{Groups, blocks, parts_grid, ragged_grid};
@@ -58,7 +59,7 @@ pub(super) enum Copies<'a> {
 
 /// A batch that grows, for [`Launcher::continue_pages`].
 #[derive(Clone, Copy, Debug)]
-pub struct Grown<'a> {
+pub struct GrowingBatch<'a> {
     /// The slots of each request that are taken in its last page; 0 if the page is full.
     pub offsets: &'a [i32],
     /// The place where the new slots of each request begin, and the end of all.
@@ -70,17 +71,17 @@ pub struct Grown<'a> {
 }
 
 /// The most requests in one launch of [`Launcher::continue_pages`].
-const MOST_GROWN: usize = (WithList::<ContinueParams>::ROOM - 1) / 2;
+const MAX_GROWING: usize = (WithList::<ContinueParams>::ROOM - 1) / 2;
 
 /// The most pages in one launch of [`Launcher::copy_pages`].
-const MOST_PAGES: usize = WithList::<PagesParams>::ROOM / 2;
+const MAX_PAGES: usize = WithList::<PagesParams>::ROOM / 2;
 
 /// The most blocks of a copy of pages. Each has up to 16 KiB in flight: 512 KiB together are several times
 /// what a bus transfers while one access takes, and the rest of the device is left to other streams.
 const PAGE_BLOCKS: u32 = 32;
 
 /// The most bytes from a row to the next in a copy of rows by the driver.
-const MOST_PITCH: usize = i32::MAX as usize;
+const MAX_PITCH: usize = i32::MAX as usize;
 
 /// Bytes of the record where kernels report invalid indices that only the device knows: `Fault` of
 /// `params.cuh`.
@@ -96,7 +97,7 @@ pub struct Launcher {
     spaces: [IndexSpace; 2],
     fault: Region,
     /// The streams that use the pool's memory.
-    users: Arc<Users>,
+    users: Arc<StreamSet>,
 }
 
 impl Launcher {
@@ -112,7 +113,7 @@ impl Launcher {
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         backend: &Arc<dyn Backend>,
-        users: &Arc<Users>,
+        users: &Arc<StreamSet>,
         spaces: [IndexSpace; 2],
         ring_bytes: usize,
     ) -> Result<Self> {
@@ -129,10 +130,10 @@ impl Launcher {
         &self.gpu
     }
 
-    /// A point to wait for before sending more numbers from the host: see [`Ring::crowded`].
+    /// A point to wait for before sending more numbers from the host: see [`Ring::backpressure_event`].
     #[must_use]
-    pub fn crowded(&self) -> Option<Arc<Event>> {
-        self.ring.crowded()
+    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
+        self.ring.backpressure_event()
     }
 
     pub(super) const fn spaces(&self) -> [IndexSpace; 2] {
@@ -141,24 +142,24 @@ impl Launcher {
 
     /// Checks that index tensors are in host memory or on this device, and records that work on `stream`
     /// reads them.
-    pub(super) fn expect_here(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
+    pub(super) fn prepare_indices(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
         let tensors = || {
             indices.iter().filter_map(|indices| match indices {
                 Indices::Host(_) => None,
                 Indices::Device { tensor, .. } => Some(tensor),
             })
         };
-        tensors().try_for_each(|tensor| tensor.expect_on(self.gpu.device(), "the index tensor"))?;
+        tensors().try_for_each(|tensor| tensor.check_on(self.gpu.device(), "the index tensor"))?;
         for tensor in tensors() {
-            tensor.used_on(stream);
+            tensor.record_stream(stream);
         }
         Ok(())
     }
 
     /// Starts every call: checks the devices of its indices, and reports a fault of an earlier call.
     pub(super) fn begin(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
-        self.expect_here(indices, stream)?;
-        self.fault()
+        self.prepare_indices(indices, stream)?;
+        self.take_fault()
     }
 
     /// Reports, once, what a kernel of an earlier call found wrong. Makes no driver call.
@@ -167,14 +168,14 @@ impl Launcher {
     /// [`ErrorKind::Index`] with the number, its position and its bound.
     ///
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
-    pub(super) fn fault(&self) -> Result<()> {
+    pub(super) fn take_fault(&self) -> Result<()> {
         self.gpu.check_process()?;
-        let [what, value] = self.fault.read::<i64>(0, 2)?[..] else { return Ok(()) };
-        if what == 0 {
+        let [code, value] = self.fault.read::<i64>(0, 2)?[..] else { return Ok(()) };
+        if code == 0 {
             return Ok(());
         }
         self.fault.write(0, &[0i64; 2])?;
-        let (kind, position) = (what & 0xff, what >> 8);
+        let (kind, position) = (code & 0xff, code >> 8);
         Err(match kind {
             1 | 2 => {
                 let IndexSpace { noun, len } = self.spaces[usize::from(kind == 2)];
@@ -203,7 +204,7 @@ impl Launcher {
     /// Launches `kernel` with the parameters that `params` returns, once the device can read `arrays` of the
     /// host: behind the parameters if they fit there, otherwise in the ring. The caller has checked that
     /// `stream` is not being captured, even for empty arrays: a graph would repeat their values.
-    fn with_arrays<P>(
+    fn launch_with_arrays<P>(
         &self,
         kernel: Kernel,
         grid: [u32; 2],
@@ -229,7 +230,7 @@ impl Launcher {
     /// [`ErrorKind::Driver`] while `stream` is being captured, if any of them are on the host.
     ///
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
-    fn with<P>(
+    fn launch_with_numbers<P>(
         &self,
         kernel: Kernel,
         grid: [u32; 2],
@@ -245,8 +246,8 @@ impl Launcher {
             let indices = numbers.iter().map(Index::new).collect::<Result<Vec<_>>>()?;
             return self.launch(kernel.copied, grid, &params(&indices), stream);
         }
-        self.ring.not_capturing(stream)?;
-        self.with_arrays(kernel, grid, &lists, stream, |arrays| Ok(params(&arrays.indices(numbers)?)))
+        self.ring.check_not_capturing(stream)?;
+        self.launch_with_arrays(kernel, grid, &lists, stream, |arrays| Ok(params(&arrays.indices(numbers)?)))
     }
 
     /// Works like [`store_rows`](super::store_rows), for K and V in one launch. A row that occurs twice in a
@@ -255,7 +256,7 @@ impl Launcher {
     ///
     /// # Errors
     /// Same as [`store_rows`](super::store_rows); an index of a device tensor beyond the rows is skipped, and
-    /// `Executor::fault` reports it.
+    /// `Executor::take_fault` reports it.
     pub(super) fn store_rows(
         &self,
         stores: &[StoreRows<'_>; 2],
@@ -271,13 +272,15 @@ impl Launcher {
             Indices::Device { .. } => Vec::new(),
         };
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
-        self.with(self.kernels.store, grid, &[indices.numbers(&list)], stream, |index| StoreParams {
-            indices: index[0],
-            count: signed(count),
-            rows: signed(rows),
-            fault: self.fault_address(),
-            first_blocks,
-            parts,
+        self.launch_with_numbers(self.kernels.store, grid, &[indices.numbers(&list)], stream, |index| {
+            StoreParams {
+                indices: index[0],
+                count: signed(count),
+                rows: signed(rows),
+                fault: self.fault_address(),
+                first_blocks,
+                parts,
+            }
         })
     }
 
@@ -285,10 +288,10 @@ impl Launcher {
     ///
     /// # Errors
     /// Same as [`gather_rows`](super::gather_rows); for an index of a device tensor beyond the rows, the row
-    /// of `out` is zeroed, and [`Launcher::fault`] reports it.
+    /// of `out` is zeroed, and [`Launcher::take_fault`] reports it.
     pub(super) fn gather_rows(
         &self,
-        pairs: &[(&RowBuffer, Borrowed<'_>); 2],
+        pairs: &[(&RowBuffer, BorrowedTensor<'_>); 2],
         indices: &Indices<'_>,
         stream: Stream,
     ) -> Result<()> {
@@ -299,13 +302,15 @@ impl Launcher {
         let [k, v] = pairs;
         let parts = [GatherPart::new(k.0, &k.1)?, GatherPart::new(v.0, &v.1)?];
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
-        self.with(self.kernels.gather, grid, &[indices.numbers(&list)], stream, |index| GatherParams {
-            indices: index[0],
-            count: signed(count),
-            rows: signed(rows),
-            fault: self.fault_address(),
-            first_blocks,
-            parts,
+        self.launch_with_numbers(self.kernels.gather, grid, &[indices.numbers(&list)], stream, |index| {
+            GatherParams {
+                indices: index[0],
+                count: signed(count),
+                rows: signed(rows),
+                fault: self.fault_address(),
+                first_blocks,
+                parts,
+            }
         })
     }
 
@@ -316,7 +321,8 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a row that does not exist, [`ErrorKind::Config`] for more than can be
-    /// transferred at once; a row of a device tensor that does not exist is reported by [`Launcher::fault`].
+    /// transferred at once; a row of a device tensor that does not exist is reported by
+    /// [`Launcher::take_fault`].
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
@@ -357,7 +363,7 @@ impl Launcher {
         stream: Stream,
     ) -> Result<()> {
         let (groups, grid) = groups.for_rows(count)?;
-        self.with(self.kernels.copy, grid, &numbers, stream, |index| MoveParams {
+        self.launch_with_numbers(self.kernels.copy, grid, &numbers, stream, |index| MoveParams {
             target: index[0],
             source: index[1],
             count: signed(count),
@@ -376,8 +382,8 @@ impl Launcher {
             })
             .collect();
         let (groups, grid) = groups.for_words()?;
-        self.ring.not_capturing(stream)?;
-        self.with_arrays(self.kernels.copy_in_order, grid, &[&steps], stream, |arrays| {
+        self.ring.check_not_capturing(stream)?;
+        self.launch_with_arrays(self.kernels.copy_in_order, grid, &[&steps], stream, |arrays| {
             Ok(OrderParams { steps: arrays.address(0), count: signed(moves.len()), groups })
         })
     }
@@ -395,18 +401,20 @@ impl Launcher {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
         let (list, count) = (indices.list(self.spaces[0])?, indices.len());
         let (groups, grid) = Groups::new(groups)?.for_rows(count)?;
-        self.with(self.kernels.zero, grid, &[indices.numbers(&list)], stream, |index| ZeroParams {
-            indices: index[0],
-            count: signed(count),
-            rows: signed(rows),
-            fault: self.fault_address(),
-            groups,
+        self.launch_with_numbers(self.kernels.zero, grid, &[indices.numbers(&list)], stream, |index| {
+            ZeroParams {
+                indices: index[0],
+                count: signed(count),
+                rows: signed(rows),
+                fault: self.fault_address(),
+                groups,
+            }
         })
     }
 
-    /// Carries out a copy of pages. It is one launch for every `MOST_PAGES` pages, whose numbers are passed
+    /// Carries out a copy of pages. It is one launch for every `MAX_PAGES` pages, whose numbers are passed
     /// with it: the ring would keep those of a slow copy, and calls that need the ring would wait for it.
-    /// With [`Reach::Copied`] it is one copy for each page and kind.
+    /// With [`HostAccess::Copied`] it is one copy for each page and kind.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] while `stream` is being captured, and when a driver call fails.
@@ -414,14 +422,14 @@ impl Launcher {
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub(super) fn copy_pages(&self, plan: &PagePlan<'_>, pieces: &Pieces, stream: Stream) -> Result<()> {
         self.gpu.check_process()?;
-        self.gpu.not_capturing(stream, "a copy between pages and host memory")?;
-        pieces.region().used_on(stream);
-        if pieces.reach() == Reach::Copied {
+        self.gpu.check_not_capturing(stream, "a copy between pages and host memory")?;
+        pieces.region().record_stream(stream);
+        if pieces.reach() == HostAccess::Copied {
             return self.copy_each_page(plan, stream);
         }
         let groups = Groups::of_pages(plan)?;
         let targets = [PageTarget::new(&plan.kinds[0]), PageTarget::new(&plan.kinds[1])];
-        for indices in plan.indices.chunks(MOST_PAGES) {
+        for indices in plan.indices.chunks(MAX_PAGES) {
             let (groups, [blocks, _]) = groups.for_rows(indices.len())?;
             let params = PagesParams { count: signed(indices.len()), blocks: blocks.into(), groups, targets };
             let params = WithList::new(params, &[indices.as_flattened()]);
@@ -431,10 +439,10 @@ impl Launcher {
     }
 
     fn copy_each_page(&self, plan: &PagePlan<'_>, stream: Stream) -> Result<()> {
-        self.users.note(stream);
+        self.users.record(stream);
         for &[source, target] in &plan.indices {
             for kind in plan.kinds.iter().filter(|kind| kind.bytes > 0) {
-                let is_near = kind.source.step.max(kind.target.step) <= MOST_PITCH;
+                let is_near = kind.source.step.max(kind.target.step) <= MAX_PITCH;
                 let at_once = if is_near { plan.layers } else { 1 };
                 for first in (0..plan.layers).step_by(at_once.max(1)) {
                     let rows = first..first + at_once;
@@ -454,7 +462,7 @@ impl Launcher {
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once;
     /// [`ErrorKind::Driver`] when a driver call fails. Invalid numbers of device tensors are skipped, and
-    /// `Executor::fault` reports them.
+    /// `Executor::take_fault` reports them.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
@@ -468,8 +476,12 @@ impl Launcher {
     ) -> Result<Option<Reply>> {
         let blocks = blocks(count)?;
         let write = |echo: *mut i32| {
-            self.with(self.kernels.write_points, [blocks, 1], &[row, column, value], stream, |index| {
-                PointsParams {
+            self.launch_with_numbers(
+                self.kernels.write_points,
+                [blocks, 1],
+                &[row, column, value],
+                stream,
+                |index| PointsParams {
                     table: table.address(),
                     rows: signed(table.rows()),
                     columns: signed(table.columns()),
@@ -479,18 +491,18 @@ impl Launcher {
                     count: signed(count),
                     echo,
                     fault: self.fault_address(),
-                }
-            })
+                },
+            )
         };
         let bytes = bytes_of("an echo", &[count, 3], DType::I32)?;
-        let held = match echo {
+        let reply = match echo {
             Some(ring) => ring.receive(bytes, stream, |range| write(range.address().as_ptr().cast()))?,
             None => None,
         };
-        if held.is_none() {
+        if reply.is_none() {
             write(ptr::null_mut())?;
         }
-        Ok(held)
+        Ok(reply)
     }
 
     /// Zeroes the written columns of rows of the table, in one launch on `stream`,
@@ -524,7 +536,7 @@ impl Launcher {
         }
         let rows: Vec<i32> = rows.iter().map(|extent| extent.row.number().cast_signed()).collect();
         let grid = ragged_grid(widen(longest), rows.len())?;
-        self.with_arrays(self.kernels.write_ragged, grid, &[&rows, &indptr], stream, |arrays| {
+        self.launch_with_arrays(self.kernels.write_ragged, grid, &[&rows, &indptr], stream, |arrays| {
             Ok(RaggedParams {
                 table: table.address(),
                 columns: signed(table.columns()),
@@ -541,52 +553,54 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once; invalid numbers
-    /// of device tensors are skipped, and `Executor::fault` reports them.
+    /// of device tensors are skipped, and `Executor::take_fault` reports them.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub(super) fn kv_indices(
         &self,
         table: &Table<'_>,
         [row, indptr]: [Numbers<'_>; 2],
-        out: &Borrowed<'_>,
+        out: &BorrowedTensor<'_>,
         count: usize,
         stream: Stream,
     ) -> Result<()> {
         let capacity = out.shape().numel();
         let grid = ragged_grid(table.columns().min(capacity), count)?;
-        self.with(self.kernels.kv_indices, grid, &[row, indptr], stream, |index| KvIndicesParams {
-            table: table.address(),
-            rows: signed(table.rows()),
-            columns: signed(table.columns()),
-            row: index[0],
-            indptr: index[1],
-            out: out.address().as_ptr().cast(),
-            capacity: signed(capacity),
-            count: signed(count),
-            fault: self.fault_address(),
+        self.launch_with_numbers(self.kernels.kv_indices, grid, &[row, indptr], stream, |index| {
+            KvIndicesParams {
+                table: table.address(),
+                rows: signed(table.rows()),
+                columns: signed(table.columns()),
+                row: index[0],
+                indptr: index[1],
+                out: out.address().as_ptr().cast(),
+                capacity: signed(capacity),
+                count: signed(count),
+                fault: self.fault_address(),
+            }
         })
     }
 
-    /// Completes `out`, the slots of a batch that grows, by those that continue the last page of a request:
-    /// those behind its slot in `last_loc`. One launch on `stream`, which the caller has checked not to be
-    /// captured, for every `MOST_GROWN` requests; their numbers are passed with it.
+    /// Fills in the slots of `out`, those of a batch that grows, that continue the last page of a request:
+    /// they follow its slot in `last_loc`. One launch on `stream`, which the caller has checked not to be
+    /// captured, for every `MAX_GROWING` requests; their numbers are passed with it.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails. A last slot that does not end its request leaves the
-    /// slots behind it as they are, and `Launcher::fault` reports it.
+    /// slots behind it as they are, and `Launcher::take_fault` reports it.
     ///
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub fn continue_pages(
         &self,
-        out: &Borrowed<'_>,
-        last_loc: &Borrowed<'_>,
-        grown: &Grown<'_>,
+        out: &BorrowedTensor<'_>,
+        last_loc: &BorrowedTensor<'_>,
+        grown: &GrowingBatch<'_>,
         stream: Stream,
     ) -> Result<()> {
         let index = Index::new(&Numbers::Tensor(last_loc))?;
-        last_loc.used_on(stream);
-        for (part, offsets) in grown.offsets.chunks(MOST_GROWN).enumerate() {
-            let first = part * MOST_GROWN;
+        last_loc.record_stream(stream);
+        for (part, offsets) in grown.offsets.chunks(MAX_GROWING).enumerate() {
+            let first = part * MAX_GROWING;
             let indptr = &grown.indptr[first..=first + offsets.len()];
             let params = ContinueParams {
                 out: out.address().as_ptr().cast(),
@@ -609,7 +623,7 @@ impl Launcher {
         if grid.contains(&0) {
             return Ok(());
         }
-        self.users.note(stream);
+        self.users.record(stream);
         // SAFETY: each caller pairs a kernel with its parameters. Addresses are those of live regions of this
         // device and of tensors that the caller of the pool keeps alive in the order of `stream`; what a
         // kernel reaches from them was checked by the caller or is checked by the kernel.

@@ -11,14 +11,14 @@
 
 mod convert;
 mod copy_threads;
+#[cfg(all(target_os = "linux", not(loom)))]
+mod cpu_set;
 mod elements;
 mod executor;
 mod indices;
 mod launch;
 mod pack;
 mod pages;
-#[cfg(all(target_os = "linux", not(loom)))]
-mod processors;
 mod row_copy;
 mod rows;
 mod store;
@@ -28,10 +28,12 @@ mod threads;
 pub use copy_threads::CopyThreads;
 pub use elements::{Element, elements};
 pub use executor::{Executor, HostExecutor};
-pub use indices::{IndexSpace, Indices, Numbers, expect_ints, not_indices, read_indices};
-pub use launch::{Fetcher, Grown, Launcher, PendingFetch, PlanBatch, PlanFields, PlanRequest, read_now};
+pub use indices::{IndexSpace, Indices, Numbers, check_ints, not_indices, read_indices};
+pub use launch::{
+    Fetcher, GrowingBatch, Launcher, PendingFetch, PlanBatch, PlanFields, PlanRequest, read_now,
+};
 pub use pack::{Direction, pack};
-pub use pages::{PageCopy, PagePair, Pieces, Reach, layer_bytes, piece_bytes};
+pub use pages::{HostAccess, PageCopy, PagePair, Pieces, layer_bytes, piece_bytes};
 pub use rows::{BufferInfo, LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{StoreRows, store_rows};
 pub use table::Table;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use crate::base::bounded::{distance, unsigned};
 use crate::base::{DType, Dims, Error, Result};
-use crate::memory::{Borrowed, Gpu, Stream};
+use crate::memory::{BorrowedTensor, Gpu, Stream};
 
-use super::threads::in_parts;
+use super::threads::run_in_parts;
 
 /// The direction of [`pack()`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,8 +31,8 @@ pub enum Direction {
 /// overlap; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call
 /// fails.
 pub fn pack(
-    packed: &Borrowed<'_>,
-    tensor: &Borrowed<'_>,
+    packed: &BorrowedTensor<'_>,
+    tensor: &BorrowedTensor<'_>,
     direction: Direction,
     gpu: Option<&Arc<Gpu>>,
     stream: Stream,
@@ -41,32 +41,32 @@ pub fn pack(
         || packed.dtype() != tensor.dtype()
         || !packed.is_contiguous()
     {
-        return Err(Error::config("a transfer is between as many elements of one dtype"));
+        return Err(Error::config(
+            "packed memory must be contiguous, and have the dtype and the number of elements of the tensor",
+        ));
     }
     let overlaps = |(&extent, &stride): (&i64, &i64)| extent > 1 && stride == 0;
     let dims = || tensor.shape().as_slice().iter().zip(tensor.strides().as_slice());
     if direction == Direction::Unpack && dims().any(overlaps) {
-        return Err(Error::config(
-            "elements of the tensor lie on top of each other, so it cannot be written to",
-        ));
+        return Err(Error::config("elements of the tensor overlap, so it cannot be written to"));
     }
     let runs = Runs::of(tensor);
     let total = tensor.shape().numel() * tensor.dtype().size();
     let each = |bytes: Range<usize>, copy: &mut dyn FnMut(*mut u8, *mut u8, usize) -> Result<()>| {
         runs.within(bytes, |at, run, bytes| {
-            let lying = tensor.address().as_ptr().wrapping_offset(run);
-            copy(packed.address().as_ptr().wrapping_add(at), lying, bytes)
+            let strided = tensor.address().as_ptr().wrapping_offset(run);
+            copy(packed.address().as_ptr().wrapping_add(at), strided, bytes)
         })
     };
     let Some(gpu) = gpu else {
-        in_parts(total, |part, parts| {
+        run_in_parts(total, |part, parts| {
             let range =
                 total / parts * part..if part + 1 == parts { total } else { total / parts * (part + 1) };
-            let copied = each(range, &mut |packed, lying, bytes| {
+            let copied = each(range, &mut |packed, strided, bytes| {
                 let (target, source) =
-                    if direction == Direction::Pack { (packed, lying) } else { (lying, packed) };
-                // SAFETY: both tensors are valid for these bytes, as `Borrowed` guarantees; they may be the
-                // same.
+                    if direction == Direction::Pack { (packed, strided) } else { (strided, packed) };
+                // SAFETY: both tensors are valid for these bytes, as `BorrowedTensor` guarantees; they may be
+                // the same.
                 unsafe { target.copy_from(source, bytes) };
                 Ok(())
             });
@@ -81,12 +81,13 @@ pub fn pack(
     let bytes = runs.run_bytes;
     for first in (0..total / bytes).step_by(rows) {
         let packed_at = packed.address().as_ptr().wrapping_add(first * bytes);
-        let lying_at = tensor.address().as_ptr().wrapping_offset(runs.start(first));
+        let strided_at = tensor.address().as_ptr().wrapping_offset(runs.start(first));
         // SAFETY: the rows lie within `packed`, which is valid for the call.
         let packed = unsafe { flat(packed_at, [rows, bytes], bytes, packed) }?;
         // SAFETY: the rows lie within `tensor`, which is valid for the call.
-        let lying = unsafe { flat(lying_at, [rows, bytes], pitch, tensor) }?;
-        let (target, source) = if direction == Direction::Pack { (packed, lying) } else { (lying, packed) };
+        let strided = unsafe { flat(strided_at, [rows, bytes], pitch, tensor) }?;
+        let (target, source) =
+            if direction == Direction::Pack { (packed, strided) } else { (strided, packed) };
         if rows == 1 {
             gpu.copy(&target, &source, stream)?;
         } else {
@@ -104,18 +105,18 @@ unsafe fn flat<'a>(
     address: *mut u8,
     [rows, bytes]: [usize; 2],
     pitch: usize,
-    whole: &Borrowed<'a>,
-) -> Result<Borrowed<'a>> {
+    whole: &BorrowedTensor<'a>,
+) -> Result<BorrowedTensor<'a>> {
     let address = std::ptr::NonNull::new(address).unwrap_or(whole.address());
     let [rows, bytes, pitch] = [rows, bytes, pitch]
         .map(|number| i64::try_from(number).expect("memory is no longer than an address counts"));
     let (shape, strides) = (Dims::new(&[rows, bytes])?, Dims::new(&[pitch, 1])?);
     // SAFETY: guaranteed by the caller.
-    Ok(unsafe { Borrowed::new(address, DType::U8, whole.device(), shape, strides) })
+    Ok(unsafe { BorrowedTensor::new(address, DType::U8, whole.device(), shape, strides) })
 }
 
 /// The largest distance between rows, in bytes, that one copy of a device allows.
-const MOST_PITCH: usize = i32::MAX as usize;
+const MAX_PITCH: usize = i32::MAX as usize;
 
 /// A tensor as runs of contiguous elements.
 struct Runs {
@@ -125,7 +126,7 @@ struct Runs {
 }
 
 impl Runs {
-    fn of(tensor: &Borrowed<'_>) -> Self {
+    fn of(tensor: &BorrowedTensor<'_>) -> Self {
         let size = tensor.dtype().size();
         let mut runs = Self { run_bytes: size, outer: Vec::new() };
         let dims = tensor.shape().as_slice().iter().zip(tensor.strides().as_slice()).rev();
@@ -152,7 +153,7 @@ impl Runs {
         self.outer
             .first()
             .and_then(apart)
-            .filter(|(_, pitch)| (self.run_bytes..=MOST_PITCH).contains(pitch))
+            .filter(|(_, pitch)| (self.run_bytes..=MAX_PITCH).contains(pitch))
             .unwrap_or((1, self.run_bytes))
     }
 
@@ -166,7 +167,7 @@ impl Runs {
         start
     }
 
-    /// Calls `visit(packed, lying, len)` for the parts of runs that make up `bytes` of the packed elements.
+    /// Calls `visit(packed, strided, len)` for the parts of runs that make up `bytes` of the packed elements.
     fn within(
         &self,
         bytes: Range<usize>,

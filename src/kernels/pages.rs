@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::base::bounded::{signed, unsigned};
 use crate::base::{ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, reserve, widen};
-use crate::memory::{Borrowed, Region};
+use crate::memory::{BorrowedTensor, Region};
 
 use super::row_copy::{AHEAD, RowCopy};
 use super::rows::{LayerRows, RowBuffer};
@@ -34,7 +34,7 @@ pub enum PageCopy {
 
 /// The way in which a device reaches the host memory of pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reach {
+pub enum HostAccess {
     /// The device reaches it in place: all of it is page-locked.
     InPlace,
     /// The device reaches it through copies of the driver, which stages them where the memory is pageable.
@@ -88,7 +88,7 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 /// use std::sync::Arc;
 /// use kvpool::base::{ChunkId, DType, Dims, Id, IndexVec, Page};
 /// use kvpool::kernels::{
-///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
+///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, HostAccess, piece_bytes,
 ///     read_indices,
 /// };
 /// use kvpool::memory::{Host, Region, Stream};
@@ -99,7 +99,7 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 ///
 /// let stride = piece_bytes(&rows, 2).unwrap();
 /// let memory = Arc::new(Region::new(Arc::new(Host), 3 * stride).unwrap());
-/// let pieces = Pieces::new(memory, Reach::Copied, &rows, 2, stride, 3).unwrap();
+/// let pieces = Pieces::new(memory, HostAccess::Copied, &rows, 2, stride, 3).unwrap();
 /// executor.fill_rows(&rows, &[2..4], 7, Stream::DEFAULT).unwrap();
 /// let pairs = [PagePair { page: Page::new(1), piece: ChunkId::new(2) }];
 /// executor.copy_pages(&rows, &pieces, PageCopy::Out, &pairs, 0..1, Stream::DEFAULT).unwrap();
@@ -110,7 +110,7 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 #[derive(Clone, Debug)]
 pub struct Pieces {
     region: Arc<Region>,
-    reach: Reach,
+    reach: HostAccess,
     /// Bytes from one piece to the next.
     stride: usize,
     count: usize,
@@ -136,7 +136,7 @@ impl Pieces {
     /// region; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn new(
         region: Arc<Region>,
-        reach: Reach,
+        reach: HostAccess,
         rows: &LayerRows,
         page_size: usize,
         stride: usize,
@@ -163,24 +163,24 @@ impl Pieces {
             region.at(before * stride, bytes)?;
         }
         let reach = match (reach, pool.and_then(|pool| pool.gpu())) {
-            (Reach::InPlace, Some(gpu)) => {
-                if !region.backend().is_some_and(|backend| backend.is_reached_by_devices()) {
+            (HostAccess::InPlace, Some(gpu)) => {
+                if !region.backend().is_some_and(|backend| backend.is_device_accessible()) {
                     let text =
                         format!("{} bytes of pageable memory cannot be reached in place", region.bytes());
                     return Err(Error::config(text));
                 }
-                if gpu.uses_host_pointers()? { Reach::InPlace } else { Reach::Copied }
+                if gpu.uses_host_pointers()? { HostAccess::InPlace } else { HostAccess::Copied }
             }
             (reach, _) => reach,
         };
-        let most_rows = rows.all().iter().map(|buffer| buffer.shape()[0]).min().unwrap_or(0);
+        let min_rows = rows.all().iter().map(|buffer| buffer.shape()[0]).min().unwrap_or(0);
         Ok(Self {
             region,
             reach,
             stride,
             count,
             device: pool.map_or(Device::Cpu, |pool| pool.device()),
-            pages: most_rows / page_size,
+            pages: min_rows / page_size,
             page_size,
             layers: rows.layers(),
             page_bytes: page_bytes(rows, page_size)?,
@@ -195,7 +195,7 @@ impl Pieces {
 
     /// The way in which the device of the pool reaches them.
     #[must_use]
-    pub const fn reach(&self) -> Reach {
+    pub const fn reach(&self) -> HostAccess {
         self.reach
     }
 
@@ -216,7 +216,7 @@ impl Pieces {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a piece or layers that do not exist.
     pub fn bytes_of(&self, piece: u32, layers: &Range<usize>) -> Result<Range<usize>> {
-        within("piece", piece, self.count)?;
+        check_within("piece", piece, self.count)?;
         self.check_layers(layers)?;
         let begin = widen(piece) * self.stride;
         let each: usize = self.page_bytes.iter().sum();
@@ -242,8 +242,8 @@ impl Pieces {
         self.check_rows(rows, device)?;
         self.check_layers(layers)?;
         for pair in pairs {
-            within("page", pair.page.number(), self.pages)?;
-            within("piece", pair.piece.number(), self.count)?;
+            check_within("page", pair.page.number(), self.pages)?;
+            check_within("piece", pair.piece.number(), self.count)?;
         }
         let mut indices = reserve(pairs.len())?;
         indices.extend(pairs.iter().map(|pair| {
@@ -254,17 +254,17 @@ impl Pieces {
             }
         }));
         match direction {
-            PageCopy::Out => once("piece", &indices)?,
-            PageCopy::In => once("page", &indices)?,
+            PageCopy::Out => check_unique_targets("piece", &indices)?,
+            PageCopy::In => check_unique_targets("page", &indices)?,
         }
         let layer = self.page_bytes.iter().sum();
         let mut offset = layers.start * layer;
         let kinds = [0, 1].map(|kind| {
             let bytes = self.page_bytes[kind];
-            let piece = Side { region: &self.region, offset, step: layer, stride: self.stride };
+            let piece = PageSide { region: &self.region, offset, step: layer, stride: self.stride };
             offset += bytes;
             let buffers = &rows.kinds()[kind][layers.clone()];
-            let page = buffers.first().map_or(piece, |first| Side {
+            let page = buffers.first().map_or(piece, |first| PageSide {
                 region: first.region(),
                 offset: first.offset(),
                 step: buffers.get(1).map_or(0, |second| second.offset() - first.offset()),
@@ -279,7 +279,7 @@ impl Pieces {
         Ok(PagePlan { kinds, layers: layers.len(), indices })
     }
 
-    /// Checks that `rows` are those that the pieces were made for, or others that do not differ.
+    /// Checks that `rows` have the layout of those that the pieces were made for.
     fn check_rows(&self, rows: &LayerRows, device: Device) -> Result<()> {
         let of_rows = (rows.layers(), page_bytes(rows, self.page_size)?);
         if of_rows != (self.layers, self.page_bytes) {
@@ -314,15 +314,15 @@ fn overlap(one: &Region, other: &Region) -> bool {
     one.start < other.end && other.start < one.end
 }
 
-fn within(noun: &str, index: u32, count: usize) -> Result<()> {
+fn check_within(noun: &str, index: u32, count: usize) -> Result<()> {
     if widen(index) < count {
         return Ok(());
     }
     Err(Error::index(format!("{noun} {index} is outside [0, {count})")).at_index(index))
 }
 
-/// Checks that no target is named twice: its contents would be those of either source.
-fn once(noun: &str, indices: &[[i32; 2]]) -> Result<()> {
+/// Checks that no target appears twice: its contents would be those of either source.
+fn check_unique_targets(noun: &str, indices: &[[i32; 2]]) -> Result<()> {
     let targets = || indices.iter().map(|[_, target]| *target);
     if first_not_above(targets()).is_none() {
         return Ok(());
@@ -356,8 +356,8 @@ pub(super) struct PagePlan<'a> {
 /// The copies of one kind.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KindCopy<'a> {
-    pub(super) source: Side<'a>,
-    pub(super) target: Side<'a>,
+    pub(super) source: PageSide<'a>,
+    pub(super) target: PageSide<'a>,
     /// Bytes of a page in one layer.
     pub(super) bytes: usize,
 }
@@ -365,14 +365,14 @@ pub(super) struct KindCopy<'a> {
 /// The place of the pages of a kind, in the pool or in pieces: those of a layer are `stride` bytes apart,
 /// layers are `step` bytes apart.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Side<'a> {
+pub(super) struct PageSide<'a> {
     region: &'a Region,
     offset: usize,
     pub(super) step: usize,
     pub(super) stride: usize,
 }
 
-impl Side<'_> {
+impl PageSide<'_> {
     fn offset(&self, layer: usize, index: i32) -> usize {
         self.offset + layer * self.step + unsigned(index.into()) * self.stride
     }
@@ -383,7 +383,7 @@ impl Side<'_> {
     }
 
     /// The first `bytes` of a page in some layers, as rows.
-    pub(super) fn rows(&self, layers: Range<usize>, index: i32, bytes: usize) -> Result<Borrowed<'_>> {
+    pub(super) fn rows(&self, layers: Range<usize>, index: i32, bytes: usize) -> Result<BorrowedTensor<'_>> {
         // A single row may be farther from the next than a copy of rows takes.
         let step = if layers.len() == 1 { bytes } else { self.step };
         let shape = Dims::of(&[layers.len(), bytes])?;

@@ -10,7 +10,7 @@ pub(super) const AHEAD: usize = 4;
 
 /// A batch bypasses the caches from this many bytes on: more than a core's own cache, less than most shared
 /// ones.
-const STREAM_FROM: usize = 4 << 20;
+const STREAM_THRESHOLD: usize = 4 << 20;
 
 /// Pages of this many bytes are copied as `memcpy` does, which needs no help with them: on a virtual Intel
 /// Xeon with 2 MiB of second-level cache a core (2026-11) pages of 4 KiB at random places are copied to host
@@ -21,18 +21,21 @@ const LARGE_PAGE: usize = 4096;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowCopy {
     row_bytes: usize,
-    streaming: bool,
+    is_streaming: bool,
 }
 
 impl RowCopy {
     /// The method for `rows` rows of `row_bytes`.
     pub(super) const fn new(row_bytes: usize, rows: usize) -> Self {
-        Self { row_bytes, streaming: row_bytes.saturating_mul(rows) >= STREAM_FROM }
+        Self { row_bytes, is_streaming: row_bytes.saturating_mul(rows) >= STREAM_THRESHOLD }
     }
 
     /// The method for pages of `page_bytes`, each as one row, in a batch of `batch_bytes`.
     pub(super) const fn of_pages(page_bytes: usize, batch_bytes: usize) -> Self {
-        Self { row_bytes: page_bytes, streaming: batch_bytes >= STREAM_FROM && page_bytes < LARGE_PAGE }
+        Self {
+            row_bytes: page_bytes,
+            is_streaming: batch_bytes >= STREAM_THRESHOLD && page_bytes < LARGE_PAGE,
+        }
     }
 
     /// Copies a row, and prefetches the row at `later`, which may be any address. Source and target may
@@ -42,13 +45,13 @@ impl RowCopy {
     /// `source` is readable and `target` writable for the bytes of a row.
     pub(super) unsafe fn copy(self, source: *const u8, target: *mut u8, later: *const u8) {
         #[cfg(target_arch = "x86_64")]
-        if self.streaming && stream::fits(source, target, self.row_bytes) {
+        if self.is_streaming && stream::fits(source, target, self.row_bytes) {
             // SAFETY: as guaranteed by the caller; `fits` checked alignment and that the two do not overlap.
             unsafe { stream::copy(source, target, later, self.row_bytes) };
             return;
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = (later, self.streaming);
+        let _ = (later, self.is_streaming);
         // SAFETY: as guaranteed by the caller.
         unsafe { target.copy_from(source, self.row_bytes) };
     }
@@ -56,11 +59,11 @@ impl RowCopy {
     /// Makes streamed rows visible to other threads. Call it before the rows are announced to them.
     pub(super) fn finish(self) {
         #[cfg(target_arch = "x86_64")]
-        if self.streaming {
+        if self.is_streaming {
             stream::fence();
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = self.streaming;
+        let _ = self.is_streaming;
     }
 }
 

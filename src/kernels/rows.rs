@@ -8,10 +8,10 @@ use std::sync::Arc;
 use crate::base::bounded::signed;
 use crate::base::{DType, Device, Error, Result, bytes_of, reserve, widen};
 use crate::index::Move;
-use crate::memory::{Borrowed, Region};
+use crate::memory::{BorrowedTensor, Region};
 
 use super::row_copy::{AHEAD, RowCopy};
-use super::threads::in_parts;
+use super::threads::run_in_parts;
 
 /// A buffer of equal rows `[rows, heads, dim]` within a region.
 #[derive(Clone, Debug)]
@@ -201,14 +201,14 @@ impl LayerRows {
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type)
 /// when `out` differs; nothing is written then.
-pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result<()> {
+pub fn gather_rows(pairs: &[(&RowBuffer, BorrowedTensor<'_>)], rows: &[u32]) -> Result<()> {
     check_targets(pairs, rows.len())?;
     for (buffer, _) in pairs {
         on_host(buffer)?;
         check_rows(buffer, rows)?;
     }
     let bytes = pairs.iter().map(|(buffer, _)| buffer.row_bytes() * rows.len()).sum();
-    in_parts(bytes, |part, parts| {
+    run_in_parts(bytes, |part, parts| {
         let (from, to) = (rows.len() * part / parts, rows.len() * (part + 1) / parts);
         for (buffer, out) in pairs {
             let copy = RowCopy::new(buffer.row_bytes(), rows.len());
@@ -228,9 +228,9 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
 
 /// Checks that every target is a contiguous `[count, heads, dim]` of its buffer's dtype and device, and
 /// overlaps nothing that is read or written.
-pub(super) fn check_targets(pairs: &[(&RowBuffer, Borrowed<'_>)], count: usize) -> Result<()> {
+pub(super) fn check_targets(pairs: &[(&RowBuffer, BorrowedTensor<'_>)], count: usize) -> Result<()> {
     for (buffer, out) in pairs {
-        out.expect_on(buffer.region.device(), "out")?;
+        out.check_on(buffer.region.device(), "out")?;
         let expected = [count, buffer.heads, buffer.dim].map(signed);
         if out.shape().as_slice() != expected || !out.is_contiguous() {
             return Err(Error::config(format!(
@@ -256,7 +256,7 @@ fn on_host(buffer: &RowBuffer) -> Result<()> {
 }
 
 /// Checks that no target overlaps another or a buffer that is read.
-fn check_apart(pairs: &[(&RowBuffer, Borrowed<'_>)]) -> Result<()> {
+fn check_apart(pairs: &[(&RowBuffer, BorrowedTensor<'_>)]) -> Result<()> {
     let range = |start: usize, bytes: usize| start..start + bytes;
     for (position, (buffer, out)) in pairs.iter().enumerate() {
         let bytes = out.shape().numel() * buffer.dtype.size();
@@ -306,7 +306,7 @@ pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
     buffers.iter().try_for_each(on_host)?;
     check_moves(buffers, moves)?;
     let bytes = buffers.iter().map(|buffer| buffer.row_bytes() * moves.len()).sum();
-    in_parts(bytes, |part, parts| {
+    run_in_parts(bytes, |part, parts| {
         for buffer in buffers.iter().skip(part).step_by(parts) {
             let copy = RowCopy::new(buffer.row_bytes(), moves.len());
             for step in moves {
@@ -338,7 +338,7 @@ pub fn zero_rows(buffers: &[RowBuffer], rows: &[u32]) -> Result<()> {
         check_rows(buffer, rows)?;
     }
     let bytes = buffers.iter().map(|buffer| buffer.row_bytes() * rows.len()).sum();
-    in_parts(bytes, |part, parts| {
+    run_in_parts(bytes, |part, parts| {
         for buffer in buffers.iter().skip(part).step_by(parts) {
             for &row in rows {
                 // SAFETY: the row was checked to lie in the live region.

@@ -4,13 +4,13 @@
 
 use crate::base::bounded::{distance, signed};
 use crate::base::{Device, Dims, Error, IndexVec, Result, reserve, widen};
-use crate::memory::Borrowed;
+use crate::memory::BorrowedTensor;
 
 use super::convert::{Convert, conversion, element_copy};
 use super::indices::offset_of;
 use super::row_copy::{AHEAD, RowCopy};
 use super::rows::RowBuffer;
-use super::threads::in_parts;
+use super::threads::run_in_parts;
 
 /// Values to store into the rows of a buffer.
 #[derive(Clone, Copy, Debug)]
@@ -21,7 +21,7 @@ pub struct StoreRows<'a> {
     pub target: &'a RowBuffer,
     /// The values: leading dimensions whose product is the number of rows, then `[heads, dim]` or `[heads *
     /// dim]`.
-    pub values: Borrowed<'a>,
+    pub values: BorrowedTensor<'a>,
     /// The divisor of values that are converted to an 8-bit float.
     pub scale: Option<f32>,
 }
@@ -65,7 +65,7 @@ pub fn store_rows(stores: &[StoreRows<'_>], indices: &IndexVec) -> Result<()> {
     let rows = stores.iter().map(|store| store.target.shape()[0]).min().unwrap_or(0);
     let targets = targets(indices, rows)?;
     let bytes: usize = stores.iter().map(|store| store.target.row_bytes() * targets.len()).sum();
-    in_parts(bytes, |part, parts| {
+    run_in_parts(bytes, |part, parts| {
         // Each thread writes its own rows, so no row is written by two threads.
         let mine = |row: u32| parts == 1 || widen(row) % parts == part;
         for planned in &plans {
@@ -129,7 +129,7 @@ impl ValueLayout {
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when their shape or device does not fit.
 pub(super) fn layout(store: &StoreRows<'_>, count: usize) -> Result<ValueLayout> {
     let StoreRows { name, target, values, .. } = *store;
-    values.expect_on(target.region().device(), name)?;
+    values.check_on(target.region().device(), name)?;
     let (shape, strides) = (values.shape().as_slice(), values.strides().as_slice());
     let [_, heads, dim] = target.shape();
     let (lead, head_stride, dim_stride) = if shape.ends_with(&[signed(heads), signed(dim)]) {
@@ -196,8 +196,8 @@ impl StorePlan<'_> {
     fn copy(&self, position: usize, row: u32) {
         let (mut source, mut target) = (self.source(position), self.store.target.row(row));
         if let Method::Whole(copy) = self.method {
-            // SAFETY: `plan` found the row of the source contiguous, `Borrowed` guarantees its elements, and
-            // `row` is a row of a live region.
+            // SAFETY: `plan` found the row of the source contiguous, `BorrowedTensor` guarantees its
+            // elements, and `row` is a row of a live region.
             unsafe { copy.copy(source, target, self.source(position + AHEAD)) };
             return;
         }

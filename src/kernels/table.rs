@@ -2,7 +2,7 @@
 
 use crate::base::{DType, Error, Id, RequestRow, Result, bytes_of, widen};
 use crate::index::RowExtent;
-use crate::memory::{Borrowed, Region};
+use crate::memory::{BorrowedTensor, Region};
 
 /// The slots of every request, int32 `[rows, columns]`.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +64,7 @@ pub(super) fn build_kv_indices(
     table: &Table<'_>,
     rows: &[u32],
     indptr: &[i64],
-    out: &Borrowed<'_>,
+    out: &BorrowedTensor<'_>,
 ) -> Result<()> {
     let capacity = out.shape().numel();
     let mut parts = Vec::with_capacity(rows.len());
@@ -76,8 +76,8 @@ pub(super) fn build_kv_indices(
         values.clear();
         values.extend(table.region.read::<i32>(table.row(row), part.len())?);
         let target = out.address().as_ptr().wrapping_add(part.start * size_of::<i32>());
-        // SAFETY: `Borrowed` guarantees the elements of `out`, and `part` lies within them; the vector is
-        // ours.
+        // SAFETY: `BorrowedTensor` guarantees the elements of `out`, and `part` lies within them; the vector
+        // is ours.
         unsafe { target.copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(&values[..])) };
     }
     Ok(())

@@ -15,7 +15,7 @@ use super::CopyThreads;
 const BYTES_PER_THREAD: usize = 1 << 20;
 
 /// More threads than this add no bandwidth on any host we know of.
-const MOST_BY_DEFAULT: usize = 16;
+const MAX_BY_DEFAULT: usize = 16;
 
 /// 0 until it is first read or set.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
@@ -30,7 +30,7 @@ static THREADS: AtomicUsize = AtomicUsize::new(0);
 pub fn num_threads() -> usize {
     match THREADS.load(Relaxed) {
         0 => {
-            let threads = thread::available_parallelism().map_or(1, |n| n.get().min(MOST_BY_DEFAULT));
+            let threads = thread::available_parallelism().map_or(1, |n| n.get().min(MAX_BY_DEFAULT));
             THREADS.store(threads, Relaxed);
             threads
         }
@@ -48,16 +48,16 @@ static COPY_THREADS: Mutex<(u32, CopyThreads)> = Mutex::new((0, CopyThreads::new
 
 /// Calls `work(part, parts)` for every part, on as many threads as pay for `bytes`, or on this one alone
 /// while another call has the others.
-pub(super) fn in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
-    if bytes < 2 * BYTES_PER_THREAD || !on_threads(bytes, &work) {
+pub(super) fn run_in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
+    if bytes < 2 * BYTES_PER_THREAD || !try_run_on_threads(bytes, &work) {
         work(0, 1);
     }
 }
 
-/// Does the work in parts, or says that it is for one thread. Apart from [`in_parts`], to keep small copies
-/// small.
+/// Does the work in parts on several threads, or returns false if one thread should do all of it. It is not
+/// inlined, to keep small copies cheap.
 #[inline(never)]
-fn on_threads(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) -> bool {
+fn try_run_on_threads(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) -> bool {
     let parts = num_threads().min(bytes / BYTES_PER_THREAD);
     if parts < 2 {
         return false;

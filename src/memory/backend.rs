@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::base::{Device, Error, Result};
 
-use super::{Gpu, Region, Stream, Users};
+use super::{Gpu, Region, Stream, StreamSet};
 
 /// Every block begins at a multiple of this many bytes.
 pub const ALIGNMENT: usize = 256;
@@ -61,7 +61,7 @@ pub enum Contents {
 
 /// A source of memory on one device.
 ///
-/// Zero bytes are a valid block. Both calls may come from any thread; `deallocate` never fails or panics.
+/// A block may have zero bytes. Both calls may come from any thread; `deallocate` never fails or panics.
 ///
 /// # Safety
 /// A block is valid memory of [`Backend::device`] for reads and writes from [`Backend::allocate`] to
@@ -77,7 +77,7 @@ pub unsafe trait Backend: Debug + Send + Sync {
     }
 
     /// Whether devices can access the memory, so that enqueued work may use it.
-    fn is_reached_by_devices(&self) -> bool {
+    fn is_device_accessible(&self) -> bool {
         self.gpu().is_some()
     }
 
@@ -107,5 +107,5 @@ pub unsafe trait Backend: Debug + Send + Sync {
     /// # Safety
     /// `block` came from this backend's `allocate` and was not deallocated before, and only that work still
     /// accesses its memory.
-    unsafe fn deallocate(&self, block: Block, users: &Users);
+    unsafe fn deallocate(&self, block: Block, users: &StreamSet);
 }

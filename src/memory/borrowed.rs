@@ -9,14 +9,14 @@ use std::sync::Arc;
 use crate::base::bounded::signed;
 use crate::base::{DType, Device, Dims, Error, Result};
 
-use super::users::with_users_at;
-use super::{Stream, Users};
+use super::stream_set::with_streams_at;
+use super::{Stream, StreamSet};
 
 /// A tensor that its owner keeps alive for `'a`: address, dtype, device, shape and strides (in elements).
 ///
 /// Other threads and devices may write the memory at any time, so it is accessed through raw copies only.
 #[derive(Clone, Copy, Debug)]
-pub struct Borrowed<'a> {
+pub struct BorrowedTensor<'a> {
     address: NonNull<u8>,
     dtype: DType,
     device: Device,
@@ -27,11 +27,11 @@ pub struct Borrowed<'a> {
 
 // SAFETY: it is an address and numbers; the kernels that follow the address are responsible for races,
 // and they treat the memory as shared.
-unsafe impl Send for Borrowed<'_> {}
+unsafe impl Send for BorrowedTensor<'_> {}
 // SAFETY: as above.
-unsafe impl Sync for Borrowed<'_> {}
+unsafe impl Sync for BorrowedTensor<'_> {}
 
-impl Borrowed<'_> {
+impl BorrowedTensor<'_> {
     /// A tensor at `address`.
     ///
     /// # Safety
@@ -92,7 +92,7 @@ impl Borrowed<'_> {
 
     /// The tensor's only element, repeated `count` times. `None` unless it has exactly one element.
     #[must_use]
-    pub fn repeated(&self, count: usize) -> Option<Self> {
+    pub fn expanded(&self, count: usize) -> Option<Self> {
         let extent = i64::try_from(count).ok()?;
         let (shape, strides) = (Dims::new(&[extent]).ok()?, Dims::new(&[0]).ok()?);
         (self.shape.numel() == 1).then_some(Self { shape, strides, ..*self })
@@ -103,7 +103,7 @@ impl Borrowed<'_> {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor of more dimensions that is not
     /// contiguous.
-    pub fn every(&self, step: usize) -> Result<Self> {
+    pub fn step_by(&self, step: usize) -> Result<Self> {
         let stride = match (self.strides.as_slice(), self.is_contiguous()) {
             (_, true) => 1,
             (&[stride], false) => stride,
@@ -121,21 +121,21 @@ impl Borrowed<'_> {
     /// Records that work on `stream` uses its memory. From then on the memory is freed, and slots of an
     /// allocator are written again, only after that work, even if the owner drops it before. No effect on
     /// memory that devices cannot access or that no backend allocated.
-    pub fn used_on(&self, stream: Stream) {
-        with_users_at(self.address.as_ptr().addr(), |users| users.note(stream));
+    pub fn record_stream(&self, stream: Stream) {
+        with_streams_at(self.address.as_ptr().addr(), |users| users.record(stream));
     }
 
     /// The streams that use its memory, if devices can access it and a backend allocated it.
     #[must_use]
-    pub fn users(&self) -> Option<Arc<Users>> {
-        with_users_at(self.address.as_ptr().addr(), Arc::clone)
+    pub fn users(&self) -> Option<Arc<StreamSet>> {
+        with_streams_at(self.address.as_ptr().addr(), Arc::clone)
     }
 
     /// Checks that it is on `device`, the device of the pool.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
-    pub fn expect_on(&self, device: Device, what: &str) -> Result<()> {
+    pub fn check_on(&self, device: Device, what: &str) -> Result<()> {
         if self.device == device {
             return Ok(());
         }

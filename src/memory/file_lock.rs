@@ -16,26 +16,27 @@ use crate::base::sync::lock;
 /// parent's.
 type Claim = (u32, u64, u64);
 
-/// The system refuses other processes only.
+/// The files that this process has locked: the lock of the system excludes other processes only.
 static CLAIMS: LazyLock<Mutex<HashSet<Claim>>> = LazyLock::new(Mutex::default);
 
-/// The only one on its file, among all processes of this machine, until it is dropped or the process ends.
+/// An exclusive lock on a file among all processes of this machine, held until it is dropped or the process
+/// ends.
 ///
-/// The child of a fork does not have it, and does not keep it from others.
+/// The child of a fork neither inherits the lock nor keeps others from taking it.
 #[derive(Debug)]
 pub struct FileLock {
-    /// `None` while it drops.
+    /// `None` only during drop.
     file: Option<File>,
     claim: Claim,
 }
 
-/// The answer to [`FileLock::take`].
+/// The result of [`FileLock::try_lock`].
 #[derive(Debug)]
-pub enum Locking {
+pub enum TryLockResult {
     /// This process has the lock now.
     Taken(FileLock),
-    /// The process with this number has it. `None` if the system does not name one: it has ended since, or is
-    /// on another machine.
+    /// The process with this number has it; `None` if the system names none, as that has ended since or is on
+    /// another machine.
     Held(Option<u32>),
 }
 
@@ -45,11 +46,11 @@ impl FileLock {
     ///
     /// # Errors
     /// The errors of the system, where it cannot open or lock the file.
-    pub fn take(path: &Path) -> io::Result<Locking> {
+    pub fn try_lock(path: &Path) -> io::Result<TryLockResult> {
         let this = process::id();
         let claim_of = |about: Metadata| (this, about.dev(), about.ino());
         if fs::metadata(path).is_ok_and(|about| lock(&CLAIMS).contains(&claim_of(about))) {
-            return Ok(Locking::Held(Some(this)));
+            return Ok(TryLockResult::Held(Some(this)));
         }
         let mut options = OpenOptions::new();
         options
@@ -64,23 +65,23 @@ impl FileLock {
         if !lock(&CLAIMS).insert(claim) {
             // Another thread was faster, and closing this handle would end its lock.
             std::mem::forget(file);
-            return Ok(Locking::Held(Some(this)));
+            return Ok(TryLockResult::Held(Some(this)));
         }
         // From here on the claim is dropped again unless the lock is returned.
-        let taken = Self { file: Some(file), claim };
+        let held = Self { file: Some(file), claim };
         let mut request = whole_file();
-        match taken.ask(libc::F_SETLK, &mut request) {
-            Ok(()) => return Ok(Locking::Taken(taken)),
+        match held.fcntl(libc::F_SETLK, &mut request) {
+            Ok(()) => return Ok(TryLockResult::Taken(held)),
             Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EAGAIN)) => (),
             Err(error) => return Err(error),
         }
         let mut holder = whole_file();
-        taken.ask(libc::F_GETLK, &mut holder)?;
-        Ok(Locking::Held(u32::try_from(holder.l_pid).ok().filter(|process| *process > 0)))
+        held.fcntl(libc::F_GETLK, &mut holder)?;
+        Ok(TryLockResult::Held(u32::try_from(holder.l_pid).ok().filter(|process| *process > 0)))
     }
 
-    fn ask(&self, command: libc::c_int, request: &mut libc::flock) -> io::Result<()> {
-        let file = self.file.as_ref().expect("it does not drop").as_raw_fd();
+    fn fcntl(&self, command: libc::c_int, request: &mut libc::flock) -> io::Result<()> {
+        let file = self.file.as_ref().expect("`None` only during drop").as_raw_fd();
         // SAFETY: the handle is open, and the request is valid for reads and writes during the call.
         match unsafe { libc::fcntl(file, command, &raw mut *request) } {
             -1 => Err(io::Error::last_os_error()),

@@ -6,10 +6,10 @@ use std::ptr::NonNull;
 
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{ALIGNMENT, Backend, Block, Contents, Users};
+use super::{ALIGNMENT, Backend, Block, Contents, StreamSet};
 
 /// Blocks from this size on are mapped, page by page as they are touched, instead of allocated from the heap.
-const MAP_FROM: usize = 1 << 20;
+const MAP_THRESHOLD: usize = 1 << 20;
 
 /// Pageable host memory.
 ///
@@ -28,14 +28,15 @@ fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
 }
 
-// SAFETY: a block is a mapping of its own or from the heap, zeroed and aligned by its layout, until `deallocate`.
+// SAFETY: a block is a mapping of its own or from the heap, zeroed and aligned by its layout, until
+// `deallocate`.
 unsafe impl Backend for Host {
     fn device(&self) -> Device {
         Device::Cpu
     }
 
     fn allocate(&self, bytes: usize, _contents: Contents) -> Result<Block> {
-        let address = if bytes >= MAP_FROM {
+        let address = if bytes >= MAP_THRESHOLD {
             map(bytes)
         } else {
             // SAFETY: the layout has a size of at least one byte.
@@ -44,8 +45,8 @@ unsafe impl Backend for Host {
         address.map(|address| Block::new(address, bytes)).ok_or_else(|| out_of_memory(bytes))
     }
 
-    unsafe fn deallocate(&self, block: Block, _users: &Users) {
-        if block.bytes() >= MAP_FROM {
+    unsafe fn deallocate(&self, block: Block, _users: &StreamSet) {
+        if block.bytes() >= MAP_THRESHOLD {
             // SAFETY: `allocate` mapped this range, and the caller no longer uses it.
             unsafe { unmap(block.address(), block.bytes()) };
         } else if let Some(layout) = layout(block.bytes()) {
@@ -95,7 +96,7 @@ pub(super) unsafe fn unmap(address: NonNull<u8>, bytes: usize) {
 /// random then costs a miss of the processor's cache for each line, and not another one for its address.
 #[cfg(target_os = "linux")]
 pub fn prefer_huge_pages(addresses: Range<usize>) {
-    let page = super::system_pages::transparent_page();
+    let page = super::system_pages::transparent_huge_page_size();
     let (begin, end) = (addresses.start.next_multiple_of(page), addresses.end / page * page);
     if begin < end {
         // SAFETY: a hint, which changes no byte whatever is there. Where nothing is mapped, it fails.
@@ -109,11 +110,11 @@ pub fn prefer_huge_pages(_addresses: Range<usize>) {}
 #[cfg(test)]
 mod tests {
     use super::{map, prefer_huge_pages, unmap};
-    use crate::memory::system_pages::{system_page, transparent_page};
+    use crate::memory::system_pages::{system_page_size, transparent_huge_page_size};
 
     #[test]
     fn asking_for_huge_pages_changes_nothing() {
-        let page = transparent_page();
+        let page = transparent_huge_page_size();
         let bytes = vec![7_u8; 3 * page];
         let begin = bytes.as_ptr().addr();
         for addresses in [begin..begin + bytes.len(), begin..begin + 1, begin..begin, 1..page] {
@@ -123,13 +124,13 @@ mod tests {
     }
 
     #[test]
-    fn what_the_system_does_not_unmap_stays_as_it_is() {
-        let bytes = 2 * system_page();
+    fn a_refused_unmap_leaves_the_mapping_intact() {
+        let bytes = 2 * system_page_size();
         let start = map(bytes).expect("two pages");
         let within = start.map_addr(|address| address.saturating_add(1));
         // SAFETY: the first byte is mapped, and nothing else uses it.
         unsafe { start.write(7) };
-        // SAFETY: a mapping does not begin there, which the system says without ending it.
+        // SAFETY: no mapping begins there, and `munmap` refuses an unaligned address.
         unsafe { unmap(within, bytes - 1) };
         // SAFETY: so it is mapped still.
         assert_eq!(unsafe { start.read() }, 7);

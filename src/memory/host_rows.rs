@@ -7,9 +7,9 @@ use std::sync::Arc;
 use crate::base::bounded::{distance, unsigned};
 use crate::base::{DType, Device, Error, Result};
 
-use super::{Borrowed, Keep, Region};
+use super::{BorrowedTensor, Keep, Region};
 
-/// Rows somewhere in host memory that they keep alive.
+/// Rows in host memory of another owner, which they keep alive.
 ///
 /// Other threads may read and write the memory at any time, so it is accessed through raw copies only.
 ///
@@ -27,9 +27,9 @@ use super::{Borrowed, Keep, Region};
 #[derive(Debug)]
 pub struct HostRows {
     address: NonNull<u8>,
-    places: RowLayout,
-    /// The positions of these rows among the places, if they are not all.
-    chosen: Option<Vec<usize>>,
+    layout: RowLayout,
+    /// The positions of these rows in the layout, if they are not all of its rows.
+    selected: Option<Vec<usize>>,
     _keep: Keep,
 }
 
@@ -42,8 +42,8 @@ enum RowLayout {
     Listed(Vec<Range<usize>>),
 }
 
-// SAFETY: it is an address, numbers, and an owner that may be dropped on any thread; the memory is accessed by raw
-// copies, as memory that others share.
+// SAFETY: it is an address, numbers, and an owner that may be dropped on any thread; the memory is accessed
+// by raw copies, as memory that others share.
 unsafe impl Send for HostRows {}
 // SAFETY: as above.
 unsafe impl Sync for HostRows {}
@@ -58,7 +58,7 @@ impl HostRows {
     /// # Safety
     /// As long as `keep` lives, the memory of the tensor is valid for reads, and for writes where the rows
     /// are written.
-    pub unsafe fn of_tensor(name: &str, tensor: &Borrowed<'_>, keep: Keep) -> Result<Self> {
+    pub unsafe fn of_tensor(name: &str, tensor: &BorrowedTensor<'_>, keep: Keep) -> Result<Self> {
         if tensor.device() != Device::Cpu {
             let device = tensor.device();
             return Err(Error::config(format!("{name} is on {device}; it must be in host memory")));
@@ -87,8 +87,8 @@ impl HostRows {
             let text = format!("{name} has shape {shape:?} and strides {strides:?}; its pages overlap");
             return Err(Error::config(text));
         }
-        let places = RowLayout::Even { stride, rows, row_bytes };
-        Ok(Self { address: tensor.address(), places, chosen: None, _keep: keep })
+        let layout = RowLayout::Even { stride, rows, row_bytes };
+        Ok(Self { address: tensor.address(), layout, selected: None, _keep: keep })
     }
 
     /// `rows` rows of `row_bytes` in host memory of `region`, one behind the other from `offset` on.
@@ -98,9 +98,9 @@ impl HostRows {
     pub fn of_region(region: &Arc<Region>, offset: usize, rows: usize, row_bytes: usize) -> Result<Self> {
         let bytes = crate::base::bytes_of("rows", &[rows, row_bytes], DType::U8)?;
         let tensor = region.bytes_at(offset, bytes)?;
-        tensor.expect_on(Device::Cpu, "the region")?;
-        let places = RowLayout::Even { stride: row_bytes.cast_signed(), rows, row_bytes };
-        Ok(Self { address: tensor.address(), places, chosen: None, _keep: Arc::new(Arc::clone(region)) })
+        tensor.check_on(Device::Cpu, "the region")?;
+        let layout = RowLayout::Even { stride: row_bytes.cast_signed(), rows, row_bytes };
+        Ok(Self { address: tensor.address(), layout, selected: None, _keep: Arc::new(Arc::clone(region)) })
     }
 
     /// Ranges of bytes in host memory of `region`, with an owner that lives as long as the rows.
@@ -109,44 +109,44 @@ impl HostRows {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a range that is not within the region.
     pub fn of_ranges(region: &Arc<Region>, ranges: Vec<Range<usize>>, owner: Keep) -> Result<Self> {
         let all = region.bytes_at(0, region.bytes())?;
-        all.expect_on(Device::Cpu, "the region")?;
+        all.check_on(Device::Cpu, "the region")?;
         if let Some(range) = ranges.iter().find(|range| range.start > range.end || range.end > region.bytes())
         {
             return Err(Error::index(format!("bytes {range:?} are outside [0, {})", region.bytes())));
         }
         let keep: Keep = Arc::new((Arc::clone(region), owner));
-        Ok(Self { address: all.address(), places: RowLayout::Listed(ranges), chosen: None, _keep: keep })
+        Ok(Self { address: all.address(), layout: RowLayout::Listed(ranges), selected: None, _keep: keep })
     }
 
-    /// Keeps the `chosen` ones of these rows, in this order.
+    /// Keeps only these rows, in this order.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for one that there is not,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for one that is there twice.
-    pub fn choose(mut self, chosen: &[i64]) -> Result<Self> {
-        let mut places = Vec::with_capacity(chosen.len());
-        for &row in chosen {
-            let place = usize::try_from(row).ok().filter(|place| *place < self.places.len());
-            let place = place.ok_or_else(|| {
-                Error::index(format!("row {row} is outside [0, {})", self.places.len())).at_index(row)
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row out of range,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a row that appears twice.
+    pub fn select(mut self, rows: &[i64]) -> Result<Self> {
+        let mut indices = Vec::with_capacity(rows.len());
+        for &row in rows {
+            let index = usize::try_from(row).ok().filter(|index| *index < self.layout.len());
+            let index = index.ok_or_else(|| {
+                Error::index(format!("row {row} is outside [0, {})", self.layout.len())).at_index(row)
             })?;
-            places.push(place);
+            indices.push(index);
         }
-        let mut sorted = places.clone();
+        let mut sorted = indices.clone();
         sorted.sort_unstable();
         if let Some((row, _)) =
             sorted.iter().zip(&sorted[1.min(sorted.len())..]).find(|(row, next)| row == next)
         {
-            return Err(Error::config(format!("row {row} is there twice")));
+            return Err(Error::config(format!("row {row} appears twice")));
         }
-        self.chosen = Some(places);
+        self.selected = Some(indices);
         Ok(self)
     }
 
     /// The number of rows.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.chosen.as_ref().map_or(self.places.len(), Vec::len)
+        self.selected.as_ref().map_or(self.layout.len(), Vec::len)
     }
 
     /// Whether there are none.
@@ -158,7 +158,7 @@ impl HostRows {
     /// Bytes of a row.
     ///
     /// # Panics
-    /// For a row that there is not.
+    /// If `row` is out of range.
     #[must_use]
     pub fn bytes_of(&self, row: usize) -> usize {
         self.row(row).1
@@ -167,7 +167,7 @@ impl HostRows {
     /// The address where a row begins, for work that goes on as long as these rows live.
     ///
     /// # Panics
-    /// For a row that there is not.
+    /// If `row` is out of range.
     #[must_use]
     pub fn address_of(&self, row: usize) -> usize {
         self.row(row).0.addr()
@@ -175,20 +175,20 @@ impl HostRows {
 
     fn row(&self, row: usize) -> (*mut u8, usize) {
         assert!(row < self.len(), "row {row} of {}", self.len());
-        let place = self.chosen.as_ref().map_or(row, |chosen| chosen[row]);
+        let index = self.selected.as_ref().map_or(row, |selected| selected[row]);
         let begin = self.address.as_ptr();
-        match &self.places {
+        match &self.layout {
             RowLayout::Even { stride, row_bytes, .. } => {
-                (begin.wrapping_offset(stride * place.cast_signed()), *row_bytes)
+                (begin.wrapping_offset(stride * index.cast_signed()), *row_bytes)
             }
-            RowLayout::Listed(ranges) => (begin.wrapping_add(ranges[place].start), ranges[place].len()),
+            RowLayout::Listed(ranges) => (begin.wrapping_add(ranges[index].start), ranges[index].len()),
         }
     }
 
     /// Copies a row to `bytes`.
     ///
     /// # Panics
-    /// For a row that there is not, and unless `bytes` is as long as it.
+    /// If `row` is out of range, and unless `bytes` is as long as it.
     pub fn read(&self, row: usize, bytes: &mut [u8]) {
         let (row, row_bytes) = self.row(row);
         assert_eq!(bytes.len(), row_bytes);

@@ -9,10 +9,10 @@ use crate::base::sync::lock;
 use crate::base::{Device, Error, Result};
 
 use super::host::{map, out_of_memory, unmap};
-use super::system_pages::{huge_pages_for, system_page};
-use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, Users};
+use super::system_pages::{huge_pages_for, system_page_size};
+use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, StreamSet};
 
-/// The pages that memory should be in.
+/// The kind of pages that memory is allocated in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PageKind {
     /// The ordinary pages of the system, which may join them to huge pages by itself.
@@ -25,8 +25,8 @@ pub enum PageKind {
 /// Host memory for large regions: on a NUMA node, in huge pages, and page-locked in steps, where the system
 /// supports it.
 ///
-/// Whatever the system does not provide is reported by [`MappedHost::notes`]; the memory is allocated without
-/// it. Use [`Host`](super::Host) for small or pageable memory, [`Pinned`](super::Pinned) for memory
+/// Whatever the system does not provide is reported by [`MappedHost::take_notes`]; the memory is allocated
+/// without it. Use [`Host`](super::Host) for small or pageable memory, [`Pinned`](super::Pinned) for memory
 /// page-locked at once.
 #[derive(Debug, Default)]
 pub struct MappedHost {
@@ -81,7 +81,7 @@ impl MappedHost {
     }
 
     /// Takes the notes since the last call: requests that the system did not fulfil, in words.
-    pub fn notes(&self) -> Vec<String> {
+    pub fn take_notes(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.notes))
     }
 
@@ -112,14 +112,15 @@ impl MappedHost {
     }
 }
 
-// SAFETY: a block is a mapping of its own, of whole pages that the system zeroed, until `deallocate` unmaps it.
+// SAFETY: a block is a mapping of its own, of whole pages that the system zeroed, until `deallocate` unmaps
+// it.
 unsafe impl Backend for MappedHost {
     fn device(&self) -> Device {
         Device::Cpu
     }
 
     /// True: a part of it becomes accessible once it is page-locked.
-    fn is_reached_by_devices(&self) -> bool {
+    fn is_device_accessible(&self) -> bool {
         true
     }
 
@@ -155,7 +156,7 @@ unsafe impl Backend for MappedHost {
         let block = if let Some(Ok(block)) = huge {
             block
         } else {
-            let mapped = bytes.next_multiple_of(system_page());
+            let mapped = bytes.next_multiple_of(system_page_size());
             let address = map(mapped).ok_or_else(|| out_of_memory(bytes))?;
             self.keep(address, mapped, false, bytes)
         };
@@ -167,7 +168,7 @@ unsafe impl Backend for MappedHost {
         Ok(block)
     }
 
-    unsafe fn deallocate(&self, block: Block, users: &Users) {
+    unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
         if block.bytes() == 0 {
             // SAFETY: it came from the host's backend, and the caller no longer uses it.
             unsafe { Host.deallocate(block, users) };
@@ -195,7 +196,7 @@ fn touch(region: &Region, bytes: &Range<usize>) -> Result<()> {
             return Ok(());
         }
     }
-    for offset in (0..bytes.len()).step_by(system_page()) {
+    for offset in (0..bytes.len()).step_by(system_page_size()) {
         let byte = address.as_ptr().wrapping_add(offset);
         // SAFETY: the byte lies in the region, and is 0 already.
         unsafe { byte.write_volatile(0) };

@@ -1,9 +1,9 @@
 //! Sources of bytes: backends, regions, devices and streams.
 //!
 //! A [`Backend`] allocates memory on one device; a [`Region`] owns a piece of it and frees it on drop.
-//! [`Borrowed`] describes a tensor of another owner for the length of a call, [`HostRows`] one for as long as
-//! work takes. A [`FileLock`] keeps the files behind memory for one process. Everything here may be used from
-//! any thread.
+//! [`BorrowedTensor`] describes a tensor of another owner for the length of a call, [`HostRows`] one for as
+//! long as work takes. A [`FileLock`] keeps the files behind memory for one process. Everything here may be
+//! used from any thread.
 //!
 //! | backend | memory |
 //! |---|---|
@@ -11,7 +11,7 @@
 //! | [`MappedHost`] | large host memory on a NUMA node or in huge pages, page-locked in place by [`PageLocking`] |
 //! | [`Pinned`] | page-locked host memory |
 //! | [`Cuda`] | device memory |
-//! | [`Limit`], [`Fail`], [`Count`] | wrappers around any backend: limit, fail on plan, count |
+//! | [`LimitedBackend`], [`FailingBackend`], [`CountingBackend`] | wrappers around any backend: limit, fail a chosen allocation, count |
 //!
 //! A [`Gpu`] is an open device: it runs work in the order of a [`Stream`]. An [`Event`] is a point in that
 //! work, and a [`Ring`] transfers small arrays between host and device. Without the feature `cuda`, opening a
@@ -28,14 +28,14 @@ mod mapped;
 mod page_locking;
 mod region;
 mod stream;
+mod stream_set;
 mod system_pages;
-mod users;
 mod wrappers;
 
 pub use backend::{ALIGNMENT, Backend, Block, Contents};
-pub use borrowed::Borrowed;
+pub use borrowed::BorrowedTensor;
 pub use cuda::{Cuda, Event, Function, Gpu, PageLock, Pinned, Reply, Ring, SideStream};
-pub use file_lock::{FileLock, Locking};
+pub use file_lock::{FileLock, TryLockResult};
 pub use host::{Host, prefer_huge_pages};
 pub use host_rows::HostRows;
 pub use image::Image;
@@ -43,9 +43,9 @@ pub use mapped::{MappedHost, PageKind};
 pub use page_locking::{PageLockProgress, PageLocking, Report, Sink, lock_pages, page_lock_steps};
 pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
 pub use stream::Stream;
-pub use system_pages::system_page;
-pub use users::Users;
-pub use wrappers::{Count, Fail, Limit};
+pub use stream_set::StreamSet;
+pub use system_pages::system_page_size;
+pub use wrappers::{CountingBackend, FailingBackend, LimitedBackend};
 
 use std::any::Any;
 use std::fmt::Debug;

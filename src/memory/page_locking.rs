@@ -11,14 +11,14 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::base::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, thread};
-use crate::base::{Error, ErrorKind, ForkGate, Result, on_own_thread};
+use crate::base::{Error, ErrorKind, ForkGate, Result, mark_own_thread};
 
-use super::{Gpu, Region, system_page};
+use super::{Gpu, Region, system_page_size};
 
 /// Approximate bytes of one step, which delays other driver calls meanwhile. A minimum under `loom`, which
 /// explores every interleaving.
 fn step_bytes() -> usize {
-    if cfg!(loom) { system_page() } else { 64 << 20 }
+    if cfg!(loom) { system_page_size() } else { 64 << 20 }
 }
 
 /// Groups the pieces of a region, given by their ends, into steps of whole pieces. Each step ends where the
@@ -221,7 +221,7 @@ impl Worker {
 
     /// Works on a thread of its own.
     fn run(self) {
-        on_own_thread();
+        mark_own_thread();
         self.work();
     }
 

@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, Id, IndexVec, Result, contiguous_strides, reserve};
 
-use super::users::{register, unregister};
-use super::{Backend, Block, Borrowed, Contents, Gpu, Stream, Users};
+use super::stream_set::{register, unregister};
+use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
 
 /// Contiguous memory that returns to its backend on drop.
 ///
@@ -30,7 +30,7 @@ pub struct Region {
     /// Its address and length, for every kind of owner; valid until this drops.
     block: Block,
     device: Device,
-    owner: Origin,
+    origin: Origin,
 }
 
 /// Bytes of a region, within its bounds.
@@ -59,9 +59,9 @@ impl RegionRange<'_> {
         self.bytes
     }
 
-    /// Calls [`Region::used_on`].
-    pub fn used_on(&self, stream: Stream) {
-        self.region.used_on(stream);
+    /// Calls [`Region::record_stream`].
+    pub fn record_stream(&self, stream: Stream) {
+        self.region.record_stream(stream);
     }
 }
 
@@ -97,7 +97,7 @@ struct CacheLine {
 
 enum Origin {
     /// The block belongs to this backend, and is freed after the work of these streams.
-    Backend(Arc<dyn Backend>, Arc<Users>),
+    Backend(Arc<dyn Backend>, Arc<StreamSet>),
     /// Indices on the host, as an allocator wrote them. They are read through the address only.
     Indices { elements: IndexVec },
     /// Host memory for results, in cache lines; the last one may be partly used. It is uninitialised.
@@ -149,14 +149,14 @@ impl Region {
         backend: Arc<dyn Backend>,
         bytes: usize,
         contents: Contents,
-        users: Arc<Users>,
+        users: Arc<StreamSet>,
     ) -> Result<Self> {
         let block = backend.allocate(bytes, contents)?;
-        if backend.is_reached_by_devices() && bytes > 0 {
+        if backend.is_device_accessible() && bytes > 0 {
             let start = block.address().as_ptr().addr();
             register(&(start..start + bytes), &users);
         }
-        Ok(Self { block, device: backend.device(), owner: Origin::Backend(backend, users) })
+        Ok(Self { block, device: backend.device(), origin: Origin::Backend(backend, users) })
     }
 
     /// A region that takes over `indices`, without a copy.
@@ -166,12 +166,12 @@ impl Region {
             IndexVec::I32(values) => block_of(values),
             IndexVec::I64(values) => block_of(values),
         };
-        Self { block, device: Device::Cpu, owner: Origin::Indices { elements: indices } }
+        Self { block, device: Device::Cpu, origin: Origin::Indices { elements: indices } }
     }
 
     /// Whether the region was made [of indices](Region::from_indices).
-    pub(crate) const fn is_of_indices(&self) -> bool {
-        matches!(self.owner, Origin::Indices { .. })
+    pub(crate) const fn is_from_indices(&self) -> bool {
+        matches!(self.origin, Origin::Indices { .. })
     }
 
     /// A copy of the indices that the region was made [of](Region::from_indices), as they are now.
@@ -179,7 +179,7 @@ impl Region {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub(crate) fn copy_indices(&self) -> Result<Option<IndexVec>> {
-        let Origin::Indices { elements } = &self.owner else { return Ok(None) };
+        let Origin::Indices { elements } = &self.origin else { return Ok(None) };
         Ok(Some(match elements.dtype() {
             DType::I64 => IndexVec::I64(self.read(0, elements.len())?),
             _ => IndexVec::I32(self.read(0, elements.len())?),
@@ -196,7 +196,7 @@ impl Region {
         let mut lines = reserve(count)?;
         lines.resize(count, MaybeUninit::uninit());
         let block = Block::new(block_of(&mut lines).address(), bytes);
-        Ok(Self { block, device: Device::Cpu, owner: Origin::Scratch { _lines: lines } })
+        Ok(Self { block, device: Device::Cpu, origin: Origin::Scratch { _lines: lines } })
     }
 
     /// A copy of `values` in host memory from the heap, at the start of a cache line.
@@ -213,7 +213,7 @@ impl Region {
     ///
     /// # Errors
     /// Same as [`Region::copy_of`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
-    pub(crate) fn copied(&self) -> Result<Self> {
+    pub(crate) fn try_clone(&self) -> Result<Self> {
         let source = self.on_host(0, self.bytes())?;
         let region = Self::scratch(self.bytes())?;
         // SAFETY: both are live host memory of that many bytes, and the new one is nobody else's.
@@ -224,11 +224,11 @@ impl Region {
     /// The bytes `range` of `whole`. Dropping it adds the range to `returned`.
     ///
     /// # Errors
-    /// Same as [`Region::at`]; nothing is returned then.
+    /// Same as [`Region::at`]; in that case nothing is added to `returned`.
     pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<ReturnedParts>) -> Result<Self> {
         let block = Block::new(whole.at(range.start, range.len())?, range.len());
         let (whole, returned) = (Arc::clone(whole), Arc::clone(returned));
-        Ok(Self { block, device: whole.device, owner: Origin::Part { whole, range, returned } })
+        Ok(Self { block, device: whole.device, origin: Origin::Part { whole, range, returned } })
     }
 
     /// The device of the memory.
@@ -246,7 +246,7 @@ impl Region {
     /// The backend that allocated the memory, if one did.
     #[must_use]
     pub fn backend(&self) -> Option<&Arc<dyn Backend>> {
-        match &self.owner {
+        match &self.origin {
             Origin::Backend(backend, _) => Some(backend),
             Origin::Indices { .. } | Origin::Scratch { .. } => None,
             Origin::Part { whole, .. } => whole.backend(),
@@ -255,8 +255,8 @@ impl Region {
 
     /// The streams that use the memory, if a backend allocated it.
     #[must_use]
-    pub fn users(&self) -> Option<&Arc<Users>> {
-        match &self.owner {
+    pub fn users(&self) -> Option<&Arc<StreamSet>> {
+        match &self.origin {
             Origin::Backend(_, users) => Some(users),
             Origin::Indices { .. } | Origin::Scratch { .. } => None,
             Origin::Part { whole, .. } => whole.users(),
@@ -265,9 +265,9 @@ impl Region {
 
     /// Records that work on `stream` uses the memory: it is freed only after that work.
     #[inline]
-    pub fn used_on(&self, stream: Stream) {
+    pub fn record_stream(&self, stream: Stream) {
         if let Some(users) = self.users() {
-            users.note(stream);
+            users.record(stream);
         }
     }
 
@@ -326,17 +326,23 @@ impl Region {
     ///
     /// # Errors
     /// Same as [`Region::at`], for the farthest element.
-    pub fn borrow(&self, offset: usize, dtype: DType, shape: Dims, strides: Dims) -> Result<Borrowed<'_>> {
-        let address = self.at(offset, reach(dtype, &shape, &strides)?)?;
+    pub fn borrow(
+        &self,
+        offset: usize,
+        dtype: DType,
+        shape: Dims,
+        strides: Dims,
+    ) -> Result<BorrowedTensor<'_>> {
+        let address = self.at(offset, span_bytes(dtype, &shape, &strides)?)?;
         // SAFETY: the elements lie within this region, which outlives the borrow.
-        Ok(unsafe { Borrowed::new(address, dtype, self.device(), shape, strides) })
+        Ok(unsafe { BorrowedTensor::new(address, dtype, self.device(), shape, strides) })
     }
 
     /// `bytes` bytes from `offset` on, as a tensor.
     ///
     /// # Errors
     /// Same as [`Region::at`].
-    pub fn bytes_at(&self, offset: usize, bytes: usize) -> Result<Borrowed<'_>> {
+    pub fn bytes_at(&self, offset: usize, bytes: usize) -> Result<BorrowedTensor<'_>> {
         let extent =
             i64::try_from(bytes).map_err(|_| Error::index(format!("{bytes} bytes are in no region")))?;
         let shape = Dims::new(&[extent])?;
@@ -390,8 +396,8 @@ impl Region {
         Ok(())
     }
 
-    /// A copy of the `count` elements at byte `offset` of host memory. They were written before, and the
-    /// caller excludes that they are written meanwhile.
+    /// A copy of the `count` elements at byte `offset` of host memory. The caller ensures that they are
+    /// initialised, and not written during the call.
     ///
     /// # Errors
     /// Same as [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
@@ -439,7 +445,7 @@ impl Debug for Region {
 }
 
 /// Bytes from the first element of a tensor to the end of the farthest one. Strides are not negative.
-fn reach(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
+fn span_bytes(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
     if shape.numel() == 0 {
         return Ok(0);
     }
@@ -460,9 +466,9 @@ fn reach(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        match &self.owner {
+        match &self.origin {
             Origin::Backend(backend, users) => {
-                if backend.is_reached_by_devices() && self.block.bytes() > 0 {
+                if backend.is_device_accessible() && self.block.bytes() > 0 {
                     unregister(self.block.address().as_ptr().addr());
                 }
                 let block = Block::new(self.block.address(), self.block.bytes());
@@ -482,7 +488,7 @@ mod tests {
 
     use super::Region;
     use crate::base::{Device, ErrorKind, Id, IndexVec, Page, Result};
-    use crate::memory::{Backend, Block, Contents, Host, Users};
+    use crate::memory::{Backend, Block, Contents, Host, StreamSet};
 
     /// Host memory that says it belongs to a device.
     #[derive(Debug)]
@@ -498,7 +504,7 @@ mod tests {
             Host.allocate(bytes, contents)
         }
 
-        unsafe fn deallocate(&self, block: Block, users: &Users) {
+        unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
             // SAFETY: `allocate` took it from `Host`; the caller guarantees the rest.
             unsafe { Host.deallocate(block, users) };
         }
@@ -530,7 +536,7 @@ mod tests {
     fn the_host_cannot_reach_device_memory() {
         let region = Region::new(Arc::new(Elsewhere), 64).expect("memory");
         assert_eq!(refusals(&region, 0), [ErrorKind::Config; 5]);
-        assert_eq!(region.copied().expect_err("refused").kind(), ErrorKind::Config);
+        assert_eq!(region.try_clone().expect_err("refused").kind(), ErrorKind::Config);
     }
 
     #[test]
@@ -552,7 +558,7 @@ mod tests {
     #[test]
     fn copies_begin_at_a_cache_line() {
         let region = Region::from_indices(IndexVec::I32((0..100).collect()));
-        let copy = region.copied().expect("memory");
+        let copy = region.try_clone().expect("memory");
         assert_eq!(copy.address().as_ptr().addr() % 64, 0);
         assert_eq!(copy.read::<i32>(0, 100).expect("inside"), (0..100).collect::<Vec<_>>());
         assert_eq!(Region::copy_of(&[false, true]).expect("memory").bytes(), 2);

@@ -23,7 +23,7 @@ static TRANSPARENT_PAGE: LazyLock<usize> =
 
 /// Bytes of a page, a power of two. Memory is mapped and page-locked in multiples of it.
 #[must_use]
-pub fn system_page() -> usize {
+pub fn system_page_size() -> usize {
     *PAGE
 }
 
@@ -34,7 +34,7 @@ pub(super) fn huge_pages_for(bytes: usize) -> impl Iterator<Item = usize> {
 }
 
 /// Bytes of a transparent huge page, a power of two.
-pub(super) fn transparent_page() -> usize {
+pub(super) fn transparent_huge_page_size() -> usize {
     *TRANSPARENT_PAGE
 }
 
@@ -67,7 +67,7 @@ fn size_in(file: &Path) -> Option<usize> {
 mod tests {
     use std::fs;
 
-    use super::{size_in, sizes_in, suitable, system_page};
+    use super::{size_in, sizes_in, suitable, system_page_size};
 
     #[test]
     fn sizes_are_those_that_the_system_lists() {
@@ -95,6 +95,6 @@ mod tests {
         assert_eq!(suiting((1 << 30) + 1), [2 << 20]);
         assert!(suiting(1 << 20).is_empty());
         assert!(suiting(usize::MAX).is_empty());
-        assert!(system_page() >= 4096);
+        assert!(system_page_size() >= 4096);
     }
 }

@@ -1,4 +1,4 @@
-//! Backends around other backends: one limits, one fails on plan, one counts.
+//! Backends around other backends: one limits, one fails a chosen allocation, one counts.
 //!
 //! Use them in tests and to cap the memory of a pool; each forwards everything else to the backend inside.
 
@@ -9,27 +9,27 @@ use std::sync::atomic::Ordering::Relaxed;
 use crate::base::sync::AtomicUsize;
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{Backend, Block, Contents, Gpu, Region, Users};
+use super::{Backend, Block, Contents, Gpu, Region, StreamSet};
 
 /// Limits the bytes that are allocated at a time.
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::memory::{Host, Limit, Region};
-/// let backend = Arc::new(Limit::new(Arc::new(Host), 100));
+/// use kvpool::memory::{Host, LimitedBackend, Region};
+/// let backend = Arc::new(LimitedBackend::new(Arc::new(Host), 100));
 /// let region = Region::new(backend.clone(), 80).unwrap();
 /// assert!(Region::new(backend.clone(), 30).is_err());
 /// drop(region);
 /// assert!(Region::new(backend, 30).is_ok());
 /// ```
 #[derive(Debug)]
-pub struct Limit {
+pub struct LimitedBackend {
     inner: Arc<dyn Backend>,
     capacity: usize,
     used: AtomicUsize,
 }
 
-impl Limit {
+impl LimitedBackend {
     /// Wraps `inner` and allows at most `limit` bytes at a time.
     #[must_use]
     pub fn new(inner: Arc<dyn Backend>, limit: usize) -> Self {
@@ -38,7 +38,7 @@ impl Limit {
 }
 
 // SAFETY: its blocks are those of the backend within it.
-unsafe impl Backend for Limit {
+unsafe impl Backend for LimitedBackend {
     fn device(&self) -> Device {
         self.inner.device()
     }
@@ -47,8 +47,8 @@ unsafe impl Backend for Limit {
         self.inner.gpu()
     }
 
-    fn is_reached_by_devices(&self) -> bool {
-        self.inner.is_reached_by_devices()
+    fn is_device_accessible(&self) -> bool {
+        self.inner.is_device_accessible()
     }
 
     fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
@@ -75,7 +75,7 @@ unsafe impl Backend for Limit {
         })
     }
 
-    unsafe fn deallocate(&self, block: Block, users: &Users) {
+    unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
         let bytes = block.bytes();
         // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.
         unsafe { self.inner.deallocate(block, users) };
@@ -83,32 +83,32 @@ unsafe impl Backend for Limit {
     }
 }
 
-/// Fails one allocation on plan.
+/// Fails one chosen allocation.
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::memory::{Fail, Host, Region};
-/// let backend = Arc::new(Fail::new(Arc::new(Host), 1));
+/// use kvpool::memory::{FailingBackend, Host, Region};
+/// let backend = Arc::new(FailingBackend::new(Arc::new(Host), 1));
 /// assert!(Region::new(backend.clone(), 8).is_ok());
 /// assert!(Region::new(backend.clone(), 8).is_err());
 /// assert!(Region::new(backend, 8).is_ok());
 /// ```
 #[derive(Debug)]
-pub struct Fail {
+pub struct FailingBackend {
     inner: Arc<dyn Backend>,
-    left: AtomicUsize,
+    until_failure: AtomicUsize,
 }
 
-impl Fail {
+impl FailingBackend {
     /// Wraps `inner`; allocation number `nth` (from 0) fails.
     #[must_use]
     pub fn new(inner: Arc<dyn Backend>, nth: usize) -> Self {
-        Self { inner, left: AtomicUsize::new(nth) }
+        Self { inner, until_failure: AtomicUsize::new(nth) }
     }
 }
 
 // SAFETY: its blocks are those of the backend within it.
-unsafe impl Backend for Fail {
+unsafe impl Backend for FailingBackend {
     fn device(&self) -> Device {
         self.inner.device()
     }
@@ -117,8 +117,8 @@ unsafe impl Backend for Fail {
         self.inner.gpu()
     }
 
-    fn is_reached_by_devices(&self) -> bool {
-        self.inner.is_reached_by_devices()
+    fn is_device_accessible(&self) -> bool {
+        self.inner.is_device_accessible()
     }
 
     fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
@@ -127,7 +127,7 @@ unsafe impl Backend for Fail {
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
         // After the failure it wraps to the largest number, which no test counts down.
-        if self.left.fetch_sub(1, Relaxed) == 0 {
+        if self.until_failure.fetch_sub(1, Relaxed) == 0 {
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
                 format!("{bytes} bytes asked for, and this allocation was planned to fail"),
@@ -137,7 +137,7 @@ unsafe impl Backend for Fail {
         self.inner.allocate(bytes, contents)
     }
 
-    unsafe fn deallocate(&self, block: Block, users: &Users) {
+    unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
         // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.
         unsafe { self.inner.deallocate(block, users) };
     }
@@ -147,22 +147,22 @@ unsafe impl Backend for Fail {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::memory::{Count, Host, Region};
-/// let backend = Arc::new(Count::new(Arc::new(Host)));
+/// use kvpool::memory::{CountingBackend, Host, Region};
+/// let backend = Arc::new(CountingBackend::new(Arc::new(Host)));
 /// let region = Region::new(backend.clone(), 8).unwrap();
 /// assert_eq!((backend.live_blocks(), backend.live_bytes()), (1, 8));
 /// drop(region);
 /// assert_eq!((backend.live_blocks(), backend.allocations()), (0, 1));
 /// ```
 #[derive(Debug)]
-pub struct Count {
+pub struct CountingBackend {
     inner: Arc<dyn Backend>,
     allocations: AtomicUsize,
     live_blocks: AtomicUsize,
     live_bytes: AtomicUsize,
 }
 
-impl Count {
+impl CountingBackend {
     /// Wraps `inner`.
     #[must_use]
     pub fn new(inner: Arc<dyn Backend>) -> Self {
@@ -194,7 +194,7 @@ impl Count {
 }
 
 // SAFETY: its blocks are those of the backend within it.
-unsafe impl Backend for Count {
+unsafe impl Backend for CountingBackend {
     fn device(&self) -> Device {
         self.inner.device()
     }
@@ -203,8 +203,8 @@ unsafe impl Backend for Count {
         self.inner.gpu()
     }
 
-    fn is_reached_by_devices(&self) -> bool {
-        self.inner.is_reached_by_devices()
+    fn is_device_accessible(&self) -> bool {
+        self.inner.is_device_accessible()
     }
 
     fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
@@ -219,7 +219,7 @@ unsafe impl Backend for Count {
         Ok(block)
     }
 
-    unsafe fn deallocate(&self, block: Block, users: &Users) {
+    unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
         self.live_blocks.fetch_sub(1, Relaxed);
         self.live_bytes.fetch_sub(block.bytes(), Relaxed);
         // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.

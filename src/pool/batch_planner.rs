@@ -355,7 +355,7 @@ impl BatchPlanner {
 
     /// Waits, without locks, if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
-        make_room(self.config.max_tokens, || lock(&self.state).crowded())
+        make_room(self.config.max_tokens, || lock(&self.state).backpressure_event())
     }
 }
 

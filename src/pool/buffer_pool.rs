@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, widen};
 use crate::index::{Bucket, Buckets, Ledgered, Rounding, Ticket};
-use crate::memory::{Backend, Borrowed, Contents, Gpu, Keep, PageLock, Region, Stream, Users};
+use crate::memory::{Backend, BorrowedTensor, Contents, Gpu, Keep, PageLock, Region, Stream, StreamSet};
 
 use super::contract::{Occupancy, Pool, Stats};
 
@@ -73,7 +73,7 @@ pub struct BufferPool {
     /// Registered memory of others, by address and bytes, with its page lock.
     existing: Vec<((usize, usize), Option<PageLock>)>,
     /// The streams for which buffers were taken. Work on these may also use registered memory.
-    users: Arc<Users>,
+    users: Arc<StreamSet>,
     stale_uses: usize,
 }
 
@@ -144,13 +144,13 @@ impl BufferPool {
         let region = Arc::clone(self.region(ticket)?);
         if let (Some(before), Some(gpu)) = (reused.after, region.gpu()) {
             // All work that uses the buffer was enqueued before it was given back.
-            if let Err(failure) = gpu.order(&[before], stream) {
+            if let Err(failure) = gpu.make_stream_wait(&[before], stream) {
                 self.buckets.put_back_as(ticket, before);
                 return Err(failure);
             }
         }
-        region.used_on(stream);
-        self.users.note(stream);
+        region.record_stream(stream);
+        self.users.record(stream);
         Ok(Buffer { ticket, region, bytes })
     }
 
@@ -166,8 +166,8 @@ impl BufferPool {
             answer => answer,
         };
         let region = Arc::new(region?);
-        region.used_on(stream);
-        self.users.note(stream);
+        region.record_stream(stream);
+        self.users.record(stream);
         let ticket = self.buckets.add(bucket, stream);
         let at = widen(ticket.index().number());
         if at == self.regions.len() {
@@ -249,12 +249,12 @@ impl BufferPool {
     /// [`ErrorKind::Driver`] when page-locking fails otherwise.
     pub fn register_existing(
         &mut self,
-        tensor: &Borrowed<'_>,
+        tensor: &BorrowedTensor<'_>,
         page_lock: Option<Keep>,
         is_part: bool,
     ) -> Result<bool> {
         if tensor.device() != Device::Cpu {
-            tensor.expect_on(self.device(), "the tensor")?;
+            tensor.check_on(self.device(), "the tensor")?;
         }
         if !tensor.is_contiguous() {
             return Err(Error::config(

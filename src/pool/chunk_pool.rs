@@ -11,7 +11,8 @@ use crate::base::{ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, by
 use crate::index::{BadFree, BadFrees, Ledgered, OnBadFree, RefCounts, Returning, Ticket, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
-    ALIGNMENT, Backend, Borrowed, Event, Gpu, PageLocking, Region, Sink, Stream, page_lock_steps, system_page,
+    ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, PageLocking, Region, Sink, Stream, page_lock_steps,
+    system_page_size,
 };
 use crate::tensor::TensorView;
 
@@ -111,7 +112,7 @@ impl ChunkCopies {
     /// Whether all copies are complete.
     fn is_over(&mut self) -> Result<bool> {
         while let Some(event) = self.done.last() {
-            if !event.passed()? {
+            if !event.has_passed()? {
                 return Ok(false);
             }
             self.done.pop();
@@ -195,7 +196,7 @@ impl ChunkPool {
         let gpu = self.locked_by.as_ref()?;
         self.state().is_locking = true;
         // A group of this many chunks begins and ends at a page.
-        let page = system_page();
+        let page = system_page_size();
         let together = page / (1usize << self.stride.trailing_zeros()).min(page);
         let ends = (together..).step_by(together).take_while(|end| *end < self.config.num_chunks);
         let ends = ends.chain([self.config.num_chunks]).map(|end| end * self.stride);
@@ -435,7 +436,7 @@ impl ChunkPool {
             None => self.shape,
         };
         let offset = widen(chunk.index().number()) * self.stride;
-        TensorView::packed(Arc::clone(&self.region), offset, self.config.dtype, shape)
+        TensorView::contiguous_with_dims(Arc::clone(&self.region), offset, self.config.dtype, shape)
     }
 
     fn fitting(&self, shape: Dims) -> Result<Dims> {
@@ -464,7 +465,7 @@ impl ChunkPool {
     pub fn copy(
         &self,
         chunk: Ticket<ChunkId>,
-        tensor: &Borrowed<'_>,
+        tensor: &BorrowedTensor<'_>,
         direction: Direction,
         stream: Stream,
     ) -> Result<Option<Arc<Event>>> {
@@ -479,18 +480,18 @@ impl ChunkPool {
             (Device::Cpu, gpu) => gpu.cloned(),
             (Device::Cuda(ordinal), None) => Some(Gpu::open(ordinal)?),
             (Device::Cuda(_), Some(gpu)) => {
-                tensor.expect_on(gpu.device(), "the tensor")?;
+                tensor.check_on(gpu.device(), "the tensor")?;
                 Some(Arc::clone(gpu))
             }
         };
         if let Some(gpu) = &gpu {
-            gpu.not_capturing(stream, "a copy of a chunk, whose end is waited for,")?;
+            gpu.check_not_capturing(stream, "a copy of a chunk, whose end is waited for,")?;
         }
         let packed = self.tensor(chunk, Some(Dims::of(&[tensor.shape().numel()])?))?;
         self.begin_copy(chunk)?;
         if gpu.is_some() {
-            self.region.used_on(stream);
-            tensor.used_on(stream);
+            self.region.record_stream(stream);
+            tensor.record_stream(stream);
         }
         let copied = pack(&packed.borrow(), tensor, direction, gpu.as_ref(), stream);
         let done = match &gpu {

@@ -8,7 +8,7 @@ use crate::base::bounded::signed;
 use crate::base::{IndexVec, Result};
 use crate::index::{FenceId, Signatures};
 use crate::kernels::{Fetcher, PendingFetch};
-use crate::memory::{Borrowed, Event, Gpu, Keep, Stream};
+use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
 
 /// The meaning of the values of a free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +129,7 @@ impl Deferred {
         &mut self,
         gpu: &Arc<Gpu>,
         values: usize,
-        (tensor, keep): (&Borrowed<'_>, impl FnOnce() -> Option<Keep>),
+        (tensor, keep): (&BorrowedTensor<'_>, impl FnOnce() -> Option<Keep>),
         stream: Stream,
     ) -> Result<Option<Values>> {
         let fetcher = Arc::clone(self.prepare(gpu, values)?);
@@ -159,7 +159,7 @@ impl Deferred {
             Values::Fetched(_, fetch) => Some(fetch.done()),
             Values::Known(_) => None,
         });
-        events.find(|event| !event.passed().unwrap_or(true)).cloned()
+        events.find(|event| !event.has_passed().unwrap_or(true)).cloned()
     }
 
     /// Takes the oldest free if all of its values are on the host.
@@ -167,7 +167,7 @@ impl Deferred {
         let Some(oldest) = self.frees.front() else { return Ok(None) };
         for part in &oldest.parts {
             if let Values::Fetched(_, fetch) = &part.values
-                && !fetch.done().passed()?
+                && !fetch.done().has_passed()?
             {
                 return Ok(None);
             }

@@ -26,7 +26,7 @@ use crate::transfer::Transfer;
 /// struct Sent(AtomicBool);
 ///
 /// impl Fence for Sent {
-///     fn passed(&self) -> Result<bool> {
+///     fn has_passed(&self) -> Result<bool> {
 ///         Ok(self.0.load(Ordering::Acquire))
 ///     }
 /// }
@@ -51,17 +51,17 @@ pub trait Fence: Any + Send + Sync {
     ///
     /// # Errors
     /// An error ends the polling of fences: the polling call returns it, and the slots stay in use.
-    fn passed(&self) -> Result<bool>;
+    fn has_passed(&self) -> Result<bool>;
 }
 
 impl Fence for Event {
-    fn passed(&self) -> Result<bool> {
-        Self::passed(self)
+    fn has_passed(&self) -> Result<bool> {
+        Self::has_passed(self)
     }
 }
 
 impl Fence for Transfer {
-    fn passed(&self) -> Result<bool> {
+    fn has_passed(&self) -> Result<bool> {
         self.is_over()
     }
 }
@@ -154,7 +154,7 @@ pub(super) fn passed(waiting: &[PendingFence]) -> (Vec<FenceId>, Result<()>) {
     }
     let _asking = Asking;
     for PendingFence { id, fence } in waiting {
-        match fence.passed() {
+        match fence.has_passed() {
             Ok(true) => passed.push(*id),
             Ok(false) => (),
             Err(error) => return (passed, Err(error)),

@@ -22,7 +22,7 @@ use crate::transfer::{AlignedBytes, BLOCK, Disk, FileCaching, Folder};
 use batch::{Batch, PageWork};
 use layout::FileSlot;
 use opening::Opening;
-use slots::{MOST_SLOTS, Slots};
+use slots::{MAX_SLOTS, Slots};
 use work::Worker;
 
 use super::{Stats, Store, StoreTransfer, at_least_one};
@@ -76,7 +76,7 @@ pub struct FileStoreConfig {
 ///
 /// let store = FileStore::at(&path, &config, FileCaching::Direct).unwrap();
 /// assert_eq!(store.exists(&[[1; 32], [2; 32], [3; 32]]).unwrap(), 2);
-/// let get = store.get(vec![[2; 32]], rows().choose(&[0]).unwrap()).unwrap();
+/// let get = store.get(vec![[2; 32]], rows().select(&[0]).unwrap()).unwrap();
 /// assert!(get.wait(Duration::from_secs(60)).unwrap());
 /// let mut page = [0; 4096];
 /// rows().read(0, &mut page);
@@ -160,10 +160,10 @@ impl FileStore {
                 format!("capacity_bytes is {capacity_bytes}, too few for a page of {page_bytes} bytes");
             Error::config(format!("{text}, which takes a multiple of {BLOCK}"))
         })?;
-        if capacity_bytes / slot_bytes > MOST_SLOTS {
+        if capacity_bytes / slot_bytes > MAX_SLOTS {
             let text =
                 format!("capacity_bytes is {capacity_bytes}; with pages of {page_bytes} bytes the most is");
-            return Err(Error::config(format!("{text} {MOST_SLOTS} * {slot_bytes}")));
+            return Err(Error::config(format!("{text} {MAX_SLOTS} * {slot_bytes}")));
         }
         if queue_bytes < page_bytes {
             let text = format!("queue_bytes is {queue_bytes}, too few for a page of {page_bytes} bytes");

@@ -214,7 +214,7 @@ impl GdnPool {
         let [recurrent, conv] = self.rows.layer(layer)?;
         let view = |state: &TensorView, rows: &RowBuffer| {
             let shape = Dims::new(&state.shape().as_slice()[1..])?;
-            TensorView::packed(Arc::clone(state.region()), rows.offset(), state.dtype(), shape)
+            TensorView::contiguous_with_dims(Arc::clone(state.region()), rows.offset(), state.dtype(), shape)
         };
         Ok([view(&self.recurrent, recurrent)?, view(&self.conv, conv)?])
     }
@@ -276,7 +276,7 @@ impl GdnPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist: it was skipped.
     pub fn fault(&self) -> Result<()> {
-        self.executor.fault()
+        self.executor.take_fault()
     }
 
     /// Takes the track slot that has been free longest, or returns `None`.

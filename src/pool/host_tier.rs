@@ -405,7 +405,7 @@ impl HostTier {
     /// behind the work enqueued on `after`.
     ///
     /// # Errors
-    /// See [`Lane::run`]; no copy is in flight then.
+    /// See [`Lane::start`]; no copy is in flight then.
     pub(super) fn load(
         &self,
         held: &HeldPieces,
@@ -443,7 +443,7 @@ impl HostTier {
             }
             _ => None,
         };
-        lane.run(steps, after, move |step, stream| {
+        lane.start(steps, after, move |step, stream| {
             if let (0, Some((gdn, pieces, states))) = (step, &gdn) {
                 gdn.copy_pieces(pieces, direction, states, stream)?;
             }

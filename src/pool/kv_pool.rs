@@ -9,7 +9,8 @@ use crate::kernels::{
     StoreRows,
 };
 use crate::memory::{
-    ALIGNMENT, Backend, Borrowed, Event, Gpu, Region, Stream, lock_pages, page_lock_steps, system_page,
+    ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, Region, Stream, lock_pages, page_lock_steps,
+    system_page_size,
 };
 use crate::tensor::TensorView;
 
@@ -137,8 +138,8 @@ pub struct Scales {
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
 /// Row 0 is the padding slot. All buffers lie in one region as [`KvLayout`] says, each at a multiple of
-/// [`ALIGNMENT`] bytes, in page-locked memory of [`system_page`] bytes. Calls that work on the rows of one
-/// layer lock that layer only.
+/// [`ALIGNMENT`] bytes, in page-locked memory of [`system_page_size`] bytes. Calls that work on the rows of
+/// one layer lock that layer only.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -188,7 +189,7 @@ impl KvPool {
         let is_locked = config.pin_memory && backend.device() == Device::Cpu;
         let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
         // Buffers that are page-locked separately must not share a page.
-        let alignment = if locked_by.is_some() { system_page() } else { ALIGNMENT };
+        let alignment = if locked_by.is_some() { system_page_size() } else { ALIGNMENT };
         let slots = IndexSpace { noun: "slot", len: config.rows()? };
         let kinds = config.layouts(alignment)?;
         let total = config.end(kinds);
@@ -292,7 +293,7 @@ impl KvPool {
         &'a self,
         layer: usize,
         indices: &Indices<'_>,
-        [k, v]: [Borrowed<'a>; 2],
+        [k, v]: [BorrowedTensor<'a>; 2],
         scales: Scales,
         stream: Stream,
     ) -> Result<()> {
@@ -307,8 +308,8 @@ impl KvPool {
 
     /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
     #[must_use]
-    pub fn crowded(&self) -> Option<Arc<Event>> {
-        self.executor.crowded()
+    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
+        self.executor.backpressure_event()
     }
 
     /// Reports, once, an invalid index on the device of an earlier call. Makes no driver call.
@@ -316,7 +317,7 @@ impl KvPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist: it was skipped.
     pub fn fault(&self) -> Result<()> {
-        self.executor.fault()
+        self.executor.take_fault()
     }
 
     /// [`KvPool::fault`] after waiting for every call on `stream` so far.
@@ -378,7 +379,7 @@ impl KvPool {
         &self,
         layer: usize,
         indices: &Indices<'_>,
-        out: &[Borrowed<'_>; 2],
+        out: &[BorrowedTensor<'_>; 2],
         stream: Stream,
     ) -> Result<()> {
         let [k, v] = self.rows.layer(layer)?;
@@ -406,7 +407,7 @@ impl KvPool {
     pub fn poison(&self, rows: &[Range<usize>], stream: Stream) -> Result<()> {
         const POISON: u8 = 0xff;
         if !rows.is_empty() {
-            self.executor.not_capturing(stream, "poison over freed rows")?;
+            self.executor.check_not_capturing(stream, "poison over freed rows")?;
         }
         self.executor.fill_rows(&self.rows, rows, POISON, stream)
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 use crate::base::{DType, Device, IndexVec, Result};
 use crate::kernels::{Indices, read_indices, read_now};
-use crate::memory::{Borrowed, Gpu, Stream};
+use crate::memory::{BorrowedTensor, Gpu, Stream};
 
 /// The host's mirror of a region of indices on a device.
 pub(super) trait Mirror: Debug + Send + Sync {
@@ -37,7 +37,7 @@ pub(super) fn publish(mirror: &Arc<dyn Mirror>) {
 /// allocator or in a request table, and has not been written to since.
 ///
 /// `version` is the framework's count of writes to the tensor, `None` if it has no count.
-pub(super) fn known_values(tensor: &Borrowed<'_>, version: Option<u64>) -> Option<IndexVec> {
+pub(super) fn known_values(tensor: &BorrowedTensor<'_>, version: Option<u64>) -> Option<IndexVec> {
     if tensor.shape().numel() == 0 {
         return Some(IndexVec::I32(Vec::new()));
     }
@@ -71,7 +71,7 @@ pub fn values_now(indices: Indices<'_>, stream: Stream) -> Result<IndexVec> {
 }
 
 /// The step and the number of the elements of a tensor, if they are evenly spaced.
-fn evenly_spaced(tensor: &Borrowed<'_>) -> Option<(usize, usize)> {
+fn evenly_spaced(tensor: &BorrowedTensor<'_>) -> Option<(usize, usize)> {
     let count = tensor.shape().numel();
     if tensor.is_contiguous() {
         return Some((1, count));

@@ -90,7 +90,7 @@ pub struct Footprint {
 
 impl Footprint {
     fn new(device: Device, pool: usize, ring: usize) -> Result<Self> {
-        Ok(Self { pool, transfer: if device == Device::Cpu { 0 } else { Ring::whole(ring)? } })
+        Ok(Self { pool, transfer: if device == Device::Cpu { 0 } else { Ring::padded_size(ring)? } })
     }
 }
 
@@ -108,11 +108,11 @@ fn row_ring_bytes(rows: usize) -> usize {
 ///
 /// # Errors
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
-pub fn make_room(numbers: usize, crowded: impl Fn() -> Option<Arc<Event>>) -> Result<()> {
+pub fn make_room(numbers: usize, backpressure_event: impl Fn() -> Option<Arc<Event>>) -> Result<()> {
     /// Numbers that always fit beside a launch.
     const BESIDE: usize = 800;
     while numbers > BESIDE
-        && let Some(event) = crowded()
+        && let Some(event) = backpressure_event()
     {
         blocking(|| event.wait())?;
     }

@@ -83,7 +83,7 @@ impl PagePool {
         let bytes = bytes_of("pages", &[count, self.config.page_size], self.config.dtype)?;
         let region = Region::with(Arc::clone(&self.backend), bytes, contents, Arc::default())?;
         if let Contents::ZerosOn(stream) = contents {
-            region.used_on(stream);
+            region.record_stream(stream);
         }
         self.pages.extend(end - first)?;
         self.pages.offer(first..end);
@@ -129,7 +129,7 @@ impl PagePool {
     pub fn alloc(&mut self, stream: Stream) -> Result<Option<PoolPage>> {
         if self.config.grow > 0 && self.pages.ready() == 0 {
             if let Some(gpu) = self.backend.gpu() {
-                gpu.not_capturing(stream, "a new page, which is zeroed once,")?;
+                gpu.check_not_capturing(stream, "a new page, which is zeroed once,")?;
             }
             self.add(self.config.grow, Contents::ZerosOn(stream))?;
         }

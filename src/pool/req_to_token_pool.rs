@@ -8,7 +8,7 @@ use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, widen, zeros};
 use crate::index::{BadFrees, Ledgered, OnBadFree, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, Table};
-use crate::memory::{Backend, Borrowed, Event, Region, Stream};
+use crate::memory::{Backend, BorrowedTensor, Event, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::contract::{Occupancy, Pool, Stats};
@@ -248,7 +248,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<RequestRow>>> {
-        self.not_capturing(stream)?;
+        self.check_not_capturing(stream)?;
         let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
         if let Err(failure) = self.clean(&taken, stream) {
             self.give_back(&taken);
@@ -282,7 +282,7 @@ impl ReqToTokenPool {
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
     /// nothing is changed. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
-        self.not_capturing(stream)?;
+        self.check_not_capturing(stream)?;
         let (mut freed, bad) = self.rows.free(given, OnBadFree::of(self.config.strict))?;
         if self.config.writers == TableWriters::Others {
             for freed in &mut freed {
@@ -349,11 +349,13 @@ impl ReqToTokenPool {
 
     /// Checks that work on the table may be enqueued on `stream`: a graph would repeat it without updating
     /// the mirror.
-    pub(super) fn not_capturing(&self, stream: Stream) -> Result<()> {
+    pub(super) fn check_not_capturing(&self, stream: Stream) -> Result<()> {
         let Some(gpu) = self.executor.gpu() else { return Ok(()) };
         gpu.check_process()?;
         match gpu.is_capturing(stream) {
-            Ok(true) => gpu.not_capturing(stream, "a change of the table, of which the host keeps a copy,"),
+            Ok(true) => {
+                gpu.check_not_capturing(stream, "a change of the table, of which the host keeps a copy,")
+            }
             // A driver error must not prevent rows from being freed.
             Ok(false) | Err(_) => Ok(()),
         }
@@ -361,8 +363,8 @@ impl ReqToTokenPool {
 
     /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
     #[must_use]
-    pub fn crowded(&self) -> Option<Arc<Event>> {
-        self.executor.crowded()
+    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
+        self.executor.backpressure_event()
     }
 
     /// Reports, once, an invalid argument on the device of an earlier call. Makes no driver call.
@@ -371,7 +373,7 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32: it was skipped.
     pub fn fault(&self) -> Result<()> {
-        self.executor.fault()
+        self.executor.take_fault()
     }
 
     /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on
@@ -435,7 +437,7 @@ impl ReqToTokenPool {
     }
 
     /// Whether a tensor is part of the table.
-    fn has(&self, tensor: &Borrowed<'_>) -> bool {
+    fn has(&self, tensor: &BorrowedTensor<'_>) -> bool {
         let start = self.table.region().address().as_ptr().addr();
         (start..start + self.table.region().bytes()).contains(&tensor.address().as_ptr().addr())
     }
@@ -534,7 +536,7 @@ impl ReqToTokenPool {
         &self,
         rows: &Indices<'_>,
         indptr: &Indices<'_>,
-        out: &Borrowed<'_>,
+        out: &BorrowedTensor<'_>,
         stream: Stream,
     ) -> Result<()> {
         if indptr.len() != rows.len() + 1 {
@@ -550,7 +552,7 @@ impl ReqToTokenPool {
         if !out.is_contiguous() {
             return Err(Error::config("kv_indices must be contiguous"));
         }
-        out.expect_on(self.device(), "kv_indices")?;
+        out.check_on(self.device(), "kv_indices")?;
         if self.has(out) {
             return Err(Error::config("kv_indices must not be part of the table that it is made of"));
         }
@@ -563,7 +565,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
-        self.not_capturing(stream)?;
+        self.check_not_capturing(stream)?;
         let mut written = self.rows.clear();
         if self.config.writers == TableWriters::Others {
             let rows = (0..narrow(self.table_rows())).map(RequestRow::new);

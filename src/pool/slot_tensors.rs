@@ -12,8 +12,8 @@ use crate::base::{
     widen,
 };
 use crate::index::{Act, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats};
-use crate::kernels::Grown;
-use crate::memory::{Backend, Borrowed, Event, Keep, Stream};
+use crate::kernels::GrowingBatch;
+use crate::memory::{Backend, BorrowedTensor, Event, Keep, Stream};
 use crate::tensor::TensorView;
 use crate::transfer::Transfer;
 
@@ -320,7 +320,7 @@ impl SlotTensors {
             {
                 let slots = slots.into_i32()?;
                 let (offsets, indptr) = lens.in_pages(self.slots.page_size())?;
-                let grown = Grown {
+                let grown = GrowingBatch {
                     offsets: &offsets,
                     indptr: &indptr,
                     slots: self.slots.capacity(),
@@ -378,8 +378,8 @@ impl SlotTensors {
     }
 
     /// An event to wait for, without locks, before more slots are taken, if the device is far behind.
-    pub(super) fn crowded(&self) -> Option<Arc<Event>> {
-        self.stage.as_ref()?.crowded()
+    pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
+        self.stage.as_ref()?.backpressure_event()
     }
 
     /// Records that work on `stream` reads a tensor of slots: its memory is reused only after that work.
@@ -387,9 +387,9 @@ impl SlotTensors {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for a tensor that does not come from this allocator.
-    pub(super) fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
+    pub(super) fn record_stream(&self, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<()> {
         match &self.stage {
-            Some(stage) => stage.used_on(tensor, stream),
+            Some(stage) => stage.record_stream(tensor, stream),
             None => Ok(()),
         }
     }

@@ -10,16 +10,18 @@ use crate::base::{
     DType, Error, ErrorKind, Id, IndexDType, IndexVec, PADDING, Page, Result, Slot, bytes_of, widen, zeros,
 };
 use crate::index::{Bitmap, Run, SlotAllocator};
-use crate::kernels::{Executor, Grown, IndexSpace};
-use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, Users};
+use crate::kernels::{Executor, GrowingBatch, IndexSpace};
+use crate::memory::{
+    Backend, BorrowedTensor, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, StreamSet,
+};
 use crate::tensor::TensorView;
 
 use super::mirror::{Mirror, publish, stepped};
 
 /// Slots that are written ahead: initially, at least and at most.
 const AHEAD: usize = 1024;
-const LEAST_AHEAD: usize = 64;
-const MOST_AHEAD: usize = 64 << 10;
+const MIN_AHEAD: usize = 64;
+const MAX_AHEAD: usize = 64 << 10;
 
 /// Positions at which a copy begins are multiples of this, so that it moves whole words.
 const ALIGNED: usize = 4;
@@ -35,7 +37,7 @@ pub(super) struct Stage {
     gpu: Arc<Gpu>,
     region: Arc<Region>,
     /// Streams on which positions were written, handed out or read. New writes wait for them.
-    users: Arc<Users>,
+    users: Arc<StreamSet>,
     ring: Ring,
     copy: Arc<StageMirror>,
     /// Parts of the region whose tensors were dropped.
@@ -56,7 +58,7 @@ pub(super) struct Stage {
 
 /// Bytes of a stage for tensors over up to `slots` live slots, and as many freed ones.
 pub(super) fn stage_bytes(slots: usize, dtype: IndexDType) -> Result<usize> {
-    bytes_of("the tensors of slots", &[2, slots + MOST_AHEAD], dtype.dtype())
+    bytes_of("the tensors of slots", &[2, slots + MAX_AHEAD], dtype.dtype())
 }
 
 /// Positions that hold the predicted slots.
@@ -114,7 +116,7 @@ impl Stage {
     ) -> Result<Self> {
         let bytes = stage_bytes(slots.capacity(), dtype)?;
         let positions = bytes / dtype.dtype().size();
-        let users = Arc::<Users>::default();
+        let users = Arc::<StreamSet>::default();
         let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
         let region = Arc::new(region);
         let start = region.address().as_ptr().addr();
@@ -198,8 +200,8 @@ impl Stage {
     }
 
     /// An event to wait for, without locks, before more slots are sent to the device, if it is far behind.
-    pub(super) fn crowded(&self) -> Option<Arc<Event>> {
-        self.ring.crowded()
+    pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
+        self.ring.backpressure_event()
     }
 
     /// Whether `count` slots can be handed out without a copy, if they are as predicted.
@@ -213,8 +215,8 @@ impl Stage {
     /// # Errors
     /// [`ErrorKind::Driver`] while `stream` or one of those is captured.
     pub(super) fn check_writable(&self, stream: Stream) -> Result<()> {
-        self.gpu.not_capturing(stream, "a copy of slots from the host")?;
-        self.gpu.can_order(&self.users.streams(), stream)
+        self.gpu.check_not_capturing(stream, "a copy of slots from the host")?;
+        self.gpu.check_can_order(&self.users.streams(), stream)
     }
 
     /// Any numbers as a tensor that is valid on `stream`.
@@ -229,8 +231,8 @@ impl Stage {
     pub(super) fn complete(
         &mut self,
         values: &[i32],
-        last_loc: &Borrowed<'_>,
-        grown: &Grown<'_>,
+        last_loc: &BorrowedTensor<'_>,
+        grown: &GrowingBatch<'_>,
         stream: Stream,
     ) -> Result<TensorView> {
         let view = self.show(values, stream)?;
@@ -242,7 +244,7 @@ impl Stage {
 
     /// Reports, once, a last slot of an earlier [`Self::complete`] that does not end its request.
     pub(super) fn fault(&self) -> Result<()> {
-        self.completer.fault()
+        self.completer.take_fault()
     }
 
     /// The slots that a tensor of this stage was made of.
@@ -253,7 +255,7 @@ impl Stage {
     }
 
     /// Records that work on `stream` reads a tensor of this stage.
-    pub(super) fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
+    pub(super) fn record_stream(&self, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<()> {
         let address = tensor.address().as_ptr().addr();
         if !self.copy.addresses.contains(&address) {
             return Err(Error::config(format!(
@@ -264,7 +266,7 @@ impl Stage {
             // An invalid stream fails here, and not when later work is ordered after it.
             Event::record(&self.gpu, stream)?;
         }
-        self.users.note(stream);
+        self.users.record(stream);
         Ok(())
     }
 
@@ -290,7 +292,7 @@ impl Stage {
         let Some(window) = self.window.take() else { return };
         let left = window.positions.len();
         self.ahead = if left <= self.ahead / 4 { self.ahead * 2 } else { self.ahead / 2 };
-        self.ahead = self.ahead.clamp(LEAST_AHEAD, MOST_AHEAD);
+        self.ahead = self.ahead.clamp(MIN_AHEAD, MAX_AHEAD);
         self.free.insert_run(window.positions.start, left);
     }
 
@@ -339,7 +341,7 @@ impl Stage {
 
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
         // The tensors over these positions were dropped, but work on their streams may still read them.
-        self.gpu.order(&self.users.streams(), stream)?;
+        self.gpu.make_stream_wait(&self.users.streams(), stream)?;
         let target = self.region.range(positions.start * self.size(), values.len() * self.size())?;
         let written = match self.copy.dtype {
             IndexDType::I32 => self.ring.upload_to(target, values, stream)?,
@@ -350,7 +352,7 @@ impl Stage {
             }
         };
         self.copy.locked(|copy| copy[positions.clone()].copy_from_slice(values));
-        self.users.note(stream);
+        self.users.record(stream);
         Ok(written)
     }
 
@@ -358,10 +360,11 @@ impl Stage {
     fn order(&mut self, stream: Stream) -> Result<()> {
         let Some(window) = &mut self.window else { return Ok(()) };
         if !window.ordered.contains(&stream) {
-            self.gpu.not_capturing(stream, "a wait for slots that were written outside of the capture")?;
-            window.written.precede(stream)?;
+            self.gpu
+                .check_not_capturing(stream, "a wait for slots that were written outside of the capture")?;
+            window.written.make_stream_wait(stream)?;
             window.ordered.push(stream);
-            self.users.note(stream);
+            self.users.record(stream);
         }
         Ok(())
     }

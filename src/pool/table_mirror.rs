@@ -161,7 +161,7 @@ impl TableMirror {
         while let Some(step) = state.changes.front() {
             let landed = match step {
                 // A failed device does not echo; its writes stay unknown.
-                Change::Echo(held, _) => held.done().passed().unwrap_or(false),
+                Change::Echo(held, _) => held.done().has_passed().unwrap_or(false),
                 Change::Zero(_) | Change::Columns(..) => true,
             };
             if !landed {

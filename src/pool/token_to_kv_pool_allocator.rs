@@ -9,7 +9,7 @@ use crate::index::{
     BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats, ascending_runs,
 };
 use crate::kernels::Indices;
-use crate::memory::{Backend, Borrowed, Gpu, Keep, Stream};
+use crate::memory::{Backend, BorrowedTensor, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::contract::{Occupancy, Pool, Stats};
@@ -372,7 +372,7 @@ impl TokenToKvPoolAllocator {
     /// captured. Nothing is changed.
     pub fn resize(&self, size: usize, stream: Stream) -> Result<()> {
         if let Some(gpu) = self.backend.gpu() {
-            gpu.not_capturing(stream, "a change of the number of slots")?;
+            gpu.check_not_capturing(stream, "a change of the number of slots")?;
         }
         let config = AllocatorConfig { size, ..self.config() };
         let resized = config.slots(&self.backend)?;
@@ -506,8 +506,8 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor that does not come from this
     /// allocator.
-    pub fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
-        self.lock().used_on(tensor, stream)
+    pub fn record_stream(&self, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<()> {
+        self.lock().record_stream(tensor, stream)
     }
 
     /// The device of the tensors, or `None` on the host.

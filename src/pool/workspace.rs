@@ -89,7 +89,7 @@ impl StreamOrder {
     /// Orders `stream`, which takes memory, after the streams that used memory that was given back.
     fn take(&mut self, gpu: &Arc<Gpu>, stream: Stream) -> Result<()> {
         if !self.after.contains(&stream) {
-            gpu.order(&self.before, stream)?;
+            gpu.make_stream_wait(&self.before, stream)?;
             self.after.push(stream);
         }
         if !self.users.contains(&stream) {
@@ -141,7 +141,7 @@ impl SharedArena {
             state.arena.give_back(range);
             return Err(failure);
         }
-        self.region.used_on(stream);
+        self.region.record_stream(stream);
         Ok(range)
     }
 
@@ -260,7 +260,7 @@ impl Workspace {
         let bytes = shape.bytes(dtype)?;
         self.with(|shared, state| {
             let range = shared.take(state, bytes, stream)?;
-            TensorView::packed(Arc::clone(&shared.region), range.start, dtype, shape)
+            TensorView::contiguous_with_dims(Arc::clone(&shared.region), range.start, dtype, shape)
         })
     }
 
@@ -276,7 +276,7 @@ impl Workspace {
                 state.arena.give_back(range);
                 return Err(failure);
             }
-            TensorView::packed(Arc::clone(&shared.region), range.start, dtype, shape)
+            TensorView::contiguous_with_dims(Arc::clone(&shared.region), range.start, dtype, shape)
         })
     }
 

@@ -13,8 +13,8 @@ use pyo3::types::{PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTu
 
 use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, push, reserve};
 use crate::cache::PageHash;
-use crate::kernels::{Indices, expect_ints, not_indices, read_indices};
-use crate::memory::{Borrowed, HostRows, Keep, Stream};
+use crate::kernels::{Indices, check_ints, not_indices, read_indices};
+use crate::memory::{BorrowedTensor, HostRows, Keep, Stream};
 use crate::pool::values_now;
 use crate::tensor::dlpack::{Import, address_of};
 
@@ -40,7 +40,7 @@ pub(super) enum TensorArg<'a, 'py> {
 
 impl TensorArg<'_, '_> {
     /// Describes the tensor. Runs no Python code of the caller.
-    pub(super) fn borrow(&self) -> PyResult<Borrowed<'_>> {
+    pub(super) fn borrow(&self) -> PyResult<BorrowedTensor<'_>> {
         match self {
             Self::Torch(torch, tensor) => torch.describe(tensor)?.borrow(),
             Self::Array(array) => describe_array(array),
@@ -61,7 +61,7 @@ impl TensorArg<'_, '_> {
     /// the importer.
     fn version(&self) -> Option<u64> {
         match self {
-            Self::Own(tensor) => (!tensor.is_shared()).then_some(0),
+            Self::Own(tensor) => (!tensor.is_exported()).then_some(0),
             Self::Torch(..) | Self::Array(_) | Self::Imported(_) => None,
         }
     }
@@ -87,7 +87,7 @@ impl IndexArg<'_, '_> {
             Self::Host(values) => Ok(Indices::Host(std::mem::replace(values, IndexVec::I32(Vec::new())))),
             Self::Device { tensor, version, step: 1, .. } => Ok(Indices::of(tensor.borrow()?, *version)?),
             Self::Device { tensor, version, step, .. } => {
-                Ok(Indices::of(tensor.borrow()?.every(*step)?, *version)?)
+                Ok(Indices::of(tensor.borrow()?.step_by(*step)?, *version)?)
             }
         }
     }
@@ -191,7 +191,7 @@ fn array_dtype(array: &Bound<'_, PyUntypedArray>) -> PyResult<Option<DType>> {
     })
 }
 
-fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed<'a>> {
+fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<BorrowedTensor<'a>> {
     let dtype = array_dtype(array)?.ok_or_else(|| {
         PyTypeError::new_err(format!("an array of dtype {} cannot be used here", &*array.dtype()))
     })?;
@@ -213,7 +213,7 @@ fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed
     let data = unsafe { (*fields).data };
     let address = address_of(data.cast(), &shape)?;
     // SAFETY: NumPy promises memory behind every element of the shape; the caller's reference keeps it alive.
-    Ok(unsafe { Borrowed::new(address, dtype, Device::Cpu, shape, Dims::new(&strides)?) })
+    Ok(unsafe { BorrowedTensor::new(address, dtype, Device::Cpu, shape, Dims::new(&strides)?) })
 }
 
 /// `object` as a tensor.
@@ -250,7 +250,7 @@ pub(super) fn output<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<TensorA
 fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     let tensor = tensor(name, object)?;
     let writable = match &tensor {
-        TensorArg::Imported(_) if is_of_jax(object)? => {
+        TensorArg::Imported(_) if is_jax_array(object)? => {
             return Err(Error::config(format!(
                 "{name} is a jax.Array, which must not change; pass a NumPy array, and make a jax.Array of that"
             ))
@@ -264,7 +264,7 @@ fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<Tens
 }
 
 /// Whether `object` is a `jax.Array`, whose capsules do not say that they are read-only.
-fn is_of_jax(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+fn is_jax_array(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     let jax = object.py().import("sys")?.getattr("modules")?.call_method1("get", ("jax",))?;
     match jax.getattr("Array") {
         Ok(array) => object.is_instance(&array),
@@ -272,7 +272,7 @@ fn is_of_jax(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     }
 }
 
-/// The access to [`rows`].
+/// Whether [`rows`] are only read, or also written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     Read,
@@ -329,11 +329,11 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
 /// Indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, or a sequence of
 /// ints. Indices in host memory are copied.
 pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
-    indices_apart(object, 1)
+    strided_indices(object, 1)
 }
 
 /// Every `step`th of [`indices`].
-pub(super) fn indices_apart<'a, 'py>(
+pub(super) fn strided_indices<'a, 'py>(
     object: &'a Bound<'py, PyAny>,
     step: usize,
 ) -> PyResult<IndexArg<'a, 'py>> {
@@ -364,11 +364,11 @@ pub(super) fn indices_apart<'a, 'py>(
         };
         let found = match found {
             Ok(found) => found,
-            Err(error) => return indices_of_others(object, step, error),
+            Err(error) => return indices_by_copy(object, step, error),
         };
         return Ok(match found.device() {
             Device::Cpu if step == 1 => IndexArg::Host(read_indices(&found)?),
-            Device::Cpu => IndexArg::Host(read_indices(&found.every(step)?)?),
+            Device::Cpu => IndexArg::Host(read_indices(&found.step_by(step)?)?),
             device @ Device::Cuda(_) => {
                 // PyTorch without an exchange table counts the writes to an imported tensor as well.
                 let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
@@ -381,7 +381,7 @@ pub(super) fn indices_apart<'a, 'py>(
                     let tensor = TensorArg::Torch(torch, Cow::Owned(wide));
                     return Ok(IndexArg::Device { tensor, device, version: None, step });
                 }
-                expect_ints(found.dtype())?;
+                check_ints(found.dtype())?;
                 IndexArg::Device { tensor, device, version, step }
             }
         });
@@ -398,21 +398,21 @@ pub(super) fn indices_apart<'a, 'py>(
             let is_none = error.is_instance_of::<PyValueError>(py);
             if is_none { not_indices(&kind_of(object)).into() } else { error }
         })?;
-        return indices_apart(&array, step)?.values(object.py()).map(IndexArg::Host);
+        return strided_indices(&array, step)?.values(object.py()).map(IndexArg::Host);
     }
     Err(not_indices(&kind_of(object)).into())
 }
 
-/// [`indices_apart`] of what [`TensorArg::borrow`] does not describe: arrays of the other byte order, tensors
+/// [`strided_indices`] of what [`TensorArg::borrow`] does not describe: arrays of the other byte order, tensors
 /// of many dimensions or of dtypes that are no indices.
 #[cold]
-fn indices_of_others<'a, 'py>(
+fn indices_by_copy<'a, 'py>(
     object: &'a Bound<'py, PyAny>,
     step: usize,
     error: PyErr,
 ) -> PyResult<IndexArg<'a, 'py>> {
     let py = object.py();
-    let owned = |object: &Bound<'py, PyAny>| indices_apart(object, step)?.values(py).map(IndexArg::Host);
+    let owned = |object: &Bound<'py, PyAny>| strided_indices(object, step)?.values(py).map(IndexArg::Host);
     // Only the order of indices matters, so a shape of too many dimensions is flattened.
     if has_more_dimensions(object) {
         return owned(&object.call_method1("reshape", (-1,))?);

@@ -22,15 +22,15 @@ static POOLS: Mutex<Vec<Py<PyWeakrefReference>>> = Mutex::new(Vec::new());
 /// Returns the module of `kvpool` that reports leaks; imported at the first report.
 static LEAKS_MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// A function over a pool.
-pub(super) type Look<'a> = &'a mut dyn FnMut(&dyn Contract);
+/// A function that reads a pool.
+pub(super) type PoolVisitor<'a> = &'a mut dyn FnMut(&dyn Contract);
 
 /// The functions that a pool class supplies for the methods of [`BasePool`].
 pub(super) trait PoolClass:
     PyClass<BaseType = BasePool, Frozen = pyo3::pyclass::boolean_struct::True> + Sync
 {
-    /// Calls `look` with the pool, under its lock if it has one.
-    fn look(&self, look: Look<'_>);
+    /// Calls `visitor` with the pool, under its lock if it has one.
+    fn visit(&self, visitor: PoolVisitor<'_>);
 
     /// Runs before `stats()` reads the numbers.
     fn before_stats(&self, _py: Python<'_>) -> PyResult<()> {
@@ -65,7 +65,7 @@ pub(super) struct BasePool {
 
 /// The methods of a [`PoolClass`], as functions of the base.
 struct Class {
-    look: fn(&Bound<'_, BasePool>, Look<'_>),
+    visit: fn(&Bound<'_, BasePool>, PoolVisitor<'_>),
     before_stats: fn(&Bound<'_, BasePool>) -> PyResult<()>,
     before_occupancy: fn(&Bound<'_, BasePool>) -> PyResult<()>,
 }
@@ -73,7 +73,7 @@ struct Class {
 impl Class {
     const fn of<C: PoolClass>() -> Self {
         Self {
-            look: |slf, look| class::<C>(slf).look(look),
+            visit: |slf, visitor| class::<C>(slf).visit(visitor),
             before_stats: |slf| class::<C>(slf).before_stats(slf.py()),
             before_occupancy: |slf| class::<C>(slf).before_occupancy(slf.py()),
         }
@@ -107,7 +107,7 @@ impl BasePool {
     /// [`Self::initializer`] with the whole name.
     pub(super) fn named<C: PoolClass>(name: String, debug: Debug, pool: C) -> PyClassInitializer<C> {
         let (mut unit, mut hands_out) = ("", false);
-        pool.look(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
+        pool.visit(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
         let name = Mutex::new(name);
         PyClassInitializer::from(Self {
             name,
@@ -120,10 +120,10 @@ impl BasePool {
         .add_subclass(pool)
     }
 
-    /// The value of `look` for the pool.
-    fn look<R: Default>(slf: &Bound<'_, Self>, look: impl Fn(&dyn Contract) -> R) -> R {
+    /// The value of `read` for the pool.
+    fn read<R: Default>(slf: &Bound<'_, Self>, read: impl Fn(&dyn Contract) -> R) -> R {
         let mut answer = R::default();
-        (slf.get().class.look)(slf, &mut |pool| answer = look(pool));
+        (slf.get().class.visit)(slf, &mut |pool| answer = read(pool));
         answer
     }
 
@@ -210,13 +210,13 @@ impl BasePool {
     /// The device of the memory or the index tensors, in PyTorch's notation, such as "cuda:0".
     #[getter]
     fn device(slf: &Bound<'_, Self>) -> String {
-        Self::look(slf, |pool| pool.device().to_string())
+        Self::read(slf, |pool| pool.device().to_string())
     }
 
     /// Whether an invalid free raises instead of being dropped, counted and reported.
     #[getter]
     fn strict(slf: &Bound<'_, Self>) -> bool {
-        Self::look(slf, |pool| pool.strict())
+        Self::read(slf, |pool| pool.strict())
     }
 
     /// Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
@@ -243,7 +243,7 @@ impl BasePool {
     ///   their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
-        let (py, stats) = (slf.py(), Self::look(slf, |pool| pool.stats()));
+        let (py, stats) = (slf.py(), Self::read(slf, |pool| pool.stats()));
         // The names of a class stay the same, and making them costs more than the numbers.
         let make = || stats.iter().map(|(name, _)| PyString::intern(py, name).unbind()).collect();
         let names: &Vec<_> = slf.get().names.get_or_init(make);
@@ -257,7 +257,7 @@ impl BasePool {
     /// The spans of the pool, each as (first, end, state, bytes, holders), and the histogram of lifetimes.
     fn _occupancy<'py>(slf: &Bound<'py, Self>) -> PyResult<OccupancyTuple<'py>> {
         (slf.get().class.before_occupancy)(slf)?;
-        debug::occupancy(slf.py(), Self::look(slf, |pool| pool.occupancy()))
+        debug::occupancy(slf.py(), Self::read(slf, |pool| pool.occupancy()))
     }
 
     /// Whether the pool hands out units, which are then free or in use.
@@ -269,7 +269,7 @@ impl BasePool {
     /// Bytes of one unit. `None` if the pool has no memory or its units differ in size.
     #[getter]
     fn _unit_bytes(slf: &Bound<'_, Self>) -> Option<usize> {
-        Self::look(slf, |pool| pool.unit_bytes())
+        Self::read(slf, |pool| pool.unit_bytes())
     }
 
     /// Whether the pool records owners and call sites: `debug=True`, or `KVPOOL_DEBUG=1` in the environment
@@ -309,7 +309,7 @@ impl BasePool {
         let users = borrowed.users();
         let users = users
             .ok_or_else(|| Error::config("the tensor is over no memory of a pool that a GPU reaches"))?;
-        users.note(stream);
+        users.record(stream);
         Ok(())
     }
 

@@ -20,13 +20,14 @@ pub(super) struct Objects {
     pub(super) back: Py<Block>,
 }
 
-/// The place where a block stands.
+/// The position of a block object in its queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum BlockPlace {
     /// It is one of the blocks of its queue.
     At(BlockId),
-    /// It stands before the first, or behind the last.
+    /// It is the end before the first block.
     Front,
+    /// It is the end behind the last block.
     Back,
 }
 
@@ -50,7 +51,7 @@ impl Block {
         }
     }
 
-    /// The number of the block, which an end of a queue has not.
+    /// The number of the block. An end of a queue has none.
     pub(super) fn own_number(&self) -> PyResult<BlockId> {
         self.number().ok_or_else(|| ownership("the end of a queue is no block".to_owned()))
     }
@@ -64,8 +65,8 @@ impl Block {
         lock(&self.table)
     }
 
-    /// The object that stands beside it, as long as there is the queue.
-    fn beside(
+    /// The neighbouring object; `None` once the queue is dropped.
+    fn neighbour(
         &self,
         py: Python<'_>,
         find: impl FnOnce(&EvictionQueue) -> Option<BlockPlace>,
@@ -176,7 +177,7 @@ impl Block {
     /// The free block before it, or the front of the queue; `None` if it is not free.
     #[getter]
     fn prev_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
-        self.beside(py, |queue| {
+        self.neighbour(py, |queue| {
             let before = match self.place {
                 BlockPlace::Front => return None,
                 BlockPlace::At(number) => queue.contains(number).then(|| queue.before(number))?,
@@ -189,7 +190,7 @@ impl Block {
     /// The free block behind it, or the end of the queue; `None` if it is not free.
     #[getter]
     pub(super) fn next_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
-        self.beside(py, |queue| {
+        self.neighbour(py, |queue| {
             let behind = match self.place {
                 BlockPlace::Back => return None,
                 BlockPlace::At(number) => queue.contains(number).then(|| queue.behind(number))?,

@@ -92,8 +92,9 @@ fn in_group<R>(hash: &[u8], group: u32, work: impl FnOnce(&[u8]) -> R) -> R {
     }
 }
 
-/// Adds a block of each group that has the hash, and says whether each group has one.
-fn find(
+/// Appends the block of each group with the hash to `found`, up to the first group without one. Returns whether all
+/// had one.
+fn extend_with_groups(
     py: Python<'_>,
     map: &Map<Py<PyAny>>,
     hash: &[u8],
@@ -138,7 +139,7 @@ impl BlockMap {
         Ok(())
     }
 
-    /// Takes a hash from the block with a number, and returns the block; `None` if it has it not.
+    /// Takes a hash from the block with a number, and returns the block; `None` if the block does not have it.
     fn pop(&self, key: &Bound<'_, PyBytes>, block_id: i64) -> Option<Py<PyAny>> {
         self.lock().remove(key.as_bytes(), block_id)
     }
@@ -169,7 +170,7 @@ impl BlockMap {
         group_ids: Vec<u32>,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
         let mut found = Vec::with_capacity(group_ids.len());
-        let is_found = find(py, &self.lock(), block_hash.as_bytes(), &group_ids, &mut found);
+        let is_found = extend_with_groups(py, &self.lock(), block_hash.as_bytes(), &group_ids, &mut found);
         if is_found { PyList::new(py, found).map(Some) } else { Ok(None) }
     }
 
@@ -189,7 +190,9 @@ impl BlockMap {
         // The groups of the first hash, then those of the next.
         let mut found: Vec<Py<PyAny>> = Vec::with_capacity(hashes.len() * group_ids.len());
         let map = self.lock();
-        let is_found = |hash: &&Bound<'py, PyBytes>| find(py, &map, hash.as_bytes(), &group_ids, &mut found);
+        let is_found = |hash: &&Bound<'py, PyBytes>| {
+            extend_with_groups(py, &map, hash.as_bytes(), &group_ids, &mut found)
+        };
         let count = hashes.iter().take_while(is_found).count();
         drop(map);
         let groups = group_ids.len();

@@ -138,7 +138,7 @@ impl BlockQueue {
         self.objects().back.clone_ref(py)
     }
 
-    /// Takes the first free block, whatever is counted of it.
+    /// Takes the first free block, regardless of its reference count.
     ///
     /// Raises:
     ///     ValueError: If none is free.
@@ -149,7 +149,7 @@ impl BlockQueue {
             .ok_or_else(|| PyValueError::new_err("No free blocks available"))
     }
 
-    /// Takes the first `n` free blocks, whatever is counted of them.
+    /// Takes the first `n` free blocks, regardless of their reference counts.
     ///
     /// Raises:
     ///     ValueError: If there are fewer. Nothing is taken.
@@ -175,7 +175,7 @@ impl BlockQueue {
         if was { Ok(()) } else { Err(not_free(block)) }
     }
 
-    /// Adds a block at the end, whatever is counted of it.
+    /// Adds a block at the end, regardless of its reference count.
     ///
     /// Raises:
     ///     IndexOwnershipError: If it is of another queue, or free already. Nothing is changed.
@@ -209,7 +209,7 @@ impl BlockQueue {
         BlockIterator { here: Mutex::new(Some(here)) }
     }
 
-    /// Takes the first free blocks for one user, who counts 1 of each. Their hashes are taken from them.
+    /// Takes the first free blocks, with a reference count of 1 each. They lose their hashes.
     ///
     /// Args:
     ///     count: The number of blocks.
@@ -257,7 +257,7 @@ impl BlockQueue {
     ///     keep_hashed: Whether a hash makes a difference.
     ///
     /// Returns:
-    ///     What are not blocks of this queue, as they were given.
+    ///     The objects that are not blocks of this queue, unchanged.
     #[pyo3(signature = (blocks, *, keep_hashed=true))]
     fn free<'py>(
         &self,
@@ -275,7 +275,7 @@ impl BlockQueue {
     /// Adds one use of each block, and takes those that were free out of the queue. Null blocks are left out.
     ///
     /// Returns:
-    ///     What are not blocks of this queue, as they were given.
+    ///     The objects that are not blocks of this queue, unchanged.
     ///
     /// Raises:
     ///     RuntimeError: If a block is neither used nor free. Nothing is changed.

@@ -9,11 +9,11 @@ use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{BufferId, DType, Device, Dims, Error, ErrorKind, Id, widen};
 use crate::index::{Rounding, Ticket};
-use crate::memory::{Borrowed, Keep};
+use crate::memory::{BorrowedTensor, Keep};
 use crate::pool::{self, BufferConfig, BufferPool as Pool};
 use crate::tensor::TensorView;
 
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::framework::{backend, current_stream};
 use super::tensor_cache::TensorCache;
@@ -53,15 +53,15 @@ pub(super) struct BufferPool {
 }
 
 /// Whether a PyTorch tensor covers only a part of its storage. Unknown, hence false, for other tensors.
-fn is_part_of_storage(tensor: &Bound<'_, PyAny>, borrowed: &Borrowed<'_>) -> PyResult<bool> {
+fn is_part_of_storage(tensor: &Bound<'_, PyAny>, borrowed: &BorrowedTensor<'_>) -> PyResult<bool> {
     let Ok(storage) = tensor.call_method0("untyped_storage") else { return Ok(false) };
     let whole: usize = storage.call_method0("nbytes")?.extract()?;
     Ok(borrowed.shape().numel() * borrowed.dtype().size() != whole)
 }
 
 impl PoolClass for BufferPool {
-    fn look(&self, look: Look<'_>) {
-        look(&*lock(&self.pool));
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&*lock(&self.pool));
     }
 }
 
@@ -349,7 +349,7 @@ impl Buffer {
     fn tensor(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let pool = self.pool.get();
         let region = with(&pool.pool, |pool| pool.region(self.ticket).cloned())?;
-        let view = TensorView::packed(region, 0, self.dtype, self.shape)?;
+        let view = TensorView::contiguous_with_dims(region, 0, self.dtype, self.shape)?;
         pool.tensors.tensor(py, widen(self.ticket.index().number()), self.ticket, &view)
     }
 

@@ -17,7 +17,7 @@ use crate::memory::{
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::framework::{backend, current_stream, to_dtype};
 use super::logging::{self, Reporter};
@@ -88,7 +88,7 @@ impl PendingCopies {
         let mut pending = lock(&self.0);
         let (over, under_way) = std::mem::take(&mut *pending)
             .into_iter()
-            .partition(|(event, _)| matches!(event.passed(), Ok(true)));
+            .partition(|(event, _)| matches!(event.has_passed(), Ok(true)));
         *pending = under_way;
         pending.extend(more);
         drop(pending);
@@ -180,8 +180,8 @@ pub(super) fn page_lock_threads() -> PyResult<usize> {
 }
 
 impl PoolClass for ChunkPool {
-    fn look(&self, look: Look<'_>) {
-        look(&*self.pool);
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&*self.pool);
     }
 }
 
@@ -233,7 +233,7 @@ impl ChunkPool {
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let pool = Arc::new(pool);
-        for note in mapped.iter().flat_map(|mapped| mapped.notes()) {
+        for note in mapped.iter().flat_map(|mapped| mapped.take_notes()) {
             logging::inform(py, &note);
         }
         if let Some(locking) = py.detach(|| pool.lock_pages()) {
@@ -590,7 +590,7 @@ impl ChunkCopy {
     /// Raises:
     ///     DriverError: If a driver call fails, or earlier work on the device has failed.
     fn query(&self) -> PyResult<bool> {
-        let is_done = self.done.as_ref().map_or(Ok(true), |event| event.passed())?;
+        let is_done = self.done.as_ref().map_or(Ok(true), |event| event.has_passed())?;
         if is_done && self.done.is_some() {
             self.pending.drop_finished(None);
         }

@@ -26,7 +26,7 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
 
 /// [`to_tensor`] for slots.
 pub(super) fn slots_to_tensor(py: Python<'_>, granted: &Granted) -> PyResult<Py<PyAny>> {
-    let Some(torch) = torch(py)? else { return to_tensor(py, &granted.view().at_line()?) };
+    let Some(torch) = torch(py)? else { return to_tensor(py, &granted.view().cache_aligned()?) };
     let (slot, dtype) = match granted {
         Granted::One(slot, dtype) => (slot.number(), dtype),
         Granted::Tensor(view) => return torch.import(py, view),
@@ -53,12 +53,12 @@ pub(super) fn is_unchanged(tensor: &Bound<'_, PyAny>, view: &TensorView) -> bool
     match torch(tensor.py()) {
         Ok(Some(torch)) => torch.is_unchanged(tensor, view).unwrap_or(false),
         // Without PyTorch it is a `kvpool.Tensor`, which is immutable.
-        _ => tensor.cast::<Tensor>().is_ok_and(|tensor| tensor.get().view().is(view)),
+        _ => tensor.cast::<Tensor>().is_ok_and(|tensor| tensor.get().view().is_same_view(view)),
     }
 }
 
 /// Whether the caller holds the only reference to `tensor`.
-pub(super) fn is_unshared(tensor: &Bound<'_, PyAny>) -> bool {
+pub(super) fn has_single_reference(tensor: &Bound<'_, PyAny>) -> bool {
     // SAFETY: the tensor is live, and the GIL is held.
     let references = unsafe { pyo3::ffi::Py_REFCNT(tensor.as_ptr()) };
     references == 1

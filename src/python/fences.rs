@@ -35,7 +35,7 @@ pub(super) fn fence(after: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Arc<dyn
 impl Fence for PythonFence {
     /// An exception of `query` is reported once and the fence is queried again later. `KeyboardInterrupt` and
     /// other exceptions that end the program propagate.
-    fn passed(&self) -> Result<bool> {
+    fn has_passed(&self) -> Result<bool> {
         Python::attach(|py| {
             let answer = self.object.bind(py).call_method0("query").and_then(|answer| answer.is_truthy());
             answer.or_else(|error| {

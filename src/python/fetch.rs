@@ -6,9 +6,9 @@ use crate::pool::Fetch as PoolFetch;
 
 use super::wait_in_slices;
 
-/// A prompt on its way from a store to the `HostTier` above it, made by `PrefixCache.fetch`. As long as it lives, it keeps
-/// there what it brought and what it found there: drop it when the request has its lease and `Load`. What the device
-/// has of the prompt it does not keep.
+/// A fetch of a prompt's pages from a store to the `HostTier` above it, made by `PrefixCache.fetch`. As long as it
+/// lives, it keeps the pages that it fetched to or found in the host tier: drop it when the request has its lease and
+/// `Load`. It does not keep pages on the device.
 #[pyclass(frozen, module = "kvpool", name = "Fetch", weakref)]
 pub(super) struct Fetch {
     pub(super) fetch: PoolFetch,
@@ -42,7 +42,7 @@ impl Fetch {
         wait_in_slices(py, timeout, |slice| Ok(self.fetch.wait(slice)))
     }
 
-    /// Brings no more. What came stays.
+    /// Stops fetching. Pages that have arrived stay.
     fn cancel(&self) {
         self.fetch.cancel();
     }

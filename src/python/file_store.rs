@@ -120,7 +120,7 @@ impl FileStore {
         pages: &Bound<'_, PyAny>,
         rows: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<StoreTransfer> {
-        let (keys, rows) = (args::page_keys(keys)?, chosen(py, pages, rows, Access::Write)?);
+        let (keys, rows) = (args::page_keys(keys)?, select_rows(py, pages, rows, Access::Write)?);
         self.report(py);
         Ok(StoreTransfer { transfer: self.store.get(keys, rows)? })
     }
@@ -150,7 +150,7 @@ impl FileStore {
         pages: &Bound<'_, PyAny>,
         rows: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<StoreTransfer> {
-        let (keys, rows) = (args::page_keys(keys)?, chosen(py, pages, rows, Access::Read)?);
+        let (keys, rows) = (args::page_keys(keys)?, select_rows(py, pages, rows, Access::Read)?);
         self.report(py);
         Ok(StoreTransfer { transfer: self.store.put(keys, rows)? })
     }
@@ -240,7 +240,7 @@ impl FileStore {
         Ok(self.store.len()?)
     }
 
-    /// A store is true, also an empty one.
+    /// A store is truthy even when it is empty.
     #[expect(clippy::unused_self, reason = "of Python's protocol")]
     const fn __bool__(&self) -> bool {
         true
@@ -271,8 +271,8 @@ impl FileStore {
     }
 }
 
-/// The rows that a caller means.
-fn chosen(
+/// The rows to transfer.
+fn select_rows(
     py: Python<'_>,
     pages: &Bound<'_, PyAny>,
     rows: Option<&Bound<'_, PyAny>>,
@@ -284,7 +284,7 @@ fn chosen(
         IndexVec::I64(rows) => rows,
         IndexVec::I32(rows) => rows.into_iter().map(i64::from).collect(),
     };
-    Ok(all.choose(&rows)?)
+    Ok(all.select(&rows)?)
 }
 
 /// Pages that a `FileStore` reads or writes. It can serve as the fence `after` of `TokenToKVPoolAllocator.free`.

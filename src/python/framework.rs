@@ -13,7 +13,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyType};
 
 use crate::base::{DType, Device, Dims, Error, IndexVec};
-use crate::memory::{Backend, Borrowed, Stream, backend_for};
+use crate::memory::{Backend, BorrowedTensor, Stream, backend_for};
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{
     EXCHANGE_API, ExchangeApi, Import, RawTensor, borrow, is_view, only_index, raw_device, raw_dtype,
@@ -65,15 +65,15 @@ impl Exchange {
 
 /// PyTorch's description of a tensor, to which the caller holds a reference for `'a`. Resizing its storage
 /// meanwhile would break PyTorch's own operations as well.
-pub(super) struct Described<'a> {
+pub(super) struct TensorDescription<'a> {
     raw: RawTensor,
     /// The owner of the shape and the strides of `raw`, if that is not the tensor.
     _import: Option<Import>,
     tensor: PhantomData<&'a ()>,
 }
 
-impl<'a> Described<'a> {
-    pub(super) fn borrow(&self) -> PyResult<Borrowed<'a>> {
+impl<'a> TensorDescription<'a> {
+    pub(super) fn borrow(&self) -> PyResult<BorrowedTensor<'a>> {
         // SAFETY: the type says that the tensor lives for 'a.
         unsafe { borrow(&self.raw, self.tensor) }
     }
@@ -168,7 +168,7 @@ impl Torch {
     }
 
     /// Describes a PyTorch tensor.
-    pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Described<'a>> {
+    pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<TensorDescription<'a>> {
         let Exchange::Table(api) = &self.exchange else { return self.describe_by_capsule(tensor) };
         let describe = api.table().describe_object.expect("a table without it is not used");
         let mut raw = MaybeUninit::<RawTensor>::zeroed();
@@ -179,11 +179,11 @@ impl Torch {
         }
         // SAFETY: the function filled it in; all zeros would be a valid value, too.
         let raw = unsafe { raw.assume_init() };
-        Ok(Described { raw, _import: None, tensor: PhantomData })
+        Ok(TensorDescription { raw, _import: None, tensor: PhantomData })
     }
 
     /// [`Torch::describe`] without an exchange table. Like that, it looks at no gradients and at no stream.
-    fn describe_by_capsule<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Described<'a>> {
+    fn describe_by_capsule<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<TensorDescription<'a>> {
         let py = tensor.py();
         let Exchange::Capsules { to_capsule, .. } = &self.exchange else {
             unreachable!("a table is used where there is one")
@@ -203,7 +203,7 @@ impl Torch {
         let import = take_capsule(&capsule)?;
         let mut raw = import.tensor()?;
         raw.dtype = dtype.map_or(raw.dtype, raw_dtype);
-        Ok(Described { raw, _import: Some(import), tensor: PhantomData })
+        Ok(TensorDescription { raw, _import: Some(import), tensor: PhantomData })
     }
 
     /// A new tensor of PyTorch's own memory, with undefined contents.
@@ -278,7 +278,7 @@ pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backen
     let stream = current_stream(py, device)?;
     let backend = backend_for(device, stream)?;
     if let Some(gpu) = backend.gpu() {
-        gpu.not_capturing(stream, "a new pool")?;
+        gpu.check_not_capturing(stream, "a new pool")?;
     }
     Ok(backend)
 }

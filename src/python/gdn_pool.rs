@@ -11,7 +11,7 @@ use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool};
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::copying;
 use super::debug::Debug;
 use super::export::{BufferLists, buffer_lists, to_tensor, to_tensors};
@@ -75,8 +75,8 @@ impl GdnPool {
 }
 
 impl PoolClass for GdnPool {
-    fn look(&self, look: Look<'_>) {
-        look(&*self.pool);
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&*self.pool);
     }
 }
 

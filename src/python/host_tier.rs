@@ -12,7 +12,7 @@ use crate::memory::{Backend, MappedHost};
 use crate::pool::{HostTier as Tier, HostTierConfig, Load as PoolLoad};
 
 use super::args;
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::chunk_pool::page_lock_threads;
 use super::debug::Debug;
 use super::framework::current_stream;
@@ -54,8 +54,8 @@ pub(super) struct HostTier {
 }
 
 impl PoolClass for HostTier {
-    fn look(&self, look: Look<'_>) {
-        look(&*self.tier);
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&*self.tier);
     }
 }
 
@@ -94,13 +94,13 @@ impl HostTier {
         Ok(BasePool::initializer("HostTier", Debug::OFF, Self { tier, kv, states }))
     }
 
-    /// Waits, without the GIL, until all of the memory is page-locked or will not be.
+    /// Waits, without the GIL, until page-locking has ended.
     ///
     /// Args:
     ///     timeout: Seconds; `None` for any time.
     ///
     /// Returns:
-    ///     Whether it is, within the time.
+    ///     Whether it has ended within the time.
     ///
     /// Raises:
     ///     ConfigError: If `timeout` is negative.
@@ -110,8 +110,8 @@ impl HostTier {
         wait_in_slices(py, timeout, |timeout| self.tier.wait_registered(timeout))
     }
 
-    /// Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over. The
-    /// events of a cache do not tell of it: `PrefixCache.clear` clears both, and tells.
+    /// Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over. This
+    /// emits no events: `PrefixCache.clear` clears both and emits them.
     fn clear(&self) {
         self.tier.clear(None);
     }
@@ -190,8 +190,8 @@ impl HostTier {
     }
 }
 
-/// Pages of a prefix that are on their way back from the tiers below the device, layer by layer. The lease that loads
-/// has them already. What uses a layer goes behind `wait_layer`.
+/// A load of pages of a prefix from the tiers below the device, layer by layer. Its lease has the pages already. Call
+/// `wait_layer` before the work that uses a layer.
 #[pyclass(frozen, module = "kvpool", name = "Load", weakref)]
 pub(super) struct Load {
     pub(super) load: PoolLoad,
@@ -210,8 +210,8 @@ impl Load {
         self.load.len()
     }
 
-    /// Orders the current stream behind the copies of a layer, of those before it, and of the state; the host does
-    /// not wait. Without a GPU, waits for them, without the GIL.
+    /// Makes the current stream wait for the copies of a layer, of those before it, and of the state; the host does
+    /// not wait. Without a GPU, the call waits for them, without the GIL.
     ///
     /// Raises:
     ///     DriverError: If the current stream is being captured.
@@ -222,7 +222,7 @@ impl Load {
         Ok(self.load.wait_layer(layer, current_stream(py, self.device)?)?)
     }
 
-    /// Returns whether all is there. From then on other requests find it, too. Does not wait.
+    /// Returns whether the load is complete. From then on other requests find the pages, too. Does not wait.
     ///
     /// Raises:
     ///     RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.

@@ -28,7 +28,7 @@ pub(super) fn view_of<'a>(
     }
     assert_eq!(at, count, "every element is written");
     let shape = Dims::new(&[signed(count)])?;
-    Ok(TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
+    Ok(TensorView::contiguous_with_dims(Arc::new(region), 0, DType::I64, shape)?)
 }
 
 pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<Py<PyAny>> {
@@ -38,7 +38,7 @@ pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<
 pub(super) fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAny>> {
     let region = Region::copy_of(values)?;
     let shape = Dims::new(&[signed(values.len())])?;
-    to_tensor(py, &TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
+    to_tensor(py, &TensorView::contiguous_with_dims(Arc::new(region), 0, DType::I64, shape)?)
 }
 
 /// A prefix that was found.

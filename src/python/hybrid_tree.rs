@@ -265,7 +265,7 @@ impl HybridTree {
     }
 
     /// Locks a node: its slots for full attention up to its end, those of its last window, and its state.
-    /// Returns how many slots for full attention were without locks, and the boundary that `unlock` wants.
+    /// Returns how many slots for full attention were without locks, and the `boundary` to pass to `unlock_node`.
     ///
     /// Args:
     ///     node: The node.

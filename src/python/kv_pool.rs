@@ -13,7 +13,7 @@ use crate::memory::{Backend, MappedHost, Stream};
 use crate::pool::{KvConfig, KvLayout, KvPool as Pool, Scales, make_room};
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::copying;
 use super::debug::Debug;
 use super::export::{BufferLists, buffer_lists, to_tensors};
@@ -82,23 +82,23 @@ impl KvPool {
 
     /// The stream for a call that sends `numbers` numbers from the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
-        make_room(numbers, || self.pool.crowded())?;
+        make_room(numbers, || self.pool.backpressure_event())?;
         current_stream(py, self.pool.device())
     }
 
     /// Uninitialized PyTorch tensors for `count` rows of K and V on the pool's GPU.
-    fn room<'py>(&self, py: Python<'py>, count: usize) -> PyResult<[Bound<'py, PyAny>; 2]> {
+    fn empty_rows<'py>(&self, py: Python<'py>, count: usize) -> PyResult<[Bound<'py, PyAny>; 2]> {
         let Some(torch) = torch(py)? else {
             return Err(PyTypeError::new_err(
                 "out is required: without PyTorch there is no allocator of GPU memory for the result",
             ));
         };
         let config = self.pool.config();
-        let room = |heads: usize, dim: usize| {
+        let empty = |heads: usize, dim: usize| {
             let shape = Dims::of(&[count, heads, dim])?;
             torch.empty(py, &shape, config.dtype, self.pool.device())
         };
-        Ok([room(config.k_head_num, config.k_head_dim)?, room(config.v_head_num, config.v_head_dim)?])
+        Ok([empty(config.k_head_num, config.k_head_dim)?, empty(config.v_head_num, config.v_head_dim)?])
     }
 }
 
@@ -115,13 +115,13 @@ fn layout_of(name: &str) -> crate::base::Result<KvLayout> {
 }
 
 /// The tensor of one layer.
-fn of_layer(py: Python<'_>, of: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-    Ok(of[args::layer(layer_id, of.len())?].clone_ref(py))
+fn layer_tensor(py: Python<'_>, tensors: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    Ok(tensors[args::layer(layer_id, tensors.len())?].clone_ref(py))
 }
 
 impl PoolClass for KvPool {
-    fn look(&self, look: Look<'_>) {
-        look(&*self.pool);
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&*self.pool);
     }
 }
 
@@ -197,7 +197,7 @@ impl KvPool {
     /// Raises:
     ///     IndexError: If the layer does not exist.
     fn get_key_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        of_layer(py, &self.k_buffer, layer_id)
+        layer_tensor(py, &self.k_buffer, layer_id)
     }
 
     /// Returns the values of a layer, `[rows, v_head_num, v_head_dim]`, without a copy.
@@ -205,7 +205,7 @@ impl KvPool {
     /// Raises:
     ///     IndexError: If the layer does not exist.
     fn get_value_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        of_layer(py, &self.v_buffer, layer_id)
+        layer_tensor(py, &self.v_buffer, layer_id)
     }
 
     /// Returns the keys and values of a layer, without a copy.
@@ -293,7 +293,7 @@ impl KvPool {
                 let pair = self.run(py, indices.len(), || self.pool.gather_kv(layer, &indices))?;
                 return to_tensors(py, &pair);
             }
-            None => self.room(py, indices.len()?)?,
+            None => self.empty_rows(py, indices.len()?)?,
         };
         let tensors = [args::output(&k)?, args::output(&v)?];
         let stream = self.stream(py, indices.on_host())?;

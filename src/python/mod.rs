@@ -64,7 +64,8 @@ use pyo3::types::IntoPyDict;
 
 use crate::base::sync::lock;
 use crate::base::{
-    DType, Device, Error, LONG_COPY, bytes_of, close_fork_gate, on_blocking, on_large_table, open_fork_gate,
+    DType, Device, Error, LONG_COPY, bytes_of, close_fork_gate, open_fork_gate, set_blocking_hook,
+    set_large_table_hook,
 };
 use crate::memory::{Region, Stream, prefer_huge_pages};
 use crate::tensor::TensorView;
@@ -189,8 +190,8 @@ fn _noted() -> u64 {
 
 #[pymodule]
 fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    on_blocking(without_gil);
-    on_large_table(prefer_huge_pages);
+    set_blocking_hook(without_gil);
+    set_large_table_hook(prefer_huge_pages);
     module.add_class::<tensor::Tensor>()?;
     tensor::serve_buffers(module.py())?;
     module.add_class::<base_pool::BasePool>()?;

@@ -8,7 +8,7 @@ use pyo3::types::{PyBool, PyList, PySlice, PyTuple};
 use crate::base::Error;
 use crate::base::bounded::{distance, unsigned};
 use crate::kernels::{Element, elements};
-use crate::tensor::{Pick, TensorView};
+use crate::tensor::{DimIndex, TensorView};
 
 use super::ints::{int, kind_of};
 
@@ -54,7 +54,7 @@ pub(super) fn shown(view: &TensorView) -> crate::base::Result<String> {
         return Ok(elements(&view.borrow())?.into_iter().map(text).collect());
     };
     let (extent, edge) = (unsigned(extent), if shape.len() > 2 { 1 } else { EDGE });
-    let row = |index| shown(&view.at(&[Pick { start: index, count: None, step: 1 }])?);
+    let row = |index| shown(&view.select(&[DimIndex { start: index, count: None, step: 1 }])?);
     let is_long = extent > 2 * EDGE;
     let (first, last) = if is_long { (0..edge, extent - edge..extent) } else { (0..extent, extent..extent) };
     let mut parts = first.map(row).collect::<crate::base::Result<Vec<_>>>()?;
@@ -82,13 +82,13 @@ pub(super) fn part_of(view: &TensorView, index: &Bound<'_, PyAny>) -> PyResult<T
     let Ok(tuple) = index.cast::<PyTuple>() else {
         return part_of(view, PyTuple::new(index.py(), [index])?.as_any());
     };
-    view.expect_indices(tuple.len())?;
+    view.check_dimensions(tuple.len())?;
     let extents = view.shape().as_slice();
     let picks = tuple.iter().zip(extents).map(|(index, &extent)| pick(&index, extent));
-    Ok(view.at(&picks.collect::<PyResult<Vec<_>>>()?)?)
+    Ok(view.select(&picks.collect::<PyResult<Vec<_>>>()?)?)
 }
 
-fn pick(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<Pick> {
+fn pick(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<DimIndex> {
     if let Ok(slice) = index.cast::<PySlice>() {
         let chosen = slice.indices(distance(extent))?;
         let Ok(step) = usize::try_from(chosen.step) else {
@@ -99,7 +99,7 @@ fn pick(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<Pick> {
             .into());
         };
         let start = usize::try_from(chosen.start).expect("it is within the dimension");
-        return Ok(Pick { start, count: Some(chosen.slicelength), step });
+        return Ok(DimIndex { start, count: Some(chosen.slicelength), step });
     }
     let is_int = !index.is_instance_of::<PyBool>() && index.hasattr("__index__")?;
     if !is_int {
@@ -114,5 +114,5 @@ fn pick(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<Pick> {
         let text = format!("index {given} is outside [{}, {extent})", -extent);
         return Err(Error::index(text).at_index(given).into());
     }
-    Ok(Pick { start: unsigned(from_start), count: None, step: 1 })
+    Ok(DimIndex { start: unsigned(from_start), count: None, step: 1 })
 }

@@ -406,8 +406,8 @@ impl OffloadOrder {
         Ok(())
     }
 
-    /// Takes out the chunks that go first, but for those that are spared. Returns pairs of keys and objects; `None`, and
-    /// nothing is changed, if there are not so many.
+    /// Takes out the chunks that go first, but for those that are spared. Returns pairs of keys and objects; `None`,
+    /// and nothing is changed, if there are not so many.
     fn evict<'py>(
         &self,
         py: Python<'py>,
@@ -430,7 +430,7 @@ impl OffloadOrder {
         self.lock().len()
     }
 
-    /// An order is true, also an empty one.
+    /// An order is truthy even when it is empty.
     #[expect(clippy::unused_self, reason = "of Python's protocol")]
     const fn __bool__(&self) -> bool {
         true

@@ -8,7 +8,7 @@ use crate::base::{DType, Device, Id};
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, to_dtype};
@@ -46,8 +46,8 @@ pub(super) struct PagePool {
 }
 
 impl PoolClass for PagePool {
-    fn look(&self, look: Look<'_>) {
-        look(&*lock(&self.pool));
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&*lock(&self.pool));
     }
 }
 

@@ -21,7 +21,7 @@ use crate::pool::{
 };
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::fetch::Fetch;
 use super::file_store::FileStore;
@@ -39,9 +39,9 @@ pub(super) use lease::{Lease, Published};
 /// Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
 /// does not compute them again.
 ///
-/// The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
-/// leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
-/// lease, and fails, without evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
+/// The cache owns whole pages of an allocator, from their publication to their eviction; requests hold leases. A call
+/// of the allocator, or of a planner on it, that is short of slots evicts pages without a lease, and fails, without
+/// evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
 /// locked_size()`. Freeing a cached slot through the allocator is an invalid free.
 ///
 /// Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
@@ -89,8 +89,8 @@ pub(super) struct PrefixCache {
 }
 
 impl PoolClass for PrefixCache {
-    fn look(&self, look: Look<'_>) {
-        look(&self.cache);
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&self.cache);
     }
 
     /// Gives back what a cleared allocator or the end of a pin leaves.
@@ -249,9 +249,9 @@ impl PrefixCache {
         Ok(Self::lease(slf, lease))
     }
 
-    /// Begins to bring to the host tier what the store below it has of a prompt. Returns at once: a thread looks, and
-    /// prompts come one after the other. Call it when a request arrives, and `match` when it is its turn: that finds
-    /// what came until then.
+    /// Starts to fetch the pages of a prompt from the store to the host tier. Returns at once: a thread looks them up,
+    /// one prompt after another. Call it when a request arrives, and `match` when it is its turn: that finds the pages
+    /// that have arrived.
     ///
     /// Args:
     ///     tokens: As in `match`.
@@ -399,9 +399,9 @@ impl PrefixCache {
         Ok(parts.into_iter().map(Segment).collect())
     }
 
-    /// Returns what came and went since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
-    /// from which a router knows what is cached here. 65,536 events are kept; a reader that is later than that
-    /// is told to begin anew, by `Cleared`.
+    /// Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
+    /// from which a router knows what is cached here. 65,536 events are kept; a reader that falls further behind
+    /// gets `Cleared` and must start over.
     ///
     /// Raises:
     ///     ConfigError: If the cache was made without `events=True`.

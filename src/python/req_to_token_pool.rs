@@ -14,7 +14,7 @@ use crate::memory::Stream;
 use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, TableWriters, make_room};
 
 use super::args::{Arg, IndexArg, version_of};
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, torch};
@@ -138,7 +138,7 @@ fn table_index<'a, 'py>(
 impl ReqToTokenPool {
     /// The stream for a call that sends `numbers` numbers from the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
-        make_room(numbers, || lock(&self.pool).crowded())?;
+        make_room(numbers, || lock(&self.pool).backpressure_event())?;
         current_stream(py, self.device)
     }
 
@@ -149,8 +149,8 @@ impl ReqToTokenPool {
 }
 
 impl PoolClass for ReqToTokenPool {
-    fn look(&self, look: Look<'_>) {
-        look(&*lock(&self.pool));
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&*lock(&self.pool));
     }
 }
 

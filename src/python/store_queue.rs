@@ -57,9 +57,9 @@ impl StoreQueue {
 
 impl StoreQueue {
     fn next(&self, py: Python<'_>, queue: StoreCallQueue) -> PyResult<Option<StoreCall>> {
-        /// The time between two looks at whether the store is there still.
-        const WHILE: Duration = Duration::from_millis(100);
-        let call = py.detach(|| self.store.next(queue, WHILE))?;
+        /// The time between two checks of whether the store still exists.
+        const POLL_INTERVAL: Duration = Duration::from_millis(100);
+        let call = py.detach(|| self.store.next(queue, POLL_INTERVAL))?;
         Ok(call.map(|call| StoreCall { call: Mutex::new(Some(call)) }))
     }
 }

@@ -31,17 +31,17 @@ use super::numbers::{part_of, shown, to_list};
 pub(super) struct Tensor {
     view: TensorView,
     /// Whether the memory was exported, so that the importer may write to it.
-    shared: AtomicBool,
+    exported: AtomicBool,
 }
 
 impl Tensor {
     pub(super) const fn new(view: TensorView) -> Self {
-        Self { view, shared: AtomicBool::new(false) }
+        Self { view, exported: AtomicBool::new(false) }
     }
 
     /// Whether the memory was exported, so that the importer may write to it.
-    pub(super) fn is_shared(&self) -> bool {
-        self.shared.load(Relaxed)
+    pub(super) fn is_exported(&self) -> bool {
+        self.exported.load(Relaxed)
     }
 
     /// Orders later work on `stream` after the work enqueued on the current stream.
@@ -59,8 +59,8 @@ impl Tensor {
             ),
         };
         let ours = current_stream(py, self.view.device())?;
-        gpu.order(&[ours], theirs).map_err(|error| PyBufferError::new_err(error.to_string()))?;
-        self.view.region().used_on(theirs);
+        gpu.make_stream_wait(&[ours], theirs).map_err(|error| PyBufferError::new_err(error.to_string()))?;
+        self.view.region().record_stream(theirs);
         Ok(())
     }
 
@@ -84,7 +84,7 @@ impl Tensor {
         let Some(gpu) = view.region().gpu() else { return Ok(None) };
         let stream = current_stream(py, view.device())?;
         let copy = py.detach(|| -> crate::base::Result<TensorView> {
-            gpu.not_capturing(stream, "a copy to the host, which is waited for,")?;
+            gpu.check_not_capturing(stream, "a copy to the host, which is waited for,")?;
             let bytes = view.span_bytes();
             let region = Region::scratch(bytes)?;
             gpu.copy_out(&view.region().bytes_at(view.offset(), bytes)?, region.range(0, bytes)?, stream)?;
@@ -95,8 +95,8 @@ impl Tensor {
     }
 }
 
-/// Has the interpreter call `Tensor.__buffer__` where it wants a buffer: that method stands for the slot from
-/// Python 3.12 on, for classes that have it as an attribute.
+/// Makes the interpreter call `Tensor.__buffer__` for buffer requests: from Python 3.12 on it fills the slot of
+/// classes that have the method as an attribute.
 pub(super) fn serve_buffers(py: Python<'_>) -> PyResult<()> {
     let class = py.get_type::<Tensor>();
     if py.version_info() >= (3, 12) {
@@ -162,7 +162,7 @@ impl Tensor {
 
     fn __getitem__<'py>(&self, py: Python<'py>, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let view = part_of(&self.view, index)?;
-        let part = Self { view, shared: AtomicBool::new(self.is_shared()) };
+        let part = Self { view, exported: AtomicBool::new(self.is_exported()) };
         if part.ndim() == 0 { part.tolist(py) } else { Ok(Bound::new(py, part)?.into_any()) }
     }
 
@@ -209,7 +209,7 @@ impl Tensor {
         let about = format!("shape={shape:?}, dtype={dtype}, device={}", self.view.device());
         Ok(match self.view.device() {
             Device::Cpu => format!("kvpool.Tensor({}, {about})", shown(&self.view)?),
-            // Whoever prints a tensor need not want to wait for a device.
+            // Printing a tensor must not wait for a device.
             Device::Cuda(_) => format!("kvpool.Tensor({about})"),
         })
     }
@@ -291,7 +291,7 @@ impl Tensor {
                 "a buffer cannot show shape {shape:?} with strides {strides:?}; numpy() can"
             )));
         }
-        slf.get().shared.store(true, Relaxed);
+        slf.get().exported.store(true, Relaxed);
         let memoryview = py.import("builtins")?.getattr("memoryview")?;
         if bytes == 0 {
             let one = memoryview.call1((PyBytes::new(py, &[0; 8]),))?.call_method1("cast", (format,))?;
@@ -348,7 +348,7 @@ impl Tensor {
             )));
         }
         self.order(py, stream)?;
-        self.shared.store(true, Relaxed);
+        self.exported.store(true, Relaxed);
         if max_version.is_some_and(|version| version >= (1, 0)) {
             versioned_capsule(py, &self.view)
         } else {

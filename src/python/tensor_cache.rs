@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::tensor::TensorView;
 
-use super::export::{is_unchanged, is_unshared, to_lasting_tensor};
+use super::export::{has_single_reference, is_unchanged, to_lasting_tensor};
 use super::lock;
 
 /// The tensor made last at each place. Most steps ask for the same tensors as the step before, and creating a
@@ -24,9 +24,9 @@ struct CachedTensor<O> {
 }
 
 impl<O: PartialEq> CachedTensor<O> {
-    fn is_good_for(&self, py: Python<'_>, owner: &O, view: &TensorView) -> bool {
+    fn matches(&self, py: Python<'_>, owner: &O, view: &TensorView) -> bool {
         let tensor = self.tensor.bind(py);
-        (self.owner == *owner || is_unshared(tensor)) && is_unchanged(tensor, view)
+        (self.owner == *owner || has_single_reference(tensor)) && is_unchanged(tensor, view)
     }
 }
 
@@ -48,7 +48,7 @@ impl<O: PartialEq> TensorCache<O> {
     ) -> PyResult<Py<PyAny>> {
         let before = lock(&self.0).get_mut(at).and_then(Option::take);
         let tensor = match &before {
-            Some(made) if made.is_good_for(py, &owner, view) => made.tensor.clone_ref(py),
+            Some(made) if made.matches(py, &owner, view) => made.tensor.clone_ref(py),
             _ => to_lasting_tensor(py, view)?,
         };
         let made = CachedTensor { owner, tensor: tensor.clone_ref(py) };

@@ -18,7 +18,7 @@ use crate::pool::{AllocatorConfig, FreedAs, Grant, Notice, OnNotice, TokenToKvPo
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg, IndexArg};
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::export::{slots_to_tensor, to_tensor};
 use super::fences::{fence, traverse};
@@ -55,8 +55,9 @@ pub(super) use free_group::FreeGroup;
 ///
 /// Which slots a call returns depends on the calls before it alone, and not on when such a copy completes:
 /// ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies under way;
-/// without it, a free stays behind those under way, and finds invalid slots when they complete. Slots freed
-/// with a fence, and without `need_sort` those that a `PrefixCache` gives up, are free when they are.
+/// without it, a free stays behind those under way, and finds invalid slots when they complete. The
+/// exceptions are slots freed with a fence and, without `need_sort`, slots that a `PrefixCache` gives up: the time at
+/// which they become free varies.
 ///
 /// Args:
 ///     size: Number of slots. A partial last page is never handed out.
@@ -95,34 +96,35 @@ impl TokenToKvPoolAllocator {
         owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let page_size = self.pool.page_size();
-        let mut named = Vec::with_capacity(segments.len());
+        let mut page_indices = Vec::with_capacity(segments.len());
         for (indices, start) in segments {
             self.pool.check_segment(args::int(start)?)?;
-            named.push((indices, args::indices_apart(indices, page_size)?));
+            page_indices.push((indices, args::strided_indices(indices, page_size)?));
         }
-        self.free_named(py, named, FreedAs::SlotsOfPages, after, owner)
+        self.free_page_indices(py, page_indices, FreedAs::SlotsOfPages, after, owner)
     }
 
-    /// Frees pages: each index, of an object that was passed, names one.
-    fn free_named<'py>(
+    /// Frees the pages that the indices identify, one page per index. Each comes with the object that was passed.
+    fn free_page_indices<'py>(
         &self,
         py: Python<'py>,
-        mut named: Vec<(&Bound<'py, PyAny>, IndexArg<'_, 'py>)>,
+        mut page_indices: Vec<(&Bound<'py, PyAny>, IndexArg<'_, 'py>)>,
         freed_as: FreedAs,
         after: Option<&Bound<'py, PyAny>>,
         owner: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<()> {
         let fence = fence(after)?;
         let _acting = self.debug.begin(py, owner)?;
-        let given = named.iter().map(|(_, indices)| indices.len()).sum::<PyResult<_>>()?;
-        let on_device = named.iter().find(|(_, indices)| matches!(indices, IndexArg::Device { .. }));
+        let given = page_indices.iter().map(|(_, indices)| indices.len()).sum::<PyResult<_>>()?;
+        let on_device = page_indices.iter().find(|(_, indices)| matches!(indices, IndexArg::Device { .. }));
         let stream = match on_device {
             Some((_, indices)) => indices.stream(py, self.device)?,
             None => self.debug_stream(py)?,
         };
-        let objects: Vec<_> = named.iter().map(|(object, _)| *object).collect();
+        let objects: Vec<_> = page_indices.iter().map(|(object, _)| *object).collect();
         let keep = |at: usize| Some(Arc::new(objects[at].clone().unbind()) as Keep);
-        let pages = named.iter_mut().map(|(_, indices)| indices.take()).collect::<PyResult<Vec<_>>>()?;
+        let pages =
+            page_indices.iter_mut().map(|(_, indices)| indices.take()).collect::<PyResult<Vec<_>>>()?;
         let bad = self.pool.free_pages(&pages, freed_as, fence.as_ref(), keep, stream)?;
         self.report(py, &bad, given);
         Ok(())
@@ -182,8 +184,8 @@ fn hand_out(
 }
 
 impl PoolClass for TokenToKvPoolAllocator {
-    fn look(&self, look: Look<'_>) {
-        look(&*self.pool);
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&*self.pool);
     }
 
     /// A strict pool leaves frees pending here: their errors belong in `alloc` and `free`.
@@ -273,10 +275,9 @@ impl TokenToKvPoolAllocator {
     ///
     /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
     ///
-    /// Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the
-    /// slots behind them, and `free` copies those from the GPU. What it finds wrong, a later `alloc_extend` or
-    /// `alloc_decode` raises; that a page is in use is not checked. Waits for the values of other arguments on a
-    /// GPU.
+    /// Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the slots
+    /// behind them, and `free` copies those from the GPU. A later `alloc_extend` or `alloc_decode` raises the errors
+    /// that it finds; that a page is in use is not checked. Waits for the values of other arguments on a GPU.
     ///
     /// Args:
     ///     prefix_lens: Tokens that each request has now, ints `[bs]`.
@@ -457,7 +458,7 @@ impl TokenToKvPoolAllocator {
         owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let pages = args::indices(page_ids)?;
-        self.free_named(py, vec![(page_ids, pages)], FreedAs::Pages, after, owner)
+        self.free_page_indices(py, vec![(page_ids, pages)], FreedAs::Pages, after, owner)
     }
 
     /// Records that work on a stream reads a tensor of slots. Its memory is reused only after that work, even
@@ -484,7 +485,7 @@ impl TokenToKvPoolAllocator {
         let stream = stream.map_or_else(|| current_stream(py, self.device), args::stream)?;
         let given = args::tensor("tensor", tensor)?;
         let borrowed = given.borrow()?;
-        Ok(self.pool.used_on(&borrowed, stream)?)
+        Ok(self.pool.record_stream(&borrowed, stream)?)
     }
 
     /// Adds an owner to slots, for example when requests share a cached prefix; with pages, to the page of

@@ -15,7 +15,7 @@ use pyo3::types::{PyList, PyType};
 use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, reserve};
 use crate::cache::engines::hybrid::{self, Keys, SlotSource, TokenBlock, differ};
 use crate::cache::{Tokens, not_a_token};
-use crate::memory::Borrowed;
+use crate::memory::BorrowedTensor;
 
 use super::args;
 
@@ -132,14 +132,14 @@ impl Tokens for ListTokens<'_, '_> {
 struct RawTokens<'a, T> {
     first: NonNull<T>,
     count: usize,
-    borrowed: &'a Borrowed<'a>,
+    borrowed: &'a BorrowedTensor<'a>,
 }
 
 /// Elements copied at a time; they stay in the nearest cache.
 const BLOCK: usize = 1024;
 
 impl<'a, T: Copy + Default> RawTokens<'a, T> {
-    fn of(borrowed: &'a Borrowed<'a>) -> Self {
+    fn of(borrowed: &'a BorrowedTensor<'a>) -> Self {
         Self { first: borrowed.address().cast(), count: borrowed.shape().numel(), borrowed }
     }
 

@@ -12,7 +12,7 @@ use crate::pool::{Workspace as Pool, WorkspaceConfig};
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, Look, PoolClass};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::framework::{backend, current_stream};
 use super::tensor_cache::TensorCache;
@@ -22,7 +22,7 @@ const ARENA_BYTES: usize = 512 << 20;
 
 /// Maximum number of PyTorch's threads. `OpenMP` ends the process when it cannot start as many as it was
 /// given.
-const MOST_THREADS: usize = 1024;
+const MAX_THREADS: usize = 1024;
 
 /// The arena of a `Workspace`.
 #[pyclass(extends = BasePool, frozen, subclass, module = "kvpool._kvpool", name = "_Workspace")]
@@ -57,8 +57,8 @@ impl Workspace {
 }
 
 impl PoolClass for Workspace {
-    fn look(&self, look: Look<'_>) {
-        look(&self.pool);
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&self.pool);
     }
 }
 
@@ -77,8 +77,8 @@ impl Workspace {
         let device = args::device(py, device)?;
         let arena_bytes = arena_bytes.size("arena_bytes", ARENA_BYTES)?;
         let num_threads = num_threads.map(|threads| args::size("num_threads", threads)).transpose()?;
-        if let Some(threads) = num_threads.filter(|threads| !(1..=MOST_THREADS).contains(threads)) {
-            let text = format!("num_threads is {threads}; it must be 1 to {MOST_THREADS}");
+        if let Some(threads) = num_threads.filter(|threads| !(1..=MAX_THREADS).contains(threads)) {
+            let text = format!("num_threads is {threads}; it must be 1 to {MAX_THREADS}");
             return Err(crate::base::Error::config(text).into());
         }
         let backend = backend(py, device)?;

@@ -13,7 +13,7 @@ use crate::base::bounded::int32;
 use crate::base::{
     DType, Device, Dims, Error, IndexNumber, IndexVec, MAX_NDIM, Result, contiguous_strides, widen,
 };
-use crate::memory::{Borrowed, Region};
+use crate::memory::{BorrowedTensor, Region};
 
 use super::TensorView;
 
@@ -246,7 +246,7 @@ struct Export<M, D, O> {
 }
 
 /// Boxes an export, points its tensor into the box and returns the box as a raw pointer.
-fn boxed<M, D, O>(
+fn box_export<M, D, O>(
     managed: M,
     [shape, strides]: [D; 2],
     owner: O,
@@ -299,7 +299,7 @@ unsafe extern "C" fn delete_legacy(managed: *mut Legacy) {
 #[must_use]
 pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
     let dims = [*view.shape(), *view.strides()];
-    versioned(raw_tensor(view), dims, Arc::clone(view.region())).cast()
+    new_versioned(raw_tensor(view), dims, Arc::clone(view.region())).cast()
 }
 
 /// Exports a 1-D tensor of one index on the host, which has no memory beside the managed tensor's. Otherwise
@@ -315,7 +315,7 @@ pub fn export_index<T: IndexNumber>(index: T) -> NonNull<Versioned> {
         strides: ptr::null_mut(),
         byte_offset: 0,
     };
-    let export = versioned(tensor, [[1_i64]; 2], index);
+    let export = new_versioned(tensor, [[1_i64]; 2], index);
     let boxed = export.as_ptr();
     // SAFETY: the box was leaked just now, so it is live, and no other code has its address.
     let data = unsafe { &raw mut (*boxed).owner };
@@ -327,7 +327,7 @@ pub fn export_index<T: IndexNumber>(index: T) -> NonNull<Versioned> {
 }
 
 /// A leaked box with a versioned managed tensor, `tensor` without its shape and strides.
-fn versioned<D, O>(tensor: RawTensor, dims: [D; 2], owner: O) -> NonNull<Export<Versioned, D, O>> {
+fn new_versioned<D, O>(tensor: RawTensor, dims: [D; 2], owner: O) -> NonNull<Export<Versioned, D, O>> {
     let managed = Versioned {
         version: VERSION,
         context: ptr::null_mut(),
@@ -335,7 +335,7 @@ fn versioned<D, O>(tensor: RawTensor, dims: [D; 2], owner: O) -> NonNull<Export<
         flags: 0,
         tensor,
     };
-    let export = boxed(managed, dims, owner, |managed| &mut managed.tensor);
+    let export = box_export(managed, dims, owner, |managed| &mut managed.tensor);
     // SAFETY: the box was leaked just now and no other code has its address; `Export` begins with its managed
     // tensor.
     unsafe {
@@ -350,7 +350,7 @@ fn versioned<D, O>(tensor: RawTensor, dims: [D; 2], owner: O) -> NonNull<Export<
 pub fn export_legacy(view: &TensorView) -> NonNull<Legacy> {
     let managed = Legacy { tensor: raw_tensor(view), context: ptr::null_mut(), deleter: Some(delete_legacy) };
     let dims = [*view.shape(), *view.strides()];
-    let export = boxed(managed, dims, Arc::clone(view.region()), |managed| &mut managed.tensor);
+    let export = box_export(managed, dims, Arc::clone(view.region()), |managed| &mut managed.tensor);
     // SAFETY: the box was leaked just now and no other code has its address; `Export` begins with its managed
     // tensor.
     unsafe {
@@ -384,7 +384,7 @@ impl Import {
     ///
     /// # Errors
     /// Same as [`borrow`], and [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
-    pub fn borrow(&self) -> Result<Borrowed<'_>> {
+    pub fn borrow(&self) -> Result<BorrowedTensor<'_>> {
         let tensor = self.tensor()?;
         // SAFETY: we own the managed tensor, so its memory is valid for as long as `self`.
         unsafe { borrow(&tensor, PhantomData) }
@@ -435,8 +435,8 @@ impl Drop for Import {
     }
 }
 
-/// The tensor that a `DLTensor` describes. The caller chooses the type of errors, as a result with another
-/// one would be a copy of the tensor.
+/// The tensor that a `DLTensor` describes. Generic over the error, so that converting one does not copy the
+/// tensor.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config)
@@ -447,7 +447,7 @@ impl Drop for Import {
 pub unsafe fn borrow<'a, E: From<Error>>(
     raw: &RawTensor,
     _owner: PhantomData<&'a ()>,
-) -> std::result::Result<Borrowed<'a>, E> {
+) -> std::result::Result<BorrowedTensor<'a>, E> {
     let dtype = dtype_of(raw.dtype)?;
     let device = device_of(raw.device)?;
     let ndim = match usize::try_from(raw.ndim) {
@@ -473,7 +473,7 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     let address = if raw.data.is_null() { ptr::null_mut() } else { first_element(raw) };
     let address = address_of(address, &shape)?;
     // SAFETY: the caller guarantees that `raw` describes live memory for 'a.
-    Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
+    Ok(unsafe { BorrowedTensor::new(address, dtype, device, shape, strides) })
 }
 
 /// The index of a 1-D tensor in host memory that has only one. `None` for all others, which [`borrow`]

@@ -5,4 +5,4 @@
 pub mod dlpack;
 mod view;
 
-pub use view::{Pick, TensorView};
+pub use view::{DimIndex, TensorView};

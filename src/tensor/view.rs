@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::base::bounded::{signed, unsigned};
 use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides};
-use crate::memory::{Borrowed, Region};
+use crate::memory::{BorrowedTensor, Region};
 
 /// A tensor over part of a [`Region`], which it keeps alive.
 ///
@@ -33,9 +33,9 @@ pub struct TensorView {
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// The part that is chosen of one dimension.
+/// The indices selected in one dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pick {
+pub struct DimIndex {
     /// The first index.
     pub start: usize,
     /// The number of indices; `None` for the first alone, without its dimension.
@@ -50,14 +50,19 @@ impl TensorView {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when it is not within the region.
     pub fn contiguous(region: Arc<Region>, offset: usize, dtype: DType, shape: &[usize]) -> Result<Self> {
-        Self::packed(region, offset, dtype, Dims::of(shape)?)
+        Self::contiguous_with_dims(region, offset, dtype, Dims::of(shape)?)
     }
 
     /// Works like [`TensorView::contiguous`], with extents already converted.
     ///
     /// # Errors
     /// Same as [`TensorView::contiguous`].
-    pub fn packed(region: Arc<Region>, offset: usize, dtype: DType, shape: Dims) -> Result<Self> {
+    pub fn contiguous_with_dims(
+        region: Arc<Region>,
+        offset: usize,
+        dtype: DType,
+        shape: Dims,
+    ) -> Result<Self> {
         let strides = contiguous_strides(&shape);
         region.borrow(offset, dtype, shape, strides)?;
         Ok(Self { region, offset, dtype, shape, strides })
@@ -96,17 +101,17 @@ impl TensorView {
         Ok(Self { dtype, ..self.clone() })
     }
 
-    /// The part that `picks` choose of the first dimensions: no copy.
+    /// Selects `indices` in the first dimensions, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are more picks than dimensions, or one
-    /// is outside of its dimension.
-    pub fn at(&self, picks: &[Pick]) -> Result<Self> {
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are more indices than dimensions, or
+    /// one is outside of its dimension.
+    pub fn select(&self, indices: &[DimIndex]) -> Result<Self> {
         let (extents, steps) = (self.shape.as_slice(), self.strides.as_slice());
-        self.expect_indices(picks.len())?;
+        self.check_dimensions(indices.len())?;
         let (mut shape, mut strides, mut offset) = (Vec::new(), Vec::new(), 0i64);
-        for (pick, (&extent, &stride)) in picks.iter().zip(extents.iter().zip(steps)) {
-            let Pick { start, count, step } = *pick;
+        for (index, (&extent, &stride)) in indices.iter().zip(extents.iter().zip(steps)) {
+            let DimIndex { start, count, step } = *index;
             let (start, last) = (signed(start), count.map_or(0, |count| signed(count) - 1));
             if last >= 0 {
                 if start + last * signed(step) >= extent {
@@ -120,8 +125,8 @@ impl TensorView {
                 strides.push(if count > 1 { stride * signed(step) } else { stride });
             }
         }
-        shape.extend(&extents[picks.len()..]);
-        strides.extend(&steps[picks.len()..]);
+        shape.extend(&extents[indices.len()..]);
+        strides.extend(&steps[indices.len()..]);
         let offset = self.offset + unsigned(offset) * self.dtype.size();
         let (shape, strides) = (Dims::new(&shape)?, Dims::new(&strides)?);
         let offset = if shape.numel() == 0 { self.offset } else { offset };
@@ -133,7 +138,7 @@ impl TensorView {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are fewer.
-    pub fn expect_indices(&self, count: usize) -> Result<()> {
+    pub fn check_dimensions(&self, count: usize) -> Result<()> {
         let ndim = self.shape.ndim();
         if count <= ndim {
             return Ok(());
@@ -141,17 +146,17 @@ impl TensorView {
         Err(Error::index(format!("{count} indices for a tensor of {ndim} dimensions")))
     }
 
-    /// The same values where a cache line begins, which JAX asks of host memory that it does not copy: the
-    /// tensor itself, or a copy if it is a list of indices that begins elsewhere. Only who hands it out for
-    /// the first time may copy it.
+    /// This tensor at the start of a cache line, as JAX requires of host memory that it does not copy: the
+    /// tensor itself, or a copy if it is a list of indices that begins elsewhere. Call it only before the
+    /// tensor is handed out for the first time.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for a copy.
-    pub fn at_line(&self) -> Result<Self> {
-        if !self.region.is_of_indices() || self.address().addr().is_multiple_of(LINE) {
+    pub fn cache_aligned(&self) -> Result<Self> {
+        if !self.region.is_from_indices() || self.address().addr().is_multiple_of(LINE) {
             return Ok(self.clone());
         }
-        Ok(Self { region: Arc::new(self.region.copied()?), ..self.clone() })
+        Ok(Self { region: Arc::new(self.region.try_clone()?), ..self.clone() })
     }
 
     /// Bytes from element 0 to the end of the farthest one.
@@ -189,7 +194,7 @@ impl TensorView {
 
     /// Whether `other` has the same elements in the same order.
     #[must_use]
-    pub fn is(&self, other: &Self) -> bool {
+    pub fn is_same_view(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.region, &other.region)
             && (self.offset, self.dtype, self.shape, self.strides)
                 == (other.offset, other.dtype, other.shape, other.strides)
@@ -240,7 +245,7 @@ impl TensorView {
     /// The same tensor, for a call that reads or writes its elements.
     #[expect(clippy::missing_panics_doc, reason = "a view was checked against its region when it was made")]
     #[must_use]
-    pub fn borrow(&self) -> Borrowed<'_> {
+    pub fn borrow(&self) -> BorrowedTensor<'_> {
         let tensor = self.region.borrow(self.offset, self.dtype, self.shape, self.strides);
         tensor.expect("a view lies within its region")
     }

@@ -46,7 +46,7 @@ pub trait Disk: Debug + Send + Sync {
     /// The errors of the system.
     fn write_at(&self, file: DiskFile, bytes: &[u8], offset: u64) -> Result<usize>;
 
-    /// Whether pages pass the system's cache by.
+    /// Whether reads and writes of pages bypass the page cache.
     fn is_direct(&self) -> bool {
         false
     }
@@ -74,7 +74,7 @@ pub fn read_whole(disk: &dyn Disk, file: DiskFile, buffer: &mut [u8], offset: u6
     let mut at = 0;
     while at < buffer.len() {
         let asked = buffer.len() - at;
-        match disk.read_at(file, &mut buffer[at..], offset + wide(at)) {
+        match disk.read_at(file, &mut buffer[at..], offset + to_u64(at)) {
             Err(error) if error.kind() == ErrorKind::Interrupted => (),
             Err(error) => return Err(error),
             Ok(done) => match progress(disk, file, done, asked) {
@@ -93,7 +93,7 @@ pub fn read_whole(disk: &dyn Disk, file: DiskFile, buffer: &mut [u8], offset: u6
 pub fn write_whole(disk: &dyn Disk, file: DiskFile, bytes: &[u8], offset: u64) -> Result<()> {
     let mut at = 0;
     while at < bytes.len() {
-        match disk.write_at(file, &bytes[at..], offset + wide(at)) {
+        match disk.write_at(file, &bytes[at..], offset + to_u64(at)) {
             Err(error) if error.kind() == ErrorKind::Interrupted => (),
             Err(error) => return Err(error),
             Ok(done) => match progress(disk, file, done, bytes.len() - at) {
@@ -106,7 +106,7 @@ pub fn write_whole(disk: &dyn Disk, file: DiskFile, bytes: &[u8], offset: u64) -
 }
 
 /// Bytes as a number of 64 bits, of which an address is one.
-pub(crate) fn wide(bytes: usize) -> u64 {
+pub(crate) fn to_u64(bytes: usize) -> u64 {
     u64::try_from(bytes).expect("an address has 64 bits")
 }
 
@@ -130,7 +130,7 @@ impl AlignedBytes {
     }
 
     /// The bytes.
-    pub fn get(&mut self) -> &mut [u8] {
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.bytes[self.begin..self.begin + self.len]
     }
 }

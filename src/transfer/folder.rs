@@ -6,7 +6,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use crate::base::Error;
-use crate::memory::{FileLock, Locking};
+use crate::memory::{FileLock, TryLockResult};
 
 use super::{AlignedBytes, BLOCK, Disk, DiskFile};
 
@@ -43,9 +43,9 @@ impl Folder {
             options.read(true).write(true).create(true).truncate(false).mode(0o600);
             options.custom_flags(flags | libc::O_NOFOLLOW).open(path.join(name))
         };
-        let lock = match FileLock::take(&path.join("lock")).map_err(refused)? {
-            Locking::Taken(lock) => lock,
-            Locking::Held(process) => {
+        let lock = match FileLock::try_lock(&path.join("lock")).map_err(refused)? {
+            TryLockResult::Taken(lock) => lock,
+            TryLockResult::Held(process) => {
                 let holder = match process {
                     Some(process) if process == std::process::id() => format!("process {process}, this one"),
                     Some(process) => format!("process {process}"),
@@ -79,7 +79,7 @@ const DIRECT: i32 = 0;
 
 /// Whether a block can be read: some file systems refuse that only, and not the flag.
 fn takes_blocks(file: &File) -> bool {
-    AlignedBytes::new(BLOCK).is_ok_and(|mut block| file.read_at(block.get(), 0).is_ok())
+    AlignedBytes::new(BLOCK).is_ok_and(|mut block| file.read_at(block.as_mut_slice(), 0).is_ok())
 }
 
 impl Disk for Folder {

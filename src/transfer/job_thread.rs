@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::base::sync::lock;
-use crate::base::{Error, ErrorKind, Result, on_own_thread};
+use crate::base::{Error, ErrorKind, Result, mark_own_thread};
 
 /// A thread that does jobs one after the other. The first job starts it, in the child of a fork again; it
 /// ends after its last job when this is dropped.
@@ -16,7 +16,7 @@ use crate::base::{Error, ErrorKind, Result, on_own_thread};
 /// let thread = JobThread::new("an-example");
 /// for number in [1, 2] {
 ///     let sender = sender.clone();
-///     thread.run(move || sender.send(number).unwrap()).unwrap();
+///     thread.submit(move || sender.send(number).unwrap()).unwrap();
 /// }
 /// assert_eq!([receiver.recv(), receiver.recv()], [Ok(1), Ok(2)]);
 /// ```
@@ -41,7 +41,7 @@ impl JobThread {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when no thread can be started. The job is dropped then.
     #[expect(clippy::missing_panics_doc, reason = "the thread takes jobs as long as this lives")]
-    pub fn run(&self, job: impl FnOnce() + Send + 'static) -> Result<()> {
+    pub fn submit(&self, job: impl FnOnce() + Send + 'static) -> Result<()> {
         let mut thread = lock(&self.thread);
         let process = std::process::id();
         if thread.as_ref().is_none_or(|(owner, _)| *owner != process) {
@@ -61,7 +61,7 @@ impl JobThread {
 
 /// Does jobs until there will be no more.
 fn serve(jobs: &Receiver<Job>) {
-    on_own_thread();
+    mark_own_thread();
     while let Ok(job) = jobs.recv() {
         // A panic has been reported.
         let _ = catch_unwind(AssertUnwindSafe(job));

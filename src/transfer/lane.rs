@@ -7,7 +7,7 @@ use crate::base::Result;
 use crate::memory::{Event, Gpu, SideStream, Stream};
 
 use super::JobThread;
-use super::steps::{Note, Transfer};
+use super::steps::{StepEvent, Transfer};
 
 /// Copies in one direction, one after the other, beside their callers: on a thread or, with a device, on a
 /// stream of its own.
@@ -19,10 +19,10 @@ use super::steps::{Note, Transfer};
 /// use kvpool::transfer::Lane;
 /// let lane = Lane::new(SideStream::In, None);
 /// let done = Arc::new(AtomicUsize::new(0));
-/// let theirs = Arc::clone(&done);
-/// let step = move |step, _stream| Ok(assert_eq!(theirs.fetch_add(1, Relaxed), step));
-/// let transfer = lane.run(3, &[Stream::DEFAULT], step).unwrap();
-/// transfer.order(1, Stream::DEFAULT).unwrap();
+/// let on_thread = Arc::clone(&done);
+/// let step = move |step, _stream| Ok(assert_eq!(on_thread.fetch_add(1, Relaxed), step));
+/// let transfer = lane.start(3, &[Stream::DEFAULT], step).unwrap();
+/// transfer.make_stream_wait(1, Stream::DEFAULT).unwrap();
 /// assert!(done.load(Relaxed) >= 2);
 /// transfer.wait().unwrap();
 /// assert!(transfer.is_complete().unwrap());
@@ -50,17 +50,17 @@ impl Lane {
     /// wait.
     ///
     /// # Errors
-    /// See [`JobThread::run`]; also [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of
+    /// See [`JobThread::submit`]; also [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of
     /// `after` is being captured; the error of a step on a device, after waiting for the steps before.
-    /// Nothing is on its way then.
-    pub fn run(
+    /// In that case no copy is in flight.
+    pub fn start(
         &self,
         steps: usize,
         after: &[Stream],
         step: impl FnMut(usize, Stream) -> Result<()> + Send + 'static,
     ) -> Result<Arc<Transfer>> {
         match &self.gpu {
-            None => self.hand_over(steps, step),
+            None => self.run_on_thread(steps, step),
             Some(gpu) => self.enqueue(gpu, steps, after, step),
         }
     }
@@ -73,7 +73,7 @@ impl Lane {
         mut step: impl FnMut(usize, Stream) -> Result<()>,
     ) -> Result<Arc<Transfer>> {
         let own = gpu.side_stream(self.direction)?;
-        gpu.order(after, own)?;
+        gpu.make_stream_wait(after, own)?;
         let enqueued: Result<Vec<_>> = (0..steps)
             .map(|number| {
                 step(number, own)?;
@@ -87,30 +87,30 @@ impl Lane {
         Ok(Arc::new(Transfer::on_device(gpu, enqueued?)))
     }
 
-    fn hand_over(
+    fn run_on_thread(
         &self,
         steps: usize,
         step: impl FnMut(usize, Stream) -> Result<()> + Send + 'static,
     ) -> Result<Arc<Transfer>> {
         let transfer = Arc::new(Transfer::on_thread(steps));
-        let theirs = Arc::clone(&transfer);
-        self.thread.run(move || work(&theirs, step))?;
+        let on_thread = Arc::clone(&transfer);
+        self.thread.submit(move || run_steps(&on_thread, step))?;
         Ok(transfer)
     }
 }
 
-/// Copies step by step, as far as the transfer goes on.
-fn work(transfer: &Transfer, mut step: impl FnMut(usize, Stream) -> Result<()>) {
+/// Copies step by step until the transfer is complete or cancelled.
+fn run_steps(transfer: &Transfer, mut step: impl FnMut(usize, Stream) -> Result<()>) {
     let mut number = 0;
-    while transfer.goes_on() {
+    while transfer.should_continue() {
         let done = catch_unwind(AssertUnwindSafe(|| step(number, Stream::DEFAULT)));
         if !matches!(done, Ok(Ok(()))) {
             break;
         }
-        transfer.note(Note::Done);
+        transfer.record(StepEvent::Done);
         number += 1;
     }
-    // The things that the step keeps alive go before those that wait learn that it is over.
+    // Drop what `step` keeps alive before waking the threads that wait.
     drop(step);
-    transfer.note(Note::Over);
+    transfer.record(StepEvent::Ended);
 }

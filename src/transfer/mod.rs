@@ -15,7 +15,7 @@ mod job_thread;
 mod lane;
 mod steps;
 
-pub(crate) use disk::wide;
+pub(crate) use disk::to_u64;
 pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, write_whole};
 pub use folder::{FileCaching, Folder};
 pub use job_thread::JobThread;

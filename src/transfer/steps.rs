@@ -20,9 +20,9 @@ pub struct Transfer {
 #[derive(Debug)]
 enum Runner {
     /// The steps run on a thread.
-    Thread { steps: usize, progress: Mutex<StepProgress>, moved: Condvar },
+    Thread { steps: usize, progress: Mutex<StepProgress>, changed: Condvar },
     /// The steps run on a stream, with an event behind each step, and the streams that wait for the last one.
-    Device { gpu: Arc<Gpu>, events: Vec<Event>, behind: Mutex<Vec<Stream>> },
+    Device { gpu: Arc<Gpu>, events: Vec<Event>, waiting_streams: Mutex<Vec<Stream>> },
 }
 
 /// The progress of a thread.
@@ -30,7 +30,7 @@ enum Runner {
 struct StepProgress {
     done: usize,
     is_cancelled: bool,
-    /// Whether nothing is copied any more.
+    /// Whether the copies are over.
     is_over: bool,
 }
 
@@ -40,13 +40,13 @@ impl Transfer {
         let progress = Mutex::new(StepProgress::default());
         Self {
             process: std::process::id(),
-            runner: Runner::Thread { steps, progress, moved: Condvar::new() },
+            runner: Runner::Thread { steps, progress, changed: Condvar::new() },
         }
     }
 
     /// Copies that were enqueued, with an event behind each step.
     pub(super) fn on_device(gpu: &Arc<Gpu>, events: Vec<Event>) -> Self {
-        let runner = Runner::Device { gpu: Arc::clone(gpu), events, behind: Mutex::default() };
+        let runner = Runner::Device { gpu: Arc::clone(gpu), events, waiting_streams: Mutex::default() };
         Self { process: std::process::id(), runner }
     }
 
@@ -63,7 +63,7 @@ impl Transfer {
         self.process != std::process::id()
     }
 
-    /// Whether nothing is copied any more, rightly or not.
+    /// Whether the copies are over, complete or not.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when the device has failed.
@@ -71,7 +71,7 @@ impl Transfer {
         match &self.runner {
             _ if self.is_foreign() => Ok(true),
             Runner::Thread { progress, .. } => Ok(lock(progress).is_over),
-            Runner::Device { events, .. } => events.last().map_or(Ok(true), Event::passed),
+            Runner::Device { events, .. } => events.last().map_or(Ok(true), Event::has_passed),
         }
     }
 
@@ -93,19 +93,23 @@ impl Transfer {
     /// See [`Transfer::is_over`].
     pub fn is_complete_on(&self, stream: Stream) -> Result<bool> {
         match &self.runner {
-            Runner::Device { behind, .. } if !self.is_foreign() && lock(behind).contains(&stream) => Ok(true),
+            Runner::Device { waiting_streams, .. }
+                if !self.is_foreign() && lock(waiting_streams).contains(&stream) =>
+            {
+                Ok(true)
+            }
             _ => self.is_complete(),
         }
     }
 
-    /// Lets `stream` go on when step `step` is done; without a device, the calling thread. The host does not
+    /// Makes `stream` wait for step `step`; without a device, the calling thread waits. The host does not
     /// wait for a device.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a step that does not exist; [`ErrorKind::State`] when the copies were
     /// cancelled or failed before it; [`ErrorKind::Driver`] while `stream` is being captured, and when a
     /// driver call fails.
-    pub fn order(&self, step: usize, stream: Stream) -> Result<()> {
+    pub fn make_stream_wait(&self, step: usize, stream: Stream) -> Result<()> {
         let steps = self.steps();
         if step >= steps {
             return Err(Error::index(format!("step {step} is outside [0, {steps})")));
@@ -114,19 +118,20 @@ impl Transfer {
             return Err(ended("belong to the process that this one was forked from"));
         }
         match &self.runner {
-            Runner::Thread { progress, moved, .. } => {
-                let has_moved = |now: &StepProgress| now.done > step || now.is_over;
+            Runner::Thread { progress, changed, .. } => {
+                let has_advanced = |now: &StepProgress| now.done > step || now.is_over;
                 let now = *lock(progress);
-                let now = if has_moved(&now) { now } else { blocking(|| wait(progress, moved, has_moved)) };
+                let now =
+                    if has_advanced(&now) { now } else { blocking(|| wait(progress, changed, has_advanced)) };
                 if now.done > step { Ok(()) } else { Err(ended("have ended before they were complete")) }
             }
-            Runner::Device { gpu, events, behind } => {
-                gpu.not_capturing(stream, "a wait for copies outside of the capture")?;
-                events[step].precede(stream)?;
+            Runner::Device { gpu, events, waiting_streams } => {
+                gpu.check_not_capturing(stream, "a wait for copies outside of the capture")?;
+                events[step].make_stream_wait(stream)?;
                 if step + 1 == steps {
-                    let mut behind = lock(behind);
-                    if !behind.contains(&stream) {
-                        behind.push(stream);
+                    let mut streams = lock(waiting_streams);
+                    if !streams.contains(&stream) {
+                        streams.push(stream);
                     }
                 }
                 Ok(())
@@ -134,41 +139,41 @@ impl Transfer {
         }
     }
 
-    /// Waits until nothing is copied any more.
+    /// Waits until the copies are over.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].
     pub fn wait(&self) -> Result<()> {
         match &self.runner {
             _ if self.is_foreign() => Ok(()),
-            Runner::Thread { progress, moved, .. } => {
+            Runner::Thread { progress, changed, .. } => {
                 let is_over = |now: &StepProgress| now.is_over;
                 if !lock(progress).is_over {
-                    blocking(|| wait(progress, moved, is_over));
+                    blocking(|| wait(progress, changed, is_over));
                 }
                 Ok(())
             }
             Runner::Device { events, .. } => events
                 .last()
-                .map_or(Ok(()), |event| if event.passed()? { Ok(()) } else { blocking(|| event.wait()) }),
+                .map_or(Ok(()), |event| if event.has_passed()? { Ok(()) } else { blocking(|| event.wait()) }),
         }
     }
 
-    /// Lets a thread begin no further step. What a device was given, it does.
+    /// Cancels the steps that a thread has not begun. Steps that were enqueued on a device still run.
     pub fn cancel(&self) {
         if let Runner::Thread { progress, .. } = &self.runner {
             lock(progress).is_cancelled = true;
         }
     }
 
-    /// Ends the copies before the work that is enqueued on `stream` from now on. A thread ends after its
-    /// present step, for which this waits; the host does not wait for a device.
+    /// Cancels the steps that a thread has not begun, and makes `stream` wait until the copies are over;
+    /// without a device, the calling thread waits.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].
     pub fn stop(&self, stream: Stream) -> Result<()> {
         self.cancel();
-        self.precede(stream)
+        self.make_stream_wait_for_all(stream)
     }
 
     /// Makes `stream` wait for the end of the copies; without a device, the calling thread waits. The host
@@ -176,18 +181,18 @@ impl Transfer {
     ///
     /// # Errors
     /// See [`Transfer::is_over`].
-    pub fn precede(&self, stream: Stream) -> Result<()> {
+    pub fn make_stream_wait_for_all(&self, stream: Stream) -> Result<()> {
         match &self.runner {
             Runner::Device { gpu, events, .. } if !self.is_over()? => {
-                gpu.not_capturing(stream, "a wait for copies outside of the capture")?;
-                events.last().map_or(Ok(()), |event| event.precede(stream))
+                gpu.check_not_capturing(stream, "a wait for copies outside of the capture")?;
+                events.last().map_or(Ok(()), |event| event.make_stream_wait(stream))
             }
             _ => self.wait(),
         }
     }
 
-    /// Whether a thread is to do the next step.
-    pub(super) fn goes_on(&self) -> bool {
+    /// Whether the thread should run the next step.
+    pub(super) fn should_continue(&self) -> bool {
         match &self.runner {
             Runner::Thread { steps, progress, .. } => {
                 let now = *lock(progress);
@@ -197,36 +202,36 @@ impl Transfer {
         }
     }
 
-    /// Records the progress of a thread.
-    pub(super) fn note(&self, note: Note) {
-        let Runner::Thread { progress, moved, .. } = &self.runner else { return };
+    /// Records the progress of the thread.
+    pub(super) fn record(&self, event: StepEvent) {
+        let Runner::Thread { progress, changed, .. } = &self.runner else { return };
         let mut now = lock(progress);
-        match note {
-            Note::Done => now.done += 1,
-            Note::Over => now.is_over = true,
+        match event {
+            StepEvent::Done => now.done += 1,
+            StepEvent::Ended => now.is_over = true,
         }
         drop(now);
-        moved.notify_all();
+        changed.notify_all();
     }
 }
 
-/// A report of a thread.
+/// The progress of a thread.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Note {
+pub(super) enum StepEvent {
     /// A step is done.
     Done,
-    /// The thread does no more.
-    Over,
+    /// The thread has ended its work.
+    Ended,
 }
 
 fn wait(
     progress: &Mutex<StepProgress>,
-    moved: &Condvar,
-    enough: impl Fn(&StepProgress) -> bool,
+    changed: &Condvar,
+    is_done: impl Fn(&StepProgress) -> bool,
 ) -> StepProgress {
     let mut now: MutexGuard<'_, StepProgress> = lock(progress);
-    while !enough(&now) {
-        now = moved.wait(now).unwrap_or_else(PoisonError::into_inner);
+    while !is_done(&now) {
+        now = changed.wait(now).unwrap_or_else(PoisonError::into_inner);
     }
     *now
 }

@@ -5,7 +5,8 @@ use std::thread;
 
 use kvpool::base::{DType, Device, Dims, ErrorKind};
 use kvpool::memory::{
-    ALIGNMENT, Backend, Count, Fail, Host, Limit, Pinned, Region, RegionRange, Stream, backend_for,
+    ALIGNMENT, Backend, CountingBackend, FailingBackend, Host, LimitedBackend, Pinned, Region, RegionRange,
+    Stream, backend_for,
 };
 use kvpool::tensor::TensorView;
 
@@ -118,12 +119,12 @@ fn host() {
 
 #[test]
 fn limited() {
-    conforms(Arc::new(Limit::new(Arc::new(Host), 64 << 20)));
+    conforms(Arc::new(LimitedBackend::new(Arc::new(Host), 64 << 20)));
 }
 
 #[test]
 fn counted() {
-    let backend = Arc::new(Count::new(Arc::new(Host)));
+    let backend = Arc::new(CountingBackend::new(Arc::new(Host)));
     conforms(backend.clone());
     assert_eq!((backend.live_blocks(), backend.live_bytes()), (0, 0));
     assert!(backend.allocations() > 1000);
@@ -131,12 +132,12 @@ fn counted() {
 
 #[test]
 fn never_failing() {
-    conforms(Arc::new(Fail::new(Arc::new(Host), usize::MAX)));
+    conforms(Arc::new(FailingBackend::new(Arc::new(Host), usize::MAX)));
 }
 
 #[test]
 fn limit_counts_allocated_bytes() {
-    let backend = Arc::new(Limit::new(Arc::new(Host), 1000));
+    let backend = Arc::new(LimitedBackend::new(Arc::new(Host), 1000));
     let first = Region::new(backend.clone(), 600).expect("fits");
     let error = Region::new(backend.clone(), 401).expect_err("too much");
     assert_eq!(error.to_string(), "401 bytes asked for, 400 of 1000 available on cpu");
@@ -146,7 +147,7 @@ fn limit_counts_allocated_bytes() {
 
 #[test]
 fn limit_ignores_refused_allocations() {
-    let backend = Arc::new(Limit::new(Arc::new(Fail::new(Arc::new(Host), 0)), 100));
+    let backend = Arc::new(LimitedBackend::new(Arc::new(FailingBackend::new(Arc::new(Host), 0)), 100));
     assert!(Region::new(backend.clone(), 100).is_err());
     assert!(Region::new(backend, 100).is_ok());
 }

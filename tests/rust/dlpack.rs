@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dlpack_ffi as ffi;
 use kvpool::base::{DType, Device, ErrorKind, IndexVec};
 use kvpool::kernels::read_indices;
-use kvpool::memory::{Backend, Count, Host, Region};
+use kvpool::memory::{Backend, CountingBackend, Host, Region};
 use kvpool::tensor::TensorView;
 use kvpool::tensor::dlpack::{
     ExchangeApi, Import, Legacy, RawDType, RawTensor, Version, Versioned, dtype_of, export_index,
@@ -53,7 +53,7 @@ fn every_dtype_has_its_code() {
 
 #[test]
 fn deleter_frees_memory_on_any_thread() {
-    let backend = Arc::new(Count::new(Arc::new(Host)));
+    let backend = Arc::new(CountingBackend::new(Arc::new(Host)));
     let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 64).expect("memory"));
     let view = TensorView::contiguous(region, 4, DType::I32, &[5]).expect("inside");
     let managed = export_versioned(&view);

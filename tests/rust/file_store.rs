@@ -209,7 +209,7 @@ fn every_call_may_fail_once() {
 }
 
 #[test]
-fn short_reads_and_writes_are_gone_on_with() {
+fn short_reads_and_writes_are_continued() {
     for nth in 0..calls_of_a_run() {
         for most in [1, 63, BLOCK] {
             let disk = prepared();
@@ -484,7 +484,7 @@ fn a_path_that_cannot_be_a_folder_is_refused() {
 }
 
 #[test]
-fn a_folder_that_goes_away_takes_no_more_pages_and_gives_those_it_has() {
+fn a_removed_folder_still_serves_reads_but_rejects_writes() {
     let scratch = Scratch::new("gone");
     let store = scratch.open(3).unwrap();
     put(&store, &[1]);

@@ -11,8 +11,8 @@ use std::time::Duration;
 use kvpool::base::{DType, Device, ErrorKind, close_fork_gate, open_fork_gate};
 use kvpool::kernels::Indices;
 use kvpool::memory::{
-    Backend, Contents, Count, Cuda, Event, Gpu, Host, Keep, Limit, MappedHost, Pinned, Region, Report, Ring,
-    Stream,
+    Backend, Contents, CountingBackend, Cuda, Event, Gpu, Host, Keep, LimitedBackend, MappedHost, Pinned,
+    Region, Report, Ring, Stream,
 };
 use kvpool::pool::{AllocatorConfig, ChunkConfig, ChunkPool, FreedAs, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
@@ -63,10 +63,10 @@ pub(crate) fn cuda(gpu: &Arc<Gpu>) -> Arc<dyn Backend> {
 fn device_memory_conforms() {
     let Some((gpu, _alone)) = gpu("device_memory_conforms") else { return };
     conforms(cuda(&gpu));
-    let counted = Arc::new(Count::new(cuda(&gpu)));
+    let counted = Arc::new(CountingBackend::new(cuda(&gpu)));
     conforms(counted.clone());
     assert_eq!((counted.live_blocks(), counted.live_bytes()), (0, 0));
-    conforms(Arc::new(Limit::new(cuda(&gpu), 64 << 20)));
+    conforms(Arc::new(LimitedBackend::new(cuda(&gpu), 64 << 20)));
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn seen(gpu: &Arc<Gpu>, [first, second]: [Stream; 2], is_ordered: bool) -> i32 {
     let region = Region::with(cuda(gpu), 4, Contents::Undefined, Arc::default()).expect("memory");
     ring.upload_to(region.range(0, 4).expect("inside"), &[7i32], first).expect("enqueued");
     if is_ordered {
-        Event::record(gpu, first).and_then(|event| event.precede(second)).expect("ordered");
+        Event::record(gpu, first).and_then(|event| event.make_stream_wait(second)).expect("ordered");
     }
     let view = TensorView::contiguous(Arc::new(region), 0, DType::I32, &[1]).expect("inside");
     let copy = Region::new(Arc::new(Pinned::new(gpu)), 4).expect("memory");

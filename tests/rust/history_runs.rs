@@ -33,14 +33,14 @@ impl Random {
 }
 
 /// Saves the bytes of a failing history.
-struct Kept<'a> {
+struct SaveOnFailure<'a> {
     name: &'a str,
     seed: u64,
     number: u64,
     bytes: &'a [u8],
 }
 
-impl Drop for Kept<'_> {
+impl Drop for SaveOnFailure<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let Self { name, seed, number, bytes } = self;
@@ -62,7 +62,7 @@ fn run_seeded(name: &str, seed: u64, steps: usize) -> (u64, usize) {
     let (mut histories, mut done) = (0, 0);
     while done < steps {
         let bytes = Random(of_name.wrapping_add(histories)).bytes();
-        let _kept = Kept { name, seed, number: histories, bytes: &bytes };
+        let _kept = SaveOnFailure { name, seed, number: histories, bytes: &bytes };
         done += run(name, &bytes);
         histories += 1;
     }

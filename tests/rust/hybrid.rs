@@ -128,7 +128,7 @@ fn slots_that_are_there_twice_are_freed() {
 }
 
 #[test]
-fn what_is_locked_stays() {
+fn locked_nodes_are_not_evicted() {
     let mut tree = HybridTree::new(PLAIN);
     let long = put(&mut tree, &[1, 2, 3], 10, Insert::default()).0.node;
     put(&mut tree, &[1, 9], 20, Insert { found: 1, ..Insert::default() });
@@ -333,7 +333,7 @@ fn a_window_is_released_before_the_rest() {
 }
 
 #[test]
-fn what_a_request_inserted_before_counts_once() {
+fn reinserted_tokens_count_as_one_use() {
     let mut tree = HybridTree::new(PLAIN);
     let mut hits = |tokens: &[i64], inserted| {
         let node = put(&mut tree, tokens, 10, Insert { inserted, ..Insert::default() }).0.node;
@@ -407,7 +407,7 @@ fn a_locked_state_outlives_its_window() {
 }
 
 #[test]
-fn orders_are_what_they_are_called() {
+fn each_order_evicts_as_named() {
     let cases = [
         (EvictionOrder::Lru, [1, 2, 0]),
         (EvictionOrder::Mru, [0, 2, 1]),
@@ -448,7 +448,7 @@ fn a_tail_goes_first_once() {
 }
 
 #[test]
-fn what_was_found_is_found_again_by_first_pages() {
+fn found_prefixes_are_checked_by_first_pages() {
     let mut tree = HybridTree::new(HybridConfig { page_size: 4, ..PLAIN });
     let prompt: Vec<i64> = (0..4000).collect();
     put(&mut tree, &prompt, 0, Insert::default());

@@ -309,8 +309,8 @@ fn in_cycles(layer: &str) -> (BTreeSet<String>, usize) {
 
 #[test]
 fn no_modules_of_a_layer_import_each_other() {
-    /// A backend makes regions, a region knows its backend, and both know devices and who uses their memory.
-    const OF_MEMORY: [&str; 5] = ["backend", "borrowed", "cuda", "region", "users"];
+    /// A backend makes regions, a region knows its backend, and both know devices and the streams that use memory.
+    const OF_MEMORY: [&str; 5] = ["backend", "borrowed", "cuda", "region", "stream_set"];
     let mut all = 0;
     for layer in LAYERS {
         let (found, edges) = in_cycles(layer);

@@ -18,7 +18,7 @@ const PROMPT: &[i32] = &[5, 6, 7, 8];
 struct Never;
 
 impl Fence for Never {
-    fn passed(&self) -> Result<bool> {
+    fn has_passed(&self) -> Result<bool> {
         Ok(false)
     }
 }
@@ -61,9 +61,9 @@ fn scene() -> Scene {
 
 /// Tokens whose reader drops the last handle of the planner, as another thread may.
 #[derive(Debug)]
-struct Dropping(Mutex<Option<Arc<BatchPlanner>>>);
+struct DroppingTokens(Mutex<Option<Arc<BatchPlanner>>>);
 
-impl Tokens for Dropping {
+impl Tokens for DroppingTokens {
     fn count(&self) -> usize {
         PROMPT.len()
     }
@@ -83,11 +83,11 @@ impl Tokens for Dropping {
 }
 
 #[test]
-fn a_planner_that_is_dropped_during_a_publication_goes_without_locks() {
+fn a_planner_dropped_during_a_publication_holds_no_locks() {
     let Scene { slots, planner, cache, lease, .. } = scene();
     // The request's lease is the only one, and ends in the cache with the planner.
     let weak = Arc::downgrade(&planner);
-    let tokens = Dropping(Mutex::new(Some(planner)));
+    let tokens = DroppingTokens(Mutex::new(Some(planner)));
     let published =
         lease.publish(&Publication { tokens: &tokens, slots: None, state: None }, STREAM).unwrap();
     assert_eq!((published.length, weak.strong_count()), (4, 0));
@@ -96,7 +96,7 @@ fn a_planner_that_is_dropped_during_a_publication_goes_without_locks() {
 }
 
 #[test]
-fn an_allocator_goes_although_a_fence_never_passes() {
+fn an_allocator_is_dropped_although_a_fence_never_passes() {
     let Scene { slots, planner, cache, lease, row } = scene();
     lease.publish(&Publication { tokens: &PROMPT, slots: None, state: None }, STREAM).unwrap();
     let fence: Arc<dyn Fence> = Arc::new(Never);
@@ -109,9 +109,9 @@ fn an_allocator_goes_although_a_fence_never_passes() {
 
 /// Tokens whose reader clears the allocator and takes all slots anew, as another thread may.
 #[derive(Debug)]
-struct Clearing(Arc<TokenToKvPoolAllocator>);
+struct ClearingTokens(Arc<TokenToKvPoolAllocator>);
 
-impl Tokens for Clearing {
+impl Tokens for ClearingTokens {
     fn count(&self) -> usize {
         PROMPT.len()
     }
@@ -140,7 +140,8 @@ fn a_tree_takes_no_slots_that_a_clear_has_given_to_others() {
     let tree = PrefixTree::new(config, Some(Arc::clone(&slots))).unwrap();
     drop(slots.alloc(4, STREAM).unwrap().unwrap().keep());
     let given = IndexVec::I32(vec![1, 2, 3, 4]);
-    let error = tree.insert(&Namespace::Unnamed, &Clearing(Arc::clone(&slots)), &given, STREAM).unwrap_err();
+    let error =
+        tree.insert(&Namespace::Unnamed, &ClearingTokens(Arc::clone(&slots)), &given, STREAM).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::StaleBuffer, "{error}");
     assert_eq!((slots.stats().cached, slots.stats().in_use), (0, 4));
     tree.verify(STREAM).unwrap();

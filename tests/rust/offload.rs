@@ -139,7 +139,7 @@ fn a_request_of_another_table_begins_anew() {
 }
 
 #[test]
-fn places_of_what_failed_are_taken_again() {
+fn places_of_failed_stores_are_reused() {
     let mut table = OffloadTable::new(CONFIG);
     let mut request = OffloadRequest::default();
     let chunks = [at(b"a", 1), at(b"b", 2), at(b"c", 3), at(b"d", 4)];

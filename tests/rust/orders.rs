@@ -11,7 +11,9 @@ use std::time::Duration;
 use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, read_indices, set_num_threads};
-use kvpool::memory::{Backend, Host, Limit, MappedHost, PageLocking, Region, Report, Stream, system_page};
+use kvpool::memory::{
+    Backend, Host, LimitedBackend, MappedHost, PageLocking, Region, Report, Stream, system_page_size,
+};
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, Grant, Lease,
     PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication, ReqToTokenConfig, ReqToTokenPool,
@@ -42,7 +44,7 @@ fn locking(num_chunks: usize) -> (Arc<ChunkPool>, PageLocking) {
     set_num_threads(2);
     let config = ChunkConfig {
         num_chunks,
-        chunk_shape: vec![system_page()],
+        chunk_shape: vec![system_page_size()],
         dtype: DType::U8,
         pin_memory: true,
         page_lock_threads: 2,
@@ -62,7 +64,7 @@ fn steps_of(locking: &PageLocking) -> Vec<usize> {
         match locking.next(FOREVER) {
             Report::Step(progress) => {
                 assert!(progress.failure.is_none(), "{progress:?}");
-                steps.push(progress.done / system_page());
+                steps.push(progress.done / system_page_size());
             }
             Report::TimedOut => panic!("time stands still"),
             Report::Finished => return steps,
@@ -73,7 +75,7 @@ fn steps_of(locking: &PageLocking) -> Vec<usize> {
 #[test]
 fn limit_holds_in_every_order() {
     try_all(None, || {
-        let limit = Arc::new(Limit::new(Arc::new(Host), 100));
+        let limit = Arc::new(LimitedBackend::new(Arc::new(Host), 100));
         let threads = [0, 1].map(|_| {
             let limit = Arc::clone(&limit);
             thread::spawn(move || Region::new(limit, 60).ok())
@@ -134,8 +136,13 @@ fn freed_chunk_returns_after_its_copy() {
         let copier = {
             let pool = Arc::clone(&pool);
             thread::spawn(move || {
-                let region = Arc::new(Region::new(Arc::new(Host), system_page()).expect("small"));
-                let ours = TensorView::packed(region, 0, DType::U8, *pool.tensor(chunk, None)?.shape())?;
+                let region = Arc::new(Region::new(Arc::new(Host), system_page_size()).expect("small"));
+                let ours = TensorView::contiguous_with_dims(
+                    region,
+                    0,
+                    DType::U8,
+                    *pool.tensor(chunk, None)?.shape(),
+                )?;
                 pool.copy(chunk, &ours.borrow(), Direction::Pack, Stream::DEFAULT)
             })
         };
@@ -293,7 +300,7 @@ fn the_prefix_of_a_request_stays_while_another_thread_releases_the_lease() {
 }
 
 #[test]
-fn no_request_starts_behind_a_prefix_of_before_a_clear() {
+fn no_request_continues_a_prefix_from_before_a_clear() {
     try_all_calls(Some(2), || {
         let (slots, cache) = full_cache();
         let (planner, row) = planner_and_row(&slots);
@@ -332,13 +339,13 @@ fn a_lease_is_that_of_a_new_request_though_the_planner_of_the_earlier_one_is_end
 struct Fixed(bool);
 
 impl Fence for Fixed {
-    fn passed(&self) -> kvpool::base::Result<bool> {
+    fn has_passed(&self) -> kvpool::base::Result<bool> {
         Ok(self.0)
     }
 }
 
 #[test]
-fn a_fence_frees_nothing_of_after_a_resize() {
+fn a_fence_frees_no_slots_allocated_after_a_resize() {
     try_all_calls(Some(3), || {
         let config = AllocatorConfig { size: 8, need_sort: true, strict: true, ..AllocatorConfig::default() };
         let host: Arc<dyn Backend> = Arc::new(Host);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvpool::base::{ChunkId, DType, Error, ErrorKind, Id, Page, Result, widen};
 use kvpool::kernels::{
-    Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, RowBuffer, layer_bytes,
-    piece_bytes,
+    Executor, HostAccess, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
+    layer_bytes, piece_bytes,
 };
 use kvpool::memory::{Backend, Host, Pinned, Region, Stream};
 
@@ -166,7 +166,7 @@ impl Tier {
         shape: Shape,
         pool: &Arc<dyn Backend>,
         memory: &Arc<dyn Backend>,
-        reach: Reach,
+        reach: HostAccess,
     ) -> Self {
         let (kinds, bytes) = shape.layouts();
         let pool = Arc::new(Region::new(Arc::clone(pool), bytes).expect("memory"));
@@ -243,7 +243,7 @@ fn pages_go_out_and_come_in_and_nothing_else_changes() {
     for seed in 0..300 {
         let mut draws = Draws::new(seed);
         let shape = Shape::draw(&mut draws);
-        let mut tier = Tier::new(&mut draws, shape, &host(), &host(), Reach::Copied);
+        let mut tier = Tier::new(&mut draws, shape, &host(), &host(), HostAccess::Copied);
         for _ in 0..6 {
             let direction = draws.of(&[PageCopy::Out, PageCopy::In]);
             let most = draws.below(12);
@@ -265,7 +265,7 @@ fn large_copies_are_the_same_bytes() {
         let pieces = rows / page_size;
         let shape =
             Shape { layers: 2, rows, row_bytes, page_size, pieces, gap: 0, is_fused: false, alignment: 256 };
-        let mut tier = Tier::new(&mut draws, shape, &host(), &host(), Reach::Copied);
+        let mut tier = Tier::new(&mut draws, shape, &host(), &host(), HostAccess::Copied);
         for direction in [PageCopy::Out, PageCopy::In] {
             let pairs = draws.pairs(&tier, direction, pieces);
             tier.copy(direction, &pairs, &(0..2), STREAM).expect("valid");
@@ -275,7 +275,7 @@ fn large_copies_are_the_same_bytes() {
 }
 
 #[test]
-fn what_went_out_comes_back() {
+fn pages_round_trip() {
     let mut draws = Draws::new(7);
     let shape = Shape {
         layers: 3,
@@ -287,7 +287,7 @@ fn what_went_out_comes_back() {
         is_fused: true,
         alignment: 16,
     };
-    let mut tier = Tier::new(&mut draws, shape, &host(), &host(), Reach::Copied);
+    let mut tier = Tier::new(&mut draws, shape, &host(), &host(), HostAccess::Copied);
     let before = bytes(&tier.pool);
     let pairs = draws.pairs(&tier, PageCopy::Out, 12);
     let mut pages: Vec<Page> = pairs.iter().map(|pair| pair.page).collect();
@@ -336,7 +336,7 @@ pub(crate) fn refused<T: std::fmt::Debug>(answer: Result<T>) -> (ErrorKind, Stri
 #[test]
 fn wrong_pages_pieces_and_layers_are_refused_before_anything_is_copied() {
     let mut draws = Draws::new(1);
-    let mut tier = Tier::new(&mut draws, SMALL, &host(), &host(), Reach::Copied);
+    let mut tier = Tier::new(&mut draws, SMALL, &host(), &host(), HostAccess::Copied);
     let of = |pairs: &[(u32, u32)]| -> Vec<PagePair<Page>> {
         pairs
             .iter()
@@ -382,10 +382,10 @@ fn wrong_pages_pieces_and_layers_are_refused_before_anything_is_copied() {
 #[test]
 fn pieces_that_do_not_fit_are_refused() {
     let mut draws = Draws::new(2);
-    let tier = Tier::new(&mut draws, SMALL, &host(), &host(), Reach::Copied);
+    let tier = Tier::new(&mut draws, SMALL, &host(), &host(), HostAccess::Copied);
     let new = |bytes: usize, page_size, stride, count| {
         let memory = Arc::new(Region::new(Arc::new(Host), bytes).expect("memory"));
-        refused(Pieces::new(memory, Reach::Copied, &tier.rows, page_size, stride, count))
+        refused(Pieces::new(memory, HostAccess::Copied, &tier.rows, page_size, stride, count))
     };
     assert_eq!(
         new(0, 0, 0, 0),
@@ -402,14 +402,14 @@ fn pieces_that_do_not_fit_are_refused() {
     }
     assert_eq!(new(1000, usize::MAX, 192, 1).0, ErrorKind::Config);
     assert_eq!(new(1000, usize::MAX / 16, 192, 1).0, ErrorKind::Config);
-    let of_the_pool = Pieces::new(Arc::clone(&tier.pool), Reach::Copied, &tier.rows, 4, 192, 1);
+    let of_the_pool = Pieces::new(Arc::clone(&tier.pool), HostAccess::Copied, &tier.rows, 4, 192, 1);
     let text = "pieces lie in the memory of the pool that they are copied from";
     assert_eq!(refused(of_the_pool), (ErrorKind::Config, text.to_owned()));
     // One piece needs no stride, none needs no memory.
     for (bytes, stride, count) in [(192, 0, 1), (0, 192, 0)] {
         let memory = Arc::new(Region::new(Arc::new(Host), bytes).expect("memory"));
-        let pieces = Pieces::new(memory, Reach::Copied, &tier.rows, 4, stride, count).expect("fits");
-        assert_eq!((pieces.count(), pieces.stride(), pieces.reach()), (count, stride, Reach::Copied));
+        let pieces = Pieces::new(memory, HostAccess::Copied, &tier.rows, 4, stride, count).expect("fits");
+        assert_eq!((pieces.count(), pieces.stride(), pieces.reach()), (count, stride, HostAccess::Copied));
     }
     assert_eq!(refused(tier.pieces.bytes_of(5, &(0..1))).0, ErrorKind::Index);
     assert_eq!(refused(tier.pieces.bytes_of(4, &(0..3))).0, ErrorKind::Index);
@@ -418,17 +418,17 @@ fn pieces_that_do_not_fit_are_refused() {
 #[test]
 fn pieces_of_other_rows_are_refused() {
     let mut draws = Draws::new(3);
-    let tier = Tier::new(&mut draws, SMALL, &host(), &host(), Reach::Copied);
+    let tier = Tier::new(&mut draws, SMALL, &host(), &host(), HostAccess::Copied);
     let pairs = [PagePair { page: Page::new(0), piece: ChunkId::new(0) }];
     for other in
         [Shape { layers: 3, ..SMALL }, Shape { row_bytes: [8, 16], ..SMALL }, Shape { rows: 27, ..SMALL }]
     {
-        let other = Tier::new(&mut draws, other, &host(), &host(), Reach::Copied);
+        let other = Tier::new(&mut draws, other, &host(), &host(), HostAccess::Copied);
         let copied = tier.executor.copy_pages(&other.rows, &tier.pieces, PageCopy::Out, &pairs, 0..1, STREAM);
         assert_eq!(refused(copied).0, ErrorKind::Config);
     }
     // Rows that do not differ fit.
-    let twin = Tier::new(&mut draws, SMALL, &host(), &host(), Reach::Copied);
+    let twin = Tier::new(&mut draws, SMALL, &host(), &host(), HostAccess::Copied);
     tier.executor.copy_pages(&twin.rows, &tier.pieces, PageCopy::Out, &pairs, 0..2, STREAM).expect("fits");
     let first: &RowBuffer = &twin.rows.all()[0];
     let expected = contents::read::<i32>(first.region(), first.offset(), 16);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvpool::base::{ChunkId, DType, ErrorKind, Id, Page};
 use kvpool::kernels::{
-    Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
+    Executor, HostAccess, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, piece_bytes,
 };
 use kvpool::memory::{
     Backend, Event, Gpu, Host, MappedHost, PageKind, Pinned, Region, SideStream, Stream, lock_pages,
@@ -135,9 +135,9 @@ fn pages_go_out_and_come_in_on_a_device() {
         let mut draws = Draws::new(seed);
         let shape = Shape::draw(&mut draws);
         let (memory, reach) = if draws.below(3) == 0 {
-            (host(), Reach::Copied)
+            (host(), HostAccess::Copied)
         } else {
-            (Arc::clone(&pinned), draws.of(&[Reach::InPlace, Reach::InPlace, Reach::Copied]))
+            (Arc::clone(&pinned), draws.of(&[HostAccess::InPlace, HostAccess::InPlace, HostAccess::Copied]))
         };
         let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &memory, reach);
         for _ in 0..4 {
@@ -153,8 +153,8 @@ fn pages_go_out_and_come_in_on_a_device() {
                 let kinds = shape.row_bytes.iter().filter(|bytes| **bytes > 0).count();
                 let is_any = !pairs.is_empty() && !layers.is_empty() && kinds > 0;
                 let (launches, copies) = match reach {
-                    Reach::InPlace => (usize::from(is_any), 0),
-                    Reach::Copied => (0, if is_any { pairs.len() * kinds } else { 0 }),
+                    HostAccess::InPlace => (usize::from(is_any), 0),
+                    HostAccess::Copied => (0, if is_any { pairs.len() * kinds } else { 0 }),
                 };
                 assert_eq!(soft.calls(c"launch:kvpool_copy_pages"), launches, "{shape:?}");
                 assert_eq!(soft.calls(c"cuLaunchKernel"), launches);
@@ -174,7 +174,7 @@ fn many_pages_take_few_launches() {
     let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
     let shape = Shape { rows: 1200, page_size: 1, pieces: 1100, ..SHAPE };
     let mut draws = Draws::new(5);
-    let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &pinned, Reach::InPlace);
+    let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &pinned, HostAccess::InPlace);
     for (direction, count, launches) in
         [(PageCopy::Out, 486, 1), (PageCopy::Out, 487, 2), (PageCopy::In, 1100, 3), (PageCopy::Out, 1100, 3)]
     {
@@ -199,7 +199,7 @@ fn large_pages_are_copied_by_blocks_in_turns() {
     for (row_bytes, gap) in [([0, 40_000], 0), ([8192, 24_576], 16), ([5000, 3001], 1)] {
         let mut draws = Draws::new(6);
         let shape = Shape { layers: 2, rows: 40, row_bytes, pieces: 9, gap, ..SHAPE };
-        let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &pinned, Reach::InPlace);
+        let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &pinned, HostAccess::InPlace);
         for direction in [PageCopy::Out, PageCopy::In] {
             let pairs = draws.pairs(&tier, direction, 9);
             copy(&mut tier, &gpu, direction, &pairs, Stream::DEFAULT);
@@ -215,22 +215,25 @@ fn copies_are_late_and_keep_their_memory() {
     let (Some([first, second]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
     let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
     let mut draws = Draws::new(8);
-    let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, Reach::InPlace);
+    let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, HostAccess::InPlace);
     let before = bytes(tier.pieces.region());
     let pairs = draws.pairs(&tier, PageCopy::Out, 9);
     tier.copy(PageCopy::Out, &pairs, &(0..3), first).expect("enqueued");
     assert_eq!((soft.pending)(first.handle()), 1);
     assert!(bytes(tier.pieces.region()) == before, "nothing has run");
     // Another stream that waits for the copy brings the pages back.
-    Event::record(&gpu, first).and_then(|event| event.precede(second)).expect("ordered");
+    Event::record(&gpu, first).and_then(|event| event.make_stream_wait(second)).expect("ordered");
     let pairs = draws.pairs(&tier, PageCopy::In, 9);
     tier.copy(PageCopy::In, &pairs, &(0..3), second).expect("enqueued");
     gpu.synchronize(second).expect("ran");
     tier.check();
     // Memory is freed after the work that uses it: else the driver ends the process.
-    for (is_pool_first, reach) in
-        [(false, Reach::InPlace), (true, Reach::InPlace), (false, Reach::Copied), (true, Reach::Copied)]
-    {
+    for (is_pool_first, reach) in [
+        (false, HostAccess::InPlace),
+        (true, HostAccess::InPlace),
+        (false, HostAccess::Copied),
+        (true, HostAccess::Copied),
+    ] {
         let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, reach);
         let pairs = draws.pairs(&tier, PageCopy::Out, 9);
         tier.copy(PageCopy::Out, &pairs, &(0..3), first).expect("enqueued");
@@ -253,7 +256,7 @@ fn pageable_memory_is_copied_before_the_call_returns() {
     let Some((gpu, _alone)) = gpu(test) else { return };
     let Some([stream, _]) = streams(test) else { return };
     let mut draws = Draws::new(9);
-    let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &host(), Reach::Copied);
+    let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &host(), HostAccess::Copied);
     let pairs = draws.pairs(&tier, PageCopy::Out, 9);
     tier.copy(PageCopy::Out, &pairs, &(0..3), stream).expect("copied");
     tier.check();
@@ -282,7 +285,7 @@ fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
     let executor = Executor::new(&pool, 2, [space; 2], 4096).expect("memory");
     let piece = piece_bytes(&rows, 4).expect("small");
     let memory = Arc::new(Region::new(Arc::new(Pinned::new(&gpu)), 4 * piece).expect("memory"));
-    for reach in [Reach::InPlace, Reach::Copied] {
+    for reach in [HostAccess::InPlace, HostAccess::Copied] {
         let pieces = Pieces::new(Arc::clone(&memory), reach, &rows, 4, piece, 4).expect("fits");
         for at in 0..2 * piece {
             contents::fill(&memory, at, 1, (at % 251).to_le_bytes()[0]);
@@ -298,7 +301,7 @@ fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
             executor.copy_pages(&rows, &pieces, direction, &pairs, 0..2, Stream::DEFAULT).expect("enqueued");
         }
         if let Some(soft) = &soft {
-            let copies = if reach == Reach::Copied { 2 * 2 * 2 * 2 } else { 0 };
+            let copies = if reach == HostAccess::Copied { 2 * 2 * 2 * 2 } else { 0 };
             assert_eq!(soft.calls(c"cuMemcpy2DAsync_v2"), copies);
         }
         gpu.synchronize(Stream::DEFAULT).expect("ran");
@@ -313,9 +316,9 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
     let Some((gpu, _alone)) = gpu(test) else { return };
     let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
     let mut draws = Draws::new(10);
-    let tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, Reach::InPlace);
+    let tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, HostAccess::InPlace);
     let new = |region: Arc<Region>| {
-        Pieces::new(region, Reach::InPlace, &tier.rows, SHAPE.page_size, SHAPE.stride(), 1)
+        Pieces::new(region, HostAccess::InPlace, &tier.rows, SHAPE.page_size, SHAPE.stride(), 1)
     };
     let pageable = Arc::new(Region::new(Arc::new(Host), 5000).expect("memory"));
     let expected = "5000 bytes of pageable memory cannot be reached in place";
@@ -323,9 +326,9 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
     let on_device = Arc::new(Region::new(cuda(&gpu), 5000).expect("memory"));
     assert_eq!(refused(new(on_device)).0, ErrorKind::Config);
     let in_place = || new(locked_in_place(&gpu, 8192)).expect("fits");
-    assert_eq!(in_place().reach(), Reach::InPlace);
+    assert_eq!(in_place().reach(), HostAccess::InPlace);
     // Rows of the host are not those of a pool on a device.
-    let other = Tier::new(&mut draws, SHAPE, &host(), &host(), Reach::Copied);
+    let other = Tier::new(&mut draws, SHAPE, &host(), &host(), HostAccess::Copied);
     let copied = tier.executor.copy_pages::<Page>(
         &other.rows,
         &tier.pieces,
@@ -349,7 +352,7 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
     (soft.set_host_pointers)(0);
     let reach = in_place().reach();
     (soft.set_host_pointers)(1);
-    assert_eq!(reach, Reach::Copied);
+    assert_eq!(reach, HostAccess::Copied);
 }
 
 #[test]
@@ -358,10 +361,10 @@ fn memory_that_was_locked_in_place_is_reached_in_steps() {
     let shape = Shape { page_size: 1, rows: 64, pieces: 64, ..SHAPE };
     let mut draws = Draws::new(11);
     let mapped: Arc<dyn Backend> = Arc::new(MappedHost::new(None, PageKind::Ordinary).expect("node"));
-    for reach in [Reach::InPlace, Reach::Copied] {
+    for reach in [HostAccess::InPlace, HostAccess::Copied] {
         let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &mapped, reach);
         let region = Arc::clone(tier.pieces.region());
-        if reach == Reach::InPlace {
+        if reach == HostAccess::InPlace {
             lock_pages(&gpu, &region, &[0..4096, 4096..region.bytes()]).expect("locked");
         }
         for direction in [PageCopy::Out, PageCopy::In] {
@@ -379,7 +382,7 @@ fn a_copy_into_a_graph_is_refused() {
     let (Some([stream, other]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
     let mut draws = Draws::new(12);
     for (memory, reach) in
-        [(Arc::new(Pinned::new(&gpu)) as Arc<dyn Backend>, Reach::InPlace), (host(), Reach::Copied)]
+        [(Arc::new(Pinned::new(&gpu)) as Arc<dyn Backend>, HostAccess::InPlace), (host(), HostAccess::Copied)]
     {
         let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &memory, reach);
         let pairs = draws.pairs(&tier, PageCopy::Out, 5);
@@ -401,7 +404,7 @@ fn every_driver_call_of_a_copy_may_fail_once() {
     let (Some([stream, _]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
     let mut draws = Draws::new(13);
     for (memory, reach) in
-        [(Arc::new(Pinned::new(&gpu)) as Arc<dyn Backend>, Reach::InPlace), (host(), Reach::Copied)]
+        [(Arc::new(Pinned::new(&gpu)) as Arc<dyn Backend>, HostAccess::InPlace), (host(), HostAccess::Copied)]
     {
         let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &memory, reach);
         for direction in [PageCopy::Out, PageCopy::In] {
@@ -416,7 +419,7 @@ fn every_driver_call_of_a_copy_may_fail_once() {
             let (reach, stride) = (tier.pieces.reach(), SHAPE.stride());
             Pieces::new(region, reach, &tier.rows, SHAPE.page_size, stride, SHAPE.pieces).map(drop)
         });
-        assert_eq!(calls > 0, reach == Reach::InPlace);
+        assert_eq!(calls > 0, reach == HostAccess::InPlace);
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use kvpool::base::{DType, ErrorKind, IndexDType, Result};
 use kvpool::cache::Offering;
 use kvpool::index::Rounding;
-use kvpool::memory::{Backend, Count, Fail, Host, Limit, Stream};
+use kvpool::memory::{Backend, CountingBackend, FailingBackend, Host, LimitedBackend, Stream};
 use kvpool::pool::{
     AllocatorConfig, BatchPlanner, BufferConfig, BufferPool, ChunkConfig, ChunkPool, GdnConfig, GdnPool,
     HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, PageConfig, PagePool, PlannerConfig,
@@ -121,7 +121,7 @@ pub(crate) fn chunks(num_chunks: usize, strict: bool) -> ChunkConfig {
 /// Runs the suite on top of `inner`.
 pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
     for (name, make) in POOLS.into_iter().chain(inner.gpu().is_none().then_some(TIER_BELOW)) {
-        let count = Arc::new(Count::new(Arc::clone(inner)));
+        let count = Arc::new(CountingBackend::new(Arc::clone(inner)));
         let counted: Arc<dyn Backend> = count.clone();
         make(&counted).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!((count.live_blocks(), count.live_bytes()), (0, 0), "{name} keeps memory");
@@ -130,7 +130,7 @@ pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
         assert_eq!(blocks == 0, takes_none, "{name} takes {blocks} blocks from its backend");
         // Each allocation fails in turn: the error is reported, and earlier allocations are freed.
         for nth in 0..blocks {
-            let count = Arc::new(Count::new(Arc::new(Fail::new(Arc::clone(inner), nth))));
+            let count = Arc::new(CountingBackend::new(Arc::new(FailingBackend::new(Arc::clone(inner), nth))));
             let failing: Arc<dyn Backend> = count.clone();
             let error = make(&failing).expect_err(name);
             assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{name}, allocation {nth}: {error}");
@@ -138,7 +138,7 @@ pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
             // Only one failure was planned, so the pool can be made now.
             make(&failing).unwrap_or_else(|error| panic!("{name}: {error}"));
         }
-        let limited: Arc<dyn Backend> = Arc::new(Limit::new(Arc::clone(inner), 100));
+        let limited: Arc<dyn Backend> = Arc::new(LimitedBackend::new(Arc::clone(inner), 100));
         match make(&limited) {
             Ok(()) => assert!(takes_none, "{name} fits 100 bytes"),
             Err(error) => assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{name}: {error}"),
@@ -153,7 +153,7 @@ fn pools_on_the_host() {
 
 #[test]
 fn pool_allocates_and_frees_one_region() {
-    let backend = Arc::new(Count::new(Arc::new(Host)));
+    let backend = Arc::new(CountingBackend::new(Arc::new(Host)));
     let counted: Arc<dyn Backend> = backend.clone();
     let pool = KvPool::new(&KV, &counted).expect("memory");
     assert_eq!((backend.live_blocks(), pool.rows()), (1, 80));

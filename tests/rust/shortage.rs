@@ -187,7 +187,7 @@ fn failed_reclaim_fails_the_short_call() {
 struct FixedFence(std::result::Result<bool, &'static str>);
 
 impl Fence for FixedFence {
-    fn passed(&self) -> Result<bool> {
+    fn has_passed(&self) -> Result<bool> {
         self.0.map_err(|text| Error::foreign(std::io::Error::other(text)))
     }
 }
@@ -231,7 +231,7 @@ fn slots_behind_fences_do_not_keep_a_call_from_reclaiming() {
 }
 
 #[test]
-fn what_is_on_its_way_is_not_reclaimed_for_again() {
+fn slots_in_flight_are_not_reclaimed_twice() {
     /// Slots whose last use is still in flight when they are given up.
     struct Busy(Mutex<usize>, Weak<TokenToKvPoolAllocator>);
 
@@ -290,7 +290,7 @@ fn a_dropped_grant_gives_its_slots_back() {
 }
 
 #[test]
-fn what_was_cleared_does_not_go_back_again() {
+fn a_grant_dropped_after_clear_frees_nothing() {
     let allocator = allocator(8, 1);
     let taken = allocator.alloc(3, STREAM).expect("memory").expect("room");
     allocator.clear(STREAM);

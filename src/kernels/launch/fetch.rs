@@ -6,7 +6,7 @@ use crate::base::bounded::signed;
 use crate::base::sync::lock;
 use crate::base::{DType, Dims, Error, IndexVec, Result, bytes_of};
 use crate::kernels::indices::{Numbers, read_indices};
-use crate::memory::{Borrowed, Event, Gpu, Host, Keep, Region, RegionRange, Reply, Ring, Stream};
+use crate::memory::{BorrowedTensor, Event, Gpu, Host, Keep, Region, RegionRange, Reply, Ring, Stream};
 
 use super::Kernels;
 use super::grid::blocks;
@@ -27,7 +27,7 @@ pub struct PendingFetch {
     reply: Reply,
     count: usize,
     /// Whether they are copied as int64.
-    wide: bool,
+    is_wide: bool,
     /// Keeps the tensor alive until the copy is done.
     keep: Option<Keep>,
 }
@@ -102,11 +102,11 @@ impl Fetcher {
     /// captured.
     pub fn fetch(
         &self,
-        tensor: &Borrowed<'_>,
+        tensor: &BorrowedTensor<'_>,
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<Option<PendingFetch>> {
-        self.gpu.not_capturing(
+        self.gpu.check_not_capturing(
             stream,
             "freeing slots that only the device knows, whose values are copied to the host,",
         )?;
@@ -120,7 +120,7 @@ impl Fetcher {
                 read_kernel(&self.gpu, &self.kernels, tensor, range, stream)
             }
         })?;
-        Ok(reply.map(|reply| PendingFetch { reply, count, wide, keep: keep() }))
+        Ok(reply.map(|reply| PendingFetch { reply, count, is_wide: wide, keep: keep() }))
     }
 
     /// The values of a fetch that is done.
@@ -129,7 +129,7 @@ impl Fetcher {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
     /// copy.
     pub fn take(&self, fetch: &PendingFetch) -> Result<IndexVec> {
-        if fetch.wide {
+        if fetch.is_wide {
             Ok(IndexVec::I64(self.ring.take(&fetch.reply, fetch.count)?))
         } else {
             Ok(IndexVec::I32(self.ring.take(&fetch.reply, fetch.count)?))
@@ -146,7 +146,7 @@ impl Fetcher {
 fn read_kernel(
     gpu: &Gpu,
     kernels: &Kernels,
-    tensor: &Borrowed<'_>,
+    tensor: &BorrowedTensor<'_>,
     out: RegionRange<'_>,
     stream: Stream,
 ) -> Result<()> {
@@ -160,8 +160,8 @@ fn read_kernel(
     }
     let out = out.address().as_ptr().cast();
     let params = ReadParams { from: Index::new(&Numbers::Tensor(tensor))?, out, count: signed(count) };
-    // SAFETY: `out` has room for `count` numbers in page-locked memory, which the device reaches; `Borrowed`
-    // guarantees the elements of the tensor, which is on this device.
+    // SAFETY: `out` has room for `count` numbers in page-locked memory, which the device reaches;
+    // `BorrowedTensor` guarantees the elements of the tensor, which is on this device.
     unsafe { gpu.launch(kernels.read_indices, grid, &params, stream) }
 }
 
@@ -171,8 +171,8 @@ fn read_kernel(
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being captured, or when a driver
 /// call fails.
-pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
-    gpu.not_capturing(stream, "an answer that waits for values that only the device knows")?;
+pub fn read_now(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<IndexVec> {
+    gpu.check_not_capturing(stream, "an answer that waits for values that only the device knows")?;
     if !tensor.is_contiguous() {
         return read_strided(gpu, tensor, stream);
     }
@@ -184,7 +184,7 @@ pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result
 }
 
 /// Works like [`read_now`], with a kernel that handles strides.
-fn read_strided(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
+fn read_strided(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<IndexVec> {
     let count = tensor.shape().numel();
     let mut reader = Fetcher::shared(gpu, count)?;
     let mut fetch = reader.fetch(tensor, || None, stream)?;

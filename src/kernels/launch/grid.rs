@@ -14,9 +14,9 @@ pub(super) const ELEMENTS_PER_LANE: usize = 8;
 /// Threads per block.
 const BLOCK: usize = 256;
 /// The most threads that share a row.
-const MOST_LANES: usize = 32;
+const MAX_LANES: usize = 32;
 /// The most blocks in the second dimension of a grid.
-const MOST_Y: usize = 65_535;
+const MAX_Y: usize = 65_535;
 
 /// `Divisor` of `params.cuh`: a division of numbers below 2^31, as a factor and a shift.
 #[repr(C)]
@@ -64,7 +64,7 @@ impl Divisor {
 impl Split {
     /// Divides rows of `words` among threads that do `per_lane` of them at a time.
     pub(super) fn new(words: usize, per_lane: usize) -> Result<Self> {
-        let lanes = words.div_ceil(per_lane).next_power_of_two().min(MOST_LANES);
+        let lanes = words.div_ceil(per_lane).next_power_of_two().min(MAX_LANES);
         let pieces = Divisor::new(words.div_ceil(lanes * per_lane).max(1))?;
         Ok(Self { pieces, lane_bits: lanes.trailing_zeros() })
     }
@@ -179,7 +179,7 @@ fn too_much(number: impl std::fmt::Display, noun: &str) -> Error {
 pub(super) fn ragged_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
     /// About as many blocks as a device runs at once; more along one segment add no speed.
     const ENOUGH: usize = 1024;
-    Ok([blocks(longest)?.min(narrow(ENOUGH.div_ceil(count.max(1)))), narrow(count.min(MOST_Y))])
+    Ok([blocks(longest)?.min(narrow(ENOUGH.div_ceil(count.max(1)))), narrow(count.min(MAX_Y))])
 }
 
 /// The number of blocks for `threads` threads.
@@ -241,11 +241,11 @@ mod tests {
         assert!(Divisor::new(0).is_err() && Divisor::new(1 << 31).is_err());
     }
 
-    /// The number of threads that have words of a row, and of all threads, block by block as the kernels
-    /// divide them.
+    /// The number of blocks whose first thread has words to copy, and of all blocks, as the kernels divide
+    /// them.
     fn busy_blocks(groups: &[RowGroup; 2], grid: [u32; 2], count: u32) -> [u64; 2] {
         let first_blocks = groups[0].buffers * groups[0].blocks.by;
-        let mut found = [0; 2];
+        let mut counts = [0; 2];
         for block in 0..grid[0] {
             let (group, block) =
                 if block < first_blocks { (&groups[0], block) } else { (&groups[1], block - first_blocks) };
@@ -253,10 +253,10 @@ mod tests {
             assert!(buffer < group.buffers);
             let within = block - buffer * group.blocks.by;
             let piece = (u64::from(within) * 256) >> group.split.lane_bits;
-            found[0] += u64::from(piece < u64::from(count) * u64::from(group.split.pieces.by));
-            found[1] += 1;
+            counts[0] += u64::from(piece < u64::from(count) * u64::from(group.split.pieces.by));
+            counts[1] += 1;
         }
-        found
+        counts
     }
 
     #[test]

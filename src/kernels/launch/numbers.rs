@@ -6,7 +6,7 @@ use std::ptr;
 
 use crate::base::bounded::{int32, signed};
 use crate::base::{DType, Dims, Error, Result};
-use crate::kernels::indices::{Numbers, expect_ints};
+use crate::kernels::indices::{Numbers, check_ints};
 use crate::memory::RegionRange;
 
 /// The place of a batch's numbers: `INDEX_...` of `params.cuh`.
@@ -36,14 +36,14 @@ pub(super) struct Index {
 
 /// Bytes of parameters that every driver accepts, and the numbers that fit in them.
 const PARAMS_BYTES: usize = 4096;
-const MOST_LISTED: usize = PARAMS_BYTES / size_of::<i32>();
+const MAX_LISTED: usize = PARAMS_BYTES / size_of::<i32>();
 
 /// `WithList`: kernel parameters followed by numbers from the host. It may be longer than the kernel's
 /// parameter.
 #[repr(C)]
 pub(super) struct WithList<P> {
     params: P,
-    list: [i32; MOST_LISTED],
+    list: [i32; MAX_LISTED],
 }
 
 impl<P> WithList<P> {
@@ -57,7 +57,7 @@ impl<P> WithList<P> {
 
     /// `params` followed by `arrays`, which fit, concatenated.
     pub(super) fn new(params: P, arrays: &[&[i32]]) -> Self {
-        let mut list = [0; MOST_LISTED];
+        let mut list = [0; MAX_LISTED];
         for (place, number) in list.iter_mut().zip(arrays.iter().copied().flatten()) {
             *place = *number;
         }
@@ -126,11 +126,11 @@ impl Index {
     /// Numbers in device memory, or computed. A list from the host is an error.
     pub(super) fn new(numbers: &Numbers<'_>) -> Result<Self> {
         match numbers {
-            Numbers::Same(value) => Ok(Self::computed(*value, 0)),
-            Numbers::From(value) => Ok(Self::computed(*value, 1)),
+            Numbers::Constant(value) => Ok(Self::computed(*value, 0)),
+            Numbers::Arange(value) => Ok(Self::computed(*value, 1)),
             Numbers::List(_) => Err(Error::config("numbers of the host are not on the device")),
             Numbers::Tensor(tensor) => {
-                expect_ints(tensor.dtype())?;
+                check_ints(tensor.dtype())?;
                 let is_wide = tensor.dtype() == DType::I64;
                 let kind = if is_wide { IndexKind::Wide } else { IndexKind::Narrow };
                 let (ndim, shape, strides) = collapsed(tensor.shape(), tensor.strides());

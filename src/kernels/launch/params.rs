@@ -8,7 +8,7 @@ use crate::kernels::convert::conversion;
 use crate::kernels::pages::KindCopy;
 use crate::kernels::rows::RowBuffer;
 use crate::kernels::store::{StoreRows, ValueLayout, inconvertible, layout};
-use crate::memory::Borrowed;
+use crate::memory::BorrowedTensor;
 
 use super::grid::{Divisor, ELEMENTS_PER_LANE, RowGroup, Split, WORDS_PER_LANE, Word, word_of};
 use super::numbers::{Index, collapsed};
@@ -16,7 +16,7 @@ use super::numbers::{Index, collapsed};
 /// The way in which values are copied to their buffer: `WAY_...` of `params.cuh`.
 #[repr(i32)]
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum StoreMethod {
     /// Rows are contiguous and copied word by word.
     Words = 0,
     /// Elements are converted.
@@ -28,7 +28,7 @@ pub(super) enum Way {
 /// The dtypes of conversions: `DTYPE_...` of `params.cuh`.
 #[repr(i32)]
 #[derive(Clone, Copy)]
-pub(super) enum Code {
+pub(super) enum DTypeCode {
     F64 = 0,
     F32 = 1,
     F16 = 2,
@@ -39,7 +39,7 @@ pub(super) enum Code {
     None = 6,
 }
 
-impl Code {
+impl DTypeCode {
     const fn of(dtype: DType) -> Self {
         match dtype {
             DType::F64 => Self::F64,
@@ -75,10 +75,10 @@ pub(super) struct StorePart {
     pub(super) split: Split,
     pub(super) dim: Divisor,
     pub(super) lead_ndim: i32,
-    pub(super) way: Way,
+    pub(super) way: StoreMethod,
     pub(super) word: i32,
-    pub(super) source_dtype: Code,
-    pub(super) target_dtype: Code,
+    pub(super) source_dtype: DTypeCode,
+    pub(super) target_dtype: DTypeCode,
     pub(super) element_bytes: i32,
     pub(super) is_run: i32,
     pub(super) divisor: f32,
@@ -280,11 +280,11 @@ impl StorePart {
         let layout = layout(store, count)?;
         let (from, to) = (store.values.dtype(), store.target.dtype());
         let way = if from == to && layout.is_packed() && layout.heads == 1 {
-            Way::Words
+            StoreMethod::Words
         } else if from == to {
-            Way::Elements
+            StoreMethod::Elements
         } else if conversion(from, to).is_some() {
-            Way::Convert
+            StoreMethod::Convert
         } else {
             return Err(inconvertible(store));
         };
@@ -297,7 +297,8 @@ impl StorePart {
         let ValueLayout { heads, dim, head_stride, dim_stride, .. } = layout;
         let sources = [source.addr()].into_iter().chain(lead_strides.map(apart));
         let targets = [target.addr(), row_bytes];
-        let word = if way == Way::Words { word_of(sources.clone().chain(targets)) } else { Word::BYTE };
+        let word =
+            if way == StoreMethod::Words { word_of(sources.clone().chain(targets)) } else { Word::BYTE };
         // The lanes of a row must agree, so the decision depends only on what all rows share.
         let heads_apart = if heads == 1 { 0 } else { apart(head_stride) };
         let is_run = dim_stride == 1
@@ -306,7 +307,7 @@ impl StorePart {
             && word_of(targets).bytes() >= run_alignment(to);
         // Other dtypes are stored unchanged: a scale applies to 8-bit floats.
         let divisor = store.scale.unwrap_or(1.0);
-        let (words, per_lane) = if way == Way::Words {
+        let (words, per_lane) = if way == StoreMethod::Words {
             (row_bytes / word.bytes(), WORDS_PER_LANE)
         } else {
             (heads * dim, ELEMENTS_PER_LANE)
@@ -324,8 +325,8 @@ impl StorePart {
             lead_ndim,
             way,
             word: word.into(),
-            source_dtype: Code::of(from),
-            target_dtype: Code::of(to),
+            source_dtype: DTypeCode::of(from),
+            target_dtype: DTypeCode::of(to),
             element_bytes: int32(from.size()),
             is_run: i32::from(is_run),
             divisor,
@@ -358,7 +359,7 @@ impl PageTarget {
 
 impl GatherPart {
     /// The parameters to copy from `buffer` to `out`, which is contiguous with rows of the same size.
-    pub(super) fn new(buffer: &RowBuffer, out: &Borrowed<'_>) -> Result<Self> {
+    pub(super) fn new(buffer: &RowBuffer, out: &BorrowedTensor<'_>) -> Result<Self> {
         let (source, target) = (buffer.row(0), out.address().as_ptr());
         let word = word_of([source.addr(), target.addr(), buffer.row_bytes()]);
         let words = buffer.row_bytes() / word.bytes();

@@ -114,8 +114,8 @@ impl Launcher {
         let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
         let arrays = [&numbers[..], batch.pages];
-        table.region().used_on(stream);
-        self.with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
+        table.region().record_stream(stream);
+        self.launch_with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
             Ok(PlanParams {
                 requests: arrays.address(0),
                 pages: arrays.address(1),

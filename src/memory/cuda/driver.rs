@@ -26,21 +26,21 @@ use table::Table;
 
 /// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTALLOC_DEVICEMAP`: every context and every kernel may use it. The
 /// flags of registration have the same values.
-const EVERYWHERE: u32 = 1 | 2;
+const PORTABLE_AND_MAPPED: u32 = 1 | 2;
 /// `CU_EVENT_DISABLE_TIMING`.
-const WITHOUT_TIME: u32 = 2;
+const DISABLE_TIMING: u32 = 2;
 /// `CU_STREAM_NON_BLOCKING`: the stream and the default stream do not wait for each other.
 const NON_BLOCKING: u32 = 1;
 
 /// The effect of enqueueing work on a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StreamMode {
+pub(super) enum StreamState {
     /// The work runs.
     Running,
     /// The work becomes part of a graph or, on the default stream, would have to.
     Captured,
     /// There is no effect: the stream was destroyed.
-    Gone,
+    Destroyed,
 }
 
 /// One side of a copy of rows of bytes that lie `pitch` bytes apart.
@@ -72,7 +72,7 @@ impl Rows {
 pub(super) struct Driver(&'static Table);
 
 /// Lets this thread, while it lives, make calls that CUDA otherwise forbids to all threads during a capture,
-/// since most programs mean to have them captured: freeing memory, for example, or querying an event of
+/// as they may be unsafe while another thread captures: freeing memory, for example, or querying an event of
 /// another stream.
 pub(super) struct RelaxedThread {
     driver: Driver,
@@ -83,8 +83,8 @@ pub(super) struct RelaxedThread {
 /// function.
 macro_rules! checked {
     ($driver:expr, $name:ident($($argument:expr),*)) => {{
-        // SAFETY: out-parameters are locals of this function; the surrounding function asks the rest of its
-        // caller.
+        // SAFETY: out-parameters are locals of this function; the caller of the surrounding function
+        // guarantees the rest.
         let code = unsafe { $driver.0.$name($($argument),*) };
         $driver.check(stringify!($name), code)
     }};
@@ -227,7 +227,7 @@ impl Driver {
     pub(super) fn allocate_host(self, bytes: usize) -> Result<Option<*mut u8>> {
         let mut address: *mut c_void = ptr::null_mut();
         // SAFETY: the function writes an address there.
-        let code = unsafe { self.0.cuMemHostAlloc(&raw mut address, bytes, EVERYWHERE) };
+        let code = unsafe { self.0.cuMemHostAlloc(&raw mut address, bytes, PORTABLE_AND_MAPPED) };
         if code == Code::OUT_OF_MEMORY {
             return Ok(None);
         }
@@ -247,7 +247,7 @@ impl Driver {
     /// `bytes` bytes are mapped at `address` until [`Driver::unregister_host`].
     pub(super) unsafe fn register_host(self, address: *mut u8, bytes: usize) -> Result<bool> {
         // SAFETY: guaranteed by the caller.
-        let code = unsafe { self.0.cuMemHostRegister_v2(address.cast(), bytes, EVERYWHERE) };
+        let code = unsafe { self.0.cuMemHostRegister_v2(address.cast(), bytes, PORTABLE_AND_MAPPED) };
         if code == Code::ALREADY_REGISTERED {
             return Ok(false);
         }
@@ -340,16 +340,16 @@ impl Driver {
     }
 
     /// The state of `stream`.
-    pub(super) fn mode(self, stream: Stream) -> Result<StreamMode> {
+    pub(super) fn stream_state(self, stream: Stream) -> Result<StreamState> {
         let mut status = CaptureStatus::NONE;
         // SAFETY: the function writes a number there; streams are alive, as `Stream` requires.
         let code = unsafe { self.0.cuStreamIsCapturing(stream.into(), &raw mut status) };
         match code {
-            Code::CAPTURE_IMPLICIT => return Ok(StreamMode::Captured),
-            Code::INVALID_HANDLE => return Ok(StreamMode::Gone),
+            Code::CAPTURE_IMPLICIT => return Ok(StreamState::Captured),
+            Code::INVALID_HANDLE => return Ok(StreamState::Destroyed),
             code => self.check("cuStreamIsCapturing", code)?,
         }
-        Ok(if status == CaptureStatus::NONE { StreamMode::Running } else { StreamMode::Captured })
+        Ok(if status == CaptureStatus::NONE { StreamState::Running } else { StreamState::Captured })
     }
 
     /// A new stream in the current context, which does not wait for the default stream.
@@ -361,7 +361,7 @@ impl Driver {
 
     pub(super) fn create_event(self) -> Result<EventHandle> {
         let mut event = EventHandle::NONE;
-        checked!(self, cuEventCreate(&raw mut event, WITHOUT_TIME))?;
+        checked!(self, cuEventCreate(&raw mut event, DISABLE_TIMING))?;
         Ok(event)
     }
 
@@ -375,7 +375,7 @@ impl Driver {
         self.check("cuEventRecord", code).map(|()| true)
     }
 
-    pub(super) fn event_passed(self, event: EventHandle) -> Result<bool> {
+    pub(super) fn query_event(self, event: EventHandle) -> Result<bool> {
         // SAFETY: events are never destroyed.
         let code = unsafe { self.0.cuEventQuery(event) };
         if code == Code::NOT_READY {
@@ -390,7 +390,7 @@ impl Driver {
     }
 
     /// Makes everything enqueued on `stream` from now on wait for `event`.
-    pub(super) fn order_after(self, stream: Stream, event: EventHandle) -> Result<()> {
+    pub(super) fn stream_wait_event(self, stream: Stream, event: EventHandle) -> Result<()> {
         checked!(self, cuStreamWaitEvent(stream.into(), event, 0))
     }
 

@@ -19,39 +19,39 @@ pub struct Event {
 
 impl Event {
     /// The point after everything that was enqueued on `stream` so far. The caller has checked that `stream`
-    /// is not being captured: see [`Gpu::not_capturing`].
+    /// is not being captured: see [`Gpu::check_not_capturing`].
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or the stream does not
     /// exist.
     pub fn record(gpu: &Arc<Gpu>, stream: Stream) -> Result<Self> {
-        Self::record_if_there(gpu, stream)?.ok_or_else(|| {
+        Self::record_if_alive(gpu, stream)?.ok_or_else(|| {
             let text = format!("there is no stream {:#x} on {}", stream.handle(), gpu.device());
             Error::new(ErrorKind::Driver, text)
         })
     }
 
     /// Works like [`Event::record`]. `None` when the stream no longer exists, and so has no work of ours.
-    pub(super) fn record_if_there(gpu: &Arc<Gpu>, stream: Stream) -> Result<Option<Self>> {
+    pub(super) fn record_if_alive(gpu: &Arc<Gpu>, stream: Stream) -> Result<Option<Self>> {
         let _entered = gpu.enter()?;
         let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(gpu) };
-        let is_there = gpu.driver().record_event(event.handle, stream)?;
-        Ok(is_there.then_some(event))
+        let is_alive = gpu.driver().record_event(event.handle, stream)?;
+        Ok(is_alive.then_some(event))
     }
 
     /// Whether the device has passed this point. Does not wait.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), also for an earlier failure on the device.
-    pub fn passed(&self) -> Result<bool> {
+    pub fn has_passed(&self) -> Result<bool> {
         let _entered = self.gpu.enter_beside_captures()?;
-        self.gpu.driver().event_passed(self.handle)
+        self.gpu.driver().query_event(self.handle)
     }
 
     /// Waits until the device has passed this point.
     ///
     /// # Errors
-    /// Same as [`Event::passed`].
+    /// Same as [`Event::has_passed`].
     pub fn wait(&self) -> Result<()> {
         let _entered = self.gpu.enter_beside_captures()?;
         self.gpu.driver().wait_for_event(self.handle)
@@ -61,14 +61,14 @@ impl Event {
     ///
     /// # Errors
     /// Same as [`Event::record`].
-    pub fn precede(&self, stream: Stream) -> Result<()> {
+    pub fn make_stream_wait(&self, stream: Stream) -> Result<()> {
         let _entered = self.gpu.enter()?;
-        self.gpu.driver().order_after(stream, self.handle)
+        self.gpu.driver().stream_wait_event(stream, self.handle)
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        self.gpu.keep_event(self.handle);
+        self.gpu.return_event(self.handle);
     }
 }

@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, Once};
 
 use crate::base::sync::lock;
 use crate::base::{Device, Error, ErrorKind, Result};
-use crate::memory::{Borrowed, Image, RegionRange, Stream};
+use crate::memory::{BorrowedTensor, Image, RegionRange, Stream};
 
 use super::driver::{
-    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, RelaxedThread, Rows, StreamMode,
+    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, RelaxedThread, Rows, StreamState,
 };
 use super::{Event, probe};
 
@@ -33,7 +33,7 @@ pub struct Gpu {
     driver: Driver,
     context: ContextHandle,
     /// Events not in use.
-    events: Mutex<Vec<EventHandle>>,
+    free_events: Mutex<Vec<EventHandle>>,
     /// The streams of [`Gpu::side_stream`], once they are made.
     side_streams: Mutex<[Option<Stream>; 2]>,
 }
@@ -75,7 +75,7 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::BackendUnavailable`] with the missing part, [`ErrorKind::Driver`] after a fork.
     pub fn open(ordinal: u32) -> Result<Arc<Self>> {
-        not_forked()?;
+        check_not_forked()?;
         let mut open = lock(&OPEN);
         if let Some(gpu) = open.iter().find(|gpu| gpu.ordinal == ordinal) {
             return Ok(Arc::clone(gpu));
@@ -88,8 +88,8 @@ impl Gpu {
         };
         let context = driver.retain_context(ordinal).map_err(unusable)?;
         let capability = driver.capability(ordinal).map_err(unusable)?;
-        let (events, side_streams) = (Mutex::default(), Mutex::default());
-        let gpu = Arc::new(Self { ordinal, capability, driver, context, events, side_streams });
+        let (free_events, side_streams) = (Mutex::default(), Mutex::default());
+        let gpu = Arc::new(Self { ordinal, capability, driver, context, free_events, side_streams });
         open.push(Arc::clone(&gpu));
         Ok(gpu)
     }
@@ -104,7 +104,7 @@ impl Gpu {
         if let Some(gpu) = lock(&OPEN).first() {
             return Ok(Arc::clone(gpu));
         }
-        not_forked()?;
+        check_not_forked()?;
         let driver = probe::probe(0)?;
         // A call that fails here fails in `open`, which says so.
         let is_active = |ordinal: &u32| driver.has_context(*ordinal).unwrap_or(false);
@@ -134,12 +134,12 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Driver`] in a process that was forked after the device was first used.
     pub fn check_process(&self) -> Result<()> {
-        not_forked()
+        check_not_forked()
     }
 
     /// Makes the device's context current.
     pub(super) fn enter(&self) -> Result<ContextGuard> {
-        not_forked()?;
+        check_not_forked()?;
         let driver = self.driver;
         let pushed = driver.current_context()? != self.context;
         if pushed {
@@ -224,8 +224,8 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
-        target.used_on(stream);
-        source.used_on(stream);
+        target.record_stream(stream);
+        source.record_stream(stream);
         let (target, source) = (DevicePtr::of(target.address().as_ptr()), source.address().as_ptr());
         let _entered = self.enter()?;
         // SAFETY: both ranges lie in live regions; the caller keeps the source unchanged until the copy has
@@ -239,7 +239,12 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Config`] when the tensor has gaps or another length, [`ErrorKind::Driver`] when a driver
     /// call fails.
-    pub fn copy_out(&self, source: &Borrowed<'_>, target: RegionRange<'_>, stream: Stream) -> Result<()> {
+    pub fn copy_out(
+        &self,
+        source: &BorrowedTensor<'_>,
+        target: RegionRange<'_>,
+        stream: Stream,
+    ) -> Result<()> {
         let bytes = source.shape().numel() * source.dtype().size();
         if !source.is_contiguous() || bytes != target.bytes() {
             return Err(Error::config("only a contiguous tensor can be copied as it lies, to as many bytes"));
@@ -247,11 +252,12 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
-        target.used_on(stream);
+        target.record_stream(stream);
         let target = target.address();
         let source = DevicePtr::of(source.address().as_ptr());
         let _entered = self.enter_beside_captures()?;
-        // SAFETY: the target lies in a live region, and `Borrowed` guarantees the elements of the source.
+        // SAFETY: the target lies in a live region, and `BorrowedTensor` guarantees the elements of the
+        // source.
         unsafe { self.driver.copy_to_host(target.as_ptr(), source, bytes, stream) }
     }
 
@@ -262,17 +268,22 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Config`] when they are not contiguous or differ in length, [`ErrorKind::Driver`] when a
     /// driver call fails.
-    pub fn copy(&self, target: &Borrowed<'_>, source: &Borrowed<'_>, stream: Stream) -> Result<()> {
-        let bytes = |tensor: &Borrowed<'_>| tensor.shape().numel() * tensor.dtype().size();
+    pub fn copy(
+        &self,
+        target: &BorrowedTensor<'_>,
+        source: &BorrowedTensor<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        let bytes = |tensor: &BorrowedTensor<'_>| tensor.shape().numel() * tensor.dtype().size();
         if !(target.is_contiguous() && source.is_contiguous() && bytes(target) == bytes(source)) {
-            return Err(Error::config("only contiguous tensors of the same bytes can be copied as they lie"));
+            return Err(Error::config("only contiguous tensors with the same number of bytes can be copied"));
         }
         if bytes(source) == 0 {
             return Ok(());
         }
         let _entered = self.enter()?;
-        let at = |tensor: &Borrowed<'_>| DevicePtr::of(tensor.address().as_ptr());
-        // SAFETY: `Borrowed` guarantees the elements of both.
+        let at = |tensor: &BorrowedTensor<'_>| DevicePtr::of(tensor.address().as_ptr());
+        // SAFETY: `BorrowedTensor` guarantees the elements of both.
         unsafe { self.driver.copy(at(target), at(source), bytes(source), stream) }
     }
 
@@ -281,7 +292,12 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for other tensors, [`ErrorKind::Driver`] when a driver call fails.
-    pub fn copy_2d(&self, target: &Borrowed<'_>, source: &Borrowed<'_>, stream: Stream) -> Result<()> {
+    pub fn copy_2d(
+        &self,
+        target: &BorrowedTensor<'_>,
+        source: &BorrowedTensor<'_>,
+        stream: Stream,
+    ) -> Result<()> {
         let (to, from) = (rows(target)?, rows(source)?);
         if to.1 != from.1 {
             return Err(Error::config("only as many rows of as many bytes can be copied"));
@@ -290,7 +306,7 @@ impl Gpu {
             return Ok(());
         }
         let _entered = self.enter()?;
-        // SAFETY: `Borrowed` guarantees the elements of both.
+        // SAFETY: `BorrowedTensor` guarantees the elements of both.
         unsafe { self.driver.copy_2d(to.0, from.0, to.1, stream) }
     }
 
@@ -302,7 +318,7 @@ impl Gpu {
         if target.bytes() == 0 {
             return Ok(());
         }
-        target.used_on(stream);
+        target.record_stream(stream);
         let _entered = self.enter()?;
         let address = DevicePtr::of(target.address().as_ptr());
         // SAFETY: the bytes lie in a live region of this device.
@@ -314,7 +330,7 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Driver`] while `stream` is being captured, and for an earlier failure on the device.
     pub fn synchronize(&self, stream: Stream) -> Result<()> {
-        self.not_capturing(stream, "a wait for the device")?;
+        self.check_not_capturing(stream, "a wait for the device")?;
         let _entered = self.enter_beside_captures()?;
         self.driver.synchronize(stream)
     }
@@ -324,13 +340,13 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn is_capturing(&self, stream: Stream) -> Result<bool> {
-        Ok(self.mode(stream)? == StreamMode::Captured)
+        Ok(self.stream_state(stream)? == StreamState::Captured)
     }
 
     /// The state of `stream`.
-    pub(super) fn mode(&self, stream: Stream) -> Result<StreamMode> {
+    pub(super) fn stream_state(&self, stream: Stream) -> Result<StreamState> {
         let _entered = self.enter()?;
-        self.driver.mode(stream)
+        self.driver.stream_state(stream)
     }
 
     /// Checks that `stream` is not being captured into a graph. A graph would repeat a copy from reused
@@ -338,7 +354,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] if it is; the message begins with `what`, the operation that cannot be captured.
-    pub fn not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
+    pub fn check_not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
         if self.is_capturing(stream)? {
             let text = format!("{what} cannot be captured into a CUDA graph");
             return Err(Error::new(ErrorKind::Driver, text));
@@ -351,17 +367,14 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] if one of them is.
-    pub fn can_order(&self, others: &[Stream], stream: Stream) -> Result<()> {
+    pub fn check_can_order(&self, others: &[Stream], stream: Stream) -> Result<()> {
         let mut others = others.iter().filter(|other| **other != stream).peekable();
         if others.peek().is_none() {
             return Ok(());
         }
-        self.not_capturing(stream, "a wait for work outside of the capture")?;
+        self.check_not_capturing(stream, "a wait for work outside of the capture")?;
         others.try_for_each(|&other| {
-            self.not_capturing(
-                other,
-                "work of another stream, which must be done first, is being recorded, and",
-            )
+            self.check_not_capturing(other, "work of another stream, for which this call has to wait,")
         })
     }
 
@@ -369,13 +382,13 @@ impl Gpu {
     /// not wait.
     ///
     /// # Errors
-    /// Same as [`Gpu::can_order`], before anything is enqueued; [`ErrorKind::Driver`] when a driver call
-    /// fails.
-    pub fn order(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
-        self.can_order(others, stream)?;
+    /// Same as [`Gpu::check_can_order`], before anything is enqueued; [`ErrorKind::Driver`] when a driver
+    /// call fails.
+    pub fn make_stream_wait(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
+        self.check_can_order(others, stream)?;
         let mut others = others.iter().filter(|other| **other != stream);
-        others.try_for_each(|&other| match Event::record_if_there(self, other)? {
-            Some(event) => event.precede(stream),
+        others.try_for_each(|&other| match Event::record_if_alive(self, other)? {
+            Some(event) => event.make_stream_wait(stream),
             None => Ok(()),
         })
     }
@@ -399,8 +412,8 @@ impl Gpu {
         Ok(*place.insert(self.driver.create_stream()?))
     }
 
-    /// Whether kernels reach all page-locked host memory at its host address: that which was page-locked in
-    /// place, too, not only that of [`Pinned`](crate::memory::Pinned).
+    /// Whether kernels reach all page-locked host memory at its host address: memory that was page-locked in
+    /// place included.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.
@@ -411,17 +424,17 @@ impl Gpu {
 
     /// Takes or creates an event in the current context.
     pub(super) fn take_event(&self) -> Result<EventHandle> {
-        let kept = lock(&self.events).pop();
-        kept.map_or_else(|| self.driver.create_event(), Ok)
+        let free = lock(&self.free_events).pop();
+        free.map_or_else(|| self.driver.create_event(), Ok)
     }
 
-    pub(super) fn keep_event(&self, event: EventHandle) {
-        lock(&self.events).push(event);
+    pub(super) fn return_event(&self, event: EventHandle) {
+        lock(&self.free_events).push(event);
     }
 }
 
 /// A tensor of rows of bytes, with the number of rows and the bytes of each.
-fn rows(tensor: &Borrowed<'_>) -> Result<(Rows, [usize; 2])> {
+fn rows(tensor: &BorrowedTensor<'_>) -> Result<(Rows, [usize; 2])> {
     let extent = |extent: i64| usize::try_from(extent).ok();
     let found = match (tensor.shape().as_slice(), tensor.strides().as_slice()) {
         (&[rows, bytes], &[pitch, 1]) if tensor.dtype().size() == 1 => {
@@ -440,7 +453,7 @@ pub(in crate::memory) fn is_forked() -> bool {
     FORKED.load(Relaxed)
 }
 
-fn not_forked() -> Result<()> {
+fn check_not_forked() -> Result<()> {
     if is_forked() {
         return Err(Error::new(
             ErrorKind::Driver,

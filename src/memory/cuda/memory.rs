@@ -4,7 +4,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result};
-use crate::memory::{ALIGNMENT, Backend, Block, Contents, Stream, Users};
+use crate::memory::{ALIGNMENT, Backend, Block, Contents, Stream, StreamSet};
 
 use super::Gpu;
 use super::driver::DevicePtr;
@@ -12,7 +12,7 @@ use super::parked::{HostPtr, Resource, retire, sweep};
 
 /// Memory of a device.
 ///
-/// Freeing a block waits for the streams that used it, but never for the whole device: see [`Users`].
+/// Freeing a block waits for the streams that used it, but never for the whole device: see [`StreamSet`].
 #[derive(Clone, Debug)]
 pub struct Cuda {
     gpu: Arc<Gpu>,
@@ -59,7 +59,7 @@ unsafe impl Backend for Cuda {
             Contents::Undefined => None,
         };
         if let Some(stream) = zeroed_on {
-            self.gpu.not_capturing(stream, "new memory, which is zeroed once,")?;
+            self.gpu.check_not_capturing(stream, "new memory, which is zeroed once,")?;
         }
         if bytes == 0 {
             return Ok(empty());
@@ -79,8 +79,8 @@ unsafe impl Backend for Cuda {
         if let Some(stream) = zeroed_on
             && let Err(failure) = self.zero(found, bytes, stream, contents)
         {
-            let users = Users::default();
-            users.note(stream);
+            let users = StreamSet::default();
+            users.record(stream);
             // SAFETY: the driver allocated it just now, and only the fill with zeros can be in flight.
             unsafe { retire(&self.gpu, Resource::Device(found), &users) };
             return Err(failure);
@@ -90,7 +90,7 @@ unsafe impl Backend for Cuda {
         Ok(Block::new(pointer, bytes))
     }
 
-    unsafe fn deallocate(&self, block: Block, users: &Users) {
+    unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
         if block.bytes() > 0 {
             let resource = Resource::Device(DevicePtr::of(block.address().as_ptr()));
             // SAFETY: the block came from `allocate`; the caller guarantees the rest.
@@ -119,7 +119,7 @@ unsafe impl Backend for Pinned {
         Device::Cpu
     }
 
-    fn is_reached_by_devices(&self) -> bool {
+    fn is_device_accessible(&self) -> bool {
         true
     }
 
@@ -143,7 +143,7 @@ unsafe impl Backend for Pinned {
         Ok(Block::new(found, bytes))
     }
 
-    unsafe fn deallocate(&self, block: Block, users: &Users) {
+    unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
         if block.bytes() > 0 {
             let resource = Resource::Host(HostPtr(block.address().as_ptr()));
             // SAFETY: the block came from `allocate`; the caller guarantees the rest.

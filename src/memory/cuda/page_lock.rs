@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::{Device, Error, Result};
-use crate::memory::{Borrowed, Keep, Users};
+use crate::memory::{BorrowedTensor, Keep, StreamSet};
 
 use super::Gpu;
 use super::parked::{HostPtr, Resource, retire};
@@ -13,7 +13,7 @@ use super::parked::{HostPtr, Resource, retire};
 pub struct PageLock {
     gpu: Arc<Gpu>,
     address: HostPtr,
-    users: Arc<Users>,
+    users: Arc<StreamSet>,
     /// Keeps the memory alive; `None` only while it drops.
     keep: Option<Keep>,
 }
@@ -30,11 +30,11 @@ impl PageLock {
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn new(
         gpu: &Arc<Gpu>,
-        tensor: &Borrowed<'_>,
-        users: &Arc<Users>,
+        tensor: &BorrowedTensor<'_>,
+        users: &Arc<StreamSet>,
         keep: Keep,
     ) -> Result<Option<Self>> {
-        tensor.expect_on(Device::Cpu, "the tensor")?;
+        tensor.check_on(Device::Cpu, "the tensor")?;
         if !tensor.is_contiguous() {
             return Err(Error::config("only a contiguous tensor can be page-locked"));
         }
@@ -44,7 +44,7 @@ impl PageLock {
         }
         let address = tensor.address().as_ptr();
         let _entered = gpu.enter_beside_captures()?;
-        // SAFETY: `Borrowed` guarantees the memory now, and `keep` until it is unregistered.
+        // SAFETY: `BorrowedTensor` guarantees the memory now, and `keep` until it is unregistered.
         let is_new = unsafe { gpu.driver().register_host(address, bytes) }?;
         let (gpu, users) = (Arc::clone(gpu), Arc::clone(users));
         Ok(is_new.then(|| Self { gpu, address: HostPtr(address), users, keep: Some(keep) }))

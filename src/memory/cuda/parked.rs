@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::Result;
 use crate::base::sync::lock;
-use crate::memory::{Keep, Stream, Users};
+use crate::memory::{Keep, Stream, StreamSet};
 
 use super::Event;
-use super::driver::{DevicePtr, Driver, StreamMode};
+use super::driver::{DevicePtr, Driver, StreamState};
 use super::gpu::{Gpu, is_forked};
 
 /// A resource of the driver.
@@ -51,7 +51,7 @@ impl Resource {
 
 /// A resource with users that cannot be waited for now.
 #[derive(Debug)]
-struct Parked {
+struct ParkedResource {
     gpu: Arc<Gpu>,
     resource: Resource,
     /// The users still to wait for.
@@ -59,7 +59,7 @@ struct Parked {
 }
 
 /// Resources to release once their users can be waited for.
-static PARKED: Mutex<Vec<Parked>> = Mutex::new(Vec::new());
+static PARKED: Mutex<Vec<ParkedResource>> = Mutex::new(Vec::new());
 
 /// Releases a resource after the work of its users, for which it waits. While a user is being captured, the
 /// release is deferred.
@@ -67,12 +67,12 @@ static PARKED: Mutex<Vec<Parked>> = Mutex::new(Vec::new());
 /// # Safety
 /// It came from the driver in the context of `gpu`, is released once, and only work enqueued on `users` uses
 /// it.
-pub(super) unsafe fn retire(gpu: &Arc<Gpu>, resource: Resource, users: &Users) {
+pub(super) unsafe fn retire(gpu: &Arc<Gpu>, resource: Resource, users: &StreamSet) {
     // The child of a fork owns nothing of the driver.
     if is_forked() {
         return;
     }
-    lock(&PARKED).push(Parked { gpu: Arc::clone(gpu), resource, users: users.streams() });
+    lock(&PARKED).push(ParkedResource { gpu: Arc::clone(gpu), resource, users: users.streams() });
     sweep();
 }
 
@@ -80,20 +80,20 @@ pub(super) unsafe fn retire(gpu: &Arc<Gpu>, resource: Resource, users: &Users) {
 pub(super) fn sweep() {
     // The lock is not held while waiting.
     let parked = std::mem::take(&mut *lock(&PARKED));
-    let left: Vec<_> = parked.into_iter().filter_map(Parked::finish).collect();
-    lock(&PARKED).extend(left);
+    let still_parked: Vec<_> = parked.into_iter().filter_map(ParkedResource::finish).collect();
+    lock(&PARKED).extend(still_parked);
 }
 
-impl Parked {
+impl ParkedResource {
     /// Waits for the users and releases the resource. Returns it if a user cannot be waited for now.
     fn finish(mut self) -> Option<Self> {
         let gpu = &self.gpu;
         self.users.retain(|&stream| {
-            let awaited = match gpu.mode(stream) {
-                Ok(StreamMode::Running) => Event::record_if_there(gpu, stream)
+            let awaited = match gpu.stream_state(stream) {
+                Ok(StreamState::Running) => Event::record_if_alive(gpu, stream)
                     .and_then(|event| event.map_or(Ok(()), |event| event.wait())),
-                Ok(StreamMode::Gone) => Ok(()),
-                Ok(StreamMode::Captured) => return true,
+                Ok(StreamState::Destroyed) => Ok(()),
+                Ok(StreamState::Captured) => return true,
                 Err(failure) => Err(failure),
             };
             awaited.is_err()
@@ -102,8 +102,8 @@ impl Parked {
             return Some(self);
         }
         let Ok(_entered) = gpu.enter_beside_captures() else { return Some(self) };
-        // SAFETY: all of its users were waited for; `retire` was promised the rest. An error may stem from
-        // earlier work, so the release is never repeated.
+        // SAFETY: all of its users were waited for; the caller of `retire` guarantees the rest. An error may
+        // stem from earlier work, so the release is never repeated.
         let _ = unsafe { self.resource.release(gpu.driver()) };
         None
     }

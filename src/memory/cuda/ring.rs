@@ -9,15 +9,15 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::sync::lock;
 use crate::base::{Error, Result};
-use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionRange, Stream, Users};
+use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionRange, Stream, StreamSet};
 
 use super::{Event, Gpu, Pinned};
 
 /// Alignment of pieces, in bytes.
-const PIECE: usize = 16;
+const PIECE_ALIGNMENT: usize = 16;
 
-/// The number of pieces in use from which on the driver is asked which are done.
-const LOOK_FROM: usize = 32;
+/// Finished pieces are reclaimed once this many are in use.
+const RECLAIM_THRESHOLD: usize = 32;
 
 /// A ring of page-locked memory with a twin on the device, handed out piece by piece.
 ///
@@ -31,20 +31,20 @@ pub struct Ring {
     /// `None` for a ring on the host only; its uploads need a target of their own.
     twin: Option<Region>,
     /// The streams that use the ring and its twin.
-    users: Arc<Users>,
-    pieces: Mutex<Pieces>,
+    users: Arc<StreamSet>,
+    pieces: Mutex<Allocations>,
 }
 
 #[derive(Debug, Default)]
-struct Pieces {
+struct Allocations {
     /// The offset of the next piece, if it fits.
     next: usize,
     /// Oldest first, contiguous except for a gap where the ring wrapped.
-    used: VecDeque<Piece>,
+    used: VecDeque<Allocation>,
 }
 
 #[derive(Debug)]
-struct Piece {
+struct Allocation {
     range: Range<usize>,
     /// The point after its work; `None` when that is unknown, and the piece is never reused.
     done: Option<Arc<Event>>,
@@ -52,7 +52,7 @@ struct Piece {
     is_held: bool,
 }
 
-impl Piece {
+impl Allocation {
     /// The point after which the piece can be reused, if there is one.
     fn free_after(&self) -> Option<&Arc<Event>> {
         self.done.as_ref().filter(|_| !self.is_held)
@@ -79,7 +79,7 @@ impl Ring {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than an address can name.
-    pub fn whole(bytes: usize) -> Result<usize> {
+    pub fn padded_size(bytes: usize) -> Result<usize> {
         bytes
             .checked_next_multiple_of(ALIGNMENT)
             .ok_or_else(|| Error::config(format!("a ring of {bytes} bytes is more than an address can name")))
@@ -90,23 +90,28 @@ impl Ring {
     /// # Errors
     /// The backends', when they have not enough.
     pub fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, bytes: usize) -> Result<Self> {
-        let users = Arc::<Users>::default();
-        let twin =
-            Region::with(Arc::clone(backend), Self::whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
+        let users = Arc::<StreamSet>::default();
+        let twin = Region::with(
+            Arc::clone(backend),
+            Self::padded_size(bytes)?,
+            Contents::Undefined,
+            Arc::clone(&users),
+        )?;
         Self::with_twin(gpu, bytes, Some(twin), users)
     }
 
-    /// A ring of `bytes` on the host only, for what kernels write to host memory.
     /// A ring of `bytes` on the host only, for kernels that write to host memory.
+    ///
     /// # Errors
     /// Same as [`Ring::new`].
     pub fn on_host(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         Self::with_twin(gpu, bytes, None, Arc::default())
     }
 
-    fn with_twin(gpu: &Arc<Gpu>, bytes: usize, twin: Option<Region>, users: Arc<Users>) -> Result<Self> {
+    fn with_twin(gpu: &Arc<Gpu>, bytes: usize, twin: Option<Region>, users: Arc<StreamSet>) -> Result<Self> {
         let pinned = Arc::new(Pinned::new(gpu));
-        let pinned = Region::with(pinned, Self::whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
+        let pinned =
+            Region::with(pinned, Self::padded_size(bytes)?, Contents::Undefined, Arc::clone(&users))?;
         Ok(Self { gpu: Arc::clone(gpu), pinned, twin, users, pieces: Mutex::default() })
     }
 
@@ -120,7 +125,8 @@ impl Ring {
     /// them.
     ///
     /// Returns the point after the copy and the work. The caller has checked that `stream` is not being
-    /// captured, with [`Ring::not_capturing`]: a graph would repeat the copy after the memory was reused.
+    /// captured, with [`Ring::check_not_capturing`]: a graph would repeat the copy after the memory was
+    /// reused.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they exceed the ring,
@@ -140,8 +146,8 @@ impl Ring {
             |start, bytes| twin.range(start, bytes),
             stream,
             |start| {
-                let ranges =
-                    places(arrays).map(|(offset, array)| twin.range(start + offset, size_of_val(array)));
+                let ranges = piece_offsets(arrays)
+                    .map(|(offset, array)| twin.range(start + offset, size_of_val(array)));
                 work(&ranges.collect::<Result<Vec<_>>>()?)
             },
         )
@@ -169,16 +175,16 @@ impl Ring {
         stream: Stream,
         work: impl FnOnce(usize) -> Result<()>,
     ) -> Result<Arc<Event>> {
-        let bytes = places(arrays).last().map_or(0, |(offset, array)| offset + size_of_val(array));
+        let bytes = piece_offsets(arrays).last().map_or(0, |(offset, array)| offset + size_of_val(array));
         let mut pieces = lock(&self.pieces);
-        let range = self.room(&mut pieces, bytes)?.ok_or_else(|| {
+        let range = self.wait_for_room(&mut pieces, bytes)?.ok_or_else(|| {
             Error::config(format!(
                 "{bytes} bytes of numbers from the host are more than the {} that cross at once; \
                  pass them in parts, or as tensors on the device",
                 self.capacity()
             ))
         })?;
-        for (offset, array) in places(arrays) {
+        for (offset, array) in piece_offsets(arrays) {
             self.pinned.write(range.start + offset, array)?;
         }
         let target = target(range.start, bytes)?;
@@ -193,7 +199,7 @@ impl Ring {
     /// A point to wait for before the next upload, when more than half of the ring is in use. Waiting for it
     /// beforehand, without the locks that [`Ring::upload`] is called under, avoids a wait there.
     #[must_use]
-    pub fn crowded(&self) -> Option<Arc<Event>> {
+    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
         let mut pieces = lock(&self.pieces);
         if self.in_use(&pieces) <= self.capacity() / 2 {
             return None;
@@ -205,7 +211,7 @@ impl Ring {
     }
 
     /// Bytes from the start of the oldest piece to the end of the newest.
-    fn in_use(&self, pieces: &Pieces) -> usize {
+    fn in_use(&self, pieces: &Allocations) -> usize {
         let Some(oldest) = pieces.used.front() else { return 0 };
         let from = oldest.range.start;
         if pieces.next > from { pieces.next - from } else { self.capacity() - from + pieces.next }
@@ -215,8 +221,8 @@ impl Ring {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while it is being captured.
-    pub fn not_capturing(&self, stream: Stream) -> Result<()> {
-        self.gpu.not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")
+    pub fn check_not_capturing(&self, stream: Stream) -> Result<()> {
+        self.gpu.check_not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")
     }
 
     /// Calls `work` with `bytes` bytes of host memory, to enqueue work that writes them. `None` when there is
@@ -233,7 +239,7 @@ impl Ring {
     ) -> Result<Option<Reply>> {
         let mut pieces = lock(&self.pieces);
         Self::reclaim(&mut pieces)?;
-        let Some(range) = self.free_room(&pieces, bytes) else { return Ok(None) };
+        let Some(range) = self.find_room(&pieces, bytes) else { return Ok(None) };
         let enqueued = self.pinned.range(range.start, bytes).and_then(work);
         let done = self.seal(&mut pieces, range.clone(), true, stream)?;
         let reply = Reply { range, done };
@@ -268,12 +274,12 @@ impl Ring {
     /// Marks `range` as used by what was enqueued on `stream` so far.
     fn seal(
         &self,
-        pieces: &mut Pieces,
+        pieces: &mut Allocations,
         range: Range<usize>,
         is_held: bool,
         stream: Stream,
     ) -> Result<Arc<Event>> {
-        self.users.note(stream);
+        self.users.record(stream);
         let done = match Event::record(&self.gpu, stream) {
             Ok(done) => Arc::new(done),
             Err(failure) => {
@@ -281,21 +287,21 @@ impl Ring {
                 // never reused.
                 if self.gpu.synchronize(stream).is_err() {
                     pieces.next = range.end;
-                    pieces.used.push_back(Piece { range, done: None, is_held: true });
+                    pieces.used.push_back(Allocation { range, done: None, is_held: true });
                 }
                 return Err(failure);
             }
         };
         pieces.next = range.end;
-        pieces.used.push_back(Piece { range, done: Some(Arc::clone(&done)), is_held });
+        pieces.used.push_back(Allocation { range, done: Some(Arc::clone(&done)), is_held });
         Ok(done)
     }
 
     /// Drops the oldest pieces that are no longer in use.
-    fn reclaim(pieces: &mut Pieces) -> Result<()> {
+    fn reclaim(pieces: &mut Allocations) -> Result<()> {
         while let Some(oldest) = pieces.used.front() {
             match oldest.free_after() {
-                Some(done) if done.passed()? => (),
+                Some(done) if done.has_passed()? => (),
                 _ => break,
             }
             pieces.used.pop_front();
@@ -304,16 +310,16 @@ impl Ring {
     }
 
     /// Finds room for `bytes`, and waits for the oldest pieces if necessary; `None` if the ring is too small.
-    fn room(&self, pieces: &mut Pieces, bytes: usize) -> Result<Option<Range<usize>>> {
-        if pieces.used.len() >= LOOK_FROM {
+    fn wait_for_room(&self, pieces: &mut Allocations, bytes: usize) -> Result<Option<Range<usize>>> {
+        if pieces.used.len() >= RECLAIM_THRESHOLD {
             Self::reclaim(pieces)?;
         }
         loop {
-            if let Some(range) = self.free_room(pieces, bytes) {
+            if let Some(range) = self.find_room(pieces, bytes) {
                 return Ok(Some(range));
             }
-            match pieces.used.front().and_then(Piece::free_after) {
-                Some(done) if done.passed()? => (),
+            match pieces.used.front().and_then(Allocation::free_after) {
+                Some(done) if done.has_passed()? => (),
                 Some(done) => done.wait()?,
                 None => return Ok(None),
             }
@@ -321,8 +327,8 @@ impl Ring {
         }
     }
 
-    fn free_room(&self, pieces: &Pieces, bytes: usize) -> Option<Range<usize>> {
-        let bytes = bytes.max(1).next_multiple_of(PIECE);
+    fn find_room(&self, pieces: &Allocations, bytes: usize) -> Option<Range<usize>> {
+        let bytes = bytes.max(1).next_multiple_of(PIECE_ALIGNMENT);
         let fits =
             |start: usize, end: usize| (bytes <= end.checked_sub(start)?).then(|| start..start + bytes);
         let Some(oldest) = pieces.used.front().map(|piece| piece.range.start) else {
@@ -338,10 +344,10 @@ impl Ring {
 }
 
 /// The offset of each of `arrays` in a piece.
-fn places<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &'a [T])> {
+fn piece_offsets<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &'a [T])> {
     let mut end = 0usize;
     arrays.iter().map(move |array| {
-        let offset = end.next_multiple_of(PIECE);
+        let offset = end.next_multiple_of(PIECE_ALIGNMENT);
         end = offset + size_of_val(*array);
         (offset, *array)
     })

@@ -156,8 +156,8 @@ impl PlannerState {
     }
 
     /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
-    pub(super) fn crowded(&self) -> Option<Arc<Event>> {
-        self.executor.crowded()
+    pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
+        self.executor.backpressure_event()
     }
 
     pub(super) fn extend(
@@ -358,7 +358,7 @@ impl PlannerState {
             self.requests.check_open(position, *growth, slots.slots())?;
         }
         let sizes = self.sizes(batch, padding, table)?;
-        table.not_capturing(stream)?;
+        table.check_not_capturing(stream)?;
         let page_size = slots.slots().page_size();
         let new_slots = || batch.iter().map(|growth| widen(growth.new_pages) * page_size).sum();
         if slots.must_land_before(new_slots) {
@@ -431,7 +431,7 @@ impl PlannerState {
                  it, which must have none"
             )));
         };
-        table.not_capturing(stream)?;
+        table.check_not_capturing(stream)?;
         claim.map_or(Ok(()), |claim| claim.check(slots))?;
         // The lease is of use only if it is still of the same prefix.
         let full = widen(self.requests.page_size().page(len));

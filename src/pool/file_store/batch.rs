@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::cache::PageHash;
 use crate::memory::HostRows;
 use crate::pool::StoreTransfer;
-use crate::transfer::wide;
+use crate::transfer::to_u64;
 
 /// The pages that a transfer moves, and the memory that they move to or from.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub(super) struct Batch {
 impl Batch {
     /// The place of a page in the order of use.
     pub(super) fn tick(&self, page: usize) -> u64 {
-        self.first_tick + wide(self.keys.len() - 1 - page)
+        self.first_tick + to_u64(self.keys.len() - 1 - page)
     }
 }
 

@@ -4,7 +4,7 @@
 
 use crate::base::{Error, Id, Result, id, widen};
 use crate::cache::{Digest, PageHash};
-use crate::transfer::{BLOCK, wide};
+use crate::transfer::{BLOCK, to_u64};
 
 /// Bytes of an entry. A block is a whole number of them, so that none lies in two.
 pub(super) const ENTRY_BYTES: usize = 64;
@@ -52,12 +52,12 @@ id!(
 
 /// The offset of a slot's entry in the index.
 pub(super) fn entry_offset(slot: FileSlot) -> u64 {
-    wide(ENTRIES + widen(slot.number()) * ENTRY_BYTES)
+    to_u64(ENTRIES + widen(slot.number()) * ENTRY_BYTES)
 }
 
 /// The offset of a slot's page.
 pub(super) fn page_offset(slot: FileSlot, slot_bytes: usize) -> u64 {
-    u64::from(slot.number()) * wide(slot_bytes)
+    u64::from(slot.number()) * to_u64(slot_bytes)
 }
 
 impl Record {
@@ -91,7 +91,7 @@ pub(super) fn header(digest: Digest, page_bytes: usize) -> [u8; ENTRIES] {
     let mut block = [0; ENTRIES];
     block[..8].copy_from_slice(MAGIC);
     block[8..12].copy_from_slice(&VERSION.to_le_bytes());
-    block[16..24].copy_from_slice(&wide(page_bytes).to_le_bytes());
+    block[16..24].copy_from_slice(&to_u64(page_bytes).to_le_bytes());
     let sum: [u8; 16] = first(digest(&[b"head", &block[..HEADER_SAYS]]));
     block[HEADER_SAYS..HEADER_BYTES].copy_from_slice(&sum);
     block
@@ -120,7 +120,7 @@ pub(super) fn check_header(digest: Digest, page_bytes: usize, block: &[u8], is_e
     }
     let sum: [u8; 16] = first(digest(&[b"head", &block[..HEADER_SAYS]]));
     let theirs = u64::from_le_bytes(*block[16..].first_chunk().expect("a header"));
-    if block[HEADER_SAYS..HEADER_BYTES] == sum && theirs != wide(page_bytes) {
+    if block[HEADER_SAYS..HEADER_BYTES] == sum && theirs != to_u64(page_bytes) {
         return Err(Error::config(format!("it has pages of {theirs} bytes, and page_bytes is {page_bytes}")));
     }
     Err(Error::config("the header of its file index is damaged"))

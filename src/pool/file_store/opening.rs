@@ -5,7 +5,7 @@ use std::io;
 
 use crate::base::{Error, Id, Result, widen};
 use crate::cache::Digest;
-use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, wide, write_whole};
+use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, to_u64, write_whole};
 
 use super::layout::{
     ENTRY_BYTES, FileSlot, Record, check_header, entry_offset, header, page_offset, page_sum,
@@ -91,7 +91,7 @@ impl Opening<'_> {
         let there = usize::try_from(index).unwrap_or(BLOCK).min(BLOCK);
         let mut block = vec![0; there];
         read_whole(self.disk, DiskFile::Index, &mut block, 0).map_err(|cause| failed(&cause))?;
-        if check_header(self.digest, self.page_bytes, &block, index <= wide(BLOCK) && pages == 0)? {
+        if check_header(self.digest, self.page_bytes, &block, index <= to_u64(BLOCK) && pages == 0)? {
             write_whole(self.disk, DiskFile::Index, &header(self.digest, self.page_bytes), 0)
                 .map_err(|cause| failed(&cause))?;
         }
@@ -102,11 +102,11 @@ impl Opening<'_> {
     fn read_index(&self) -> Result<(Vec<Page>, Vec<FileSlot>)> {
         let end = self.disk.bytes(DiskFile::Index).map_err(|cause| failed(&cause))?;
         let pages = self.disk.bytes(DiskFile::Pages).map_err(|cause| failed(&cause))?;
-        let whole = pages / wide(self.slot_bytes);
+        let whole = pages / to_u64(self.slot_bytes);
         let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), FileSlot::new(0));
         let mut piece = vec![0; PIECE];
         while slot.number() < u32::MAX && entry_offset(slot) < end {
-            let left = (end - entry_offset(slot)) / wide(ENTRY_BYTES);
+            let left = (end - entry_offset(slot)) / to_u64(ENTRY_BYTES);
             let entries =
                 usize::try_from(left).map_or(PIECE / ENTRY_BYTES, |left| left.min(PIECE / ENTRY_BYTES));
             if entries == 0 {
@@ -141,13 +141,15 @@ impl Opening<'_> {
         let mut damaged = 0;
         for (slot, record) in kept.iter_mut().filter(|(slot, _)| *slot >= end) {
             let from = page_offset(*slot, self.slot_bytes);
-            let is_read = read_whole(self.disk, DiskFile::Pages, bytes.get(), from).is_ok();
-            if !is_read || page_sum(self.digest, &record.key, &bytes.get()[..self.page_bytes]) != record.sum {
+            let is_read = read_whole(self.disk, DiskFile::Pages, bytes.as_mut_slice(), from).is_ok();
+            if !is_read
+                || page_sum(self.digest, &record.key, &bytes.as_mut_slice()[..self.page_bytes]) != record.sum
+            {
                 damaged += 1;
                 continue;
             }
             let to = free.next().expect("no more pages are kept than there are slots");
-            self.write(to, record, bytes.get()).map_err(|cause| failed(&cause))?;
+            self.write(to, record, bytes.as_mut_slice()).map_err(|cause| failed(&cause))?;
             *slot = to;
         }
         kept.retain(|(slot, _)| *slot < end);
@@ -196,7 +198,7 @@ mod tests {
             Ok(if file == DiskFile::Pages {
                 self.pages
             } else {
-                wide(self.index.lock().expect("no panic").len())
+                to_u64(self.index.lock().expect("no panic").len())
             })
         }
 

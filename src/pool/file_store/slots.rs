@@ -4,12 +4,12 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::base::{Id, push, widen};
 use crate::cache::{PageHash, RecencyList};
-use crate::transfer::wide;
+use crate::transfer::to_u64;
 
 use super::layout::{FileSlot, Record};
 
 /// The most slots of a store.
-pub(super) const MOST_SLOTS: usize = 0xffff_fff0;
+pub(super) const MAX_SLOTS: usize = 0xffff_fff0;
 
 /// Pages that are stored before a disk that was full is tried with one more.
 const PROBE: usize = 64;
@@ -122,7 +122,7 @@ impl Slots {
     /// one.
     pub(super) fn take_ticks(&mut self, count: usize) -> u64 {
         let first = self.next_tick;
-        self.next_tick += wide(count);
+        self.next_tick += to_u64(count);
         first
     }
 
@@ -139,7 +139,7 @@ impl Slots {
     pub(super) fn stale(&mut self, slot: FileSlot) -> Option<Record> {
         let lag = self.next_tick - self.place(slot).written_tick;
         let place = &mut self.places[widen(slot.number())];
-        let is_stale = place.usage == Use::Stored && lag > wide(self.count / 8);
+        let is_stale = place.usage == Use::Stored && lag > to_u64(self.count / 8);
         if is_stale {
             place.written_tick = place.record.tick;
         }

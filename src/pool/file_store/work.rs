@@ -4,7 +4,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 
-use crate::base::on_own_thread;
+use crate::base::mark_own_thread;
 use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
 
 use super::StoreCore;
@@ -32,7 +32,7 @@ impl Worker {
     }
 
     pub(super) fn run(mut self) {
-        on_own_thread();
+        mark_own_thread();
         while let Some(job) = self.next() {
             let work = AssertUnwindSafe(|| match job {
                 Job::Get(work) => self.get(work),
@@ -73,8 +73,8 @@ impl Worker {
         let record = *state.slots.record(slot);
         drop(state);
         let offset = page_offset(slot, shared.slot_bytes);
-        let read = read_whole(&*self.disk, DiskFile::Pages, self.bytes.get(), offset);
-        let page = &self.bytes.get()[..shared.config.page_bytes];
+        let read = read_whole(&*self.disk, DiskFile::Pages, self.bytes.as_mut_slice(), offset);
+        let page = &self.bytes.as_mut_slice()[..shared.config.page_bytes];
         let is_right = read.is_ok() && page_sum(shared.config.digest, &record.key, page) == record.sum;
         if is_right {
             let rows = &work.batch.rows;
@@ -105,8 +105,8 @@ impl Worker {
                     is_written = true;
                 }
             }
-            // It will be computed again, and then stored elsewhere. After a failed read its entry stays: a later
-            // process may have more luck.
+            // It will be computed again, and then stored elsewhere. After a failed read its entry stays: a
+            // later process may have more luck.
             if state.slots.record(slot).key == record.key && !state.slots.is_removed(slot) {
                 state.slots.remove(&record.key);
                 state.slots.release(slot);
@@ -124,10 +124,10 @@ impl Worker {
         let shared = Arc::clone(&self.shared);
         let pending = Pending { shared: &shared, work: &mut work };
         let (batch, at) = (Arc::clone(&pending.work.batch), pending.work.page);
-        let (row, rest) = self.bytes.get().split_at_mut(batch.rows.bytes_of(at));
+        let (row, rest) = self.bytes.as_mut_slice().split_at_mut(batch.rows.bytes_of(at));
         batch.rows.read(at, row);
         rest.fill(0);
-        let page = &self.bytes.get()[..shared.config.page_bytes];
+        let page = &self.bytes.as_mut_slice()[..shared.config.page_bytes];
         let key = batch.keys[at];
         let record = Record { key, sum: page_sum(shared.config.digest, &key, page), tick: batch.tick(at) };
         let mut state = shared.state();
@@ -137,7 +137,7 @@ impl Worker {
         };
         drop(state);
         let mut taken = Taken { shared: &shared, slot, is_stored: false };
-        match write_page(&*self.disk, self.bytes.get(), slot, &record, &shared) {
+        match write_page(&*self.disk, self.bytes.as_mut_slice(), slot, &record, &shared) {
             Ok(()) => {
                 let mut state = shared.state();
                 state.slots.store(slot, record, at.checked_sub(1).map(|before| &batch.keys[before]));

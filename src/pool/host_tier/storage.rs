@@ -8,7 +8,7 @@ use crate::base::sync::lock;
 use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
 use crate::cache::{Above, EntryId, Namespace, PageHash, Residency};
 use crate::index::Ticket;
-use crate::kernels::{LayerRows, PagePair, Pieces, Reach, piece_bytes};
+use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, piece_bytes};
 use crate::memory::{Backend, PageLocking, Region, Report};
 use crate::pool::{ChunkConfig, ChunkPool};
 
@@ -113,8 +113,8 @@ impl Storage {
         )?;
         let pieces =
             |reach| Pieces::new(Arc::clone(chunks.region()), reach, rows, page_size, chunks.stride(), count);
-        let in_place = chunks.is_locked().then(|| pieces(Reach::InPlace)).transpose()?;
-        let copied = pieces(Reach::Copied)?;
+        let in_place = chunks.is_locked().then(|| pieces(HostAccess::InPlace)).transpose()?;
+        let copied = pieces(HostAccess::Copied)?;
         let chunks = Arc::new(chunks);
         let locking = chunks.lock_pages();
         // The locking of a single step is done.

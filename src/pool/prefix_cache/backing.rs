@@ -171,7 +171,7 @@ impl StoreAccess {
     }
 
     /// Looks for pages of `tokens`, which go on behind the usable tokens of `continuation`, as long as
-    /// `goes_on` says so. Waits for the store.
+    /// `should_continue` says so. Waits for the store.
     ///
     /// # Errors
     /// The error of the store.
@@ -179,14 +179,14 @@ impl StoreAccess {
         &self,
         continuation: Continuation,
         tokens: &[i32],
-        goes_on: impl Fn() -> bool,
+        should_continue: impl Fn() -> bool,
     ) -> Result<Survey> {
         let Continuation { mut chain, usable, cached } = continuation;
         let page_size = self.tier.kv().config().page_size;
         let on_device = (cached - usable) / page_size;
         let (mut keys, mut missing) = (Vec::new(), Vec::new());
         for tokens in tokens.chunks(SURVEYED * page_size) {
-            if !goes_on() {
+            if !should_continue() {
                 return Ok(Survey::default());
             }
             let begin = keys.len();
@@ -277,7 +277,7 @@ impl Backing {
                     store_access.tier.note_unstored(count);
                 }
             };
-            if self.puts.run(put).is_err() {
+            if self.puts.submit(put).is_err() {
                 self.store_access.tier.note_unstored(count);
             }
         }
@@ -287,7 +287,7 @@ impl Backing {
     pub(super) fn finish(&self) {
         let (sender, given) = std::sync::mpsc::channel::<()>();
         // Without a thread nothing waits. When the job is done, or dropped, so is its end of the channel.
-        let _ = self.puts.run(move || drop(sender));
+        let _ = self.puts.submit(move || drop(sender));
         let _ = given.recv();
     }
 
@@ -295,7 +295,7 @@ impl Backing {
     pub(super) fn await_copy(&self, copy: &Arc<Transfer>, stream: Stream) {
         let (copy, cache_ref) = (Arc::clone(copy), Arc::clone(&self.cache_ref));
         // Without a thread, the next call of the cache completes it.
-        let _ = self.puts.run(move || {
+        let _ = self.puts.submit(move || {
             let _ = copy.wait();
             cache_ref.visit(|shared| {
                 if let Some(allocator) = shared.allocator.upgrade() {

@@ -90,12 +90,12 @@ impl Fetch {
     /// Begins to look for a prompt in the store, and to fetch the pages found.
     ///
     /// # Errors
-    /// See [`JobThread::run`](crate::transfer::JobThread::run).
+    /// See [`JobThread::submit`](crate::transfer::JobThread::submit).
     pub(super) fn begin(backing: &Backing, request: FetchRequest) -> Result<Self> {
         let progress = Arc::<FetchProgress>::default();
         let (store_access, cache_ref) = (Arc::clone(backing.store_access()), Arc::clone(backing.cache_ref()));
         let end = End(Arc::clone(&progress));
-        backing.fetches().run(move || {
+        backing.fetches().submit(move || {
             let courier = FetchJob { store_access, cache_ref, progress: &end.0, request: &request };
             // A store that fails has nothing more, and says so itself.
             let _ = courier.run();
@@ -200,13 +200,13 @@ impl Drop for Batch {
 }
 
 impl FetchJob<'_> {
-    fn goes_on(&self) -> bool {
+    fn should_continue(&self) -> bool {
         !lock(&self.progress.now).is_given_up
     }
 
     fn run(&self) -> Result<()> {
         let FetchRequest { tokens, continuation, .. } = self.request;
-        let survey = self.store_access.survey(continuation.clone(), tokens, || self.goes_on())?;
+        let survey = self.store_access.survey(continuation.clone(), tokens, || self.should_continue())?;
         let Survey { keys, missing, lacks_state } = &survey;
         let tier = self.store_access.tier();
         // Pieces that are there already must not be evicted for the others.
@@ -258,13 +258,13 @@ impl FetchJob<'_> {
         let mut left = keys.chunks((BATCH_BYTES / piece_bytes).max(1));
         let (mut batches, mut count, mut has_room) = (VecDeque::<Batch>::new(), 0, true);
         loop {
-            while has_room && batches.len() < BATCHES && self.goes_on() {
+            while has_room && batches.len() < BATCHES && self.should_continue() {
                 let Some(keys) = left.next() else { break };
                 has_room = self.ask(kind, keys, &mut batches)?;
             }
             let Some(batch) = batches.pop_front() else { return Ok(count) };
             while !batch.transfer.wait(SLICE)? {
-                if !self.goes_on() {
+                if !self.should_continue() {
                     return Ok(count);
                 }
             }

@@ -145,7 +145,7 @@ impl Lease {
             return Err(Error::config("the lease is of another prefix cache"));
         }
         self.with(stream, |_, cache, lease| {
-            lease.expect_arrived()?;
+            lease.check_arrived()?;
             work(cache, &lease.hold)
         })
     }
@@ -215,7 +215,7 @@ impl Lease {
         })?;
         // States come before the first layer.
         if let Some(load) = lock.load.as_ref().filter(|load| !load.has_arrived) {
-            load.shared.transfer().order(0, stream)?;
+            load.shared.transfer().make_stream_wait(0, stream)?;
         }
         let source = snapshot.map_or(Source::Zeros, |slot| Source::Slot(slot.into()));
         states.set_state(row, source, stream)

@@ -70,7 +70,7 @@ impl LeaseState {
     /// [`ErrorKind::Config`] with its tokens.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
-    pub(super) fn expect_arrived(&self) -> Result<()> {
+    pub(super) fn check_arrived(&self) -> Result<()> {
         self.load_in_flight().map_or(Ok(()), |load| {
             Err(Error::config(format!(
                 "{} tokens of the lease are on their way; wait for their last layer first",

@@ -121,9 +121,9 @@ impl Load {
     /// device, the calling thread. The host does not wait for a device.
     ///
     /// # Errors
-    /// See [`Transfer::order`].
+    /// See [`Transfer::make_stream_wait`].
     pub fn wait_layer(&self, layer: usize, stream: Stream) -> Result<()> {
-        self.copies.as_ref().map_or(Ok(()), |copies| copies.transfer.order(layer, stream))
+        self.copies.as_ref().map_or(Ok(()), |copies| copies.transfer.make_stream_wait(layer, stream))
     }
 
     /// Whether all layers have arrived. Then the cache has the pages, for other requests too.
@@ -205,7 +205,7 @@ impl Lease {
     /// changed, except that other prefixes may have been evicted for it.
     pub fn load(self: &Arc<Self>, limit: usize, stream: Stream) -> Result<Option<Load>> {
         if let Some(gpu) = self.allocator.gpu() {
-            gpu.not_capturing(stream, "a load, whose copies run beside it,")?;
+            gpu.check_not_capturing(stream, "a load, whose copies run beside it,")?;
         }
         // Dropped without locks.
         let loads = lock(&self.shared.state).shared_loads();
@@ -275,7 +275,7 @@ impl Lease {
         stream: Stream,
     ) -> Result<usize> {
         self.with(stream, |_, cache, lease| {
-            expect_idle(lease)?;
+            check_idle(lease)?;
             if lease.hold.len() != begin {
                 return Err(Error::config(format!(
                     "the lease changed from {begin} to {} tokens while it was to load",
@@ -301,7 +301,7 @@ impl Lease {
         stream: Stream,
     ) -> Result<LoadStart<'_>> {
         self.with(stream, |open, cache, lease| {
-            expect_idle(lease)?;
+            check_idle(lease)?;
             let nothing = || Ok(LoadStart::Done(Load::new(Weak::new(), None, 0)));
             let Some(tier) = cache.below.as_ref().map(|below| Arc::clone(&below.tier)) else {
                 return nothing();
@@ -365,7 +365,7 @@ impl Lease {
     /// Gives up the load in flight. Returns whether there was one.
     fn cancel_load(&self, stream: Stream) -> Result<bool> {
         let ended = self.with(stream, |open, cache, lease| {
-            if let (Err(_), Some(request)) = (lease.expect_arrived(), lease.request()) {
+            if let (Err(_), Some(request)) = (lease.check_arrived(), lease.request()) {
                 let text =
                     format!("the lease is that of request row {}, which uses the pages", request.row());
                 return Err(Error::config(text));
@@ -380,8 +380,8 @@ impl Lease {
 }
 
 /// Checks that a lease can load.
-fn expect_idle(lease: &LeaseState) -> Result<()> {
-    lease.expect_arrived()?;
+fn check_idle(lease: &LeaseState) -> Result<()> {
+    lease.check_arrived()?;
     lease.request().map_or(Ok(()), |request| {
         let text = format!("the lease is that of request row {} already; load before", request.row());
         Err(Error::config(text))

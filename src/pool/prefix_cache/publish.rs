@@ -94,7 +94,7 @@ impl Lease {
         };
         states.check_slot(row)?;
         let taken = self.with(stream, |_, cache, lease| {
-            lease.expect_arrived()?;
+            lease.check_arrived()?;
             let found = cache.tree.find(&lease.hold, &tokens)?;
             if !cache.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &cache.tree)) {
                 return Ok(None);
@@ -151,7 +151,7 @@ impl Lease {
         pages: Option<Vec<Page>>,
         planner: Option<&dyn LeaseKeeper>,
     ) -> Result<Published> {
-        lease.expect_arrived()?;
+        lease.check_arrived()?;
         let (begin, page_size) = (lease.hold.len(), cache.tree.page_size());
         let whole = in_whole_pages(tokens.count(), &cache.tree);
         let found = cache.tree.find(&lease.hold, tokens)?;

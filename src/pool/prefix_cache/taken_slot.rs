@@ -35,7 +35,7 @@ impl<'a> TakenSlot<'a> {
     ///
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub(super) fn make_ready(&self, stream: Stream) -> Result<()> {
-        self.reader.as_ref().map_or(Ok(()), |reader| reader.precede(stream))
+        self.reader.as_ref().map_or(Ok(()), |reader| reader.make_stream_wait_for_all(stream))
     }
 
     pub(super) fn slot(&self) -> StateSlot {

@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use crate::base::bounded::signed;
 use crate::base::{Id, IndexVec, RequestRow, Result};
 use crate::kernels::{Executor, IndexSpace, Indices, Numbers};
-use crate::memory::{Borrowed, Stream};
+use crate::memory::{BorrowedTensor, Stream};
 use crate::pool::mirror::{known_values, values_now};
 
 use super::{ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
@@ -14,7 +14,7 @@ use super::{ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
 /// An operand of a launch.
 enum Operand<'a> {
     List(Cow<'a, [i32]>),
-    Tensor(Borrowed<'a>),
+    Tensor(BorrowedTensor<'a>),
     Same(i64),
     From(usize),
 }
@@ -32,8 +32,8 @@ impl<'a> Operand<'a> {
         match self {
             Self::List(list) => Numbers::List(list),
             Self::Tensor(tensor) => Numbers::Tensor(tensor),
-            Self::Same(number) => Numbers::Same(*number),
-            Self::From(first) => Numbers::From(signed(*first)),
+            Self::Same(number) => Numbers::Constant(*number),
+            Self::From(first) => Numbers::Arange(signed(*first)),
         }
     }
 }
@@ -72,8 +72,8 @@ impl ReqToTokenPool {
         values: &Indices<'_>,
         stream: Stream,
     ) -> Result<()> {
-        self.not_capturing(stream)?;
-        self.executor.expect_here(&[values], stream)?;
+        self.check_not_capturing(stream)?;
+        self.executor.prepare_indices(&[values], stream)?;
         let values = &self.read_before(values, stream)?;
         let known = known(values).map(IndexVec::into_i32).transpose()?;
         let places = match index {
@@ -84,7 +84,7 @@ impl ReqToTokenPool {
                 TablePlaces { row: Operand::Same(row.into()), column: Operand::From(from), count, known }
             }
             TableIndex::Points { rows, columns } => {
-                self.executor.expect_here(&[rows, columns], stream)?;
+                self.executor.prepare_indices(&[rows, columns], stream)?;
                 as_many(rows.len(), columns.len())?;
                 self.places(&self.read_before(rows, stream)?, &self.read_before(columns, stream)?)?
             }
@@ -94,7 +94,7 @@ impl ReqToTokenPool {
             (Indices::Host(_), _, Some(&[only])) => Operand::Same(only.into()),
             (Indices::Host(_), _, known) => Operand::List(known.unwrap_or_default().into()),
             (Indices::Device { tensor, .. }, 1, _) => {
-                Operand::Tensor(tensor.repeated(places.count).unwrap_or(*tensor))
+                Operand::Tensor(tensor.expanded(places.count).unwrap_or(*tensor))
             }
             (Indices::Device { tensor, .. }, ..) => Operand::Tensor(*tensor),
         };

@@ -6,7 +6,7 @@ use crate::base::bounded::{int32, unsigned};
 use crate::base::{Device, Result, reserve};
 use crate::index::LastLoc;
 use crate::kernels::Indices;
-use crate::memory::Borrowed;
+use crate::memory::BorrowedTensor;
 use crate::pool::mirror::known_values;
 
 /// The last slots of the requests of a batch.
@@ -15,7 +15,7 @@ pub(in crate::pool) enum LastLocs<'a> {
     /// The slots are on the host.
     Known(Cow<'a, [i64]>),
     /// The slots are in a tensor on the device of the pool, whose values the host does not have.
-    OnDevice(&'a Borrowed<'a>),
+    OnDevice(&'a BorrowedTensor<'a>),
 }
 
 impl<'a> LastLocs<'a> {
@@ -25,7 +25,7 @@ impl<'a> LastLocs<'a> {
             Indices::Host(values) => values.as_i64().map(Self::Known),
             Indices::Device { tensor, version } => match known_values(tensor, *version) {
                 Some(values) => values.into_i64().map(|slots| Self::Known(slots.into())),
-                None => tensor.expect_on(device, "last_loc").map(|()| Self::OnDevice(tensor)),
+                None => tensor.check_on(device, "last_loc").map(|()| Self::OnDevice(tensor)),
             },
         }
     }

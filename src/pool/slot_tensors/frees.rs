@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::base::{Device, Error, IndexVec, Result};
 use crate::index::{BadFrees, FenceId, OnBadFree, SlotAllocator};
 use crate::kernels::{Indices, read_now};
-use crate::memory::{Borrowed, Event, Gpu, Keep, Stream};
+use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
 use crate::pool::deferred::{FreedAs, Part, Values, abandon, slots_of};
 use crate::pool::fences::{Fence, Fences};
 use crate::pool::mirror::known_values;
@@ -170,12 +170,12 @@ impl SlotTensors {
     /// Enqueues a copy of the values of `tensor`. Waits for them if there is no room for the copy.
     pub(super) fn fetch(
         &mut self,
-        (tensor, keep): (&Borrowed<'_>, impl FnOnce() -> Option<Keep>),
+        (tensor, keep): (&BorrowedTensor<'_>, impl FnOnce() -> Option<Keep>),
         stream: Stream,
     ) -> Result<Values> {
         let gpu = self.gpu_of(tensor.device())?;
         let at_once = fetched_at_once(&self.slots);
-        tensor.used_on(stream);
+        tensor.record_stream(stream);
         match self.deferred.fetch(&gpu, at_once, (tensor, keep), stream)? {
             None => read_now(&gpu, tensor, stream).map(Values::Known),
             Some(values) => Ok(values),

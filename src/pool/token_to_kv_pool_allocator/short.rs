@@ -103,7 +103,7 @@ impl TokenToKvPoolAllocator {
         let mut shortage = usize::MAX;
         loop {
             let mut slots = self.polled(stream)?;
-            if let Some(event) = slots.crowded() {
+            if let Some(event) = slots.backpressure_event() {
                 drop(slots);
                 blocking(|| event.wait())?;
                 continue;

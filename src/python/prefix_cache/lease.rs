@@ -32,7 +32,7 @@ impl Lease {
         self.cache.get().stream(py)
     }
 
-    fn offer(
+    fn publish_tokens(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
@@ -112,8 +112,8 @@ impl Lease {
         self.lease.len().is_err()
     }
 
-    /// Offers what the request has computed since: whole pages become the cache's, and the lease grows over
-    /// them. Costs what the new tokens cost. The partial page at the end stays the caller's.
+    /// Publishes what the request has computed since: whole pages become the cache's, and the lease grows over
+    /// them. The cost is proportional to the number of new tokens. The partial page at the end stays the caller's.
     ///
     /// What another request has published in between is not kept twice: the caller's slots of these pages are
     /// freed, and the request continues with those of the cache (`Published.slots`).
@@ -163,7 +163,7 @@ impl Lease {
             return Err(Error::config(text).into());
         }
         let _acting = self.cache.get().begin(py)?;
-        let published = self.offer(py, tokens, slots.as_ref(), state)?;
+        let published = self.publish_tokens(py, tokens, slots.as_ref(), state)?;
         let (lease, device) = (Arc::clone(&self.lease), self.cache.get().device);
         Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use kvpool::base::{DType, IndexVec};
 use kvpool::kernels::read_indices;
-use kvpool::memory::{Backend, Borrowed, Count, Host, Region};
+use kvpool::memory::{Backend, BorrowedTensor, CountingBackend, Host, Region};
 use kvpool::tensor::TensorView;
 use kvpool::tensor::dlpack::{
     Import, Legacy, RawDType, RawDevice, RawTensor, VERSION, Version, Versioned, borrow, dtype_of,
@@ -240,11 +240,11 @@ fn receive(source: &mut Source<'_>) {
 }
 
 /// Checks what is read from a tensor; a tensor that lies about its memory is only described.
-fn read(borrowed: &Borrowed<'_>, is_honest: bool, tensor: &RawTensor) {
+fn read(borrowed: &BorrowedTensor<'_>, is_honest: bool, tensor: &RawTensor) {
     let (shape, strides) = (borrowed.shape().as_slice(), borrowed.strides().as_slice());
     assert_eq!(i32::try_from(shape.len()), Ok(tensor.ndim));
     let count: i64 = shape.iter().product();
-    let _ = (borrowed.is_contiguous(), borrowed.repeated(3));
+    let _ = (borrowed.is_contiguous(), borrowed.expanded(3));
     if !is_honest {
         return;
     }
@@ -273,7 +273,7 @@ fn read(borrowed: &Borrowed<'_>, is_honest: bool, tensor: &RawTensor) {
 
 /// Exports and imports a tensor of ours; its memory is freed with the last owner.
 fn cross(source: &mut Source<'_>) {
-    let backend = Arc::new(Count::new(Arc::new(Host)));
+    let backend = Arc::new(CountingBackend::new(Arc::new(Host)));
     let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 4096).expect("memory"));
     let shape: Vec<usize> = (0..source.below(9)).map(|_| source.below(3)).collect();
     let (dtype, offset) = (source.of(&DTYPES), source.below(64));

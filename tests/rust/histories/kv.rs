@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvpool::base::{DType, Device, contiguous_strides};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Borrowed, Host, Region};
+use kvpool::memory::{BorrowedTensor, Host, Region};
 use kvpool::pool::{KvConfig, KvLayout, KvPool, Scales};
 
 use super::guarded::Guarded;
@@ -89,10 +89,10 @@ impl Values {
         Self { memory, shape, strides }
     }
 
-    fn borrow(&self, dtype: DType) -> Borrowed<'_> {
+    fn borrow(&self, dtype: DType) -> BorrowedTensor<'_> {
         let address = NonNull::new(self.memory.address()).expect("mapped");
         // SAFETY: `new` has made the memory long enough for the farthest element.
-        unsafe { Borrowed::new(address, dtype, Device::Cpu, dims(&self.shape), dims(&self.strides)) }
+        unsafe { BorrowedTensor::new(address, dtype, Device::Cpu, dims(&self.shape), dims(&self.strides)) }
     }
 
     /// The bytes of its rows, if it has `count` of them.

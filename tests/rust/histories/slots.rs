@@ -32,7 +32,7 @@ pub(super) struct Fences {
 struct Flag(AtomicBool);
 
 impl Fence for Flag {
-    fn passed(&self) -> Result<bool> {
+    fn has_passed(&self) -> Result<bool> {
         Ok(self.0.load(Relaxed))
     }
 }

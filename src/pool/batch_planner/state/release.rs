@@ -151,7 +151,7 @@ impl PlannerState {
                 }
             }
         }
-        table.not_capturing(stream)?;
+        table.check_not_capturing(stream)?;
         let given =
             self.give_back(Pools { slots, table }, resolved.into_iter().zip(std::iter::repeat(0)), release);
         self.retire_freed(table, stream);

@@ -17,23 +17,23 @@ use super::cuda::is_forked;
 /// Recording the same stream again costs one comparison.
 ///
 /// ```
-/// use kvpool::memory::{Stream, Users};
-/// let users = Users::default();
-/// users.note(Stream::DEFAULT);
-/// users.note(Stream::DEFAULT);
+/// use kvpool::memory::{Stream, StreamSet};
+/// let users = StreamSet::default();
+/// users.record(Stream::DEFAULT);
+/// users.record(Stream::DEFAULT);
 /// assert_eq!(users.streams(), [Stream::DEFAULT]);
 /// ```
 #[derive(Debug, Default)]
-pub struct Users {
+pub struct StreamSet {
     /// The handle of the last recorded stream, plus one; that stream is in `streams`. 0 for none.
     last: AtomicUsize,
     streams: Mutex<Vec<Stream>>,
 }
 
-impl Users {
+impl StreamSet {
     /// Records that work on `stream` uses the memory.
     #[inline]
-    pub fn note(&self, stream: Stream) {
+    pub fn record(&self, stream: Stream) {
         let mark = stream.handle().wrapping_add(1);
         if self.last.load(Relaxed) != mark {
             self.add(stream);
@@ -60,10 +60,10 @@ impl Users {
 }
 
 /// The memory of this process that devices can access, by its first address: its end, and its users.
-static REGIONS: RwLock<BTreeMap<usize, (usize, Arc<Users>)>> = RwLock::new(BTreeMap::new());
+static REGIONS: RwLock<BTreeMap<usize, (usize, Arc<StreamSet>)>> = RwLock::new(BTreeMap::new());
 
 /// Registers the users of memory, so that they are found by address, until [`unregister`].
-pub(super) fn register(addresses: &Range<usize>, users: &Arc<Users>) {
+pub(super) fn register(addresses: &Range<usize>, users: &Arc<StreamSet>) {
     let mut regions = REGIONS.write().unwrap_or_else(PoisonError::into_inner);
     regions.insert(addresses.start, (addresses.end, Arc::clone(users)));
 }
@@ -78,7 +78,7 @@ pub(super) fn unregister(start: usize) {
 }
 
 /// Calls `work` with the users of the memory at `address`, if they are registered.
-pub(super) fn with_users_at<R>(address: usize, work: impl FnOnce(&Arc<Users>) -> R) -> Option<R> {
+pub(super) fn with_streams_at<R>(address: usize, work: impl FnOnce(&Arc<StreamSet>) -> R) -> Option<R> {
     let regions = REGIONS.read().unwrap_or_else(PoisonError::into_inner);
     let found = regions.range(..=address).next_back().filter(|(_, (end, _))| address < *end);
     found.map(|(_, (_, users))| work(users))

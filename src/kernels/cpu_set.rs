@@ -7,10 +7,10 @@
 use std::os::unix::thread::JoinHandleExt;
 use std::thread::JoinHandle;
 
-/// Some of the processors of this machine.
-pub(super) struct Processors(libc::cpu_set_t);
+/// A set of CPUs of this machine.
+pub(super) struct CpuSet(libc::cpu_set_t);
 
-impl Processors {
+impl CpuSet {
     /// The processor of the calling thread, if the system says which.
     pub(super) fn current() -> Option<usize> {
         // SAFETY: it takes nothing and touches no memory of ours.
@@ -21,7 +21,7 @@ impl Processors {
     pub(super) fn without(processor: usize) -> Option<Self> {
         // SAFETY: all bits zero is a set: the empty one.
         let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-        // SAFETY: `set` has the size that is said.
+        // SAFETY: the size is that of `set`.
         let result = unsafe { libc::sched_getaffinity(0, size_of_val(&set), &raw mut set) };
         if result != 0 || processor >= 8 * size_of_val(&set) {
             return None;
@@ -33,9 +33,9 @@ impl Processors {
         (left > 0).then_some(Self(set))
     }
 
-    /// Lets a thread run on these alone. Without effect if the system refuses.
-    pub(super) fn confine(&self, thread: &JoinHandle<()>) {
-        // SAFETY: the handle keeps the id valid, also when the thread has ended, and the set has the size that is said.
+    /// Restricts a thread to these CPUs. Has no effect if the system refuses.
+    pub(super) fn set_affinity(&self, thread: &JoinHandle<()>) {
+        // SAFETY: the handle keeps the id valid, also when the thread has ended; the size is that of the set.
         unsafe {
             libc::pthread_setaffinity_np(thread.as_pthread_t(), size_of_val(&self.0), &raw const self.0)
         };
