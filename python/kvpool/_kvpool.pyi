@@ -932,9 +932,9 @@ class TokenToKVPoolAllocator(Pool):
         copied from a GPU.
         """
     def clear(self) -> None:
-        """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. What is
-        loaded to slots from a tier below a prefix cache has ended in the order of the current stream; without a GPU
-        it is waited for.
+        """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. Loads
+        from a tier below a prefix cache are over in the order of the current stream; without a GPU the call waits for
+        them.
         """
     def merge_and_sort_free(self) -> None:
         """Merges the freed slots into those that are handed out next. Waits for values that are being copied from
@@ -1025,8 +1025,8 @@ class ReqToTokenPool(Pool):
         device: Device of the table.
         padding_row: Whether row 0 is padding. `False` gives exactly `max_reqs` rows, numbered from 0.
         strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
-        zero_rows: Whether to zero what was written to a row when it is freed. If not, a row has the slots of
-            its earlier owners.
+        zero_rows: Whether to zero the written columns of a row when it is freed. If not, a row still has the
+            slots of its earlier owners.
         foreign_writes: Whether anything but this class writes the table, without `mark_modified`. Rows are then
             zeroed whole.
         debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
@@ -1069,7 +1069,7 @@ class ReqToTokenPool(Pool):
         """Maximum tokens per request: the number of columns."""
     @property
     def zero_rows(self) -> bool:
-        """Whether what was written to a row is zeroed when it is freed."""
+        """Whether the written columns of a row are zeroed when it is freed."""
     @property
     def foreign_writes(self) -> bool:
         """Whether anything but this class writes the table, without `mark_modified`."""
@@ -2302,13 +2302,13 @@ class PrefixCache(Pool):
         policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
             prefixes are evicted, never what other cached prefixes continue.
         tiers: The tiers below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
-            or another `Store`. `Lease.load` brings back from the first what is evicted, `fetch` brings there what the
-            second has.
+            or another `Store`. `Lease.load` loads evicted pages from the first, `fetch` copies pages from the
+            second to the first.
         model: Names, for a store, what the bytes of K and V depend on beside the tokens, the namespace and the shape of
             the pools: the model and its revision, and the part of it if there are several, such as a rank.
             Caches with the same name share pages. Needed with a store, and only then.
         max_pinned: The share of the allocator's capacity that `pin` may retain.
-        events: Whether to list what comes and goes for `events`.
+        events: Whether to record changes for `events`.
         name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
             name and a number, such as "PrefixCache-0".
 
@@ -2353,8 +2353,8 @@ class PrefixCache(Pool):
         namespace: Namespace = None,
         limit: SupportsIndex | None = None,
     ) -> Lease:
-        """Leases the longest cached prefix, in whole pages. Refreshes what it finds. A miss is a lease of length
-        0, through which the request publishes what it computes.
+        """Leases the longest cached prefix, in whole pages. The pages found count as used. A miss is a lease of
+        length 0, through which the request publishes what it computes.
 
         Args:
             tokens: Token ids of the prompt.
@@ -2436,9 +2436,9 @@ class PrefixCache(Pool):
     def explain(self, tokens: IndicesLike, namespace: Namespace = None) -> list[Segment]:
         """Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
 
-        What was evicted is remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
+        Evictions are remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
         and one where an eviction ended, so fewer tokens if pages go one by one. A look at every namespace makes
-        this a call for debugging. A store is asked, and waited for.
+        this a call for debugging. Waits for the store, if there is one.
 
         Args:
             tokens: As in `match`.
@@ -2608,8 +2608,9 @@ class Lease:
             StaleBufferError: As in `publish`.
         """
     def load(self, *, limit: SupportsIndex | None = None) -> Load | None:
-        """Brings back what the tiers below the device have behind the prefix. The lease has its slots from now on; what
-        uses a layer goes behind `Load.wait_layer`. What another request is loading is not loaded twice.
+        """Loads the pages that the tiers below the device have behind the prefix. The lease has their slots from now on;
+        call `Load.wait_layer` before the work that uses a layer. Pages that another request is loading are not loaded
+        twice.
 
         Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
         their way raises. On a GPU the copies run on a stream of their own, behind the work enqueued on the current
@@ -2679,8 +2680,8 @@ class PrefixTree:
 
     Args:
         allocator: The allocator of the slots, with `page_size` 1. With `None`, slots are plain ints of the
-            caller, and what is evicted is only listed; an insertion does not check then that slots differ,
-            only `verify` does.
+            caller, and evicted ones are only listed; then only `verify` checks that slots differ, not each
+            insertion.
         page_size: Tokens that are found together.
         policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
         name: The owner of cached slots in reports. Defaults to the class name and a number.
@@ -2890,7 +2891,7 @@ class Segment:
         """Seconds since its eviction, if it was evicted."""
     @property
     def idle_tokens(self) -> int | None:
-        """The age of what was evicted, if it was: the tokens looked up between its last use and its eviction."""
+        """The age of evicted pages: the tokens looked up between their last use and their eviction. `None` for others."""
     @property
     def namespace(self) -> Namespace:
         """The other namespace that has it."""
@@ -3232,7 +3233,7 @@ class Chunk:
             stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream.
 
         Returns:
-            A `ChunkCopy`, which tells when the copy is complete.
+            A `ChunkCopy`: `query` and `wait` say when the copy is complete.
 
         Raises:
             ConfigError: If `tensor` has more elements than the chunk.
@@ -3328,7 +3329,7 @@ class BufferPool(Pool):
             owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
 
         Returns:
-            A `Buffer`. Its contents are zeros if the memory is new, else whatever was last written there.
+            A `Buffer`. New memory is zeroed; reused memory has its last contents.
 
         Raises:
             ConfigError: If an extent is negative or the bytes overflow.
@@ -3534,7 +3535,8 @@ class _Workspace(Pool):
 
 @final
 class HostTier(Pool):
-    """Host memory below a `PrefixCache`: what is copied there comes back faster than it can be computed, by `Lease.load`.
+    """Host memory below a `PrefixCache`: pages that were copied there are loaded, by `Lease.load`, faster than
+    they can be computed.
 
     Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next. Copies run
     beside their callers, in either direction one after the other: on a thread or, for a pool on a GPU, on a stream of
@@ -3670,8 +3672,8 @@ class Load:
             RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
         """
     def cancel(self) -> None:
-        """Gives up what is not there yet: the lease is as long as before, and its slots are free when nothing is copied
-        there any more. Does nothing if all is there, or the lease was released.
+        """Gives up the load unless it is complete: the lease is as long as before, and its slots are free when their
+        copies are over. Does nothing if the load is complete, or the lease was released.
 
         Raises:
             ConfigError: If a planner has the lease: its request uses the slots.
@@ -3681,8 +3683,8 @@ class Load:
 class FileStore:
     """Pages by their keys in files on a local disk, for one process at a time.
 
-    What was stored is there after the process has ended, also after `SIGKILL` at any moment: a checksum covers the
-    key and the bytes of each page, and a page that is found is right to the byte. What is damaged is missing. The
+    Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes of each
+    page: a page that is found is right to the byte, and a damaged one is missing. The
     pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
     call the last are evicted first, as prefixes want it.
 
@@ -3691,7 +3693,7 @@ class FileStore:
     lost because one page could not be read or written, but for the page that made room.
 
     Nothing is flushed: after a power cut the last pages may be missing. Use as a context manager, or call `close`:
-    a store that is only dropped drops what is queued.
+    a store that is dropped without it drops the pages in its queue.
 
     Args:
         path: A directory, made if it is missing, with access for its owner only. It is locked by this process; a
@@ -3769,8 +3771,8 @@ class FileStore:
     def put(self, keys: KeysLike, pages: TensorLike, *, rows: IndicesLike | None = None) -> StoreTransfer:
         """Writes pages. Returns at once: pages for which the queue has no room are dropped and counted.
 
-        Do not change the memory before the transfer is done, which keeps it alive until then. Pages that are there
-        already, or on their way, are not written again.
+        Do not change the memory before the transfer is done, which keeps it alive until then. Pages that are
+        stored already, or being written, are not written again.
 
         Args:
             keys: As in `exists`.
@@ -3801,8 +3803,8 @@ class FileStore:
     def clear(self) -> int:
         """Removes all pages. Otherwise like `remove`."""
     def close(self) -> None:
-        """Completes what was put and got, without the GIL, and closes the files. Other calls raise from then on. May be
-        called again, also after an interrupt.
+        """Waits for the transfers in progress, without the GIL, and closes the files. Other calls raise from then on. May
+        be called again, also after an interrupt.
 
         Raises:
             RuntimeError: If the store belongs to the process that this one was forked from.
@@ -3870,7 +3872,9 @@ class Fetch:
 
     @property
     def length(self) -> int:
-        """Tokens that came from the store so far, in whole pages. `PrefixCache.match` tells what a request can load."""
+        """Tokens whose pages have arrived from the store, in whole pages. `PrefixCache.match` finds how many a request can
+        load.
+        """
     def query(self) -> bool:
         """Returns whether no more will come. Does not wait."""
     def wait(self, timeout: float | None = None) -> bool:

@@ -92,7 +92,7 @@ impl BufferPool {
     ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
-    ///     A `Buffer`. Its contents are zeros if the memory is new, else whatever was last written there.
+    ///     A `Buffer`. New memory is zeroed; reused memory has its last contents.
     ///
     /// Raises:
     ///     ConfigError: If an extent is negative or the bytes overflow.

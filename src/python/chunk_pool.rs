@@ -494,7 +494,7 @@ impl Chunk {
     ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream.
     ///
     /// Returns:
-    ///     A `ChunkCopy`, which tells when the copy is complete.
+    ///     A `ChunkCopy`: `query` and `wait` say when the copy is complete.
     ///
     /// Raises:
     ///     ConfigError: If `tensor` has more elements than the chunk.

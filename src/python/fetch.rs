@@ -16,7 +16,8 @@ pub(super) struct Fetch {
 
 #[pymethods]
 impl Fetch {
-    /// Tokens that came from the store so far, in whole pages. `PrefixCache.match` tells what a request can load.
+    /// Tokens whose pages have arrived from the store, in whole pages. `PrefixCache.match` finds how many a request can
+    /// load.
     #[getter]
     fn length(&self) -> usize {
         self.fetch.len()

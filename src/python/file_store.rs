@@ -18,8 +18,8 @@ use super::wait_in_slices;
 
 /// Pages by their keys in files on a local disk, for one process at a time.
 ///
-/// What was stored is there after the process has ended, also after `SIGKILL` at any moment: a checksum covers the
-/// key and the bytes of each page, and a page that is found is right to the byte. What is damaged is missing. The
+/// Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes of each
+/// page: a page that is found is right to the byte, and a damaged one is missing. The
 /// pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
 /// call the last are evicted first, as prefixes want it.
 ///
@@ -28,7 +28,7 @@ use super::wait_in_slices;
 /// lost because one page could not be read or written, but for the page that made room.
 ///
 /// Nothing is flushed: after a power cut the last pages may be missing. Use as a context manager, or call `close`:
-/// a store that is only dropped drops what is queued.
+/// a store that is dropped without it drops the pages in its queue.
 ///
 /// Args:
 ///     path: A directory, made if it is missing, with access for its owner only. It is locked by this process; a
@@ -127,8 +127,8 @@ impl FileStore {
 
     /// Writes pages. Returns at once: pages for which the queue has no room are dropped and counted.
     ///
-    /// Do not change the memory before the transfer is done, which keeps it alive until then. Pages that are there
-    /// already, or on their way, are not written again.
+    /// Do not change the memory before the transfer is done, which keeps it alive until then. Pages that are
+    /// stored already, or being written, are not written again.
     ///
     /// Args:
     ///     keys: As in `exists`.
@@ -180,8 +180,8 @@ impl FileStore {
         Ok(removed)
     }
 
-    /// Completes what was put and got, without the GIL, and closes the files. Other calls raise from then on. May be
-    /// called again, also after an interrupt.
+    /// Waits for the transfers in progress, without the GIL, and closes the files. Other calls raise from then on. May
+    /// be called again, also after an interrupt.
     ///
     /// Raises:
     ///     RuntimeError: If the store belongs to the process that this one was forked from.

@@ -20,7 +20,8 @@ use super::gdn_pool::GdnPool;
 use super::kv_pool::KvPool;
 use super::wait_in_slices;
 
-/// Host memory below a `PrefixCache`: what is copied there comes back faster than it can be computed, by `Lease.load`.
+/// Host memory below a `PrefixCache`: pages that were copied there are loaded, by `Lease.load`, faster than
+/// they can be computed.
 ///
 /// Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next. Copies run
 /// beside their callers, in either direction one after the other: on a thread or, for a pool on a GPU, on a stream of
@@ -230,8 +231,8 @@ impl Load {
         Ok(self.load.query(current_stream(py, self.device)?)?)
     }
 
-    /// Gives up what is not there yet: the lease is as long as before, and its slots are free when nothing is copied
-    /// there any more. Does nothing if all is there, or the lease was released.
+    /// Gives up the load unless it is complete: the lease is as long as before, and its slots are free when their
+    /// copies are over. Does nothing if the load is complete, or the lease was released.
     ///
     /// Raises:
     ///     ConfigError: If a planner has the lease: its request uses the slots.

@@ -62,13 +62,13 @@ pub(super) use lease::{Lease, Published};
 ///     policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
 ///         prefixes are evicted, never what other cached prefixes continue.
 ///     tiers: The tiers below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
-///         or another `Store`. `Lease.load` brings back from the first what is evicted, `fetch` brings there what the
-///         second has.
+///         or another `Store`. `Lease.load` loads evicted pages from the first, `fetch` copies pages from the
+///         second to the first.
 ///     model: Names, for a store, what the bytes of K and V depend on beside the tokens, the namespace and the shape of
 ///         the pools: the model and its revision, and the part of it if there are several, such as a rank.
 ///         Caches with the same name share pages. Needed with a store, and only then.
 ///     max_pinned: The share of the allocator's capacity that `pin` may retain.
-///     events: Whether to list what comes and goes for `events`.
+///     events: Whether to record changes for `events`.
 ///     name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
 ///         name and a number, such as "PrefixCache-0".
 ///
@@ -222,8 +222,8 @@ impl PrefixCache {
         Ok(BasePool::named(name, Debug::OFF, this))
     }
 
-    /// Leases the longest cached prefix, in whole pages. Refreshes what it finds. A miss is a lease of length
-    /// 0, through which the request publishes what it computes.
+    /// Leases the longest cached prefix, in whole pages. The pages found count as used. A miss is a lease of
+    /// length 0, through which the request publishes what it computes.
     ///
     /// Args:
     ///     tokens: Token ids of the prompt.
@@ -373,9 +373,9 @@ impl PrefixCache {
 
     /// Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
     ///
-    /// What was evicted is remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
+    /// Evictions are remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
     /// and one where an eviction ended, so fewer tokens if pages go one by one. A look at every namespace makes
-    /// this a call for debugging. A store is asked, and waited for.
+    /// this a call for debugging. Waits for the store, if there is one.
     ///
     /// Args:
     ///     tokens: As in `match`.

@@ -62,7 +62,7 @@ impl Segment {
         }
     }
 
-    /// The age of what was evicted, if it was: the tokens looked up between its last use and its eviction.
+    /// The age of evicted pages: the tokens looked up between their last use and their eviction. `None` for others.
     #[getter]
     const fn idle_tokens(&self) -> Option<u64> {
         match &self.0.location {

@@ -41,8 +41,8 @@ use super::tokens::with_tokens;
 ///
 /// Args:
 ///     allocator: The allocator of the slots, with `page_size` 1. With `None`, slots are plain ints of the
-///         caller, and what is evicted is only listed; an insertion does not check then that slots differ,
-///         only `verify` does.
+///         caller, and evicted ones are only listed; then only `verify` checks that slots differ, not each
+///         insertion.
 ///     page_size: Tokens that are found together.
 ///     policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
 ///     name: The owner of cached slots in reports. Defaults to the class name and a number.

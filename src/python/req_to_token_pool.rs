@@ -41,8 +41,8 @@ use super::{args, lock, with};
 ///     device: Device of the table.
 ///     padding_row: Whether row 0 is padding. `False` gives exactly `max_reqs` rows, numbered from 0.
 ///     strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
-///     zero_rows: Whether to zero what was written to a row when it is freed. If not, a row has the slots of
-///         its earlier owners.
+///     zero_rows: Whether to zero the written columns of a row when it is freed. If not, a row still has the
+///         slots of its earlier owners.
 ///     foreign_writes: Whether anything but this class writes the table, without `mark_modified`. Rows are then
 ///         zeroed whole.
 ///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
@@ -370,7 +370,7 @@ impl ReqToTokenPool {
         lock(&self.pool).padding_row()
     }
 
-    /// Whether what was written to a row is zeroed when it is freed.
+    /// Whether the written columns of a row are zeroed when it is freed.
     #[getter]
     fn zero_rows(&self) -> bool {
         lock(&self.pool).zero_rows()

@@ -544,9 +544,9 @@ impl TokenToKvPoolAllocator {
         Ok(self.pool.poll_available_size(self.debug_stream(py)?)?)
     }
 
-    /// Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. What is
-    /// loaded to slots from a tier below a prefix cache has ended in the order of the current stream; without a GPU
-    /// it is waited for.
+    /// Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. Loads
+    /// from a tier below a prefix cache are over in the order of the current stream; without a GPU the call waits for
+    /// them.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         self.pool.clear(current_stream(py, self.device)?);

@@ -187,8 +187,9 @@ impl Lease {
         Ok(())
     }
 
-    /// Brings back what the tiers below the device have behind the prefix. The lease has its slots from now on; what
-    /// uses a layer goes behind `Load.wait_layer`. What another request is loading is not loaded twice.
+    /// Loads the pages that the tiers below the device have behind the prefix. The lease has their slots from now on;
+    /// call `Load.wait_layer` before the work that uses a layer. Pages that another request is loading are not loaded
+    /// twice.
     ///
     /// Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
     /// their way raises. On a GPU the copies run on a stream of their own, behind the work enqueued on the current
