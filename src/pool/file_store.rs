@@ -498,7 +498,7 @@ fn check_counts(keys: &[PageHash], rows: &HostRows) -> Result<()> {
 }
 
 impl Store for FileStore {
-    fn most_bytes(&self) -> usize {
+    fn max_bytes(&self) -> usize {
         self.shared.config.page_bytes
     }
 

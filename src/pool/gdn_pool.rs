@@ -229,7 +229,7 @@ impl GdnPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist; nothing is zeroed.
-    /// An invalid index on a GPU is skipped, and [`GdnPool::fault`] reports it.
+    /// An invalid index on a GPU is skipped, and [`GdnPool::take_fault`] reports it.
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.zero_rows(&self.rows, indices, stream)
     }
@@ -275,7 +275,7 @@ impl GdnPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist: it was skipped.
-    pub fn fault(&self) -> Result<()> {
+    pub fn take_fault(&self) -> Result<()> {
         self.executor.take_fault()
     }
 

@@ -282,13 +282,13 @@ impl KvPool {
     /// Writes `k` and `v` to the rows that `indices` lists; negative indices are skipped.
     ///
     /// On a GPU it is one launch on `stream`, which checks the indices in device memory: see
-    /// [`KvPool::fault`].
+    /// [`KvPool::take_fault`].
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or scales that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist. Nothing is
-    /// written. See [`KvPool::fault`].
+    /// written. See [`KvPool::take_fault`].
     pub fn set_kv<'a>(
         &'a self,
         layer: usize,
@@ -316,18 +316,18 @@ impl KvPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist: it was skipped.
-    pub fn fault(&self) -> Result<()> {
+    pub fn take_fault(&self) -> Result<()> {
         self.executor.take_fault()
     }
 
-    /// [`KvPool::fault`] after waiting for every call on `stream` so far.
+    /// [`KvPool::take_fault`] after waiting for every call on `stream` so far.
     ///
     /// # Errors
-    /// See [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
+    /// See [`KvPool::take_fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
     /// failed.
     pub fn check(&self, stream: Stream) -> Result<()> {
         self.executor.synchronize(stream)?;
-        self.fault()
+        self.take_fault()
     }
 
     /// A scale that may divide values of this pool.
@@ -374,7 +374,7 @@ impl KvPool {
     /// # Errors
     /// See [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written. The row
-    /// of an invalid index on a GPU is zeroed, and [`KvPool::fault`] reports it.
+    /// of an invalid index on a GPU is zeroed, and [`KvPool::take_fault`] reports it.
     pub fn gather_kv_into(
         &self,
         layer: usize,

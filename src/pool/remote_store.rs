@@ -204,7 +204,7 @@ impl CallQueues {
 }
 
 impl Store for RemoteStore {
-    fn most_bytes(&self) -> usize {
+    fn max_bytes(&self) -> usize {
         usize::MAX
     }
 

@@ -372,7 +372,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32: it was skipped.
-    pub fn fault(&self) -> Result<()> {
+    pub fn take_fault(&self) -> Result<()> {
         self.executor.take_fault()
     }
 
@@ -384,10 +384,10 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the numbers of values and places differ.
     /// Nothing is written. Invalid places that only the device knows are skipped, and
-    /// [`ReqToTokenPool::fault`] reports them.
+    /// [`ReqToTokenPool::take_fault`] reports them.
     pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
         if self.executor.gpu().is_some() {
-            self.fault()?;
+            self.take_fault()?;
             return self.write_on_device(index, values, stream);
         }
         let values = values.on_host()?.as_i32()?;
@@ -531,7 +531,7 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when a length or `out` does not fit,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in
     /// `out`. Nothing is written. Invalid arguments that only the device knows are skipped, and
-    /// [`ReqToTokenPool::fault`] reports them.
+    /// [`ReqToTokenPool::take_fault`] reports them.
     pub fn build_kv_indices(
         &self,
         rows: &Indices<'_>,

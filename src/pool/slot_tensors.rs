@@ -293,7 +293,7 @@ impl SlotTensors {
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
-        self.stage.as_ref().map_or(Ok(()), Stage::fault)?;
+        self.stage.as_ref().map_or(Ok(()), Stage::take_fault)?;
         match self.dtype_on_host() {
             IndexDType::I32 => self.extend::<i32>(lens, last_loc, stream),
             IndexDType::I64 => self.extend::<i64>(lens, last_loc, stream),
@@ -307,7 +307,7 @@ impl SlotTensors {
         last_loc: &LastLocs<'_>,
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
-        if self.must_land_before(|| lens.most_slots(self.slots.page_size())) {
+        if self.must_land_before(|| lens.max_slots(self.slots.page_size())) {
             return Ok(Err(Short::InFlight));
         }
         let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc.of_index())? else {

@@ -243,7 +243,7 @@ impl Stage {
     }
 
     /// Reports, once, a last slot of an earlier [`Self::complete`] that does not end its request.
-    pub(super) fn fault(&self) -> Result<()> {
+    pub(super) fn take_fault(&self) -> Result<()> {
         self.completer.take_fault()
     }
 

@@ -15,7 +15,7 @@ use crate::memory::HostRows;
 /// damaged or given up is missing. Calls may come from any thread.
 pub trait Store: fmt::Debug + Send + Sync {
     /// Bytes of the largest piece that it takes.
-    fn most_bytes(&self) -> usize;
+    fn max_bytes(&self) -> usize;
 
     /// Finds which of the keys are there. May wait for other machines; the caller holds no locks.
     ///

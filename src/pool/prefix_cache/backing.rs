@@ -244,7 +244,7 @@ impl Backing {
     ) -> Result<Self> {
         // One that is closed already says so.
         store.find(&[])?;
-        let names = |kind| Names::new(tier, kind, store.most_bytes(), (model, digest));
+        let names = |kind| Names::new(tier, kind, store.max_bytes(), (model, digest));
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
         let store_access = Arc::new(StoreAccess { tier: Arc::clone(tier), store, pages, states });
         let [puts, fetches] = ["kvpool-put", "kvpool-fetch"].map(JobThread::new);

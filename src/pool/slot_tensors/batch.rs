@@ -49,7 +49,7 @@ pub(in crate::pool) struct BatchLens<'a> {
 
 impl BatchLens<'_> {
     /// Slots that the requests take at most. The lengths may be invalid.
-    pub(super) fn most_slots(self, page_size: usize) -> usize {
+    pub(super) fn max_slots(self, page_size: usize) -> usize {
         let grown = self.prefix.iter().zip(self.seq).filter_map(|(prefix, seq)| seq.checked_sub(*prefix));
         let tokens = grown.filter_map(|tokens| usize::try_from(tokens).ok());
         tokens.fold(0, |slots: usize, tokens| slots.saturating_add(tokens).saturating_add(page_size))
