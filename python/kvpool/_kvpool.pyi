@@ -1825,7 +1825,8 @@ class HybridTree:
             namespace: See there.
 
         Raises:
-            ConfigError: If no insertion is going on.
+            ConfigError: If no insertion is going on, it has failed, the node that it has reached was
+                evicted since, or it began with other tokens or in another namespace.
         """
     def is_inserting(
         self,

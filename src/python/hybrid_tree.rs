@@ -236,7 +236,8 @@ impl HybridTree {
     ///     namespace: See there.
     ///
     /// Raises:
-    ///     ConfigError: If no insertion is going on.
+    ///     ConfigError: If no insertion is going on, it has failed, the node that it has reached was
+    ///         evicted since, or it began with other tokens or in another namespace.
     #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None))]
     fn advance(
         &self,

@@ -1,12 +1,12 @@
 //! The hybrid tree by its public calls.
 
 use kvpool::base::{EngineSlot, Id};
-use kvpool::cache::Namespace;
 use kvpool::cache::engines::hybrid::{
     Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
     PageDigest, Part, Receipt, Sizes, Skipped, StateConfig, StateRelease, Victim, WindowConfig,
     WindowRelease,
 };
+use kvpool::cache::{Namespace, NodeHandle};
 
 /// Values of the slots `begin..`, one a token.
 fn slots(begin: u32, count: usize) -> Vec<EngineSlot> {
@@ -311,6 +311,66 @@ fn an_insertion_that_fails_leaves_the_order_as_it_is() {
     assert_eq!(tree.end_insertion(), []);
     assert_eq!(tree.fault(), None);
     assert_eq!(tree.evict_full(2).full, at([10, 11]));
+}
+
+#[test]
+fn an_insertion_that_fails_leaves_no_namespace() {
+    let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..windows(2) });
+    let name = Namespace::Number(7);
+    let (tokens, values): (&[i64], &[EngineSlot]) = (&[1, 2], &at([20, 21]));
+    let insert = Insert { window_freed: 1, ..Insert::default() };
+    assert!(tree.begin(&name, &tokens, &values, insert).is_err());
+    assert_eq!(tree.end_insertion(), []);
+    assert_eq!(tree.fault(), None);
+}
+
+/// A prompt whose first tokens have lost their window, so that its insertion waits for one, and its slots.
+fn waiting(tree: &mut HybridTree, name: &Namespace) -> ([i64; 3], [EngineSlot; 3], NodeHandle) {
+    let (tokens, values) = ([1, 2, 3], at([20, 21, 22]));
+    let insert = Insert { window_freed: 2, ..Insert::default() };
+    let lost = tree.begin(name, &&tokens[..2], &&at([10, 11])[..], insert).unwrap();
+    let node = lost.result.unwrap().node;
+    let step = tree.begin(name, &&tokens[..], &&values[..], Insert::default()).unwrap();
+    assert_eq!((step.result, step.acts.len()), (None, 2));
+    (tokens, values, node)
+}
+
+#[test]
+fn an_insertion_ends_when_its_node_is_evicted() {
+    let mut tree = HybridTree::new(windows(2));
+    let name = Namespace::Number(7);
+    let (tokens, values, node) = waiting(&mut tree, &name);
+    assert_eq!(tree.evict_leaf(node).unwrap().unwrap().full, at([20, 21]));
+    for _ in 0..2 {
+        let error = tree.advance(&name, &&tokens[..], &&values[..]).unwrap_err();
+        assert!(error.to_string().contains("was evicted"), "{error}");
+    }
+    assert!(tree.is_inserting());
+    assert_eq!(tree.end_insertion(), []);
+    assert_eq!((tree.fault(), tree.handles()), (None, vec![tree.root()]));
+}
+
+#[test]
+fn an_insertion_goes_on_with_the_same_tokens() {
+    let mut tree = HybridTree::new(windows(2));
+    let name = Namespace::Number(7);
+    let (tokens, values, _) = waiting(&mut tree, &name);
+    assert!(tree.advance(&Namespace::Unnamed, &&tokens[..], &&values[..]).is_err());
+    assert!(tree.advance(&name, &&tokens[..2], &&values[..]).is_err());
+    let step = tree.advance(&name, &&tokens[..], &&values[..]).unwrap();
+    assert_eq!(step.added.map(|added| added.tokens), Some(2..3));
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
+fn an_insertion_that_failed_does_not_go_on() {
+    let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..windows(2) });
+    let (tokens, values): (&[i64], &[EngineSlot]) = (&[1, 2], &at([20, 21]));
+    let insert = Insert { window_freed: 1, ..Insert::default() };
+    assert!(tree.begin(&Namespace::Unnamed, &tokens, &values, insert).is_err());
+    let error = tree.advance(&Namespace::Unnamed, &tokens, &values).unwrap_err();
+    assert!(error.to_string().contains("has failed"), "{error}");
+    assert!(tree.is_inserting());
 }
 
 #[test]

@@ -25,18 +25,19 @@ mod find;
 mod insert;
 mod lists;
 mod lock;
+mod namespaces;
 mod order;
 mod report;
 mod run;
 
-use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{EngineSlot, Id, Result, widen};
 
 use crate::cache::tree::Edges;
-use crate::cache::{Namespace, NodeHandle, NodeId};
+use crate::cache::{NodeHandle, NodeId};
 use lists::{List, ListLink};
+use namespaces::{NamespaceId, Namespaces};
 use order::{EvictionRank, Queue};
 
 pub use evict::{Frees, Removed, Victim};
@@ -177,15 +178,6 @@ impl Moment {
     }
 }
 
-/// A namespace that nodes have, by number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct NamespaceId(u32);
-
-impl NamespaceId {
-    /// The number of [`Namespace::Unnamed`].
-    const UNNAMED: Self = Self(0);
-}
-
 /// A run of tokens that one prompt after another used as a whole.
 #[derive(Debug)]
 struct Node {
@@ -297,10 +289,7 @@ pub struct HybridTree {
     /// The numbers of nodes that are gone.
     vacant: Vec<NodeId>,
     edges: Edges,
-    /// The numbers of namespaces, and how many children of the root have each.
-    namespaces: HashMap<Namespace, NamespaceId>,
-    names: HashMap<NamespaceId, (Namespace, usize)>,
-    next_namespace: u32,
+    namespaces: Namespaces,
     next_place: u64,
     next_boundary: u64,
     /// The secrets, random: callers cannot choose tokens that collide.
@@ -311,7 +300,7 @@ pub struct HybridTree {
     lists: [List; 2],
     queue: Queue,
     walks: evict::Walks,
-    insertion: Option<insert::Insertion>,
+    insertion: Option<insert::Pending>,
 }
 
 const ROOT: NodeId = NodeId::FIRST;
@@ -331,9 +320,7 @@ impl HybridTree {
             generations: Vec::new(),
             vacant: Vec::new(),
             edges: Edges::new(&hasher),
-            namespaces: HashMap::new(),
-            names: HashMap::new(),
-            next_namespace: 1,
+            namespaces: Namespaces::default(),
             next_place: 0,
             next_boundary: 1,
             secrets: [3_u64, 4, 5].map(|number| hasher.hash_one(number) | 1),
@@ -363,7 +350,6 @@ impl HybridTree {
         self.vacant.clear();
         self.edges.clear();
         self.namespaces.clear();
-        self.names.clear();
         self.sizes = [Sizes::default(); 3];
         self.lists = [List::default(), List::default()];
         self.queue = Queue::default();
@@ -468,27 +454,6 @@ impl HybridTree {
         std::iter::successors(Some(id), |&id| Some(self.node(id).parent)).take_while(|&id| id != ROOT)
     }
 
-    /// The number of a namespace, if a node has it.
-    fn namespace(&self, name: &Namespace) -> Option<NamespaceId> {
-        // The usual one costs no look-up.
-        if *name == Namespace::Unnamed {
-            Some(NamespaceId::UNNAMED)
-        } else {
-            self.namespaces.get(name).copied()
-        }
-    }
-
-    fn namespace_or_new(&mut self, name: &Namespace) -> NamespaceId {
-        if let Some(number) = self.namespace(name) {
-            return number;
-        }
-        let number = NamespaceId(self.next_namespace);
-        self.next_namespace += 1;
-        self.namespaces.insert(name.clone(), number);
-        self.names.insert(number, (name.clone(), 0));
-        number
-    }
-
     /// The fingerprint of a first page.
     fn fingerprint(&self, namespace: NamespaceId, page: &[i64]) -> u32 {
         let [plus, times, other] = self.secrets;
@@ -497,7 +462,7 @@ impl HybridTree {
             u64::try_from(product & u128::from(u64::MAX)).expect("64 bits")
                 ^ u64::try_from(product >> 64).expect("64 bits")
         };
-        let mut hash = plus ^ u64::from(namespace.0);
+        let mut hash = plus ^ u64::from(namespace.number());
         let mut pairs = page.chunks_exact(2);
         for pair in &mut pairs {
             hash = fold(hash ^ pair[0].cast_unsigned(), times ^ pair[1].cast_unsigned());
@@ -536,10 +501,8 @@ impl HybridTree {
         self.edges.insert(parent, fingerprint, id);
         self.node_mut(id).fingerprint = fingerprint;
         self.node_mut(parent).children += 1;
-        if parent == ROOT
-            && let Some((_, count)) = self.names.get_mut(&namespace)
-        {
-            *count += 1;
+        if parent == ROOT {
+            self.namespaces.add_child(namespace);
         }
     }
 
@@ -547,14 +510,8 @@ impl HybridTree {
     fn unlink(&mut self, id: NodeId) {
         let Node { parent, fingerprint, namespace, .. } = *self.node(id);
         self.node_mut(parent).children -= 1;
-        if parent == ROOT
-            && let Some((_, count)) = self.names.get_mut(&namespace)
-        {
-            *count -= 1;
-            if *count == 0 {
-                let (name, _) = self.names.remove(&namespace).expect("it was found just now");
-                self.namespaces.remove(&name);
-            }
+        if parent == ROOT {
+            self.namespaces.remove_child(namespace);
         }
         self.edges.remove(parent, fingerprint, id);
     }
@@ -564,7 +521,6 @@ impl HybridTree {
         let used = self.tick();
         let created = self.node(id).created;
         let place = self.node(id).place;
-        // The names of a namespace outlive the moment between the two links.
         let before = self.add(Node { place, used, created, ..Node::new() });
         let pages = len / self.config.page_size;
         let node = self.node_mut(id);

@@ -71,6 +71,8 @@ struct Going {
     /// Freed by the tree, which is about to say what replaces them.
     old: Vec<EngineSlot>,
     state: Vec<EngineSlot>,
+    /// Whether the node that it had reached was evicted between two steps.
+    is_evicted: bool,
 }
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -290,8 +292,9 @@ impl Hybrid {
         };
         let reaches_branch = has_window && whole > 0 && insert.branch.is_some_and(|at| tokens.len() >= at);
         let own = row[found..].iter().copied().collect();
-        let mut going = Going { key: (name, tokens.clone()), row, own, old: Vec::new(), state };
-        let result = self.carry_out(&mut going, &insert, source.flip());
+        let mut going =
+            Going { key: (name, tokens.clone()), row, own, old: Vec::new(), state, is_evicted: false };
+        let result = self.carry_out(source, &mut going, &insert);
         assert!(!self.tree.is_inserting());
         if let Some(result) = &result {
             assert_eq!((result.found, result.had_state), (cached, had_state));
@@ -303,7 +306,7 @@ impl Hybrid {
             assert!(going.own.iter().eq(&going.row[whole..]), "the rest is the tree's or free");
             self.note_state(&mut going, whole);
         } else {
-            assert!(!window_freed.is_multiple_of(page_size));
+            assert!(going.is_evicted || !window_freed.is_multiple_of(page_size));
         }
         for slot in going.own {
             self.windows.remove(&slot);
@@ -311,16 +314,25 @@ impl Hybrid {
     }
 
     /// Inserts, step by step, and does what the steps ask for. `None` if the tree has refused to go on.
-    fn carry_out(&mut self, going: &mut Going, insert: &Insert, names: bool) -> Option<InsertResult> {
+    fn carry_out(
+        &mut self,
+        source: &mut Source<'_>,
+        going: &mut Going,
+        insert: &Insert,
+    ) -> Option<InsertResult> {
+        let names = source.flip();
         let (name, (tokens, row)) = (namespace(going.key.0), (going.key.1.clone(), going.row.clone()));
         let mut step = self.tree.begin(&name, &tokens.as_slice(), &row.as_slice(), insert.clone());
         loop {
             let Ok(Step { acts, result, added }) = step else {
+                let again = self.tree.advance(&name, &tokens.as_slice(), &row.as_slice());
+                agree(again, false);
                 for act in self.tree.end_insertion() {
                     self.act(act, going);
                 }
                 return None;
             };
+            assert!(!going.is_evicted, "an insertion does not go on behind a node that is gone");
             if let Some(added) = added {
                 assert!(self.adopt(going, added.tokens.start, &row[added.tokens.clone()]).is_empty());
                 if names {
@@ -330,14 +342,34 @@ impl Hybrid {
             let is_free =
                 |act: &Action| matches!(act, Action::Free(_) | Action::FreeFull(_) | Action::FreeOld(_));
             assert_eq!(result.is_some(), acts.iter().all(is_free), "it goes on when that is done");
+            let reached = acts.iter().rev().find_map(|act| match act {
+                Action::Rebuild { node, .. } | Action::Recover { node, .. } | Action::EvictExcess(node) => {
+                    Some(*node)
+                }
+                Action::Free(_) | Action::FreeFull(_) | Action::FreeOld(_) => None,
+            });
             for act in acts {
                 self.act(act, going);
             }
             if result.is_some() {
                 return result;
             }
+            if source.rarely(8) {
+                self.evict_reached(reached.expect("an action of the step names its node"), going);
+            }
             agree(self.tree.begin(&name, &tokens.as_slice(), &row.as_slice(), insert.clone()), false);
             step = self.tree.advance(&name, &tokens.as_slice(), &row.as_slice());
+        }
+    }
+
+    /// Evicts the node that an insertion has reached, if it is a leaf without locks.
+    fn evict_reached(&mut self, node: NodeHandle, going: &mut Going) {
+        if self.tree.value(node, Part::State).is_some_and(|state| state == going.state) {
+            self.note_state(going, going.key.1.len() / self.config.page_size * self.config.page_size);
+        }
+        if let Some(frees) = self.tree.evict_leaf(node).expect("a node") {
+            self.apply(frees);
+            going.is_evicted = true;
         }
     }
 

@@ -191,7 +191,8 @@ impl HybridTree {
         }
         let hashes = std::mem::take(&mut self.node_mut(id).hashes);
         if !hashes.is_empty() {
-            frees.removed.push(Removed { name: self.name_of(id), hashes });
+            let name = self.namespaces.name(self.node(id).namespace);
+            frees.removed.push(Removed { name, hashes });
         }
         self.remove(id);
     }

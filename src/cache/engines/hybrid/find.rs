@@ -81,7 +81,7 @@ impl HybridTree {
         mut see: impl FnMut(NodeId, usize, usize),
     ) -> WalkEnd {
         let mut way = WalkEnd { node: ROOT, len: 0, part_of: None };
-        let Some(namespace) = self.namespace(name) else { return way };
+        let Some(namespace) = self.namespaces.number(name) else { return way };
         let limit = self.whole_pages(keys);
         let mut page = Vec::with_capacity(self.config.page_size);
         while way.len < limit.min(end) {

@@ -127,14 +127,30 @@ enum Phase {
     Tail,
 }
 
+/// An insertion between two calls.
+#[derive(Debug)]
+pub(super) enum Pending {
+    /// It goes on with [`HybridTree::advance`].
+    Waiting(Box<Insertion>),
+    /// It cannot go on. The actions are those of the failed step that the engine is to take all the same.
+    Failed(Vec<Action>),
+}
+
 /// An insertion that is going on.
 #[derive(Debug)]
 pub(super) struct Insertion {
     phase: Phase,
     insert: Insert,
-    /// The node that the walk has reached.
+    namespace: NamespaceId,
+    /// Tokens to insert, in whole pages.
+    limit: usize,
+    /// The node that the insertion has reached, while a step is taken.
     node: NodeId,
+    /// The name of that node between two steps, when the engine may evict it.
+    reached: NodeHandle,
+    /// Tokens up to the end of that node.
     len: usize,
+    /// Whether tokens were added behind those that were there.
     is_new: bool,
     result: InsertResult,
     /// The actions that were not handed out yet.
@@ -143,14 +159,23 @@ pub(super) struct Insertion {
     added: Option<Added>,
 }
 
+impl Insertion {
+    /// Adds an action for slots that are there twice, if there are any.
+    fn free(&mut self, slots: Range, action: impl FnOnce(Range) -> Action) {
+        if !slots.is_empty() {
+            self.acts.push(action(slots));
+        }
+    }
+}
+
 impl HybridTree {
     /// Inserts the whole pages of `keys` with their `slots`, up to the first step that the engine must act
     /// on.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) while another insertion is going on, and without
-    /// a state where nodes have states; the error of `slots`. After an error in a later step the tokens
-    /// walked over are there, and the rest is not.
+    /// a state where nodes have states; the error of `slots`. An insertion that has failed is to be ended with
+    /// [`HybridTree::end_insertion`]. Tokens that earlier steps have added stay, and no others are added.
     pub fn begin(
         &mut self,
         name: &Namespace,
@@ -177,56 +202,96 @@ impl HybridTree {
         if limit == 0 {
             return Ok(Step { acts: Vec::new(), result: Some(result), added: None });
         }
-        self.insertion = Some(Insertion {
+        let walk = Box::new(Insertion {
             phase: Phase::Walk,
             insert,
+            namespace: self.namespaces.number_or_new(name),
+            limit,
             node: ROOT,
+            reached: self.root(),
             len: 0,
             is_new: false,
             result,
             acts: Vec::new(),
             added: None,
         });
-        self.advance(name, keys, slots)
+        self.take_step(walk, keys, slots)
     }
 
-    /// Goes on with an insertion of the same tokens and slots, after what the step before asked for is done.
+    /// Goes on with an insertion of the same tokens and slots, when the actions of the step before are taken.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) without an insertion that is going on; as
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) without an insertion that is going on, after one
+    /// that has failed, for other tokens than those that it began with, and if the node that it has reached
+    /// was evicted since the step before; nothing is changed. The error of `slots`, as
     /// [`HybridTree::begin`].
     pub fn advance(&mut self, name: &Namespace, keys: &dyn Keys, slots: &dyn SlotSource) -> Result<Step> {
-        let Some(mut walk) = self.insertion.take() else {
-            return Err(Error::config("no insertion is going on"));
-        };
-        let namespace = self.namespace_or_new(name);
-        let mut page = Vec::with_capacity(self.config.page_size);
-        let step = loop {
-            let before = walk.acts.len();
-            let done = match walk.phase {
-                Phase::Walk => self.insert_over(&mut walk, namespace, keys, slots, &mut page),
-                Phase::Commit => self.insert_rest(&mut walk, namespace, keys, slots),
-                Phase::Tail => {
-                    self.end_insertion_at(&mut walk);
-                    break Ok(Step { acts: walk.acts, result: Some(walk.result), added: walk.added });
-                }
-            };
-            if let Err(error) = done {
-                // Slots that were found to be there twice are free all the same.
-                self.insertion = Some(Insertion { phase: Phase::Tail, ..walk });
-                break Err(error);
-            }
-            if walk.acts[before..].iter().any(Action::ends_step) {
-                let (acts, added) = (std::mem::take(&mut walk.acts), walk.added.take());
-                self.insertion = Some(walk);
-                break Ok(Step { acts, result: None, added });
+        let walk = match self.insertion.take() {
+            None => return Err(Error::config("no insertion is going on")),
+            Some(Pending::Waiting(walk)) => walk,
+            Some(failed @ Pending::Failed(_)) => {
+                self.insertion = Some(failed);
+                return Err(Error::config("the insertion has failed; end it first"));
             }
         };
-        self.forget_unused(name, namespace);
-        step
+        if let Err(error) = self.check_resumable(&walk, name, keys) {
+            self.insertion = Some(Pending::Waiting(walk));
+            return Err(error);
+        }
+        self.take_step(walk, keys, slots)
     }
 
-    /// Whether an insertion is going on.
+    /// Checks that an insertion can go on, and that it goes on with the tokens that it began with.
+    fn check_resumable(&self, walk: &Insertion, name: &Namespace, keys: &dyn Keys) -> Result<()> {
+        if !self.contains(walk.reached) {
+            return Err(Error::config(format!(
+                "node {}, which the insertion has reached, was evicted before it went on; end the insertion",
+                walk.reached.number()
+            )));
+        }
+        if self.namespaces.number(name) != Some(walk.namespace) || self.whole_pages(keys) != walk.limit {
+            return Err(Error::config(format!(
+                "an insertion goes on with the namespace and the {} tokens that it began with",
+                walk.limit
+            )));
+        }
+        Ok(())
+    }
+
+    /// Inserts up to the next action that ends a step.
+    fn take_step(
+        &mut self,
+        mut walk: Box<Insertion>,
+        keys: &dyn Keys,
+        slots: &dyn SlotSource,
+    ) -> Result<Step> {
+        let mut page = Vec::with_capacity(self.config.page_size);
+        loop {
+            let earlier = walk.acts.len();
+            let progress = match walk.phase {
+                Phase::Walk => self.insert_over(&mut walk, keys, slots, &mut page),
+                Phase::Commit => self.insert_rest(&mut walk, keys, slots),
+                Phase::Tail => {
+                    self.end_insertion_at(&walk);
+                    return Ok(Step { acts: walk.acts, result: Some(walk.result), added: walk.added });
+                }
+            };
+            if let Err(error) = progress {
+                self.namespaces.forget_unused(walk.namespace);
+                // Slots that were found to be there twice are free all the same.
+                self.insertion = Some(Pending::Failed(walk.acts));
+                return Err(error);
+            }
+            if walk.acts[earlier..].iter().any(Action::ends_step) {
+                let (acts, added) = (std::mem::take(&mut walk.acts), walk.added.take());
+                walk.reached = self.handle(walk.node);
+                self.insertion = Some(Pending::Waiting(walk));
+                return Ok(Step { acts, result: None, added });
+            }
+        }
+    }
+
+    /// Whether an insertion is going on, or has failed and is to be ended.
     #[must_use]
     pub const fn is_inserting(&self) -> bool {
         self.insertion.is_some()
@@ -234,14 +299,10 @@ impl HybridTree {
 
     /// Gives up an insertion that is going on, if there is one, and returns what is still to be done.
     pub fn end_insertion(&mut self) -> Vec<Action> {
-        self.insertion.take().map_or(Vec::new(), |walk| walk.acts)
-    }
-
-    /// A namespace without nodes needs no number.
-    fn forget_unused(&mut self, name: &Namespace, number: NamespaceId) {
-        if self.insertion.is_none() && self.names.get(&number).is_some_and(|(_, count)| *count == 0) {
-            self.names.remove(&number);
-            self.namespaces.remove(name);
+        match self.insertion.take() {
+            None => Vec::new(),
+            Some(Pending::Waiting(walk)) => walk.acts,
+            Some(Pending::Failed(acts)) => acts,
         }
     }
 
@@ -249,16 +310,14 @@ impl HybridTree {
     fn insert_over(
         &mut self,
         walk: &mut Insertion,
-        namespace: NamespaceId,
         keys: &dyn Keys,
         slots: &dyn SlotSource,
         page: &mut Vec<i64>,
     ) -> Result<()> {
-        let at_end = walk.len == self.whole_pages(keys);
-        let child = if at_end {
+        let child = if walk.len == walk.limit {
             None
         } else {
-            self.step(walk.node, namespace, keys, walk.len, walk.insert.found, page)
+            self.step(walk.node, walk.namespace, keys, walk.len, walk.insert.found, page)
         };
         let Some((child, common)) = child else {
             walk.phase = Phase::Commit;
@@ -275,15 +334,9 @@ impl HybridTree {
         let taken_from = recovered.inspect_err(|_| self.requeue(node))?;
         let free = start.max(walk.insert.found)..taken_from;
         if !free.is_empty() {
-            let middle = walk.insert.window_freed.clamp(free.start, free.end);
-            for (range, act) in [
-                (free.start..middle, Action::FreeFull as fn(Range) -> Action),
-                (middle..free.end, Action::Free as fn(Range) -> Action),
-            ] {
-                if !range.is_empty() {
-                    walk.acts.push(act(range));
-                }
-            }
+            let freed = walk.insert.window_freed.clamp(free.start, free.end);
+            walk.free(free.start..freed, Action::FreeFull);
+            walk.free(freed..free.end, Action::Free);
         }
         if end > walk.insert.inserted {
             let here = self.node_mut(node);
@@ -343,21 +396,15 @@ impl HybridTree {
     }
 
     /// Adds the tokens behind what is there, and gives the parts their values.
-    fn insert_rest(
-        &mut self,
-        walk: &mut Insertion,
-        namespace: NamespaceId,
-        keys: &dyn Keys,
-        slots: &dyn SlotSource,
-    ) -> Result<()> {
-        let (start, end) = (walk.len, self.whole_pages(keys));
+    fn insert_rest(&mut self, walk: &mut Insertion, keys: &dyn Keys, slots: &dyn SlotSource) -> Result<()> {
+        let (start, end) = (walk.len, walk.limit);
         let mut target = walk.node;
         if start < end {
             self.window_start(&walk.insert)?;
             let values = slots.read(start, end - start)?;
             let tokens = TokenRun::of(keys, start, end - start);
             walk.result.adopted.add(Part::Full, start..end);
-            target = self.add_leaf(walk.node, namespace, tokens, values, walk.insert.priority);
+            target = self.add_leaf(walk.node, walk.namespace, tokens, values, walk.insert.priority);
             walk.is_new = true;
             walk.added = Some(Added { node: self.handle(target), tokens: start..end });
         }
@@ -415,7 +462,7 @@ impl HybridTree {
         Action::Rebuild { node: self.handle(node), slots: self.node(node).value(Part::Full).to_vec() }
     }
 
-    fn end_insertion_at(&mut self, walk: &mut Insertion) {
+    fn end_insertion_at(&mut self, walk: &Insertion) {
         let target = walk.node;
         self.refresh_window(target);
         let len = self.node(target).tokens.len();

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::lists::List;
-use super::{HybridTree, Keys, NodeHandle, NodeId, PageDigest, Part, ROOT};
+use super::{HybridTree, Keys, NamespaceId, NodeHandle, NodeId, PageDigest, Part, ROOT};
 use crate::base::{EngineSlot, Error, Id, Result, widen};
 use crate::cache::Namespace;
 
@@ -142,12 +142,6 @@ impl HybridTree {
             rest = behind;
         }
         Some(Ok(()))
-    }
-
-    /// The namespace of a node.
-    pub(super) fn name_of(&self, id: NodeId) -> Namespace {
-        let number = self.node(id).namespace;
-        self.names.get(&number).map_or(Namespace::Unnamed, |(name, _)| name.clone())
     }
 
     /// The value of a node: `None` if the node is gone, empty if it has none.
@@ -381,6 +375,7 @@ impl HybridTree {
             + self.nodes.capacity() * size_of::<super::Node>()
             + self.generations.capacity() * size_of::<u32>()
             + self.edges.bytes()
+            + self.namespaces.bytes()
             + self.queue.bytes()
     }
 
@@ -395,10 +390,14 @@ impl HybridTree {
         let mut sizes = [super::Sizes::default(); 3];
         let mut children = vec![0_u32; self.nodes.len()];
         let mut leaves = 0;
+        let mut named: HashMap<_, usize> = HashMap::new();
         for id in self.runs() {
             let here = self.node(id);
             let name = format!("node {} at {} tokens", self.handle(id).number(), here.end);
             children[widen(here.parent.number())] += 1;
+            if here.parent == ROOT && here.namespace != NamespaceId::UNNAMED {
+                *named.entry(here.namespace).or_default() += 1;
+            }
             if self.node(here.parent).end + here.tokens.len() != here.end {
                 return Some(format!("{name} does not begin where its parent ends"));
             }
@@ -450,6 +449,12 @@ impl HybridTree {
             .find(|(id, here)| here.children != children[widen(id.number())])
         {
             return Some(format!("node {id} has {} children", here.children));
+        }
+        let counted: HashMap<_, _> = self.namespaces.counts().collect();
+        if counted != named {
+            return Some(format!(
+                "namespaces of the children of the root are {named:?}, counted {counted:?}"
+            ));
         }
         if leaves != self.queue.len() {
             return Some(format!("{leaves} leaves, {} queued", self.queue.len()));
