@@ -1867,7 +1867,8 @@ class HybridTree:
             node: The node.
             boundary: The result of `lock_node`.
             skip: The parts that were not locked.
-            window_done: Whether `unlock_window` was called.
+            window_done: Whether `unlock_window` has released window and state. After a call of it without
+                the state, leave the window out by `skip` instead.
 
         Raises:
             KeyError: If the node is gone.

@@ -288,7 +288,8 @@ impl HybridTree {
     ///     node: The node.
     ///     boundary: The result of `lock_node`.
     ///     skip: The parts that were not locked.
-    ///     window_done: Whether `unlock_window` was called.
+    ///     window_done: Whether `unlock_window` has released window and state. After a call of it without
+    ///         the state, leave the window out by `skip` instead.
     ///
     /// Raises:
     ///     KeyError: If the node is gone.
@@ -303,7 +304,7 @@ impl HybridTree {
         window_done: bool,
     ) -> PyResult<()> {
         let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
-        let released = if window_done { WindowRelease::Done } else { WindowRelease::NotYet };
+        let released = if window_done { WindowRelease::WithState } else { WindowRelease::NotYet };
         self.lock().unlock(node, receipt, released).ok_or_else(|| gone(node))?.map_err(not_locked)
     }
 

@@ -387,8 +387,23 @@ fn a_window_is_released_before_the_rest() {
     assert_eq!(tree.sizes(Part::Window).locked + tree.sizes(Part::State).locked, 0);
     let again = tree.unlock_window(node, locked.receipt, StateRelease::Release).unwrap();
     assert_eq!(again, Err(NotLocked { node, part: Part::Window }));
-    tree.unlock(node, locked.receipt, WindowRelease::Done).unwrap().unwrap();
+    tree.unlock(node, locked.receipt, WindowRelease::WithState).unwrap().unwrap();
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 4, locked: 0 });
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
+fn a_state_that_outlived_its_window_lock_is_released() {
+    let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
+    let insert = Insert { state: at([5]).to_vec(), ..Insert::default() };
+    let node = put(&mut tree, &[0, 1, 2, 3], 10, insert).0.node;
+    let receipt = tree.lock(node, Skipped::default()).unwrap().receipt;
+    let _ = tree.unlock_window(node, receipt, StateRelease::Keep).unwrap().unwrap();
+    assert_eq!((tree.sizes(Part::Window).locked, tree.sizes(Part::State).locked), (0, 1));
+    tree.unlock(node, receipt, WindowRelease::WindowOnly).unwrap().unwrap();
+    assert!(Part::ALL.into_iter().all(|part| tree.sizes(part).locked == 0));
+    let again = tree.unlock(node, receipt, WindowRelease::WindowOnly).unwrap();
+    assert_eq!(again, Err(NotLocked { node, part: Part::State }));
     assert_eq!(tree.fault(), None);
 }
 

@@ -38,8 +38,8 @@ struct Hold {
     receipt: Receipt,
     /// Positions of which it locked the windows, if it did.
     window: Range<usize>,
-    /// Its window was released, and its state.
-    is_released: bool,
+    /// The part of it that was released before the rest.
+    released: WindowRelease,
     is_pin: bool,
 }
 
@@ -184,12 +184,20 @@ impl Hybrid {
     fn locks(&self, part: Part, (name, prefix): &Key) -> usize {
         let has = |hold: &&Hold| {
             let is_before = hold.key.0 == *name && hold.key.1.starts_with(prefix);
-            let has_others = !hold.is_pin && !hold.is_released && !hold.receipt.skipped.has(part);
+            let is_taken = !hold.is_pin && !hold.receipt.skipped.has(part);
             is_before
                 && match part {
                     Part::Full => true,
-                    Part::Window => has_others && hold.window.contains(&(prefix.len() - 1)),
-                    Part::State => has_others && hold.key.1.len() == prefix.len(),
+                    Part::Window => {
+                        is_taken
+                            && hold.released == WindowRelease::NotYet
+                            && hold.window.contains(&(prefix.len() - 1))
+                    }
+                    Part::State => {
+                        is_taken
+                            && hold.released != WindowRelease::WithState
+                            && hold.key.1.len() == prefix.len()
+                    }
                 }
         };
         self.held.iter().filter(has).count()
@@ -563,8 +571,14 @@ impl Hybrid {
         let parts = source.of(&[&[][..], &[], &[Part::Window], &[Part::State], &[Part::Window, Part::State]]);
         let (skipped, is_pin) = (Skipped::of(parts.iter().copied()), source.rarely(4));
         let end = key.1.len();
-        let mut hold =
-            Hold { node, key, receipt: Receipt::default(), window: 0..0, is_released: false, is_pin };
+        let mut hold = Hold {
+            node,
+            key,
+            receipt: Receipt::default(),
+            window: 0..0,
+            released: WindowRelease::NotYet,
+            is_pin,
+        };
         if is_pin {
             self.tree.pin(node).expect("a node");
         } else {
@@ -588,8 +602,13 @@ impl Hybrid {
     /// The first part that is not locked where `unlock` wants a lock of it.
     fn missing(&self, hold: &Hold, released: WindowRelease) -> Option<Part> {
         let (name, tokens) = &hold.key;
-        let has_gone = self.config.window.is_some() && released == WindowRelease::Done;
-        let wants = |part| self.config.has(part) && !has_gone && !hold.receipt.skipped.has(part);
+        let released = if self.config.window.is_some() { released } else { WindowRelease::NotYet };
+        let is_released = |part| match released {
+            WindowRelease::NotYet => false,
+            WindowRelease::WindowOnly => part == Part::Window,
+            WindowRelease::WithState => true,
+        };
+        let wants = |part| self.config.has(part) && !is_released(part) && !hold.receipt.skipped.has(part);
         let lacks = |part, at: usize| self.locks(part, &self.page(*name, tokens, at)) == 0;
         let lacks_state =
             wants(Part::State) && tokens.last().is_some_and(|_| lacks(Part::State, tokens.len() - 1));
@@ -604,11 +623,10 @@ impl Hybrid {
 
     /// Undoes a lock as it must be done.
     fn release(&mut self, hold: &Hold) {
-        let released = if hold.is_released { WindowRelease::Done } else { WindowRelease::NotYet };
         if hold.is_pin {
             self.tree.unpin(hold.node).expect("a node").expect("a pin");
         } else {
-            self.tree.unlock(hold.node, hold.receipt, released).expect("a node").expect("a lock");
+            self.tree.unlock(hold.node, hold.receipt, hold.released).expect("a node").expect("a lock");
         }
     }
 
@@ -620,10 +638,11 @@ impl Hybrid {
             node,
             key,
             receipt: Receipt::default(),
-            is_released: false,
+            released: WindowRelease::NotYet,
             is_pin: false,
         };
-        let released = source.of(&[WindowRelease::NotYet, WindowRelease::Done]);
+        let released =
+            source.of(&[WindowRelease::NotYet, WindowRelease::WindowOnly, WindowRelease::WithState]);
         let wrong = if self.held.is_empty() || source.flip() {
             of_all
         } else {
@@ -662,16 +681,13 @@ impl Hybrid {
         if hold.window.clone().any(lacks) {
             let answer = self.tree.unlock_window(hold.node, hold.receipt, state).expect("a node");
             assert_eq!(answer.expect_err("it is not locked").part, Part::Window);
-        } else if !hold.is_released && !skipped.has(Part::Window) {
+        } else if hold.released == WindowRelease::NotYet && !skipped.has(Part::Window) {
             let frees = self.tree.unlock_window(hold.node, hold.receipt, state).expect("a node");
             assert!(frees.expect("a lock").is_empty(), "full attention is locked still");
-            if state == StateRelease::Release {
-                self.held[at].is_released = true;
-            } else {
-                // From now on as if the window had been left out.
-                let parts = Part::ALL.into_iter().filter(|&part| part == Part::Window || skipped.has(part));
-                self.held[at].receipt.skipped = Skipped::of(parts);
-            }
+            self.held[at].released = match state {
+                StateRelease::Keep => WindowRelease::WindowOnly,
+                StateRelease::Release => WindowRelease::WithState,
+            };
         }
     }
 

@@ -97,8 +97,8 @@ impl HybridTree {
         Some(self.unlock_path(id))
     }
 
-    /// Undoes [`HybridTree::lock`]. `released` says whether [`HybridTree::unlock_window`] released window and
-    /// state before. `None` if the node is gone.
+    /// Undoes [`HybridTree::lock`]. `released` says what [`HybridTree::unlock_window`] has released of it
+    /// before. `None` if the node is gone.
     ///
     /// # Errors
     /// [`NotLocked`] for a lock that the node does not have; nothing is changed.
@@ -109,12 +109,12 @@ impl HybridTree {
         released: WindowRelease,
     ) -> Option<Result<(), NotLocked>> {
         let id = self.at(node)?;
-        let window = self.config.window.is_some() && !receipt.skipped.has(Part::Window);
-        let window = window && released == WindowRelease::NotYet;
-        let state = self.config.state.is_some() && !receipt.skipped.has(Part::State) && id != ROOT;
-        // States have gone with the window.
-        let state = state && !(self.config.window.is_some() && released == WindowRelease::Done);
-        let full = !receipt.skipped.has(Part::Full);
+        // Without windows there was nothing to release before.
+        let released = if self.config.window.is_some() { released } else { WindowRelease::NotYet };
+        let takes = |part| self.config.has(part) && !receipt.skipped.has(part);
+        let window = takes(Part::Window) && released == WindowRelease::NotYet;
+        let state = takes(Part::State) && released != WindowRelease::WithState && id != ROOT;
+        let full = takes(Part::Full);
         let missing = |part| NotLocked { node, part };
         if state && self.node(id).locks[Part::State.index()] == 0 {
             return Some(Err(missing(Part::State)));
@@ -140,8 +140,8 @@ impl HybridTree {
         Some(Ok(()))
     }
 
-    /// Releases the window of a lock early, and the state with it: the request has moved on. Windows of nodes
-    /// that nothing locks any more are freed. `None` if the node is gone.
+    /// Releases the window of a lock early, when the request has moved on, and as `state` says the state with
+    /// it. Windows of nodes that nothing locks any more are freed. `None` if the node is gone.
     ///
     /// # Errors
     /// [`NotLocked`]; nothing is changed.
@@ -281,20 +281,22 @@ pub struct Locked {
     pub newly: usize,
 }
 
-/// Whether the window of a lock was released before.
+/// The part of a lock that [`HybridTree::unlock_window`] has released before the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowRelease {
-    /// The window was not released: the lock is as it was taken.
+    /// Nothing was released: the lock is as it was taken.
     NotYet,
-    /// The window was released, and the state with it.
-    Done,
+    /// The window was released, and the state was kept: [`StateRelease::Keep`].
+    WindowOnly,
+    /// The window was released, and the state with it: [`StateRelease::Release`].
+    WithState,
 }
 
 /// Whether the state is released with a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateRelease {
-    /// The state stays locked.
+    /// The state stays locked until [`HybridTree::unlock`] with [`WindowRelease::WindowOnly`].
     Keep,
-    /// The state is released, too.
+    /// The state is released, too: [`HybridTree::unlock`] gets [`WindowRelease::WithState`].
     Release,
 }
