@@ -22,6 +22,7 @@ pub mod engines;
 mod journal;
 mod keys;
 mod namespace;
+mod node_arena;
 mod policy;
 mod recency_list;
 mod residency;
@@ -31,6 +32,7 @@ mod tree;
 pub use journal::{CacheEvent, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
+pub use node_arena::NodeHandle;
 pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
 pub use recency_list::RecencyList;
 pub use residency::{Above, EntryId, Residency};
@@ -39,6 +41,5 @@ pub use tokens::Tokens;
 pub(crate) use tokens::not_a_token;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Continues, Evicted, Found, Gone, Hold, Insertion, Location, Lower,
-    NodeHandle, NodeInfo, Offered, OfferedPages, OfferedState, Offering, Place, Pressure, Segment, Tree,
-    TreeStats,
+    NodeInfo, Offered, OfferedPages, OfferedState, Offering, Place, Pressure, Segment, Tree, TreeStats,
 };

@@ -1,5 +1,6 @@
 //! The pages of tokens: a radix tree whose edges are runs of whole pages.
 
+mod counts;
 mod edges;
 mod evict;
 mod explain;
@@ -20,7 +21,9 @@ use crate::base::{Id, Page, Result, widen};
 use super::chain::{Chain, Sum};
 use super::journal::{CacheEvent, Journal};
 use super::keys::{Digest, PageHash, PageKeys};
+use super::node_arena::NodeArena;
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
+use counts::Counts;
 pub(super) use edges::Edges;
 use evict::Queues;
 use explain::Memory;
@@ -33,7 +36,7 @@ use snapshots::Snapshots;
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use explain::{Cause, Gone, Location, Pressure, Segment};
 pub use hold::Hold;
-pub use nodes::{Insertion, NodeHandle, NodeInfo};
+pub use nodes::{Insertion, NodeInfo};
 pub use offers::{Continuation, Lower, Offered, OfferedPages, OfferedState, Offering};
 pub use publish::Found;
 
@@ -171,33 +174,17 @@ pub struct Tree {
     page_size: usize,
     /// Tokens that are found together: a whole number of pages.
     step: usize,
-    nodes: Vec<Node>,
-    /// The number of times that each number of a node was in use before.
-    generations: Vec<u32>,
-    /// The generation of numbers not used yet.
-    first_generation: u32,
-    /// Nodes that are not in use.
-    vacant: Vec<NodeId>,
+    /// A node without pages is a root, or not in use.
+    nodes: NodeArena<Node>,
     tails: Tails,
     edges: Edges,
     roots: Roots,
-    /// The root of [`Tree::keep_root`], with a lock of its own.
-    kept_root: Option<NodeId>,
     /// The hasher, seeded at random: callers cannot choose tokens that collide.
     hasher: RandomState,
     chain: Chain,
     queues: Queues,
     now: Tick,
-    /// Pages in all nodes.
-    cached: usize,
-    /// The room for tokens and pages in the vectors of nodes.
-    contents: usize,
-    /// Pages in nodes with locks.
-    locked: usize,
-    /// Roots that are detached.
-    detached: usize,
-    /// Pages that are pinned or retained.
-    pinned: usize,
+    counts: Counts,
     /// Whether a prefix is of use only with a snapshot of the state at its end.
     is_stateful: bool,
     snapshots: Snapshots,
@@ -231,23 +218,15 @@ impl Tree {
         Self {
             page_size,
             step: page_size,
-            nodes: Vec::new(),
-            generations: Vec::new(),
-            first_generation: 0,
-            vacant: Vec::new(),
+            nodes: NodeArena::new(),
             tails: Tails::default(),
             edges: Edges::new(&hasher),
             roots: Roots::default(),
-            kept_root: None,
             chain: Chain::new(&hasher),
             hasher,
             queues: Queues::new(policy),
             now: Tick::default(),
-            cached: 0,
-            contents: 0,
-            locked: 0,
-            detached: 0,
-            pinned: 0,
+            counts: Counts::default(),
             is_stateful: continues == Continues::AtSnapshots,
             snapshots: Snapshots::default(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
@@ -274,18 +253,15 @@ impl Tree {
     #[must_use]
     pub fn stats(&self) -> TreeStats {
         let tokens = |pages: usize| pages * self.page_size;
-        let id = size_of::<NodeId>();
         TreeStats {
-            cached: tokens(self.cached),
-            evictable: tokens(self.cached - self.locked),
-            locked: tokens(self.locked),
-            nodes: self.nodes.len() - self.vacant.len() - self.roots.len() - self.detached,
+            cached: tokens(self.counts.cached),
+            evictable: tokens(self.counts.evictable()),
+            locked: tokens(self.counts.locked),
+            nodes: self.nodes.len() - self.roots.len(),
             snapshots: self.snapshots.len(),
-            bytes: self.contents * size_of::<u32>()
-                + self.nodes.capacity() * size_of::<Node>()
-                + self.generations.capacity() * size_of::<u32>()
+            bytes: self.counts.room * size_of::<u32>()
+                + self.nodes.bytes()
                 + self.tails_bytes()
-                + self.vacant.capacity() * id
                 + self.edges.bytes()
                 + self.roots.bytes()
                 + self.snapshots.bytes()
@@ -359,13 +335,13 @@ impl Tree {
     /// Tokens that no lease holds.
     #[must_use]
     pub const fn evictable(&self) -> usize {
-        (self.cached - self.locked) * self.page_size
+        self.counts.evictable() * self.page_size
     }
 
     /// Tokens that leases hold.
     #[must_use]
     pub const fn locked(&self) -> usize {
-        self.locked * self.page_size
+        self.counts.locked * self.page_size
     }
 
     /// The pages that leases hold, at the cost of a look at every node.
@@ -375,34 +351,23 @@ impl Tree {
         locked.flat_map(|id| self.node(id).pages.iter().copied()).collect()
     }
 
+    #[inline]
     fn node(&self, id: NodeId) -> &Node {
-        &self.nodes[widen(id.number())]
+        &self.nodes[id]
     }
 
+    #[inline]
     fn node_mut(&mut self, id: NodeId) -> &mut Node {
-        &mut self.nodes[widen(id.number())]
+        &mut self.nodes[id]
     }
 
     fn add(&mut self, node: Node) -> NodeId {
-        self.contents += node.room();
+        self.counts.room += node.room();
         let (kind, root) = (node.kind, node.root);
-        let id = if let Some(id) = self.vacant.pop() {
-            self.nodes[widen(id.number())] = node;
-            id
-        } else {
-            let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
-            if self.nodes.len() == self.nodes.capacity() {
-                // Doubling would cost up to another node for each one.
-                self.nodes.reserve_exact(self.nodes.len() / 8 + 8);
-                self.generations.reserve_exact(self.nodes.capacity() - self.generations.len());
-            }
-            self.nodes.push(node);
-            self.generations.push(self.first_generation);
-            NodeId::new(id)
-        };
+        let id = self.nodes.add(node);
         if kind == Kind::Run {
             let nodes = &self.nodes;
-            self.roots.list(root, id, |id| is_below(&nodes[widen(id.number())], root));
+            self.roots.list(root, id, |id| is_below(&nodes[id], root));
         }
         id
     }
@@ -432,10 +397,10 @@ impl Tree {
         }
         match node.kind {
             Kind::Root => drop(self.roots.remove(root)),
-            Kind::Detached => self.detached -= 1,
+            Kind::Detached => self.roots.note_detached_gone(),
             Kind::Run => return,
         }
-        self.vacate(root);
+        self.nodes.vacate(root);
     }
 
     /// The fingerprint of the tokens of a step.
@@ -527,7 +492,7 @@ impl Tree {
             pins,
             ..Node::new(Kind::Run, sum)
         });
-        self.contents = self.contents - before + self.node(lower).room();
+        self.counts.room = self.counts.room - before + self.node(lower).room();
         self.node_mut(lower).parent = upper;
         self.link(upper);
         self.link(lower);
@@ -561,12 +526,11 @@ impl Tree {
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let mut seen = HashSet::new();
-        let (mut cached, mut locked, mut pinned) = (0, 0, 0);
+        let mut counts = Counts::default();
         let listed: HashSet<_> = self.roots.listed().collect();
-        let vacant: HashSet<_> = self.vacant.iter().copied().collect();
-        let ids = (0..).take(self.nodes.len()).map(NodeId::new).filter(|id| !vacant.contains(id));
+        let ids: Vec<_> = self.nodes.ids().collect();
         let mut children: HashMap<NodeId, [u32; 2]> = HashMap::new();
-        for id in ids.clone() {
+        for &id in &ids {
             let node = self.node(id);
             if node.kind != Kind::Run {
                 continue;
@@ -574,9 +538,9 @@ impl Tree {
             let [count, locks] = children.entry(node.parent).or_default();
             *count += 1;
             *locks += u32::from(node.locks > 0);
-            cached += node.pages.len();
-            locked += if node.locks > 0 || self.is_covered(id) { node.pages.len() } else { 0 };
-            pinned += if self.is_pinned(id) { node.pages.len() } else { 0 };
+            counts.cached += node.pages.len();
+            counts.locked += if node.locks > 0 || self.is_covered(id) { node.pages.len() } else { 0 };
+            counts.pinned += if self.is_pinned(id) { node.pages.len() } else { 0 };
             let is_leaf = (node.locks, node.children) == (0, 0);
             // A leaf that a lock covers since it was queued is set aside when its turn comes.
             if node.is_queued != is_leaf && (node.is_queued || !self.is_covered(id)) {
@@ -610,23 +574,20 @@ impl Tree {
                 return Some(format!("{id:?} ends at {}, not behind its parent", node.end));
             }
         }
-        let (mut contents, mut detached) = (0, 0);
+        let mut roots = 0;
         for id in ids {
             let node = self.node(id);
-            contents += node.room();
-            detached += usize::from(node.kind == Kind::Detached);
+            counts.room += node.room();
+            roots += usize::from(node.kind != Kind::Run);
             let [count, locks] = children.get(&id).copied().unwrap_or_default();
             if (node.children, node.locks) != (count, locks + node.leases) {
                 return Some(format!("{id:?} counts {} children and {} locks", node.children, node.locks));
             }
         }
-        let found = [cached, locked, pinned, contents, detached];
-        let known = [self.cached, self.locked, self.pinned, self.contents, self.detached];
-        (found != known).then(|| {
-            format!(
-                "pages cached, locked and pinned, room and detached roots are {found:?}, counted {known:?}"
-            )
-        })
+        if roots != self.roots.len() {
+            return Some(format!("there are {roots} roots, counted {}", self.roots.len()));
+        }
+        (counts != self.counts).then(|| format!("the nodes have {counts:?}, counted {:?}", self.counts))
     }
 }
 

@@ -32,8 +32,9 @@ mod run;
 
 use std::hash::{BuildHasher, RandomState};
 
-use crate::base::{EngineSlot, Id, Result, widen};
+use crate::base::{EngineSlot, Id, Result};
 
+use crate::cache::node_arena::NodeArena;
 use crate::cache::tree::Edges;
 use crate::cache::{NodeHandle, NodeId};
 use lists::{List, ListLink};
@@ -283,11 +284,8 @@ pub struct NegativeSize(pub i64);
 #[derive(Debug)]
 pub struct HybridTree {
     config: HybridConfig,
-    nodes: Vec<Node>,
-    /// The number of times that each number of a node was in use before.
-    generations: Vec<u32>,
-    /// The numbers of nodes that are gone.
-    vacant: Vec<NodeId>,
+    /// A node without tokens is the root, or not in use.
+    nodes: NodeArena<Node>,
     edges: Edges,
     namespaces: Namespaces,
     next_place: u64,
@@ -316,9 +314,7 @@ impl HybridTree {
         let hasher = RandomState::new();
         let mut tree = Self {
             config,
-            nodes: Vec::new(),
-            generations: Vec::new(),
-            vacant: Vec::new(),
+            nodes: NodeArena::new(),
             edges: Edges::new(&hasher),
             namespaces: Namespaces::default(),
             next_place: 0,
@@ -343,11 +339,7 @@ impl HybridTree {
 
     /// Forgets everything, locked or not. No later node has the name of an earlier one.
     pub fn reset(&mut self) {
-        for generation in &mut self.generations {
-            *generation += 1;
-        }
-        self.nodes.clear();
-        self.vacant.clear();
+        self.nodes.reset(Node::new);
         self.edges.clear();
         self.namespaces.clear();
         self.sizes = [Sizes::default(); 3];
@@ -356,7 +348,7 @@ impl HybridTree {
         self.walks = evict::Walks::default();
         self.insertion = None;
         let used = self.tick();
-        let root = self.add(Node { locks: [1; 3], priority: i64::MIN, used, ..Node::new() });
+        let root = self.nodes.add(Node { locks: [1; 3], priority: i64::MIN, used, ..Node::new() });
         debug_assert_eq!(root, ROOT);
     }
 
@@ -408,45 +400,32 @@ impl HybridTree {
         })
     }
 
+    #[inline]
     fn node(&self, id: NodeId) -> &Node {
-        &self.nodes[widen(id.number())]
+        &self.nodes[id]
     }
 
+    #[inline]
     fn node_mut(&mut self, id: NodeId) -> &mut Node {
-        &mut self.nodes[widen(id.number())]
+        &mut self.nodes[id]
     }
 
     /// The name of a node.
+    #[inline]
     fn handle(&self, id: NodeId) -> NodeHandle {
-        let generation = self.generations[widen(id.number())];
-        NodeHandle::new(u64::from(generation) << 32 | u64::from(id.number()))
+        self.nodes.handle(id)
     }
 
     /// The node of this name; `None` once it is gone.
+    #[inline]
     fn at(&self, handle: NodeHandle) -> Option<NodeId> {
-        let number = u32::try_from(handle.number() & u64::from(u32::MAX)).expect("32 bits");
-        let at = widen(number);
-        let is_current = at < self.nodes.len() && u64::from(self.generations[at]) == handle.number() >> 32;
-        is_current.then(|| NodeId::new(number))
+        self.nodes.at(handle)
     }
 
     /// The next moment.
     const fn tick(&mut self) -> Moment {
         self.now += 1;
         Moment(self.now * MOMENTS_OF_PATH)
-    }
-
-    fn add(&mut self, node: Node) -> NodeId {
-        if let Some(id) = self.vacant.pop() {
-            self.nodes[widen(id.number())] = node;
-            return id;
-        }
-        let id = u32::try_from(self.nodes.len()).expect("nodes have slots of their own, which fit int32");
-        self.nodes.push(node);
-        if self.generations.len() < self.nodes.len() {
-            self.generations.push(0);
-        }
-        NodeId::new(id)
     }
 
     /// The nodes from `id` up to the root, without it.
@@ -521,7 +500,7 @@ impl HybridTree {
         let used = self.tick();
         let created = self.node(id).created;
         let place = self.node(id).place;
-        let before = self.add(Node { place, used, created, ..Node::new() });
+        let before = self.nodes.add(Node { place, used, created, ..Node::new() });
         let pages = len / self.config.page_size;
         let node = self.node_mut(id);
         let tokens = node.tokens.cut(len);
@@ -616,8 +595,17 @@ impl HybridTree {
         self.next_place += 1;
         let end = self.node(parent).end + tokens.len();
         let place = self.next_place;
-        let id =
-            self.add(Node { parent, place, namespace, tokens, end, used, created, priority, ..Node::new() });
+        let id = self.nodes.add(Node {
+            parent,
+            place,
+            namespace,
+            tokens,
+            end,
+            used,
+            created,
+            priority,
+            ..Node::new()
+        });
         self.raise_reach(id);
         self.link(id);
         self.attach(id, Part::Full, slots);
@@ -645,12 +633,7 @@ impl HybridTree {
             self.queue.remove(rank, id);
         }
         *self.node_mut(id) = Node::new();
-        let generation = &mut self.generations[widen(id.number())];
-        *generation += 1;
-        // Handles are numbers below 2**63: a number that was used so often is not used again.
-        if *generation < u32::MAX >> 1 {
-            self.vacant.push(id);
-        }
+        self.nodes.vacate(id);
         self.requeue(parent);
     }
 }

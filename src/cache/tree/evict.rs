@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use crate::base::{Id, Page, StateSlot, prefetch, widen};
+use crate::base::{Page, StateSlot, widen};
 
 use super::roots::rid_of_gone;
 use super::{Cause, Pressure};
@@ -65,7 +65,7 @@ impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut gone = Evicted::default();
-        gone.pages.reserve(pages.min(self.cached - self.locked));
+        gone.pages.reserve(pages.min(self.counts.evictable()));
         while gone.pages.len() < pages {
             let now = self.now;
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
@@ -95,11 +95,11 @@ impl Tree {
         while upcoming.len() < NODES_AHEAD
             && let Some(next) = policy.guess_after(upcoming[upcoming.len() - 1])
         {
-            prefetch(&self.nodes[widen(next.number())]);
+            self.nodes.prefetch(next);
             upcoming.push_back(next);
             if let Some(near) = upcoming.len().checked_sub(NODES_AHEAD - EDGES_AHEAD) {
-                let near = widen(upcoming[near].number());
-                prefetch(&self.generations[near]);
+                let near = upcoming[near];
+                self.nodes.prefetch_generation(near);
                 self.edges.prefetch(self.nodes[near].parent, self.nodes[near].fingerprint);
             }
         }
@@ -134,9 +134,9 @@ impl Tree {
         }
         let freed = room - here.room();
         (here.end, here.sum) = (super::narrow(at), sum);
-        self.contents -= freed;
-        self.cached -= trimmed.len();
-        self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
+        self.counts.room -= freed;
+        self.counts.cached -= trimmed.len();
+        self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
         gone.keys.extend(self.note_removed(&trimmed).into_iter().rev());
         gone.pages.extend_from_slice(&trimmed);
     }
@@ -144,7 +144,7 @@ impl Tree {
     /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
     /// their sum if there are any.
     fn note_gone(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, Sum) {
-        let here = &self.nodes[widen(node.number())];
+        let here = &self.nodes[node];
         let (history, end, mut sum) = (here.history, widen(here.end), here.sum);
         let begin = end - here.tokens.len();
         let until = begin + keep * self.page_size;
@@ -186,13 +186,13 @@ impl Tree {
         self.unlink(leaf);
         self.drop_snapshot(leaf, gone);
         let is_pinned = self.is_pinned(leaf);
-        self.contents -= self.node(leaf).room();
+        self.counts.room -= self.node(leaf).room();
         let here = self.node_mut(leaf);
         here.tokens = ShortVec::new();
         let pages = std::mem::take(&mut here.pages);
-        self.cached -= pages.len();
-        self.pinned -= if is_pinned { pages.len() } else { 0 };
-        self.vacate(leaf);
+        self.counts.cached -= pages.len();
+        self.counts.pinned -= if is_pinned { pages.len() } else { 0 };
+        self.nodes.vacate(leaf);
         gone.keys.extend(self.note_removed(&pages).into_iter().rev());
         gone.pages.extend_from_slice(&pages);
     }
@@ -222,10 +222,9 @@ impl Tree {
 
     /// Makes what is below `root` be found no more, and returns its nodes.
     fn detach(&mut self, root: NodeId) -> Vec<NodeId> {
-        let mut nodes = self.roots.remove(root);
+        let mut nodes = self.roots.detach(root);
         rid_of_gone(&mut nodes, |id| is_below(self.node(id), root));
         self.node_mut(root).kind = Kind::Detached;
-        self.detached += 1;
         nodes
     }
 
@@ -251,7 +250,7 @@ impl Tree {
     /// Gives up everything, with or without leases. The tree must not be used any more.
     pub fn take_all(&mut self) -> Evicted {
         let mut pages = Vec::new();
-        for node in &mut self.nodes {
+        for node in self.nodes.iter_mut() {
             pages.extend_from_slice(&std::mem::take(&mut node.pages));
         }
         Evicted { pages, states: self.take_snapshots(), ..Evicted::default() }

@@ -207,7 +207,7 @@ impl Tree {
                 return;
             }
             let (pages, parent) = (here.pages.len(), here.parent);
-            self.locked += pages;
+            self.counts.locked += pages;
             self.cover_tails(at);
             self.unqueue(at);
             if parent == at {
@@ -233,7 +233,7 @@ impl Tree {
                 return;
             }
             let (pages, parent) = (here.pages.len(), here.parent);
-            self.locked -= pages;
+            self.counts.locked -= pages;
             self.uncover_tails(at);
             self.queue(at);
             if parent == at {

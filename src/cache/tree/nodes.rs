@@ -10,34 +10,13 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::base::{Id, Page, Result, widen};
+use crate::base::{Page, Result, widen};
 
 use super::Cause;
 use super::evict::Evicted;
 use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
-use crate::cache::Remembered;
-
-/// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part
-/// keeps the name, the end and the locks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct NodeHandle(u64);
-
-impl NodeHandle {
-    /// The handle with this number.
-    #[must_use]
-    pub const fn new(number: u64) -> Self {
-        Self(number)
-    }
-
-    /// The number of the handle, below 2**63.
-    #[must_use]
-    pub const fn number(self) -> u64 {
-        self.0
-    }
-}
-
-/// A number of a node is used at most so often, so that handles are signed 64-bit numbers.
-const LAST_GENERATION: u32 = u32::MAX >> 1;
+use crate::cache::node_arena::NodeArena;
+use crate::cache::{NodeHandle, Remembered};
 
 /// The place of an insertion, and the tails that it meets.
 #[derive(Debug)]
@@ -92,7 +71,8 @@ impl Tree {
     /// Finds prefixes in steps of `step` tokens, a whole number of pages, from now on. The tree is empty.
     #[must_use]
     pub fn in_steps(mut self, step: usize) -> Self {
-        assert!(step > 0 && step.is_multiple_of(self.page_size) && self.nodes.is_empty(), "a new tree");
+        assert!(step > 0 && step.is_multiple_of(self.page_size), "a step is a whole number of pages");
+        assert!(self.nodes.is_new(), "the step of a tree with nodes does not change");
         self.step = step;
         self
     }
@@ -100,9 +80,8 @@ impl Tree {
     /// Gives nodes names that `earlier` has not given. The tree is empty.
     #[must_use]
     pub fn after(mut self, earlier: &Self) -> Self {
-        assert!(self.nodes.is_empty(), "a new tree");
-        let last = earlier.generations.iter().copied().max().unwrap_or(earlier.first_generation);
-        self.first_generation = last + 1;
+        assert!(self.nodes.is_new(), "the nodes of a tree keep their names");
+        self.nodes = NodeArena::after(&earlier.nodes);
         self
     }
 
@@ -110,33 +89,18 @@ impl Tree {
     pub fn keep_root(&mut self) -> NodeHandle {
         let root = self.root_or_new(&Namespace::Unnamed);
         self.lock(root);
-        self.kept_root = Some(root);
+        self.roots.keep(root);
         self.handle(root)
     }
 
     /// The name of a node.
     fn handle(&self, id: NodeId) -> NodeHandle {
-        let generation = self.generations[widen(id.number())];
-        NodeHandle(u64::from(generation) << 32 | u64::from(id.number()))
+        self.nodes.handle(id)
     }
 
     /// The node of this name; `None` once it is gone.
     fn at(&self, handle: NodeHandle) -> Option<NodeId> {
-        let number = u32::try_from(handle.0 & u64::from(u32::MAX)).expect("32 bits");
-        let generation = u64::from(*self.generations.get(widen(number))?);
-        (generation == handle.0 >> 32).then(|| NodeId::new(number))
-    }
-
-    /// Makes the number of a node that is gone available under another name.
-    pub(super) fn vacate(&mut self, id: NodeId) {
-        let generation = &mut self.generations[widen(id.number())];
-        *generation += 1;
-        if *generation < LAST_GENERATION {
-            self.vacant.push(id);
-        } else {
-            // Nothing refers to it, and nothing will.
-            self.node_mut(id).kind = Kind::Detached;
-        }
+        self.nodes.at(handle)
     }
 
     /// Finds the longest cached prefix of `tokens`, in whole steps and of at most `limit` tokens, and
@@ -313,7 +277,7 @@ impl Tree {
         gone: &mut Evicted,
         names: &mut Vec<NodeHandle>,
     ) {
-        gone.pages.reserve(pages.saturating_sub(gone.pages.len()).min(self.cached - self.locked));
+        gone.pages.reserve(pages.saturating_sub(gone.pages.len()).min(self.counts.evictable()));
         while gone.pages.len() < pages
             && let Some(leaf) = self.queues.policy.victim(self.now)
         {
@@ -335,8 +299,7 @@ impl Tree {
     }
 
     pub(super) fn all_runs(&self) -> impl Iterator<Item = NodeId> + '_ {
-        let all = (0..).map(NodeId::new).zip(&self.nodes);
-        all.filter(|(_, node)| !node.pages.is_empty()).map(|(id, _)| id)
+        self.nodes.iter().filter(|(_, node)| !node.pages.is_empty()).map(|(id, _)| id)
     }
 
     /// A node as it is now; `None` if it is gone. Looks at every node.
@@ -383,7 +346,7 @@ impl Tree {
     pub(super) fn note_tail(&mut self, id: NodeId) {
         let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
         let first = self.node(id).pages[0];
-        self.locked += if self.is_covered(id) { pages } else { 0 };
+        self.counts.locked += if self.is_covered(id) { pages } else { 0 };
         let siblings = self.tails.entry(parent).or_default();
         siblings.by_first_page.insert(first, id);
         siblings.unlocked += pages;
@@ -394,7 +357,7 @@ impl Tree {
     pub(super) fn forget_tail(&mut self, id: NodeId) {
         let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
         let first = self.node(id).pages[0];
-        self.locked -= if self.is_covered(id) { pages } else { 0 };
+        self.counts.locked -= if self.is_covered(id) { pages } else { 0 };
         let siblings = self.tails.get_mut(&parent).expect("the tail was noted");
         if siblings.by_first_page.get(&first) == Some(&id) {
             siblings.by_first_page.remove(&first);
@@ -422,12 +385,12 @@ impl Tree {
         if self.is_tail(id) {
             let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
             // It was counted with those that its parent covers.
-            self.locked -= if self.covers(parent) { pages } else { 0 };
+            self.counts.locked -= if self.covers(parent) { pages } else { 0 };
             let siblings = self.tails.get_mut(&parent).expect("the tail was noted");
             siblings.unlocked -= pages;
             siblings.set_aside.remove(&id);
         } else if self.covers(id) {
-            self.locked += self.tails.get(&id).map_or(0, |tails| tails.unlocked);
+            self.counts.locked += self.tails.get(&id).map_or(0, |tails| tails.unlocked);
         }
     }
 
@@ -438,12 +401,12 @@ impl Tree {
         }
         if self.is_tail(id) {
             let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
-            self.locked += if self.covers(parent) { pages } else { 0 };
+            self.counts.locked += if self.covers(parent) { pages } else { 0 };
             self.tails.get_mut(&parent).expect("the tail was noted").unlocked += pages;
         } else if self.node(id).kind == Kind::Run
             && let Some(tails) = self.tails.get_mut(&id)
         {
-            self.locked -= tails.unlocked;
+            self.counts.locked -= tails.unlocked;
             for tail in std::mem::take(&mut tails.set_aside) {
                 self.queue(tail);
             }
@@ -459,7 +422,7 @@ impl Tree {
     /// Whether a node has locks of [`Tree::lock_node`].
     fn has_foreign_locks(&self, id: NodeId) -> bool {
         let node = self.node(id);
-        let is_kept = self.kept_root == Some(id) || self.has_own_lock(id);
+        let is_kept = self.roots.is_kept(id) || self.has_own_lock(id);
         node.leases > u32::from(is_kept)
     }
 

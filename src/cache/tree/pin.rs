@@ -9,7 +9,7 @@ impl Tree {
     pub fn pinned_with(&self, hold: &Hold) -> usize {
         let more: usize =
             self.path(hold.node).filter(|&id| !self.is_pinned(id)).map(|id| self.node(id).pages.len()).sum();
-        (self.pinned + more) * self.page_size
+        (self.counts.pinned + more) * self.page_size
     }
 
     /// Whether the prefix can still be found: its namespace was not cleared.
@@ -51,8 +51,8 @@ impl Tree {
             let (pages, before) = (self.node(id).pages.len(), self.is_pinned(id));
             change(self, id);
             match (before, self.is_pinned(id)) {
-                (false, true) => self.pinned += pages,
-                (true, false) => self.pinned -= pages,
+                (false, true) => self.counts.pinned += pages,
+                (true, false) => self.counts.pinned -= pages,
                 _ => (),
             }
         }

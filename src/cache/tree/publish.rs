@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::base::{Id, Page, Result, widen};
+use crate::base::{Page, Result, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
 use crate::cache::journal::KeyedRun;
@@ -130,7 +130,7 @@ impl Tree {
 
     /// Divides new tokens behind `node` by what is remembered of them.
     pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
-        let here = &self.nodes[widen(node.number())];
+        let here = &self.nodes[node];
         let mut at = widen(here.end);
         let mut cursor = self.chain.cursor(here.sum, at);
         let (mut segments, mut rest, now) = (Segments::default(), tokens, self.now);
@@ -181,9 +181,9 @@ impl Tree {
         here.end += narrow(tokens.len());
         here.history.used = now;
         here.sum = sum;
-        self.contents += self.node(node).room() - room;
-        self.cached += pages.len();
-        self.locked += pages.len();
+        self.counts.room += self.node(node).room() - room;
+        self.counts.cached += pages.len();
+        self.counts.locked += pages.len();
     }
 
     /// Adds a node without locks below `parent`.
@@ -208,7 +208,7 @@ impl Tree {
             ..Node::new(Kind::Run, sum)
         });
         self.link(id);
-        self.cached += pages.len();
+        self.counts.cached += pages.len();
         id
     }
 }

@@ -1,14 +1,20 @@
-//! The namespaces of a tree: the root of each, and its nodes.
+//! The roots of a tree: that of each namespace with its nodes, and those that are found no more.
 
 use std::collections::HashMap;
 
 use super::{Namespace, NodeId};
 
-/// The roots that can be found.
+/// The roots of a tree.
 #[derive(Debug, Default)]
 pub(super) struct Roots {
+    /// The roots that can be found.
     ids: HashMap<Namespace, NodeId>,
+    /// The namespaces of the same roots.
     spaces: HashMap<NodeId, Space>,
+    /// Roots that are found no more, and stay until the leases below them end.
+    detached: usize,
+    /// The root of [`Tree::keep_root`](super::Tree::keep_root), with a lock of its own.
+    kept: Option<NodeId>,
     /// Bytes behind the names.
     texts: usize,
     /// The room in the lists of nodes.
@@ -24,8 +30,18 @@ struct Space {
 }
 
 impl Roots {
+    /// The number of roots, whether they can be found or not.
     pub(super) fn len(&self) -> usize {
-        self.ids.len()
+        self.ids.len() + self.detached
+    }
+
+    /// Takes note that `root` has a lock of its own.
+    pub(super) const fn keep(&mut self, root: NodeId) {
+        self.kept = Some(root);
+    }
+
+    pub(super) fn is_kept(&self, root: NodeId) -> bool {
+        self.kept == Some(root)
     }
 
     pub(super) fn get(&self, name: &Namespace) -> Option<NodeId> {
@@ -57,6 +73,17 @@ impl Roots {
         self.texts -= 2 * name.text_bytes();
         self.listed -= nodes.capacity();
         nodes
+    }
+
+    /// Makes a root be found no more, and returns the list of its nodes, of which some are gone.
+    pub(super) fn detach(&mut self, root: NodeId) -> Vec<NodeId> {
+        self.detached += 1;
+        self.remove(root)
+    }
+
+    /// Takes note that a root that was detached is gone.
+    pub(super) const fn note_detached_gone(&mut self) {
+        self.detached -= 1;
     }
 
     /// Lists a new node below `root`, unless that is found no more. Removals take no note of it: a list that

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::base::{Id, StateSlot, widen};
+use crate::base::StateSlot;
 
 use super::evict::Evicted;
 use super::{Found, Hold, NodeId, Tick, Tree};
@@ -133,7 +133,7 @@ impl Tree {
             return self.remove_snapshot(own);
         }
         let Self { snapshots, nodes, .. } = self;
-        let unused = snapshots.next(|node| nodes[widen(node.number())].history.used);
+        let unused = snapshots.next(|node| nodes[node].history.used);
         let node = unused.or_else(|| self.is_alone_at(hold.node, hold).then_some(hold.node))?;
         self.remove_snapshot(node)
     }

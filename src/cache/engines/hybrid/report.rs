@@ -372,23 +372,21 @@ impl HybridTree {
             here.tokens.bytes() + values + here.hashes.capacity() * size_of::<PageDigest>()
         });
         contents.sum::<usize>()
-            + self.nodes.capacity() * size_of::<super::Node>()
-            + self.generations.capacity() * size_of::<u32>()
+            + self.nodes.bytes()
             + self.edges.bytes()
             + self.namespaces.bytes()
             + self.queue.bytes()
     }
 
     pub(super) fn runs(&self) -> impl Iterator<Item = NodeId> + '_ {
-        let all = (0..).map(NodeId::new).zip(&self.nodes);
-        all.filter(|(_, node)| !node.tokens.is_empty()).map(|(id, _)| id)
+        self.nodes.iter().filter(|(_, node)| !node.tokens.is_empty()).map(|(id, _)| id)
     }
 
     /// The first broken invariant, in words.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let mut sizes = [super::Sizes::default(); 3];
-        let mut children = vec![0_u32; self.nodes.len()];
+        let mut children = vec![0_u32; self.nodes.numbers()];
         let mut leaves = 0;
         let mut named: HashMap<_, usize> = HashMap::new();
         for id in self.runs() {
@@ -443,11 +441,8 @@ impl HybridTree {
                 }
             }
         }
-        if let Some((id, here)) = (0..)
-            .map(NodeId::new)
-            .zip(&self.nodes)
-            .find(|(id, here)| here.children != children[widen(id.number())])
-        {
+        let mut nodes = self.nodes.iter();
+        if let Some((id, here)) = nodes.find(|(id, here)| here.children != children[widen(id.number())]) {
             return Some(format!("node {id} has {} children", here.children));
         }
         let counted: HashMap<_, _> = self.namespaces.counts().collect();

@@ -1,0 +1,243 @@
+//! The nodes of a tree by number, and the names by which callers hold them.
+//!
+//! The number of a node that is gone is used again, so that the arena stays as small as the tree was large. A
+//! [`NodeHandle`] tells the nodes of one number apart.
+
+use std::collections::HashSet;
+use std::ops::{Index, IndexMut};
+
+use super::NodeId;
+use crate::base::{Id, prefetch, widen};
+
+/// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part
+/// keeps the name, the end and the locks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeHandle(u64);
+
+impl NodeHandle {
+    /// The handle with this number.
+    #[must_use]
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// The number of the handle, below 2**63.
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.0
+    }
+}
+
+/// The generation that no node has: a number that reaches it is not used again, so that handles are signed
+/// 64-bit numbers.
+const END_OF_GENERATIONS: u32 = u32::MAX >> 1;
+
+/// The nodes of a tree.
+#[derive(Debug)]
+pub(super) struct NodeArena<N> {
+    /// The nodes by number. A number that is not in use has a blank node, which the tree makes.
+    nodes: Vec<N>,
+    /// The number of times that each number was in use before; as many as there are numbers.
+    generations: Vec<u32>,
+    /// The generation of numbers that were never in use.
+    first_generation: u32,
+    /// The numbers that may be used again: of blank nodes, below [`END_OF_GENERATIONS`], each once.
+    vacant: Vec<NodeId>,
+    /// The number of numbers that may not be used again.
+    retired: usize,
+}
+
+impl<N> NodeArena<N> {
+    pub(super) const fn new() -> Self {
+        Self {
+            nodes: Vec::new(),
+            generations: Vec::new(),
+            first_generation: 0,
+            vacant: Vec::new(),
+            retired: 0,
+        }
+    }
+
+    /// An empty arena that gives nodes names that `earlier` has not given.
+    pub(super) fn after(earlier: &Self) -> Self {
+        let last = earlier.generations.iter().copied().max().unwrap_or(earlier.first_generation);
+        Self { first_generation: last + 1, ..Self::new() }
+    }
+
+    /// Whether there was never a node.
+    pub(super) const fn is_new(&self) -> bool {
+        self.nodes.is_empty()
+    }
+
+    /// The number of nodes.
+    pub(super) const fn len(&self) -> usize {
+        self.nodes.len() - self.vacant.len() - self.retired
+    }
+
+    /// The number of numbers, those not in use included.
+    pub(super) const fn numbers(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Adds a node, under a number that no other one has now.
+    #[inline]
+    pub(super) fn add(&mut self, node: N) -> NodeId {
+        if let Some(id) = self.vacant.pop() {
+            self[id] = node;
+            return id;
+        }
+        let number = u32::try_from(self.nodes.len()).expect("a node has slots or pages, which fit int32");
+        if self.nodes.len() == self.nodes.capacity() {
+            // Doubling would cost up to another node for each one.
+            self.nodes.reserve_exact(self.nodes.len() / 8 + 8);
+            self.generations.reserve_exact(self.nodes.capacity() - self.generations.len());
+        }
+        self.nodes.push(node);
+        self.generations.push(self.first_generation);
+        NodeId::new(number)
+    }
+
+    /// Makes the number of a node that is blank now available under another name.
+    #[inline]
+    pub(super) fn vacate(&mut self, id: NodeId) {
+        let generation = &mut self.generations[widen(id.number())];
+        *generation += 1;
+        if *generation < END_OF_GENERATIONS {
+            self.vacant.push(id);
+        } else {
+            self.retired += 1;
+        }
+    }
+
+    /// Removes every node. The next one gets the first number, under another name.
+    pub(super) fn reset(&mut self, blank: impl FnMut() -> N) {
+        self.nodes.fill_with(blank);
+        self.vacant.clear();
+        self.retired = 0;
+        // Vacant numbers are used from the end of the list.
+        let ids: Vec<NodeId> = self.iter().map(|(id, _)| id).collect();
+        for id in ids.into_iter().rev() {
+            if self.is_retired(id) {
+                self.retired += 1;
+            } else {
+                self.vacate(id);
+            }
+        }
+    }
+
+    /// The name of a node.
+    #[inline]
+    pub(super) fn handle(&self, id: NodeId) -> NodeHandle {
+        let generation = self.generations[widen(id.number())];
+        NodeHandle(u64::from(generation) << 32 | u64::from(id.number()))
+    }
+
+    /// The node of this name; `None` once it is gone.
+    #[inline]
+    pub(super) fn at(&self, handle: NodeHandle) -> Option<NodeId> {
+        let number = u32::try_from(handle.0 & u64::from(u32::MAX)).expect("32 bits");
+        let generation = u64::from(*self.generations.get(widen(number))?);
+        (generation == handle.0 >> 32).then(|| NodeId::new(number))
+    }
+
+    /// The nodes by number, the blank ones included.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (NodeId, &N)> + '_ {
+        (0..).map(NodeId::new).zip(&self.nodes)
+    }
+
+    /// All nodes, the blank ones included.
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut N> + '_ {
+        self.nodes.iter_mut()
+    }
+
+    /// The numbers that are in use, at the cost of a look at every number.
+    pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
+        let vacant: HashSet<_> = self.vacant.iter().copied().collect();
+        self.iter().map(|(id, _)| id).filter(move |&id| !vacant.contains(&id) && !self.is_retired(id))
+    }
+
+    /// Whether a number is not used again.
+    fn is_retired(&self, id: NodeId) -> bool {
+        self.generations[widen(id.number())] >= END_OF_GENERATIONS
+    }
+
+    /// Fetches a node, so that it is near when it is looked at.
+    #[inline]
+    pub(super) fn prefetch(&self, id: NodeId) {
+        prefetch(&self[id]);
+    }
+
+    /// Fetches what [`NodeArena::vacate`] changes.
+    #[inline]
+    pub(super) fn prefetch_generation(&self, id: NodeId) {
+        prefetch(&self.generations[widen(id.number())]);
+    }
+
+    /// The size in bytes, without what the nodes refer to.
+    pub(super) const fn bytes(&self) -> usize {
+        self.nodes.capacity() * size_of::<N>()
+            + self.generations.capacity() * size_of::<u32>()
+            + self.vacant.capacity() * size_of::<NodeId>()
+    }
+}
+
+impl<N> Index<NodeId> for NodeArena<N> {
+    type Output = N;
+
+    #[inline]
+    fn index(&self, id: NodeId) -> &N {
+        &self.nodes[widen(id.number())]
+    }
+}
+
+impl<N> IndexMut<NodeId> for NodeArena<N> {
+    #[inline]
+    fn index_mut(&mut self, id: NodeId) -> &mut N {
+        &mut self.nodes[widen(id.number())]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_belongs_to_one_node() {
+        let mut arena = NodeArena::new();
+        let (first, other) = (arena.add('a'), arena.add('b'));
+        let handle = arena.handle(first);
+        arena.vacate(first);
+        assert_eq!((arena.at(handle), arena.len()), (None, 1));
+        assert_eq!(arena.add('c'), first);
+        assert_ne!(arena.handle(first), handle);
+        assert_eq!(arena.at(arena.handle(other)), Some(other));
+        let later: NodeArena<char> = NodeArena::after(&arena);
+        assert_eq!((later.is_new(), later.at(arena.handle(first))), (true, None));
+    }
+
+    #[test]
+    fn a_number_ends_before_its_names_are_no_signed_numbers() {
+        let mut arena = NodeArena { first_generation: END_OF_GENERATIONS - 1, ..NodeArena::new() };
+        let first = arena.add('a');
+        assert!(i64::try_from(arena.handle(first).number()).is_ok());
+        arena.vacate(first);
+        let other = arena.add('b');
+        assert_ne!(first, other);
+        assert_eq!((arena.len(), arena.ids().collect::<Vec<_>>()), (1, vec![other]));
+        arena.reset(|| ' ');
+        assert_eq!((arena.len(), arena.ids().count()), (0, 0));
+        assert_ne!(arena.add('c'), first);
+    }
+
+    #[test]
+    fn after_a_reset_numbers_begin_anew() {
+        let mut arena = NodeArena::new();
+        let ids = ['a', 'b', 'c'].map(|node| arena.add(node));
+        let handles = ids.map(|id| arena.handle(id));
+        arena.vacate(ids[0]);
+        arena.reset(|| ' ');
+        assert_eq!(arena.len(), 0);
+        assert_eq!(['d', 'e', 'f'].map(|node| arena.add(node)), ids);
+        assert!(handles.into_iter().all(|handle| arena.at(handle).is_none()));
+    }
+}
