@@ -29,7 +29,7 @@ pub type Digest = fn(&[&[u8]]) -> PageHash;
 #[derive(Clone, Debug)]
 pub struct KeyChain {
     digest: Digest,
-    before: PageHash,
+    previous: PageHash,
     /// Whether that is the key of a page.
     has_page: bool,
     bytes: Vec<u8>,
@@ -38,8 +38,8 @@ pub struct KeyChain {
 impl KeyChain {
     /// A chain that goes on from the page with this key.
     #[must_use]
-    pub const fn behind(digest: Digest, before: PageHash) -> Self {
-        Self { digest, before, has_page: true, bytes: Vec::new() }
+    pub const fn behind(digest: Digest, previous: PageHash) -> Self {
+        Self { digest, previous, has_page: true, bytes: Vec::new() }
     }
 
     /// A chain before the first page of a prompt.
@@ -52,23 +52,23 @@ impl KeyChain {
             Namespace::Text(text) => (2, text.clone().into_bytes()),
             Namespace::Bytes(bytes) => (3, bytes.clone()),
         };
-        let before = digest(&[&(page_size as u64).to_le_bytes(), &[kind], &name]);
-        Self { digest, before, has_page: false, bytes: Vec::new() }
+        let previous = digest(&[&(page_size as u64).to_le_bytes(), &[kind], &name]);
+        Self { digest, previous, has_page: false, bytes: Vec::new() }
     }
 
     /// The key of the page before the next one, if there is one.
     #[must_use]
     pub fn last(&self) -> Option<PageHash> {
-        self.has_page.then_some(self.before)
+        self.has_page.then_some(self.previous)
     }
 
     /// The key of the next page, which has these tokens.
     pub fn next(&mut self, tokens: &[i32]) -> PageHash {
         self.bytes.clear();
         self.bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-        self.before = (self.digest)(&[&self.before, &self.bytes]);
+        self.previous = (self.digest)(&[&self.previous, &self.bytes]);
         self.has_page = true;
-        self.before
+        self.previous
     }
 }
 

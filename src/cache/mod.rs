@@ -40,6 +40,7 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Cause, Continuation, Continues, Evicted, Found, Gone, Hold, Insertion, Location, Lower,
-    NodeInfo, Offered, OfferedPages, OfferedState, Offering, Place, Pressure, Segment, Tree, TreeStats,
+    AGE_BUCKETS, Cause, Continuation, Continues, Evicted, EvictionRecord, Found, Hold, Insertion, Location,
+    Lower, NodeInfo, Offered, OfferedPages, OfferedState, Offering, Place, Pressure, Segment, Tree,
+    TreeStats,
 };

@@ -106,8 +106,8 @@ pub struct History {
 impl History {
     /// The history of new pages, of which the policy remembers `before`.
     #[must_use]
-    pub const fn of_new(before: Remembered, now: Tick) -> Self {
-        Self { published: now, used: now, uses: before.uses.saturating_add(1), priority: 0 }
+    pub const fn of_new(remembered: Remembered, now: Tick) -> Self {
+        Self { published: now, used: now, uses: remembered.uses.saturating_add(1), priority: 0 }
     }
 
     /// Counts a use. Report it with [`Policy::note_used`] first, which wants the history before.
@@ -146,8 +146,8 @@ pub trait Policy: fmt::Debug + Send {
     fn bytes(&self) -> usize;
 
     /// A request found `tokens` tokens with the history `before`.
-    fn note_used(&mut self, before: &History, tokens: u32, now: Tick) {
-        let _ = (before, tokens, now);
+    fn note_used(&mut self, history: &History, tokens: u32, now: Tick) {
+        let _ = (history, tokens, now);
     }
 
     /// The blocks `keys` are about to be published. What is known of them is fetched ahead; nothing depends

@@ -179,8 +179,8 @@ impl<P: Copy> Residency<P> {
             self.entries.push(entry);
             EntryId::new(number)
         };
-        let before = self.by_key.insert(key, id);
-        debug_assert!(before.is_none(), "a page is in one place");
+        let previous = self.by_key.insert(key, id);
+        debug_assert!(previous.is_none(), "a page is in one place");
         id
     }
 
@@ -200,9 +200,9 @@ impl<P: Copy> Residency<P> {
     pub fn set_above<'a>(&mut self, keys: impl IntoIterator<Item = &'a PageHash>, above: Above) {
         for key in keys {
             if let Some(entry) = self.find(key) {
-                let before = std::mem::replace(&mut self.entry_mut(entry).above, above);
+                let previous = std::mem::replace(&mut self.entry_mut(entry).above, above);
                 if self.entry(entry).holders == 0 {
-                    self.order[before as usize].remove(entry);
+                    self.order[previous as usize].remove(entry);
                     self.order[above as usize].push(entry);
                 }
             }
@@ -261,10 +261,10 @@ impl<P: Copy> Residency<P> {
         self.clears += 1;
         let name = namespace.map(hash_of);
         let is_named = |entry: &Entry<P>| name.is_none_or(|name| name == entry.namespace);
-        let named: Vec<EntryId> =
+        let entries: Vec<EntryId> =
             self.by_key.values().copied().filter(|&entry| is_named(self.entry(entry))).collect();
-        let (mut keys, mut places) = (Vec::with_capacity(named.len()), Vec::new());
-        for entry in named {
+        let (mut keys, mut places) = (Vec::with_capacity(entries.len()), Vec::new());
+        for entry in entries {
             if self.entry(entry).stage == Stage::Ready {
                 keys.push(self.entry(entry).key);
             }

@@ -53,11 +53,11 @@ impl Tokens for &[i32] {
     }
 
     fn common(&self, at: usize, with: &[i32]) -> Result<usize> {
-        let rest = &self[at..];
-        let count = rest.len().min(with.len());
-        let (rest, with) = (&rest[..count], &with[..count]);
+        let tokens = &self[at..];
+        let count = tokens.len().min(with.len());
+        let (tokens, with) = (&tokens[..count], &with[..count]);
         let mut done = 0;
-        for (ours, theirs) in rest.chunks(BLOCK).zip(with.chunks(BLOCK)) {
+        for (ours, theirs) in tokens.chunks(BLOCK).zip(with.chunks(BLOCK)) {
             if ours != theirs {
                 let equal = ours.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count();
                 return Ok(done + equal);

@@ -26,7 +26,7 @@ use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 use counts::Counts;
 pub(super) use edges::Edges;
 use evict::Queues;
-use explain::Memory;
+use explain::EvictionLog;
 use nodes::Tails;
 use offers::Offers;
 use roots::Roots;
@@ -34,7 +34,7 @@ use short_vec::ShortVec;
 use snapshots::Snapshots;
 
 pub use evict::{AGE_BUCKETS, Evicted};
-pub use explain::{Cause, Gone, Location, Pressure, Segment};
+pub use explain::{Cause, EvictionRecord, Location, Pressure, Segment};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeInfo};
 pub use offers::{Continuation, Lower, Offered, OfferedPages, OfferedState, Offering};
@@ -151,8 +151,8 @@ pub struct TreeStats {
 /// Cached prefixes.
 ///
 /// A node is evictable when no lease holds it or a node below. Only leaves are evicted, from their end, so
-/// that a prefix stays as long as what hangs on it. Finding a prefix costs one comparison of its tokens and
-/// one look-up for each node; adding to it costs the new tokens; evicting costs the evicted tokens.
+/// that a prefix stays as long as those that it begins. Finding a prefix costs one comparison of its tokens
+/// and one look-up for each node; adding to it costs the new tokens; evicting costs the evicted tokens.
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
@@ -190,11 +190,10 @@ pub struct Tree {
     snapshots: Snapshots,
     /// Evicted prefixes are remembered by their lengths in this number of tokens.
     remembered_every: usize,
-    /// The ends of prefixes that went.
-    memory: Memory,
+    evictions: EvictionLog,
     /// The keys of the pages that can be found, if something needs them.
     keys: Option<PageKeys>,
-    /// The record of what came and went, if it is wanted.
+    /// The events since they were taken last, if they are wanted.
     journal: Option<Journal>,
     /// The pages and snapshots that are offered to the tier below, if there is one.
     offers: Option<Offers>,
@@ -230,7 +229,7 @@ impl Tree {
             is_stateful: continues == Continues::AtSnapshots,
             snapshots: Snapshots::default(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
-            memory: Memory::default(),
+            evictions: EvictionLog::default(),
             keys: None,
             journal: None,
             offers: None,
@@ -266,14 +265,14 @@ impl Tree {
                 + self.roots.bytes()
                 + self.snapshots.bytes()
                 + self.queues.bytes()
-                + self.memory.bytes()
+                + self.evictions.bytes()
                 + self.keys.as_ref().map_or(0, PageKeys::bytes)
                 + self.journal.as_ref().map_or(0, Journal::bytes)
                 + self.offer_bytes(),
         }
     }
 
-    /// Lists what comes and goes from now on, for [`Tree::take_events`].
+    /// Lists the changes of the cache from now on, for [`Tree::take_events`].
     pub fn keep_journal(&mut self, digest: Digest) {
         self.keep_keys(digest);
         self.journal.get_or_insert_with(Journal::default);
@@ -294,10 +293,6 @@ impl Tree {
     /// The events since the last call, in order.
     pub fn take_events(&mut self) -> Vec<CacheEvent> {
         self.journal.as_mut().map_or(Vec::new(), Journal::take)
-    }
-
-    const fn memory(&self) -> &Memory {
-        &self.memory
     }
 
     pub(super) const fn chain(&self) -> &Chain {
@@ -476,7 +471,7 @@ impl Tree {
         let lower = place.node;
         let sum = self.sum_at(place);
         self.unlink(lower);
-        let (page_size, before, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
+        let (page_size, room, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
         let pages = split_front(&mut node.pages, place.pages);
         let Node { parent, root, history, pins, .. } = *node;
@@ -492,7 +487,7 @@ impl Tree {
             pins,
             ..Node::new(Kind::Run, sum)
         });
-        self.counts.room = self.counts.room - before + self.node(lower).room();
+        self.counts.room = self.counts.room - room + self.node(lower).room();
         self.node_mut(lower).parent = upper;
         self.link(upper);
         self.link(lower);
@@ -502,14 +497,14 @@ impl Tree {
     /// The sum of the tokens up to `place`, in as many steps as the nearer end of its node is away.
     pub(super) fn sum_at(&self, place: Place) -> Sum {
         let node = self.node(place.node);
-        let (before, behind) = node.tokens.split_at(place.pages * self.page_size);
-        if before.len() < behind.len() {
-            let mut cursor = self.chain.cursor(self.node(node.parent).sum, place.len - before.len());
-            cursor.push(before);
+        let (front, back) = node.tokens.split_at(place.pages * self.page_size);
+        if front.len() < back.len() {
+            let mut cursor = self.chain.cursor(self.node(node.parent).sum, place.len - front.len());
+            cursor.push(front);
             return cursor.sum();
         }
         let mut cursor = self.chain.cursor(node.sum, widen(node.end));
-        cursor.pop(behind);
+        cursor.pop(back);
         cursor.sum()
     }
 
@@ -596,10 +591,10 @@ fn is_below(node: &Node, root: NodeId) -> bool {
     node.root == root && !node.pages.is_empty()
 }
 
-/// Splits off the first `count` elements; what remains does not keep their memory.
+/// Splits off the first `count` elements. The others do not keep their memory.
 fn split_front<T: Copy>(all: &mut ShortVec<T>, count: usize) -> ShortVec<T> {
-    let rest = all.split_off(count);
-    let mut front = std::mem::replace(all, rest);
+    let back = all.split_off(count);
+    let mut front = std::mem::replace(all, back);
     front.shrink_to_fit();
     front
 }

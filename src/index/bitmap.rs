@@ -228,9 +228,9 @@ impl Bitmap {
         None
     }
 
-    /// The first run of members at or after `from`, as (start, length), cut to `most` members.
+    /// The first run of members at or after `from`, as (start, length), cut to `limit` members.
     #[must_use]
-    pub fn next_run(&self, from: usize, most: usize) -> Option<(usize, usize)> {
+    pub fn next_run(&self, from: usize, limit: usize) -> Option<(usize, usize)> {
         let here = self.words.get(from / 64)? >> (from % 64);
         let start = if here == 0 {
             let word = self.next_word(from / 64 + 1)?;
@@ -239,7 +239,7 @@ impl Bitmap {
             from + here.trailing_zeros() as usize
         };
         let mut end = start;
-        while end - start < most
+        while end - start < limit
             && let Some(word) = self.words.get(end / 64)
         {
             let ones = (word >> (end % 64)).trailing_ones() as usize;
@@ -248,7 +248,7 @@ impl Bitmap {
                 break;
             }
         }
-        Some((start, (end - start).min(most)))
+        Some((start, (end - start).min(limit)))
     }
 
     /// The maximal runs of members, lowest first, as (start, length).

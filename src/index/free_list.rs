@@ -283,13 +283,13 @@ impl<I: Id> FreeList<I> {
         true
     }
 
-    /// Removes the first run of the queue, or its first `most` indices.
-    fn unqueue_first(&mut self, most: u32) -> Option<Run<I>> {
+    /// Removes the first run of the queue, or its first `limit` indices.
+    fn unqueue_first(&mut self, limit: u32) -> Option<Run<I>> {
         let front = self.queue.front_mut()?;
-        if front.len <= most {
+        if front.len <= limit {
             return self.queue.pop_front();
         }
-        let first = Run { len: most, ..*front };
+        let first = Run { len: limit, ..*front };
         *front = Run::of(&(first.end()..front.end()));
         Some(first)
     }

@@ -46,14 +46,14 @@ impl Gaps {
     }
 
     /// The number of pieces of `bytes`, which is not 0, that can be cut from the ranges; not more than
-    /// `most`.
-    pub(super) fn fitting(&self, bytes: usize, most: usize) -> usize {
+    /// `limit`.
+    pub(super) fn fitting(&self, bytes: usize, limit: usize) -> usize {
         let mut found = 0;
         for group in self.groups.iter().filter(|group| group.longest >= bytes) {
             for range in &group.ranges {
                 found += range.len() / bytes;
-                if found >= most {
-                    return most;
+                if found >= limit {
+                    return limit;
                 }
             }
         }
@@ -61,16 +61,16 @@ impl Gaps {
     }
 
     /// Cuts pieces of `bytes`, which is not 0, from the beginning of the first range that holds one: as many
-    /// as it holds, but not more than `most`. Returns them as one range, or `None` when no range holds a
+    /// as it holds, but not more than `limit`. Returns them as one range, or `None` when no range holds a
     /// piece.
-    pub(super) fn cut(&mut self, bytes: usize, most: usize) -> Option<Range<usize>> {
+    pub(super) fn cut(&mut self, bytes: usize, limit: usize) -> Option<Range<usize>> {
         let at = self.groups.iter().position(|group| group.longest >= bytes)?;
         let group = &mut self.groups[at];
         let place = group.ranges.iter().position(|range| range.len() >= bytes)?;
         let range = &mut group.ranges[place];
         let was_longest = range.len() == group.longest;
         let start = range.start;
-        range.start += most.min(range.len() / bytes) * bytes;
+        range.start += limit.min(range.len() / bytes) * bytes;
         let taken = start..range.start;
         if range.start == range.end {
             group.ranges.remove(place);
@@ -176,7 +176,7 @@ impl Gaps {
         }
     }
 
-    /// A description of what is inconsistent, if something is.
+    /// A description of an inconsistency, if there is one.
     pub(super) fn fault(&self) -> Option<String> {
         let mut end = None;
         for range in self.iter() {

@@ -91,20 +91,20 @@ impl Act {
     /// Makes this the act of the current thread until the guard drops.
     #[must_use]
     pub fn begin(self: Arc<Self>) -> ActGuard {
-        ActGuard { before: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
+        ActGuard { outer: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
     }
 }
 
 /// Ends the act that [`Act::begin`] began when it drops.
 #[derive(Debug)]
 pub struct ActGuard {
-    before: Option<Arc<Act>>,
+    outer: Option<Arc<Act>>,
     of_this_thread: PhantomData<*const ()>,
 }
 
 impl Drop for ActGuard {
     fn drop(&mut self) {
-        CURRENT.set(self.before.take());
+        CURRENT.set(self.outer.take());
     }
 }
 

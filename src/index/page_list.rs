@@ -27,8 +27,8 @@ use crate::base::{Page, Result, reserve};
 pub struct PageList {
     /// Boxed, since most requests have none.
     shared: Option<Box<SharedRuns>>,
-    /// The pages behind those.
-    rest: Vec<Page>,
+    /// The pages behind the shared ones.
+    tail: Vec<Page>,
 }
 
 /// Runs that are not changed.
@@ -44,7 +44,7 @@ impl PageList {
     #[must_use]
     #[inline]
     pub fn len(&self) -> usize {
-        self.before() + self.rest.len()
+        self.shared_len() + self.tail.len()
     }
 
     /// Whether there are no pages.
@@ -55,13 +55,13 @@ impl PageList {
 
     /// The number of shared pages.
     #[inline]
-    fn before(&self) -> usize {
+    fn shared_len(&self) -> usize {
         self.shared.as_ref().map_or(0, |shared| shared.len)
     }
 
     /// Appends a run, whose memory stays shared.
     pub fn share(&mut self, run: Arc<Vec<Page>>) {
-        let earlier = (!self.rest.is_empty()).then(|| Arc::new(std::mem::take(&mut self.rest)));
+        let earlier = (!self.tail.is_empty()).then(|| Arc::new(std::mem::take(&mut self.tail)));
         for run in earlier.into_iter().chain(Some(run).filter(|run| !run.is_empty())) {
             let shared = self.shared.get_or_insert_default();
             shared.len += run.len();
@@ -71,13 +71,13 @@ impl PageList {
 
     /// Appends copies of pages.
     pub fn extend_from_slice(&mut self, pages: &[Page]) {
-        self.rest.extend_from_slice(pages);
+        self.tail.extend_from_slice(pages);
     }
 
     /// Appends pages.
     #[inline]
     pub fn extend(&mut self, pages: impl Iterator<Item = Page>) {
-        self.rest.extend(pages);
+        self.tail.extend(pages);
     }
 
     /// The page at position `at`, which is below the length.
@@ -85,7 +85,7 @@ impl PageList {
     #[inline]
     pub fn get(&self, at: usize) -> Page {
         match &self.shared {
-            None => self.rest[at],
+            None => self.tail[at],
             Some(_) => self.get_behind(at),
         }
     }
@@ -93,8 +93,8 @@ impl PageList {
     /// Apart, so that the common case stays small.
     #[cold]
     fn get_behind(&self, at: usize) -> Page {
-        match at.checked_sub(self.before()) {
-            Some(at) => self.rest[at],
+        match at.checked_sub(self.shared_len()) {
+            Some(at) => self.tail[at],
             None => self.runs(at..at + 1).flatten().next().copied().expect("it is below the length"),
         }
     }
@@ -103,7 +103,7 @@ impl PageList {
     #[must_use]
     #[inline]
     pub fn unshared(&self) -> Option<&[Page]> {
-        self.shared.is_none().then_some(&self.rest)
+        self.shared.is_none().then_some(&self.tail)
     }
 
     /// The pages of positions `range`, which are below the length, as they lie.
@@ -111,12 +111,12 @@ impl PageList {
     #[inline]
     pub fn runs(&self, range: Range<usize>) -> Runs<'_> {
         let Some(shared) = &self.shared else {
-            return Runs { shared: [].iter(), skip: 0, left: 0, rest: Some(&self.rest[range]) };
+            return Runs { shared: [].iter(), skip: 0, left: 0, tail: Some(&self.tail[range]) };
         };
         let [skip, end] = [range.start, range.end].map(|at| at.min(shared.len));
-        let rest = &self.rest[range.start - skip..range.end - end];
+        let tail = &self.tail[range.start - skip..range.end - end];
         let (skip, left) = if range.start < shared.len { (skip, end - skip) } else { (0, 0) };
-        Runs { shared: shared.runs.iter(), skip, left, rest: Some(rest) }
+        Runs { shared: shared.runs.iter(), skip, left, tail: Some(tail) }
     }
 
     /// The pages from position `from` on, one by one.
@@ -139,14 +139,14 @@ impl PageList {
     pub fn first(&self, len: usize, room: usize) -> Result<Self> {
         let mut first = Self::default();
         for run in self.shared.iter().flat_map(|shared| &shared.runs) {
-            if run.len() > len - first.before() {
+            if run.len() > len - first.shared_len() {
                 break;
             }
             first.share(Arc::clone(run));
         }
-        let before = first.before();
-        first.rest = reserve(len - before + room)?;
-        self.runs(before..len).for_each(|run| first.rest.extend_from_slice(run));
+        let shared_len = first.shared_len();
+        first.tail = reserve(len - shared_len + room)?;
+        self.runs(shared_len..len).for_each(|run| first.tail.extend_from_slice(run));
         Ok(first)
     }
 
@@ -159,8 +159,8 @@ impl PageList {
                 let mine = self.runs(at..at + run.len());
                 at += run.len();
                 mine.into_iter().all(|mine| {
-                    let (same, rest) = run.split_at(mine.len());
-                    run = rest;
+                    let (same, tail) = run.split_at(mine.len());
+                    run = tail;
                     same == mine
                 })
             })
@@ -168,12 +168,12 @@ impl PageList {
 
     /// Drops the pages behind the first `len`.
     pub fn truncate(&mut self, len: usize) {
-        self.rest.truncate(len.saturating_sub(self.before()));
+        self.tail.truncate(len.saturating_sub(self.shared_len()));
         while let Some(shared) = self.shared.as_mut().filter(|shared| shared.len > len) {
             let last = shared.runs.pop().expect("there are shared pages");
             shared.len -= last.len();
             if let Some(keep) = len.checked_sub(shared.len) {
-                self.rest.extend_from_slice(&last[..keep]);
+                self.tail.extend_from_slice(&last[..keep]);
             }
             if shared.runs.is_empty() {
                 self.shared = None;
@@ -183,9 +183,9 @@ impl PageList {
 
     /// Removes the pages from position `at` on, and returns them.
     pub fn split_off(&mut self, at: usize) -> Vec<Page> {
-        match at.checked_sub(self.before()) {
-            Some(0) => std::mem::take(&mut self.rest),
-            Some(at) => self.rest.split_off(at),
+        match at.checked_sub(self.shared_len()) {
+            Some(0) => std::mem::take(&mut self.tail),
+            Some(at) => self.tail.split_off(at),
             None => {
                 let gone = self.to_vec(at..self.len());
                 self.truncate(at);
@@ -197,8 +197,8 @@ impl PageList {
     /// Replaces the pages from position `from` on, which are not shared, and returns the position of the
     /// first that differs.
     pub fn replace(&mut self, from: usize, pages: &[Page]) -> Option<usize> {
-        let before = self.before();
-        let own = &mut self.rest[from - before..][..pages.len()];
+        let shared_len = self.shared_len();
+        let own = &mut self.tail[from - shared_len..][..pages.len()];
         let changed = own.iter().zip(pages).position(|(own, new)| own != new);
         own.copy_from_slice(pages);
         changed.map(|at| from + at)
@@ -212,7 +212,7 @@ pub struct Runs<'a> {
     /// Shared pages before the range, and those of it.
     skip: usize,
     left: usize,
-    rest: Option<&'a [Page]>,
+    tail: Option<&'a [Page]>,
 }
 
 impl<'a> Iterator for Runs<'a> {
@@ -230,13 +230,13 @@ impl<'a> Iterator for Runs<'a> {
                 return Some(run);
             }
         }
-        self.rest.take()
+        self.tail.take()
     }
 }
 
 impl From<Vec<Page>> for PageList {
     fn from(pages: Vec<Page>) -> Self {
-        Self { rest: pages, ..Self::default() }
+        Self { tail: pages, ..Self::default() }
     }
 }
 
@@ -269,7 +269,7 @@ mod tests {
                     plain.extend_from_slice(&new);
                     list.extend_from_slice(&new);
                 }
-                9 if at >= list.before() => {
+                9 if at >= list.shared_len() => {
                     let new = &new[..few.min(plain.len() - at)];
                     assert_eq!(list.replace(at, new), (!new.is_empty()).then_some(at));
                     assert_eq!(list.replace(at, new), None);
@@ -290,7 +290,7 @@ mod tests {
                 }
             }
             assert_eq!(list.len(), plain.len());
-            assert!(list.unshared().map_or(list.before() > 0, |own| own == plain));
+            assert!(list.unshared().map_or(list.shared_len() > 0, |own| own == plain));
             let [from, to] = [at.min(plain.len()) / 2, at.min(plain.len())];
             assert_eq!(list.to_vec(from..to), plain[from..to]);
             assert!(plain.get(from).is_none_or(|page| list.get(from) == *page));

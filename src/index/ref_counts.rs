@@ -271,7 +271,7 @@ impl<I: Id> RefCounts<I> {
         self.stack.push(returning.0);
     }
 
-    /// A description of what breaks the invariant, if anything does.
+    /// A description of a broken invariant, if there is one.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let mut seen = vec![false; self.entries.len()];

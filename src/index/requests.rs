@@ -220,8 +220,8 @@ impl Requests {
     /// allocated, [`ErrorKind::Config`] for one that is listed twice.
     pub fn resolve_rows(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<RequestRow>> {
         self.batches += 1;
-        let named = given.ids::<RequestRow>(self.by_row.len())?;
-        for (position, &row) in named.iter().enumerate() {
+        let resolved = given.ids::<RequestRow>(self.by_row.len())?;
+        for (position, &row) in resolved.iter().enumerate() {
             if !rows.rows().contains(row) || !rows.rows().is_live(row) {
                 return Err(Error::new(
                     ErrorKind::IndexOwnership,
@@ -231,7 +231,7 @@ impl Requests {
             }
             let request = &mut self.by_row[widen(row.number())];
             if request.batch == self.batches {
-                return Err(Error::config(format!("request row {row} is named twice in one batch")));
+                return Err(Error::config(format!("request row {row} is resolved twice in one batch")));
             }
             request.batch = self.batches;
             let turn = rows.turn(row);
@@ -239,7 +239,7 @@ impl Requests {
                 *request = Request::new(turn, request.batch);
             }
         }
-        Ok(named)
+        Ok(resolved)
     }
 
     /// The growth of a request of the batch from `prefix` to `seq` tokens. `None` when it does not have

@@ -297,7 +297,7 @@ pub struct HybridTree {
     /// The lists of windows and states, the value used last first.
     lists: [List; 2],
     queue: Queue,
-    walks: evict::Walks,
+    evictions: evict::Evictions,
     insertion: Option<insert::Pending>,
 }
 
@@ -324,7 +324,7 @@ impl HybridTree {
             sizes: [Sizes::default(); 3],
             lists: [List::default(), List::default()],
             queue: Queue::default(),
-            walks: evict::Walks::default(),
+            evictions: evict::Evictions::default(),
             insertion: None,
         };
         tree.reset();
@@ -345,7 +345,7 @@ impl HybridTree {
         self.sizes = [Sizes::default(); 3];
         self.lists = [List::default(), List::default()];
         self.queue = Queue::default();
-        self.walks = evict::Walks::default();
+        self.evictions = evict::Evictions::default();
         self.insertion = None;
         let used = self.tick();
         let root = self.nodes.add(Node { locks: [1; 3], priority: i64::MIN, used, ..Node::new() });
@@ -463,13 +463,13 @@ impl HybridTree {
 
     /// The child of `parent` that begins with `page`.
     fn child(&self, parent: NodeId, namespace: NamespaceId, page: &[i64]) -> Option<NodeId> {
-        let is_it = |id: &NodeId| {
+        let is_match = |id: &NodeId| {
             let node = self.node(*id);
             // The others are there because of their hash alone.
             let is_child = *id != ROOT && node.parent == parent && node.namespace == namespace;
             is_child && node.tokens.block(0, page.len()).equals(page)
         };
-        self.edges.get(parent, self.fingerprint(namespace, page)).find(is_it)
+        self.edges.get(parent, self.fingerprint(namespace, page)).find(is_match)
     }
 
     /// Makes `id`, whose parent, namespace and tokens are set, a child of its parent.
@@ -500,7 +500,7 @@ impl HybridTree {
         let used = self.tick();
         let created = self.node(id).created;
         let place = self.node(id).place;
-        let before = self.nodes.add(Node { place, used, created, ..Node::new() });
+        let front = self.nodes.add(Node { place, used, created, ..Node::new() });
         let pages = len / self.config.page_size;
         let node = self.node_mut(id);
         let tokens = node.tokens.cut(len);
@@ -510,8 +510,8 @@ impl HybridTree {
             let at = part.index();
             locks[at] = node.locks[at];
             if node.has(part) {
-                let rest = node.values[at].split_off(len);
-                values[at] = std::mem::replace(&mut node.values[at], rest);
+                let back = node.values[at].split_off(len);
+                values[at] = std::mem::replace(&mut node.values[at], back);
             }
         }
         // A boundary is the older edge of its node.
@@ -519,12 +519,12 @@ impl HybridTree {
         let end = node.end - node.tokens.len();
         let mut hashes = Vec::new();
         if !node.hashes.is_empty() {
-            let rest = node.hashes.split_off(pages);
-            hashes = std::mem::replace(&mut node.hashes, rest);
+            let back = node.hashes.split_off(pages);
+            hashes = std::mem::replace(&mut node.hashes, back);
         }
         let Node { parent, namespace, hits, priority, fingerprint, reach, .. } = *node;
         {
-            let node = self.node_mut(before);
+            let node = self.node_mut(front);
             (node.parent, node.namespace, node.tokens, node.end) = (parent, namespace, tokens, end);
             (node.values, node.locks, node.boundary) = (values, locks, boundary);
             (node.hits, node.priority, node.reach) = (hits, priority, reach);
@@ -532,21 +532,21 @@ impl HybridTree {
         }
         // The new node takes the place of the old one among its siblings.
         self.edges.remove(parent, fingerprint, id);
-        self.edges.insert(parent, fingerprint, before);
+        self.edges.insert(parent, fingerprint, front);
         self.next_place += 1;
         let place = self.next_place;
         let node = self.node_mut(id);
-        (node.parent, node.place) = (before, place);
+        (node.parent, node.place) = (front, place);
         self.link(id);
         for part in [Part::Window, Part::State] {
-            if self.node(before).has(part) {
-                self.list_after(part, id, before);
+            if self.node(front).has(part) {
+                self.list_after(part, id, front);
             }
         }
         let now = self.tick();
         self.node_mut(id).used = now;
         self.requeue(id);
-        before
+        front
     }
 
     /// Whether a node may be evicted as a whole.
@@ -558,11 +558,11 @@ impl HybridTree {
     /// Brings the queue up to date with a node.
     fn requeue(&mut self, id: NodeId) {
         let rank = self.is_leaf(id).then(|| self.config.order.rank(self.node(id)));
-        let before = std::mem::replace(&mut self.node_mut(id).queued, rank);
-        if before == rank {
+        let previous = std::mem::replace(&mut self.node_mut(id).queued, rank);
+        if previous == rank {
             return;
         }
-        if let Some(rank) = before {
+        if let Some(rank) = previous {
             self.queue.remove(rank, id);
         }
         if let Some(rank) = rank {

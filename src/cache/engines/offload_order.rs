@@ -235,20 +235,20 @@ impl<P> OffloadOrder<P> {
         spared: impl IntoIterator<Item = &'a [u8]>,
     ) -> Option<Vec<(OffloadKey, P)>> {
         self.evictions += 1;
-        let mut left = self.evictable;
+        let mut evictable = self.evictable;
         for key in spared {
             if let Some(OffloadId(number)) = self.find(key) {
                 let by = self.evictions;
                 let entry = self.entry_mut(number);
                 let was_spared = std::mem::replace(&mut entry.spared_by, by) == by;
-                left -= usize::from(entry.is_evictable && !was_spared);
+                evictable -= usize::from(entry.is_evictable && !was_spared);
             }
         }
-        if left < count {
+        if evictable < count {
             return None;
         }
-        let (mut gone, mut kept) = (Vec::with_capacity(count), Vec::new());
-        while gone.len() < count {
+        let (mut evicted, mut kept) = (Vec::with_capacity(count), Vec::new());
+        while evicted.len() < count {
             let Reverse(candidate) = self.heap.pop().expect("the heap has all that is evictable");
             if !self.is_current(&candidate) {
                 continue;
@@ -256,18 +256,18 @@ impl<P> OffloadOrder<P> {
             if self.entry(candidate.number).spared_by == self.evictions {
                 kept.push(Reverse(candidate));
             } else {
-                gone.push(self.take(candidate.number));
+                evicted.push(self.take(candidate.number));
             }
         }
         self.heap.extend(kept);
-        Some(gone)
+        Some(evicted)
     }
 
     /// Takes all chunks out, and returns their values. Requests at work begin anew.
     pub fn drain(&mut self) -> impl Iterator<Item = P> + use<P> {
         let owner = Epoch { clears: self.owner.clears + 1, ..self.owner };
-        let before = std::mem::replace(self, Self { owner, ..Self::default() });
-        before.entries.into_iter().flatten().map(|entry| entry.value)
+        let earlier = std::mem::replace(self, Self { owner, ..Self::default() });
+        earlier.entries.into_iter().flatten().map(|entry| entry.value)
     }
 
     /// The turn of a request. A rank of another order is replaced.

@@ -88,17 +88,17 @@ impl Policy for Adaptive {
             self.cohorts.reconsider();
             self.recency.fade(now);
         }
-        if self.lifetimes.known() && self.recency.trails() {
+        if self.lifetimes.is_known() && self.recency.trails() {
             self.cohorts.least(self.lifetimes.worth(), now)
         } else {
             self.cohorts.oldest()
         }
     }
 
-    fn note_used(&mut self, before: &History, tokens: u32, now: Tick) {
-        self.lifetimes.end(class(before.uses), self.ages.of(now.since(before.used)), tokens);
-        self.lifetimes.begin(class(before.uses.saturating_add(1)), tokens, now);
-        self.recency.found(before.used, tokens, now);
+    fn note_used(&mut self, history: &History, tokens: u32, now: Tick) {
+        self.lifetimes.end(class(history.uses), self.ages.of(now.since(history.used)), tokens);
+        self.lifetimes.begin(class(history.uses.saturating_add(1)), tokens, now);
+        self.recency.found(history.used, tokens, now);
     }
 
     fn fetch(&self, keys: &mut dyn Iterator<Item = PageKey>) {

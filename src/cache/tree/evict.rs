@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, VecDeque};
 
 use crate::base::{Page, StateSlot, widen};
 
-use super::roots::rid_of_gone;
+use super::roots::retain_listed;
 use super::{Cause, Pressure};
 use super::{Kind, Namespace, NodeId, PageHash, Policy, ShortVec, Sum, Tick, Tree, is_below};
 use crate::cache::Tier;
@@ -20,7 +20,7 @@ pub struct Evicted {
     pub pages: Vec<Page>,
     /// Track slots of snapshots.
     pub states: Vec<StateSlot>,
-    /// The keys of the pages, if there are keys: what was worth least first.
+    /// The keys of the pages, if there are keys: those worth least first.
     pub keys: Vec<PageHash>,
     /// Numbers of pages by age, if they were evicted: below 1, 2, 4, ... tokens were looked up since their
     /// last use.
@@ -64,9 +64,9 @@ const EDGES_AHEAD: usize = 12;
 impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
-        let mut gone = Evicted::default();
-        gone.pages.reserve(pages.min(self.counts.evictable()));
-        while gone.pages.len() < pages {
+        let mut evicted = Evicted::default();
+        evicted.pages.reserve(pages.min(self.counts.evictable()));
+        while evicted.pages.len() < pages {
             let now = self.now;
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
             let of_policy = self.queues.policy.victim(now);
@@ -75,13 +75,13 @@ impl Tree {
             if of_policy.is_some() {
                 self.fetch_after(leaf);
             }
-            self.trim(leaf, pages - gone.pages.len(), cause, &mut gone);
+            self.trim(leaf, pages - evicted.pages.len(), cause, &mut evicted);
         }
-        gone
+        evicted
     }
 
-    /// Fetches what the eviction of `leaf` and those that probably follow will need: first their nodes, and a
-    /// few evictions later what these name.
+    /// Fetches the memory that the eviction of `leaf` and those that probably follow will touch: first the
+    /// nodes, and a few evictions later the generations and edges of these.
     pub(super) fn fetch_after(&mut self, leaf: NodeId) {
         let Queues { policy, upcoming, .. } = &mut self.queues;
         // A leaf of which a part was evicted is still the first.
@@ -106,23 +106,23 @@ impl Tree {
     }
 
     /// Evicts up to `count` pages from the end of a leaf.
-    pub(super) fn trim(&mut self, leaf: NodeId, count: usize, cause: Cause, gone: &mut Evicted) {
+    pub(super) fn trim(&mut self, leaf: NodeId, count: usize, cause: Cause, evicted: &mut Evicted) {
         let here = self.node(leaf);
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
         let age = self.now.since(history.used);
         let age = widen(u64::BITS - age.leading_zeros()).min(AGE_BUCKETS - 1);
         let pages = keep..here.pages.len();
-        gone.ages[age] += pages.len() as u64;
+        evicted.ages[age] += pages.len() as u64;
         self.offer_evicted(leaf, pages);
-        let (at, sum) = self.note_gone(leaf, keep, cause);
+        let (at, sum) = self.remember_gone(leaf, keep, cause);
         if keep == 0 {
             let parent = self.node(leaf).parent;
-            self.remove(leaf, gone);
+            self.remove(leaf, evicted);
             self.queue(parent);
             self.drop_if_empty(parent);
             return;
         }
-        self.drop_snapshot(leaf, gone);
+        self.drop_snapshot(leaf, evicted);
         let page_size = self.page_size;
         let here = self.node_mut(leaf);
         let room = here.room();
@@ -137,19 +137,19 @@ impl Tree {
         self.counts.room -= freed;
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
-        gone.keys.extend(self.note_removed(&trimmed).into_iter().rev());
-        gone.pages.extend_from_slice(&trimmed);
+        evicted.keys.extend(self.note_removed(&trimmed).into_iter().rev());
+        evicted.pages.extend_from_slice(&trimmed);
     }
 
     /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
     /// their sum if there are any.
-    fn note_gone(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, Sum) {
+    fn remember_gone(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, Sum) {
         let here = &self.nodes[node];
         let (history, end, mut sum) = (here.history, widen(here.end), here.sum);
         let begin = end - here.tokens.len();
         let until = begin + keep * self.page_size;
         if until < end {
-            self.memory.note(sum.key(), history.used, self.now, cause);
+            self.evictions.note(sum.key(), history.used, self.now, cause);
         }
         let (mut at, mut key) = (end, end - end % self.remembered_every);
         if keep > 0 || key > until {
@@ -160,7 +160,7 @@ impl Tree {
                     self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
                 }
                 if key < end {
-                    self.memory.note(cursor.sum().key(), history.used, self.now, cause);
+                    self.evictions.note(cursor.sum().key(), history.used, self.now, cause);
                 }
                 (at, key) = (key, key - self.remembered_every);
             }
@@ -181,10 +181,10 @@ impl Tree {
     }
 
     /// Removes a leaf without locks.
-    pub(super) fn remove(&mut self, leaf: NodeId, gone: &mut Evicted) {
+    pub(super) fn remove(&mut self, leaf: NodeId, evicted: &mut Evicted) {
         self.unqueue(leaf);
         self.unlink(leaf);
-        self.drop_snapshot(leaf, gone);
+        self.drop_snapshot(leaf, evicted);
         let is_pinned = self.is_pinned(leaf);
         self.counts.room -= self.node(leaf).room();
         let here = self.node_mut(leaf);
@@ -193,8 +193,8 @@ impl Tree {
         self.counts.cached -= pages.len();
         self.counts.pinned -= if is_pinned { pages.len() } else { 0 };
         self.nodes.vacate(leaf);
-        gone.keys.extend(self.note_removed(&pages).into_iter().rev());
-        gone.pages.extend_from_slice(&pages);
+        evicted.keys.extend(self.note_removed(&pages).into_iter().rev());
+        evicted.pages.extend_from_slice(&pages);
     }
 
     /// Gives up the prefixes of a namespace, or all. Those in use are found no more, and are given up with
@@ -208,22 +208,22 @@ impl Tree {
         // Children before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
         self.note_cleared(&nodes, namespace.is_none(), cause);
-        let mut gone = Evicted::default();
+        let mut evicted = Evicted::default();
         for id in nodes {
             if self.node(id).locks == 0 {
-                self.remove(id, &mut gone);
+                self.remove(id, &mut evicted);
             }
         }
         for root in roots {
             self.drop_if_empty(root);
         }
-        gone
+        evicted
     }
 
-    /// Makes what is below `root` be found no more, and returns its nodes.
+    /// Makes the prefixes below `root` be found no more, and returns their nodes.
     fn detach(&mut self, root: NodeId) -> Vec<NodeId> {
         let mut nodes = self.roots.detach(root);
-        rid_of_gone(&mut nodes, |id| is_below(self.node(id), root));
+        retain_listed(&mut nodes, |id| is_below(self.node(id), root));
         self.node_mut(root).kind = Kind::Detached;
         nodes
     }
@@ -231,7 +231,7 @@ impl Tree {
     /// Takes note that the pages of `nodes`, with leases or without, are found no more.
     fn note_cleared(&mut self, nodes: &[NodeId], is_all: bool, cause: Cause) {
         for &id in nodes {
-            let _ = self.note_gone(id, 0, cause);
+            let _ = self.remember_gone(id, 0, cause);
         }
         if let (true, Some(keys)) = (is_all, &mut self.keys) {
             keys.clear();
@@ -258,18 +258,18 @@ impl Tree {
 
     /// Gives up `node` and those before it, if they are detached and have neither locks nor children.
     pub(super) fn prune(&mut self, node: NodeId) -> Evicted {
-        let mut gone = Evicted::default();
+        let mut evicted = Evicted::default();
         if self.node(self.node(node).root).kind != Kind::Detached {
-            return gone;
+            return evicted;
         }
         let mut at = node;
         while self.node(at).kind == Kind::Run && (self.node(at).locks, self.node(at).children) == (0, 0) {
             let parent = self.node(at).parent;
-            self.remove(at, &mut gone);
+            self.remove(at, &mut evicted);
             at = parent;
         }
         self.drop_if_empty(at);
-        gone
+        evicted
     }
 
     /// Adds a node to the evictable leaves, if it is one.

@@ -42,9 +42,9 @@ pub struct Cause {
     pub at: Instant,
 }
 
-/// A record of pages that went.
+/// The end of pages that were cached.
 #[derive(Clone, Copy, Debug)]
-pub struct Gone {
+pub struct EvictionRecord {
     /// The cause of their eviction.
     pub cause: Cause,
     /// The number of tokens looked up between their last use and their end.
@@ -63,7 +63,7 @@ pub enum Location {
     /// It is in a store below, from where it can be fetched to host memory.
     Store,
     /// It was cached, and is gone.
-    Evicted(Gone),
+    Evicted(EvictionRecord),
     /// Another namespace has it.
     Elsewhere(Namespace),
     /// Nothing is known of it: it was never published, or so long ago that it is forgotten.
@@ -92,7 +92,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Takes note that what follows the parts that a request can use or load is in a store, up to token
+    /// Takes note that the tokens behind those that a request can use or load are in a store, up to token
     /// `end`.
     pub fn note_stored(segments: &mut Vec<Self>, end: usize) {
         let is_usable = |part: &&Self| matches!(part.location, Location::Device | Location::Host);
@@ -111,10 +111,10 @@ impl Segment {
     }
 }
 
-/// The ends of prefixes that went last, in the order in which they went: noting one is an append. They are
-/// looked up by key only to explain, all at once.
+/// The ends of the prefixes that were evicted last, in the order of their evictions: noting one is an append.
+/// They are looked up by key only to explain, all at once.
 #[derive(Debug, Default)]
-pub(super) struct Memory {
+pub(super) struct EvictionLog {
     /// The last [`ENDS`]; number `n` lies at `n % ENDS`.
     ends: Vec<End>,
     /// The number of ends noted so far.
@@ -133,7 +133,7 @@ struct End {
 /// The number of ends that are remembered. At a key for 64 tokens they reach back two million evicted tokens.
 const ENDS: usize = 1 << 15;
 
-impl Memory {
+impl EvictionLog {
     /// Remembers the prefix `key`, whose last use was at `used`.
     pub(super) fn note(&mut self, key: PageKey, used: Tick, now: Tick, cause: Cause) {
         if self.causes.back().is_none_or(|&(_, last)| last != cause) {
@@ -159,8 +159,8 @@ impl Memory {
     }
 
     /// The records by key; of one key the latest.
-    fn by_key(&self) -> HashMap<PageKey, Gone> {
-        let mut known = HashMap::with_capacity(self.ends.len());
+    fn by_key(&self) -> HashMap<PageKey, EvictionRecord> {
+        let mut records = HashMap::with_capacity(self.ends.len());
         let mut causes = self.causes.iter().copied().peekable();
         let mut cause = None;
         for number in self.noted - self.ends.len() as u64..self.noted {
@@ -169,9 +169,9 @@ impl Memory {
             }
             let End { key, idle } = self.ends[place_of(number)];
             let cause = cause.expect("the oldest end has a cause");
-            known.insert(key, Gone { cause, idle });
+            records.insert(key, EvictionRecord { cause, idle });
         }
-        known
+        records
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -197,13 +197,13 @@ impl Tree {
         tokens: &dyn Tokens,
         lower: Option<&dyn Lower>,
     ) -> Result<Vec<Segment>> {
-        let mut answer: Vec<Segment> = Vec::new();
+        let mut segments: Vec<Segment> = Vec::new();
         let mut begin = 0;
         let mut add = |end: usize, location: Location| {
-            match answer.last_mut() {
+            match segments.last_mut() {
                 _ if begin >= end => return begin,
                 Some(last) if last.location.is_one_with(&location) => last.range.end = end,
-                _ => answer.push(Segment { range: begin..end, location }),
+                _ => segments.push(Segment { range: begin..end, location }),
             }
             begin = end;
             begin
@@ -219,23 +219,23 @@ impl Tree {
             let keys = self.keys_behind(namespace, (usable, cached), (tokens, whole), lower)?;
             add(end + keys.len() * page_size, Location::Host);
         }
-        let mut known = add(cached, Location::NoSnapshot).max(cached);
+        let mut explained = add(cached, Location::NoSnapshot).max(cached);
         let sum = place.map_or_else(|| Chain::start(self.hash_of(namespace)), |place| self.sum_at(place));
         let (mut cursor, mut page) = (self.chain().cursor(sum, cached), Vec::new());
-        let gone = if cached < whole { self.memory().by_key() } else { HashMap::new() };
+        let records = if cached < whole { self.evictions.by_key() } else { HashMap::new() };
         for at in (cached..whole).step_by(page_size) {
             page.clear();
             tokens.read(at..at + page_size, &mut page)?;
             cursor.push(&page);
-            if let Some(&gone) = gone.get(&cursor.sum().key()) {
-                known = add(at + page_size, Location::Evicted(gone));
+            if let Some(&record) = records.get(&cursor.sum().key()) {
+                explained = add(at + page_size, Location::Evicted(record));
             }
         }
-        let others = self.namespaces().filter(|&name| known < whole && name != namespace);
+        let others = self.namespaces().filter(|&name| explained < whole && name != namespace);
         let mut elsewhere = None;
         for name in others {
             let found = self.place_of(name, tokens, whole)?.map_or(0, Place::len);
-            if elsewhere.as_ref().map_or(known, |(longest, _)| *longest) < found {
+            if elsewhere.as_ref().map_or(explained, |(longest, _)| *longest) < found {
                 elsewhere = Some((found, name));
             }
         }
@@ -244,6 +244,6 @@ impl Tree {
         }
         add(whole, Location::NeverPublished);
         add(count, Location::PageNotFull);
-        Ok(answer)
+        Ok(segments)
     }
 }

@@ -96,7 +96,7 @@ impl Tree {
         self.hold_first(hold, hold.len)
     }
 
-    /// Ends a use. Returns what cannot be found any more.
+    /// Ends a use. Returns the pages and snapshots that cannot be found any more.
     #[expect(clippy::needless_pass_by_value, reason = "a hold ends here")]
     pub fn release(&mut self, hold: Hold) -> Evicted {
         self.unlock(hold.node);
@@ -179,10 +179,10 @@ impl Tree {
         hold.len = widen(self.node(node).end);
     }
 
-    /// Refreshes the way to `node`, behind `before` if that is given. The node has a lock.
-    pub(super) fn touch(&mut self, node: NodeId, before: Option<NodeId>) {
+    /// Refreshes the way to `node`, behind `previous` if that is given. The node has a lock.
+    pub(super) fn touch(&mut self, node: NodeId, previous: Option<NodeId>) {
         let now = self.now;
-        let path: Vec<_> = self.path(node).take_while(|&id| before != Some(id)).collect();
+        let path: Vec<_> = self.path(node).take_while(|&id| previous != Some(id)).collect();
         for id in path.into_iter().rev() {
             let here = self.node(id);
             let (history, tokens) = (here.history, narrow(here.tokens.len()));

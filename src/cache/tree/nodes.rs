@@ -164,12 +164,12 @@ impl Tree {
             if end > place.len {
                 continue;
             }
-            let rest = &pages[end / self.page_size..];
-            let tail = rest.first().and_then(|first| self.tails.get(&id)?.by_first_page.get(first));
-            let Some(&tail) = tail.filter(|tail| rest.starts_with(&self.node(**tail).pages)) else {
+            let tail_pages = &pages[end / self.page_size..];
+            let tail = tail_pages.first().and_then(|first| self.tails.get(&id)?.by_first_page.get(first));
+            let Some(&tail) = tail.filter(|tail| tail_pages.starts_with(&self.node(**tail).pages)) else {
                 continue;
             };
-            let is_equal = rest.len() == self.node(tail).pages.len();
+            let is_equal = tail_pages.len() == self.node(tail).pages.len();
             if self.has_foreign_locks(tail) && !is_equal {
                 continue;
             }
@@ -194,18 +194,18 @@ impl Tree {
         plan.found() / self.page_size + plan.continued.map_or(0, |tail| self.node(tail).pages.len())
     }
 
-    /// Adds `tokens`, those behind what was found, with `pages`. Returns the node at their end, and adds to
-    /// `gone` the tails that ceased to exist.
+    /// Adds `tokens`, which follow the tokens that were found, with `pages`. Returns the node at their end.
+    /// Adds the tails that ceased to exist to `removed`.
     pub fn insert(
         &mut self,
         namespace: &Namespace,
         plan: Insertion,
         tokens: &[i32],
         pages: &[Page],
-        gone: &mut Vec<NodeHandle>,
+        removed: &mut Vec<NodeHandle>,
     ) -> NodeHandle {
         for tail in plan.returned {
-            self.take_tail(tail, gone);
+            self.take_tail(tail, removed);
         }
         let mut at = match plan.place {
             None => self.root_or_new(namespace),
@@ -221,7 +221,7 @@ impl Tree {
                 self.refresh(tail);
                 return self.handle(tail);
             }
-            self.take_tail(tail, gone);
+            self.take_tail(tail, removed);
             uses = 1;
         }
         self.note_stored(at, tokens, pages);
@@ -229,14 +229,14 @@ impl Tree {
         let (mut pages, tail_pages) = pages.split_at(tokens.len() / self.page_size);
         let mut tokens = tokens;
         for segment in self.segments(at, tokens) {
-            let (part, rest) = pages.split_at(segment.pages);
-            let (part_tokens, rest_tokens) = tokens.split_at(segment.pages * self.page_size);
-            (pages, tokens) = (rest, rest_tokens);
+            let (part, later_pages) = pages.split_at(segment.pages);
+            let (part_tokens, later_tokens) = tokens.split_at(segment.pages * self.page_size);
+            (pages, tokens) = (later_pages, later_tokens);
             at = self.add_below(
                 at,
                 part_tokens.into(),
                 part,
-                History::of_new(segment.before, self.now),
+                History::of_new(segment.remembered, self.now),
                 segment.sum,
             );
         }
@@ -268,17 +268,17 @@ impl Tree {
         Some(())
     }
 
-    /// Evicts whole leaves, and nodes that become leaves by that, until `gone` has at least `pages` pages or
-    /// nothing is evictable. Adds their former names to `names`.
+    /// Evicts whole leaves, and nodes that become leaves by that, until `evicted` has at least `pages` pages
+    /// or nothing is evictable. Adds their former names to `leaves`.
     pub fn evict_leaves(
         &mut self,
         pages: usize,
         cause: Cause,
-        gone: &mut Evicted,
-        names: &mut Vec<NodeHandle>,
+        evicted: &mut Evicted,
+        leaves: &mut Vec<NodeHandle>,
     ) {
-        gone.pages.reserve(pages.saturating_sub(gone.pages.len()).min(self.counts.evictable()));
-        while gone.pages.len() < pages
+        evicted.pages.reserve(pages.saturating_sub(evicted.pages.len()).min(self.counts.evictable()));
+        while evicted.pages.len() < pages
             && let Some(leaf) = self.queues.policy.victim(self.now)
         {
             if self.is_covered(leaf) {
@@ -287,8 +287,8 @@ impl Tree {
                 continue;
             }
             self.fetch_after(leaf);
-            names.push(self.handle(leaf));
-            self.trim(leaf, usize::MAX, cause, gone);
+            leaves.push(self.handle(leaf));
+            self.trim(leaf, usize::MAX, cause, evicted);
         }
     }
 
@@ -376,8 +376,8 @@ impl Tree {
         self.tails.get_mut(&parent).expect("the tail was noted").set_aside.insert(id);
     }
 
-    /// Counts as locked what the first lock of a node keeps beside the node. The locks before it are
-    /// unchanged yet.
+    /// Counts as locked the pages of tails that the first lock of a node keeps. The locks of the nodes before
+    /// it have not changed yet.
     pub(super) fn cover_tails(&mut self, id: NodeId) {
         if self.tails.is_empty() {
             return;
@@ -433,9 +433,9 @@ impl Tree {
     }
 
     /// Removes a tail whose pages another node or the caller gets.
-    fn take_tail(&mut self, tail: NodeId, gone: &mut Vec<NodeHandle>) {
+    fn take_tail(&mut self, tail: NodeId, removed: &mut Vec<NodeHandle>) {
         self.unlock_tail(tail);
-        gone.push(self.handle(tail));
+        removed.push(self.handle(tail));
         self.remove(tail, &mut Evicted::default());
     }
 }

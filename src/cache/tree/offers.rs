@@ -67,7 +67,7 @@ impl OfferedPages {
             pages: self.pages[range.clone()].to_vec(),
             keys: self.keys[range.clone()].to_vec(),
             namespace: self.namespace.clone(),
-            parent: range.start.checked_sub(1).map_or(self.parent, |before| Some(self.keys[before])),
+            parent: range.start.checked_sub(1).map_or(self.parent, |previous| Some(self.keys[previous])),
             tokens: self.tokens[range.start * page_size..range.end * page_size].to_vec(),
         }
     }
@@ -278,12 +278,12 @@ impl Tree {
     fn offer_pages(&mut self, node: NodeId, range: Range<usize>) {
         let here = self.node(node);
         let pages = here.pages[range.clone()].to_vec();
-        let before = match range.start {
+        let previous = match range.start {
             0 => self.node(here.parent).pages.last().filter(|_| here.parent != node),
             start => here.pages.get(start - 1),
         };
         let Some(keys) = self.keys_of(&pages).filter(|keys| !keys.is_empty()) else { return };
-        let parent = before.and_then(|page| self.key_of(*page));
+        let parent = previous.and_then(|page| self.key_of(*page));
         let tokens = if self.journal.is_some() {
             here.tokens[range.start * self.page_size..range.end * self.page_size].to_vec()
         } else {

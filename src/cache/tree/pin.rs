@@ -7,9 +7,9 @@ impl Tree {
     /// Tokens that would be pinned, were this hold pinned too.
     #[must_use]
     pub fn pinned_with(&self, hold: &Hold) -> usize {
-        let more: usize =
+        let newly_pinned: usize =
             self.path(hold.node).filter(|&id| !self.is_pinned(id)).map(|id| self.node(id).pages.len()).sum();
-        (self.counts.pinned + more) * self.page_size
+        (self.counts.pinned + newly_pinned) * self.page_size
     }
 
     /// Whether the prefix can still be found: its namespace was not cleared.
@@ -48,9 +48,9 @@ impl Tree {
     fn change_path(&mut self, node: NodeId, change: impl Fn(&mut Self, NodeId)) {
         let path: Vec<_> = self.path(node).collect();
         for id in path {
-            let (pages, before) = (self.node(id).pages.len(), self.is_pinned(id));
+            let (pages, was_pinned) = (self.node(id).pages.len(), self.is_pinned(id));
             change(self, id);
-            match (before, self.is_pinned(id)) {
+            match (was_pinned, self.is_pinned(id)) {
                 (false, true) => self.counts.pinned += pages,
                 (true, false) => self.counts.pinned -= pages,
                 _ => (),

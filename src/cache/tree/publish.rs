@@ -35,7 +35,7 @@ impl Found {
 pub(super) struct Segment {
     pub(super) pages: usize,
     /// The facts that the policy remembers of them.
-    pub(super) before: Remembered,
+    pub(super) remembered: Remembered,
     pub(super) sum: Sum,
 }
 
@@ -48,15 +48,15 @@ struct Segments(Vec<Segment>);
 impl Segments {
     /// The facts that are remembered of the last page.
     fn last(&self) -> Remembered {
-        self.0.last().map_or(Remembered::default(), |last| last.before)
+        self.0.last().map_or(Remembered::default(), |last| last.remembered)
     }
 
     /// Adds pages.
-    fn add(&mut self, pages: usize, before: Remembered, sum: Sum) {
-        match self.0.last_mut().filter(|last| last.before == before) {
+    fn add(&mut self, pages: usize, remembered: Remembered, sum: Sum) {
+        match self.0.last_mut().filter(|last| last.remembered == remembered) {
             _ if pages == 0 => (),
             Some(last) => (last.pages, last.sum) = (last.pages + pages, sum),
-            None => self.0.push(Segment { pages, before, sum }),
+            None => self.0.push(Segment { pages, remembered, sum }),
         }
     }
 }
@@ -82,30 +82,30 @@ impl Tree {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.cut(found.place);
         if !found.is_empty() {
-            let before = hold.node;
+            let previous = hold.node;
             self.move_hold(hold, at);
-            self.touch(at, Some(before));
+            self.touch(at, Some(previous));
         }
         self.note_stored(at, &tokens, pages);
         let segments = self.segments(at, &tokens);
         // Most often one, which takes the vector as it is.
         let is_one = segments.len() == 1;
         let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
-        for Segment { pages: count, before, sum } in segments {
-            let (part, rest) = pages.split_at(count);
+        for Segment { pages: count, remembered, sum } in segments {
+            let (part, later_pages) = pages.split_at(count);
             let end = begin + count * self.page_size;
             let part_tokens =
                 if is_one { std::mem::take(&mut tokens).into() } else { Cow::Borrowed(&tokens[begin..end]) };
-            (begin, pages) = (end, rest);
-            let history = History::of_new(before, self.now);
-            let mut before = 0;
+            (begin, pages) = (end, later_pages);
+            let history = History::of_new(remembered, self.now);
+            let mut first = 0;
             if is_author && self.can_grow(at, &history) {
-                before = self.node(at).pages.len();
+                first = self.node(at).pages.len();
                 self.grow(at, &part_tokens, part, sum);
             } else {
                 at = self.add_below(at, part_tokens, part, history, sum);
             }
-            self.offer_published(at, before..before + count);
+            self.offer_published(at, first..first + count);
             is_author = true;
         }
         self.move_hold(hold, at);
@@ -133,31 +133,31 @@ impl Tree {
         let here = &self.nodes[node];
         let mut at = widen(here.end);
         let mut cursor = self.chain.cursor(here.sum, at);
-        let (mut segments, mut rest, now) = (Segments::default(), tokens, self.now);
-        let mut keyed = Vec::with_capacity(BATCH.min(rest.len() / self.remembered_every + 2));
-        while !rest.is_empty() {
+        let (mut segments, mut remaining, now) = (Segments::default(), tokens, self.now);
+        let mut keyed = Vec::with_capacity(BATCH.min(remaining.len() / self.remembered_every + 2));
+        while !remaining.is_empty() {
             keyed.clear();
-            while !rest.is_empty() && keyed.len() < BATCH {
+            while !remaining.is_empty() && keyed.len() < BATCH {
                 let to_key = self.remembered_every - at % self.remembered_every;
                 // Only the page that ends where a key ends is asked for.
-                let plain = rest.len().min(to_key - self.page_size);
-                cursor.push(&rest[..plain]);
-                let before = cursor.sum();
-                let page = rest[plain..].get(..self.page_size);
+                let plain = remaining.len().min(to_key - self.page_size);
+                cursor.push(&remaining[..plain]);
+                let plain_sum = cursor.sum();
+                let page = remaining[plain..].get(..self.page_size);
                 let end = page.map(|page| {
                     cursor.push(page);
                     cursor.sum()
                 });
-                keyed.push((plain / self.page_size, before, end));
-                let done = rest.len().min(to_key);
-                (at, rest) = (at + done, &rest[done..]);
+                keyed.push((plain / self.page_size, plain_sum, end));
+                let done = remaining.len().min(to_key);
+                (at, remaining) = (at + done, &remaining[done..]);
             }
             self.queues.policy.fetch(&mut keyed.iter().filter_map(|(.., end)| Some(end.as_ref()?.key())));
             for &(plain, sum, end) in &keyed {
                 segments.add(plain, segments.last(), sum);
                 if let Some(sum) = end {
-                    let before = self.queues.policy.note_published(sum.key(), now);
-                    segments.add(1, before, sum);
+                    let remembered = self.queues.policy.note_published(sum.key(), now);
+                    segments.add(1, remembered, sum);
                 }
             }
         }

@@ -91,15 +91,15 @@ impl Roots {
     /// size.
     pub(super) fn list(&mut self, root: NodeId, node: NodeId, is_below: impl Fn(NodeId) -> bool) {
         let Some(Space { nodes, .. }) = self.spaces.get_mut(&root) else { return };
-        let before = nodes.capacity();
-        if nodes.len() == before {
-            rid_of_gone(nodes, is_below);
+        let capacity = nodes.capacity();
+        if nodes.len() == capacity {
+            retain_listed(nodes, is_below);
             // As many again are listed before the next time.
             nodes.shrink_to(2 * nodes.len() + 2);
             nodes.reserve_exact(nodes.len() + 2);
         }
         nodes.push(node);
-        self.listed = self.listed + nodes.capacity() - before;
+        self.listed = self.listed + nodes.capacity() - capacity;
     }
 
     /// Every node below a root, with that, and some that are gone.
@@ -117,7 +117,7 @@ impl Roots {
 }
 
 /// Removes the nodes that are gone, and repeated ones: the number of a node that is gone may be used again.
-pub(super) fn rid_of_gone(nodes: &mut Vec<NodeId>, is_below: impl Fn(NodeId) -> bool) {
+pub(super) fn retain_listed(nodes: &mut Vec<NodeId>, is_below: impl Fn(NodeId) -> bool) {
     nodes.retain(|&node| is_below(node));
     nodes.sort_unstable();
     nodes.dedup();

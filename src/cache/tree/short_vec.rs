@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// Elements that fit in place of a `Vec`.
 const SHORT: usize = 3;
 
-/// Elements from which on sharing costs less than a copy. A checked build shares what is not short.
+/// Elements from which on sharing costs less than a copy. A checked build shares all that are not short.
 const MANY: usize = if cfg!(debug_assertions) { SHORT + 1 } else { 1024 };
 
 /// A vector as large as a `Vec`, without memory of its own up to three elements.
@@ -16,7 +16,7 @@ const MANY: usize = if cfg!(debug_assertions) { SHORT + 1 } else { 1024 };
 pub(super) enum ShortVec<T> {
     /// The first `len` of `items`.
     Short { len: u8, items: [T; SHORT] },
-    /// Other lengths, and what became short.
+    /// Other lengths, and vectors that have become short.
     Long(Vec<T>),
     /// Many elements, which others may read as long as they want. They are not changed meanwhile.
     Shared(Arc<Vec<T>>),
@@ -89,9 +89,9 @@ impl<T: Copy> ShortVec<T> {
 
     /// Removes the elements from `at` on, and returns them.
     pub(super) fn split_off(&mut self, at: usize) -> Self {
-        let rest = Self::of(&self[at..]);
+        let back = Self::of(&self[at..]);
         self.truncate(at);
-        rest
+        back
     }
 
     pub(super) fn shrink_to_fit(&mut self) {

@@ -111,8 +111,8 @@ impl Tree {
     /// one that was kept through this hold before, if both are behind the tokens that were looked up.
     pub fn set_snapshot(&mut self, hold: &mut Hold, slot: StateSlot) {
         let snapshot = Snapshot { slot, rank: SnapshotRank::Last, since: None };
-        let before = self.snapshots.by_node.insert(hold.node, snapshot);
-        debug_assert!(before.is_none(), "a snapshot is not replaced");
+        let previous = self.snapshots.by_node.insert(hold.node, snapshot);
+        debug_assert!(previous.is_none(), "a snapshot is not replaced");
         self.node_mut(hold.node).has_snapshot = true;
         self.offer_snapshot(hold.node);
         if hold.len > hold.asked
@@ -154,9 +154,9 @@ impl Tree {
         end > 0 && !has_one
     }
 
-    pub(super) fn drop_snapshot(&mut self, node: NodeId, gone: &mut Evicted) {
+    pub(super) fn drop_snapshot(&mut self, node: NodeId, evicted: &mut Evicted) {
         if self.node(node).has_snapshot {
-            gone.states.extend(self.remove_snapshot(node));
+            evicted.states.extend(self.remove_snapshot(node));
         }
     }
 

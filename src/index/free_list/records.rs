@@ -235,22 +235,22 @@ impl Records {
             let numbers = with_free.word(block) | with_released.word(block) & merged;
             let records: &mut [_; 64] =
                 sets[block * 64..].first_chunk_mut().expect("there are whole words of them");
-            let mut rest = numbers;
+            let mut remaining = numbers;
             let mut partial = 0;
-            while rest != 0 {
-                let at = rest.trailing_zeros();
+            while remaining != 0 {
+                let at = remaining.trailing_zeros();
                 let Record { free, released } = &mut records[widen(at)];
                 let base = narrow(block) * 4096 + at * 64;
                 *free = list(base, *free | *released & merged, &mut out);
                 *released &= !merged;
                 if *free != 0 {
-                    partial = rest & rest.wrapping_neg();
+                    partial = remaining & remaining.wrapping_neg();
                     break;
                 }
-                rest &= rest - 1;
+                remaining &= remaining - 1;
             }
-            with_released.remove_word(block, (numbers ^ rest | partial) & merged);
-            with_free.remove_word(block, numbers ^ rest);
+            with_released.remove_word(block, (numbers ^ remaining | partial) & merged);
+            with_free.remove_word(block, numbers ^ remaining);
             with_free.insert_word(block, partial);
             from = block + 1;
         }
@@ -260,11 +260,11 @@ impl Records {
     pub(super) fn merge(&mut self) {
         let Self { sets, with_free, with_released, .. } = self;
         with_released.drain(|block, numbers| {
-            let mut rest = numbers;
-            while rest != 0 {
-                let Record { free, released } = &mut sets[block * 64 + widen(rest.trailing_zeros())];
+            let mut remaining = numbers;
+            while remaining != 0 {
+                let Record { free, released } = &mut sets[block * 64 + widen(remaining.trailing_zeros())];
                 *free |= std::mem::take(released);
-                rest &= rest - 1;
+                remaining &= remaining - 1;
             }
             with_free.insert_word(block, numbers);
         });
@@ -278,8 +278,8 @@ impl Records {
         (0..).zip(&self.sets).flat_map(move |(word, record)| Mask { word, bits: of(record) }.indices())
     }
 
-    /// The first run of free indices at or after `from`, cut to `most`.
-    pub(super) fn next_free_run(&self, from: u32, most: u32) -> Option<Range<u32>> {
+    /// The first run of free indices at or after `from`, cut to `limit`.
+    pub(super) fn next_free_run(&self, from: u32, limit: u32) -> Option<Range<u32>> {
         let here = self.sets.get(widen(from / 64))?.free >> (from % 64);
         let start = if here == 0 {
             let (at, _) = self.with_free.next_run(widen(from / 64) + 1, 1)?;
@@ -288,7 +288,7 @@ impl Records {
             from + here.trailing_zeros()
         };
         let mut end = start;
-        while end - start < most
+        while end - start < limit
             && let Some(record) = self.sets.get(widen(end / 64))
         {
             let ones = (record.free >> (end % 64)).trailing_ones();
@@ -297,7 +297,7 @@ impl Records {
                 break;
             }
         }
-        Some(start..start + (end - start).min(most))
+        Some(start..start + (end - start).min(limit))
     }
 
     /// Describes a broken invariant, if there is one.

@@ -49,15 +49,15 @@ impl Freeing<'_> {
 
     fn add_values<T: RawIndex>(&mut self, values: &[T]) {
         let space = self.space();
-        let mut rest = values;
-        while let Some(&first) = rest.first() {
-            let len = run_len(rest);
-            let is_scattered = self.page_size == 1 && len < BLOCK && len < rest.len();
-            let scattered = if is_scattered { self.add_scattered(rest, &space) } else { 0 };
+        let mut remaining = values;
+        while let Some(&first) = remaining.first() {
+            let len = run_len(remaining);
+            let is_scattered = self.page_size == 1 && len < BLOCK && len < remaining.len();
+            let scattered = if is_scattered { self.add_scattered(remaining, &space) } else { 0 };
             if scattered == 0 {
                 self.add_run(first.into(), len, &space);
             }
-            rest = &rest[if scattered == 0 { len } else { scattered }..];
+            remaining = &remaining[if scattered == 0 { len } else { scattered }..];
         }
     }
 
@@ -88,20 +88,21 @@ impl Freeing<'_> {
     /// Frees the pages of `start..start + len`, which may lie outside of the space.
     #[inline]
     fn add_run(&mut self, start: i64, len: usize, space: &Range<u32>) {
-        let mut rest = Numbers { start, len };
-        if let Some(slots) = rest.range().filter(|slots| slots.start >= space.start && slots.end <= space.end)
+        let mut remaining = Numbers { start, len };
+        if let Some(slots) =
+            remaining.range().filter(|slots| slots.start >= space.start && slots.end <= space.end)
         {
             return self.add_range(&slots);
         }
-        let negative = rest.split_below(0);
+        let negative = remaining.split_below(0);
         self.bad.add(negative.start, BadFree::OutOfRange, negative.len);
-        let padding = rest.split_below(space.start);
+        let padding = remaining.split_below(space.start);
         self.bad.add(padding.start, BadFree::Padding, padding.len);
-        let within = rest.split_below(space.end);
+        let within = remaining.split_below(space.end);
         if let Some(slots) = within.range() {
             self.add_range(&slots);
         }
-        self.bad.add(rest.start, BadFree::OutOfRange, rest.len);
+        self.bad.add(remaining.start, BadFree::OutOfRange, remaining.len);
     }
 
     /// Whether each of `pages` has one owner at this point of the call, which is not the cache.
@@ -125,16 +126,16 @@ impl Freeing<'_> {
             1 => slots.clone(),
             page_size => slots.start / page_size..(slots.end - 1) / page_size + 1,
         };
-        let mut rest = pages.start;
+        let mut remaining = pages.start;
         if !self.is_plain(Mask::of_range(pages.clone())) {
             for page in pages.clone() {
                 if self.remove_owner(Page::new(page), slots) {
-                    self.add_pages(rest..page, slots);
-                    rest = page + 1;
+                    self.add_pages(remaining..page, slots);
+                    remaining = page + 1;
                 }
             }
         }
-        self.add_pages(rest..pages.end, slots);
+        self.add_pages(remaining..pages.end, slots);
     }
 
     /// Removes an owner of `page` if it has more than one, or had when this call began. Returns `false` for

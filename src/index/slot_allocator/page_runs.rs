@@ -137,11 +137,11 @@ impl SlotAllocator {
 
 /// The maximal ascending runs of pages, in their order.
 fn runs_of(pages: &[Page]) -> impl Iterator<Item = Run<Page>> + '_ {
-    let mut rest = pages;
+    let mut remaining = pages;
     std::iter::from_fn(move || {
-        let &start = rest.first()?;
-        let len = run_len(rest);
-        rest = &rest[len..];
+        let &start = remaining.first()?;
+        let len = run_len(remaining);
+        remaining = &remaining[len..];
         Some(Run { start, len: narrow(len) })
     })
 }

@@ -1,4 +1,4 @@
-//! Evicting, step by step: the engine frees what a step hands out before it asks for the next.
+//! Evicting, step by step: the engine frees the values of one step before it asks for the next.
 
 use super::{HybridTree, NodeHandle, NodeId, PageDigest, Part, ROOT};
 use crate::base::EngineSlot;
@@ -56,22 +56,22 @@ pub enum Victim {
 
 /// An eviction of a part that is going on.
 #[derive(Debug)]
-struct Walk {
+struct Eviction {
     wanted: usize,
     /// The node to look at next, for windows and states.
     next: Option<NodeHandle>,
-    /// The leaf named last, and those named before that were not evicted, for full attention.
-    named: Vec<NodeHandle>,
+    /// The leaves that were proposed and not queued again since, the last one last, for full attention.
+    proposed: Vec<NodeHandle>,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Walks([Option<Walk>; 3]);
+pub(super) struct Evictions([Option<Eviction>; 3]);
 
 impl HybridTree {
     /// Begins to evict `wanted` values of a part. `false` if it has begun already.
     #[must_use]
     pub fn begin_eviction(&mut self, part: Part, wanted: usize) -> bool {
-        if self.walks.0[part.index()].is_some() {
+        if self.evictions.0[part.index()].is_some() {
             return false;
         }
         let next = match part {
@@ -80,15 +80,15 @@ impl HybridTree {
                 self.unlocked_from(part, self.list(part).last).map(|id| self.handle(id))
             }
         };
-        self.walks.0[part.index()] = Some(Walk { wanted, next, named: Vec::new() });
+        self.evictions.0[part.index()] = Some(Eviction { wanted, next, proposed: Vec::new() });
         true
     }
 
     /// Ends [`HybridTree::begin_eviction`]. `false` if it has not begun.
     #[must_use]
     pub fn end_eviction(&mut self, part: Part) -> bool {
-        let Some(walk) = self.walks.0[part.index()].take() else { return false };
-        for node in walk.named {
+        let Some(eviction) = self.evictions.0[part.index()].take() else { return false };
+        for node in eviction.proposed {
             if let Some(id) = self.at(node) {
                 self.requeue(id);
             }
@@ -106,38 +106,38 @@ impl HybridTree {
     }
 
     fn next_leaf(&mut self, evicted: usize) -> Option<Victim> {
-        let walk = self.walks.0[Part::Full.index()].as_mut()?;
-        // A leaf that the engine did not evict is not named again.
-        if let Some(id) = walk.named.last().copied().and_then(|node| self.at(node))
+        let eviction = self.evictions.0[Part::Full.index()].as_mut()?;
+        // A leaf that the engine did not evict is not proposed again.
+        if let Some(id) = eviction.proposed.last().copied().and_then(|node| self.at(node))
             && let Some(rank) = self.node_mut(id).queued.take()
         {
             self.queue.remove(rank, id);
         }
-        let walk = self.walks.0[Part::Full.index()].as_ref().expect("it was there just now");
-        if evicted >= walk.wanted {
+        let eviction = self.evictions.0[Part::Full.index()].as_ref().expect("it was there just now");
+        if evicted >= eviction.wanted {
             return Some(Victim::Nothing);
         }
         let Some(id) = self.queue.first() else { return Some(Victim::Nothing) };
         let leaf = self.handle(id);
-        let walk = self.walks.0[Part::Full.index()].as_mut().expect("it was there just now");
-        walk.named.push(leaf);
+        let eviction = self.evictions.0[Part::Full.index()].as_mut().expect("it was there just now");
+        eviction.proposed.push(leaf);
         Some(Victim::Leaf(leaf))
     }
 
     fn next_value(&mut self, part: Part, evicted: usize) -> Option<Victim> {
-        let walk = self.walks.0[part.index()].as_ref()?;
-        let (wanted, next) = (walk.wanted, walk.next);
+        let eviction = self.evictions.0[part.index()].as_ref()?;
+        let (wanted, next) = (eviction.wanted, eviction.next);
         let Some(next) = next else { return Some(Victim::Nothing) };
         let is_evictable = |&id: &NodeId| self.is_listed(part, id) && self.node(id).locks[part.index()] == 0;
         // A change in between may have taken the node away, or locked it: begin again.
         let at =
             self.at(next).filter(is_evictable).or_else(|| self.unlocked_from(part, self.list(part).last));
         let Some(id) = at.filter(|_| evicted < wanted) else {
-            self.walk_on(part, at);
+            self.set_next(part, at);
             return Some(Victim::Nothing);
         };
         let after = self.unlocked_from(part, self.later(part, id));
-        self.walk_on(part, after);
+        self.set_next(part, after);
         if self.is_leaf(id) {
             return Some(Victim::Leaf(self.handle(id)));
         }
@@ -152,10 +152,10 @@ impl HybridTree {
         Some(Victim::Value(frees))
     }
 
-    fn walk_on(&mut self, part: Part, to: Option<NodeId>) {
+    fn set_next(&mut self, part: Part, to: Option<NodeId>) {
         let next = to.map(|id| self.handle(id));
-        if let Some(walk) = &mut self.walks.0[part.index()] {
-            walk.next = next;
+        if let Some(eviction) = &mut self.evictions.0[part.index()] {
+            eviction.next = next;
         }
     }
 
@@ -219,9 +219,9 @@ impl HybridTree {
     pub fn evict_excess_states(&mut self, tail: NodeHandle) -> Option<Frees> {
         let tail = self.at(tail)?;
         let mut frees = Frees::default();
-        let Some(most) = self.config.state.and_then(|state| state.max_per_path) else { return Some(frees) };
+        let Some(limit) = self.config.state.and_then(|state| state.max_per_path) else { return Some(frees) };
         let mut holders: Vec<_> = self.path(tail).filter(|&id| self.node(id).has(Part::State)).collect();
-        let mut excess = holders.len().saturating_sub(most);
+        let mut excess = holders.len().saturating_sub(limit);
         while let Some(id) = holders.pop().filter(|&id| excess > 0 && id != tail) {
             let node = self.node(id);
             if node.locks[Part::State.index()] == 0 && node.children == 1 {

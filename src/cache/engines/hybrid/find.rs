@@ -71,31 +71,32 @@ impl HybridTree {
         Some((child, common / page_size * page_size))
     }
 
-    /// Walks down as far as the tokens are the same, and calls `see` with each node on the way, the tokens
+    /// Walks down as far as the tokens are the same, and calls `visit` with each node on the way, the tokens
     /// before it and those common with it. Changes nothing.
     pub(super) fn walk(
         &self,
         name: &Namespace,
         keys: &dyn Keys,
         end: usize,
-        mut see: impl FnMut(NodeId, usize, usize),
+        mut visit: impl FnMut(NodeId, usize, usize),
     ) -> WalkEnd {
-        let mut way = WalkEnd { node: ROOT, len: 0, part_of: None };
-        let Some(namespace) = self.namespaces.number(name) else { return way };
+        let mut reached = WalkEnd { node: ROOT, len: 0, part_of: None };
+        let Some(namespace) = self.namespaces.number(name) else { return reached };
         let limit = self.whole_pages(keys);
         let mut page = Vec::with_capacity(self.config.page_size);
-        while way.len < limit.min(end) {
-            let Some((child, common)) = self.step(way.node, namespace, keys, way.len, 0, &mut page) else {
+        while reached.len < limit.min(end) {
+            let Some((child, common)) = self.step(reached.node, namespace, keys, reached.len, 0, &mut page)
+            else {
                 break;
             };
-            see(child, way.len, common);
+            visit(child, reached.len, common);
             if common < self.node(child).tokens.len() {
-                way.part_of = Some((child, common));
+                reached.part_of = Some((child, common));
                 break;
             }
-            (way.node, way.len) = (child, way.len + common);
+            (reached.node, reached.len) = (child, reached.len + common);
         }
-        way
+        reached
     }
 
     /// Finds the longest prefix that every part accepts, and refreshes it. Cuts a node in two if the tokens
@@ -103,16 +104,16 @@ impl HybridTree {
     pub fn find(&mut self, name: &Namespace, keys: &dyn Keys) -> Match {
         let mut best = (ROOT, 0);
         let mut coverage = Coverage { len: 0, has_gap: false };
-        let mut way = Vec::new();
-        let end = self.walk(name, keys, usize::MAX, |node, _, _| way.push(node));
+        let mut path = Vec::new();
+        let end = self.walk(name, keys, usize::MAX, |node, _, _| path.push(node));
         let mut full_len = end.len;
         if let Some((node, common)) = end.part_of {
             full_len += common;
-            let before = self.cut(node, common);
-            *way.last_mut().expect("the node is the last on the way") = before;
+            let front = self.cut(node, common);
+            *path.last_mut().expect("the node is the last on the path") = front;
         }
         let mut len = 0;
-        for &id in &way {
+        for &id in &path {
             len += self.node(id).tokens.len();
             if self.accepts(id, &mut coverage) {
                 best = (id, len);
@@ -128,7 +129,7 @@ impl HybridTree {
         Match {
             len,
             node: self.handle(best),
-            visited: way.last().map(|&id| self.handle(id)),
+            visited: path.last().map(|&id| self.handle(id)),
             full_len,
             window_branch: self.config.window.and_then(|_| branch(self.config.page_size)),
             state_branch: self.config.state.and_then(|state| branch(state.grid)),
@@ -174,9 +175,9 @@ impl HybridTree {
     /// deepest node with some of them, and the tokens up to its end. Changes nothing.
     #[must_use]
     pub fn peek(&self, name: &Namespace, keys: &dyn Keys) -> Peek {
-        let way = self.walk(name, keys, usize::MAX, |_, _, _| ());
-        let (node, common) = way.part_of.unwrap_or((way.node, 0));
-        Peek { len: way.len + common, node: self.handle(node), end: self.node(node).end }
+        let end = self.walk(name, keys, usize::MAX, |_, _, _| ());
+        let (node, common) = end.part_of.unwrap_or((end.node, 0));
+        Peek { len: end.len + common, node: self.handle(node), end: self.node(node).end }
     }
 }
 

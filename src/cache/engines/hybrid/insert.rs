@@ -119,9 +119,9 @@ pub struct Added {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Goes down what is there.
+    /// Goes down the nodes that the tokens have.
     Walk,
-    /// Adds what is not.
+    /// Adds the tokens that have no node, and the values of the parts.
     Commit,
     /// Counts the use.
     Tail,
@@ -297,7 +297,8 @@ impl HybridTree {
         self.insertion.is_some()
     }
 
-    /// Gives up an insertion that is going on, if there is one, and returns what is still to be done.
+    /// Gives up an insertion that is going on, if there is one, and returns the actions that are still to be
+    /// taken.
     pub fn end_insertion(&mut self) -> Vec<Action> {
         match self.insertion.take() {
             None => Vec::new(),
@@ -395,7 +396,7 @@ impl HybridTree {
         )))
     }
 
-    /// Adds the tokens behind what is there, and gives the parts their values.
+    /// Adds the tokens behind those that are there, and gives the parts their values.
     fn insert_rest(&mut self, walk: &mut Insertion, keys: &dyn Keys, slots: &dyn SlotSource) -> Result<()> {
         let (start, end) = (walk.len, walk.limit);
         let mut target = walk.node;
@@ -450,8 +451,8 @@ impl HybridTree {
         let last = window.size.next_multiple_of(self.config.page_size);
         let len = range.end - live;
         if len > last {
-            let before = self.cut(leaf, len - last);
-            walk.acts.push(self.rebuild(before));
+            let front = self.cut(leaf, len - last);
+            walk.acts.push(self.rebuild(front));
         }
         walk.acts.push(self.rebuild(leaf));
         walk.result.adopted.add(Part::Window, live..range.end);

@@ -126,20 +126,20 @@ impl HybridTree {
         let id = self.at(node)?;
         let end = self.node(id).end;
         let pages = end.saturating_sub(start) / self.config.page_size;
-        let way: Vec<_> = self.path(id).take_while(|&at| self.node(at).end > start).collect();
-        let first = way.last().map_or(end, |&at| self.node(at).end - self.node(at).tokens.len());
+        let path: Vec<_> = self.path(id).take_while(|&at| self.node(at).end > start).collect();
+        let first = path.last().map_or(end, |&at| self.node(at).end - self.node(at).tokens.len());
         if hashes.len() != pages || first != start {
             return Some(Err(Error::config(format!(
                 "{} hashes for the {pages} pages of tokens {start}..{end}, whose first node begins at {first}",
                 hashes.len()
             ))));
         }
-        let mut rest = hashes;
-        for &at in way.iter().rev() {
+        let mut remaining = hashes;
+        for &at in path.iter().rev() {
             let pages = self.node(at).tokens.len() / self.config.page_size;
-            let (own, behind) = rest.split_at(pages);
+            let (own, later) = remaining.split_at(pages);
             self.node_mut(at).hashes = own.to_vec();
-            rest = behind;
+            remaining = later;
         }
         Some(Ok(()))
     }
@@ -159,7 +159,7 @@ impl HybridTree {
     pub fn set_value(&mut self, node: NodeHandle, part: Part, value: Vec<EngineSlot>) -> Option<Result<()>> {
         let id = self.at(node)?;
         let tokens = self.node(id).tokens.len();
-        let wrong = match part {
+        let problem = match part {
             Part::Full => Some("slots for full attention come by insertion".to_owned()),
             _ if !self.config.has(part) => Some(format!("nodes have no {part:?}")),
             _ if id == ROOT => Some("the root has no values".to_owned()),
@@ -170,8 +170,8 @@ impl HybridTree {
             Part::State if value.is_empty() => Some("a state is at least one value".to_owned()),
             _ => None,
         };
-        if let Some(wrong) = wrong {
-            return Some(Err(Error::config(wrong)));
+        if let Some(problem) = problem {
+            return Some(Err(Error::config(problem)));
         }
         self.attach(id, part, value);
         Some(Ok(()))
@@ -328,16 +328,16 @@ impl HybridTree {
             }
         }
         let mut order = Vec::with_capacity(nodes.len());
-        let mut rest = vec![(ROOT, false)];
-        while let Some((id, is_done)) = rest.pop() {
+        let mut stack = vec![(ROOT, false)];
+        while let Some((id, is_done)) = stack.pop() {
             if is_done {
                 order.extend(positions.remove(&id).unwrap_or_default());
                 continue;
             }
-            rest.push((id, true));
-            let mut behind = children.remove(&id).unwrap_or_default();
-            behind.sort_unstable_by_key(|child| (usize::MAX - weights[child], self.node(*child).place));
-            rest.extend(behind.into_iter().rev().map(|child| (child, false)));
+            stack.push((id, true));
+            let mut siblings = children.remove(&id).unwrap_or_default();
+            siblings.sort_unstable_by_key(|child| (usize::MAX - weights[child], self.node(*child).place));
+            stack.extend(siblings.into_iter().rev().map(|child| (child, false)));
         }
         Some(order)
     }

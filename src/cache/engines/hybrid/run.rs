@@ -28,7 +28,7 @@ pub enum TokenBlock<'a> {
 pub fn differ(ours: &[u32], theirs: impl Fn(usize) -> i64) -> bool {
     const LANES: usize = 32;
     // Lanes do not wait for each other, and without an exit several tokens are taken at a time.
-    let (chunks, rest) = ours.as_chunks::<LANES>();
+    let (chunks, remainder) = ours.as_chunks::<LANES>();
     let mut different = 0;
     for (chunk, tokens) in chunks.iter().enumerate() {
         let lanes: [i64; LANES] =
@@ -36,7 +36,7 @@ pub fn differ(ours: &[u32], theirs: impl Fn(usize) -> i64) -> bool {
         different |= lanes.iter().fold(0, |all, lane| all | lane);
     }
     let done = chunks.len() * LANES;
-    for (lane, &token) in rest.iter().enumerate() {
+    for (lane, &token) in remainder.iter().enumerate() {
         different |= theirs(done + lane) ^ i64::from(token);
     }
     different != 0
@@ -143,12 +143,12 @@ impl TokenRun {
     pub(super) fn cut(&mut self, at: usize) -> Self {
         match self {
             Self::Narrow(tokens) => {
-                let rest = tokens.split_off(at);
-                Self::Narrow(std::mem::replace(tokens, rest))
+                let back = tokens.split_off(at);
+                Self::Narrow(std::mem::replace(tokens, back))
             }
             Self::Wide(tokens) => {
-                let rest = tokens.split_off(at);
-                Self::Wide(std::mem::replace(tokens, rest))
+                let back = tokens.split_off(at);
+                Self::Wide(std::mem::replace(tokens, back))
             }
         }
     }

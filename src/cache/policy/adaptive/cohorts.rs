@@ -163,8 +163,8 @@ impl Cohorts {
     fn cohort(&mut self, class: usize, used: Tick, now: Tick) -> usize {
         let after = self.classes[class].partition_point(|cohort| cohort.from <= used);
         let unit = self.ages.unit();
-        if let Some(before) = after.checked_sub(1) {
-            let cohort = &mut self.classes[class][before];
+        if let Some(previous) = after.checked_sub(1) {
+            let cohort = &mut self.classes[class][previous];
             if used <= cohort.to || used.since(cohort.from) < unit {
                 cohort.to = cohort.to.max(used);
                 return cohort.end;

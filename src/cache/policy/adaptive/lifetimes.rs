@@ -56,7 +56,7 @@ pub(super) struct Lifetimes {
     /// The time between two learnings.
     pause: u64,
     worth: Box<[[f64; AGES]; CLASSES]>,
-    known: bool,
+    is_known: bool,
 }
 
 impl Lifetimes {
@@ -73,7 +73,7 @@ impl Lifetimes {
             learned: Tick::default(),
             pause: (capacity / 8).max(1),
             worth: Box::new([[0.0; AGES]; CLASSES]),
-            known: false,
+            is_known: false,
         }
     }
 
@@ -93,8 +93,8 @@ impl Lifetimes {
     }
 
     /// Whether there is enough to judge by.
-    pub(super) const fn known(&self) -> bool {
-        self.known
+    pub(super) const fn is_known(&self) -> bool {
+        self.is_known
     }
 
     /// The worth of a block of each class and age.
@@ -113,7 +113,7 @@ impl Lifetimes {
         self.ended.iter_mut().flatten().chain(&mut self.begun).for_each(|count| *count *= fade);
         self.lookups *= fade;
         self.remember(now);
-        self.known =
+        self.is_known =
             self.total >= FEWEST_LOOKUPS && real(now.tokens().min(horizon)) >= LEAST_HORIZON * self.capacity;
 
         // Lifetimes that began long enough ago to have reached each age.

@@ -34,8 +34,8 @@ pub(super) struct Recency {
     capacity: u64,
     /// The spans of the tokens that recency would hold, oldest first.
     spans: VecDeque<Span>,
-    held: u64,
-    /// The moment of the last call, and by how much `held` has grown since it began.
+    tokens_held: u64,
+    /// The moment of the last call, and by how much `tokens_held` has grown since it began.
     now: Tick,
     fresh: u64,
     /// Tokens found by the cache and by recency, fading.
@@ -49,7 +49,7 @@ impl Recency {
         Self {
             capacity,
             spans: VecDeque::new(),
-            held: 0,
+            tokens_held: 0,
             now: Tick::default(),
             fresh: 0,
             own: 0.0,
@@ -80,29 +80,29 @@ impl Recency {
     /// Tokens used last at `used` were not found.
     pub(super) fn missed(&mut self, used: Tick, tokens: u32, now: Tick) {
         self.settle(now);
-        let mut left = u64::from(tokens);
-        let over = (self.held - self.fresh).saturating_sub(self.capacity);
+        let mut unmatched = u64::from(tokens);
+        let over = (self.tokens_held - self.fresh).saturating_sub(self.capacity);
         let mut at = self.spans.partition_point(|span| span.from <= used);
         // Times of remembered blocks are coarse: what is not in one span is in the one before.
-        while left > 0 && at > 0 {
+        while unmatched > 0 && at > 0 {
             at -= 1;
             let over = if at == 0 { over.min(self.spans[0].tokens) } else { 0 };
             let span = &mut self.spans[at];
-            let gone = span.tokens.min(left);
+            let removed = span.tokens.min(unmatched);
             // The beginnings of the oldest span are held; they are also what is looked up first.
-            self.recent += real(gone.min(span.tokens - over));
-            span.tokens -= gone;
-            left -= gone;
+            self.recent += real(removed.min(span.tokens - over));
+            span.tokens -= removed;
+            unmatched -= removed;
         }
-        self.held += left;
-        self.fresh += left;
+        self.tokens_held += unmatched;
+        self.fresh += unmatched;
         self.append(tokens, now);
     }
 
     /// Tokens are new.
     pub(super) fn add(&mut self, tokens: u32, now: Tick) {
         self.settle(now);
-        self.held += u64::from(tokens);
+        self.tokens_held += u64::from(tokens);
         self.fresh += u64::from(tokens);
         self.append(tokens, now);
     }
@@ -115,9 +115,9 @@ impl Recency {
         self.now = now;
         self.fresh = 0;
         while let Some(oldest) =
-            self.spans.front().filter(|oldest| self.held >= self.capacity + oldest.tokens)
+            self.spans.front().filter(|oldest| self.tokens_held >= self.capacity + oldest.tokens)
         {
-            self.held -= oldest.tokens;
+            self.tokens_held -= oldest.tokens;
             self.spans.pop_front();
         }
     }
