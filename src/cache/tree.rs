@@ -4,6 +4,7 @@ mod counts;
 mod edges;
 mod evict;
 mod explain;
+mod fault;
 mod hold;
 mod nodes;
 mod offers;
@@ -13,7 +14,6 @@ mod roots;
 mod short_vec;
 mod snapshots;
 
-use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{Id, Page, Result, widen};
@@ -515,74 +515,6 @@ impl Tree {
             let node = self.node(at);
             (node.kind == Kind::Run).then(|| std::mem::replace(&mut at, node.parent))
         })
-    }
-
-    /// Describes a broken invariant, if there is one.
-    #[must_use]
-    pub fn fault(&self) -> Option<String> {
-        let mut seen = HashSet::new();
-        let mut counts = Counts::default();
-        let listed: HashSet<_> = self.roots.listed().collect();
-        let ids: Vec<_> = self.nodes.ids().collect();
-        let mut children: HashMap<NodeId, [u32; 2]> = HashMap::new();
-        for &id in &ids {
-            let node = self.node(id);
-            if node.kind != Kind::Run {
-                continue;
-            }
-            let [count, locks] = children.entry(node.parent).or_default();
-            *count += 1;
-            *locks += u32::from(node.locks > 0);
-            counts.cached += node.pages.len();
-            counts.locked += if node.locks > 0 || self.is_covered(id) { node.pages.len() } else { 0 };
-            counts.pinned += if self.is_pinned(id) { node.pages.len() } else { 0 };
-            let is_leaf = (node.locks, node.children) == (0, 0);
-            // A leaf that a lock covers since it was queued is set aside when its turn comes.
-            if node.is_queued != is_leaf && (node.is_queued || !self.is_covered(id)) {
-                return Some(format!(
-                    "{id:?} is queued: {}, and a leaf without locks: {is_leaf}",
-                    node.is_queued
-                ));
-            }
-            if self.node(node.root).kind == Kind::Root && !listed.contains(&(node.root, id)) {
-                return Some(format!("{id:?} is not listed with its namespace"));
-            }
-            if node.has_snapshot != self.snapshot_at(id).is_some() {
-                return Some(format!("{id:?} does not know its snapshot"));
-            }
-            if node.pages.is_empty() || node.tokens.len() != node.pages.len() * self.page_size {
-                return Some(format!(
-                    "{id:?} has {} pages and {} tokens",
-                    node.pages.len(),
-                    node.tokens.len()
-                ));
-            }
-            if let Some(page) = node.pages.iter().find(|page| !seen.insert(**page)) {
-                return Some(format!("page {page} is cached twice"));
-            }
-            let first = node.tokens.get(..self.step);
-            if first.is_some_and(|first| self.child(node.parent, first) != Some(id)) {
-                return Some(format!("{id:?} is not found from its parent"));
-            }
-            let begin = widen(self.node(node.parent).end);
-            if widen(node.end) != begin + node.tokens.len() {
-                return Some(format!("{id:?} ends at {}, not behind its parent", node.end));
-            }
-        }
-        let mut roots = 0;
-        for id in ids {
-            let node = self.node(id);
-            counts.room += node.room();
-            roots += usize::from(node.kind != Kind::Run);
-            let [count, locks] = children.get(&id).copied().unwrap_or_default();
-            if (node.children, node.locks) != (count, locks + node.leases) {
-                return Some(format!("{id:?} counts {} children and {} locks", node.children, node.locks));
-            }
-        }
-        if roots != self.roots.len() {
-            return Some(format!("there are {roots} roots, counted {}", self.roots.len()));
-        }
-        (counts != self.counts).then(|| format!("the nodes have {counts:?}, counted {:?}", self.counts))
     }
 }
 

@@ -21,6 +21,7 @@
 //! It owns no slot and knows no device, and is not synchronised.
 
 mod evict;
+mod fault;
 mod find;
 mod insert;
 mod lists;

@@ -2,9 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::lists::List;
-use super::{HybridTree, Keys, NamespaceId, NodeHandle, NodeId, PageDigest, Part, ROOT};
-use crate::base::{EngineSlot, Error, Id, Result, widen};
+use super::{HybridTree, Keys, NodeHandle, NodeId, PageDigest, Part, ROOT};
+use crate::base::{EngineSlot, Error, Result, widen};
 use crate::cache::Namespace;
 
 /// A node on a path.
@@ -380,89 +379,5 @@ impl HybridTree {
 
     pub(super) fn runs(&self) -> impl Iterator<Item = NodeId> + '_ {
         self.nodes.iter().filter(|(_, node)| !node.tokens.is_empty()).map(|(id, _)| id)
-    }
-
-    /// The first broken invariant, in words.
-    #[must_use]
-    pub fn fault(&self) -> Option<String> {
-        let mut sizes = [super::Sizes::default(); 3];
-        let mut children = vec![0_u32; self.nodes.numbers()];
-        let mut leaves = 0;
-        let mut named: HashMap<_, usize> = HashMap::new();
-        for id in self.runs() {
-            let here = self.node(id);
-            let name = format!("node {} at {} tokens", self.handle(id).number(), here.end);
-            children[widen(here.parent.number())] += 1;
-            if here.parent == ROOT && here.namespace != NamespaceId::UNNAMED {
-                *named.entry(here.namespace).or_default() += 1;
-            }
-            if self.node(here.parent).end + here.tokens.len() != here.end {
-                return Some(format!("{name} does not begin where its parent ends"));
-            }
-            if here.tokens.len() != here.value(Part::Full).len() {
-                return Some(format!("{name} has {} slots", here.value(Part::Full).len()));
-            }
-            if here.has(Part::Window) && here.value(Part::Window).len() != here.tokens.len() {
-                return Some(format!("{name} has {} windows", here.value(Part::Window).len()));
-            }
-            if !here.tokens.len().is_multiple_of(self.config.page_size) {
-                return Some(format!("{name} is no whole number of pages"));
-            }
-            if !here.hashes.is_empty() && here.hashes.len() * self.config.page_size != here.tokens.len() {
-                return Some(format!("{name} has {} hashes of pages", here.hashes.len()));
-            }
-            if here.reach < here.end {
-                return Some(format!("{name} was reached up to {} tokens", here.reach));
-            }
-            let mut page = vec![0; self.config.page_size];
-            here.tokens.read(&mut page);
-            let child = self.child(here.parent, here.namespace, &page);
-            if child != Some(id) {
-                return Some(format!("{name} is not found from its parent"));
-            }
-            if here.queued != self.is_leaf(id).then(|| self.config.order.rank(here)) {
-                return Some(format!("{name} is queued as {:?}", here.queued));
-            }
-            leaves += usize::from(here.queued.is_some());
-            let full_locks = here.locks[Part::Full.index()];
-            for part in Part::ALL {
-                let at = part.index();
-                if here.locks[at] > full_locks {
-                    return Some(format!(
-                        "{name} has {} locks of {part:?}, {full_locks} in full",
-                        here.locks[at]
-                    ));
-                }
-                let size = &mut sizes[at];
-                *(if here.locks[at] > 0 { &mut size.locked } else { &mut size.evictable }) +=
-                    here.values[at].len();
-                if part != Part::Full && here.has(part) != self.is_listed(part, id) {
-                    return Some(format!("{name} has a {part:?}: {}; in its list: not", here.has(part)));
-                }
-            }
-        }
-        let mut nodes = self.nodes.iter();
-        if let Some((id, here)) = nodes.find(|(id, here)| here.children != children[widen(id.number())]) {
-            return Some(format!("node {id} has {} children", here.children));
-        }
-        let counted: HashMap<_, _> = self.namespaces.counts().collect();
-        if counted != named {
-            return Some(format!(
-                "namespaces of the children of the root are {named:?}, counted {counted:?}"
-            ));
-        }
-        if leaves != self.queue.len() {
-            return Some(format!("{leaves} leaves, {} queued", self.queue.len()));
-        }
-        for part in [Part::Window, Part::State] {
-            let List { last, len, .. } = *self.list(part);
-            let forth: Vec<_> = self.listed(part);
-            let mut back: Vec<_> = std::iter::successors(last, |&id| self.later(part, id)).collect();
-            back.reverse();
-            if forth.len() != len || !back.iter().map(|&id| self.handle(id)).eq(forth.iter().copied()) {
-                return Some(format!("the list of {part:?} is broken: {} of {len} nodes", forth.len()));
-            }
-        }
-        (sizes != self.sizes).then(|| format!("sizes are {sizes:?}, counted were {:?}", self.sizes))
     }
 }

@@ -1,0 +1,105 @@
+//! The invariants of a tree, looked up node by node.
+
+use std::collections::{HashMap, HashSet};
+
+use super::counts::Counts;
+use super::{Kind, NodeId, Tree};
+use crate::base::widen;
+
+/// The children of a node, as they name it.
+#[derive(Clone, Copy, Debug, Default)]
+struct Children {
+    count: u32,
+    /// Children that have locks.
+    locked: u32,
+}
+
+impl Tree {
+    /// Describes a broken invariant, if there is one.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        let ids: Vec<_> = self.nodes.ids().collect();
+        let is_run = |id: &NodeId| self.node(*id).kind == Kind::Run;
+        let listed: HashSet<_> = self.roots.listed().collect();
+        let fault_of_run = |id: NodeId| {
+            let is_found = self.node(self.node(id).root).kind == Kind::Root;
+            if is_found && !listed.contains(&(self.node(id).root, id)) {
+                return Some(format!("{id:?} is not listed with its namespace"));
+            }
+            self.fault_of_state(id).or_else(|| self.fault_of_contents(id))
+        };
+        let mut runs = ids.iter().copied().filter(is_run);
+        runs.find_map(fault_of_run).or_else(|| self.fault_of_pages(&ids)).or_else(|| self.fault_of_sums(&ids))
+    }
+
+    /// A node that is queued, or has a snapshot, other than it says.
+    fn fault_of_state(&self, id: NodeId) -> Option<String> {
+        let node = self.node(id);
+        let is_leaf = (node.locks, node.children) == (0, 0);
+        // A leaf that a lock covers since it was queued is set aside when its turn comes.
+        if node.is_queued != is_leaf && (node.is_queued || !self.is_covered(id)) {
+            return Some(format!(
+                "{id:?} is queued: {}, and a leaf without locks: {is_leaf}",
+                node.is_queued
+            ));
+        }
+        (node.has_snapshot != self.snapshot_at(id).is_some())
+            .then(|| format!("{id:?} does not know its snapshot"))
+    }
+
+    /// A node whose tokens, pages and place do not fit each other.
+    fn fault_of_contents(&self, id: NodeId) -> Option<String> {
+        let node = self.node(id);
+        let (pages, tokens) = (node.pages.len(), node.tokens.len());
+        if pages == 0 || tokens != pages * self.page_size {
+            return Some(format!("{id:?} has {pages} pages and {tokens} tokens"));
+        }
+        let first = node.tokens.get(..self.step);
+        if first.is_some_and(|first| self.child(node.parent, first) != Some(id)) {
+            return Some(format!("{id:?} is not found from its parent"));
+        }
+        let begin = widen(self.node(node.parent).end);
+        (widen(node.end) != begin + tokens)
+            .then(|| format!("{id:?} ends at {}, not behind its parent", node.end))
+    }
+
+    /// A page that two nodes have.
+    fn fault_of_pages(&self, ids: &[NodeId]) -> Option<String> {
+        let mut seen = HashSet::new();
+        let mut pages = ids.iter().flat_map(|&id| self.node(id).pages.iter());
+        pages.find(|page| !seen.insert(**page)).map(|page| format!("page {page} is cached twice"))
+    }
+
+    /// A number of a node, or of the tree, that is not the sum of what it counts.
+    fn fault_of_sums(&self, ids: &[NodeId]) -> Option<String> {
+        let mut counts = Counts::default();
+        let mut children: HashMap<NodeId, Children> = HashMap::new();
+        let mut roots = 0;
+        for &id in ids {
+            let node = self.node(id);
+            let pages = node.pages.len();
+            counts.room += node.room();
+            if node.kind != Kind::Run {
+                roots += 1;
+                continue;
+            }
+            let siblings = children.entry(node.parent).or_default();
+            siblings.count += 1;
+            siblings.locked += u32::from(node.locks > 0);
+            counts.cached += pages;
+            counts.locked += if node.locks > 0 || self.is_covered(id) { pages } else { 0 };
+            counts.pinned += if self.is_pinned(id) { pages } else { 0 };
+        }
+        for &id in ids {
+            let node = self.node(id);
+            let Children { count, locked } = children.get(&id).copied().unwrap_or_default();
+            if (node.children, node.locks) != (count, locked + node.leases) {
+                return Some(format!("{id:?} counts {} children and {} locks", node.children, node.locks));
+            }
+        }
+        if roots != self.roots.len() {
+            return Some(format!("there are {roots} roots, counted {}", self.roots.len()));
+        }
+        (counts != self.counts).then(|| format!("the nodes have {counts:?}, counted {:?}", self.counts))
+    }
+}
