@@ -78,7 +78,7 @@ impl Tokens for &[i32] {
         if tokens.iter().fold(0, |signs, token| signs | token) >= 0 {
             return Ok(());
         }
-        let at = tokens.iter().position(|&token| token < 0).expect("one is negative");
+        let at = tokens.iter().position(|&token| token < 0).expect("the sign bit of one token is set");
         Err(not_a_token(tokens[at].into(), range.start + at))
     }
 }
@@ -95,7 +95,7 @@ impl Tokens for &[i64] {
 
     fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()> {
         self.check(range.clone())?;
-        let tokens = self[range].iter().map(|&token| i32::try_from(token).expect("tokens were checked"));
+        let tokens = self[range].iter().map(|&token| i32::try_from(token).expect("checked tokens fit i32"));
         out.extend(tokens);
         Ok(())
     }

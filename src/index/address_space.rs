@@ -120,7 +120,8 @@ impl AddressSpace {
         };
         let mut starts = reserve(count)?;
         while starts.len() < count {
-            let taken = self.gaps.cut(bytes, count - starts.len()).expect("there are as many");
+            let taken =
+                self.gaps.cut(bytes, count - starts.len()).expect("as many pieces as this were found to fit");
             self.note_taken(taken.len());
             starts.extend(taken.step_by(bytes));
         }

@@ -170,7 +170,7 @@ impl PageList {
     pub fn truncate(&mut self, len: usize) {
         self.tail.truncate(len.saturating_sub(self.shared_len()));
         while let Some(shared) = self.shared.as_mut().filter(|shared| shared.len > len) {
-            let last = shared.runs.pop().expect("there are shared pages");
+            let last = shared.runs.pop().expect("shared pages are in runs");
             shared.len -= last.len();
             if let Some(keep) = len.checked_sub(shared.len) {
                 self.tail.extend_from_slice(&last[..keep]);

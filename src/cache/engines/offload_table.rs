@@ -294,7 +294,7 @@ impl OffloadTable {
             self.fresh += 1;
             return OffloadPlace::new(self.fresh - 1);
         }
-        self.free.pop().expect("there are enough")
+        self.free.pop().expect("callers have counted the free places")
     }
 
     /// Makes chunks complete that are being stored. Others are left as they are.
@@ -371,7 +371,7 @@ impl OffloadTable {
             let id = self.order.find(key).filter(|&id| self.order.get(id).loads > 0);
             let Some(id) = id else {
                 for key in &keys[..at] {
-                    let id = self.order.find(key).expect("it was just found");
+                    let id = self.order.find(key).expect("the first loop has found the chunk");
                     self.order.get_mut(id).loads += 1;
                 }
                 let text = format!("chunk {at} of {} is not being loaded", keys.len());
@@ -380,7 +380,7 @@ impl OffloadTable {
             self.order.get_mut(id).loads -= 1;
         }
         for key in keys {
-            let id = self.order.find(key).expect("it was just found");
+            let id = self.order.find(key).expect("the first loop has found the chunk");
             if self.order.get(id).loads == 0 {
                 self.order.set_evictable(id, true);
             }
@@ -550,19 +550,19 @@ impl OfferCounts {
         self.count(key) >= self.threshold
     }
 
-    /// Counts an offer. What is offered is not forgotten for it.
+    /// Counts an offer. To make room, only chunks that are not offered now are forgotten.
     fn record(&mut self, chunks: &[NamedChunk<'_>]) {
-        let mut known: Vec<OfferId> = Vec::new();
+        let mut counted: Vec<OfferId> = Vec::new();
         for chunk in chunks {
             if let Some(&id) = self.by_key.get(chunk.key) {
                 self.order.touch(id);
                 self.counts[widen(id.number())].count += 1;
-                known.push(id);
+                counted.push(id);
             }
         }
-        known.sort_unstable();
-        known.dedup();
-        let mut forgettable = self.counts.len() - known.len();
+        counted.sort_unstable();
+        counted.dedup();
+        let mut forgettable = self.counts.len() - counted.len();
         for chunk in chunks {
             if self.by_key.contains_key(chunk.key) {
                 continue;
@@ -574,7 +574,8 @@ impl OfferCounts {
                 OfferId::new(u32::try_from(self.counts.len() - 1).expect("chunks are numbered in 32 bits"))
             } else if forgettable > 0 {
                 forgettable -= 1;
-                let oldest = self.order.oldest().expect("some can be forgotten");
+                let oldest =
+                    self.order.oldest().expect("counts of chunks that are not offered now are the oldest");
                 self.order.remove(oldest);
                 let forgotten = std::mem::replace(&mut self.counts[widen(oldest.number())], offered);
                 self.by_key.remove(&forgotten.key);

@@ -68,7 +68,10 @@ impl<T: Copy> ShortVec<T> {
             [a, b, c] => [a, b, c],
             _ => return Self::Long(items.to_vec()),
         };
-        Self::Short { len: u8::try_from(items.len()).expect("few"), items: short }
+        Self::Short {
+            len: u8::try_from(items.len()).expect("at most three elements are short"),
+            items: short,
+        }
     }
 
     pub(super) fn extend_from_slice(&mut self, more: &[T]) {

@@ -91,7 +91,7 @@ impl Snapshots {
             }
             self.unused.pop_first();
             self.unused.insert((rank, used, node));
-            self.by_node.get_mut(&node).expect("it is unused").since = Some(used);
+            self.by_node.get_mut(&node).expect("every entry of `unused` is of a snapshot").since = Some(used);
         }
     }
 }

@@ -57,7 +57,7 @@ impl Ghosts {
         let age = |entry: u64| (clock.wrapping_sub(entry >> 8)) & TIME;
         let oldest = (0..WAYS)
             .max_by_key(|&way| if set[way] == 0 { u64::MAX } else { age(set[way]) })
-            .expect("a set has entries");
+            .expect("a set has `WAYS` entries, and that is not 0");
         let lost = std::mem::replace(&mut set[oldest], entry);
         if lost != 0 {
             let age = age(lost) * self.unit;
