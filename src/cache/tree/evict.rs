@@ -207,7 +207,13 @@ impl Tree {
         let mut nodes: Vec<_> = roots.iter().flat_map(|&root| self.detach(root)).collect();
         // Children before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
-        self.note_cleared(&nodes, namespace.is_none(), cause);
+        for &id in &nodes {
+            let _ = self.remember_gone(id, 0, cause);
+        }
+        match namespace {
+            Some(_) => self.note_all_removed(&nodes),
+            None => self.note_cleared(),
+        }
         let mut evicted = Evicted::default();
         for id in nodes {
             if self.node(id).locks == 0 {
@@ -229,21 +235,20 @@ impl Tree {
     }
 
     /// Takes note that the pages of `nodes`, with leases or without, are found no more.
-    fn note_cleared(&mut self, nodes: &[NodeId], is_all: bool, cause: Cause) {
+    fn note_all_removed(&mut self, nodes: &[NodeId]) {
         for &id in nodes {
-            let _ = self.remember_gone(id, 0, cause);
-        }
-        if let (true, Some(keys)) = (is_all, &mut self.keys) {
-            keys.clear();
-            if let Some(journal) = &mut self.journal {
-                journal.cleared();
-            }
-            return;
-        }
-        for id in nodes {
-            let pages = std::mem::take(&mut self.node_mut(*id).pages);
+            let pages = std::mem::take(&mut self.node_mut(id).pages);
             let _ = self.note_removed(&pages);
-            self.node_mut(*id).pages = pages;
+            self.node_mut(id).pages = pages;
+        }
+    }
+
+    /// Takes note that no page is found any more.
+    fn note_cleared(&mut self) {
+        let Some(keys) = &mut self.keys else { return };
+        keys.clear();
+        if let Some(journal) = &mut self.journal {
+            journal.cleared();
         }
     }
 

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use crate::base::Result;
 
+use super::offers::DevicePrefix;
 use super::{Lower, Namespace, Place, Tick, Tokens, Tree};
 use crate::cache::PageKey;
 use crate::cache::chain::Chain;
@@ -180,7 +181,7 @@ impl EvictionLog {
 }
 
 fn place_of(number: u64) -> usize {
-    usize::try_from(number % ENDS as u64).expect("fewer than 2**15")
+    usize::try_from(number % ENDS as u64).expect("a remainder of 2**15 fits usize")
 }
 
 impl Tree {
@@ -216,7 +217,7 @@ impl Tree {
         let usable = place.map(|place| self.usable_place(place));
         let end = add(usable.map_or(0, Place::len), Location::Device);
         if let Some(lower) = lower {
-            let keys = self.keys_behind(namespace, (usable, cached), (tokens, whole), lower)?;
+            let keys = self.keys_behind(namespace, DevicePrefix { usable, cached }, tokens, whole, lower)?;
             add(end + keys.len() * page_size, Location::Host);
         }
         let mut explained = add(cached, Location::NoSnapshot).max(cached);
@@ -231,19 +232,31 @@ impl Tree {
                 explained = add(at + page_size, Location::Evicted(record));
             }
         }
-        let others = self.namespaces().filter(|&name| explained < whole && name != namespace);
-        let mut elsewhere = None;
-        for name in others {
-            let found = self.place_of(name, tokens, whole)?.map_or(0, Place::len);
-            if elsewhere.as_ref().map_or(explained, |(longest, _)| *longest) < found {
-                elsewhere = Some((found, name));
-            }
-        }
-        if let Some((end, name)) = elsewhere {
+        if explained < whole
+            && let Some((end, name)) = self.longest_elsewhere(namespace, tokens, whole)?
+            && end > explained
+        {
             add(end, Location::Elsewhere(name.clone()));
         }
         add(whole, Location::NeverPublished);
         add(count, Location::PageNotFull);
         Ok(segments)
+    }
+
+    /// The other namespace that has most of the first `limit` of `tokens`, and how many it has.
+    fn longest_elsewhere(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+    ) -> Result<Option<(usize, &Namespace)>> {
+        let mut longest = None;
+        for name in self.namespaces().filter(|&name| name != namespace) {
+            let found = self.place_of(name, tokens, limit)?.map_or(0, Place::len);
+            if longest.is_none_or(|(end, _)| end < found) {
+                longest = Some((found, name));
+            }
+        }
+        Ok(longest)
     }
 }

@@ -14,6 +14,7 @@ use crate::base::{Page, Result, widen};
 
 use super::Cause;
 use super::evict::Evicted;
+use super::publish::Segment;
 use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
 use crate::cache::node_arena::NodeArena;
 use crate::cache::{NodeHandle, Remembered};
@@ -225,33 +226,40 @@ impl Tree {
             uses = 1;
         }
         self.note_stored(at, tokens, pages);
-        let (tokens, tail) = tokens.split_at(tokens.len() / self.step * self.step);
-        let (mut pages, tail_pages) = pages.split_at(tokens.len() / self.page_size);
-        let mut tokens = tokens;
-        for segment in self.segments(at, tokens) {
-            let (part, later_pages) = pages.split_at(segment.pages);
-            let (part_tokens, later_tokens) = tokens.split_at(segment.pages * self.page_size);
-            (pages, tokens) = (later_pages, later_tokens);
-            at = self.add_below(
-                at,
-                part_tokens.into(),
-                part,
-                History::of_new(segment.remembered, self.now),
-                segment.sum,
-            );
-        }
-        if !tail.is_empty() {
-            let here = self.node(at);
-            let mut cursor = self.chain.cursor(here.sum, widen(here.end));
-            cursor.push(tail);
-            let (sum, history) = (cursor.sum(), History::of_new(Remembered { uses }, self.now));
-            at = self.add_below(at, tail.into(), tail_pages, history, sum);
-            if self.has_own_lock(at) {
-                self.lock(at);
-            }
+        let (tokens, tail_tokens) = tokens.split_at(tokens.len() / self.step * self.step);
+        let (pages, tail_pages) = pages.split_at(tokens.len() / self.page_size);
+        at = self.add_steps(at, tokens, pages);
+        if !tail_tokens.is_empty() {
+            at = self.add_tail(at, tail_tokens, tail_pages, Remembered { uses });
         }
         self.queue(at);
         self.handle(at)
+    }
+
+    /// Adds whole steps behind `node`, a node for each run of pages with the same past. Returns the last one.
+    fn add_steps(&mut self, node: NodeId, mut tokens: &[i32], mut pages: &[Page]) -> NodeId {
+        let mut last = node;
+        for Segment { pages: count, remembered, sum } in self.segments(node, tokens) {
+            let (own_pages, later_pages) = pages.split_at(count);
+            let (own_tokens, later_tokens) = tokens.split_at(count * self.page_size);
+            (pages, tokens) = (later_pages, later_tokens);
+            let history = History::of_new(remembered, self.now);
+            last = self.add_below(last, own_tokens.into(), own_pages, history, sum);
+        }
+        last
+    }
+
+    /// Adds a tail behind `node`, and its own lock if `node` is a root.
+    fn add_tail(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], remembered: Remembered) -> NodeId {
+        let parent = self.node(node);
+        let mut cursor = self.chain.cursor(parent.sum, widen(parent.end));
+        cursor.push(tokens);
+        let (sum, history) = (cursor.sum(), History::of_new(remembered, self.now));
+        let tail = self.add_below(node, tokens.into(), pages, history, sum);
+        if self.has_own_lock(tail) {
+            self.lock(tail);
+        }
+        tail
     }
 
     /// Locks a node and those before it. `None` if it is gone.

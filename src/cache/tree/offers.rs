@@ -29,7 +29,16 @@ pub trait Lower {
     fn has_state(&self, key: &PageHash) -> bool;
 }
 
-/// The continuation of a prompt behind what the device has of it.
+/// The part of a prompt that the device has.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DevicePrefix {
+    /// The end of the part that a request could use; `None` for none of a namespace without a root.
+    pub(super) usable: Option<Place>,
+    /// Tokens whose pages are there: more than are usable where a snapshot is missing.
+    pub(super) cached: usize,
+}
+
+/// The continuation of a prompt behind the part that the device has.
 #[derive(Clone, Debug)]
 pub struct Continuation {
     /// Makes the keys of the pages from `usable` on.
@@ -135,8 +144,8 @@ impl Tree {
         lower: &dyn Lower,
     ) -> Result<Vec<PageHash>> {
         let pages = self.node(hold.node).pages.len();
-        let begin = Place { node: hold.node, pages, len: hold.len };
-        self.keys_behind(namespace, (Some(begin), hold.found()), (tokens, limit), lower)
+        let usable = Some(Place { node: hold.node, pages, len: hold.len });
+        self.keys_behind(namespace, DevicePrefix { usable, cached: hold.found() }, tokens, limit, lower)
     }
 
     /// The continuation of `tokens`, of which the first `limit` are looked at, behind what is found of them;
@@ -158,24 +167,25 @@ impl Tree {
         Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, Place::len), cached }))
     }
 
-    /// The same keys behind `begin`, of which the device has `found` tokens.
-    pub(in crate::cache) fn keys_behind(
+    /// The keys of the pages that the tier below could add to `prefix`: of `tokens`, at most `limit`.
+    pub(super) fn keys_behind(
         &self,
         namespace: &Namespace,
-        (begin, found): (Option<Place>, usize),
-        (tokens, limit): (&dyn Tokens, usize),
+        prefix: DevicePrefix,
+        tokens: &dyn Tokens,
+        limit: usize,
         lower: &dyn Lower,
     ) -> Result<Vec<PageHash>> {
         let mut keys = Vec::new();
-        let Some(mut chain) = self.chain_behind(namespace, begin) else { return Ok(keys) };
-        let (mut at, mut usable) = (begin.map_or(0, |begin| begin.len), 0);
+        let Some(mut chain) = self.chain_behind(namespace, prefix.usable) else { return Ok(keys) };
+        let (mut at, mut usable) = (prefix.usable.map_or(0, Place::len), 0);
         let (limit, mut page) = (limit.min(tokens.count()), reserve(self.page_size)?);
         while at + self.page_size <= limit {
             page.clear();
             tokens.read(at..at + self.page_size, &mut page)?;
             let key = chain.next(&page);
             at += self.page_size;
-            if at > found && !lower.has_page(&key) {
+            if at > prefix.cached && !lower.has_page(&key) {
                 break;
             }
             keys.push(key);

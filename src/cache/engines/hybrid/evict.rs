@@ -106,21 +106,17 @@ impl HybridTree {
     }
 
     fn next_leaf(&mut self, evicted: usize) -> Option<Victim> {
-        let eviction = self.evictions.0[Part::Full.index()].as_mut()?;
+        let eviction = self.evictions.0[Part::Full.index()].as_ref()?;
+        let (wanted, refused) = (eviction.wanted, eviction.proposed.last().copied());
         // A leaf that the engine did not evict is not proposed again.
-        if let Some(id) = eviction.proposed.last().copied().and_then(|node| self.at(node))
+        if let Some(id) = refused.and_then(|node| self.at(node))
             && let Some(rank) = self.node_mut(id).queued.take()
         {
             self.queue.remove(rank, id);
         }
-        let eviction = self.evictions.0[Part::Full.index()].as_ref().expect("it was there just now");
-        if evicted >= eviction.wanted {
-            return Some(Victim::Nothing);
-        }
-        let Some(id) = self.queue.first() else { return Some(Victim::Nothing) };
+        let Some(id) = self.queue.first().filter(|_| evicted < wanted) else { return Some(Victim::Nothing) };
         let leaf = self.handle(id);
-        let eviction = self.evictions.0[Part::Full.index()].as_mut().expect("it was there just now");
-        eviction.proposed.push(leaf);
+        self.evictions.0[Part::Full.index()].as_mut()?.proposed.push(leaf);
         Some(Victim::Leaf(leaf))
     }
 
