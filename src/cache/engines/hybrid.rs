@@ -23,6 +23,7 @@
 mod evict;
 mod fault;
 mod find;
+mod fingerprints;
 mod insert;
 mod lists;
 mod lock;
@@ -31,13 +32,14 @@ mod order;
 mod report;
 mod run;
 
-use std::hash::{BuildHasher, RandomState};
+use std::hash::RandomState;
 
 use crate::base::{EngineSlot, Id, Result};
 
 use crate::cache::node_arena::NodeArena;
 use crate::cache::tree::Edges;
 use crate::cache::{NodeHandle, NodeId};
+use fingerprints::Fingerprints;
 use lists::{List, ListLink};
 use namespaces::{NamespaceId, Namespaces};
 use order::{EvictionRank, Queue};
@@ -291,8 +293,7 @@ pub struct HybridTree {
     namespaces: Namespaces,
     next_place: u64,
     next_boundary: u64,
-    /// The secrets, random: callers cannot choose tokens that collide.
-    secrets: [u64; 3],
+    fingerprints: Fingerprints,
     now: u64,
     sizes: [Sizes; 3],
     /// The lists of windows and states, the value used last first.
@@ -312,15 +313,15 @@ impl HybridTree {
     #[must_use]
     pub fn new(config: HybridConfig) -> Self {
         assert!(config.page_size > 0, "page_size is 0; a page has at least one token");
-        let hasher = RandomState::new();
+        let seed = RandomState::new();
         let mut tree = Self {
             config,
             nodes: NodeArena::new(),
-            edges: Edges::new(&hasher),
+            edges: Edges::new(&seed),
             namespaces: Namespaces::default(),
             next_place: 0,
             next_boundary: 1,
-            secrets: [3_u64, 4, 5].map(|number| hasher.hash_one(number) | 1),
+            fingerprints: Fingerprints::new(&seed),
             now: 0,
             sizes: [Sizes::default(); 3],
             lists: [List::default(), List::default()],
@@ -434,34 +435,6 @@ impl HybridTree {
         std::iter::successors(Some(id), |&id| Some(self.node(id).parent)).take_while(|&id| id != ROOT)
     }
 
-    /// The fingerprint of a first page.
-    fn fingerprint(&self, namespace: NamespaceId, page: &[i64]) -> u32 {
-        let [plus, times, other] = self.secrets;
-        let fold = |a: u64, b: u64| {
-            let product = u128::from(a) * u128::from(b);
-            u64::try_from(product & u128::from(u64::MAX)).expect("64 bits")
-                ^ u64::try_from(product >> 64).expect("64 bits")
-        };
-        let mut hash = plus ^ u64::from(namespace.number());
-        let mut pairs = page.chunks_exact(2);
-        for pair in &mut pairs {
-            hash = fold(hash ^ pair[0].cast_unsigned(), times ^ pair[1].cast_unsigned());
-        }
-        if let [last] = pairs.remainder() {
-            hash = fold(hash ^ last.cast_unsigned(), other);
-        }
-        let [a, b, c, d, ..] = fold(hash, times).to_le_bytes();
-        // A checked build has few fingerprints, so that pages share them.
-        u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
-    }
-
-    /// The fingerprint of the first page of `tokens`.
-    fn fingerprint_of(&self, namespace: NamespaceId, tokens: &TokenRun) -> u32 {
-        let mut page = vec![0; self.config.page_size];
-        tokens.read(&mut page);
-        self.fingerprint(namespace, &page)
-    }
-
     /// The child of `parent` that begins with `page`.
     fn child(&self, parent: NodeId, namespace: NamespaceId, page: &[i64]) -> Option<NodeId> {
         let is_match = |id: &NodeId| {
@@ -470,14 +443,14 @@ impl HybridTree {
             let is_child = *id != ROOT && node.parent == parent && node.namespace == namespace;
             is_child && node.tokens.block(0, page.len()).equals(page)
         };
-        self.edges.get(parent, self.fingerprint(namespace, page)).find(is_match)
+        self.edges.get(parent, self.fingerprints.of_page(namespace, page)).find(is_match)
     }
 
     /// Makes `id`, whose parent, namespace and tokens are set, a child of its parent.
     fn link(&mut self, id: NodeId) {
         let node = self.node(id);
         let (parent, namespace) = (node.parent, node.namespace);
-        let fingerprint = self.fingerprint_of(namespace, &node.tokens);
+        let fingerprint = self.fingerprints.of_run(namespace, &node.tokens, self.config.page_size);
         self.edges.insert(parent, fingerprint, id);
         self.node_mut(id).fingerprint = fingerprint;
         self.node_mut(parent).children += 1;
@@ -499,38 +472,9 @@ impl HybridTree {
     /// Cuts the first `len` tokens off a node, as a node of their own before it, and returns that.
     fn cut(&mut self, id: NodeId, len: usize) -> NodeId {
         let used = self.tick();
-        let created = self.node(id).created;
-        let place = self.node(id).place;
-        let front = self.nodes.add(Node { place, used, created, ..Node::new() });
-        let pages = len / self.config.page_size;
-        let node = self.node_mut(id);
-        let tokens = node.tokens.cut(len);
-        let mut values: [Vec<EngineSlot>; 3] = Default::default();
-        let mut locks = [0; 3];
-        for part in [Part::Full, Part::Window] {
-            let at = part.index();
-            locks[at] = node.locks[at];
-            if node.has(part) {
-                let back = node.values[at].split_off(len);
-                values[at] = std::mem::replace(&mut node.values[at], back);
-            }
-        }
-        // A boundary is the older edge of its node.
-        let boundary = node.boundary.take();
-        let end = node.end - node.tokens.len();
-        let mut hashes = Vec::new();
-        if !node.hashes.is_empty() {
-            let back = node.hashes.split_off(pages);
-            hashes = std::mem::replace(&mut node.hashes, back);
-        }
-        let Node { parent, namespace, hits, priority, fingerprint, reach, .. } = *node;
-        {
-            let node = self.node_mut(front);
-            (node.parent, node.namespace, node.tokens, node.end) = (parent, namespace, tokens, end);
-            (node.values, node.locks, node.boundary) = (values, locks, boundary);
-            (node.hits, node.priority, node.reach) = (hits, priority, reach);
-            (node.fingerprint, node.hashes) = (fingerprint, hashes);
-        }
+        let front = self.split_front(id, len, used);
+        let (parent, fingerprint) = (front.parent, front.fingerprint);
+        let front = self.nodes.add(front);
         // The new node takes the place of the old one among its siblings.
         self.edges.remove(parent, fingerprint, id);
         self.edges.insert(parent, fingerprint, front);
@@ -548,6 +492,50 @@ impl HybridTree {
         self.node_mut(id).used = now;
         self.requeue(id);
         front
+    }
+
+    /// The node of the first `len` tokens of a node, which keeps the others. No other node knows it yet.
+    fn split_front(&mut self, id: NodeId, len: usize, used: Moment) -> Node {
+        let pages = len / self.config.page_size;
+        let node = self.node_mut(id);
+        let end = node.end - node.tokens.len() + len;
+        let tokens = node.tokens.cut(len);
+        let mut values: [Vec<EngineSlot>; 3] = Default::default();
+        let mut locks = [0; 3];
+        for part in [Part::Full, Part::Window] {
+            let at = part.index();
+            locks[at] = node.locks[at];
+            if node.has(part) {
+                let back = node.values[at].split_off(len);
+                values[at] = std::mem::replace(&mut node.values[at], back);
+            }
+        }
+        let mut hashes = Vec::new();
+        if !node.hashes.is_empty() {
+            let back = node.hashes.split_off(pages);
+            hashes = std::mem::replace(&mut node.hashes, back);
+        }
+        // A boundary is the older edge of its node.
+        let boundary = node.boundary.take();
+        let Node { parent, fingerprint, place, namespace, reach, created, hits, priority, .. } = *node;
+        Node {
+            parent,
+            fingerprint,
+            place,
+            namespace,
+            tokens,
+            end,
+            reach,
+            hashes,
+            values,
+            locks,
+            boundary,
+            used,
+            created,
+            hits,
+            priority,
+            ..Node::new()
+        }
     }
 
     /// Whether a node may be evicted as a whole.
