@@ -6,6 +6,7 @@ mod evict;
 mod explain;
 mod fault;
 mod hold;
+mod keyed_pages;
 mod nodes;
 mod offers;
 mod pin;
@@ -19,14 +20,14 @@ use std::hash::{BuildHasher, RandomState};
 use crate::base::{Id, Page, Result, widen};
 
 use super::chain::{Chain, Sum};
-use super::journal::{CacheEvent, Journal};
-use super::keys::{Digest, PageHash, PageKeys};
+use super::keys::PageHash;
 use super::node_arena::NodeArena;
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 use counts::Counts;
 pub(super) use edges::Edges;
 use evict::Queues;
 use explain::EvictionLog;
+use keyed_pages::KeyedPages;
 use nodes::Tails;
 use offers::Offers;
 use roots::Roots;
@@ -191,10 +192,7 @@ pub struct Tree {
     /// Evicted prefixes are remembered by their lengths in this number of tokens.
     remembered_every: usize,
     evictions: EvictionLog,
-    /// The keys of the pages that can be found, if something needs them.
-    keys: Option<PageKeys>,
-    /// The events since they were taken last, if they are wanted.
-    journal: Option<Journal>,
+    keyed: KeyedPages,
     /// The pages and snapshots that are offered to the tier below, if there is one.
     offers: Option<Offers>,
 }
@@ -230,8 +228,7 @@ impl Tree {
             snapshots: Snapshots::default(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
             evictions: EvictionLog::default(),
-            keys: None,
-            journal: None,
+            keyed: KeyedPages::default(),
             offers: None,
         }
     }
@@ -266,33 +263,9 @@ impl Tree {
                 + self.snapshots.bytes()
                 + self.queues.bytes()
                 + self.evictions.bytes()
-                + self.keys.as_ref().map_or(0, PageKeys::bytes)
-                + self.journal.as_ref().map_or(0, Journal::bytes)
+                + self.keyed.bytes()
                 + self.offer_bytes(),
         }
-    }
-
-    /// Lists the changes of the cache from now on, for [`Tree::take_events`].
-    pub fn keep_journal(&mut self, digest: Digest) {
-        self.keep_keys(digest);
-        self.journal.get_or_insert_with(Journal::default);
-    }
-
-    fn keep_keys(&mut self, digest: Digest) {
-        self.keys.get_or_insert_with(|| PageKeys::new(digest));
-    }
-
-    /// Goes on with the journal of `earlier`, of which nothing is cached any more.
-    pub fn keep_journal_of(&mut self, earlier: &mut Self) {
-        self.journal = earlier.journal.take();
-        if let Some(journal) = &mut self.journal {
-            journal.cleared();
-        }
-    }
-
-    /// The events since the last call, in order.
-    pub fn take_events(&mut self) -> Vec<CacheEvent> {
-        self.journal.as_mut().map_or(Vec::new(), Journal::take)
     }
 
     pub(super) const fn chain(&self) -> &Chain {

@@ -7,7 +7,6 @@ use crate::base::{Page, StateSlot, widen};
 use super::roots::retain_listed;
 use super::{Cause, Pressure};
 use super::{Kind, Namespace, NodeId, PageHash, Policy, ShortVec, Sum, Tick, Tree, is_below};
-use crate::cache::Tier;
 
 /// Number of entries in the histogram of ages: one per power of two of tokens.
 pub const AGE_BUCKETS: usize = 40;
@@ -137,7 +136,7 @@ impl Tree {
         self.counts.room -= freed;
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
-        evicted.keys.extend(self.note_removed(&trimmed).into_iter().rev());
+        evicted.keys.extend(self.keyed.note_removed(&trimmed).into_iter().rev());
         evicted.pages.extend_from_slice(&trimmed);
     }
 
@@ -170,16 +169,6 @@ impl Tree {
         (until, sum)
     }
 
-    /// Takes note of pages that are found no more. Returns the keys of those that were.
-    fn note_removed(&mut self, pages: &[Page]) -> Vec<PageHash> {
-        let Some(keys) = &mut self.keys else { return Vec::new() };
-        let keys = keys.remove(pages);
-        if let Some(journal) = &mut self.journal {
-            journal.removed(Tier::Device, keys.clone());
-        }
-        keys
-    }
-
     /// Removes a leaf without locks.
     pub(super) fn remove(&mut self, leaf: NodeId, evicted: &mut Evicted) {
         self.unqueue(leaf);
@@ -193,7 +182,7 @@ impl Tree {
         self.counts.cached -= pages.len();
         self.counts.pinned -= if is_pinned { pages.len() } else { 0 };
         self.nodes.vacate(leaf);
-        evicted.keys.extend(self.note_removed(&pages).into_iter().rev());
+        evicted.keys.extend(self.keyed.note_removed(&pages).into_iter().rev());
         evicted.pages.extend_from_slice(&pages);
     }
 
@@ -212,7 +201,7 @@ impl Tree {
         }
         match namespace {
             Some(_) => self.note_all_removed(&nodes),
-            None => self.note_cleared(),
+            None => self.keyed.note_cleared(),
         }
         let mut evicted = Evicted::default();
         for id in nodes {
@@ -238,17 +227,8 @@ impl Tree {
     fn note_all_removed(&mut self, nodes: &[NodeId]) {
         for &id in nodes {
             let pages = std::mem::take(&mut self.node_mut(id).pages);
-            let _ = self.note_removed(&pages);
+            let _ = self.keyed.note_removed(&pages);
             self.node_mut(id).pages = pages;
-        }
-    }
-
-    /// Takes note that no page is found any more.
-    fn note_cleared(&mut self) {
-        let Some(keys) = &mut self.keys else { return };
-        keys.clear();
-        if let Some(journal) = &mut self.journal {
-            journal.cleared();
         }
     }
 

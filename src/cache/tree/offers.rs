@@ -5,8 +5,7 @@ use std::ops::Range;
 use crate::base::{Page, Result, StateSlot, reserve};
 
 use super::{Hold, Namespace, NodeId, PageHash, Place, Tokens, Tree};
-use crate::cache::journal::KeyedRun;
-use crate::cache::{Digest, KeyChain, Tier};
+use crate::cache::{Digest, KeyChain};
 
 /// The moment when pages are offered to the tier below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,7 +119,7 @@ pub(super) struct Offers {
 impl Tree {
     /// Offers pages and snapshots to the tier below from now on, with keys made by `digest`.
     pub fn offer(&mut self, when: Offering, digest: Digest) {
-        self.keep_keys(digest);
+        self.keyed.keep_keys(digest);
         self.offers = Some(Offers { when, list: Offered::default() });
     }
 
@@ -199,7 +198,7 @@ impl Tree {
 
     /// The chain of keys behind a place, if there are keys and it is found still.
     fn chain_behind(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
-        let digest = self.keys.as_ref()?.digest();
+        let digest = self.keyed.keys()?.digest();
         let Some(place) = place.filter(|place| place.len > 0) else {
             return Some(KeyChain::at_root(digest, namespace, self.page_size));
         };
@@ -207,34 +206,13 @@ impl Tree {
         Some(KeyChain::behind(digest, self.key_of(*page.last()?)?))
     }
 
-    /// The key of a page, if there are keys and it is found still.
-    #[must_use]
-    pub fn key_of(&self, page: Page) -> Option<PageHash> {
-        self.keys.as_ref()?.get(page)
-    }
-
     fn keys_of(&self, pages: &[Page]) -> Option<Vec<PageHash>> {
-        let keys = self.keys.as_ref()?;
+        let keys = self.keyed.keys()?;
         pages.iter().map(|&page| keys.get(page)).collect()
     }
 
     fn key_at_end(&self, node: NodeId) -> Option<PageHash> {
         self.key_of(*self.node(node).pages.last()?)
-    }
-
-    /// Takes note that pages that were offered are in the tier below.
-    pub fn note_copied(&mut self, offered: &OfferedPages) {
-        let OfferedPages { keys, namespace, parent, tokens, .. } = offered;
-        if let Some(journal) = &mut self.journal {
-            journal.stored(Tier::Host, KeyedRun { namespace, parent: *parent, tokens, keys });
-        }
-    }
-
-    /// Takes note that pages are in the tier below no more.
-    pub fn note_dropped_below(&mut self, keys: Vec<PageHash>) {
-        if let Some(journal) = &mut self.journal {
-            journal.removed(Tier::Host, keys);
-        }
     }
 
     /// Offers pages of a node that were published.
@@ -294,7 +272,7 @@ impl Tree {
         };
         let Some(keys) = self.keys_of(&pages).filter(|keys| !keys.is_empty()) else { return };
         let parent = previous.and_then(|page| self.key_of(*page));
-        let tokens = if self.journal.is_some() {
+        let tokens = if self.keyed.has_journal() {
             here.tokens[range.start * self.page_size..range.end * self.page_size].to_vec()
         } else {
             Vec::new()

@@ -5,8 +5,7 @@ use std::borrow::Cow;
 use crate::base::{Page, Result, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
-use crate::cache::journal::KeyedRun;
-use crate::cache::{Remembered, Tier};
+use crate::cache::Remembered;
 
 /// The part of the tokens behind a hold that others have cached already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,22 +109,6 @@ impl Tree {
         }
         self.move_hold(hold, at);
         hold.is_author = is_author;
-    }
-
-    /// Takes note of new pages behind `node`, unless they are found by no one.
-    pub(super) fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
-        if self.keys.is_none() || pages.is_empty() {
-            return;
-        }
-        let root = self.node(node).root;
-        let parent = self.node(node).pages.last().copied();
-        if let (Some(namespace), Some(keys)) = (self.roots.name(root), &mut self.keys) {
-            let parent = parent.and_then(|page| keys.get(page));
-            let keys = &keys.add(namespace, parent, tokens, pages);
-            if let Some(journal) = &mut self.journal {
-                journal.stored(Tier::Device, KeyedRun { namespace, parent, tokens, keys });
-            }
-        }
     }
 
     /// Divides new tokens behind `node` by what is remembered of them.

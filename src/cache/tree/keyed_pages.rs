@@ -1,0 +1,119 @@
+//! The keys by which other processes and other tiers know the pages of a tree, and the events that tell them
+//! of changes.
+
+use super::{NodeId, OfferedPages, Tree};
+use crate::base::Page;
+use crate::cache::journal::{Journal, KeyedRun};
+use crate::cache::keys::PageKeys;
+use crate::cache::{CacheEvent, Digest, Namespace, PageHash, Tier};
+
+/// The pages that can be found, by their keys. A tree that nobody else knows has neither keys nor events.
+#[derive(Debug, Default)]
+pub(super) struct KeyedPages {
+    /// The key of each page that can be found, if something needs them.
+    keys: Option<PageKeys>,
+    /// The events since they were taken last, if they are wanted. With these there are keys.
+    journal: Option<Journal>,
+}
+
+impl KeyedPages {
+    /// Makes keys from now on.
+    pub(super) fn keep_keys(&mut self, digest: Digest) {
+        self.keys.get_or_insert_with(|| PageKeys::new(digest));
+    }
+
+    pub(super) const fn keys(&self) -> Option<&PageKeys> {
+        self.keys.as_ref()
+    }
+
+    pub(super) const fn has_journal(&self) -> bool {
+        self.journal.is_some()
+    }
+
+    /// Takes note of new pages for `tokens` behind the page `previous`.
+    fn note_stored(&mut self, namespace: &Namespace, previous: Option<Page>, tokens: &[i32], pages: &[Page]) {
+        let Some(keys) = &mut self.keys else { return };
+        let parent = previous.and_then(|page| keys.get(page));
+        let keys = &keys.add(namespace, parent, tokens, pages);
+        if let Some(journal) = &mut self.journal {
+            journal.stored(Tier::Device, KeyedRun { namespace, parent, tokens, keys });
+        }
+    }
+
+    /// Takes note of pages that are found no more. Returns the keys of those that were.
+    pub(super) fn note_removed(&mut self, pages: &[Page]) -> Vec<PageHash> {
+        let Some(keys) = &mut self.keys else { return Vec::new() };
+        let keys = keys.remove(pages);
+        if let Some(journal) = &mut self.journal {
+            journal.removed(Tier::Device, keys.clone());
+        }
+        keys
+    }
+
+    /// Takes note that no page is found any more.
+    pub(super) fn note_cleared(&mut self) {
+        let Some(keys) = &mut self.keys else { return };
+        keys.clear();
+        if let Some(journal) = &mut self.journal {
+            journal.cleared();
+        }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.keys.as_ref().map_or(0, PageKeys::bytes) + self.journal.as_ref().map_or(0, Journal::bytes)
+    }
+}
+
+impl Tree {
+    /// Lists the changes of the cache from now on, for [`Tree::take_events`].
+    pub fn keep_journal(&mut self, digest: Digest) {
+        self.keyed.keep_keys(digest);
+        self.keyed.journal.get_or_insert_with(Journal::default);
+    }
+
+    /// Goes on with the journal of `earlier`, of which nothing is cached any more.
+    pub fn keep_journal_of(&mut self, earlier: &mut Self) {
+        self.keyed.journal = earlier.keyed.journal.take();
+        if let Some(journal) = &mut self.keyed.journal {
+            journal.cleared();
+        }
+    }
+
+    /// The events since the last call, in order.
+    pub fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.keyed.journal.as_mut().map_or(Vec::new(), Journal::take)
+    }
+
+    /// The key of a page, if there are keys and it is found still.
+    #[must_use]
+    pub fn key_of(&self, page: Page) -> Option<PageHash> {
+        self.keyed.keys()?.get(page)
+    }
+
+    /// Takes note of new pages behind `node`, unless they are found by no one.
+    pub(super) fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
+        if self.keyed.keys.is_none() || pages.is_empty() {
+            return;
+        }
+        let here = self.node(node);
+        let (root, previous) = (here.root, here.pages.last().copied());
+        if let Some(namespace) = self.roots.name(root) {
+            self.keyed.note_stored(namespace, previous, tokens, pages);
+        }
+    }
+
+    /// Takes note that pages that were offered are in the tier below.
+    pub fn note_copied(&mut self, offered: &OfferedPages) {
+        let OfferedPages { keys, namespace, parent, tokens, .. } = offered;
+        if let Some(journal) = &mut self.keyed.journal {
+            journal.stored(Tier::Host, KeyedRun { namespace, parent: *parent, tokens, keys });
+        }
+    }
+
+    /// Takes note that pages are in the tier below no more.
+    pub fn note_dropped_below(&mut self, keys: Vec<PageHash>) {
+        if let Some(journal) = &mut self.keyed.journal {
+            journal.removed(Tier::Host, keys);
+        }
+    }
+}
