@@ -240,6 +240,46 @@ def test_windows_are_asked_for() -> None:
     tree.verify()
 
 
+def test_an_insertion_ends_with_the_node_that_it_has_reached() -> None:
+    tree = HybridTree(1, state_grid=2, states_per_path=1)
+    (act,) = tree.insert([1, 2], [10, 11], state=[7]).acts()
+    assert act[0] == "evict_excess"
+    with pytest.raises(ConfigError, match="2 tokens that it began with"):
+        tree.advance([1], [10])
+    assert tree.evict_leaf(act[1]).counts == (2, 0, 1)
+    with pytest.raises(ConfigError, match="was evicted"):
+        tree.advance([1, 2], [10, 11])
+    assert tree.is_inserting()
+    assert tree.end_insertion() == []
+    tree.verify()
+
+
+def test_an_insertion_that_has_failed_does_not_go_on() -> None:
+    tree = HybridTree(2, window=2)
+    with pytest.raises(ConfigError, match="no multiple of the page size"):
+        tree.insert([1, 2], [10, 11], namespace="name", window_freed=1)
+    with pytest.raises(ConfigError, match="has failed"):
+        tree.advance([1, 2], [10, 11], namespace="name")
+    assert tree.end_insertion() == []
+    tree.verify()
+
+
+def test_a_state_that_outlived_its_window_lock_is_released() -> None:
+    tree = HybridTree(1, window=2, state_grid=1)
+    step = tree.insert([1, 2], [10, 11], state=[7])
+    (act,) = step.acts()
+    assert act[0] == "rebuild"
+    _, node, slots = act
+    tree.set_value(node, 1, slots + 100)
+    assert tree.advance([1, 2], [10, 11]).done
+    _, boundary = tree.lock_node(node)
+    tree.unlock_window(node, boundary, with_state=False)
+    assert [tree.locked_size(part) for part in range(3)] == [2, 0, 1]
+    tree.unlock_node(node, skip=[1])
+    assert [tree.locked_size(part) for part in range(3)] == [0, 0, 0]
+    tree.verify()
+
+
 def test_a_prefix_is_found_up_to_a_state() -> None:
     tree = HybridTree(1, state_grid=2, states_per_path=1)
     (act,) = tree.insert([1, 2], [10, 11], state=torch.tensor([7])).acts()
