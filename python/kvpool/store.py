@@ -141,6 +141,6 @@ def _answer(store: Store, call: _StoreCall) -> None:
         else:
             present = store.write(keys, addresses, sizes)
         call.finish([bool(is_present) for is_present in present])
-    except BaseException:
+    except BaseException:  # also SystemExit: the thread would end, and later calls have no answer
         _logger.exception("%s: %s of %d pages has failed", type(store).__name__, kind, len(keys))
         call.finish([])
