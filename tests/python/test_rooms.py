@@ -132,6 +132,12 @@ def test_private_names_of_the_extension_are_used_where_they_belong() -> None:
     assert {name.removeprefix("kvpool."): names for name, names in found.items() if names} == PRIVATE
 
 
+def test_modules_log_to_one_logger() -> None:
+    """To the one that the documentation names, under the same name in each module."""
+    lines = [line for path in MODULES.values() for line in path.read_text(encoding="utf-8").splitlines()]
+    assert {line for line in lines if "getLogger" in line} == {'_logger = logging.getLogger("kvpool")'}
+
+
 def test_importing_the_package_loads_no_other_folder(run_snippet: RunSnippet) -> None:
     loaded = run_snippet(
         """

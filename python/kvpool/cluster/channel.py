@@ -35,7 +35,7 @@ from kvpool.integrations.kv_events.endpoints import is_loopback
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 VERSION: Final = 1
 """The version of the handshake and the messages. Processes of different versions refuse each other."""
@@ -84,7 +84,7 @@ def read_secret(path: str | None = None, environment: Mapping[str, str] = os.env
         except OSError as error:
             raise ConfigError(f"the secret cannot be read: {error}") from error
         if mode & _OTHERS:
-            _log.warning("others may read the secret in %s: its mode is %o", path, stat.S_IMODE(mode))
+            _logger.warning("others may read the secret in %s: its mode is %o", path, stat.S_IMODE(mode))
     elif environment.get("KVPOOL_SECRET"):
         secret = environment["KVPOOL_SECRET"].strip().encode()
     else:
@@ -417,7 +417,7 @@ class Listener:
     def _refuse(self, connection: socket.socket, address: tuple[object, ...], why: str) -> None:
         with self._lock:  # several threads refuse
             self.refused += 1
-        _log.warning("a caller from %s is refused: %s", address[0], why)
+        _logger.warning("a caller from %s is refused: %s", address[0], why)
         connection.close()
 
 

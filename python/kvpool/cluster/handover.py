@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvpool.remote import Endpoint, Peer, RemoteSlots, SlotLease, Transfer
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 
 class Outgoing:
@@ -46,7 +46,7 @@ class Outgoing:
             self._lease = self._endpoint.lend(slots, states=states, seconds=self._seconds)
             ticket = self._lease.ticket
         except KvPoolError as error:
-            _log.warning("%s cannot lend the rows of a request: %s", self._endpoint.name, error)
+            _logger.warning("%s cannot lend the rows of a request: %s", self._endpoint.name, error)
         self._report(ticket)
 
     def query(self) -> bool:
@@ -113,4 +113,4 @@ class Incoming:
 
     def _lack(self, error: KvPoolError) -> None:
         self.has_failed = True
-        _log.warning("%s computes a request again: %s", self._endpoint.name, error)
+        _logger.warning("%s computes a request again: %s", self._endpoint.name, error)

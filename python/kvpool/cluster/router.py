@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpool.cluster.channel import Channel
     from kvpool.cluster.messages import Role, ToRouter, ToWorker
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 _MOST_GONE: Final = 64
 """Workers that are lost and still listed."""
@@ -329,7 +329,7 @@ class Router(Closing):
         for name in {**model, **join.model}:
             if model.get(name) != join.model.get(name):
                 reason = f"its {name} is {join.model.get(name)!r}, and that of others is {model.get(name)!r}"
-                _log.warning("%s is refused: %s", join.name, reason)
+                _logger.warning("%s is refused: %s", join.name, reason)
                 with suppress(ChannelError):
                     channel.finish(messages.encode(Refused(reason[: messages.MAX_TEXT])))
                 return
@@ -346,7 +346,7 @@ class Router(Closing):
                 self._check_endpoints(join)
                 self._subscriber.connect(join.name, join.events, join.replay)
             except KvPoolError as error:
-                _log.warning("the events of %s cannot be received: %s", join.name, error)
+                _logger.warning("the events of %s cannot be received: %s", join.name, error)
         for one in [*self._workers.values()]:
             for lender, reader in ((worker, one), (one, worker)):
                 roles = (lender.join.role, reader.join.role)
@@ -491,7 +491,7 @@ class Router(Closing):
             with suppress(KvPoolError):
                 self._subscriber.disconnect(worker.name)
         self._counts["lost_workers"] += 1
-        _log.warning("%s is lost with %d requests: %s", worker.name, len(worker.attempts), why)
+        _logger.warning("%s is lost with %d requests: %s", worker.name, len(worker.attempts), why)
         # What it has lent can no longer be read.
         self._lent = deque((one, None if one.lender == worker.name else ticket) for one, ticket in self._lent)
         for one in self._workers.values():

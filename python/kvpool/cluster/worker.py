@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpool.remote import Endpoint, Peer
     from kvpool.serving import Engine, Request
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 REPORT_S: Final = 0.25
 """Seconds between two reports of a worker. A router that receives none for much longer counts it as lost."""
@@ -96,7 +96,7 @@ class Worker:
                 channel = connect(address, secret)
             except ChannelError as error:
                 if not is_away:
-                    _log.warning("%s waits for a router: %s", self._join.name, error)
+                    _logger.warning("%s waits for a router: %s", self._join.name, error)
                 is_away = True
                 stop.wait(_RETRY_S)
                 continue
@@ -104,7 +104,7 @@ class Worker:
             try:
                 self.serve(channel, stop)
             except ChannelError as error:
-                _log.warning("%s has lost its router: %s", self._join.name, error)
+                _logger.warning("%s has lost its router: %s", self._join.name, error)
                 stop.wait(_RETRY_S)  # it may be that the router has left this worker, and does so again
 
     def serve(self, channel: Channel, stop: threading.Event) -> None:
@@ -166,7 +166,7 @@ class Worker:
             self._peers[message.name] = self._endpoint.connect(message.metadata)
         except KvPoolError as error:
             self._disconnect(message.name)
-            _log.warning("%s cannot read from %s: %s", self._join.name, message.name, error)
+            _logger.warning("%s cannot read from %s: %s", self._join.name, message.name, error)
 
     def _disconnect(self, name: str) -> None:
         """Let go of a peer, if there is one of this name."""
@@ -176,7 +176,7 @@ class Worker:
         try:
             self._endpoint.disconnect(peer)
         except KvPoolError as error:
-            _log.warning("%s cannot let go of %s: %s", self._join.name, name, error)
+            _logger.warning("%s cannot let go of %s: %s", self._join.name, name, error)
 
     def _submit(self, work: Work) -> Request:
         number = work.number
@@ -207,7 +207,7 @@ class Worker:
         try:
             return Incoming(self._endpoint, self._peers[peer], ticket)
         except (ConfigError, IndexError) as error:
-            _log.warning("%s cannot use a ticket of %s: %s", self._join.name, peer, error)
+            _logger.warning("%s cannot use a ticket of %s: %s", self._join.name, peer, error)
             return None
 
     def _send_report(self, channel: Channel) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MooncakeStore"]
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 _KEY_BYTES = 32
 
@@ -328,7 +328,9 @@ class MooncakeStore(Store):
 
     def _abandon(self) -> None:
         """End all transfers, with the client: the memory of this call is free when it returns."""
-        _log.error("a read from the Mooncake Store took longer than %g s; the store is given up", _CREEPING_S)
+        _logger.error(
+            "a read from the Mooncake Store took longer than %g s; the store is given up", _CREEPING_S
+        )
         with self._guard:
             self._abandoning += 1
             self._guard.notify_all()
@@ -393,7 +395,7 @@ class MooncakeStore(Store):
             self._gone = not healthy
             self._try_at = time.monotonic() + _TRY_AGAIN_S
         if healthy:
-            _log.info("the Mooncake master %s is back", self._master)
+            _logger.info("the Mooncake master %s is back", self._master)
         return healthy
 
     def _lost(self, pause_s: float = 0.0) -> None:
@@ -402,7 +404,7 @@ class MooncakeStore(Store):
                 return
             self._gone = True
             self._try_at = time.monotonic() + pause_s
-        _log.warning("the Mooncake master %s is gone; nothing is shared until it is back", self._master)
+        _logger.warning("the Mooncake master %s is gone; nothing is shared until it is back", self._master)
 
     def _transfer(
         self,

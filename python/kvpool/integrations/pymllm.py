@@ -31,7 +31,7 @@ __all__ = ["TESTED", "ChunkCache", "RadixCache", "TreeNode", "disable", "enable"
 TESTED = ("2.0.2", "2.0.2b0")
 """Versions of pymllm that the tests ran with."""
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger("kvpool")
 
 
 class TreeNode:
@@ -300,14 +300,14 @@ def enable() -> None:
         return
     originals = _originals()
     if version() not in TESTED:
-        _log.warning("pymllm %s was not tested with kvpool; tested are %s", version(), ", ".join(TESTED))
+        _logger.warning("pymllm %s was not tested with kvpool; tested are %s", version(), ", ".join(TESTED))
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "pymllm"]
     for name, theirs, ours in originals:
         for module in modules:
             if vars(module).get(name) is theirs:
                 _replaced.append((module, name, theirs))
                 setattr(module, name, ours)
-    _log.info("pymllm %s uses kvpool: %s", version(), ", ".join(name for name, *_ in originals))
+    _logger.info("pymllm %s uses kvpool: %s", version(), ", ".join(name for name, *_ in originals))
 
 
 def disable() -> None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PoolCollector", "register"]
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 _LABELS = ("pool", "class", "device")
 
@@ -179,7 +179,7 @@ class PoolCollector(Collector):
                 stats = cast("dict[str, int]", pool.stats())
             except KvPoolError as error:
                 # The other pools are still exported.
-                _log.warning("cannot read the statistics of %s: %s", pool.name, error)
+                _logger.warning("cannot read the statistics of %s: %s", pool.name, error)
                 continue
             for key, value in stats.items():
                 family = _family(pool, key)
@@ -233,7 +233,7 @@ def _of_store(store: FileStore) -> Iterator[tuple[GaugeMetricFamily | CounterMet
     try:
         stats = cast("dict[str, int]", store.stats())
     except RuntimeError as error:
-        _log.warning("cannot read the statistics of %s: %s", store.path, error)
+        _logger.warning("cannot read the statistics of %s: %s", store.path, error)
         return
     for key, value in stats.items():
         if key in _STORES:

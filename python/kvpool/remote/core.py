@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvpool._typing import IndicesLike
     from kvpool.remote.agent import Agent, Blocks, Indices
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 _LONGEST_NAP_S = 0.001
 
@@ -260,14 +260,14 @@ class Core:
         try:
             notes = self._agent.notes()
         except TransferError as error:
-            _log.warning("%s cannot listen to peers: %s", self.who.name, error)
+            _logger.warning("%s cannot listen to peers: %s", self.who.name, error)
             return
         for sender, note in notes:
             try:
                 self._handle(sender.partition("/")[0], messages.noted(note))
             except (KvPoolError, IndexError) as error:  # noqa: PERF203 - the next one may be good
                 self.refused += 1
-                _log.warning("%s refuses a note of %.80s: %s", self.who.name, sender, error)
+                _logger.warning("%s refuses a note of %.80s: %s", self.who.name, sender, error)
 
     def _handle(self, sender: str, said: Returned | Offered) -> None:
         lease = self.leases.find(said.word, said.nonce)

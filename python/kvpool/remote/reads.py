@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpool.remote.agent import Agent, Indices, Reading
     from kvpool.remote.marks import Mark
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 MAX_READS = 4096
 """Reads that run at once."""
@@ -238,7 +238,7 @@ class Reads:
         try:
             self.send(read.who, returned)
         except TransferError as error:
-            _log.debug("%s learns later that its lease is over: %s", read.who.name, error)
+            _logger.debug("%s learns later that its lease is over: %s", read.who.name, error)
         self._finish(read)
 
     def _post(
@@ -289,7 +289,7 @@ class Reads:
             return
         self.cuts += 1
         again = sum(read.error is None for read in begun)
-        _log.warning("transfers are cut off: %s; %d begin again", lost[0].error, again)
+        _logger.warning("transfers are cut off: %s; %d begin again", lost[0].error, again)
         self._end_agent()
         for read in begun:
             read.step = "waiting"

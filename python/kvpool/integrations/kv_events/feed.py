@@ -13,7 +13,7 @@ from kvpool.integrations.kv_events.messages import MAX_BYTES, decode
 if TYPE_CHECKING:
     from kvpool.integrations.kv_events.index import PrefixIndex
 
-_log = logging.getLogger("kvpool")
+_logger = logging.getLogger("kvpool")
 
 
 class Feed:
@@ -145,7 +145,7 @@ class Feed:
             self._index.apply(self._worker, decode(payload, max_bytes=self._max_bytes))
         except ConfigError as error:
             level = logging.DEBUG if self.refused else logging.WARNING
-            _log.log(level, "batch %d of worker %s is refused: %s", number, self._worker, error)
+            _logger.log(level, "batch %d of worker %s is refused: %s", number, self._worker, error)
             self.refused += 1
             self._index.clear(self._worker)
         else:

@@ -28,6 +28,8 @@ __all__ = [
     "LocalPool",
 ]
 
+_logger = logging.getLogger("kvpool")
+
 # With debugging, a chunk is attributed to the line that called `allocate`.
 _acts_for_callers = True
 
@@ -160,9 +162,7 @@ class LocalPool(BasePool):
             return
         level = logging.DEBUG if self._foreign_frees else logging.WARNING
         self._foreign_frees += 1
-        logging.getLogger("kvpool").log(
-            level, "dropped 1 of 1 freed chunks: %d (allocated by no pool)", kv_obj.chunk_idx
-        )
+        _logger.log(level, "dropped 1 of 1 freed chunks: %d (allocated by no pool)", kv_obj.chunk_idx)
 
     def stats(self) -> ChunkStats:
         """Return the statistics of `ChunkPool.stats`."""
