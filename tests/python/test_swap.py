@@ -170,9 +170,11 @@ class Prompts(NamedTuple):
     wanted: list[int]
 
 
-def evicted_prompt(model: PoolReader, swap: SwapMode = "load", length: int = 41) -> Prompts:
+def evicted_prompt(
+    model: PoolReader, swap: SwapMode = "load", length: int = 41, max_step_tokens: int = 64
+) -> Prompts:
     """Serves a prompt, and evicts it."""
-    engine = tiered(model, 64, 1000, swap=swap)
+    engine = tiered(model, max_step_tokens, 1000, swap=swap)
     first = engine.submit([*range(length)], 5)
     engine.run()
     settle(engine)
@@ -472,6 +474,22 @@ def test_slots_that_never_come_are_not_waited_for_forever(monkeypatch: pytest.Mo
     engine.run()
     assert last.prefix_len == 40
     assert_served(engine, [small, last])
+
+
+def test_a_prompt_is_computed_when_slots_for_its_load_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load needs slots for the whole prefix, a step only those for its chunk."""
+    model = LayeredReader(60, 4)
+    engine, prompt, _ = evicted_prompt(model, max_step_tokens=16)
+    fence = Fence()
+    model.allocator.free(some(model.allocator.alloc(40)), after=fence)
+    again = engine.submit(prompt, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.05)
+        engine.step()
+    assert (again.state, again.prefix_len, again.held.cached) == ("running", 0, 16)
+    fence.done = True
+    engine.run()
+    assert_served(engine, [again])
 
 
 # Interrupts

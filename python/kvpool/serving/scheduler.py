@@ -197,7 +197,8 @@ class Scheduler(Generic[R]):
             self._tries_loads = False
         if not self.running:
             self._admit()
-        return is_patient or not self.running
+            return True
+        return is_patient
 
     def _wait_for_room(self) -> None:
         """Nothing runs: wait a little for what moves, if anything does."""
