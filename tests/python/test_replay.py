@@ -332,8 +332,8 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     """The effect of a planner that hands out one slot twice."""
 
     def change(state: Replay) -> None:
-        scheduler: Any = state.scheduler
-        own = scheduler._extend
+        steps: Any = state.scheduler._steps
+        own = steps.extend
 
         def twice(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             plan = own(*arguments, **options)
@@ -344,7 +344,7 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
                 state.table.mark_modified([row])
             return plan
 
-        monkeypatch.setattr(scheduler, "_extend", twice)
+        monkeypatch.setattr(steps, "extend", twice)
 
     job = Replay(trace_of((0.0, 30, 10), (0.0, 50, 20)), ReplayConfig(pool_size=320))
     with pytest.raises(VerificationError, match="request 0, position"):

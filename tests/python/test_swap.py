@@ -515,7 +515,7 @@ LOADING = {
     "_may_start",
     "take",
     "attempt",
-    "_step_of",
+    "_plan_batch",
     "_forward",
     "wait_layer",
     "wait",

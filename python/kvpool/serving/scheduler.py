@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Generic
 
 import torch
 
-from kvpool.errors import ConfigError, OutOfMemoryError
+from kvpool.errors import OutOfMemoryError
 from kvpool.serving.fetch_queue import FetchQueue
 from kvpool.serving.schedulable import R, has_begun_to_move, has_rows_elsewhere, is_open
 from kvpool.serving.slot_supply import SlotSupply
 from kvpool.serving.spare_rows import SpareRows
-from kvpool.serving.step import Step
+from kvpool.serving.step_planner import StepPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvpool._kvpool import BatchPlanner, Lease, PrefixCache
     from kvpool.serving.schedulable import State
+    from kvpool.serving.step import Step
 
 _SNAPSHOT_TOKENS = 64
 """Tokens from one snapshot of a decoding request's state to the next; each takes a track slot."""
@@ -102,9 +103,9 @@ class Scheduler(Generic[R]):
         # Whether the first in the queue waits for slots of its load or its move that copies hold, and whether
         # that is tried at all: after a load that failed only when a step was computed.
         self._is_held_back, self._tries_loads = False, True
-        self._extend = planner.extend
         self._table = planner.req_to_token_pool
         self._has_states = cache is not None and cache.states is not None
+        self._steps: StepPlanner[R] = StepPlanner(planner, self._slots, has_states=self._has_states)
         self._snapshot_tokens = self._slots.pages(_SNAPSHOT_TOKENS) * self._slots.page_size
 
     @property
@@ -158,10 +159,9 @@ class Scheduler(Generic[R]):
         self._admit()
         patience = monotonic() + _PATIENCE_S
         while self.running or self._is_held_back:
-            step = self._largest_step()
+            step = self._steps.plan(self.running, self.max_step_tokens)
             if step is not None:
-                if self._slots.evicts_ahead:
-                    self._slots.evict_ahead(self._growth_after(step))
+                self._steps.evict_ahead(step, self.running, self.max_step_tokens)
                 return step
             if self._waits_for_copies(patience):
                 continue
@@ -169,16 +169,6 @@ class Scheduler(Generic[R]):
             self.waiting.appendleft(youngest)
             self.release([youngest], "waiting")
         self._wait_for_room()
-        return None
-
-    def _largest_step(self) -> Step[R] | None:
-        """A step of all running requests, or of the oldest while copies hold slots; `None` if none fits."""
-        batch = self.running
-        while batch:
-            step = self._slots.attempt(partial(self._step_of, batch))
-            if step is not None or not self._slots.lacks_copied:
-                return step
-            batch = batch[: len(batch) * 3 // 4]
         return None
 
     def _waits_for_copies(self, patience: float) -> bool:
@@ -210,50 +200,6 @@ class Scheduler(Generic[R]):
                 f"{self._slots.capacity} slots are available, and the others do not belong "
                 "to the scheduler"
             )
-
-    def _step_of(self, requests: list[R]) -> Step[R] | None:
-        """A step of running requests, as far as the budget lasts; `None` if there are not enough slots."""
-        batch, ends, left = [], [], self.max_step_tokens
-        for request in requests:
-            if left == 0:
-                break
-            cached, seq_len = request.held.cached, request.seq_len
-            end = seq_len if seq_len - cached <= left else cached + left
-            if self._has_states and cached + 1 < end:
-                end = self._snapshot_end(request, end)
-            batch.append(request)
-            ends.append(end)
-            left -= end - cached
-        started = [r for r in batch if r.held.cached == r.prefix_len]
-        leases = [r.held.lease if r.held.cached == r.prefix_len else None for r in batch]
-        rows, begins = [r.held.row for r in batch], [r.held.cached for r in batch]
-        try:
-            plan = self._extend(rows, begins, ends, prefixes=leases if started else None)
-        except ConfigError:
-            # A load that has failed has shortened its lease.
-            if not any(map(self._falls_short, started)):
-                raise
-            return self._step_of(requests)
-        return None if plan is None else Step(batch, ends, started, plan)
-
-    def _falls_short(self, request: R) -> bool:
-        """Whether the load of a request that has not run has failed; then it starts behind what it has."""
-        lease = request.held.lease
-        if request.held.load is None or lease is None or lease.length == request.prefix_len:
-            return False
-        request.held.load = None
-        request.prefix_len = request.held.cached = lease.length
-        return True
-
-    def _growth_after(self, step: Step[R]) -> list[tuple[int, int]]:
-        """For each running request, the tokens that have slots after a step and after the next."""
-        begins = {request: request.held.cached for request in self.running}
-        begins.update(zip(step.requests, step.ends, strict=True))
-        growth = []
-        for request, begin in begins.items():
-            end = max(request.seq_len, begin + 1)  # the token of this step
-            growth.append((begin, min(end, begin + self.max_step_tokens)))
-        return growth
 
     def note_computed(self, step: Step[R]) -> None:
         """Record that the new tokens of a step are computed, and publish those of prompts.
@@ -359,7 +305,7 @@ class Scheduler(Generic[R]):
         for start in range(begin, end, self.planner.max_tokens):
             until = min(start + self.planner.max_tokens, end)
             prefixes = [request.held.lease] if start == begin and request.held.lease is not None else None
-            call = partial(self._extend, [request.held.row], [start], [until], prefixes=prefixes)
+            call = partial(self.planner.extend, [request.held.row], [start], [until], prefixes=prefixes)
             if self._slots.attempt(call) is None:
                 return False
         self._begin_move(request, begin, end)
@@ -514,14 +460,6 @@ class Scheduler(Generic[R]):
         # Without slots it is computed.
         request.prefix_len = lease.length
         return True
-
-    def _snapshot_end(self, request: R, end: int) -> int:
-        """The end of a chunk up to `end`, moved to where prompts part, or to its last whole page."""
-        parting = 0 if request.held.lease is None else request.held.lease.kv_length
-        if request.held.cached < parting < end:
-            return parting
-        whole = self._slots.whole(end)
-        return whole if request.held.cached < whole else end
 
     def _fits(self, pages: int) -> bool:
         """Whether the running requests can get these pages; a single request fits without a reserve."""

@@ -172,7 +172,7 @@ class _CheckedScheduler(Scheduler[_Request]):
         samples: dict[str, array[int]],
     ) -> None:
         super().__init__(planner, cache)
-        self._extend = timed(self._extend, samples["extend"])
+        self._steps.extend = timed(self._steps.extend, samples["extend"])
         self._rows.finish = timed(self._rows.finish, samples["finish"])
         self._rows.alloc = timed(self._rows.alloc, samples["alloc_row"])
         self._timed_match = timed(super()._match, samples["match"])
