@@ -435,8 +435,9 @@ def test_an_interrupt_anywhere_loses_no_slot_that_moves(monkeypatch: pytest.Monk
     places = whole.serve()
     whole.check()
     firsts = {place: at for at, place in reversed([*enumerate(places, 1)])}
-    moves = {"hand_over", "_begin_move", "_end_moves", "_is_coming", "retract_all", "_part_moving", "_admit"}
-    moves |= {"_finds_prefix", "_may_start", "_start", "take", "give", "free", "release"}
+    moves = {"hand_over", "send", "receive", "completed", "_begin", "_end_moves", "remove", "retract_all"}
+    moves |= {"_keep_moving", "unmoved", "keep_begun", "_admit", "_finds_prefix", "_may_start", "_start"}
+    moves |= {"take", "give", "free", "release"}
     chosen = [at for place, at in firsts.items() if place[0] in moves]
     assert len(chosen) > 60
     for at in chosen:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Generic
 
-import torch
-
 from kvpool.errors import OutOfMemoryError
 from kvpool.serving.fetch_queue import FetchQueue
+from kvpool.serving.moving_requests import MovingRequests
 from kvpool.serving.schedulable import R, has_begun_to_move, has_rows_elsewhere, is_open
 from kvpool.serving.slot_supply import SlotSupply
 from kvpool.serving.spare_rows import SpareRows
@@ -71,7 +69,6 @@ class Scheduler(Generic[R]):
         waiting: The queue of waiting requests.
         running: The requests with a row, oldest first. Only the last may have several steps of its prompt
             left.
-        moving: The requests with a row whose rows come or go, in the order in which that began.
         released: The number of requests that came from running to each state.
         waits: The number of times that `plan` has waited for a copy.
         fetched_tokens: Tokens that came from the store.
@@ -90,13 +87,13 @@ class Scheduler(Generic[R]):
         self.max_step_tokens: int = planner.max_tokens
         self.waiting: deque[R] = deque()
         self.running: list[R] = []
-        self.moving: list[R] = []
         self.released: dict[State, int] = {"waiting": 0, "finished": 0, "aborted": 0}
         self.waits: int = 0
         self.fetched_tokens: int = 0
         self._fetch_queue: FetchQueue[R] = FetchQueue(cache if fetches else None)
         self._slots = SlotSupply(planner.allocator, cache)
         self._rows = SpareRows(planner)
+        self._moves: MovingRequests[R] = MovingRequests(planner, self._slots)
         # The first in the queue, if it has been found not to fit since anything was released.
         self._too_long: R | None = None
         self._pays_to_load = pays_to_load
@@ -117,6 +114,11 @@ class Scheduler(Generic[R]):
     def fetching(self) -> deque[R]:
         """The requests that are not in the queue yet, in order."""
         return self._fetch_queue.requests
+
+    @property
+    def moving(self) -> list[R]:
+        """The requests with a row whose rows come or go, in the order in which that began."""
+        return self._moves.requests
 
     @property
     def is_idle(self) -> bool:
@@ -248,16 +250,16 @@ class Scheduler(Generic[R]):
                 if state != "waiting":
                     request.held.move = None
             self.running = [request for request in self.running if request not in requests]
-            self.moving = [request for request in self.moving if request not in requests]
+            self._moves.remove(requests)
             self._free_spare()
 
     def hand_over(self, request: R) -> None:
-        """Let a running request's rows go: it has them until that is over, and is finished then."""
+        """Begin the move of a running request's rows: it is finished when they have gone."""
         self.publish(request)
         # It is in a list at any time.
         self.moving.append(request)
         self.running.remove(request)
-        self._begin_move(request, 0, request.held.cached)
+        self._moves.send(request)
 
     def abandon(self, request: R) -> None:
         """Abort a request whose rows move. It keeps its slots until nothing arrives in them any more."""
@@ -266,25 +268,14 @@ class Scheduler(Generic[R]):
         if request.held.move is not None:
             request.held.move.cancel()
 
-    def _begin_move(self, request: R, begin: int, end: int) -> None:
-        if request.held.move is not None:
-            slots, lease = self._table.req_to_token[request.held.row, begin:end], request.held.lease
-            if begin == 0 and lease is not None and lease.length:
-                # For what was published twice the table has slots that are free, until the next step.
-                slots = torch.cat([lease.slots.to(slots.dtype), slots[lease.length :]])
-            request.held.move.begin(request.held.row, slots, begin)
-
     def _end_moves(self) -> None:
-        """Let go of requests whose rows have gone, and go on with those whose rows have come."""
-        for request in [*self.moving]:
-            move = request.held.move
-            if move is None or not move.query():
-                continue
+        """Release requests whose rows have gone, and go on with those whose rows have come."""
+        for request, move in self._moves.completed():
             if request.state == "aborted":
                 request.held.lease = None
                 # In between it has a row that is listed as spare: `retract_all` looks at both.
                 self._rows.give([request.held.row])
-                self.moving.remove(request)
+                self._moves.remove([request])
                 self._free_spare()
             elif not move.brings:
                 self.release([request], "finished")
@@ -296,27 +287,15 @@ class Scheduler(Generic[R]):
                 request.held.cached, request.held.move = request.seq_len - 1, None
                 # It was admitted before those that run, or most of them.
                 self.running.insert(0, request)
-                self.moving.remove(request)
+                self._moves.remove([request])
                 self.publish(request)
-
-    def _is_coming(self, request: R) -> bool:
-        """Let the rows of an admitted request come, in slots of its own. Whether there are enough."""
-        begin, end = request.prefix_len, request.seq_len - 1
-        for start in range(begin, end, self.planner.max_tokens):
-            until = min(start + self.planner.max_tokens, end)
-            prefixes = [request.held.lease] if start == begin and request.held.lease is not None else None
-            call = partial(self.planner.extend, [request.held.row], [start], [until], prefixes=prefixes)
-            if self._slots.attempt(call) is None:
-                return False
-        self._begin_move(request, begin, end)
-        return True
 
     def retract_all(self) -> None:
         """Return all running requests to the queue, in order, with their generated tokens.
 
         Also if another call, or this one, was left in the middle: no request, row or slot is lost.
         """
-        self._part_moving()
+        self._keep_moving()
         for request in self.running:
             if request.state == "running" and request.held.row in self._rows:
                 request.state = "waiting"
@@ -331,18 +310,11 @@ class Scheduler(Generic[R]):
         finally:
             self.release(self.running, "waiting")
 
-    def _part_moving(self) -> None:
-        """Keep as moving what has begun to move: its slots stay as they are. The others run or have ended."""
-        unmoved = [r for r in self.moving if not has_begun_to_move(r) and r not in self.running]
-        self.running = [r for r in self.running if not has_begun_to_move(r)] + unmoved
-        self.moving = [request for request in self.moving if has_begun_to_move(request)]
-        for request in [*self.moving]:
-            if request.held.row in self._rows:
-                # Its rows have gone, and an interrupt has come while it was let go.
-                if is_open(request):
-                    request.state = "finished"
-                request.held.lease = request.held.move = None
-                self.moving.remove(request)
+    def _keep_moving(self) -> None:
+        """Keep as moving what has begun to move. The others of those run or have ended."""
+        unmoved = [request for request in self._moves.unmoved() if request not in self.running]
+        self.running = [request for request in self.running if not has_begun_to_move(request)] + unmoved
+        self._moves.keep_begun(self._rows)
 
     def _free_spare(self) -> None:
         """Free the rows that no request has, with their slots."""
@@ -369,7 +341,7 @@ class Scheduler(Generic[R]):
             promised = pages - self._slots.pages(request.prefix_len)
             left -= 1 if has_rows_elsewhere(request) else request.seq_len - request.prefix_len
             self._start(request)
-            if has_rows_elsewhere(request) and not self._is_coming(request):
+            if has_rows_elsewhere(request) and not self._moves.receive(request):
                 self.waiting.appendleft(request)
                 self.release([request], "waiting")
                 # With others that move there is something to wait for.
