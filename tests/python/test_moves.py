@@ -312,7 +312,7 @@ def test_a_request_waits_for_slots_that_are_copied(
             monkeypatch.context() as patch,
             pytest.raises(OutOfMemoryError, match="no request fits: 12 of 32"),
         ):
-            patch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.1)
+            patch.setattr("kvpool.serving.scheduler._TIMEOUT_S", 0.1)
             pair.decode.engine.step()
         copy.done = True
     pair.run()
@@ -347,7 +347,7 @@ def test_a_request_that_was_matched_in_vain_is_matched_again_when_slots_have_mov
     engine.step()
     request = engine.submit([*shared[:16], *[8] * 16], 1)
     engine.step()
-    assert engine._scheduler._too_long is request
+    assert engine._scheduler._prefixes.misfit is request
     engine.abort(moving)
     engine.run()
     assert request.tokens == alone(request)
@@ -436,7 +436,7 @@ def test_an_interrupt_anywhere_loses_no_slot_that_moves(monkeypatch: pytest.Monk
     whole.check()
     firsts = {place: at for at, place in reversed([*enumerate(places, 1)])}
     moves = {"hand_over", "send", "receive", "completed", "_begin", "_end_moves", "remove", "retract_all"}
-    moves |= {"_keep_moving", "unmoved", "keep_begun", "_admit", "_finds_prefix", "_may_start", "_start"}
+    moves |= {"_keep_moving", "unmoved", "keep_begun", "_admit", "match", "_try_start", "_prepare", "_start"}
     moves |= {"take", "give", "free", "release"}
     chosen = [at for place, at in firsts.items() if place[0] in moves]
     assert len(chosen) > 60

@@ -18,7 +18,8 @@ from pool_reader import VOCAB, PoolReader, alone, is_whole, settle
 
 from kvpool import ConfigError, GDNPool, HostTier, KVPool, OutOfMemoryError, PrefixCache
 from kvpool.sampling import Sampling
-from kvpool.serving import Engine, Scheduler
+from kvpool.serving import Engine
+from kvpool.serving.prefixes import Prefixes
 from kvpool.serving.swap import Line, Swap, SwapMode
 
 if TYPE_CHECKING:
@@ -198,16 +199,16 @@ class Watched:
 @contextmanager
 def watched(wait: Callable[[int], object]) -> Iterator[None]:
     """Calls `wait` with each layer that the loads of an engine are waited for."""
-    is_loaded = Scheduler._is_loaded
+    try_load = Prefixes.try_load
 
-    def patched(self: Scheduler[Request], request: Request) -> bool:
-        answer = is_loaded(self, request)
+    def patched(self: Prefixes[Request], request: Request) -> bool:
+        answer = try_load(self, request)
         if request.held.load is not None:
             request.held.load = cast("Load", Watched(request.held.load, wait))
         return answer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_is_loaded", patched)
+        patch.setattr(Prefixes, "try_load", patched)
         yield
 
 
@@ -359,18 +360,18 @@ def test_a_load_that_fails_half_way_is_computed(kind: str, fails_at: int) -> Non
 def test_a_load_that_ends_before_its_request_has_run_is_computed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_loaded = Scheduler._is_loaded
+    try_load = Prefixes.try_load
     left: list[int] = []
 
-    def cancelled(self: Scheduler[Request], request: Request) -> bool:
-        answer = is_loaded(self, request)
+    def cancelled(self: Prefixes[Request], request: Request) -> bool:
+        answer = try_load(self, request)
         some(request.held.load).cancel()
         left.append(some(request.held.lease).length)  # not 0 if it was faster
         return answer
 
     engine, prompt, _ = evicted_prompt(READERS[kind](200, 4, page_size=4))
     again = engine.submit(prompt, 5)
-    monkeypatch.setattr(Scheduler, "_is_loaded", cancelled)
+    monkeypatch.setattr(Prefixes, "try_load", cancelled)
     engine.run()
     assert ([again.prefix_len], again.retractions) == (left, 0)
     assert_served(engine, [again])
@@ -463,7 +464,7 @@ def test_slots_that_never_come_are_not_waited_for_forever(monkeypatch: pytest.Mo
         monkeypatch.context() as patch,
         pytest.raises(OutOfMemoryError, match="10 of 60 slots are available"),
     ):
-        patch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.05)
+        patch.setattr("kvpool.serving.scheduler._TIMEOUT_S", 0.05)
         engine.step()
     assert again.state == "waiting"
     small = engine.submit([1, 2, 3], 4)
@@ -484,7 +485,7 @@ def test_a_prompt_is_computed_when_slots_for_its_load_do_not_come(monkeypatch: p
     model.allocator.free(some(model.allocator.alloc(40)), after=fence)
     again = engine.submit(prompt, 5)
     with monkeypatch.context() as patch:
-        patch.setattr("kvpool.serving.scheduler._PATIENCE_S", 0.05)
+        patch.setattr("kvpool.serving.scheduler._TIMEOUT_S", 0.05)
         engine.step()
     assert (again.state, again.prefix_len, again.held.cached) == ("running", 0, 16)
     fence.done = True
@@ -509,10 +510,11 @@ LOADING = {
     "plan",
     "_admit",
     "_loadable",
-    "_is_loaded",
+    "try_load",
     "_start",
-    "_finds_prefix",
-    "_may_start",
+    "match",
+    "_try_start",
+    "_prepare",
     "take",
     "attempt",
     "_plan_batch",

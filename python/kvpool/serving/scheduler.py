@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from enum import Enum, auto
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Generic
 
 from kvpool.errors import OutOfMemoryError
 from kvpool.serving.fetch_queue import FetchQueue
 from kvpool.serving.moving_requests import MovingRequests
+from kvpool.serving.prefixes import Prefixes
 from kvpool.serving.schedulable import R, has_begun_to_move, has_rows_elsewhere, is_open
 from kvpool.serving.slot_supply import SlotSupply
 from kvpool.serving.spare_rows import SpareRows
@@ -17,18 +19,26 @@ from kvpool.serving.step_planner import StepPlanner
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvpool._kvpool import BatchPlanner, Lease, PrefixCache
+    from kvpool._kvpool import BatchPlanner, PrefixCache
     from kvpool.serving.schedulable import State
     from kvpool.serving.step import Step
 
 _SNAPSHOT_TOKENS = 64
 """Tokens from one snapshot of a decoding request's state to the next; each takes a track slot."""
-_WORTH_WAITING = 32
-"""Tokens that a running request computes, for which one that begins alike waits to find them cached."""
-_NAP_S = 0.0002
-"""Between two looks at whether a copy is over."""
-_PATIENCE_S = 10.0
+_POLL_S = 0.0002
+"""Seconds between two queries of a copy or a move."""
+_TIMEOUT_S = 10.0
 """Seconds that a step waits for copies before it makes room in other ways."""
+
+
+class _Admission(Enum):
+    """The result of an attempt to start the first request of the queue."""
+
+    STARTS = auto()
+    WAITS = auto()
+    """It waits for slots, a row, or what a running request computes."""
+    WAITS_FOR_COPIES = auto()
+    """It waits for slots that copies hold, and the copies end by themselves."""
 
 
 class Scheduler(Generic[R]):
@@ -93,14 +103,8 @@ class Scheduler(Generic[R]):
         self._fetch_queue: FetchQueue[R] = FetchQueue(cache if fetches else None)
         self._slots = SlotSupply(planner.allocator, cache)
         self._rows = SpareRows(planner)
+        self._prefixes: Prefixes[R] = Prefixes(cache, self._slots, pays_to_load)
         self._moves: MovingRequests[R] = MovingRequests(planner, self._slots)
-        # The first in the queue, if it has been found not to fit since anything was released.
-        self._too_long: R | None = None
-        self._pays_to_load = pays_to_load
-        # Whether the first in the queue waits for slots of its load or its move that copies hold, and whether
-        # that is tried at all: after a load that failed only when a step was computed.
-        self._is_held_back, self._tries_loads = False, True
-        self._table = planner.req_to_token_pool
         self._has_states = cache is not None and cache.states is not None
         self._steps: StepPlanner[R] = StepPlanner(planner, self._slots, has_states=self._has_states)
         self._snapshot_tokens = self._slots.pages(_SNAPSHOT_TOKENS) * self._slots.page_size
@@ -158,44 +162,44 @@ class Scheduler(Generic[R]):
         """
         self._end_moves()
         self._fetch_queue.line_up(self.waiting, is_busy=bool(self.running))
-        self._admit()
-        patience = monotonic() + _PATIENCE_S
-        while self.running or self._is_held_back:
+        waits_for_copies = self._admit()
+        deadline = monotonic() + _TIMEOUT_S
+        while self.running or waits_for_copies:
             step = self._steps.plan(self.running, self.max_step_tokens)
             if step is not None:
                 self._steps.evict_ahead(step, self.running, self.max_step_tokens)
                 return step
-            if self._waits_for_copies(patience):
-                continue
-            youngest = self.running[-1]
-            self.waiting.appendleft(youngest)
-            self.release([youngest], "waiting")
-        self._wait_for_room()
+            if not self.running:
+                self._wait_for_copies(deadline)
+                waits_for_copies = self._admit()
+            elif not (self._slots.lacks_copied and self._wait_for_copies(deadline)):
+                youngest = self.running[-1]
+                self.waiting.appendleft(youngest)
+                self.release([youngest], "waiting")
+        self._wait_for_moves()
         return None
 
-    def _waits_for_copies(self, patience: float) -> bool:
-        """Wait a little if copies hold the slots that are missing. Whether a step is to be tried again.
+    def _wait_for_copies(self, deadline: float) -> bool:
+        """Wait a little for copies that hold slots. After the deadline, load nothing instead.
 
-        Args:
-            patience: The time at which a request is retracted instead, or admitted without its load.
+        Returns:
+            Whether it has waited.
         """
-        if self.running and not self._slots.lacks_copied:
+        if monotonic() >= deadline:
+            self._prefixes.tries_loads = False
             return False
-        is_patient = monotonic() < patience
-        if is_patient:
-            self.waits += 1
-            sleep(_NAP_S)
-        else:
-            self._tries_loads = False
-        if not self.running:
-            self._admit()
-            return True
-        return is_patient
+        self.waits += 1
+        sleep(_POLL_S)
+        return True
 
-    def _wait_for_room(self) -> None:
-        """Nothing runs: wait a little for what moves, if anything does."""
+    def _wait_for_moves(self) -> None:
+        """Wait a little for rows that move, when nothing runs.
+
+        Raises:
+            OutOfMemoryError: If nothing moves, and a request waits.
+        """
         if self.moving:
-            sleep(_NAP_S)
+            sleep(_POLL_S)
         elif self.waiting:
             raise OutOfMemoryError(
                 f"no request fits: {self._slots.obtainable()} of "
@@ -208,7 +212,7 @@ class Scheduler(Generic[R]):
 
         Its loads are complete: the current stream, or the host, has waited for their last layer.
         """
-        self._tries_loads = True
+        self._prefixes.tries_loads = True
         for request, end in zip(step.requests, step.ends, strict=True):
             is_chunk = end - request.held.cached > 1
             request.held.cached, request.held.load = end, None
@@ -217,7 +221,7 @@ class Scheduler(Generic[R]):
 
     def note_load_failed(self) -> None:
         """Record that a load has failed. Call `retract_all`; what it was for is computed."""
-        self._tries_loads = False
+        self._prefixes.tries_loads = False
 
     def publish(self, request: R) -> None:
         """Offer what a running request has computed to the prefix cache."""
@@ -318,35 +322,28 @@ class Scheduler(Generic[R]):
 
     def _free_spare(self) -> None:
         """Free the rows that no request has, with their slots."""
-        self._too_long = None
+        self._prefixes.note_released()
         self._rows.free()
 
-    def _admit(self) -> None:
-        """Start waiting requests in order, while rows, budget and slots last."""
-        self._is_held_back = False
+    def _admit(self) -> bool:
+        """Start waiting requests in order, while rows, budget and slots last.
+
+        Returns:
+            Whether the first that was not started waits for slots that copies hold.
+        """
         if not self.waiting:
-            return
+            return False
         left = self.max_step_tokens - sum(r.seq_len - r.held.cached for r in self.running)
         promised = self._promised_pages()
-        while self.waiting and left > 0 and self._table.available_size():
+        while self.waiting and left > 0 and self.planner.req_to_token_pool.available_size():
             request = self.waiting[0]
             pages = promised + self._slots.pages(request.seq_len) + 1
-            if not self._finds_prefix(request, pages):
-                break
-            if self._may_start(request):
-                self._rows.take(request.owner)
-            if not self._rows.groups:
-                request.held.lease = request.held.load = None
-                break
+            result = self._try_start(request, pages)
+            if result is not _Admission.STARTS:
+                return result is _Admission.WAITS_FOR_COPIES
             promised = pages - self._slots.pages(request.prefix_len)
             left -= 1 if has_rows_elsewhere(request) else request.seq_len - request.prefix_len
-            self._start(request)
-            if has_rows_elsewhere(request) and not self._moves.receive(request):
-                self.waiting.appendleft(request)
-                self.release([request], "waiting")
-                # With others that move there is something to wait for.
-                self._is_held_back = self._slots.lacks_copied and self._tries_loads and not self.moving
-                break
+        return False
 
     def _promised_pages(self) -> int:
         """Pages that admitted requests will take, and one for each, so that none is retracted at once."""
@@ -354,31 +351,38 @@ class Scheduler(Generic[R]):
         missing = sum(pages(request.seq_len) - pages(request.held.cached) + 1 for request in self.running)
         return missing + sum(map(has_rows_elsewhere, self.moving))
 
-    def _finds_prefix(self, request: R, pages: int) -> bool:
-        """Match the prefix of a request. Whether it fits.
+    def _try_start(self, request: R, pages: int) -> _Admission:
+        """Start the first request of the queue, if it fits and need not wait for its prefix.
 
         Args:
             request: The request.
-            pages: The pages that it and all that run are going to take, if no prefix is found.
+            pages: Pages that it and all that run are going to take, if no prefix is found.
         """
-        # What was matched in vain is matched again when something was released.
-        if request is self._too_long or (
-            not self._fits(pages) and not self._fits(pages - self._slots.pages(self._cached_len(request)))
-        ):
-            return False
-        lease = request.held.lease = self._match(request)
-        length, loadable = (0, 0) if lease is None else (lease.length, self._loadable(request, lease))
-        if not self._fits(pages - self._slots.pages(length)):
-            request.held.lease, self._too_long = None, request
-            return False
-        request.prefix_len = length + loadable
-        return True
+        if not self._prefixes.match(request, pages, is_alone=not (self.running or self.moving)):
+            return _Admission.WAITS
+        result = self._prepare(request)
+        if result is not _Admission.STARTS:
+            request.held.lease = request.held.load = None
+            return result
+        self._start(request)
+        if not has_rows_elsewhere(request) or self._moves.receive(request):
+            return _Admission.STARTS
+        self.waiting.appendleft(request)
+        self.release([request], "waiting")
+        # While others move, the next call of `plan` tries again: their slots may be free then.
+        if self._slots.lacks_copied and self._prefixes.tries_loads and not self.moving:
+            return _Admission.WAITS_FOR_COPIES
+        return _Admission.WAITS
 
-    def _may_start(self, request: R) -> bool:
-        """Whether a request that fits starts now: with its rows on their way, or its prefix."""
-        return has_rows_elsewhere(request) or (
-            not self._finds_more_later(request) and self._is_loaded(request)
-        )
+    def _prepare(self, request: R) -> _Admission:
+        """Begin the load of a matched prefix, and take a row for its request, if that can start."""
+        if not has_rows_elsewhere(request):
+            if self._prefixes.is_computed_soon(request, self.running):
+                return _Admission.WAITS
+            if not self._prefixes.try_load(request):
+                return _Admission.WAITS_FOR_COPIES
+        self._rows.take(request.owner)
+        return _Admission.STARTS if self._rows.groups else _Admission.WAITS
 
     def _start(self, request: R) -> None:
         """Give the first of the queue the row that was taken for it."""
@@ -392,60 +396,3 @@ class Scheduler(Generic[R]):
         request.state = "running"
         self.waiting.popleft()
         self._rows.forget()
-
-    def _finds_more_later(self, request: R) -> bool:
-        """Whether a request that runs is about to compute what this one would compute, too."""
-        end = self._slots.pages(request.prefix_len + _WORTH_WAITING) * self._slots.page_size
-        # A prefix with states ends at a snapshot, which need not be where two requests part.
-        if self.cache is None or self._has_states or end >= request.seq_len:
-            return False
-
-        def begins_alike(other: R) -> bool:  # at the end first, where most differ
-            return all(
-                [*other.between(begin, end)] == [*request.between(begin, end)]
-                for begin in (request.prefix_len, 0)
-            )
-
-        return any(
-            other.held.cached < end <= other.seq_len
-            and other.seq_len - other.held.cached > 1
-            and other.namespace == request.namespace
-            and begins_alike(other)
-            for other in self.running
-        )
-
-    def _loadable(self, request: R, lease: Lease) -> int:
-        """Tokens of a prefix to load."""
-        tries = self._slots.tier is not None and self._tries_loads and not has_rows_elsewhere(request)
-        loadable = lease.loadable if tries else 0
-        return loadable if loadable and self._pays_to_load(loadable) else 0
-
-    def _is_loaded(self, request: R) -> bool:
-        """Let the tier's part of a prefix come back, if any shall. Whether its request can start, then."""
-        lease = request.held.lease
-        if lease is None or lease.length == request.prefix_len:
-            return True
-        request.held.load = self._slots.attempt(lease.load)
-        if request.held.load is None and self._slots.lacks_copied:
-            self._is_held_back = True
-            return False
-        # Without slots it is computed.
-        request.prefix_len = lease.length
-        return True
-
-    def _fits(self, pages: int) -> bool:
-        """Whether the running requests can get these pages; a single request fits without a reserve."""
-        room = self._slots.coming + self._slots.obtainable()
-        return not (self.running or self.moving) or pages * self._slots.page_size <= room
-
-    def _cached_len(self, request: R) -> int:
-        if self.cache is None:
-            return 0
-        tokens = request.between(0, request.seq_len)
-        return self.cache.cached_len(tokens, namespace=request.namespace)
-
-    def _match(self, request: R) -> Lease | None:
-        if self.cache is None:
-            return None
-        tokens = request.between(0, request.seq_len)
-        return self.cache.match(tokens, namespace=request.namespace, limit=len(tokens) - 1)

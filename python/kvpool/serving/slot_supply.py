@@ -58,6 +58,10 @@ class SlotSupply:
         """The pages of so many tokens."""
         return -(-tokens // self.page_size)
 
+    def has_room(self, pages: int) -> bool:
+        """Whether so many pages can be obtained, at the latest when copies are over."""
+        return pages * self.page_size <= self.coming + self.obtainable()
+
     def attempt(self, call: Callable[[], T | None]) -> T | None:
         """The result of a call that needs slots, `None` if there are not enough: `lacks_copied` says why."""
         self.lacks_copied = False

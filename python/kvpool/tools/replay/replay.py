@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvpool._kvpool import Lease
     from kvpool.serving.schedulable import State
     from kvpool.serving.step import Step
     from kvpool.tools.replay.config import ReplayConfig
@@ -175,7 +174,8 @@ class _CheckedScheduler(Scheduler[_Request]):
         self._steps.extend = timed(self._steps.extend, samples["extend"])
         self._rows.finish = timed(self._rows.finish, samples["finish"])
         self._rows.alloc = timed(self._rows.alloc, samples["alloc_row"])
-        self._timed_match = timed(super()._match, samples["match"])
+        if cache is not None:
+            self._prefixes.match_tokens = timed(cache.match, samples["match"])
         self._timed_publish = timed(super().publish, samples["publish"])
         self._read = timed(planner.req_to_token_pool.read, samples["read"])
         self._kv = kv
@@ -192,12 +192,6 @@ class _CheckedScheduler(Scheduler[_Request]):
     def publish(self, request: _Request) -> None:
         if request.held.lease is not None:
             self._timed_publish(request)
-
-    def _match(self, request: _Request) -> Lease | None:
-        if self.cache is None:
-            return None
-        request.between(0, 0)  # makes the tokens, whose time is not the cache's
-        return self._timed_match(request)
 
     def _check(self, kv: KvStore, request: _Request) -> None:
         slots = self._read(request.held.row, request.held.cached)

@@ -1,0 +1,138 @@
+"""The cached prefixes with which the requests of a scheduler start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, Protocol
+
+from kvpool.serving.schedulable import R, has_rows_elsewhere
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvpool._kvpool import Lease, PrefixCache
+    from kvpool._typing import Namespace
+    from kvpool.serving.slot_supply import SlotSupply
+
+_WORTH_WAITING = 32
+"""Tokens that a running request computes, for which one that begins alike waits to find them cached."""
+
+
+class _Match(Protocol):
+    def __call__(self, tokens: Sequence[int], *, namespace: Namespace, limit: int) -> Lease: ...
+
+
+class Prefixes(Generic[R]):
+    """Matches the prefixes of waiting requests, and loads the parts that only the tier below the cache has.
+
+    Args:
+        cache: The prefix cache; `None` finds nothing.
+        slots: The supply of slots.
+        pays_to_load: Whether to load so many tokens from the tier, in place of computing them.
+
+    Attributes:
+        match_tokens: Leases the longest cached prefix of tokens; `None` without a cache.
+        misfit: The request that was matched last and did not fit. It is matched again when slots are
+            released (`note_released`), since a match has a cost and changes what is evicted next.
+        tries_loads: Whether prefixes are loaded. It is false after a load that has failed or did not get
+            slots in time, until a step was computed.
+    """
+
+    def __init__(
+        self, cache: PrefixCache | None, slots: SlotSupply, pays_to_load: Callable[[int], bool]
+    ) -> None:
+        self.match_tokens: _Match | None = None if cache is None else cache.match
+        self.misfit: R | None = None
+        self.tries_loads: bool = True
+        self._cache = cache
+        self._slots = slots
+        self._pays_to_load = pays_to_load
+
+    def match(self, request: R, pages: int, *, is_alone: bool) -> bool:
+        """Lease the cached prefix of a request, if the request fits behind it.
+
+        Sets `held.lease` and `prefix_len`, which includes the tokens to load.
+
+        Args:
+            request: The request.
+            pages: Pages that it and all others are going to take, if no prefix is found.
+            is_alone: Whether there are no others. Such a request always fits, without a reserve.
+
+        Returns:
+            Whether it fits.
+        """
+        if request is self.misfit:
+            return False
+        pages_of = self._slots.pages
+        if not (
+            is_alone
+            or self._slots.has_room(pages)
+            or self._slots.has_room(pages - pages_of(self._cached_len(request)))
+        ):
+            return False
+        lease = request.held.lease = self._lease(request)
+        length, loadable = (0, 0) if lease is None else (lease.length, self._loadable(request, lease))
+        # What is leased cannot be evicted, so there may be less room than before.
+        if not (is_alone or self._slots.has_room(pages - pages_of(length))):
+            request.held.lease, self.misfit = None, request
+            return False
+        request.prefix_len = length + loadable
+        return True
+
+    def is_computed_soon(self, request: R, running: Iterable[R]) -> bool:
+        """Whether a running request is about to compute what a matched request would compute, too."""
+        end = self._slots.pages(request.prefix_len + _WORTH_WAITING) * self._slots.page_size
+        # A prefix with states ends at a snapshot, which need not be where two requests part.
+        if self._cache is None or self._cache.states is not None or end >= request.seq_len:
+            return False
+
+        def begins_alike(other: R) -> bool:  # at the end first, where most differ
+            return all(
+                [*other.between(begin, end)] == [*request.between(begin, end)]
+                for begin in (request.prefix_len, 0)
+            )
+
+        return any(
+            other.held.cached < end <= other.seq_len
+            and other.seq_len - other.held.cached > 1
+            and other.namespace == request.namespace
+            and begins_alike(other)
+            for other in running
+        )
+
+    def try_load(self, request: R) -> bool:
+        """Begin to load the part of a matched prefix that only the tier has, if it is to be loaded.
+
+        Returns:
+            Whether the request can start. If not, copies hold the slots that the load needs. If they are
+            short for another reason, the request starts and computes that part.
+        """
+        lease = request.held.lease
+        if lease is None or lease.length == request.prefix_len:
+            return True
+        request.held.load = self._slots.attempt(lease.load)
+        if request.held.load is None and self._slots.lacks_copied:
+            return False
+        request.prefix_len = lease.length
+        return True
+
+    def note_released(self) -> None:
+        """Record that slots were released."""
+        self.misfit = None
+
+    def _lease(self, request: R) -> Lease | None:
+        if self.match_tokens is None:
+            return None
+        tokens = request.between(0, request.seq_len)
+        return self.match_tokens(tokens, namespace=request.namespace, limit=len(tokens) - 1)
+
+    def _cached_len(self, request: R) -> int:
+        if self._cache is None:
+            return 0
+        return self._cache.cached_len(request.between(0, request.seq_len), namespace=request.namespace)
+
+    def _loadable(self, request: R, lease: Lease) -> int:
+        """Return the tokens behind a lease that are to be loaded."""
+        if self._slots.tier is None or not self.tries_loads or has_rows_elsewhere(request):
+            return 0
+        loadable = lease.loadable
+        return loadable if loadable and self._pays_to_load(loadable) else 0
