@@ -745,7 +745,7 @@ def test_others_run_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
         assert_served(engine, [running, late])
         # A store that does not answer is given up. Nothing else is waited for.
         settle(engine)
-        monkeypatch.setattr("kvpool.serving.fetch_queue._PATIENCE_S", 0.05)
+        monkeypatch.setattr("kvpool.serving.fetch_queue._TIMEOUT_S", 0.05)
         store.is_open.clear()
         last = engine.submit(prompts_of(5)[0], 3)
         engine.run()
@@ -785,7 +785,7 @@ def test_an_interrupt_while_prompts_are_fetched_loses_nothing() -> None:
         first = stored(with_store("dense", store), prompts_of(1, 3))
         prompts = [request.prompt + request.tokens for request in first]
         places = serve_fetched(store, prompts, 0)
-        names = {"submit", "line_up", "_is_over"}
+        names = {"submit", "line_up", "_poll"}
         assert {name for name, *_ in places} >= names
         for at in {place: at for at, place in enumerate(places, 1) if place[0] in names}.values():
             serve_fetched(store, prompts, at)

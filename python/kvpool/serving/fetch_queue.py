@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import Fetch, PrefixCache
 
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 """Seconds that a request waits for its fetch."""
-_SLICE_S = 0.02
+_POLL_S = 0.02
 """Seconds that a call waits for a fetch when there is nothing else to do."""
 
 
@@ -36,8 +36,9 @@ class FetchQueue(Generic[R]):
         self.has_store: bool = len(tiers) > 1
         self._cache = cache
         self._tier = tiers[0] if tiers else None
-        # When the first fetch is given up, and one that was.
-        self._until = 0.0
+        # The time at which the fetch of the first request is given up.
+        self._deadline = 0.0
+        # A fetch that was given up, until it is over.
         self._overdue: Fetch | None = None
 
     @property
@@ -48,49 +49,53 @@ class FetchQueue(Generic[R]):
         return self._overdue is not None
 
     def submit(self, request: R, waiting: Collection[R]) -> None:
-        """Let a request wait for what the store has of its prompt."""
+        """Append a request, and fetch what the store has of its prompt."""
         self.requests.append(request)
         self._begin(waiting)
 
-    def keep_out(self, others: Collection[R]) -> None:
-        """Forget those that are among others."""
+    def remove(self, others: Collection[R]) -> None:
+        """Remove the requests that are among others."""
         self.requests = deque(request for request in self.requests if request not in others)
 
     def line_up(self, waiting: deque[R], *, is_busy: bool) -> None:
-        """Let those wait for slots whose fetch is over.
+        """Move the first requests to the queue for slots, as far as their fetches are over.
 
         Args:
-            waiting: The queue of those that wait for slots.
+            waiting: The queue for slots.
             is_busy: Whether there is anything else to do. If not, this waits a little.
         """
         while self.requests:
             self._begin(waiting)
             request = self.requests[0]
-            if not self._is_over(request.held.fetch, is_busy=is_busy or bool(waiting)):
+            if not self._poll(request.held.fetch, is_busy=is_busy or bool(waiting)):
                 return
-            # It is in a queue at any time; `keep_out` takes it out of this one.
+            # It is in a queue at any time; `remove` takes it out of this one.
             waiting.append(request)
             self.requests.popleft()
-            self._until = monotonic() + _PATIENCE_S
+            self._deadline = monotonic() + _TIMEOUT_S
             if self.is_stuck:
                 waiting.extend(self.requests)
                 self.requests.clear()
 
-    def _is_over(self, fetch: Fetch | None, *, is_busy: bool) -> bool:
-        """Whether a fetch is over, or given up now."""
+    def _poll(self, fetch: Fetch | None, *, is_busy: bool) -> bool:
+        """Query a fetch, and cancel it at its deadline; wait a little if there is nothing else to do.
+
+        Returns:
+            Whether its request waits for it no longer.
+        """
         if fetch is None or fetch.query():
             return True
-        if monotonic() >= self._until:
+        if monotonic() >= self._deadline:
             fetch.cancel()
             self._overdue = fetch
             return True
-        return not is_busy and fetch.wait(_SLICE_S)
+        return not is_busy and fetch.wait(_POLL_S)
 
     def _begin(self, waiting: Collection[R]) -> None:
-        """Ask the store for the prompts of the first requests: what comes takes at most half of the tier."""
+        """Begin to fetch the prompts of the first requests, into at most half of the tier."""
         if self._cache is None or self._tier is None:
             return
-        # What is kept for those that are not admitted yet.
+        # The fetched prompts of requests that are not admitted yet stay in the tier.
         kept = sum(request.seq_len for request in waiting if request.held.fetch is not None)
         left = self._tier.size // 2 - kept
         for place, request in enumerate(self.requests):
@@ -99,7 +104,7 @@ class FetchQueue(Generic[R]):
                 return
             if request.held.fetch is None:
                 if place == 0:
-                    self._until = monotonic() + _PATIENCE_S
+                    self._deadline = monotonic() + _TIMEOUT_S
                 tokens = request.between(0, request.seq_len)
                 request.held.fetch = self._cache.fetch(
                     tokens, namespace=request.namespace, limit=len(tokens) - 1

@@ -306,7 +306,7 @@ class Scheduler(Generic[R]):
         for request in self.waiting:
             request.held.lease = request.held.load = None
         self.running = [request for request in self.running if is_open(request)]
-        self._fetch_queue.keep_out({*self.waiting, *self.running})
+        self._fetch_queue.remove({*self.waiting, *self.running})
         known = dict.fromkeys([*self.running, *self.waiting])
         self.waiting = deque(r for r in known if is_open(r) and not r.is_complete)
         try:
