@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpool import _kvpool
 from kvpool._kvpool import _Workspace
@@ -14,6 +14,8 @@ from kvpool.errors import ConfigError, WorkspaceExhaustedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch.cuda import MemPool
+    from torch.cuda.memory import CUDAPluggableAllocator
     from typing_extensions import Self
 
 
@@ -47,7 +49,7 @@ class Workspace(_Workspace):
     """
 
     # PyTorch's memory pool over the arena, while PyTorch holds memory of it.
-    _mem_pool: Any = None
+    _mem_pool: MemPool | None = None
     # Whether PyTorch allocates from the arena now.
     _is_routed = False
 
@@ -99,7 +101,7 @@ class Workspace(_Workspace):
             _expect_fixed_segments()
             # A pool serves the device that is current when it is made.
             with torch.cuda.device(self.device):
-                self._mem_pool = torch.cuda.MemPool(_allocator().allocator())
+                self._mem_pool = torch.cuda.MemPool(_allocator().allocator())  # type: ignore[no-untyped-call]
         self._is_routed = True
         try:
             with torch.cuda.use_mem_pool(self._mem_pool, device=self.device):
@@ -155,7 +157,7 @@ class Workspace(_Workspace):
 
 
 @cache
-def _allocator() -> Any:  # noqa: ANN401 - PyTorch's, which need not be installed
+def _allocator() -> CUDAPluggableAllocator:
     """PyTorch's view of the functions that the extension module exports."""
     import torch  # noqa: PLC0415 - only needed here
 
@@ -177,7 +179,7 @@ def _expect_fixed_segments() -> None:
         )
 
 
-def _has_tensors(mem_pool: Any) -> bool:  # noqa: ANN401 - PyTorch's, which need not be installed
+def _has_tensors(mem_pool: MemPool) -> bool:
     """Whether tensors of a memory pool are alive, or streams still use memory of dropped ones."""
     import torch  # noqa: PLC0415 - only needed here
 

@@ -11,7 +11,7 @@ Gemma 2, and heads may have attention sinks as in GPT-OSS.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
@@ -106,17 +106,22 @@ class PoolAttention:
                 f"query has shape {tuple(query.shape)}; it must be ({tokens}, n * {pool.k_head_num}, "
                 f"{pool.k_head_dim})"
             )
-        options: dict[str, Any] = {
-            "scale": scale,
-            "sliding_window": sliding_window,
-            "softcap": softcap,
-            "sinks": sinks,
-        }
+
+        def attend(group: AttentionGroup, queries: torch.Tensor) -> torch.Tensor:
+            return group(
+                queries,
+                layer_id,
+                scale=scale,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+
         if len(self.groups) == 1:  # it has all tokens, in order
-            return self.groups[0](query, layer_id, **options)
+            return attend(self.groups[0], query)
         out = query.new_empty(tokens, heads, pool.v_head_dim)
         for group in self.groups:
-            out[group.tokens] = group(query[group.tokens], layer_id, **options)
+            out[group.tokens] = attend(group, query[group.tokens])
         return out
 
 
@@ -249,8 +254,8 @@ def plain_attention(  # noqa: PLR0913 - the terms of the formula
             the queries are the last tokens, and attend to all tokens up to their own. The output of a query
             without keys is finite, and means nothing.
         scale: Factor of the scores, `elements ** -0.5` by default.
-        softcap: As in `PoolAttention`.
-        sinks: As in `PoolAttention`.
+        softcap: Scores `s` become `softcap * tanh(s / softcap)`, before the mask.
+        sinks: `[heads]`: for each head, a further score that takes its part of the softmax, without a value.
 
     Returns:
         `[n, heads, tokens, v_elements]`, of the query's dtype; the softmax is computed in float32.
@@ -274,8 +279,14 @@ def plain_attention(  # noqa: PLR0913 - the terms of the formula
 
 def _group(plan: BatchPlan) -> list[list[int]]:
     """Positions of the requests that are computed together, ascending in each group."""
-    groups: dict[Any, list[int]] = {}
+    batched: dict[int, list[int]] = {}  # by the number of new tokens
+    groups: list[list[int]] = []
     for request, tokens in enumerate((plan.host.qo_indptr[1:] - plan.host.qo_indptr[:-1]).tolist()):
-        if tokens > 0:
-            groups.setdefault(tokens if tokens <= _MAX_BATCHED_TOKENS else (request,), []).append(request)
-    return list(groups.values())
+        if tokens > _MAX_BATCHED_TOKENS:
+            groups.append([request])
+        elif tokens in batched:
+            batched[tokens].append(request)
+        elif tokens > 0:
+            batched[tokens] = [request]
+            groups.append(batched[tokens])
+    return groups

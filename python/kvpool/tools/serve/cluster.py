@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpool.cluster import ClusterRequest, Role
+    from kvpool.serving.generation import Generation
     from kvpool.tools.serve.service import ServeConfig
 
 START_S: Final = 120.0
@@ -151,7 +152,7 @@ class Cluster:
             self.router.step()
 
     def submit(
-        self, prompt: list[int], max_new_tokens: int, *, on_token: Callable[[Any, int], object]
+        self, prompt: list[int], max_new_tokens: int, *, on_token: Callable[[Generation, int], object]
     ) -> ClusterRequest:
         """Queue a request."""
         return self.router.submit(prompt, max_new_tokens, on_token=on_token)

@@ -183,7 +183,7 @@ class Server(Protocol):
     """A server of requests: an `Engine`, or a cluster."""
 
     def submit(
-        self, prompt: list[int], max_new_tokens: int, *, on_token: Callable[[Any, int], object]
+        self, prompt: list[int], max_new_tokens: int, *, on_token: Callable[[Generation, int], object]
     ) -> Generation:
         """Queue a request."""
 
