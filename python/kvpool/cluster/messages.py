@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from kvpool.cluster.channel import MAX_BYTES, ChannelError
 from kvpool.errors import ConfigError
@@ -33,16 +34,16 @@ class _Message(msgspec.Struct, tag=True, omit_defaults=True, forbid_unknown_fiel
 
 
 class Join(_Message):
-    """A worker to the router: it is there.
+    """A worker to the router: the worker joins the cluster.
 
     Attributes:
-        name: Its name. Another worker of the same name has gone.
-        role: Its part of the work: prompts, or what follows.
+        name: The name of the worker. An earlier worker of the same name counts as lost.
+        role: Its part of the work: "prefill" for prompts, "decode" for the tokens that follow.
         model: Properties that must be equal in all processes for tokens to be equal.
         metadata: The metadata of its `Endpoint`.
         capacity: Its token slots.
         events: The endpoint at which it publishes the events of its prefix cache, if it has one.
-        replay: The endpoint at which missed ones are asked for.
+        replay: The endpoint at which the router requests events that it has missed.
     """
 
     name: _Name
@@ -55,16 +56,16 @@ class Join(_Message):
 
 
 class Refused(_Message):
-    """The router to a worker: it cannot join."""
+    """The router to a worker: the worker cannot join."""
 
     reason: _Text
 
 
 class Meet(_Message):
-    """The router to a worker: there is one that lends it rows.
+    """The router to a worker: another worker has joined that may lend it rows.
 
     Attributes:
-        name: Its name.
+        name: The name of the other worker.
         metadata: The metadata of its `Endpoint`.
     """
 
@@ -73,7 +74,7 @@ class Meet(_Message):
 
 
 class Part(_Message):
-    """The router to a worker: another one is lost, and lends nothing any more."""
+    """The router to a worker: another worker is lost, and lends no rows any more."""
 
     name: _Name
 
@@ -87,13 +88,14 @@ class Work(_Message):
         tokens: The tokens that follow and are known.
         max_new_tokens: The most tokens to generate, those in `tokens` included.
         stop_tokens: Tokens that end it.
-        temperature: As in `Sampling`.
-        top_k: As in `Sampling`.
-        top_p: As in `Sampling`.
-        seed: As in `Sampling`.
-        namespace: As in `Engine.submit`, but for bytes.
+        temperature: `Sampling.temperature` of the request.
+        top_k: `Sampling.top_k` of the request.
+        top_p: `Sampling.top_p` of the request.
+        seed: `Sampling.seed` of the request.
+        namespace: The namespace, if it is a str or an int.
         namespace_bytes: The namespace, if it is bytes.
-        is_handed_over: Lend its rows when the next token is generated, for another worker to go on.
+        is_handed_over: Whether the worker lends the rows when the next token is generated, for another worker
+            to go on.
         peer: The worker that lends the rows of all tokens but the last. Without it they are computed.
         ticket: The ticket of that lease.
     """
@@ -114,10 +116,10 @@ class Work(_Message):
     ticket: _Bytes | None = None
 
     def sampling(self) -> Sampling:
-        """Return how tokens are selected.
+        """Return the sampling parameters.
 
         Raises:
-            ConfigError: If that makes no sense.
+            ConfigError: If a value is out of its range.
         """
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
@@ -129,13 +131,13 @@ class Abort(_Message):
 
 
 class Report(_Message):
-    """A worker to the router: what has happened.
+    """A worker to the router: the events since the last report.
 
     Attributes:
         tokens: New tokens of attempts, in order.
-        lent: Attempts whose rows are lent, with the tickets; `None` where they could not be.
-        failed: Attempts that cannot be served, and why.
-        stats: The statistics of the engine, now and then.
+        lent: Attempts whose rows are lent, with the tickets; `None` where they could not be lent.
+        failed: Attempts that cannot be served, with the reasons.
+        stats: The statistics of the engine, in one report each `REPORT_S`.
     """
 
     tokens: list[tuple[_Number, _Tokens]] = []
@@ -148,9 +150,11 @@ ToRouter: TypeAlias = Join | Report
 ToWorker: TypeAlias = Refused | Meet | Part | Work | Abort
 
 
-_encoder = msgspec.msgpack.Encoder()
-_to_router: Any = msgspec.msgpack.Decoder(ToRouter, ext_hook=refuse_extension)
-_to_worker: Any = msgspec.msgpack.Decoder(ToWorker, ext_hook=refuse_extension)
+_Decoded = TypeVar("_Decoded")
+
+_encoder = Encoder()
+_to_router: Decoder[ToRouter] = Decoder(ToRouter, ext_hook=refuse_extension)
+_to_worker: Decoder[ToWorker] = Decoder(ToWorker, ext_hook=refuse_extension)
 
 
 def encode(message: ToRouter | ToWorker) -> bytes:
@@ -159,15 +163,17 @@ def encode(message: ToRouter | ToWorker) -> bytes:
 
 
 def check(message: ToRouter | ToWorker) -> None:
-    """See that a message is one that the other end takes: it leaves who sends another.
+    """Check that the other end accepts a message. It ends the connection to a sender of any other.
 
     Raises:
-        ConfigError: If not, such as for an int beyond 64 bits.
+        ConfigError: If it does not, such as for an int beyond 64 bits.
     """
-    decoder = _to_router if isinstance(message, ToRouter) else _to_worker
     try:
         payload = encode(message)
-        _decode(decoder, payload)
+        if isinstance(message, ToRouter):
+            from_worker(payload)
+        else:
+            from_router(payload)
     except (ChannelError, msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"this cannot be sent: {error}") from error
     if len(payload) > MAX_BYTES:
@@ -175,26 +181,24 @@ def check(message: ToRouter | ToWorker) -> None:
 
 
 def from_worker(payload: bytes) -> ToRouter:
-    """Return what a worker says.
+    """Return the message of a worker.
 
     Raises:
-        ChannelError: If no worker says that.
+        ChannelError: If it is no message of a worker.
     """
-    message: ToRouter = _decode(_to_router, payload)
-    return message
+    return _decode(_to_router, payload)
 
 
 def from_router(payload: bytes) -> ToWorker:
-    """Return what the router says.
+    """Return the message of a router.
 
     Raises:
-        ChannelError: If no router says that.
+        ChannelError: If it is no message of a router.
     """
-    message: ToWorker = _decode(_to_worker, payload)
-    return message
+    return _decode(_to_worker, payload)
 
 
-def _decode(decoder: Any, payload: bytes) -> Any:  # noqa: ANN401
+def _decode(decoder: Decoder[_Decoded], payload: bytes) -> _Decoded:
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
