@@ -183,7 +183,7 @@ def test_a_lack_of_threads_passes(house: House, monkeypatch: pytest.MonkeyPatch,
     kinds = SimpleNamespace(Thread=threading.Thread, Timer=threading.Timer)
     setattr(kinds, kind, type(kind, (getattr(threading, kind),), {"start": fail}))
     monkeypatch.setattr(channels, "threading", kinds)
-    monkeypatch.setattr(house.listener, "_shaking", threading.Semaphore(1))
+    monkeypatch.setattr(house.listener, "_handshakes", threading.Semaphore(1))
     for number in range(1, 4):
         with raw(house) as connection:
             assert connection.recv(1) == b""

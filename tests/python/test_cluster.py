@@ -271,7 +271,7 @@ def test_a_worker_that_cannot_let_go_of_a_peer_lets_go_of_the_others(
         members["decode-0"].end()
         assert reader.stats()["peers"] == 0
         assert members["decode-0"].error is None
-    assert "decode-0 cannot let go of prefill-0: of the network" in caplog.text
+    assert "decode-0 cannot disconnect prefill-0: of the network" in caplog.text
 
 
 def test_a_worker_of_the_same_name_takes_the_place_of_the_first() -> None:
@@ -569,7 +569,7 @@ def test_who_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_that_are_lost_are_not_listed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routers, "_MOST_GONE", 2)
+    monkeypatch.setattr(routers, "_MAX_LOST", 2)
     with Router(SECRET) as router:
         for number in range(6):
             with stranger(router) as channel:

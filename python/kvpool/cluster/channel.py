@@ -6,9 +6,10 @@ The side that listens sends a challenge; the side that connects answers it with 
     caller:    32 random bytes `b`, HMAC(secret, "caller", version, a, b)
     listener:  HMAC(secret, "listener", version, a, b)
 
-Whoever cannot is told nothing more. From then on a frame is its length (4 bytes, little endian), its payload
-and an HMAC of its number and payload, with keys made of the secret and both challenges: frames cannot be
-made, changed, left out or sent again by others. They are not encrypted. All HMACs are with SHA-256.
+A side that receives a wrong HMAC closes the connection. From then on a frame is its length (4 bytes, little
+endian), its payload and an HMAC of its number and payload, with keys derived from the secret and both
+challenges: nobody else can forge, change, drop or replay a frame. Frames are not encrypted. All HMACs use
+SHA-256.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 class ChannelError(KvPoolError):
-    """A connection cannot be made, has ended, or brought what no member of the cluster sends."""
+    """A connection cannot be made, has ended, or has delivered what no member of the cluster sends."""
 
 
 def read_secret(path: str | None = None, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the shared secret: of a file, or of the environment.
+    """Read the shared secret from a file, or from the environment.
 
     Args:
         path: The file; by default that which `KVPOOL_SECRET_FILE` names. White space around the secret is
@@ -119,18 +120,21 @@ def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, 
 
 
 class _State(Enum):
-    """The state of a channel: it sends, sends what is left and ends, only receives, or has ended."""
+    """The state of a channel."""
 
     OPEN = auto()
+    """It sends and receives."""
     FINISHING = auto()
+    """It sends the payloads that are left, and closes."""
     MUTE = auto()
+    """It only receives."""
     CLOSED = auto()
 
 
 class Channel:
     """A connection whose other end has proved that it knows the secret.
 
-    One thread receives; any may send. What is sent waits in memory, and a thread writes it.
+    One thread receives; any may send. Payloads are queued in memory, and a thread of the channel writes them.
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
@@ -160,12 +164,12 @@ class Channel:
         """Send a last payload, and end the connection once it is on its way. Does not wait.
 
         Raises:
-            ChannelError: As `send`.
+            ChannelError: If `send` would raise it.
         """
         self._put(payload, _State.FINISHING)
 
     def _put(self, payload: bytes, state: _State) -> None:
-        """Leave a payload to the thread that writes. `state` is that of the channel from then on."""
+        """Queue a payload for the thread that writes, and set the state of the channel."""
         if len(payload) > MAX_BYTES:
             raise ChannelError(f"a payload of {len(payload)} bytes is larger than {MAX_BYTES}")
         with self._lock:
@@ -188,7 +192,7 @@ class Channel:
                 with self._lock:
                     self._unsent_bytes -= len(payload)
         except OSError:
-            pass  # who receives is told why, after what the other end said before
+            pass  # `receive` raises the error, after the frames that came before it
         with self._lock:
             state = self._state
             if state is not _State.CLOSED:
@@ -220,7 +224,8 @@ class Channel:
     def close(self) -> None:
         """End the connection, and every call that waits for it.
 
-        What is not sent yet is dropped, unless the channel finishes: then it ends by itself.
+        Payloads that are not sent yet are dropped. After `finish` this does nothing: the channel closes once
+        they are sent.
         """
         with self._lock:
             if self._state in {_State.FINISHING, _State.CLOSED}:
@@ -284,7 +289,7 @@ def _answer(connection: socket.socket, secret: bytes) -> Channel:
 
 
 def _proof(secret: bytes, who: bytes, listener: bytes, caller: bytes) -> bytes:
-    """A proof of knowing the secret. Its parts have fixed lengths but for the first."""
+    """Return the HMAC that proves knowledge of the secret. Its parts but the first have fixed lengths."""
     return hmac.digest(
         secret, who + b"\0" + VERSION.to_bytes(2, "little") + listener + caller, hashlib.sha256
     )
@@ -298,7 +303,7 @@ def _ready(
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # A machine that is gone says nothing: without this, who sends to it learns that after a quarter hour.
+        # Without this limit, sending to a machine that is down fails only after a quarter of an hour.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_S * 1000))
     return Channel(connection, sending, receiving)
 
@@ -311,7 +316,7 @@ def _send(connection: socket.socket, content: bytes) -> None:
 
 
 def _take(connection: socket.socket, count: int) -> bytes:
-    """So many bytes. Memory is taken as they come."""
+    """Receive `count` bytes. Memory is allocated as they arrive, not for a length that a peer only claims."""
     content = bytearray()
     while len(content) < count:
         try:
@@ -325,12 +330,12 @@ def _take(connection: socket.socket, count: int) -> bytes:
 
 
 class Listener:
-    """Waits for callers, and gives those that know the secret to `on_channel`, each in a thread of its own.
+    """Accepts callers that know the secret, and calls `on_channel` for each, in a thread of its own.
 
     Args:
         address: Host and port; port 0 for any.
         secret: The shared secret.
-        on_channel: Called with each channel. It is closed when that returns.
+        on_channel: Called with each channel, which is closed when it returns.
 
     Attributes:
         address: Host and port.
@@ -346,7 +351,7 @@ class Listener:
         self.refused: int = 0
         self._secret = secret
         self._on_channel = on_channel
-        self._shaking = threading.Semaphore(_MAX_HANDSHAKES)
+        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
         self._open: set[Channel] = set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -379,16 +384,16 @@ class Listener:
                     return
                 time.sleep(_RETRY_S)
                 continue
-            if not self._shaking.acquire(blocking=False):
-                self._refuse(connection, address, f"{_MAX_HANDSHAKES} others are asked who they are")
+            if not self._handshakes.acquire(blocking=False):
+                self._refuse(connection, address, f"{_MAX_HANDSHAKES} other handshakes are in progress")
                 continue
             try:
-                threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+                threading.Thread(target=self._handshake, args=(connection, address), daemon=True).start()
             except RuntimeError as error:  # as many threads run as there may be
-                self._shaking.release()
+                self._handshakes.release()
                 self._refuse(connection, address, str(error))
 
-    def _greet(self, connection: socket.socket, address: tuple[object, ...]) -> None:
+    def _handshake(self, connection: socket.socket, address: tuple[object, ...]) -> None:
         try:
             # A caller that sends a byte now and then does not stay longer than one that sends none.
             timer = threading.Timer(HANDSHAKE_S, _end, [connection])
@@ -399,7 +404,7 @@ class Listener:
                 channel = _answer(connection, self._secret)
             finally:
                 timer.cancel()
-                self._shaking.release()
+                self._handshakes.release()
         except (ChannelError, OSError, RuntimeError) as error:  # as many threads run as there may be
             self._refuse(connection, address, str(error))
             return

@@ -1,4 +1,4 @@
-"""Requests that change processes: their rows are lent by one engine, and read by the next."""
+"""Moves of requests between processes: one engine lends their rows, the next one reads them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Outgoing:
         self._report(ticket)
 
     def query(self) -> bool:
-        """Return whether the rows have gone, or are not lent any more."""
+        """Return whether the rows were read, or are not lent any more."""
         return self._lease is None or self._lease.query()
 
     def cancel(self) -> None:
-        """Lend them no longer."""
+        """End the lease."""
         if self._lease is not None:
             self._lease.end()
 
@@ -68,7 +68,7 @@ class Incoming:
         ticket: Its ticket.
 
     Raises:
-        ConfigError: If it is no ticket.
+        ConfigError: If `ticket` is no ticket.
         IndexError: If the peer has no such slots.
     """
 
@@ -90,15 +90,15 @@ class Incoming:
         try:
             self._transfers.append(self._peer.read(remote, slots, states=states))
         except KvPoolError as error:
-            self._lack(error)
+            self._fail(error)
 
     def query(self) -> bool:
-        """Return whether nothing arrives any more."""
+        """Return whether no row arrives any more."""
         if self._transfers:
             [transfer] = self._transfers
             is_over = transfer.query()
             if is_over and transfer.error is not None and not self.has_failed:
-                self._lack(transfer.error)
+                self._fail(transfer.error)
             return is_over
         # A read that an interrupt left without its transfer ends with the lease.
         if not self.has_failed and time.monotonic() >= self._remote.deadline:
@@ -107,10 +107,10 @@ class Incoming:
         return self.has_failed
 
     def cancel(self) -> None:
-        """Do without the rows."""
+        """Cancel the read."""
         for transfer in self._transfers:
             transfer.cancel()
 
-    def _lack(self, error: KvPoolError) -> None:
+    def _fail(self, error: KvPoolError) -> None:
         self.has_failed = True
         _logger.warning("%s computes a request again: %s", self._endpoint.name, error)

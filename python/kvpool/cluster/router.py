@@ -1,4 +1,4 @@
-"""Sends requests to the workers of a cluster: to where their prefix is, and to others when one is lost."""
+"""Distributes requests to the workers of a cluster by their cached prefixes, and again when one is lost."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("kvpool")
 
-_MOST_GONE: Final = 64
-"""Workers that are lost and still listed."""
+_MAX_LOST: Final = 64
+"""The most lost workers that are still listed."""
 
 State: TypeAlias = Literal["waiting", "prefill", "decode", "finished", "failed", "aborted"]
 
@@ -41,10 +41,10 @@ class ClusterRequest(Generation):
 
     Attributes:
         on_token: Called with the request and each token, in order.
-        state: Its place: "waiting" for a worker, with one for "prefill" or "decode", and at the end
-            "finished", "failed" or "aborted".
-        workers: Names of those that have had it, in order.
-        losses: The number of workers that were lost with it.
+        state: "waiting" for a worker, on one for "prefill" or "decode", and at the end "finished", "failed"
+            or "aborted".
+        workers: Names of the workers that it was sent to, in order.
+        losses: The number of these workers that were lost while they had it.
         error: The reason why it failed.
     """
 
@@ -53,7 +53,7 @@ class ClusterRequest(Generation):
     workers: list[str] = field(default_factory=list)
     losses: int = 0
     error: str | None = None
-    # With a worker: the number of the attempt, and what it counts for there, in tokens.
+    # While a worker has it: the number of the attempt, and its share of the worker's load, in tokens.
     attempt: int = -1
     load: int = 0
     # The attempt whose rows are lent, and the worker that lends them.
@@ -70,10 +70,10 @@ class WorkerStatus(NamedTuple):
     """The state of a worker, as far as its router knows.
 
     Attributes:
-        name: Its name.
-        role: Its part of the work.
-        is_alive: Whether it is there.
-        requests: Requests that it has.
+        name: The name of the worker.
+        role: "prefill" or "decode".
+        is_alive: Whether it is connected.
+        requests: The number of requests that it has.
         age_s: Seconds since it last reported `stats`.
         stats: `Engine.stats()` of its last report, and `read_bytes`: bytes of rows that it has read.
     """
@@ -88,16 +88,16 @@ class WorkerStatus(NamedTuple):
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker.
+    """A worker that has joined.
 
     Attributes:
         join: The message with which it has joined.
-        channel: The way to it.
+        channel: The connection to it.
         last_seen: The time of its last message.
         attempts: Its requests by attempt.
         stats: The statistics of its last report.
         reported: The time at which it reported them, or joined.
-        is_alive: Whether it is there.
+        is_alive: Whether it is connected.
     """
 
     join: Join
@@ -114,24 +114,26 @@ class _Worker:
 
 
 class Router(Closing):
-    """Gives requests to workers, which join by themselves.
+    """Sends requests to workers, which join by themselves.
 
-    A prompt goes to the worker that has to compute the least of it, with what it has still to compute for
-    others; what follows, to the one with the least to keep. If a worker is lost, its requests go to others
-    with the tokens that they have: the answers are the same. Without workers for prompts those for what
-    follows compute them, too. Requests wait as long as there is none.
+    A prompt goes to the worker with the least load, which is the tokens that it still has to compute: those
+    of the prompt that its cache lacks, and those of its other requests. After the prompt, a request goes to
+    the decoding worker whose requests have the fewest tokens. If a worker is lost, its requests go to other
+    workers with the tokens that they have: the answers are the same. Without workers for prompts, the
+    decoding workers compute them, too. Requests wait while there are no decoding workers.
 
-    Use it from one thread. It has others that listen.
+    Use it from one thread. Threads of its own receive from workers.
 
     Args:
         secret: The shared secret: see `kvpool.cluster.channel.read_secret`.
         address: Host and port to listen at; port 0 is any that is free.
-        allow_remote: Whether other machines may reach it, and publish the events that it hears. What is sent
-            is not encrypted.
+        allow_remote: Whether workers may be on other machines, which connect to this one and publish events
+            that the router receives. Messages are not encrypted.
         model: Properties that workers must have in common; by default those of the first one.
         lost_after_s: Seconds without a report after which a worker counts as lost. It reports between steps:
             no step may take that long.
-        max_losses: The number of workers lost with a request at which it fails: it may be what ends them.
+        max_losses: The number of lost workers at which a request fails that they had: the request itself may
+            have ended them.
 
     Raises:
         ConfigError: If the address cannot be listened at, or a number is not above 0.
@@ -175,7 +177,7 @@ class Router(Closing):
 
     @property
     def address(self) -> str:
-        """Host and port where workers find it."""
+        """Host and port to which workers connect."""
         host, port = self._listener.address
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -259,7 +261,7 @@ class Router(Closing):
         self._end(request, "aborted")
 
     def workers(self) -> list[WorkerStatus]:
-        """Return what is known of each worker that has ever joined, by name."""
+        """Return the states of the workers that have joined, by name. Of lost workers, 64 are kept."""
         now = time.monotonic()
         return [
             WorkerStatus(name, one.join.role, one.is_alive, len(one.attempts), now - one.reported, one.stats)
@@ -269,9 +271,9 @@ class Router(Closing):
     def stats(self) -> dict[str, int]:
         """Return current and cumulative statistics.
 
-        Requests: `submitted`, `waiting` for a worker, `running` with one, `finished`, `failed`, `aborted`,
-        `handed_over` from one worker to the next, and `repeated` because one was lost. `workers` that are
-        there, `lost_workers`, and `refused` callers.
+        Requests: `submitted`, `waiting` for a worker, `running` on one, `finished`, `failed`, `aborted`,
+        `handed_over` from one worker to the next, and `repeated` because a worker was lost. Workers:
+        `workers` that are connected, and `lost_workers`. Callers that were `refused`.
         """
         return self._counts | {
             "waiting": len(self._waiting) + len(self._lent),
@@ -281,7 +283,7 @@ class Router(Closing):
         }
 
     def close(self) -> None:
-        """Leave all workers: they wait for another router."""
+        """Disconnect all workers: they wait for another router."""
         self._listener.close()
         self._subscriber.close()
 
@@ -334,7 +336,7 @@ class Router(Closing):
                     channel.finish(messages.encode(Refused(reason[: messages.MAX_TEXT])))
                 return
         gone = [name for name, one in self._workers.items() if not one.is_alive]
-        for name in gone[:-_MOST_GONE]:
+        for name in gone[:-_MAX_LOST]:
             del self._workers[name]
         before = self._workers.get(join.name)
         if before is not None and before.is_alive:
@@ -354,7 +356,7 @@ class Router(Closing):
                     self._send(reader, Meet(lender.name, lender.join.metadata))
 
     def _check_endpoints(self, join: Join) -> None:
-        """See that a worker names endpoints at which the router may ask."""
+        """Raise `ConfigError` unless the router may connect to the endpoints of a worker."""
         for name, endpoint in (("events", join.events), ("replay", join.replay)):
             if endpoint is None:
                 continue
@@ -419,10 +421,10 @@ class Router(Closing):
             self._send_work(worker, request, load, is_handed_over=bool(prefill))
 
     def _best(self, workers: list[_Worker], request: ClusterRequest) -> tuple[_Worker, int]:
-        """The worker that has least to do if it gets a request, and how many of its tokens it has."""
+        """Return the worker with the least load behind a request, and the tokens of it that it has cached."""
         found = self._index.match(request.prompt + request.tokens, request.namespace)
         needed = len(request.prompt) + request.max_new_tokens - 1  # the last token has no slot
-        # Without any that is large enough, one of them says so.
+        # If no pool is large enough, a worker refuses the request, and its report has the reason.
         large = [one for one in workers if one.join.capacity >= needed]
 
         def cost(worker: _Worker) -> int:
@@ -455,13 +457,13 @@ class Router(Closing):
         try:
             worker.channel.send(messages.encode(message))
         except ChannelError as error:
-            # The requests of a worker go to others when this is received, not in the middle of a change.
+            # The worker is lost when this is received, not now, in the middle of a change.
             self._received.put((worker.channel, error))
 
     # Ending
 
     def _release(self, request: ClusterRequest) -> _Worker | None:
-        """Takes a request from its worker, which is returned, or from those that wait for one."""
+        """Remove a request from its worker, which is returned, or from the queues."""
         for worker in self._workers.values():
             if worker.attempts.pop(request.attempt, None) is not None:
                 return worker
@@ -471,7 +473,7 @@ class Router(Closing):
         return None
 
     def _end_lease(self, request: ClusterRequest) -> None:
-        """Ends the lease of its rows, if they are lent."""
+        """End the lease of a request's rows, if they are lent."""
         lender, request.lender = self._workers.get(request.lender or ""), None
         if lender is not None and lender.is_alive:
             self._send(lender, Abort(request.lent))
@@ -481,7 +483,7 @@ class Router(Closing):
         self._counts[state] += 1
 
     def _lose(self, worker: _Worker, why: str) -> None:
-        """Gives what a worker has to others."""
+        """Record that a worker is lost, and queue its requests again."""
         if not worker.is_alive:
             return
         worker.is_alive = False
@@ -511,7 +513,7 @@ class Router(Closing):
 
 
 def _work(number: int, request: ClusterRequest) -> Work:
-    """The message that brings a request to a worker."""
+    """Return the message that sends a request to a worker."""
     sampling, namespace = request.sampling, request.namespace
     return Work(
         number=number,

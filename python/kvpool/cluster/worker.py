@@ -31,18 +31,19 @@ _RETRY_S: Final = 0.2
 
 
 class Worker:
-    """Serves what a router asks for, with an engine of its own.
+    """Serves the requests that a router sends, with an engine of its own.
 
-    Use it from one thread. An error of the engine ends `serve`: the router gives the requests to others.
+    Use it from one thread. An error of the engine ends `serve`: the router sends the requests to others.
 
     Args:
         engine: The engine.
         endpoint: The endpoint of the pools of its model.
-        name: The name that the router calls it by: up to 200 characters without "/" and "#".
-        role: "prefill" if it is for prompts, "decode" for what follows. Either serves whole requests if there
-            is none for the other.
+        name: The name of the worker in the cluster: up to 200 characters without "/" and "#".
+        role: "prefill" if it computes prompts, "decode" for the tokens that follow. A worker of either role
+            serves whole requests while there is none of the other.
         model: Properties that must be equal in all processes for equal tokens, such as a revision.
-        publisher: Publishes the events of the engine's prefix cache, for the router to know what it has.
+        publisher: Publishes the events of the engine's prefix cache: the router knows from them which
+            prefixes are cached here.
         lease_s: Seconds for which rows are lent to the next worker.
 
     Raises:
@@ -80,7 +81,7 @@ class Worker:
         self._reported = 0.0
 
     def run(self, address: tuple[str, int], secret: bytes, stop: threading.Event) -> None:
-        """Serve a router, and the next one when that is gone, until `stop` is set.
+        """Serve a router until `stop` is set. When the connection is lost, connect again.
 
         Args:
             address: Host and port of the router.
@@ -90,28 +91,28 @@ class Worker:
         Raises:
             ConfigError: If the router refuses this worker.
         """
-        is_away = False
+        is_reported = False
         while not stop.is_set():
             try:
                 channel = connect(address, secret)
             except ChannelError as error:
-                if not is_away:
+                if not is_reported:
                     _logger.warning("%s waits for a router: %s", self._join.name, error)
-                is_away = True
+                is_reported = True
                 stop.wait(_RETRY_S)
                 continue
-            is_away = False
+            is_reported = False
             try:
                 self.serve(channel, stop)
             except ChannelError as error:
                 _logger.warning("%s has lost its router: %s", self._join.name, error)
-                stop.wait(_RETRY_S)  # it may be that the router has left this worker, and does so again
+                stop.wait(_RETRY_S)  # a router that disconnects this worker may do so at once again
 
     def serve(self, channel: Channel, stop: threading.Event) -> None:
-        """Serve a router until it is gone, or `stop` is set.
+        """Serve a router until the connection is lost, or `stop` is set.
 
         Raises:
-            ChannelError: If the router is gone.
+            ChannelError: If the connection is lost.
             ConfigError: If it refuses this worker.
         """
         received: queue.SimpleQueue[ToWorker | ChannelError] = queue.SimpleQueue()
@@ -130,10 +131,10 @@ class Worker:
         finally:
             channel.close()
             listener.join()
-            self._drop()
+            self._reset()
 
     def _receive(self, received: queue.SimpleQueue[ToWorker | ChannelError], timeout_s: float) -> None:
-        """Handle the messages of the router; wait for one if there is nothing else to do."""
+        """Handle the messages of the router. Wait `timeout_s` for the first."""
         try:
             message = received.get(timeout=timeout_s) if timeout_s else received.get_nowait()
             while True:
@@ -169,14 +170,14 @@ class Worker:
             _logger.warning("%s cannot read from %s: %s", self._join.name, message.name, error)
 
     def _disconnect(self, name: str) -> None:
-        """Let go of a peer, if there is one of this name."""
+        """Disconnect the peer of this name, if there is one."""
         peer = self._peers.pop(name, None)
         if peer is None:
             return
         try:
             self._endpoint.disconnect(peer)
         except KvPoolError as error:
-            _logger.warning("%s cannot let go of %s: %s", self._join.name, name, error)
+            _logger.warning("%s cannot disconnect %s: %s", self._join.name, name, error)
 
     def _submit(self, work: Work) -> Request:
         number = work.number
@@ -211,7 +212,7 @@ class Worker:
             return None
 
     def _send_report(self, channel: Channel) -> None:
-        """Report what has happened, and now and then how the engine is."""
+        """Send the events since the last report, and each `REPORT_S` the statistics of the engine."""
         report, now = self._report, time.monotonic()
         is_due = now - self._reported >= REPORT_S
         if not (is_due or report.tokens or report.lent or report.failed):
@@ -223,10 +224,10 @@ class Worker:
             self._requests = {number: one for number, one in self._requests.items() if not one.is_over}
         _send(channel, report)
 
-    def _drop(self) -> None:
-        """Abort everything: the router, if there is one, has given it to others.
+    def _reset(self) -> None:
+        """Abort all requests, which a router sends to other workers, and disconnect all peers.
 
-        Until there is one, nothing says which peers are gone: the next one introduces those that are there.
+        Without a router nothing tells which peers are lost. The next router names those that are alive.
         """
         for request in self._requests.values():
             self._engine.abort(request)
@@ -237,7 +238,11 @@ class Worker:
 
 
 def _send(channel: Channel, message: Join | Report) -> None:
-    """Send, unless the connection is over: why it is comes after the last message of the router."""
+    """Send a message, unless the connection has ended.
+
+    The listener then raises the error of the connection, after the messages that came before it: one of them
+    may be `Refused`, which gives the reason.
+    """
     try:
         channel.send(messages.encode(message))
     except ChannelError:

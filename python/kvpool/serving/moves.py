@@ -1,4 +1,4 @@
-"""Rows of requests on their way between processes."""
+"""The interface with which the rows of a request move between processes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ if TYPE_CHECKING:
 
 
 class Move(Protocol):
-    """Rows of one request that come from another process, or go there. Its methods raise nothing.
+    """A transfer of the rows of one request from another process or to it. Its methods raise nothing.
 
     Attributes:
-        brings: Whether the rows come. Otherwise they go.
-        has_begun: Whether `begin` was called: from then on slots are in use until `query` says otherwise.
+        brings: Whether the rows come from another process. Otherwise they go to one.
+        has_begun: Whether `begin` was called: from then on the slots are in use until `query` returns true.
     """
 
     brings: bool
     has_begun: bool
 
     def begin(self, row: int, slots: torch.Tensor, start: int) -> None:
-        """Let rows move. Sets `has_begun` before anything else.
+        """Begin the transfer. Sets `has_begun` before anything else.
 
         Args:
             row: The request's row, which is that of its state, too.
             slots: Slots of its tokens from position `start` on, int32 `[n]`, on the device of the pool.
-            start: Tokens before, which need not come: they were found in the prefix cache.
+            start: Tokens before these slots, whose rows are in the prefix cache here and do not move.
         """
 
     def query(self) -> bool:
-        """Return whether it is over: nothing arrives any more, and nothing else uses the slots."""
+        """Return whether it is over: no row arrives any more, and nothing else uses the slots."""
 
     def cancel(self) -> None:
-        """Do without the rows. It may take time until `query` says that it is over."""
+        """Cancel the transfer. It may take time until `query` returns true."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether rows that should have come are not there."""
+        """Whether rows from another process have not arrived, although it is over."""
