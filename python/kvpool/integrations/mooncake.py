@@ -197,11 +197,7 @@ class MooncakeStore(Store):
             here = _connect(self._endpoint)
         except OSError as error:
             raise ConfigError(f"the Mooncake master {master} cannot be reached: {error}") from error
-        for name, timeout in _timeouts(timeout_s).items():
-            os.environ.setdefault(name, timeout)
-        progress = os.environ[_PROGRESS]
-        if not (progress.isdecimal() and 0 < int(progress) <= _LONGEST_S):
-            raise ConfigError(f"{_PROGRESS} is {progress!r}; it must be above 0, and at most {_LONGEST_S}")
+        _set_timeouts(timeout_s)
         code = client.setup(hostname or here, _METADATA, segment_bytes, 0, protocol, devices, master)
         if code != _OK:
             raise ConfigError(
@@ -492,15 +488,19 @@ def _new_client() -> _Client:
     return cast("_Client", module.MooncakeDistributedStore())
 
 
-def _timeouts(timeout_s: float) -> dict[str, str]:
-    """The variables that Mooncake reads from the environment."""
-    seconds = str(math.ceil(timeout_s))
-    return {
-        "MC_RPC_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),
-        "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),
-        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
-        _PROGRESS: seconds,
-    }
+def _set_timeouts(timeout_s: float) -> None:
+    """Set the variables of the environment that Mooncake reads, if they are not set.
+
+    Raises:
+        ConfigError: If the time limit of a transfer is set to one that is too long, or is no number.
+    """
+    seconds, milliseconds = str(math.ceil(timeout_s)), str(math.ceil(timeout_s * 1000))
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", milliseconds)
+    os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds)
+    os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", seconds)
+    progress = os.environ.setdefault(_PROGRESS, seconds)
+    if not (progress.isdecimal() and 0 < int(progress) <= _LONGEST_S):
+        raise ConfigError(f"{_PROGRESS} is {progress!r}; it must be above 0, and at most {_LONGEST_S}")
 
 
 def _endpoint(master: str) -> tuple[str, int]:

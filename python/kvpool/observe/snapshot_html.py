@@ -6,19 +6,21 @@ import datetime as dt
 import itertools
 import json
 import math
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvpool.observe.spans import no_collection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvpool.observe.snapshot import Snapshot
     from kvpool.observe.spans import Span
 
     # Owner and source line.
     Holder: TypeAlias = tuple[str | int | None, str]
+    Json: TypeAlias = str | float | Sequence["Json"] | Mapping[str, "Json"] | None
 
 _TEMPLATE = Path(__file__).with_name("snapshot.html")
 # Cells of the map. If there are more than twice as many spans, those within a cell are merged.
@@ -41,37 +43,16 @@ def to_html(taken: list[Snapshot]) -> str:
     return _TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
 
 
-def _as_json(one: Snapshot) -> dict[str, Any]:
+def _as_json(one: Snapshot) -> dict[str, Json]:
     """A snapshot for the page: holders and source lines by number, so that each is stored once."""
     totals = _totals(one)
     numbers: dict[Holder, int] = {}
+    sites: dict[str, int] = {}
     per_cell = max(1, math.ceil(one.count / _CELLS))
-    spans: list[list[Any]] = []
-    for group in _groups(one.spans, per_cell):
-        first, end = group[0].first, group[-1].end
-        if len(group) == 1:
-            (span,) = group
-            held = [
-                [numbers.setdefault((owner, site), len(numbers)), round(age_s, 6)]
-                for owner, site, age_s, _ in span.holders
-            ]
-            spans.append([first, end, span.state, span.n_bytes, held])
-        else:
-            sizes = [span.n_bytes for span in group if span.n_bytes is not None]
-            parts = _parts(group, numbers)
-            spans.append([first, end, "mixed", sum(sizes) if sizes else None, [], parts, len(group)])
+    spans = [_span(group, numbers) for group in _groups(one.spans, per_cell)]
     for holder, _ in sorted(totals.items(), key=lambda item: -item[1][0])[:_LISTED]:
         numbers.setdefault(holder, len(numbers))
-    sites: dict[str, int] = {}
-    holders = [
-        [
-            owner if owner is None else repr(owner),
-            sites.setdefault(site, len(sites)),
-            totals[owner, site][0],
-            round(totals[owner, site][1], 6),
-        ]
-        for owner, site in numbers
-    ]
+    holders = [_holder(holder, totals[holder], sites) for holder in numbers]
     return {
         "name": one.name,
         "kind": one.kind,
@@ -97,6 +78,27 @@ def _as_json(one: Snapshot) -> dict[str, Any]:
     }
 
 
+def _span(group: Sequence[Span], numbers: dict[Holder, int]) -> list[Json]:
+    """A span, or a group of spans that are merged. Holders that have no number yet get one."""
+    first, end = group[0].first, group[-1].end
+    if len(group) > 1:
+        sizes = [span.n_bytes for span in group if span.n_bytes is not None]
+        return [first, end, "mixed", sum(sizes) if sizes else None, [], _parts(group, numbers), len(group)]
+    (span,) = group
+    held = [
+        [numbers.setdefault((owner, site), len(numbers)), round(age_s, 6)]
+        for owner, site, age_s, _ in span.holders
+    ]
+    return [first, end, span.state, span.n_bytes, held]
+
+
+def _holder(holder: Holder, total: tuple[int, float], sites: dict[str, int]) -> list[Json]:
+    """A holder with its number of units and the age of the oldest. A site that has no number yet gets one."""
+    (owner, site), (count, oldest_s) = holder, total
+    name = owner if owner is None else repr(owner)
+    return [name, sites.setdefault(site, len(sites)), count, round(oldest_s, 6)]
+
+
 def _totals(one: Snapshot) -> dict[Holder, tuple[int, float]]:
     """Number of units and age of the oldest in seconds, by holder."""
     totals: dict[Holder, tuple[int, float]] = {}
@@ -118,24 +120,25 @@ def _groups(spans: list[Span], per_cell: int) -> Iterable[Sequence[Span]]:
     return (list(group) for _, group in itertools.groupby(spans, cell))
 
 
-def _parts(group: Sequence[Span], numbers: dict[Holder, int]) -> list[list[Any]]:
+def _parts(group: Sequence[Span], numbers: dict[Holder, int]) -> list[list[Json]]:
     """Units by state and first holder, largest first, with the oldest age; unnamed ones last."""
-    held: dict[tuple[str, Holder], list[Any]] = {}
-    others: dict[str, list[Any]] = {}
+    held: dict[tuple[str, Holder], tuple[int, float]] = {}
+    others: Counter[str] = Counter()
     for span in group:
-        count = span.end - span.first
+        units = span.end - span.first
         if not span.holders:
-            others.setdefault(span.state, [0])[0] += count
+            others[span.state] += units
             continue
         owner, site, age_s, _ = span.holders[0]
-        part = held.setdefault((span.state, (owner, site)), [0, 0.0])
-        part[:] = part[0] + count, max(part[1], age_s)
+        count, oldest_s = held.get((span.state, (owner, site)), (0, 0.0))
+        held[span.state, (owner, site)] = (count + units, max(oldest_s, age_s))
     most = sorted(held.items(), key=lambda item: -item[1][0])
-    parts = [
+    parts: list[list[Json]] = [
         [count, state, [[numbers.setdefault(holder, len(numbers)), round(age_s, 6)]]]
         for (state, holder), (count, age_s) in most[:_NAMED]
     ]
     if more := most[_NAMED:]:
         count, oldest_s = sum(count for _, (count, _) in more), max(age_s for _, (_, age_s) in more)
         parts.append([count, "live", [[None, round(oldest_s, 6)]]])
-    return parts + [[count, state, []] for state, (count,) in sorted(others.items(), reverse=True)]
+    parts.extend([count, state, []] for state, count in sorted(others.items(), reverse=True))
+    return parts

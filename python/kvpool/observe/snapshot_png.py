@@ -77,9 +77,8 @@ def to_figure(taken: list[Snapshot]) -> Figure:
 
 def _map(axes: Axes, one: Snapshot) -> None:
     """Draw units in rows, coloured by owner; a cell of several units has their mean colour."""
-    everyone = owners(one)
-    most = everyone[: len(_PALETTE)]
-    colours = {owner: _PALETTE[at] for at, (owner, _) in enumerate(most)}
+    counts = owners(one)
+    colours = {owner: colour for (owner, _), colour in zip(counts, _PALETTE, strict=False)}
     per_cell = max(1, math.ceil(one.count / (_COLUMNS * _ROWS)))
     image = _cells(one, colours, per_cell)
     columns = max(1, min(_COLUMNS, round(math.sqrt(2 * len(image)))))
@@ -103,13 +102,22 @@ def _map(axes: Axes, one: Snapshot) -> None:
         fontsize=11,
         parse_math=False,
     )
+    _add_legend(axes, one, counts, colours)
+
+
+def _add_legend(axes: Axes, one: Snapshot, counts: list[tuple[str, int]], colours: dict[str, str]) -> None:
+    """Name the colours of states and owners below the map."""
     legend = [
         Patch(color=colour, label=state)
         for state, colour in _STATES.items()
         if one.counts[state] or (state in ("free", "fenced") and one.kind != "Endpoint")
     ]
-    legend += [Patch(color=colours[owner], label=f"{_short(owner)} ({count:,})") for owner, count in most]
-    if len(everyone) > len(most):
+    legend += [
+        Patch(color=colours[owner], label=f"{_short(owner)} ({count:,})")
+        for owner, count in counts
+        if owner in colours
+    ]
+    if len(counts) > len(colours):
         legend.append(Patch(color=_OTHER, label="other owners"))
     box = axes.legend(
         handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=3, fontsize=7.5, frameon=False

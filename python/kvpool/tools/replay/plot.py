@@ -129,20 +129,26 @@ def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
     axes.set_xlabel("virtual time (s)")
     axes.set_ylabel("slots (tokens)")
     axes.yaxis.set_major_formatter("{x:,.0f}")
+    right = _draw_running(axes, times, np.maximum.reduceat(running, starts))
+    handles, labels = axes.get_legend_handles_labels()
+    more_handles, more_labels = right.get_legend_handles_labels()
+    right.legend(handles + more_handles, labels + more_labels, loc="upper center", ncols=5, frameon=False)
+
+
+def _draw_running(axes: Axes, times: NDArray[np.float64], running: NDArray[np.int64]) -> Axes:
+    """Draw the numbers of running requests on an axis at the right, which is returned."""
     right = axes.twinx()
     right.step(
         times,
-        np.maximum.reduceat(running, starts),
+        running,
         where="post",
         color="tab:orange",
         linewidth=0.8,
         label="running requests",
     )
-    right.set_ylim(0.0, 1.25 * max(result.counts.peak_running, 1))
+    right.set_ylim(0.0, 1.25 * max(int(running.max()), 1))
     right.set_ylabel("running requests")
-    handles, labels = axes.get_legend_handles_labels()
-    more_handles, more_labels = right.get_legend_handles_labels()
-    right.legend(handles + more_handles, labels + more_labels, loc="upper center", ncols=5, frameon=False)
+    return right
 
 
 def _draw_latency(axes: Axes, result: ReplayResult) -> None:

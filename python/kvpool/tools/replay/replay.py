@@ -217,12 +217,7 @@ class Replay:
         if not len(trace):
             raise ConfigError("the trace holds no requests")
         self.trace = trace
-        max_context = config.max_context or int(trace.total_lens.max())
-        inside = trace.total_lens <= max_context
-        pool_size = config.pool_size
-        if pool_size is None:
-            fitting = trace.take(np.flatnonzero(inside))
-            pool_size = suggest_pool_size(fitting, config) if len(fitting) else config.page_size
+        pool_size, max_context = _sizes(trace, config)
         config = replace(config, pool_size=pool_size, max_context=max_context)
         self.config: ReplayConfig = config
         self._samples: dict[str, array[int]] = {name: array("q") for name in OPERATIONS}
@@ -230,14 +225,7 @@ class Replay:
             pool_size, device=config.device, page_size=config.page_size, need_sort=config.need_sort
         )
         self.capacity: int = self.allocator.available_size()
-        pages = -(-trace.total_lens // config.page_size)
-        accepted = np.flatnonzero(inside & (pages * config.page_size <= self.capacity))
-        if not len(accepted):
-            raise ConfigError(
-                f"all {len(trace)} requests would be rejected: the shortest has {trace.total_lens.min()} "
-                f"tokens, a request can have {max_context} (max_context), and the pool has {self.capacity} "
-                "slots"
-            )
+        accepted = _accepted(trace, max_context, self.capacity, config.page_size)
         self.table: ReqToTokenPool = ReqToTokenPool(config.max_running, max_context, device=config.device)
         self.cache: PrefixCache | None = None
         if config.prefix_cache:
@@ -429,3 +417,28 @@ class Replay:
             ),
             retracted_s=np.array(self._retracted_s),
         )
+
+
+def _sizes(trace: Trace, config: ReplayConfig) -> tuple[int, int]:
+    """The pool size and the longest context: those of the configuration, or those that suit the trace."""
+    max_context = config.max_context or int(trace.total_lens.max())
+    if config.pool_size is not None:
+        return config.pool_size, max_context
+    fitting = trace.take(np.flatnonzero(trace.total_lens <= max_context))
+    return suggest_pool_size(fitting, config) if len(fitting) else config.page_size, max_context
+
+
+def _accepted(trace: Trace, max_context: int, capacity: int, page_size: int) -> NDArray[np.int64]:
+    """Positions of the requests in the trace that fit into the request table and the pool alone.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    slots = -(-trace.total_lens // page_size) * page_size
+    accepted = np.flatnonzero((trace.total_lens <= max_context) & (slots <= capacity))
+    if not len(accepted):
+        raise ConfigError(
+            f"all {len(trace)} requests would be rejected: the shortest has {trace.total_lens.min()} "
+            f"tokens, a request can have {max_context} (max_context), and the pool has {capacity} slots"
+        )
+    return accepted
