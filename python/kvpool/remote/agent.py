@@ -49,11 +49,11 @@ class Reading(Protocol):
     """A read that has begun."""
 
     def state(self) -> Literal["running", "done", "failed"]:
-        """Return how far it is. After "done" no byte arrives; after "failed" some may."""
+        """Return its progress. After "done" no byte arrives; after "failed" some may."""
         ...
 
     def release(self) -> None:
-        """Let go of a read that is done."""
+        """Release the resources of a read that is done."""
         ...
 
 
@@ -73,10 +73,10 @@ class Agent(Protocol):
 
         Args:
             peer: The peer, as `connect` returned it.
-            kind: Which of the blocks.
+            kind: The position of the blocks in the list that `connect` got.
             here: Rows that are written.
             there: Rows that are read, one for each.
-            note: Reaches the peer when all rows have arrived here; nothing if empty.
+            note: A note to send to the peer when all rows have arrived here; empty for none.
         """
         ...
 

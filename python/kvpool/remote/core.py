@@ -1,4 +1,4 @@
-"""An endpoint without its face: leases, reads, and what peers say."""
+"""The state of an endpoint behind its public classes: leases, reads, and the notes of peers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("kvpool")
 
-_LONGEST_NAP_S = 0.001
+_MAX_POLL_S = 0.001
+"""The most seconds between two polls of `Core.wait`."""
 
 PAUSE_S = 0.0005
-"""Fences that are asked within this time share a poll: an allocator asks all that it has, one by one."""
+"""Queries of fences within this time share a poll: an allocator queries all that it has, one by one."""
 
 
 class EndpointStats(TypedDict):
@@ -52,7 +53,7 @@ class EndpointStats(TypedDict):
         rows: Slots and states that completed reads brought.
         runs: Pieces in which they came, over all buffers.
         bytes: The bytes of these rows.
-        seconds: That completed reads took, added up.
+        seconds: The sum of the times of completed reads.
     """
 
     peers: int
@@ -116,7 +117,7 @@ class Core:
 
     @property
     def name(self) -> str:
-        """The name that peers call it by."""
+        """The name of the endpoint."""
         return self.who.name
 
     @property
@@ -129,12 +130,12 @@ class Core:
         return self._new_agent(f"{self.who.agent}/{self._readers}", self._memory, self._blocks)
 
     def check_open(self) -> None:
-        """Raise `TransferError` if it is closed."""
+        """Raise `TransferError` if the endpoint is closed."""
         if self.is_closed:
             raise TransferError(f"{self.who.name} is closed")
 
     def connect(self, metadata: bytes) -> Introduction:
-        """Return who a peer is, and reach it."""
+        """Connect to a peer, and return its properties."""
         who = messages.introduced(metadata)
         different = messages.difference(self.who, who)
         if different is not None:
@@ -152,7 +153,7 @@ class Core:
         return who
 
     def disconnect(self, who: Introduction) -> None:
-        """Let go of a peer that is gone."""
+        """Disconnect a peer that is gone."""
         with self.lock:
             self.peers.pop(who.agent, None)
             self.reads.leave(who)
@@ -188,7 +189,7 @@ class Core:
         return read
 
     def offer(self, who: Introduction, remote: RemoteSlots, rows: Sequence[Indices]) -> Lease:
-        """Lend what a peer is to fetch into slots that it has lent."""
+        """Lend slots from which a peer is to fetch rows into slots that it has lent."""
         self._check_counts(rows, (remote.slots, remote.states))
         seconds = max(remote.deadline - time.monotonic(), 0.0)
         with self.lock:
@@ -217,11 +218,11 @@ class Core:
             self.poll()
 
     def wait(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
-        """Poll until it is over, at most for `timeout` seconds; returns whether it is."""
+        """Poll until `is_over` returns true, at most for `timeout` seconds. Returns whether it did."""
         if timeout is not None and not timeout >= 0:
             raise ConfigError(f"timeout is {timeout}, not a number of seconds from 0 on")
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        nap = 1e-5
+        pause = 1e-5
         while True:
             self.poll()
             if is_over():
@@ -229,11 +230,11 @@ class Core:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(nap, left))
-            nap = min(2 * nap, _LONGEST_NAP_S)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _MAX_POLL_S)
 
     def poll(self) -> None:
-        """Answer peers, and see how far all is."""
+        """Answer peers, and advance all leases and reads."""
         with self.lock:
             if self.is_closed:
                 return
@@ -249,7 +250,7 @@ class Core:
             self._polled = time.monotonic()
 
     def _settle(self, lease: Lease) -> None:
-        """Ends a lease whose slots a read has filled."""
+        """End a lease whose slots a read has filled."""
         read = lease.filled_by
         if read is not None and read.is_over():
             lease.filled_by = None
@@ -364,7 +365,7 @@ class Core:
 
 
 def _slots(indices: IndicesLike, rows: int, pool: str) -> Indices:
-    """Slots as int32 on the host, within a pool. Waits for those that only a GPU knows."""
+    """Return slots as int32 on the host, checked against their pool. Waits for values that are on a GPU."""
     to_host = getattr(indices, "cpu", None)
     listed = np.asarray(indices if to_host is None else to_host())
     if listed.size and listed.dtype.kind not in "iu":

@@ -1,8 +1,8 @@
 """Slots that are lent to peers, and transfers into slots.
 
 Bytes move one way only: an endpoint reads from a peer into its own memory. A write asks the peer to read. So
-no process writes to the memory of another, and what may still arrive in a slot is up to the process that
-owns it: it ends its own reads.
+no process writes to the memory of another, and the process that owns a slot knows whether bytes may still
+arrive in it: only its own reads bring them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SlotLease:
     def ticket(self) -> bytes:
         """The ticket that the peer needs for `Peer.slots`.
 
-        Waits for the work on a GPU that the current stream had when the slots were lent: what a peer reads is
-        complete. Who has the ticket, and the metadata of the endpoint, can use the slots.
+        Waits for the work on a GPU that the current stream had when the slots were lent: a peer reads
+        complete rows. A process with the ticket, and the metadata of the endpoint, can use the slots.
         """
         if self._lease.mark is not None:
             self._lease.mark.synchronize()
@@ -50,12 +50,12 @@ class SlotLease:
 
     @property
     def returned(self) -> bool:
-        """Whether the peer has what it wanted: it has read the slots, or filled them."""
+        """Whether the peer has read the slots, or filled them."""
         return self._lease.state == "returned"
 
     @property
     def notify(self) -> bytes | None:
-        """The bytes that the peer sent when it filled the slots; `None` before they are."""
+        """The bytes that the peer sent when it filled the slots; `None` before that."""
         return self._lease.notify if self.returned else None
 
     def query(self) -> bool:
@@ -75,12 +75,12 @@ class SlotLease:
         return self._core.wait(self.query, timeout)
 
     def end(self) -> None:
-        """End the lease before its time. What a peer reads from now on it does not use."""
+        """End the lease before its time. A peer discards what it reads from now on."""
         self._core.end(self._lease)
 
 
 class Transfer(ABC):
-    """Rows on their way, made by `Peer.read` and `Peer.write`.
+    """A transfer of rows, made by `Peer.read` and `Peer.write`.
 
     It can serve as the fence `after` of `TokenToKVPoolAllocator.free`.
     """
@@ -94,13 +94,13 @@ class Transfer(ABC):
     @property
     @abstractmethod
     def error(self) -> TransferError | None:
-        """The reason why the rows are not there; `None` if they are, or may still come."""
+        """The reason why the transfer has failed; `None` if it has not, or not yet."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Do without the rows.
+        """Cancel the transfer.
 
-        It is over when no byte arrives any more, at the latest when the lease of the peer's slots is.
+        It is over when no byte arrives any more, at the latest when the lease of the peer's slots is over.
         """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -113,7 +113,7 @@ class Transfer(ABC):
             Whether it is over.
 
         Raises:
-            TransferError: If the rows are not there.
+            TransferError: If the transfer has failed.
         """
         is_over = self._core.wait(self.query, timeout)
         if is_over and self.error is not None:
@@ -194,7 +194,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the peer."""
         return self._who.name
 
     def slots(self, ticket: bytes) -> RemoteSlots:
@@ -211,15 +211,16 @@ class Peer:
     ) -> Transfer:
         """Begin to copy rows of the peer into slots of this endpoint, in the order of both.
 
-        The rows are there when `wait` says so: then the lease lasted until all had arrived. Work that the
-        current stream has on a GPU is done before the first byte arrives; launch what uses the rows after
-        `wait`.
+        The rows are there when `wait` returns true: then the lease lasted until all had arrived. Work that
+        the current stream has on a GPU is done before the first byte arrives; launch work that uses the rows
+        after `wait`.
 
         Args:
             remote_slots: The peer's slots, from `slots`.
             slots: Slots of this `KVPool`, ints, as many as the peer's.
             states: Slots of this `GDNPool`, as many as the peer's.
-            keep: The lease is needed for another read. By default it is returned when the rows are here.
+            keep: Whether the lease is needed for another read. By default it is returned when the rows have
+                arrived.
 
         Raises:
             ConfigError: If the numbers of slots differ, or the slots are lent to be filled.
@@ -241,7 +242,8 @@ class Peer:
     ) -> Transfer:
         """Let the peer fetch rows of this endpoint into slots that it has lent to be filled.
 
-        It does so when it polls next. The rows are what work of the current stream so far leaves there.
+        The peer does so at its next poll. It gets the rows as the work that the current stream has now leaves
+        them.
 
         Args:
             slots: Slots of this `KVPool`, ints, as many as the peer's.
@@ -266,13 +268,13 @@ class Peer:
 
 
 class Endpoint(Closing):
-    """A process's pools, as others reach them: it lends slots to peers, and reads theirs.
+    """The pools of a process, for transfers: it lends slots to peers, and reads theirs.
 
-    Call `poll` now and then, such as once a step: it answers peers. `query` of leases and transfers does so,
+    Call `poll` regularly, such as once a step: it answers peers. `query` of leases and transfers does so,
     too. Methods may be called from several threads.
 
     Args:
-        name: The name that peers call it by: up to 200 characters without a slash, unlike all other names.
+        name: The name of the endpoint, which no other has: up to 200 characters without a slash.
         kv: The pool whose slots are lent and read into.
         states: The pool of the states that belong to them.
         new_agent: Makes one end of a network.
@@ -297,7 +299,7 @@ class Endpoint(Closing):
 
     @property
     def name(self) -> str:
-        """The name that peers call it by."""
+        """The name of the endpoint."""
         return self._core.who.name
 
     @property
@@ -306,9 +308,9 @@ class Endpoint(Closing):
         return self._core.who.shapes["states"] is not None
 
     def metadata(self) -> bytes:
-        """Return what `connect` of a peer needs, the same as long as the endpoint lives.
+        """Return the bytes that `connect` of a peer takes. They do not change as long as the endpoint lives.
 
-        Bring it to peers only: who has it can read the pools.
+        Send it to trusted peers only: with it, a process can read the pools.
         """
         self._core.check_open()
         return messages.introduction(self._core.who)
@@ -324,7 +326,7 @@ class Endpoint(Closing):
         return Peer(self._core, self._core.connect(metadata))
 
     def disconnect(self, peer: Peer) -> None:
-        """Let go of a peer that is gone. What was read from it fails now, and not when its lease is over.
+        """Disconnect a peer that is gone. Reads from it fail now, and not when their leases are over.
 
         It is over when no byte of it can arrive any more: within a second if other reads go on, and otherwise
         when this returns, after some tenths of a second.
@@ -344,9 +346,9 @@ class Endpoint(Closing):
         Args:
             slots: Slots of the `KVPool`, ints.
             states: Slots of the `GDNPool`, ints.
-            seconds: How long, if the peer does not return them earlier. What it has not read by then it does
-                not use.
-            writable: The peer fills the slots, with `Peer.write`. Otherwise it reads them.
+            seconds: The time of the lease, if the peer does not return it earlier. The peer discards rows
+                that it has not read by then.
+            writable: Whether the peer fills the slots, with `Peer.write`. Otherwise it reads them.
 
         Raises:
             IndexError: If a slot is outside of its pool.
@@ -357,11 +359,11 @@ class Endpoint(Closing):
         return SlotLease(self._core, self._core.lend(rows, seconds, is_writable=writable))
 
     def poll(self) -> None:
-        """Answer peers, and see how far transfers are.
+        """Answer peers, and advance transfers.
 
-        Does not wait, but for some tenths of a second when a read has to be cut off: it failed, or its lease
-        is over, and nothing else keeps late bytes from slots with new owners. Other reads have a second to
-        end before that, and begin again if it is not enough.
+        Does not wait, except for some tenths of a second when a read has failed, or its lease is over: its
+        connections are then closed, which alone keeps late bytes from slots with new owners. Other reads have
+        a second to end before that, and begin again if it is not enough.
         """
         self._core.poll()
 

@@ -34,7 +34,7 @@ class Lease:
         rows: Their rows in all buffers.
         mark: The work that must be done before they are used.
         begun: The time at which they were lent, in seconds of `time.monotonic`.
-        peer: The name of the peer for which they are; `None` for whoever has the ticket.
+        peer: The name of the peer that may use them; `None` for any that has the ticket.
         state: Whether the lease lasts, or how it ended.
         filled_by: The read that brings what a writer offered, as long as it runs.
         notify: The bytes that the writer sent when it had filled them.
@@ -65,7 +65,7 @@ class Leases:
         self.words: npt.NDArray[np.uint64] = np.zeros(MAX_LEASES, np.uint64)
         self._free = [*range(MAX_LEASES)]
         self._lasting: dict[int, Lease] = {}
-        # That are over, but for a read that still brings something.
+        # Leases that have ended, into whose slots a read still brings rows.
         self._arriving: list[Lease] = []
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Leases:
         return lease if lease is not None and lease.remote.nonce == nonce else None
 
     def end(self, lease: Lease, state: Literal["returned", "expired", "ended"]) -> bool:
-        """End a lease; returns whether it lasted. What a peer reads from now on it does not use."""
+        """End a lease; returns whether it lasted. A peer discards what it reads from now on."""
         word = lease.remote.word
         if self._lasting.get(word) is not lease:
             return False
@@ -118,5 +118,5 @@ class Leases:
         return True
 
     def forget(self) -> None:
-        """Let go of leases that are over and to which nothing comes any more."""
+        """Drop the leases that are over, into whose slots no row arrives any more."""
         self._arriving = [lease for lease in self._arriving if not lease.is_over()]

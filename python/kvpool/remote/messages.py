@@ -1,4 +1,4 @@
-"""The messages of endpoints. Nothing that comes from outside is used before it was checked."""
+"""The messages of endpoints. Each message of a peer is checked before it is used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POOLS = ("kv", "states")
 """The pools of an endpoint, in the order of their rows."""
 
 WORD_BYTES = 8
-"""Bytes of the word that says whether a lease lasts."""
+"""Bytes of the word that shows whether a lease lasts."""
 
 _MAX_TEXT = 256
 _MAX_BUFFERS = 1 << 14
@@ -65,7 +65,7 @@ class Introduction(NamedTuple):
         buffers: The address and the bytes of a row of each buffer, by pool.
         rows: The rows of every buffer, by pool.
         device: The index of the GPU that has the pools; `None` for host memory.
-        words: The address and number of the words that say which leases last.
+        words: The address and number of the words that show which leases last.
         metadata: The bytes that the agent needs to connect.
     """
 
@@ -86,7 +86,7 @@ class RemoteSlots(NamedTuple):
         slots: Slots of its `KVPool`, int32 `[n]`.
         states: Slots of its `GDNPool`, int32 `[m]`.
         is_writable: Whether `Peer.write` may fill them, or `Peer.read` read them.
-        word: The place of the word in which the peer says whether the lease lasts.
+        word: The index of the word, in the memory of the peer, that shows whether the lease lasts.
         nonce: The value of that word as long as it does.
         deadline: The time at which it is over, in seconds of `time.monotonic`.
     """
@@ -126,7 +126,7 @@ class Returned(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """A note: fetch the slots of a ticket into those of a lease, and tell your owner `notify`."""
+    """A note: fetch the slots of a ticket into those of a lease, whose owner then gets `notify`."""
 
     word: int
     nonce: int
@@ -354,7 +354,7 @@ def note(said: Returned | Offered) -> bytes:
 
 
 def noted(message: bytes) -> Returned | Offered:
-    """Return what a note says.
+    """Return the content of a note.
 
     Raises:
         ConfigError: If it is none, or of another version.

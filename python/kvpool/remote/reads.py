@@ -1,4 +1,4 @@
-"""Reads of peers' rows, each up to the moment after which no byte of it arrives."""
+"""Reads of peers' rows, each until no byte of it can arrive any more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TIMES = 16
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """Rows on their way, and then the word of their lease, which tells whether they were lent until then.
+    """A read of rows and then of the word of their lease, which shows whether they were lent until then.
 
     Attributes:
         who: The peer whose rows they are.
@@ -45,11 +45,11 @@ class Read:
         there: Rows that are read.
         mark: Work that must be done before the first byte arrives.
         keep: The lease is still needed when the rows are here.
-        begun: The time at which it was asked for, in seconds of `time.monotonic`.
-        step: Its step. One that is lost is over when its agent is closed.
+        begun: The time of the call that began it, in seconds of `time.monotonic`.
+        step: Its state. A read that is "lost" is over when its agent is closed.
         reading: The network's read.
         word: The place for the word of the lease.
-        error: The reason why the rows will not be here; then only the end of `reading` is waited for.
+        error: The reason why it has failed. It is not over before `reading` has ended.
     """
 
     who: Introduction
@@ -70,7 +70,7 @@ class Read:
         return self.step == "over"
 
     def give_up(self, why: str) -> None:
-        """Do without the rows."""
+        """Record that the read has failed. The first reason is kept."""
         if self.error is None:
             self.error = TransferError(why)
 
@@ -79,14 +79,15 @@ class Reads:
     """The reads of an endpoint.
 
     Invariant: a read is over only if nothing of it can arrive any more. That is so when the network says that
-    all has arrived, and when its agent is closed: a network may say that a read has failed, or let go of it,
-    while a peer that slept still sends. So what does not end well is lost, and cut off with the agent. Other
-    reads end before, for their peers are not told either: over TCP, UCX may end the process of one that is
-    sending. Those that begin wait for the next agent, and so do those that are not over in `PATIENCE_S`.
+    all has arrived, and when its agent is closed: a network may report that a read has failed, or drop it,
+    while a peer that was suspended still sends. So a read that fails is "lost" until its agent is closed. The
+    agent waits for its other reads to end before, since closing it notifies no peer: over TCP, UCX may end
+    the process of a peer that is sending. New reads wait for the next agent, and reads that are not over
+    within `PATIENCE_S` begin again with it.
 
     Args:
         new_agent: Makes an agent that reads. Closed by this class, if it `may_cut`.
-        may_cut: Whether agents may be closed. Otherwise a read is over when the network says so.
+        may_cut: Whether agents may be closed. Otherwise a read is over when the network reports it.
     """
 
     def __init__(self, new_agent: Callable[[], Agent], *, may_cut: bool) -> None:
@@ -128,12 +129,12 @@ class Reads:
         return self._agent, self._reached[who.agent]
 
     def forget(self, who: Introduction) -> None:
-        """Let go of a peer that nothing is read from."""
+        """Drop the connection to a peer, unless rows are read from it."""
         if all(read.who.agent != who.agent for read in self._running):
             self._reached.pop(who.agent, None)
 
     def leave(self, who: Introduction) -> None:
-        """End the reads from a peer that is gone. It costs a cut if any is under way."""
+        """End the reads from a peer that is gone. If any is under way, the agent is closed for it."""
         for read in self._running:
             if read.who.agent == who.agent:
                 read.give_up(f"{who.name} is gone")
@@ -166,7 +167,7 @@ class Reads:
         self._cut_off()
 
     def advance(self) -> None:
-        """See how far all reads are."""
+        """Advance all reads by the progress of the network."""
         for read in [*self._running]:
             self._advance(read)
         self._cut_off()
@@ -191,7 +192,7 @@ class Reads:
         if read.error is not None:
             self._finish(read)
         elif self._cut_at is not None:
-            return  # the next agent is its own
+            return  # it begins with the next agent
         elif not len(read.here):
             self._has_arrived(read)
         elif read.mark is None or read.mark.query():
@@ -211,7 +212,7 @@ class Reads:
 
     @staticmethod
     def _state(read: Read) -> Literal["running", "done", "failed"]:
-        """The progress of the network with a read. Nothing of the agent is referred to afterwards."""
+        """Return the progress of the network with a read. No reference to the agent is left afterwards."""
         if read.reading is None:
             return "done"
         try:
@@ -257,15 +258,15 @@ class Reads:
             read.reading = agent.read(peer, kind, here, there, note)
         except TransferError as error:
             failure = str(error)
-        # The traceback is gone: what it held of the agent would keep that alive.
+        # Outside of the handler: the traceback holds objects that would keep the agent alive.
         if failure is not None:
             self._fail(read, failure)
 
     def _fail(self, failed: Read, why: str) -> None:
-        """Ends a read that failed and, if it is cut off, those from its peer: they would fail one by one."""
+        """End a read that failed and, with its agent, all from its peer, which would fail one by one."""
         failed.give_up(why)
         if not self._may_cut:
-            # Of the others from this peer something may still arrive.
+            # Rows of the other reads from this peer may still arrive.
             self._finish(failed)
             return
         for read in self._running:
@@ -274,13 +275,13 @@ class Reads:
                 self._lose(read)
 
     def _lose(self, read: Read) -> None:
-        """Leaves a read that was given up, and of which more may arrive, to the end of the agent."""
+        """Mark a failed read, of which more may arrive, as lost: it is over when its agent is closed."""
         read.step = "lost"
         if self._cut_at is None:
             self._cut_at = time.monotonic() + PATIENCE_S
 
     def _cut_off(self) -> None:
-        """Ends the reads that are lost, when the others have ended or were waited for."""
+        """Close the agent of lost reads, when its other reads have ended or their time is over."""
         if self._cut_at is None:
             return
         begun = [read for read in self._running if read.step != "waiting"]
@@ -297,7 +298,7 @@ class Reads:
                 self._finish(read)
 
     def _end_agent(self) -> None:
-        # It lives as long as what it has made.
+        # Its objects keep it alive.
         for read in self._running:
             read.reading = None
         self._reached.clear()
