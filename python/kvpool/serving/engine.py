@@ -2,9 +2,9 @@
 
 Each step runs one batch of the scheduler through the model, and samples a token for each request whose tokens
 are all computed. A prefix cache keeps the full pages of finished and retracted requests until their slots are
-needed: a request that begins like one of them, such as the next turn of a conversation, starts behind what
-they have in common. A retracted request computes again what was evicted meanwhile; its output stays the same.
-With a tier below the cache, what was evicted comes back from there, layer by layer, where that is cheaper.
+needed: a request that begins like one of them, such as the next turn of a conversation, starts behind their
+common prefix. A retracted request computes evicted tokens again; its output stays the same. With a tier below
+the cache, evicted pages are loaded from there, layer by layer, where that is cheaper.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Engine:
         model: The model and its pools.
         max_step_tokens: The most new tokens in a step, of prompts and of requests that decode.
         prefix_cache: Whether prompts start behind what is cached of them; or a cache of the model's allocator
-            and states, with a tier below (`tiers`) if what is evicted shall come back.
+            and states, with a tier below (`tiers`) to which evicted pages are copied.
         swap: The treatment of the part of a prefix that only the tier has: "load" brings it back, "compute"
             computes it again, and "auto" does what takes less time, as measured. The tokens are the same.
 
@@ -209,9 +209,10 @@ class Engine:
                 adapter or a tenant.
             tokens: The first of the new tokens, where they were generated elsewhere. `on_token` is not called
                 with them.
-            move: Brings K, V and states of all tokens but the last from where they were computed: they are
-                computed here only if they do not come. Or takes them away when the next token is generated,
-                if it is not the last one: the request is finished here when they have gone.
+            move: A move of K, V and states of all tokens but the last from the process that has computed
+                them: they are computed here only if it fails. Or a move to another process, which begins when
+                the next token is generated, if it is not the last one: the request is finished here when the
+                move is over.
 
         Returns:
             The request.
@@ -268,8 +269,8 @@ class Engine:
         Args:
             request: A request that is not over.
             sampling: Sampling parameters; by default those of the request.
-            on_token: As in `submit`; not called with the tokens generated so far.
-            owner: As in `submit`.
+            on_token: Called with the copy and each new token, not with the tokens generated so far.
+            owner: A name of the copy for `leaks` and snapshots of pools with debugging.
 
         Returns:
             The copy.
@@ -427,7 +428,10 @@ class Engine:
                 self._undelivered.popleft()
 
     def _changing(self) -> AbstractContextManager[None]:
-        """Change the scheduler. If an exception ends that, retract what runs, now or in the next call."""
+        """Guard a change of the scheduler: if an exception ends it, the running requests are retracted.
+
+        If another exception comes while they are, the next call retracts them.
+        """
         earlier = self._change()
         if earlier is not None and getgeneratorstate(earlier) == GEN_SUSPENDED:
             raise ConfigError(

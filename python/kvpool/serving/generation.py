@@ -1,4 +1,4 @@
-"""A prompt and what is generated after it, whoever does that."""
+"""A prompt and its generated tokens, of an engine or a cluster."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Generation(ABC):
         return len(self.prompt) + len(self.tokens)
 
     def follow(self, step: Callable[[], object]) -> Iterator[int]:
-        """Yield its tokens as they are generated, which `step` goes on with."""
+        """Yield the tokens as they are generated. Call `step` to generate more."""
         given = 0
         while given < len(self.tokens) or not self.is_over:
             if given < len(self.tokens):

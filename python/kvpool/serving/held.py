@@ -20,8 +20,8 @@ class Held:
         lease: Its lease of the prefix cache, while running with one.
         load: The load of its prefix from the tier below, up to the end of its first step.
         fetch: The fetch of its prompt from a store to that tier, up to its admission.
-        move: The move of its rows from another process, up to their arrival, or to there when its next token
-            is generated.
+        move: The move of its rows from another process, up to their arrival, or the move to another process
+            that begins when its next token is generated.
     """
 
     row: int = 0

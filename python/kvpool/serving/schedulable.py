@@ -19,7 +19,7 @@ class Schedulable(Protocol):
         state: "waiting", "running", and at the end "finished" or "aborted". The scheduler sets it.
         retractions: Number of retractions.
         prefix_len: Number of tokens that were found in the prefix cache at its admission, while running.
-        held: The part of it that only the scheduler changes. At first it holds nothing, or a move.
+        held: The part of it that only the scheduler changes. At first it is empty but for a move, if any.
     """
 
     state: State

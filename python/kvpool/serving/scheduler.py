@@ -52,15 +52,16 @@ class Scheduler(Generic[R]):
     begins like one whose prompt is being computed waits for that. If the cache has states, chunks end at a
     page where possible, so that a snapshot can be kept there.
 
-    What a tier below the cache has of a prefix comes back while the first step of its request runs, if that
-    pays. Slots that are copied are free when the copy is over: a step leaves out the youngest requests
-    meanwhile rather than retract them, and waits only if it has room for none. If there is a store, a request
-    that is submitted is not in the queue before the store's part of its prompt has come.
+    The part of a prefix that only a tier below the cache has is loaded during the first step of its request,
+    if that costs less than computing it. Slots that a copy reads or writes are free when the copy is over: in
+    the meantime a step leaves out the youngest requests rather than retract them, and waits only if it has
+    room for none. If there is a store, a submitted request is queued when the store's part of its prompt has
+    been fetched.
 
-    Rows that were computed elsewhere are not computed again: a request with a move that brings them gets
-    slots for all of its tokens but the last, and runs when they have arrived; if they do not, it is computed.
-    One with a move that takes them away keeps its slots after `hand_over` until that is over. Nothing
-    retracts what moves.
+    Rows that another process has computed are not computed again: a request with a move from there gets slots
+    for all of its tokens but the last, and runs when the rows have arrived. If the move fails, the rows are
+    computed. A request with a move to another process keeps its slots after `hand_over` until the move is
+    over. A request whose rows move is not retracted.
 
     If an exception ends a call early, such as an interrupt, call `retract_all` before the next.
 
@@ -130,7 +131,7 @@ class Scheduler(Generic[R]):
         return not (self.waiting or self.running or self.fetching or self.moving)
 
     def submit(self, request: R) -> None:
-        """Let a request wait, first for what a store has of its prompt."""
+        """Queue a request. If there is a store, the store's part of its prompt is fetched first."""
         queue = self._fetch_queue
         if queue.has_store and not has_rows_elsewhere(request) and not queue.is_stuck:
             queue.submit(request, self.waiting)
@@ -138,9 +139,9 @@ class Scheduler(Generic[R]):
             self.waiting.append(request)
 
     def submit_fork(self, request: R) -> None:
-        """Let a copy of a request wait for slots.
+        """Queue a copy of a request.
 
-        It fetches nothing from a store: the original has published its tokens, or fetches them itself.
+        Nothing is fetched from a store for it: the original has published its tokens, or fetches them itself.
         """
         self.waiting.append(request)
 
@@ -220,11 +221,11 @@ class Scheduler(Generic[R]):
                 self.publish(request)
 
     def note_load_failed(self) -> None:
-        """Record that a load has failed. Call `retract_all`; what it was for is computed."""
+        """Record that a load has failed. Call `retract_all`; its tokens are computed."""
         self._prefixes.tries_loads = False
 
     def publish(self, request: R) -> None:
-        """Offer what a running request has computed to the prefix cache."""
+        """Publish the computed tokens of a running request to the prefix cache."""
         row, lease, cached = request.held.row, request.held.lease, request.held.cached
         if lease is None or self._slots.whole(cached) <= (length := lease.length):
             return

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class SlotSupply:
-    """Slots that are free, that a cache can evict, and that copies to or from the tier below it hold yet.
+    """Slots that are free, that a cache can evict, and that copies to or from the tier below it still hold.
 
     Args:
         allocator: The allocator of the slots.
@@ -42,7 +42,7 @@ class SlotSupply:
 
     @property
     def evicts_ahead(self) -> bool:
-        """Whether what is evicted is copied to the tier first, which takes a while."""
+        """Whether evicted pages are copied to the tier first, so that their slots are free later."""
         return self.tier is not None and self.tier.write == "back"
 
     @property
@@ -51,11 +51,11 @@ class SlotSupply:
         return 0 if self.tier is None else self._allocator.stats()["fenced"]
 
     def whole(self, tokens: int) -> int:
-        """The part of so many tokens that fills pages."""
+        """The largest multiple of the page size that is at most `tokens`."""
         return tokens // self.page_size * self.page_size
 
     def pages(self, tokens: int) -> int:
-        """The pages of so many tokens."""
+        """The number of pages that `tokens` need."""
         return -(-tokens // self.page_size)
 
     def has_room(self, pages: int) -> bool:
@@ -63,7 +63,10 @@ class SlotSupply:
         return pages * self.page_size <= self.coming + self.obtainable()
 
     def attempt(self, call: Callable[[], T | None]) -> T | None:
-        """The result of a call that needs slots, `None` if there are not enough: `lacks_copied` says why."""
+        """Return the result of a call that needs slots; `None` if there are not enough.
+
+        Then `lacks_copied` is set if copies hold slots.
+        """
         self.lacks_copied = False
         if self.tier is None:
             return call()
@@ -79,7 +82,7 @@ class SlotSupply:
                 return None
 
     def evict_ahead(self, growth: Iterable[tuple[int, int]]) -> None:
-        """Evict what requests need next: what is copied down first is copied beside this step.
+        """Evict the pages that requests need next, so that they are copied to the tier during this step.
 
         Args:
             growth: For each request, the number of its tokens before and after.

@@ -1,4 +1,4 @@
-"""Rows of the request table between a request and the table."""
+"""Rows of the request table that are about to be given to a request, or to be freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _AllocRows(Protocol):
 
 
 class SpareRows:
-    """Rows that no request has: one is about to start, or some are about to be freed.
+    """Lists rows that are allocated and that no request has: of one that starts, or of some that have ended.
 
     An interrupt comes between two instructions of Python and not within one that calls the extension. What
     takes a row from the table, or frees some, is one such call together with the change of the list: a row is

@@ -1,4 +1,4 @@
-"""The tier below the device: whether its part of a prefix is loaded or computed, and how it arrives."""
+"""The choice between loading and computing a prefix that the tier below the device has, and its arrival."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Swap:
             return self.mode == "load"
         if not self._steps.is_known:
             return False
-        # What small loads cost says little of large ones.
+        # The measured cost of small loads does not predict that of much larger ones.
         is_tried = tokens <= 2 * self._largest
         if not is_tried or self._loads.at(tokens) <= self._steps.slope(self._least) * tokens:
             return True
@@ -129,7 +129,7 @@ class Line:
 
 
 class LoadError(RuntimeError):
-    """A prefix that was on its way does not arrive."""
+    """The load of a prefix has failed."""
 
 
 class Arrivals:
@@ -162,10 +162,10 @@ class Arrivals:
             raise LoadError(str(error)) from error
 
     def wait(self) -> None:
-        """As `wait_layer`, for all layers.
+        """Order the current stream, or the calling thread, behind the arrival of all layers.
 
         Raises:
-            LoadError: If one does not arrive.
+            LoadError: If a layer does not arrive.
         """
         if self._loads:
             self.wait_layer(self._layers - 1)
