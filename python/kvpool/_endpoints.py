@@ -1,4 +1,4 @@
-"""The endpoints of this process, for those who observe them."""
+"""The endpoints of this process, for snapshots and metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Moving(NamedTuple):
     Attributes:
         slots: int32 `[n]`.
         state: "lent" to be read; "filling", which a peer may fill, or does; or "reading" from a peer.
-        peer: The name of the peer; `None` if whoever has the ticket may read them.
+        peer: The name of the peer; `None` if any that has the ticket may read them.
         lease: The lease, in words.
         age_s: Seconds since it began.
     """
@@ -36,7 +36,7 @@ class Observed(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that peers call it by."""
+        """The name of the endpoint."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class Observed(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it moves nothing any more."""
+        """Whether the endpoint is closed."""
         ...
 
     def stats(self) -> Mapping[str, object]:

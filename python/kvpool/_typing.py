@@ -53,7 +53,7 @@ class BlockLike(Protocol):
 
     @property
     def block_id(self) -> int:
-        """Its number."""
+        """The number of the block."""
         ...
 
 

@@ -25,10 +25,10 @@ class Store(Closing):
     """A tier below a `HostTier`: pages by key, in a place that is larger and slower than host memory.
 
     `PrefixCache(tiers=(host, store))` puts there what comes to host memory, and its `fetch` brings back what
-    the store has of a prompt. `FileStore` does the same. Others are subclasses of this class, of which three
-    methods may take their time: threads of the store call them, one thread `find` and `read` and one `write`,
-    and nothing in the cache waits for them. What they raise is logged, and means that nothing is there or was
-    written. `close` ends the threads; so does the end of the program, or of the store.
+    the store has of a prompt. `FileStore` does the same. Other stores are subclasses of this class. Three of
+    their methods may be slow: threads of the store call them, one thread `find` and `read` and one `write`,
+    and nothing in the cache waits for them. An exception of a method is logged, and means that no page is
+    there or was written. `close` ends the threads; so does the end of the program, or of the store.
 
     A key has 32 bytes and names all that the bytes of its page depend on: the model, the shape and dtype of
     the pools, the page size, the namespace, and all tokens up to the page's end. What is there need never be
@@ -41,7 +41,7 @@ class Store(Closing):
     def __init__(self) -> None:
         self._queue = _StoreQueue()
         self._ends = threading.Event()  # set before the queue takes no more calls
-        # They let go of a store that nothing else holds.
+        # The threads hold no reference that would keep the store alive.
         here = weakref.ref(self)
         self._threads = [
             threading.Thread(target=_serve, args=(get, here, self._ends), name="kvpool-store", daemon=True)
@@ -100,17 +100,17 @@ class Store(Closing):
 
 
 def _end(queue: _StoreQueue, ends: threading.Event, threads: list[threading.Thread]) -> None:
-    """End the threads of a store that is gone, or at the end of the program."""
+    """End the threads of a store that was deleted, or at the end of the program."""
     ends.set()
     queue.abandon()
     if not threading.main_thread().is_alive():
-        # They may not come back to the interpreter later. One that a store keeps does not.
+        # No thread may enter the interpreter after this. One in a method of its store may not end in time.
         for thread in threads:
             thread.join(1.0)
 
 
 def _serve(get: Callable[[], _StoreCall | None], store: weakref.ref[Store], ends: threading.Event) -> None:
-    """Answer the calls of a store until it is closed, or gone.
+    """Answer the calls of a store until it is closed, or deleted.
 
     Args:
         get: Waits for the next call.
@@ -122,12 +122,12 @@ def _serve(get: Callable[[], _StoreCall | None], store: weakref.ref[Store], ends
             call = get()
         except RuntimeError:
             if not ends.is_set():
-                _logger.exception("a thread of a store has ended: what it is asked is not answered")
+                _logger.exception("a thread of a store has ended: its calls are not answered")
             return
         here = store()
         if here is not None and call is not None:
             _answer(here, call)
-        # Not held while the next call is waited for.
+        # No reference is held while waiting for the next call.
         del here, call
 
 

@@ -227,7 +227,8 @@ class Worker:
     def _reset(self) -> None:
         """Abort all requests, which a router sends to other workers, and disconnect all peers.
 
-        Without a router nothing tells which peers are lost. The next router names those that are alive.
+        Without a router, the worker does not learn which peers are lost. The next router names those that are
+        alive.
         """
         for request in self._requests.values():
             self._engine.abort(request)

@@ -40,7 +40,7 @@ class Leak:
 
 
 def leaks(pool: Pool, since: int = 0) -> list[Leak]:
-    """As `Pool.leaks`, for allocations from call number `since` on."""
+    """Return the leaks of a pool as `Pool.leaks` does, for allocations from call number `since` on."""
     check_hands_out(pool)
     if not _records_owners(pool):
         raise TypeError(f"a {type(pool).__name__} records no owners; its reset() frees everything")

@@ -55,7 +55,7 @@ def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable the garbage collector, which would traverse millions of new spans in vain."""
+    """Disable the garbage collector, which would traverse millions of new spans and free nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -58,10 +58,10 @@ def page_keys(tokens: IndicesLike, page_size: int, namespace: Namespace = None) 
 
 
 class PrefixIndex:
-    """Which pages each worker has: what a router asks for the worker that has most of a prompt.
+    """An index of the pages that each worker has cached, with which a router finds the longest cached prefix.
 
-    It has no more than what a worker published, and at times less: what came before the router listened
-    and is not replayed, and what exceeds `max_pages`. A page is 100 to 150 bytes here.
+    It has no page that a worker did not publish. It lacks pages that were published before the router
+    subscribed and are not replayed, and those above `max_pages`. A page takes 100 to 150 bytes.
 
     All calls are atomic and thread-safe.
 
@@ -81,10 +81,10 @@ class PrefixIndex:
         self._lock = threading.Lock()
 
     def apply(self, worker: str, batch: EventBatch) -> None:
-        """Take note of what came and went. A worker that is not known yet is from now on.
+        """Apply the events of a batch. A worker that is not known yet is added.
 
         Args:
-            worker: Its name.
+            worker: The name of the worker.
             batch: The batch that follows the last one of this worker.
 
         Raises:
@@ -113,7 +113,7 @@ class PrefixIndex:
 
         Args:
             tokens: Token ids of the prompt: ints, or a tensor or array.
-            namespace: As in `PrefixCache.match`.
+            namespace: A str, bytes or an int; `None` is a namespace of its own.
             tier: Count pages of this tier alone. By default a page may be in any.
 
         Returns:

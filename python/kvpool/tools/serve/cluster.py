@@ -49,7 +49,7 @@ class Options(NamedTuple):
         listen: Host and port of the router, for itself.
         router: The same, for a worker.
         name: The name of a worker; empty for one of its role and process.
-        secret_file: Has the shared secret; empty for what the environment says.
+        secret_file: The file with the shared secret; empty for the secret of the environment.
         allow_remote: Whether other machines are part of the cluster.
         host: The address of this machine at which a worker publishes events.
         network: The network devices through which rows are read.

@@ -1,4 +1,4 @@
-"""Output of `kvpool serve` for a cluster: who does what, while it runs and at the end."""
+"""Output of `kvpool serve` for a cluster: the work of each process, while it runs and at the end."""
 
 from __future__ import annotations
 

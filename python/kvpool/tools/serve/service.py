@@ -212,7 +212,7 @@ class Pools:
     Args:
         config: The configuration.
         model: The model.
-        events: Whether the cache tells what comes and goes.
+        events: Whether the cache records events.
     """
 
     def __init__(self, config: ServeConfig, model: Any, *, events: bool = False) -> None:  # noqa: ANN401
