@@ -28,13 +28,15 @@ import time
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events.endpoints import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+T = TypeVar("T")
 
 _logger = logging.getLogger("kvpool")
 
@@ -234,6 +236,16 @@ class Channel:
             self._unsent.put(None)
         _end(self._connection)
         self._connection.close()
+
+
+def drain(received: queue.SimpleQueue[T], timeout_s: float) -> Iterator[T]:
+    """Yield the items of a queue until it is empty. Waits `timeout_s` for the first."""
+    try:
+        yield received.get(timeout=timeout_s) if timeout_s else received.get_nowait()
+        while True:
+            yield received.get_nowait()
+    except queue.Empty:
+        return
 
 
 class _Tags:

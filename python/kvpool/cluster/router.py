@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from kvpool._closing import Closing
 from kvpool.cluster import messages
-from kvpool.cluster.channel import ChannelError, Listener, parse_address
+from kvpool.cluster.channel import ChannelError, Listener, drain, parse_address
 from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
@@ -236,7 +236,8 @@ class Router(Closing):
         self._deliver()
         self._subscriber.poll()
         self._assign()
-        self._receive(timeout_s)
+        for channel, message in drain(self._received, timeout_s):
+            self._handle(channel, message)
         now = time.monotonic()
         for worker in [*self._workers.values()]:
             if worker.is_alive and now - worker.last_seen > self._lost_after_s:
@@ -299,17 +300,6 @@ class Router(Closing):
                 self._received.put((channel, messages.from_worker(channel.receive())))
         except ChannelError as error:
             self._received.put((channel, error))
-
-    def _receive(self, timeout_s: float) -> None:
-        try:
-            channel, message = (
-                self._received.get(timeout=timeout_s) if timeout_s else self._received.get_nowait()
-            )
-            while True:
-                self._handle(channel, message)
-                channel, message = self._received.get_nowait()
-        except queue.Empty:
-            return
 
     def _handle(self, channel: Channel, message: ToRouter | ChannelError) -> None:
         worker = self._by_channel.get(channel)

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvpool.cluster import messages
-from kvpool.cluster.channel import ChannelError, connect
+from kvpool.cluster.channel import ChannelError, connect, drain
 from kvpool.cluster.handover import Incoming, Outgoing
 from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
@@ -122,7 +122,8 @@ class Worker:
             _send(channel, self._join)
             is_busy = False
             while not stop.is_set():
-                self._receive(received, 0.0 if is_busy else _IDLE_S)
+                for message in drain(received, 0.0 if is_busy else _IDLE_S):
+                    self._handle(message)
                 is_busy = self._engine.step()
                 self._endpoint.poll()
                 if self._publisher is not None:
@@ -132,16 +133,6 @@ class Worker:
             channel.close()
             listener.join()
             self._reset()
-
-    def _receive(self, received: queue.SimpleQueue[ToWorker | ChannelError], timeout_s: float) -> None:
-        """Handle the messages of the router. Wait `timeout_s` for the first."""
-        try:
-            message = received.get(timeout=timeout_s) if timeout_s else received.get_nowait()
-            while True:
-                self._handle(message)
-                message = received.get_nowait()
-        except queue.Empty:
-            return
 
     def _handle(self, message: ToWorker | ChannelError) -> None:
         if isinstance(message, ChannelError):
