@@ -45,12 +45,12 @@ _PREFIX = "kvpool1:"
 _METADATA = "P2PHANDSHAKE"  # peers ask each other; no other server is needed
 
 _OK = 0
-# Mooncake gives up waiting for a transfer after 60 seconds, and lets it run on: into memory that has another
-# use by then. One that stands still for this variable's seconds ends. For one that creeps, the client is
-# closed.
+# After 60 seconds Mooncake returns from a transfer that still runs, into memory that has another use by then.
+# A transfer without progress for the seconds of this variable ends. If one makes slow progress, the client is
+# closed after `_SLOW_S`.
 _PROGRESS = "MC_TCP_PROGRESS_TIMEOUT_SEC"
 _LONGEST_S = 30
-_CREEPING_S = 55.0
+_SLOW_S = 55.0
 
 _TRANSFER_FAILS = -800
 _RPC_FAILS = -900
@@ -146,12 +146,12 @@ class MooncakeStore(Store):
     is stored a trailer of 36 bytes, its key and a checksum, which every read compares: what does not fit its
     key is missing, never wrong.
 
-    A master that cannot be reached makes pages missing, and raises nothing. When it is back, or another is
-    started at its address, sharing goes on; pages that were stored before it ended are lost. One warning of
-    the logger `kvpool` tells of its end.
+    While the master cannot be reached, pages are missing, and nothing is raised. When it is back, or another
+    is started at its address, sharing goes on; pages that were stored before it ended are lost. The logger
+    `kvpool` reports its end with one warning.
 
     A read of at most 64 MiB that takes a minute, although bytes keep coming, ends the store: it finds nothing
-    from then on, and an error of the logger tells.
+    from then on, and the logger reports it with an error.
 
     Threads can call all methods at the same time. Calls block for as long as Mooncake does, and release the
     GIL. A child of a fork cannot use the store: every call raises `RuntimeError`. It has to end by
@@ -323,10 +323,8 @@ class MooncakeStore(Store):
         self._leave()
 
     def _abandon(self) -> None:
-        """End all transfers, with the client: the memory of this call is free when it returns."""
-        _logger.error(
-            "a read from the Mooncake Store took longer than %g s; the store is given up", _CREEPING_S
-        )
+        """Close the client, which ends all transfers: the memory of this call is free when it returns."""
+        _logger.error("a read from the Mooncake Store took longer than %g s; the store is given up", _SLOW_S)
         with self._guard:
             self._abandoning += 1
             self._guard.notify_all()
@@ -348,7 +346,7 @@ class MooncakeStore(Store):
 
     @contextmanager
     def _use(self) -> Iterator[_Client | None]:
-        """The client, if the store was not given up. It is not closed within: then its calls would crash."""
+        """Yield the client; `None` if it is closed. It is not closed within, where its calls would crash."""
         self._check_process()
         with self._guard:
             if self._closed:
@@ -362,18 +360,23 @@ class MooncakeStore(Store):
                 self._guard.notify_all()
 
     def _ask(self, call: Callable[..., list[int]], *arguments: object) -> list[int] | None:
-        """The result of a call. Nothing while the master is gone, since each call would take seconds."""
-        if self._abandoning or not self._has_master():
+        """Return the result of a call; `None` while the master is gone, as each call would take seconds."""
+        if self._abandoning or not self._reach_master():
             return None
         codes = call(*arguments)
         if _RPC_TIMES_OUT in codes:
-            # It still takes connections. By then Mooncake knows whether it answers.
+            # It still accepts connections. After this pause Mooncake has found out whether it answers.
             self._lost(self._timeout_s + 2 * _PING_S)
         elif _RPC_FAILS in codes:
             self._lost()
         return codes
 
-    def _has_master(self) -> bool:
+    def _reach_master(self) -> bool:
+        """Check the connection to the master; try again, from time to time, to connect to one that is gone.
+
+        Returns:
+            Whether it can be called.
+        """
         healthy = self._client.health_check() == _OK
         if not healthy:
             self._lost()
@@ -439,7 +442,7 @@ class MooncakeStore(Store):
         codes = self._ask(client.batch_get_into_multi_buffers, *_arguments(trailers, values))
         if codes is None:
             return [False] * len(values)
-        if _TRANSFER_FAILS in codes and time.monotonic() - began > _CREEPING_S:
+        if _TRANSFER_FAILS in codes and time.monotonic() - began > _SLOW_S:
             self._abandon()
             return [False] * len(values)
         right = []

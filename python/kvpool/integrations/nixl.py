@@ -72,9 +72,11 @@ class _Reading:
         self._handle = handle
 
     def state(self) -> Literal["running", "done", "failed"]:
-        with _failures("tell the state of a transfer"):
+        with _failures("query a transfer"):
             state = self._agent.check_xfer_state(self._handle)
-        return {"DONE": "done", "PROC": "running"}.get(state, "failed")  # type: ignore[return-value]
+        if state == "DONE":
+            return "done"
+        return "running" if state == "PROC" else "failed"
 
     def release(self) -> None:
         with _failures("release a transfer"):

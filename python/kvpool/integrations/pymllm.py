@@ -58,7 +58,7 @@ class TreeNode:
 
     @property
     def evicted(self) -> bool:
-        """Whether it is gone."""
+        """Whether the node was evicted."""
         try:
             self._tree.node(self.id)
         except kvpool.StaleBufferError:
@@ -85,12 +85,12 @@ class TreeNode:
 
     @property
     def key(self) -> Any:  # noqa: ANN401 - a class of pymllm
-        """Its own tokens, as a `RadixKey` without an `extra_key`."""
+        """The tokens of the node alone, as a `RadixKey` without an `extra_key`."""
         return base.RadixKey(self._tree.node(self.id).tokens)
 
     @property
     def value(self) -> torch.Tensor:
-        """The slots of its own tokens, int64 in host memory."""
+        """The slots of these tokens, int64 in host memory."""
         return torch.tensor(self._tree.node(self.id).slots, dtype=torch.int64)
 
 

@@ -46,7 +46,7 @@ class Swap:
         self._refusals, self._largest = 0, 0
 
     def pays(self, tokens: int) -> bool:
-        """Whether to load so many tokens."""
+        """Decide whether to load so many tokens. One in `_REFUSALS` refusals is turned into a load."""
         if self.mode != "auto":
             return self.mode == "load"
         if not self._steps.is_known:

@@ -89,7 +89,7 @@ class Trace:
         return self.take(np.arange(len(self))[:requests])
 
     def all_blocks(self) -> list[NDArray[np.int64]]:
-        """Like `blocks`, with numbers of their own for prompts that are like no other."""
+        """Return `blocks`, in which prompts without block numbers get numbers that no other prompt has."""
         counts = (-(-self.input_lens // self.block_size)).tolist()
         free = 1 + max((int(blocks.max()) for blocks in self.blocks if blocks.size), default=-1)
         result = []

@@ -189,7 +189,7 @@ class Process:
                 return [-800] * len(keys)
 
         self.store._client = Creeping()  # type: ignore[assignment]
-        mooncake._CREEPING_S = 0.0
+        mooncake._SLOW_S = 0.0
         states: list[list[str]] = []
         threads = [
             threading.Thread(target=lambda start=i * size: states.append(self.read([number], size, start)))

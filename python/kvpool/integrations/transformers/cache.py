@@ -140,7 +140,7 @@ class PooledCache(Cache, Closing):
 
     @override
     def close(self) -> None:
-        """Give all slots back, for good: to write then raises `StaleBufferError`. Again does nothing."""
+        """Give all slots back, for good: a later write raises `StaleBufferError`. Again, it does nothing."""
         self._closer()
 
     @override
@@ -424,7 +424,7 @@ class _Batch:
         return self._pools.table.req_to_token[self._row_indices, first : self.length]
 
     def _room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers for so many rows of keys and values."""
+        """Return buffers for `rows` rows of keys and values, which later calls reuse."""
         if self._gathered is None or len(self._gathered[0]) < rows:
             shapes = (buffer.shape[1:] for buffer in self._pools.kv_pool.get_kv_buffer(0))
             like = self._pools.kv_pool.k_buffer[0]
@@ -502,7 +502,7 @@ class _Batch:
             self._pools.planner.finish(rows)
 
     def close(self) -> None:
-        """The same, for good."""
+        """Give back all rows and slots, and take none any more."""
         self._closed = True
         self.release()
 
@@ -531,7 +531,7 @@ class _PoolLayer(CacheLayerMixin):
 
     @override
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the pools have all memory already."""
 
     @override
     def update(

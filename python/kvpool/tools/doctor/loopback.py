@@ -22,7 +22,7 @@ _LEASE_S, _PATIENCE_S = 600.0, 60.0
 
 
 def slots_of(tokens: int, page: int, seed: int) -> list[int]:
-    """As many slots in pages that are anywhere among twice as many."""
+    """Return the slots of `tokens` tokens, in pages that are chosen at random from twice as many."""
     pages = list(range(1, 2 * tokens // page))
     random.Random(seed).shuffle(pages)  # noqa: S311 - no secrets
     return [slot for first in pages[: tokens // page] for slot in range(first * page, (first + 1) * page)]

@@ -76,7 +76,7 @@ class Job:
 
 
 def _chunks(count: int, job: Job, device: str, *, pin_memory: bool = False) -> list[Chunk]:
-    """So many times the memory of a repetition."""
+    """Allocate `count` chunks, each with the bytes of one repetition."""
     import kvpool  # noqa: PLC0415 - this file must load even if kvpool does not
 
     pool = kvpool.ChunkPool(count, job.size, "uint8", device, pin_memory)

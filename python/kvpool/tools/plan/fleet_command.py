@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Which requests a fleet gets.
+    """The choice of the requests that a fleet gets.
 
     Attributes:
         path: File of the trace; None for a synthetic one.
-        requests: Only so many of the first requests; None for all, or for `SYNTHETIC_REQUESTS`.
+        requests: The number of requests to take from its begin; None for all, or `SYNTHETIC_REQUESTS`.
         seed: Seed of the synthetic trace.
     """
 
