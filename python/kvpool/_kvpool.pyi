@@ -2934,7 +2934,7 @@ class Removed:
 
 @final
 class Cleared:
-    """Nothing is cached any more; or a reader was so late that events were lost, and begins anew."""
+    """The cache is empty now, or a reader fell so far behind that events were lost: it starts over with an empty index."""
 
 @final
 class PagePool(Pool):
@@ -3690,7 +3690,7 @@ class FileStore:
     pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
     call the last are evicted first, as prefixes want it.
 
-    Threads read and write, past the system's cache where the file system can do that. They report failures in
+    Threads read and write, bypassing the page cache where the file system supports it. They report failures in
     `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. Nothing is evicted or
     lost because one page could not be read or written, but for the page that made room.
 
@@ -3878,15 +3878,15 @@ class Fetch:
         load.
         """
     def query(self) -> bool:
-        """Returns whether no more will come. Does not wait."""
+        """Returns whether the fetch is over. Does not wait."""
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until no more will come, without the GIL. An interrupt ends the wait only.
+        """Waits until the fetch is over, without the GIL. An interrupt ends the wait only.
 
         Args:
             timeout: Maximum wait in seconds; unlimited by default.
 
         Returns:
-            Whether no more will come.
+            Whether the fetch is over.
 
         Raises:
             ConfigError: If `timeout` is negative or NaN.

@@ -23,18 +23,18 @@ impl Fetch {
         self.fetch.len()
     }
 
-    /// Returns whether no more will come. Does not wait.
+    /// Returns whether the fetch is over. Does not wait.
     fn query(&self) -> bool {
         self.fetch.is_over()
     }
 
-    /// Waits until no more will come, without the GIL. An interrupt ends the wait only.
+    /// Waits until the fetch is over, without the GIL. An interrupt ends the wait only.
     ///
     /// Args:
     ///     timeout: Maximum wait in seconds; unlimited by default.
     ///
     /// Returns:
-    ///     Whether no more will come.
+    ///     Whether the fetch is over.
     ///
     /// Raises:
     ///     ConfigError: If `timeout` is negative or NaN.

@@ -23,7 +23,7 @@ use super::wait_in_slices;
 /// pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
 /// call the last are evicted first, as prefixes want it.
 ///
-/// Threads read and write, past the system's cache where the file system can do that. They report failures in
+/// Threads read and write, bypassing the page cache where the file system supports it. They report failures in
 /// `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. Nothing is evicted or
 /// lost because one page could not be read or written, but for the page that made room.
 ///

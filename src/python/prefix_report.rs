@@ -169,7 +169,7 @@ impl Removed {
     }
 }
 
-/// Nothing is cached any more; or a reader was so late that events were lost, and begins anew.
+/// The cache is empty now, or a reader fell so far behind that events were lost: it starts over with an empty index.
 #[pyclass(frozen, module = "kvpool", name = "Cleared")]
 pub(super) struct Cleared;
 
