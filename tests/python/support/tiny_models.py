@@ -45,7 +45,8 @@ TINY: dict[str, Any] = {
 }
 # Of the padded prompts; windows of models have 16 tokens.
 PROMPT_LENS = (20, 13, 1)
-EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+# Every expert computes every token: a choice among them would turn rounding into another token.
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 4}
 
 # A model that writes to its recurrent states in place.
 STATES_IN_PLACE = BambaConfig(
@@ -59,7 +60,7 @@ CONFIGS: dict[str, Any] = {
     "mistral": lambda: MistralConfig(**TINY, sliding_window=16),
     # Attention sinks; a window shorter than most requests in every other layer.
     "gpt_oss": lambda: GptOssConfig(
-        **TINY, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16
+        **TINY, head_dim=16, num_local_experts=4, num_experts_per_tok=4, sliding_window=16
     ),
     # Capped scores, with a cap that most of them come near; the same windows.
     "gemma2": lambda: Gemma2Config(
@@ -76,7 +77,7 @@ CONFIGS: dict[str, Any] = {
         **EXPERTS,
         n_shared_experts=1,
         n_routed_experts=4,
-        n_group=2,
+        n_group=1,
         topk_group=1,
         first_k_dense_replace=1,
         kv_lora_rank=16,
