@@ -1,7 +1,7 @@
 //! A process-wide hook around code that blocks its thread.
 //!
 //! A binding installs the hook once, for example to release the lock of its interpreter. Without one,
-//! [`blocking`] calls the closure directly.
+//! [`run_blocking`] calls the closure directly.
 
 use std::cell::Cell;
 use std::sync::OnceLock;
@@ -18,7 +18,8 @@ thread_local! {
     static IS_OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks this thread as one of ours, on which no interpreter runs: its [`blocking`] sections need no hook.
+/// Marks this thread as one of ours, on which no interpreter runs: its [`run_blocking`] sections need no
+/// hook.
 pub fn mark_own_thread() {
     IS_OURS.set(true);
 }
@@ -28,8 +29,8 @@ pub(super) fn is_own_thread() -> bool {
     IS_OURS.get()
 }
 
-/// Installs `section` around every later call of [`blocking`] in this process. Later installations have no
-/// effect.
+/// Installs `section` around every later call of [`run_blocking`] in this process. Later installations have
+/// no effect.
 pub fn set_blocking_hook(section: Section) {
     let _ = SECTION.set(section);
 }
@@ -38,12 +39,12 @@ pub fn set_blocking_hook(section: Section) {
 /// must hold no lock.
 ///
 /// ```
-/// use kvpool::base::blocking;
+/// use kvpool::base::run_blocking;
 /// let (sender, receiver) = std::sync::mpsc::channel();
 /// std::thread::spawn(move || sender.send(7));
-/// assert_eq!(blocking(move || receiver.recv()), Ok(7));
+/// assert_eq!(run_blocking(move || receiver.recv()), Ok(7));
 /// ```
-pub fn blocking<T: Send>(wait: impl FnOnce() -> T + Send) -> T {
+pub fn run_blocking<T: Send>(wait: impl FnOnce() -> T + Send) -> T {
     let Some(section) = SECTION.get().filter(|_| !IS_OURS.get()) else { return wait() };
     let (mut wait, mut answer) = (Some(wait), None);
     section(&mut || answer = wait.take().map(|wait| wait()));

@@ -52,7 +52,7 @@ impl ErrorKind {
 ///
 /// ```
 /// use kvpool::base::{Error, ErrorKind};
-/// let error = Error::index("row 9 is outside [0, 4)").at_index(9);
+/// let error = Error::index("row 9 is outside [0, 4)").with_index(9);
 /// assert_eq!(error.kind(), ErrorKind::Index);
 /// assert_eq!(error.to_string(), "row 9 is outside [0, 4)");
 /// assert_eq!(error.facts().index, Some(9));
@@ -99,28 +99,28 @@ impl Error {
 
     /// Puts `words` and a colon before the message.
     #[must_use]
-    pub fn prefixed(mut self, words: &str) -> Self {
+    pub fn with_prefix(mut self, words: &str) -> Self {
         self.0.message = format!("{words}: {}", self.0.message);
         self
     }
 
     /// Sets [`Facts::index`].
     #[must_use]
-    pub fn at_index(mut self, index: impl Into<i64>) -> Self {
+    pub fn with_index(mut self, index: impl Into<i64>) -> Self {
         self.0.facts.index = Some(index.into());
         self
     }
 
     /// Sets [`Facts::asked`].
     #[must_use]
-    pub fn asked(mut self, asked: usize) -> Self {
+    pub fn with_asked(mut self, asked: usize) -> Self {
         self.0.facts.asked = Some(asked);
         self
     }
 
     /// Sets [`Facts::available`].
     #[must_use]
-    pub fn available(mut self, available: usize) -> Self {
+    pub fn with_available(mut self, available: usize) -> Self {
         self.0.facts.available = Some(available);
         self
     }

@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use super::{DType, Error, Result, reserve};
+use super::{DType, Error, Result, try_with_capacity};
 
 /// The padding index of every index space. Padded tokens write to it; it is never handed out.
 pub const PADDING: u32 = 0;
@@ -101,7 +101,7 @@ id!(
 );
 id!(
     /// A place of host memory for a chunk that an engine offloads.
-    pub OffloadPlace,
+    pub OffloadSlot,
     "place"
 );
 id!(
@@ -292,13 +292,13 @@ impl IndexVec {
 }
 
 fn widened(values: &[i32]) -> Result<Vec<i64>> {
-    let mut wide = reserve(values.len())?;
+    let mut wide = try_with_capacity(values.len())?;
     wide.extend(values.iter().copied().map(i64::from));
     Ok(wide)
 }
 
 fn narrowed(values: &[i64]) -> Result<Vec<i32>> {
-    let mut narrow = reserve(values.len())?;
+    let mut narrow = try_with_capacity(values.len())?;
     for &value in values {
         let fits = i32::try_from(value);
         narrow.push(fits.map_err(|_| Error::config(format!("value {value} does not fit an int32 tensor")))?);
@@ -312,7 +312,7 @@ fn checked<T: Copy + Into<i64>, N>(
     count: usize,
     make: impl Fn(u32) -> N,
 ) -> Result<Vec<N>> {
-    let mut ids = reserve(values.len())?;
+    let mut ids = try_with_capacity(values.len())?;
     for (position, &value) in values.iter().enumerate() {
         let value = value.into();
         match u32::try_from(value) {
@@ -321,7 +321,7 @@ fn checked<T: Copy + Into<i64>, N>(
                 return Err(Error::index(format!(
                     "{noun} {value} at position {position} is outside [0, {count})"
                 ))
-                .at_index(value));
+                .with_index(value));
             }
         }
     }

@@ -8,25 +8,25 @@ pub(crate) mod bounded;
 mod device;
 mod dtype;
 mod error;
+mod fallible;
 mod fork_gate;
 mod ids;
 mod large;
 mod prefetch;
-mod reserve;
 mod shape;
 pub(crate) mod sync;
 
-pub use blocking::{LONG_COPY, Section, blocking, mark_own_thread, set_blocking_hook};
+pub use blocking::{LONG_COPY, Section, mark_own_thread, run_blocking, set_blocking_hook};
 pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};
+pub use fallible::{try_push, try_with_capacity, try_zeros};
 pub use fork_gate::{ForkGate, close_fork_gate, open_fork_gate};
 pub(crate) use ids::id;
 pub use ids::{
-    BlockId, BufferId, ChunkId, EngineSlot, Id, IndexNumber, IndexVec, OffloadPlace, PADDING, Page, PoolPage,
+    BlockId, BufferId, ChunkId, EngineSlot, Id, IndexNumber, IndexVec, OffloadSlot, PADDING, Page, PoolPage,
     RequestRow, Slot, StateSlot, widen,
 };
 pub use large::{set_large_table_hook, table_of};
 pub use prefetch::prefetch;
-pub use reserve::{push, reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

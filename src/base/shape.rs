@@ -85,7 +85,7 @@ impl Dims {
             let bytes = bytes.checked_mul(usize::try_from(extent).ok()?)?;
             i64::try_from(bytes).is_ok().then_some(bytes)
         });
-        bytes.ok_or_else(|| not_bytes(shape, dtype))
+        bytes.ok_or_else(|| too_many_bytes_error(shape, dtype))
     }
 
     /// The product of the extents: 1 for a scalar. Negative extents count as 0.
@@ -129,7 +129,7 @@ pub fn bytes_of(what: &str, extents: &[usize], dtype: DType) -> Result<usize> {
 }
 
 #[cold]
-fn not_bytes(shape: &[i64], dtype: DType) -> Error {
+fn too_many_bytes_error(shape: &[i64], dtype: DType) -> Error {
     if shape.iter().any(|&extent| extent < 0) {
         return Error::config(format!("shape {shape:?} has a negative extent"));
     }

@@ -84,10 +84,10 @@ impl CacheEvent {
 }
 
 /// Events that are kept for a reader. One that is later begins anew.
-const MOST_EVENTS: usize = 1 << 16;
+const MAX_EVENTS: usize = 1 << 16;
 
 /// Tokens of these events, some 100 MB with their keys in pages of one token.
-const MOST_TOKENS: usize = 1 << 21;
+const MAX_TOKENS: usize = 1 << 21;
 
 impl Journal {
     /// Takes note that a tier has pages that follow each other.
@@ -102,7 +102,7 @@ impl Journal {
         let all = self.tokens + keys.len();
         match self.events.back_mut() {
             _ if keys.is_empty() => (),
-            Some(CacheEvent::Removed { pages, tier: last }) if *last == tier && all <= MOST_TOKENS => {
+            Some(CacheEvent::Removed { pages, tier: last }) if *last == tier && all <= MAX_TOKENS => {
                 pages.extend(keys);
                 self.tokens = all;
             }
@@ -123,7 +123,7 @@ impl Journal {
 
     fn push(&mut self, event: CacheEvent) {
         let tokens = event.size();
-        if self.events.len() == MOST_EVENTS || self.tokens + tokens > MOST_TOKENS && !self.events.is_empty() {
+        if self.events.len() == MAX_EVENTS || self.tokens + tokens > MAX_TOKENS && !self.events.is_empty() {
             self.begin_anew();
         }
         self.tokens += tokens;
@@ -145,7 +145,7 @@ impl Journal {
 mod tests {
     use super::*;
 
-    const HALF: usize = MOST_TOKENS / 2;
+    const HALF: usize = MAX_TOKENS / 2;
 
     fn store(journal: &mut Journal, pages: usize) {
         let (tokens, keys) = (vec![7; pages], vec![[0; 32]; pages]);

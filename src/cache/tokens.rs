@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::base::{Error, Result, reserve};
+use crate::base::{Error, Result, try_with_capacity};
 
 /// Token ids, `0 <= id < 2**31`, of any representation.
 ///
@@ -41,7 +41,7 @@ pub trait Tokens: fmt::Debug {
 /// The error for `number` at `position`, which is no token id.
 #[cold]
 pub(crate) fn not_a_token(number: i64, position: usize) -> Error {
-    Error::config(format!("token {number} at position {position} is outside [0, 2**31)")).at_index(number)
+    Error::config(format!("token {number} at position {position} is outside [0, 2**31)")).with_index(number)
 }
 
 /// Tokens of a comparison in one go: fast to compare as bytes, and still in the cache when they differ.
@@ -116,7 +116,7 @@ impl dyn Tokens + '_ {
     /// # Errors
     /// See [`Tokens::read`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory).
     pub fn to_vec(&self, range: Range<usize>) -> Result<Vec<i32>> {
-        let mut tokens = reserve(range.len())?;
+        let mut tokens = try_with_capacity(range.len())?;
         self.read(range, &mut tokens)?;
         Ok(tokens)
     }

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::base::bounded::signed;
-use crate::base::{Error, Result, reserve};
+use crate::base::{Error, Result, try_with_capacity};
 
 use super::gaps::Gaps;
 use super::{BadFree, BadFrees};
@@ -118,7 +118,7 @@ impl AddressSpace {
         else {
             return Ok(None);
         };
-        let mut starts = reserve(count)?;
+        let mut starts = try_with_capacity(count)?;
         while starts.len() < count {
             let taken =
                 self.gaps.cut(bytes, count - starts.len()).expect("as many pieces as this were found to fit");

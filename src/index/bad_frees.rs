@@ -168,7 +168,7 @@ pub fn on_bad_frees(
         let text = format!("cannot free {report}; nothing was changed (capacity {capacity})");
         let error = Error::new(ErrorKind::IndexOwnership, text);
         return Err(match bad.first.first() {
-            Some((index, _)) => error.at_index(*index),
+            Some((index, _)) => error.with_index(*index),
             None => error,
         });
     }

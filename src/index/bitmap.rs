@@ -2,7 +2,7 @@
 //!
 //! It owns no index: [`FreeList`](super::FreeList) builds ownership on it.
 
-use crate::base::{Result, zeros};
+use crate::base::{Result, try_zeros};
 
 use super::mask::run_of_bits;
 
@@ -63,12 +63,12 @@ impl Bitmap {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn new(bound: usize) -> Result<Self> {
-        let words: Vec<u64> = zeros(bound.div_ceil(64).max(1))?;
+        let words: Vec<u64> = try_zeros(bound.div_ceil(64).max(1))?;
         let mut summaries = Vec::new();
         let mut below = words.len();
         while below > 1 || summaries.is_empty() {
             below = below.div_ceil(64);
-            summaries.push(zeros(below)?);
+            summaries.push(try_zeros(below)?);
         }
         Ok(Self { words, summaries, len: 0 })
     }

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::base::{Error, Id, IndexNumber, Result, reserve, widen};
+use crate::base::{Error, Id, IndexNumber, Result, try_with_capacity, widen};
 
 use super::BadFree;
 use super::mask::Mask;
@@ -461,7 +461,7 @@ impl<I: Id> FreeList<I> {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
     /// list.
     pub fn free_ids(&self) -> Result<Vec<u32>> {
-        let mut free = reserve(self.records.count(Set::Free))?;
+        let mut free = try_with_capacity(self.records.count(Set::Free))?;
         match self.order {
             Order::Sorted => free.extend(self.records.indices(Set::Free)),
             Order::Fifo => self.queue.iter().for_each(|run| free.extend(run.range())),
@@ -474,7 +474,7 @@ impl<I: Id> FreeList<I> {
     /// # Errors
     /// Same as [`FreeList::free_ids`].
     pub fn released_ids(&self) -> Result<Vec<u32>> {
-        let mut released = reserve(self.records.count(Set::Released))?;
+        let mut released = try_with_capacity(self.records.count(Set::Released))?;
         released.extend(self.records.indices(Set::Released));
         Ok(released)
     }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::base::{Id, Page, Result, widen, zeros};
+use crate::base::{Id, Page, Result, try_zeros, widen};
 
 use super::free_list::Give;
 use super::mask::Mask;
@@ -165,7 +165,7 @@ impl Owners {
     /// Allocates the counts of `pages` pages; later calls do nothing.
     pub(super) fn prepare(&mut self, pages: usize) -> Result<Room> {
         if self.more.is_empty() {
-            self.more = zeros(pages)?;
+            self.more = try_zeros(pages)?;
         }
         Ok(Room(()))
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{Page, Result, reserve};
+use crate::base::{Page, Result, try_with_capacity};
 
 /// Pages in order: whole runs in memory that is shared with a cache, and behind them pages in memory of their
 /// own.
@@ -145,7 +145,7 @@ impl PageList {
             first.share(Arc::clone(run));
         }
         let shared_len = first.shared_len();
-        first.tail = reserve(len - shared_len + room)?;
+        first.tail = try_with_capacity(len - shared_len + room)?;
         self.runs(shared_len..len).for_each(|run| first.tail.extend_from_slice(run));
         Ok(first)
     }

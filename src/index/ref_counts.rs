@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use crate::base::{Id, Result, reserve, widen};
+use crate::base::{Id, Result, try_with_capacity, widen};
 
 use super::BadFree;
 
@@ -124,8 +124,8 @@ impl<I: Id> RefCounts<I> {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for them.
     pub fn extend(&mut self, count: u32) -> Result<()> {
         let total = self.entries.len() + widen(count);
-        let mut entries = reserve(total)?;
-        let mut stack = reserve(total)?;
+        let mut entries = try_with_capacity(total)?;
+        let mut stack = try_with_capacity(total)?;
         entries.extend_from_slice(&self.entries);
         entries.resize(total, Entry::default());
         stack.extend_from_slice(&self.stack);

@@ -6,7 +6,9 @@
 use std::ops::Range;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, reserve, widen};
+use crate::base::{
+    Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, try_with_capacity, widen,
+};
 
 use super::{Ledgered, OnBadFree, PageList, RowTable, Run, SlotAllocator};
 
@@ -227,7 +229,7 @@ impl Requests {
                     ErrorKind::IndexOwnership,
                     format!("request row {row} at position {position} is not allocated"),
                 )
-                .at_index(row.number()));
+                .with_index(row.number()));
             }
             let request = &mut self.by_row[widen(row.number())];
             if request.batch == self.batches {
@@ -297,7 +299,7 @@ impl Requests {
                 cached.len()
             )));
         }
-        let mut pages: Vec<Page> = reserve(widen(self.page_size.page(growth.prefix)))?;
+        let mut pages: Vec<Page> = try_with_capacity(widen(self.page_size.page(growth.prefix)))?;
         for (at, slot) in cached.iter().enumerate() {
             let offset = narrow(at % widen(size));
             if offset == 0 {
@@ -310,7 +312,7 @@ impl Requests {
                              allocated"
                         ),
                     )
-                    .at_index(slot));
+                    .with_index(slot));
                 };
                 pages.push(page);
             }
@@ -381,7 +383,7 @@ impl Requests {
             ErrorKind::IndexOwnership,
             format!("slot {slot} of request row {row} at position {position} was freed by another caller"),
         )
-        .at_index(slot)
+        .with_index(slot)
     }
 
     /// Grows every request of a batch, or none: gives it the pages of its cached prefix, which are shared
@@ -594,7 +596,7 @@ impl NewPages {
     fn new(pages: usize) -> Result<Self> {
         /// Runs are usually long, and short batches frequent.
         const FEW: usize = 64;
-        Ok(Self { runs: reserve(pages.min(FEW))?, at: 0 })
+        Ok(Self { runs: try_with_capacity(pages.min(FEW))?, at: 0 })
     }
 
     /// Moves the next `count` pages to the end of `pages`.

@@ -3,7 +3,7 @@
 //! The extents make clearing cheap: a row is cleared up to its last written column. The caller clears; the
 //! table only says how far.
 
-use crate::base::{Id, IndexVec, Result, widen, zeros};
+use crate::base::{Id, IndexVec, Result, try_zeros, widen};
 
 use super::free_list::{FreeList, Give, Order};
 use super::mask::Mask;
@@ -51,8 +51,8 @@ impl<I: Id> RowTable<I> {
     pub fn new(first: u32, count: u32) -> Result<Self> {
         Ok(Self {
             rows: FreeList::new(first, count, Order::Fifo)?,
-            written: zeros(widen(first) + widen(count))?,
-            turns: zeros(widen(first) + widen(count))?,
+            written: try_zeros(widen(first) + widen(count))?,
+            turns: try_zeros(widen(first) + widen(count))?,
             frees: 0,
             dropped_frees: 0,
         })
@@ -105,8 +105,8 @@ impl<I: Id> RowTable<I> {
     /// Frees rows. Rows that are not live are dropped and reported.
     ///
     /// # Errors
-    /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
-    /// would be dropped, and nothing is changed.
+    /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when
+    /// anything would be dropped, and nothing is changed.
     pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         self.free_explained(given, on_bad, |_| ())
     }

@@ -9,7 +9,9 @@ mod frees;
 mod page_runs;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen};
+use crate::base::{
+    Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, try_with_capacity, widen,
+};
 
 use super::Bitmap;
 use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
@@ -199,7 +201,7 @@ impl SlotAllocator {
             self.pages.merge();
             return Ok(None);
         }
-        let mut slots = reserve(count)?;
+        let mut slots = try_with_capacity(count)?;
         if self.page_size == 1 {
             slots.resize(count, T::default());
             self.pages.alloc_into(&mut slots);
@@ -225,7 +227,7 @@ impl SlotAllocator {
         if pages == 0 || pages > self.pages.available() {
             return self.alloc(count);
         }
-        let mut slots = reserve(count)?;
+        let mut slots = try_with_capacity(count)?;
         Ok(self.pages.alloc_run(pages, fit).map(|run| {
             push_slots(&mut slots, run, self.page_size, count);
             slots
@@ -262,8 +264,8 @@ impl SlotAllocator {
             self.pages.merge();
             return Ok(None);
         };
-        let mut slots = reserve(tokens)?;
-        let mut taken = reserve(pages)?;
+        let mut slots = try_with_capacity(tokens)?;
+        let mut taken = try_with_capacity(pages)?;
         self.pages.alloc(pages, |run| taken.extend(run.start.number()..run.start.number() + run.len));
         let mut taken = taken.into_iter();
         for request in &requests {
@@ -304,7 +306,7 @@ impl SlotAllocator {
                             "last_loc {last} of request {position} is in page {page}, which is not allocated"
                         ),
                     )
-                    .at_index(last),
+                    .with_index(last),
                 );
             } else if self.named.contains(widen(page.number())) {
                 fault = Some(
@@ -314,7 +316,7 @@ impl SlotAllocator {
                             "request {position} continues page {page}, as another request of the batch does"
                         ),
                     )
-                    .at_index(last),
+                    .with_index(last),
                 );
             }
             if fault.is_some() {
@@ -365,7 +367,7 @@ impl SlotAllocator {
 
     /// Works like [`SlotAllocator::share`], and returns the pages that have one more owner.
     pub(super) fn share_pages_of(&mut self, given: &IndexVec) -> Result<Vec<Page>> {
-        let mut pages: Vec<Page> = reserve(given.len())?;
+        let mut pages: Vec<Page> = try_with_capacity(given.len())?;
         for (position, slot) in given.iter().enumerate() {
             let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
             match page.filter(|&page| self.is_owned(page)) {
@@ -375,7 +377,7 @@ impl SlotAllocator {
                         ErrorKind::IndexOwnership,
                         format!("slot {slot} at position {position} is not allocated, and cannot be shared"),
                     )
-                    .at_index(slot));
+                    .with_index(slot));
                 }
             }
         }

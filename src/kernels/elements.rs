@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::base::{DType, Device, Result, reserve};
+use crate::base::{DType, Device, Result, try_with_capacity};
 use crate::memory::BorrowedTensor;
 
 use super::convert::{E4M3, E5M2, ToF32};
@@ -45,7 +45,7 @@ pub fn elements(tensor: &BorrowedTensor<'_>) -> Result<Vec<Element>> {
 /// The elements, whose type is `T`, as numbers.
 fn each<T: Copy>(tensor: &BorrowedTensor<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
     let values: Vec<T> = read(tensor)?;
-    let mut numbers = reserve(values.len())?;
+    let mut numbers = try_with_capacity(values.len())?;
     numbers.extend(values.into_iter().map(number));
     Ok(numbers)
 }

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::base::{Device, Error, Id, IndexVec, RequestRow, Result, reserve};
+use crate::base::{Device, Error, Id, IndexVec, RequestRow, Result, try_with_capacity};
 use crate::index::{RowExtent, plan_moves};
 use crate::memory::{BorrowedTensor, Event, Gpu, Region, Stream};
 
@@ -63,13 +63,13 @@ impl HostExecutor {
     }
 
     fn lock_all_sections(&self) -> Result<Vec<RwLockWriteGuard<'_, ()>>> {
-        let mut guards = reserve(self.locks.len())?;
+        let mut guards = try_with_capacity(self.locks.len())?;
         guards.extend((0..self.locks.len()).map(|section| self.lock_section(section)));
         Ok(guards)
     }
 
     fn rows(&self, indices: &Indices<'_>) -> Result<Vec<u32>> {
-        self.spaces[0].check(indices.on_host()?)
+        self.spaces[0].check(indices.host_values()?)
     }
 }
 
@@ -84,7 +84,7 @@ impl Executor {
     /// allocated.
     pub fn new(region: &Region, sections: usize, spaces: [IndexSpace; 2], ring_bytes: usize) -> Result<Self> {
         let (Some(gpu), Some(backend), Some(users)) = (region.gpu(), region.backend(), region.users()) else {
-            let mut locks = reserve(sections)?;
+            let mut locks = try_with_capacity(sections)?;
             locks.resize_with(sections, RwLock::default);
             return Ok(Self::Host(HostExecutor { spaces, locks }));
         };
@@ -153,7 +153,7 @@ impl Executor {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
     pub fn prepare_indices(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
         match self {
-            Self::Host(_) => indices.iter().try_for_each(|indices| indices.on_host().map(drop)),
+            Self::Host(_) => indices.iter().try_for_each(|indices| indices.host_values().map(drop)),
             Self::Device(launcher) => launcher.prepare_indices(indices, stream),
         }
     }
@@ -179,7 +179,7 @@ impl Executor {
     ) -> Result<()> {
         match self {
             Self::Host(host) => {
-                let indices = indices.on_host()?;
+                let indices = indices.host_values()?;
                 let _guard = host.lock_section(section);
                 store_rows(stores, indices)
             }
@@ -255,7 +255,7 @@ impl Executor {
         };
         match (self, dst, src) {
             (Self::Host(host), dst, src) => {
-                let moves = plan(host.spaces[0], dst.on_host()?, src.on_host()?)?;
+                let moves = plan(host.spaces[0], dst.host_values()?, src.host_values()?)?;
                 let _guard = host.lock_all_sections()?;
                 move_rows(rows.all(), &moves)
             }
@@ -398,7 +398,7 @@ impl Executor {
     ) -> Result<()> {
         match self {
             Self::Host(host) => {
-                let ends = indptr.on_host()?.as_i64()?;
+                let ends = indptr.host_values()?.as_i64()?;
                 build_kv_indices(table, &host.rows(rows)?, &ends, out)
             }
             Self::Device(launcher) => {

@@ -4,7 +4,7 @@
 //! kernels check them.
 
 use crate::base::bounded::{distance, signed, unsigned};
-use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
+use crate::base::{DType, Device, Error, IndexVec, Result, try_with_capacity};
 use crate::memory::BorrowedTensor;
 
 /// An index space: the name of its indices and their bound.
@@ -74,7 +74,7 @@ impl<'a> Indices<'a> {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they are on a device.
-    pub fn on_host(&self) -> Result<&IndexVec> {
+    pub fn host_values(&self) -> Result<&IndexVec> {
         match self {
             Self::Host(values) => Ok(values),
             Self::Device { tensor, .. } => {
@@ -162,7 +162,7 @@ pub fn read_indices(tensor: &BorrowedTensor<'_>) -> Result<IndexVec> {
 /// Copies the elements, whose type is `T`, as int64.
 fn widened<T: Copy>(tensor: &BorrowedTensor<'_>, widen: impl Fn(T) -> i64) -> Result<IndexVec> {
     let narrow: Vec<T> = read(tensor)?;
-    let mut values = reserve(narrow.len())?;
+    let mut values = try_with_capacity(narrow.len())?;
     values.extend(narrow.into_iter().map(widen));
     Ok(IndexVec::I64(values))
 }
@@ -171,7 +171,7 @@ fn widened<T: Copy>(tensor: &BorrowedTensor<'_>, widen: impl Fn(T) -> i64) -> Re
 pub(super) fn read<T: Copy>(tensor: &BorrowedTensor<'_>) -> Result<Vec<T>> {
     let count = tensor.shape().numel();
     let source: *const T = tensor.address().as_ptr().cast_const().cast();
-    let mut values: Vec<T> = reserve(count)?;
+    let mut values: Vec<T> = try_with_capacity(count)?;
     if tensor.is_contiguous() {
         let target: *mut u8 = values.as_mut_ptr().cast();
         // SAFETY: `BorrowedTensor` guarantees `count` readable elements; the vector is ours and has room for

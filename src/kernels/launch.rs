@@ -183,7 +183,7 @@ impl Launcher {
                     "{noun} {value} at position {position} is outside [0, {len}); an earlier call was given it in a \
                      tensor on the device, and left it out"
                 ))
-                .at_index(value)
+                .with_index(value)
             }
             4 => Error::config(format!(
                 "last_loc {value} of request {position} does not end its prefix; an earlier call was given it in \

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::bounded::{signed, unsigned};
-use crate::base::{ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, reserve, widen};
+use crate::base::{ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, try_with_capacity, widen};
 use crate::memory::{BorrowedTensor, Region};
 
 use super::row_copy::{AHEAD, RowCopy};
@@ -245,7 +245,7 @@ impl Pieces {
             check_within("page", pair.page.number(), self.pages)?;
             check_within("piece", pair.piece.number(), self.count)?;
         }
-        let mut indices = reserve(pairs.len())?;
+        let mut indices = try_with_capacity(pairs.len())?;
         indices.extend(pairs.iter().map(|pair| {
             let [page, piece] = [pair.page.number(), pair.piece.number()].map(u32::cast_signed);
             match direction {
@@ -318,7 +318,7 @@ fn check_within(noun: &str, index: u32, count: usize) -> Result<()> {
     if widen(index) < count {
         return Ok(());
     }
-    Err(Error::index(format!("{noun} {index} is outside [0, {count})")).at_index(index))
+    Err(Error::index(format!("{noun} {index} is outside [0, {count})")).with_index(index))
 }
 
 /// Checks that no target appears twice: its contents would be those of either source.
@@ -327,13 +327,13 @@ fn check_unique_targets(noun: &str, indices: &[[i32; 2]]) -> Result<()> {
     if first_not_above(targets()).is_none() {
         return Ok(());
     }
-    let mut sorted = reserve(indices.len())?;
+    let mut sorted = try_with_capacity(indices.len())?;
     sorted.extend(targets());
     sorted.sort_unstable();
     match first_not_above(sorted) {
         None => Ok(()),
         Some(twice) => {
-            Err(Error::config(format!("{noun} {twice} is written twice by one copy")).at_index(twice))
+            Err(Error::config(format!("{noun} {twice} is written twice by one copy")).with_index(twice))
         }
     }
 }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::bounded::signed;
-use crate::base::{DType, Device, Error, Result, bytes_of, reserve, widen};
+use crate::base::{DType, Device, Error, Result, bytes_of, try_with_capacity, widen};
 use crate::index::Move;
 use crate::memory::{BorrowedTensor, Region};
 
@@ -148,7 +148,7 @@ impl LayerRows {
     /// Same as [`RowBuffer::new`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
     /// host cannot list that many layers.
     pub fn new(region: &Arc<Region>, layers: usize, kinds: [LayerLayout; 2]) -> Result<Self> {
-        let mut buffers = reserve(kinds.len() * layers)?;
+        let mut buffers = try_with_capacity(kinds.len() * layers)?;
         for kind in kinds {
             for layer in 0..layers {
                 let offset = kind.offset + layer * kind.step;
@@ -204,7 +204,7 @@ impl LayerRows {
 pub fn gather_rows(pairs: &[(&RowBuffer, BorrowedTensor<'_>)], rows: &[u32]) -> Result<()> {
     check_targets(pairs, rows.len())?;
     for (buffer, _) in pairs {
-        on_host(buffer)?;
+        check_on_host(buffer)?;
         check_rows(buffer, rows)?;
     }
     let bytes = pairs.iter().map(|(buffer, _)| buffer.row_bytes() * rows.len()).sum();
@@ -247,7 +247,7 @@ pub(super) fn check_targets(pairs: &[(&RowBuffer, BorrowedTensor<'_>)], count: u
 }
 
 /// Checks that the host can access the rows.
-fn on_host(buffer: &RowBuffer) -> Result<()> {
+fn check_on_host(buffer: &RowBuffer) -> Result<()> {
     let device = buffer.region.device();
     if device == Device::Cpu {
         return Ok(());
@@ -280,7 +280,7 @@ fn check_apart(pairs: &[(&RowBuffer, BorrowedTensor<'_>)]) -> Result<()> {
 fn check_rows(buffer: &RowBuffer, rows: &[u32]) -> Result<()> {
     match rows.iter().find(|&&row| widen(row) >= buffer.rows) {
         None => Ok(()),
-        Some(row) => Err(Error::index(format!("row {row} is outside [0, {})", buffer.rows)).at_index(*row)),
+        Some(row) => Err(Error::index(format!("row {row} is outside [0, {})", buffer.rows)).with_index(*row)),
     }
 }
 
@@ -303,7 +303,7 @@ pub(super) fn check_moves(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is outside of a buffer; nothing is moved
 /// then.
 pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
-    buffers.iter().try_for_each(on_host)?;
+    buffers.iter().try_for_each(check_on_host)?;
     check_moves(buffers, moves)?;
     let bytes = buffers.iter().map(|buffer| buffer.row_bytes() * moves.len()).sum();
     run_in_parts(bytes, |part, parts| {
@@ -334,7 +334,7 @@ pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
 /// then.
 pub fn zero_rows(buffers: &[RowBuffer], rows: &[u32]) -> Result<()> {
     for buffer in buffers {
-        on_host(buffer)?;
+        check_on_host(buffer)?;
         check_rows(buffer, rows)?;
     }
     let bytes = buffers.iter().map(|buffer| buffer.row_bytes() * rows.len()).sum();

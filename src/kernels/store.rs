@@ -3,7 +3,7 @@
 //! A store checks everything, then writes. It takes no lock: [`Executor`](super::Executor) does.
 
 use crate::base::bounded::{distance, signed};
-use crate::base::{Device, Dims, Error, IndexVec, Result, reserve, widen};
+use crate::base::{Device, Dims, Error, IndexVec, Result, try_with_capacity, widen};
 use crate::memory::BorrowedTensor;
 
 use super::convert::{Convert, conversion, element_copy};
@@ -91,9 +91,9 @@ pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
         let wide = || values.iter().map(|&value| value.into());
         if let Some((position, slot)) = wide().enumerate().find(|&(_, value)| value >= limit) {
             return Err(Error::index(format!("slot {slot} at position {position} is outside [0, {rows})"))
-                .at_index(slot));
+                .with_index(slot));
         }
-        let mut targets = reserve(values.len())?;
+        let mut targets = try_with_capacity(values.len())?;
         // Negative values are skipped, so one of them stands for all.
         targets.extend(wide().map(|value| i32::try_from(value.max(-1)).expect("rows fit int32")));
         Ok(targets)

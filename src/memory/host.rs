@@ -20,7 +20,8 @@ pub struct Host;
 
 pub(super) fn out_of_memory(bytes: usize) -> Error {
     let cause = std::io::Error::last_os_error();
-    Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes: {cause}")).asked(bytes)
+    Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes: {cause}"))
+        .with_asked(bytes)
 }
 
 /// The heap layout of `bytes`; at least one byte, so that every block has an address.

@@ -128,7 +128,7 @@ impl HostRows {
         for &row in rows {
             let index = usize::try_from(row).ok().filter(|index| *index < self.layout.len());
             let index = index.ok_or_else(|| {
-                Error::index(format!("row {row} is outside [0, {})", self.layout.len())).at_index(row)
+                Error::index(format!("row {row} is outside [0, {})", self.layout.len())).with_index(row)
             })?;
             indices.push(index);
         }

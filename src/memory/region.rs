@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Dims, Error, Id, IndexVec, Result, contiguous_strides, reserve};
+use crate::base::{DType, Device, Dims, Error, Id, IndexVec, Result, contiguous_strides, try_with_capacity};
 
 use super::stream_set::{register, unregister};
 use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
@@ -193,7 +193,7 @@ impl Region {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub(crate) fn scratch(bytes: usize) -> Result<Self> {
         let count = bytes.div_ceil(size_of::<CacheLine>());
-        let mut lines = reserve(count)?;
+        let mut lines = try_with_capacity(count)?;
         lines.resize(count, MaybeUninit::uninit());
         let block = Block::new(block_of(&mut lines).address(), bytes);
         Ok(Self { block, device: Device::Cpu, origin: Origin::Scratch { _lines: lines } })
@@ -214,7 +214,7 @@ impl Region {
     /// # Errors
     /// Same as [`Region::copy_of`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
     pub(crate) fn try_clone(&self) -> Result<Self> {
-        let source = self.on_host(0, self.bytes())?;
+        let source = self.host_address(0, self.bytes())?;
         let region = Self::scratch(self.bytes())?;
         // SAFETY: both are live host memory of that many bytes, and the new one is nobody else's.
         unsafe { region.address().copy_from_nonoverlapping(source, self.bytes()) };
@@ -290,14 +290,14 @@ impl Region {
     #[inline]
     pub fn at(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes()) {
-            return Err(self.outside(offset, bytes));
+            return Err(self.out_of_bounds_error(offset, bytes));
         }
         // SAFETY: `offset` is at most the length of the region, which is one allocation.
         Ok(unsafe { self.address().add(offset) })
     }
 
     #[cold]
-    fn outside(&self, offset: usize, bytes: usize) -> Error {
+    fn out_of_bounds_error(&self, offset: usize, bytes: usize) -> Error {
         Error::index(format!("{bytes} bytes at {offset} are outside a region of {} bytes", self.bytes()))
     }
 
@@ -351,15 +351,15 @@ impl Region {
 
     /// Like [`Region::at`], and checks that the host can access the memory.
     #[inline]
-    fn on_host(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
+    fn host_address(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         if self.device() != Device::Cpu {
-            return Err(self.not_on_host());
+            return Err(self.not_on_host_error());
         }
         self.at(offset, bytes)
     }
 
     #[cold]
-    fn not_on_host(&self) -> Error {
+    fn not_on_host_error(&self) -> Error {
         Error::config(format!("memory of {} cannot be reached by the host", self.device()))
     }
 
@@ -368,16 +368,16 @@ impl Region {
     /// # Errors
     /// Same as [`Region::at`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
     pub(crate) fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
-        let address = self.on_host(offset, size_of_val(values))?;
+        let address = self.host_address(offset, size_of_val(values))?;
         if let [only] = values {
             // The common case of a decode step: a store without a call to `memcpy`.
             // SAFETY: as below.
             unsafe { address.cast::<T>().write_unaligned(*only) };
             return Ok(());
         }
-        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; no Rust
-        // slice is part of a region, so `values` is not; a `Plain` value has no padding; the caller excludes
-        // races.
+        // SAFETY: `host_address` checked that the bytes lie in this region, which is live host memory; no
+        // Rust slice is part of a region, so `values` is not; a `Plain` value has no padding; the caller
+        // excludes races.
         unsafe { address.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(values)) };
         Ok(())
     }
@@ -387,10 +387,10 @@ impl Region {
     /// # Errors
     /// Same as [`Region::write`].
     pub(crate) fn write_wide<I: Id>(&self, offset: usize, values: &[I]) -> Result<()> {
-        let address = self.on_host(offset, values.len().saturating_mul(size_of::<i64>()))?.cast::<i64>();
+        let address = self.host_address(offset, values.len().saturating_mul(size_of::<i64>()))?.cast::<i64>();
         for (at, &value) in values.iter().enumerate() {
-            // SAFETY: `on_host` checked that as many elements as there are values lie in this region, which
-            // is live host memory; the caller excludes races.
+            // SAFETY: `host_address` checked that as many elements as there are values lie in this region,
+            // which is live host memory; the caller excludes races.
             unsafe { address.as_ptr().wrapping_add(at).write_unaligned(i64::from(value.number())) };
         }
         Ok(())
@@ -403,11 +403,11 @@ impl Region {
     /// Same as [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
     /// the copy cannot be allocated.
     pub(crate) fn read<T: Number>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
-        let address = self.on_host(offset, count.saturating_mul(size_of::<T>()))?;
-        let mut values: Vec<T> = reserve(count)?;
+        let address = self.host_address(offset, count.saturating_mul(size_of::<T>()))?;
+        let mut values: Vec<T> = try_with_capacity(count)?;
         let target: *mut u8 = values.as_mut_ptr().cast();
-        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; the vector
-        // is ours and has room for them; the caller excludes races.
+        // SAFETY: `host_address` checked that the bytes lie in this region, which is live host memory; the
+        // vector is ours and has room for them; the caller excludes races.
         unsafe { target.copy_from_nonoverlapping(address.as_ptr(), count * size_of::<T>()) };
         // SAFETY: that many were just written; the source was initialised, and any such bytes make a
         // `Number`.
@@ -421,9 +421,9 @@ impl Region {
     /// # Errors
     /// Same as [`Region::write`].
     pub(crate) fn fill(&self, offset: usize, bytes: usize, value: u8) -> Result<()> {
-        let address = self.on_host(offset, bytes)?;
-        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; the caller
-        // excludes races.
+        let address = self.host_address(offset, bytes)?;
+        // SAFETY: `host_address` checked that the bytes lie in this region, which is live host memory; the
+        // caller excludes races.
         unsafe { address.as_ptr().write_bytes(value, bytes) };
         Ok(())
     }

@@ -67,8 +67,8 @@ unsafe impl Backend for LimitedBackend {
                     self.device()
                 ),
             )
-            .asked(bytes)
-            .available(self.capacity - used));
+            .with_asked(bytes)
+            .with_available(self.capacity - used));
         }
         self.inner.allocate(bytes, contents).inspect_err(|_| {
             self.used.fetch_sub(bytes, Relaxed);
@@ -132,7 +132,7 @@ unsafe impl Backend for FailingBackend {
                 ErrorKind::OutOfMemory,
                 format!("{bytes} bytes asked for, and this allocation was planned to fail"),
             )
-            .asked(bytes));
+            .with_asked(bytes));
         }
         self.inner.allocate(bytes, contents)
     }

@@ -182,7 +182,7 @@ impl FileStore {
         let count = config.capacity_bytes / slot_bytes;
         let found = Opening { disk: &**disk, digest, page_bytes, slot_bytes, count }
             .run()
-            .map_err(|error| error.prefixed(&name))?;
+            .map_err(|error| error.with_prefix(&name))?;
         let counts = Counts { damaged: found.damaged, ..Counts::default() };
         let state = StoreState {
             slots: found.slots,

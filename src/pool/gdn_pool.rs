@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Dims, IndexVec, LONG_COPY, Result, StateSlot, blocking, bytes_of, widen};
+use crate::base::{
+    DType, Device, Dims, IndexVec, LONG_COPY, Result, StateSlot, bytes_of, run_blocking, widen,
+};
 use crate::index::{BadFrees, Ledgered, OnBadFree, RowTable};
 use crate::kernels::{
     BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
@@ -257,7 +259,7 @@ impl GdnPool {
     }
 
     /// Sets both states of slot `dst`. The caller must hold no lock: a long copy in host memory is a
-    /// [`blocking`] section.
+    /// [`run_blocking`] section.
     ///
     /// # Errors
     /// See [`GdnPool::copy_states`].
@@ -268,7 +270,7 @@ impl GdnPool {
             Source::Zeros => self.reset_states(&one(dst), stream),
         };
         let is_long = self.device() == Device::Cpu && self.mem_bytes() / self.slots.len >= LONG_COPY;
-        if is_long { blocking(set) } else { set() }
+        if is_long { run_blocking(set) } else { set() }
     }
 
     /// Reports, once, an invalid index on the device of an earlier call. Makes no driver call.

@@ -61,7 +61,7 @@ pub use workspace::{Workspace, WorkspaceConfig, give_back_segment, take_segment}
 
 use std::sync::Arc;
 
-use crate::base::{Device, Error, Result, blocking};
+use crate::base::{Device, Error, Result, run_blocking};
 use crate::memory::{Event, Ring};
 
 /// Checks that every number is at least 1.
@@ -114,7 +114,7 @@ pub fn make_room(numbers: usize, backpressure_event: impl Fn() -> Option<Arc<Eve
     while numbers > BESIDE
         && let Some(event) = backpressure_event()
     {
-        blocking(|| event.wait())?;
+        run_blocking(|| event.wait())?;
     }
     Ok(())
 }

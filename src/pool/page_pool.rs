@@ -166,7 +166,7 @@ impl PagePool {
         let total = self.pages.capacity();
         let number = u32::try_from(page).ok().filter(|&number| widen(number) < total);
         let number = number
-            .ok_or_else(|| Error::index(format!("page {page} is outside [0, {total})")).at_index(page))?;
+            .ok_or_else(|| Error::index(format!("page {page} is outside [0, {total})")).with_index(page))?;
         let after = self.regions.partition_point(|(first, _)| *first <= number);
         let (first, region) = &self.regions[after - 1];
         let offset = widen(number - first) * self.page_bytes;

@@ -294,8 +294,8 @@ impl PrefixCache {
                 return Err(Error::config(format!(
                     "{pinned} tokens would be pinned; max_pinned allows {max} of {capacity}"
                 ))
-                .asked(pinned)
-                .available(max));
+                .with_asked(pinned)
+                .with_available(max));
             }
             match until {
                 None => cache.tree.retain(hold, priority),

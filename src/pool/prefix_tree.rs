@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use crate::base::sync::lock;
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve};
+use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, try_with_capacity};
 use crate::cache::{
     Cause, Continues, Evicted, KeyTokens, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, Tokens,
     Tree, TreeStats,
@@ -285,7 +285,7 @@ impl PrefixTree {
         let state = self.current(stream);
         let end = state.tree.end_of(node).ok_or_else(|| is_gone(node))?;
         let pages = state.tree.pages_of(node, from.min(end)).expect("the node was found");
-        let mut slots = reserve(pages.len())?;
+        let mut slots = try_with_capacity(pages.len())?;
         slots.extend(pages.iter().map(|page| page.number().cast_signed()));
         match &self.allocator {
             Some(allocator) => allocator.lock().show(slots, stream),
@@ -341,12 +341,12 @@ impl PrefixTree {
                 allocator.look(|all| all.is_allocated(slots).take_while(|is_live| *is_live).count())
             }
         };
-        let mut pages = reserve(count)?;
+        let mut pages = try_with_capacity(count)?;
         for (position, slot) in slots.iter().take(count).enumerate() {
             let page = i32::try_from(slot).ok().and_then(|slot| u32::try_from(slot).ok());
             pages.push(Page::new(page.ok_or_else(|| {
                 Error::config(format!("slot {slot} at position {position} is outside [0, 2**31)"))
-                    .at_index(slot)
+                    .with_index(slot)
             })?));
         }
         Ok(pages)

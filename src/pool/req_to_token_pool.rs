@@ -5,7 +5,7 @@ mod device;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, widen, zeros};
+use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, try_zeros, widen};
 use crate::index::{BadFrees, Ledgered, OnBadFree, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, Table};
 use crate::memory::{Backend, BorrowedTensor, Event, Region, Stream};
@@ -157,8 +157,8 @@ impl ReqToTokenPool {
         let executor = Executor::new(&region, 0, spaces, numbers_at_once(shape))?;
         let mirrored = executor.gpu().filter(|_| config.writers == TableWriters::Pool);
         let mirror = mirrored.map(|gpu| TableMirror::new(gpu, &region, shape[0], shape[1])).transpose()?;
-        let generations = zeros::<i64>(shape[0])?;
-        let generation = TensorView::from_indices(IndexVec::I64(zeros(shape[0])?));
+        let generations = try_zeros::<i64>(shape[0])?;
+        let generation = TensorView::from_indices(IndexVec::I64(try_zeros(shape[0])?));
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
         let first = u32::from(padding_row);
         let rows = Ledgered::from(RowTable::new(first, narrow(shape[0]) - first)?);
@@ -390,11 +390,11 @@ impl ReqToTokenPool {
             self.take_fault()?;
             return self.write_on_device(index, values, stream);
         }
-        let values = values.on_host()?.as_i32()?;
+        let values = values.host_values()?.as_i32()?;
         match index {
             TableIndex::Columns { row, start, end } => self.write_columns(*row, *start, *end, &values),
             TableIndex::Points { rows, columns } => {
-                self.write_points(rows.on_host()?, columns.on_host()?, &values)
+                self.write_points(rows.host_values()?, columns.host_values()?, &values)
             }
         }
     }
@@ -496,7 +496,7 @@ impl ReqToTokenPool {
                 "{length} columns of row {row} are not in [0, {}]",
                 self.config.max_context_len
             ))
-            .at_index(length)
+            .with_index(length)
         })?;
         let offset = self.place(widen(row.number()), 0);
         TensorView::contiguous(Arc::clone(self.table.region()), offset, DType::I32, &[length])

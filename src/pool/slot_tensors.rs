@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 
 use crate::base::bounded::narrow;
 use crate::base::{
-    Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot, reserve,
-    widen,
+    Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
+    try_with_capacity, widen,
 };
 use crate::index::{Act, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats};
 use crate::kernels::GrowingBatch;
@@ -225,7 +225,7 @@ impl SlotTensors {
         if self.must_land_before(|| slots) {
             return Ok(Err(Short::InFlight));
         }
-        let mut pages = reserve(count)?;
+        let mut pages = try_with_capacity(count)?;
         let mut runs = Vec::new();
         let take = |run: Run<Page>| {
             pages.extend(run.range().map(Page::new));

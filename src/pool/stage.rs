@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex};
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
 use crate::base::{
-    DType, Error, ErrorKind, Id, IndexDType, IndexVec, PADDING, Page, Result, Slot, bytes_of, widen, zeros,
+    DType, Error, ErrorKind, Id, IndexDType, IndexVec, PADDING, Page, Result, Slot, bytes_of, try_zeros,
+    widen,
 };
 use crate::index::{Bitmap, Run, SlotAllocator};
 use crate::kernels::{Executor, GrowingBatch, IndexSpace};
@@ -120,7 +121,7 @@ impl Stage {
         let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
         let region = Arc::new(region);
         let start = region.address().as_ptr().addr();
-        let values = Mutex::new(zeros(positions)?);
+        let values = Mutex::new(try_zeros(positions)?);
         let copy = Arc::new(StageMirror { addresses: start..start + bytes, dtype, values });
         let space = IndexSpace { noun: Slot::NOUN, len: slots.capacity() + slots.page_size() };
         let completer = Executor::new(&region, 0, [space, space], 0)?;
@@ -322,8 +323,8 @@ impl Stage {
                      alive; drop those of freed slots, or keep a copy"
                 ),
             )
-            .asked(least)
-            .available(self.free.len()));
+            .with_asked(least)
+            .with_available(self.free.len()));
         }
         self.free.remove_run(best.start, best.len());
         Ok(best)

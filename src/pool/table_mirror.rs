@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{DType, Id, RequestRow, Result, widen, zeros};
+use crate::base::{DType, Id, RequestRow, Result, try_zeros, widen};
 use crate::index::{Bitmap, RowExtent};
 use crate::memory::{Gpu, Region, Reply, Ring};
 
@@ -55,9 +55,9 @@ impl TableMirror {
     pub(super) fn new(gpu: &Arc<Gpu>, region: &Region, rows: usize, columns: usize) -> Result<Arc<Self>> {
         let start = region.address().as_ptr().addr();
         let state = MirrorState {
-            values: zeros(rows * columns)?,
+            values: try_zeros(rows * columns)?,
             unknown: Bitmap::new(rows)?,
-            written: zeros(rows)?,
+            written: try_zeros(rows)?,
             changes: VecDeque::new(),
             version: 0,
         };

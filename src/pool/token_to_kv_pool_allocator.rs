@@ -257,7 +257,7 @@ impl TokenToKvPoolAllocator {
         last_loc: &Indices<'_>,
         stream: Stream,
     ) -> Result<Option<Grant<'_>>> {
-        let mut prefix_lens = crate::base::reserve(seq_lens.len())?;
+        let mut prefix_lens = crate::base::try_with_capacity(seq_lens.len())?;
         prefix_lens.extend(seq_lens.iter().map(|len| len.saturating_sub(1)));
         self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
     }

@@ -132,8 +132,8 @@ impl SharedArena {
                     state.arena.capacity()
                 ),
             )
-            .asked(bytes)
-            .available(state.arena.largest()));
+            .with_asked(bytes)
+            .with_available(state.arena.largest()));
         };
         if let Some(gpu) = self.region.gpu()
             && let Err(failure) = state.order.take(gpu, stream)

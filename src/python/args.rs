@@ -11,7 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
-use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, push, reserve};
+use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, try_push, try_with_capacity};
 use crate::cache::PageHash;
 use crate::kernels::{Indices, check_ints, not_indices, read_indices};
 use crate::memory::{BorrowedTensor, HostRows, Keep, Stream};
@@ -93,7 +93,7 @@ impl IndexArg<'_, '_> {
     }
 
     /// The number of indices in host memory, which are sent to a device.
-    pub(super) fn on_host(&self) -> usize {
+    pub(super) fn host_len(&self) -> usize {
         match self {
             Self::Host(values) => values.len(),
             Self::Device { .. } => 0,
@@ -302,7 +302,7 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
             return Err(wrong(format!("{dtype} of shape {shape:?}")));
         }
         let rows = rows("keys", object, Access::Read)?;
-        let mut keys = reserve(rows.len())?;
+        let mut keys = try_with_capacity(rows.len())?;
         for row in 0..rows.len() {
             let mut key = [0; 32];
             rows.read(row, &mut key);
@@ -313,7 +313,7 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
     let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
     let sequence = object.cast::<PySequence>().ok().filter(|_| !is_bytes);
     let sequence = sequence.ok_or_else(|| wrong(kind_of(object)))?;
-    let mut keys = reserve(sequence.len()?)?;
+    let mut keys = try_with_capacity(sequence.len()?)?;
     for item in sequence.try_iter()? {
         let item = item?;
         let bytes = item.cast::<PyBytes>().map_err(|_| wrong(format!("one with {}", kind_of(&item))))?;
@@ -321,7 +321,7 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
         let key = bytes.try_into().map_err(|_| {
             Error::config(format!("key {} has {} bytes; a key has 32", keys.len(), bytes.len()))
         })?;
-        push(&mut keys, key)?;
+        try_push(&mut keys, key)?;
     }
     Ok(keys)
 }
@@ -468,15 +468,15 @@ fn every(values: IndexVec, step: usize) -> IndexVec {
 fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     // Lists are the common case, and their length is known.
     if let Ok(list) = sequence.cast::<PyList>() {
-        let mut values = reserve(list.len())?;
+        let mut values = try_with_capacity(list.len())?;
         for item in list.iter() {
-            push(&mut values, item_of(&item)?)?;
+            try_push(&mut values, item_of(&item)?)?;
         }
         return Ok(IndexVec::I64(values));
     }
     let mut values = Vec::new();
     for item in sequence.try_iter()? {
-        push(&mut values, item_of(&item?)?)?;
+        try_push(&mut values, item_of(&item?)?)?;
     }
     Ok(IndexVec::I64(values))
 }
@@ -492,10 +492,9 @@ fn item_of(object: &Bound<'_, PyAny>) -> PyResult<i64> {
 /// The number of one of `layers` layers.
 pub(super) fn layer(object: &Bound<'_, PyAny>, layers: usize) -> PyResult<usize> {
     let layer = int(object)?;
-    usize::try_from(layer)
-        .ok()
-        .filter(|&layer| layer < layers)
-        .ok_or_else(|| Error::index(format!("layer {layer} is outside [0, {layers})")).at_index(layer).into())
+    usize::try_from(layer).ok().filter(|&layer| layer < layers).ok_or_else(|| {
+        Error::index(format!("layer {layer} is outside [0, {layers})")).with_index(layer).into()
+    })
 }
 
 /// An optional argument. Omitting it differs from passing `None`.

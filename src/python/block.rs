@@ -53,7 +53,7 @@ impl Block {
 
     /// The number of the block. An end of a queue has none.
     pub(super) fn own_number(&self) -> PyResult<BlockId> {
-        self.number().ok_or_else(|| ownership("the end of a queue is no block".to_owned()))
+        self.number().ok_or_else(|| ownership_error("the end of a queue is no block".to_owned()))
     }
 
     /// The number of the block in the queue of a table.
@@ -88,7 +88,7 @@ impl Objects {
     }
 }
 
-pub(super) fn ownership(message: String) -> PyErr {
+pub(super) fn ownership_error(message: String) -> PyErr {
     Error::new(ErrorKind::IndexOwnership, message).into()
 }
 

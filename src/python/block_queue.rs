@@ -11,7 +11,7 @@ use crate::base::{BlockId, Error, Id, widen};
 use crate::cache::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
 use super::args;
-use super::block::{Block, BlockPlace, Objects, ownership, shown};
+use super::block::{Block, BlockPlace, Objects, ownership_error, shown};
 use super::block_map::BlockMap;
 use super::debug::Debug;
 use super::logging::Reporter;
@@ -73,7 +73,7 @@ impl BlockQueue {
     fn numbers(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
         let given = self.given(blocks)?;
         match given.others.first() {
-            Some(other) => Err(ownership(format!("{} is no block of this queue", shown(other)))),
+            Some(other) => Err(ownership_error(format!("{} is no block of this queue", shown(other)))),
             None => Ok(given.own),
         }
     }
@@ -81,7 +81,7 @@ impl BlockQueue {
     /// Adds blocks that are not free, all or none.
     fn add(&self, numbers: &[BlockId], end: QueueEnd) -> PyResult<()> {
         let added = self.lock().queue_mut().push_all(numbers, end);
-        added.map_err(|number| ownership(format!("block {number} is free already")))
+        added.map_err(|number| ownership_error(format!("block {number} is free already")))
     }
 }
 
@@ -157,7 +157,7 @@ impl BlockQueue {
         let mut table = self.lock();
         let free = table.queue().len();
         if n > free {
-            return Err(too_few(n, free));
+            return Err(too_few_blocks_error(n, free));
         }
         let numbers: Vec<BlockId> = (0..n).map_while(|_| table.queue_mut().pop_front()).collect();
         drop(table);
@@ -234,7 +234,7 @@ impl BlockQueue {
         events: bool,
     ) -> PyResult<(Bound<'py, PyList>, Vec<Bound<'py, PyBytes>>)> {
         let taken = TakenBlocks::take(&self.table, count).map_err(|why| match why {
-            NotTaken::Short { free } => too_few(count, free),
+            NotTaken::Short { free } => too_few_blocks_error(count, free),
             NotTaken::InUse { block, uses } => {
                 PyAssertionError::new_err(format!("block {block} is free, and counted {uses} times"))
             }
@@ -291,7 +291,7 @@ impl BlockQueue {
     }
 }
 
-fn too_few(asked: usize, free: usize) -> PyErr {
+fn too_few_blocks_error(asked: usize, free: usize) -> PyErr {
     PyValueError::new_err(format!("{asked} blocks asked for, {free} are free"))
 }
 

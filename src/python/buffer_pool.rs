@@ -176,7 +176,7 @@ impl BufferPool {
         if !buffer.pool.is(slf) {
             let text = format!("buffer {} is of another pool", buffer.ticket.index());
             let error = Error::new(ErrorKind::IndexOwnership, text);
-            return Err(error.at_index(buffer.ticket.index().number()).into());
+            return Err(error.with_index(buffer.ticket.index().number()).into());
         }
         buffer.release(slf.py())
     }

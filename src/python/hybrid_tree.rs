@@ -25,7 +25,9 @@ use super::hybrid_results::{
     tensor_of_slots, tensor_or_none, view_of,
 };
 use super::tokens::{with_keys, with_slots};
-use arguments::{gone, handle_of, not_begun, not_locked, part_of, receipt_of, skipped_of, slots_in};
+use arguments::{
+    handle_of, node_gone_error, not_begun, not_locked, part_of, receipt_of, skipped_of, slots_in,
+};
 
 /// Finds slots by tokens for an engine that drives eviction itself, with values of several kinds of attention.
 ///
@@ -278,7 +280,8 @@ impl HybridTree {
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
     fn lock_node(&self, node: u64, skip: Vec<usize>) -> PyResult<(usize, Option<u64>)> {
         let (node, skipped) = (handle_of(node), skipped_of(&skip)?);
-        let Locked { receipt, newly } = self.lock().lock(node, skipped).ok_or_else(|| gone(node))?;
+        let Locked { receipt, newly } =
+            self.lock().lock(node, skipped).ok_or_else(|| node_gone_error(node))?;
         Ok((newly, receipt.boundary.map(Boundary::number)))
     }
 
@@ -305,7 +308,7 @@ impl HybridTree {
     ) -> PyResult<()> {
         let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
         let released = if window_done { WindowRelease::WithState } else { WindowRelease::NotYet };
-        self.lock().unlock(node, receipt, released).ok_or_else(|| gone(node))?.map_err(not_locked)
+        self.lock().unlock(node, receipt, released).ok_or_else(|| node_gone_error(node))?.map_err(not_locked)
     }
 
     /// Releases the window of one `lock_node` early, and the state with it, when the request has moved on.
@@ -331,7 +334,7 @@ impl HybridTree {
     ) -> PyResult<HybridFrees> {
         let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
         let state = if with_state { StateRelease::Release } else { StateRelease::Keep };
-        let frees = self.lock().unlock_window(node, receipt, state).ok_or_else(|| gone(node))?;
+        let frees = self.lock().unlock_window(node, receipt, state).ok_or_else(|| node_gone_error(node))?;
         frees.map(HybridFrees).map_err(not_locked)
     }
 
@@ -341,7 +344,7 @@ impl HybridTree {
     ///     KeyError: If the node is gone.
     fn pin(&self, node: u64) -> PyResult<()> {
         let node = handle_of(node);
-        self.lock().pin(node).ok_or_else(|| gone(node))
+        self.lock().pin(node).ok_or_else(|| node_gone_error(node))
     }
 
     /// Undoes one `pin`.
@@ -351,7 +354,7 @@ impl HybridTree {
     ///     IndexOwnershipError: If it has no lock. Nothing is changed.
     fn unpin(&self, node: u64) -> PyResult<()> {
         let node = handle_of(node);
-        self.lock().unpin(node).ok_or_else(|| gone(node))?.map_err(not_locked)
+        self.lock().unpin(node).ok_or_else(|| node_gone_error(node))?.map_err(not_locked)
     }
 
     /// Returns the slots for full attention behind `until` up to the end of `node`, a 1-D int64 tensor.
@@ -363,10 +366,10 @@ impl HybridTree {
         let tree = self.lock();
         for handle in [node, until] {
             if !tree.contains(handle) {
-                return Err(gone(handle));
+                return Err(node_gone_error(handle));
             }
         }
-        let runs = tree.slot_runs(node, until).ok_or_else(|| gone(until))?;
+        let runs = tree.slot_runs(node, until).ok_or_else(|| node_gone_error(until))?;
         let view = view_of(runs.count(), runs.iter())?;
         drop(runs);
         // The import may run Python code.
@@ -417,7 +420,7 @@ impl HybridTree {
     ///     IndexOwnershipError: If it is no leaf, or is locked.
     fn evict_leaf(&self, node: u64) -> PyResult<HybridFrees> {
         let node = handle_of(node);
-        let frees = self.lock().evict_leaf(node).ok_or_else(|| gone(node))?;
+        let frees = self.lock().evict_leaf(node).ok_or_else(|| node_gone_error(node))?;
         frees.map(HybridFrees).ok_or_else(|| {
             let text = format!("node {} is no leaf without locks", node.number());
             Error::new(crate::base::ErrorKind::IndexOwnership, text).into()
@@ -444,7 +447,7 @@ impl HybridTree {
     ///     KeyError: If the node is gone.
     fn evict_excess_states(&self, node: u64) -> PyResult<HybridFrees> {
         let node = handle_of(node);
-        self.lock().evict_excess_states(node).map(HybridFrees).ok_or_else(|| gone(node))
+        self.lock().evict_excess_states(node).map(HybridFrees).ok_or_else(|| node_gone_error(node))
     }
 
     /// Returns how many values of a part have no locks.
@@ -464,7 +467,8 @@ impl HybridTree {
     ///     ConfigError: If the size would become negative.
     fn adjust_size(&self, node: u64, part: usize, delta: i64) -> PyResult<()> {
         let node = handle_of(node);
-        let adjusted = self.lock().adjust(node, part_of(part)?, delta).ok_or_else(|| gone(node))?;
+        let adjusted =
+            self.lock().adjust(node, part_of(part)?, delta).ok_or_else(|| node_gone_error(node))?;
         adjusted.map_err(|NegativeSize(size)| Error::config(format!("the size would become {size}")).into())
     }
 
@@ -474,7 +478,8 @@ impl HybridTree {
     ///     KeyError: If the node is gone.
     fn value(&self, py: Python<'_>, node: u64, part: usize) -> PyResult<Option<Py<PyAny>>> {
         let (node, part) = (handle_of(node), part_of(part)?);
-        let value = self.lock().value(node, part).map(<[EngineSlot]>::to_vec).ok_or_else(|| gone(node))?;
+        let value =
+            self.lock().value(node, part).map(<[EngineSlot]>::to_vec).ok_or_else(|| node_gone_error(node))?;
         tensor_or_none(py, &value)
     }
 
@@ -485,7 +490,7 @@ impl HybridTree {
     ///     ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
     fn set_value(&self, node: u64, part: usize, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (node, part, value) = (handle_of(node), part_of(part)?, slots_in(value)?);
-        Ok(self.lock().set_value(node, part, value).ok_or_else(|| gone(node))??)
+        Ok(self.lock().set_value(node, part, value).ok_or_else(|| node_gone_error(node))??)
     }
 
     /// Returns the hash of the page that ends at `end` tokens on the way to a node, 32 bytes; `None` if it has
@@ -495,7 +500,7 @@ impl HybridTree {
     ///     KeyError: If the node is gone.
     fn hash_at<'py>(&self, py: Python<'py>, node: u64, end: usize) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let node = handle_of(node);
-        let hash = self.lock().hash_at(node, end).ok_or_else(|| gone(node))?;
+        let hash = self.lock().hash_at(node, end).ok_or_else(|| node_gone_error(node))?;
         Ok(hash.map(|hash| PyBytes::new(py, &hash.0)))
     }
 
@@ -518,7 +523,7 @@ impl HybridTree {
             return Err(Error::config(format!("hashes of 32 bytes, and {} bytes more", rest.len())).into());
         }
         let hashes: Vec<_> = hashes.iter().copied().map(PageDigest).collect();
-        Ok(self.lock().set_hashes(node, start, &hashes).ok_or_else(|| gone(node))??)
+        Ok(self.lock().set_hashes(node, start, &hashes).ok_or_else(|| node_gone_error(node))??)
     }
 
     /// Returns the ranges of tokens within `begin..limit` that are there without a window.
@@ -568,7 +573,7 @@ impl HybridTree {
         let tree = self.lock();
         tree.by_common_prefix(&handles).ok_or_else(|| {
             let missing = handles.iter().find(|&&node| !tree.contains(node));
-            gone(*missing.expect("one of them is gone"))
+            node_gone_error(*missing.expect("one of them is gone"))
         })
     }
 
@@ -579,7 +584,7 @@ impl HybridTree {
     ///     KeyError: If the node is gone.
     fn path(&self, node: u64) -> PyResult<Vec<PathTuple>> {
         let node = handle_of(node);
-        let path = self.lock().path_to(node).ok_or_else(|| gone(node))?;
+        let path = self.lock().path_to(node).ok_or_else(|| node_gone_error(node))?;
         let flat =
             path.iter().map(|at| (at.node.number(), at.parent.number(), at.start, at.end, at.children));
         Ok(flat.collect())
@@ -633,7 +638,7 @@ impl HybridTree {
     ///     KeyError: If the node is gone.
     fn children(&self, node: u64) -> PyResult<Vec<u64>> {
         let node = handle_of(node);
-        let children = self.lock().children(node).ok_or_else(|| gone(node))?;
+        let children = self.lock().children(node).ok_or_else(|| node_gone_error(node))?;
         Ok(children.into_iter().map(NodeHandle::number).collect())
     }
 
@@ -651,7 +656,7 @@ impl HybridTree {
     ///     KeyError: If it is gone.
     fn info(&self, node: u64) -> PyResult<HybridNode> {
         let node = handle_of(node);
-        self.lock().state(node).map(HybridNode).ok_or_else(|| gone(node))
+        self.lock().state(node).map(HybridNode).ok_or_else(|| node_gone_error(node))
     }
 
     /// Checks every invariant.

@@ -8,7 +8,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::base::{DType, Device, Dims, Error, reserve};
+use crate::base::{DType, Device, Dims, Error, try_with_capacity};
 use crate::memory::{Backend, MappedHost, Stream};
 use crate::pool::{KvConfig, KvLayout, KvPool as Pool, Scales, make_room};
 
@@ -166,7 +166,8 @@ impl KvPool {
             device => backend(py, device)?,
         };
         let pool = Arc::new(py.detach(|| Pool::new(&config, &backend))?);
-        let (mut k_buffer, mut v_buffer) = (reserve(config.layer_num)?, reserve(config.layer_num)?);
+        let (mut k_buffer, mut v_buffer) =
+            (try_with_capacity(config.layer_num)?, try_with_capacity(config.layer_num)?);
         for layer in 0..config.layer_num {
             let (k, v) = to_tensors(py, &pool.kv_buffer(layer)?)?;
             k_buffer.push(k);
@@ -253,7 +254,7 @@ impl KvPool {
         let layer = args::layer(layer_id, self.pool.config().layer_num)?;
         let mut indices = args::indices(indices)?;
         let (k, v) = (args::values("k", k)?, args::values("v", v)?);
-        let stream = self.stream(py, indices.on_host())?;
+        let stream = self.stream(py, indices.host_len())?;
         let (indices, k, v) = (indices.take()?, k.borrow()?, v.borrow()?);
         let scales = Scales { k: k_scale, v: v_scale };
         self.run(py, indices.len(), || self.pool.set_kv(layer, &indices, [k, v], scales, stream))
@@ -296,7 +297,7 @@ impl KvPool {
             None => self.empty_rows(py, indices.len()?)?,
         };
         let tensors = [args::output(&k)?, args::output(&v)?];
-        let stream = self.stream(py, indices.on_host())?;
+        let stream = self.stream(py, indices.host_len())?;
         let indices = indices.take()?;
         let out = [tensors[0].borrow()?, tensors[1].borrow()?];
         self.run(py, indices.len(), || self.pool.gather_kv_into(layer, &indices, &out, stream))?;
@@ -323,7 +324,7 @@ impl KvPool {
         src_indices: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let (mut dst, mut src) = (args::indices(dst_indices)?, args::indices(src_indices)?);
-        let stream = self.stream(py, dst.on_host() + src.on_host())?;
+        let stream = self.stream(py, dst.host_len() + src.host_len())?;
         let (dst, src) = (dst.take()?, src.take()?);
         let rows = dst.len().saturating_mul(self.pool.config().layer_num);
         self.run(py, rows, || self.pool.move_kv(&dst, &src, stream))

@@ -2,7 +2,7 @@
 //!
 //! Classes are frozen and lock their mutable state. The GIL is held for bookkeeping and for enqueueing work,
 //! which take microseconds. It is released for longer operations: constructors, copies in host memory of 64
-//! KiB and more, and waits for a device or another thread ([`blocking`](crate::base::blocking)). No lock is
+//! KiB and more, and waits for a device or another thread ([`run_blocking`](crate::base::run_blocking)). No lock is
 //! held while Python code runs or while waiting for the GIL, so locks and GIL cannot deadlock.
 
 #![expect(

@@ -112,7 +112,7 @@ fn pick(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<DimIndex> {
     let from_start = if given < 0 { given.saturating_add(extent) } else { given };
     if !(0..extent).contains(&from_start) {
         let text = format!("index {given} is outside [{}, {extent})", -extent);
-        return Err(Error::index(text).at_index(given).into());
+        return Err(Error::index(text).with_index(given).into());
     }
     Ok(DimIndex { start: unsigned(from_start), count: None, step: 1 })
 }

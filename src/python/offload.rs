@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
-use crate::base::{Error, Id, OffloadPlace};
+use crate::base::{Error, Id, OffloadSlot};
 use crate::cache::engines::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadEvent, OffloadId, OffloadKey, OffloadOrder as Order,
     OffloadRequest as Request, OffloadStage, OffloadTable as Table, RequestRank,
@@ -59,9 +59,9 @@ fn list<'py>(py: Python<'py>, keys: &[OffloadKey]) -> PyResult<Bound<'py, PyList
 }
 
 /// Places as a NumPy array.
-fn array(py: Python<'_>, places: Vec<OffloadPlace>) -> PyResult<Bound<'_, PyArray1<i32>>> {
+fn array(py: Python<'_>, places: Vec<OffloadSlot>) -> PyResult<Bound<'_, PyArray1<i32>>> {
     py.import("numpy")?; // without it the next call would panic
-    let number = |place: OffloadPlace| i32::try_from(place.number()).expect("a table has no more places");
+    let number = |place: OffloadSlot| i32::try_from(place.number()).expect("a table has no more places");
     let places = places.into_iter().map(number);
     Ok(PyArray1::from_vec(py, places.collect()))
 }

@@ -9,7 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyString};
 
-use crate::base::{Device, Error, Id, IndexVec, RequestRow, reserve};
+use crate::base::{Device, Error, Id, IndexVec, RequestRow, try_with_capacity};
 use crate::memory::Stream;
 use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, TableWriters, make_room};
 
@@ -70,10 +70,10 @@ enum TableIndexArg<'a, 'py> {
 
 impl TableIndexArg<'_, '_> {
     /// Number of indices in host memory, which are sent to a device.
-    fn on_host(&self) -> usize {
+    fn host_len(&self) -> usize {
         match self {
             Self::Columns { .. } => 0,
-            Self::Points { rows, columns } => rows.on_host() + columns.on_host(),
+            Self::Points { rows, columns } => rows.host_len() + columns.host_len(),
         }
     }
 
@@ -91,7 +91,7 @@ impl TableIndexArg<'_, '_> {
 
 /// `index`, repeated `count` times.
 fn repeated<'a, 'py>(index: i64, count: usize) -> PyResult<IndexArg<'a, 'py>> {
-    let mut values = reserve(count)?;
+    let mut values = try_with_capacity(count)?;
     values.resize(count, index);
     Ok(IndexArg::Host(IndexVec::I64(values)))
 }
@@ -260,7 +260,7 @@ impl ReqToTokenPool {
         })?;
         let mut index_arg = table_index(&index)?;
         let mut values = args::index_or_indices(values)?;
-        let stream = self.stream(py, index_arg.on_host() + values.on_host())?;
+        let stream = self.stream(py, index_arg.host_len() + values.host_len())?;
         let (index, values) = (index_arg.take()?, values.take()?);
         with(&self.pool, |pool| pool.write(&index, &values, stream))
     }
@@ -289,7 +289,7 @@ impl ReqToTokenPool {
     ) -> PyResult<()> {
         let (mut rows, mut indptr) = (args::indices(req_pool_indices)?, args::indices(kv_indptr)?);
         let out = args::output(kv_indices)?;
-        let stream = self.stream(py, rows.on_host() + indptr.on_host())?;
+        let stream = self.stream(py, rows.host_len() + indptr.host_len())?;
         let (rows, indptr, out) = (rows.take()?, indptr.take()?, out.borrow()?);
         with(&self.pool, |pool| pool.build_kv_indices(&rows, &indptr, &out, stream))
     }

@@ -69,7 +69,7 @@ impl Tensor {
     }
 
     /// The view, if it is in host memory.
-    fn on_host(&self) -> PyResult<&TensorView> {
+    fn host_view(&self) -> PyResult<&TensorView> {
         match self.view.device() {
             Device::Cpu => Ok(&self.view),
             device @ Device::Cuda(_) => Err(PyBufferError::new_err(format!(
@@ -224,7 +224,7 @@ impl Tensor {
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let numpy = py.import("numpy")?;
-        let view = slf.get().on_host()?;
+        let view = slf.get().host_view()?;
         let bits = match view.dtype() {
             DType::BF16 => DType::F16,
             DType::F8E4M3 | DType::F8E5M2 => DType::U8,
@@ -268,7 +268,7 @@ impl Tensor {
     ///     BufferError: If the tensor is not in host memory or not contiguous, if buffers have no format for its dtype
     ///         (bfloat16 and 8-bit floats), or no shape for it (empty, of several dimensions or none).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: i32) -> PyResult<Bound<'py, PyAny>> {
-        let (py, view) = (slf.py(), slf.get().on_host()?);
+        let (py, view) = (slf.py(), slf.get().host_view()?);
         let format = match view.dtype() {
             DType::F64 => "d",
             DType::F32 => "f",

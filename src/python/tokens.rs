@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyType};
 
-use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, reserve};
+use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, try_with_capacity};
 use crate::cache::engines::hybrid::{self, Keys, SlotSource, TokenBlock, differ};
 use crate::cache::{Tokens, not_a_token};
 use crate::memory::BorrowedTensor;
@@ -206,7 +206,7 @@ where
 /// An error of a block that begins at `begin`.
 #[cold]
 fn at_position(error: Error, begin: usize) -> Error {
-    if begin == 0 { error } else { error.prefixed(&format!("in the tokens from position {begin} on")) }
+    if begin == 0 { error } else { error.with_prefix(&format!("in the tokens from position {begin} on")) }
 }
 
 /// Calls `work` with the tokens `start..end` of `object`, 64-bit ints: an `array.array("q")` is read in
@@ -332,7 +332,7 @@ pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Resu
         slot.ok_or_else(|| {
             let position = begin + position;
             Error::config(format!("slot {number} at position {position} is outside [0, 2**31)"))
-                .at_index(number)
+                .with_index(number)
         })
     });
     slots.collect()
@@ -340,7 +340,7 @@ pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Resu
 
 impl<T: Copy + Default + Into<i64>> SlotSource for RawTokens<'_, T> {
     fn read(&self, at: usize, count: usize) -> Result<Vec<EngineSlot>> {
-        let mut slots = reserve(count)?;
+        let mut slots = try_with_capacity(count)?;
         if at + count > self.count {
             return Err(Error::config(format!("slots {at}..{} of {} are needed", at + count, self.count)));
         }

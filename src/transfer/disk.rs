@@ -124,7 +124,7 @@ impl AlignedBytes {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them.
     pub fn new(len: usize) -> crate::base::Result<Self> {
-        let bytes: Vec<u8> = crate::base::zeros(len + BLOCK)?;
+        let bytes: Vec<u8> = crate::base::try_zeros(len + BLOCK)?;
         let begin = bytes.as_ptr().addr().next_multiple_of(BLOCK) - bytes.as_ptr().addr();
         Ok(Self { bytes, begin, len })
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::base::sync::lock;
-use crate::base::{Error, ErrorKind, Result, blocking};
+use crate::base::{Error, ErrorKind, Result, run_blocking};
 use crate::memory::{Event, Gpu, Stream};
 
 /// Copies in steps, such as the layers of a model, one after the other: on a thread, or on a stream of their
@@ -115,15 +115,22 @@ impl Transfer {
             return Err(Error::index(format!("step {step} is outside [0, {steps})")));
         }
         if self.is_foreign() {
-            return Err(ended("belong to the process that this one was forked from"));
+            return Err(ended_error("belong to the process that this one was forked from"));
         }
         match &self.runner {
             Runner::Thread { progress, changed, .. } => {
                 let has_advanced = |now: &StepProgress| now.done > step || now.is_over;
                 let now = *lock(progress);
-                let now =
-                    if has_advanced(&now) { now } else { blocking(|| wait(progress, changed, has_advanced)) };
-                if now.done > step { Ok(()) } else { Err(ended("have ended before they were complete")) }
+                let now = if has_advanced(&now) {
+                    now
+                } else {
+                    run_blocking(|| wait(progress, changed, has_advanced))
+                };
+                if now.done > step {
+                    Ok(())
+                } else {
+                    Err(ended_error("have ended before they were complete"))
+                }
             }
             Runner::Device { gpu, events, waiting_streams } => {
                 gpu.check_not_capturing(stream, "a wait for copies outside of the capture")?;
@@ -149,13 +156,13 @@ impl Transfer {
             Runner::Thread { progress, changed, .. } => {
                 let is_over = |now: &StepProgress| now.is_over;
                 if !lock(progress).is_over {
-                    blocking(|| wait(progress, changed, is_over));
+                    run_blocking(|| wait(progress, changed, is_over));
                 }
                 Ok(())
             }
-            Runner::Device { events, .. } => events
-                .last()
-                .map_or(Ok(()), |event| if event.has_passed()? { Ok(()) } else { blocking(|| event.wait()) }),
+            Runner::Device { events, .. } => events.last().map_or(Ok(()), |event| {
+                if event.has_passed()? { Ok(()) } else { run_blocking(|| event.wait()) }
+            }),
         }
     }
 
@@ -236,6 +243,6 @@ fn wait(
     *now
 }
 
-fn ended(why: &str) -> Error {
+fn ended_error(why: &str) -> Error {
     Error::new(ErrorKind::State, format!("the copies {why}"))
 }

@@ -1,6 +1,6 @@
 //! The chunks that an engine offloads: the order of eviction beside a naive one, places, and misuse.
 
-use kvpool::base::{ErrorKind, Id, OffloadPlace};
+use kvpool::base::{ErrorKind, Id, OffloadSlot};
 use kvpool::cache::engines::{
     NamedChunk, OffloadConfig, OffloadOrder, OffloadRequest, OffloadTable, RequestRank,
 };
@@ -145,13 +145,13 @@ fn places_of_failed_stores_are_reused() {
     let chunks = [at(b"a", 1), at(b"b", 2), at(b"c", 3), at(b"d", 4)];
     assert_eq!(
         table.begin_store(&chunks, &mut request).unwrap().unwrap().places,
-        [0, 1, 2, 3].map(OffloadPlace::new)
+        [0, 1, 2, 3].map(OffloadSlot::new)
     );
     assert!(table.begin_store(&[at(b"e", 5)], &mut request).unwrap().is_none());
     table.fail_store([&b"b"[..], b"c", b"unknown"]);
     table.end_store([&b"a"[..], b"b", b"d"]);
     assert_eq!(table.find(b"b"), None);
     let storing = table.begin_store(&[at(b"e", 5), at(b"f", 6), at(b"g", 7)], &mut request).unwrap().unwrap();
-    assert_eq!((&*storing.places, &*storing.evicted[0]), (&[3, 2, 1].map(OffloadPlace::new)[..], &b"d"[..]));
+    assert_eq!((&*storing.places, &*storing.evicted[0]), (&[3, 2, 1].map(OffloadSlot::new)[..], &b"d"[..]));
     assert_eq!(table.fault(), None);
 }

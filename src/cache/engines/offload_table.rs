@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Id, OffloadPlace, Result, id, widen};
+use crate::base::{Error, ErrorKind, Id, OffloadSlot, Result, id, widen};
 
 use super::offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 use crate::cache::RecencyList;
@@ -63,7 +63,7 @@ pub struct Storing {
     /// The positions of the chosen chunks among those offered.
     pub chosen: Vec<usize>,
     /// The place of each.
-    pub places: Vec<OffloadPlace>,
+    pub places: Vec<OffloadSlot>,
     /// The chunks that make way for them.
     pub evicted: Vec<OffloadKey>,
 }
@@ -101,7 +101,7 @@ pub enum OffloadStage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadedChunk {
     /// The place of the chunk, below the capacity.
-    pub place: OffloadPlace,
+    pub place: OffloadSlot,
     /// Whether it can be read.
     pub stage: OffloadStage,
     /// Loads that read it.
@@ -140,12 +140,12 @@ pub struct OffloadCounts {
 /// what [`OffloadOrder`] says, and never what the same call offers.
 ///
 /// ```
-/// use kvpool::base::{Id, OffloadPlace};
+/// use kvpool::base::{Id, OffloadSlot};
 /// use kvpool::cache::engines::{NamedChunk, OffloadConfig, OffloadRequest, OffloadTable};
 /// let config = OffloadConfig { capacity: 1, store_threshold: 0, max_tracked: 0, events: false };
 /// let (mut table, mut request) = (OffloadTable::new(config), OffloadRequest::default());
 /// let [old, new] = [b"old", b"new"].map(|key| [NamedChunk { key, position: None }]);
-/// assert_eq!(table.begin_store(&old, &mut request)?.unwrap().places, [OffloadPlace::new(0)]);
+/// assert_eq!(table.begin_store(&old, &mut request)?.unwrap().places, [OffloadSlot::new(0)]);
 /// assert!(table.begin_store(&new, &mut request)?.is_none(), "the place is in use");
 /// table.end_store([&b"old"[..]]);
 /// let storing = table.begin_store(&new, &mut request)?.unwrap();
@@ -159,7 +159,7 @@ pub struct OffloadTable {
     arriving: usize,
     /// Places from here on were never used.
     fresh: u32,
-    free: Vec<OffloadPlace>,
+    free: Vec<OffloadSlot>,
     offers: Option<OfferCounts>,
     events: Option<Vec<OffloadEvent>>,
     asked: Vec<usize>,
@@ -289,10 +289,10 @@ impl OffloadTable {
     }
 
     /// Takes one of the free places, of which there are some.
-    fn take_place(&mut self) -> OffloadPlace {
+    fn take_place(&mut self) -> OffloadSlot {
         if self.fresh < self.capacity {
             self.fresh += 1;
-            return OffloadPlace::new(self.fresh - 1);
+            return OffloadSlot::new(self.fresh - 1);
         }
         self.free.pop().expect("callers have counted the free places")
     }
@@ -334,7 +334,7 @@ impl OffloadTable {
         &mut self,
         chunks: &[NamedChunk<'_>],
         request: Option<&mut OffloadRequest>,
-    ) -> Result<Vec<OffloadPlace>> {
+    ) -> Result<Vec<OffloadSlot>> {
         let mut ids = Vec::with_capacity(chunks.len());
         for (at, chunk) in chunks.iter().enumerate() {
             let id = self.order.find(chunk.key);
@@ -481,10 +481,10 @@ impl OffloadTable {
         if let Some(fault) = self.order.fault() {
             return Some(fault);
         }
-        let mut places: Vec<OffloadPlace> =
+        let mut places: Vec<OffloadSlot> =
             self.order.values().map(|chunk| chunk.place).chain(self.free.clone()).collect();
         places.sort_unstable();
-        if !places.iter().copied().eq((0..self.fresh).map(OffloadPlace::new)) {
+        if !places.iter().copied().eq((0..self.fresh).map(OffloadSlot::new)) {
             return Some(format!("places are {places:?}, of {} that were taken", self.fresh));
         }
         let arriving = self.order.values().filter(|chunk| chunk.stage == OffloadStage::Arriving).count();

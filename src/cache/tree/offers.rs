@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::{Page, Result, StateSlot, reserve};
+use crate::base::{Page, Result, StateSlot, try_with_capacity};
 
 use super::{Hold, Namespace, NodeId, PageHash, Place, Tokens, Tree};
 use crate::cache::{Digest, KeyChain};
@@ -178,7 +178,7 @@ impl Tree {
         let mut keys = Vec::new();
         let Some(mut chain) = self.chain_behind(namespace, prefix.usable) else { return Ok(keys) };
         let (mut at, mut usable) = (prefix.usable.map_or(0, Place::len), 0);
-        let (limit, mut page) = (limit.min(tokens.count()), reserve(self.page_size)?);
+        let (limit, mut page) = (limit.min(tokens.count()), try_with_capacity(self.page_size)?);
         while at + self.page_size <= limit {
             page.clear();
             tokens.read(at..at + self.page_size, &mut page)?;

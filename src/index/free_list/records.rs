@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::slice::IterMut;
 
 use crate::base::bounded::narrow;
-use crate::base::{IndexNumber, Result, widen, zeros};
+use crate::base::{IndexNumber, Result, try_zeros, widen};
 use crate::index::Bitmap;
 use crate::index::mask::Mask;
 
@@ -47,8 +47,8 @@ impl Records {
     pub(super) fn new(space: Range<u32>) -> Result<Self> {
         let count = widen(space.end.div_ceil(64)).max(1);
         let mut made = Self {
-            sets: zeros(count.next_multiple_of(64))?,
-            fenced: zeros(count)?,
+            sets: try_zeros(count.next_multiple_of(64))?,
+            fenced: try_zeros(count)?,
             with_free: Bitmap::new(count)?,
             with_released: Bitmap::new(count)?,
             counts: [0; 3],
@@ -179,7 +179,8 @@ impl Records {
         if to == Set::Fenced || self.count(Set::Fenced) > 0 {
             return 0;
         }
-        // A function for each set: choosing it for each record makes a free of scattered indices a tenth slower.
+        // A function for each set: choosing it for each record makes a free of scattered indices a tenth
+        // slower.
         let done = if to == Set::Free {
             give_masks(masks, &mut self.sets, |record| &mut record.free, &mut self.with_free)
         } else {

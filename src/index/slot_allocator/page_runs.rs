@@ -77,7 +77,7 @@ impl SlotAllocator {
             if let Err((page, reason)) = self.owners.cache(space, pages, is_live)? {
                 let slot = i64::from(page.number()) * i64::from(self.page_size);
                 let text = format!("slot {slot} cannot be published: {}", reason.words());
-                return Err(Error::new(ErrorKind::IndexOwnership, text).at_index(slot));
+                return Err(Error::new(ErrorKind::IndexOwnership, text).with_index(slot));
             }
         }
         let duplicates: Vec<_> = runs_of(duplicates).collect();
@@ -173,10 +173,10 @@ fn masks_of(runs: &[Run<Page>]) -> impl Iterator<Item = Mask> + Clone + '_ {
 
 fn only_cached(page: Page) -> Error {
     Error::new(ErrorKind::IndexOwnership, format!("page {page} belongs to the prefix cache alone"))
-        .at_index(page.number())
+        .with_index(page.number())
 }
 
 fn not_owned(page: Page, what: &str) -> Error {
     Error::new(ErrorKind::IndexOwnership, format!("page {page} is not allocated, and cannot be {what}"))
-        .at_index(page.number())
+        .with_index(page.number())
 }

@@ -100,12 +100,12 @@ impl Driver {
     }
 
     fn check(self, call: &str, code: Code) -> Result<()> {
-        if code == Code::SUCCESS { Ok(()) } else { Err(self.failed(call, code)) }
+        if code == Code::SUCCESS { Ok(()) } else { Err(self.call_error(call, code)) }
     }
 
     /// The error for a failed call: its code, and the driver's name for the code.
     #[cold]
-    fn failed(self, call: &str, code: Code) -> Error {
+    fn call_error(self, call: &str, code: Code) -> Error {
         let mut name = Text::NONE;
         // SAFETY: the function writes a constant string, or null for an unknown code.
         let code_of_name = unsafe { self.0.cuGetErrorName(code, &raw mut name) };
@@ -256,7 +256,7 @@ impl Driver {
                 return failure;
             }
             let text = format!("{bytes} bytes of host memory cannot be page-locked in one piece: {failure}");
-            Error::new(ErrorKind::OutOfMemory, text).asked(bytes).with_code(code.0)
+            Error::new(ErrorKind::OutOfMemory, text).with_asked(bytes).with_code(code.0)
         })?;
         Ok(true)
     }

@@ -73,8 +73,8 @@ unsafe impl Backend for Cuda {
                 ErrorKind::OutOfMemory,
                 format!("{bytes} bytes asked for, {free} of {total} free on {}", self.device()),
             )
-            .asked(bytes)
-            .available(free));
+            .with_asked(bytes)
+            .with_available(free));
         };
         if let Some(stream) = zeroed_on
             && let Err(failure) = self.zero(found, bytes, stream, contents)
@@ -134,7 +134,7 @@ unsafe impl Backend for Pinned {
                 ErrorKind::OutOfMemory,
                 format!("the host cannot give {bytes} bytes of page-locked memory"),
             )
-            .asked(bytes)
+            .with_asked(bytes)
         })?;
         if contents != Contents::Undefined {
             // SAFETY: the driver allocated this many bytes just now, and no other code has the address.

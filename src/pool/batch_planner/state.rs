@@ -8,7 +8,7 @@ mod release;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, reserve, widen};
+use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
 use crate::index::{Act, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
@@ -179,13 +179,13 @@ impl PlannerState {
             )));
         }
         self.check_batch(count)?;
-        let mut cached: Vec<CachedPages<'_>> = reserve(count)?;
+        let mut cached: Vec<CachedPages<'_>> = try_with_capacity(count)?;
         cached.extend(claims.iter_mut().map(|claim| match claim {
             Some(claim) => CachedPages::Leased(claim),
             None => CachedPages::Shared(PageList::default()),
         }));
         cached.resize_with(count, || CachedPages::Shared(PageList::default()));
-        let mut growths = reserve(count)?;
+        let mut growths = try_with_capacity(count)?;
         for (position, (&row, pages)) in self.resolve(rows, table)?.iter().zip(&mut cached).enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let asked = GrowthRequest { position, row, prefix, seq };
@@ -289,7 +289,7 @@ impl PlannerState {
             Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
         })?;
         let rows = self.resolve(rows, table)?;
-        let mut growths = reserve(count)?;
+        let mut growths = try_with_capacity(count)?;
         for (position, (&row, seq)) in rows.iter().zip(seq_lens.iter()).enumerate() {
             let prefix = seq.saturating_sub(width);
             let Some(growth) = self.requests.growth(row, prefix, seq) else {

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::base::{Id, push, widen};
+use crate::base::{Id, try_push, widen};
 use crate::cache::{PageHash, RecencyList};
 use crate::transfer::to_u64;
 
@@ -183,7 +183,7 @@ impl Slots {
         if fresh >= self.count {
             return None;
         }
-        push(&mut self.places, SlotUse::FREE).ok()?;
+        try_push(&mut self.places, SlotUse::FREE).ok()?;
         Some(FileSlot::new(u32::try_from(fresh).expect("MOST_SLOTS was checked")))
     }
 
@@ -244,7 +244,7 @@ impl Slots {
     pub(super) fn fill(&mut self, pages: &[(FileSlot, Record)]) -> crate::base::Result<()> {
         let end = pages.iter().map(|(slot, _)| widen(slot.number()) + 1).max().unwrap_or(0);
         for slot in 0..end {
-            push(&mut self.places, SlotUse::FREE)?;
+            try_push(&mut self.places, SlotUse::FREE)?;
             self.free.push_front(FileSlot::new(u32::try_from(slot).expect("MOST_SLOTS was checked")));
         }
         self.by_key.reserve(pages.len());

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, Weak};
 
 use crate::base::sync::lock;
-use crate::base::{ForkGate, Result, blocking};
+use crate::base::{ForkGate, Result, run_blocking};
 use crate::cache::{Continuation, Digest, Lower, PageHash, StoreKeys};
 use crate::memory::{HostRows, Keep, Stream};
 use crate::pool::host_tier::{Incoming, Outgoing, PieceKind};
@@ -43,7 +43,7 @@ impl CacheRef {
         match self.0.try_lock() {
             Ok(mut cache) => *cache = Weak::new(),
             // The thread may wait for what the caller's interpreter has.
-            Err(_) => blocking(|| *lock(&self.0) = Weak::new()),
+            Err(_) => run_blocking(|| *lock(&self.0) = Weak::new()),
         }
     }
 

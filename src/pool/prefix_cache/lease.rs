@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::sync::explored::{Mutex, lock};
-use crate::base::{Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, try_with_capacity, widen};
 use crate::cache::{Hold, Namespace, Tree};
 use crate::index::{PageList, put_slots_of};
 use crate::memory::Stream;
@@ -178,7 +178,7 @@ impl Lease {
     /// See [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
     pub fn show(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
         let page_size = crate::base::bounded::narrow(self.allocator.page_size());
-        let mut slots = reserve(pages.len() * widen(page_size))?;
+        let mut slots = try_with_capacity(pages.len() * widen(page_size))?;
         put_slots_of(pages.iter().map(|page| page.number()), page_size, &mut slots);
         self.allocator.lock().show(slots, stream)
     }

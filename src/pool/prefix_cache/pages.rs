@@ -24,7 +24,7 @@ pub(super) fn pages_of(slots: &IndexVec, page_size: usize, rest: Rest) -> Result
 }
 
 fn pages_of_values<T: Copy + Into<i64>>(slots: &[T], page_size: usize) -> Result<Vec<Page>> {
-    let mut pages = crate::base::reserve(slots.len().div_ceil(page_size))?;
+    let mut pages = crate::base::try_with_capacity(slots.len().div_ceil(page_size))?;
     let size = i64::try_from(page_size).expect("a page fits int32");
     for (number, slots) in slots.chunks(page_size).enumerate() {
         let first: i64 = slots[0].into();
@@ -52,5 +52,5 @@ fn out_of_page(slot: i64, position: usize, page_size: usize) -> Error {
         crate::base::ErrorKind::IndexOwnership,
         format!("slot {slot} at position {position} is not number {offset} of a page of {page_size}"),
     )
-    .at_index(slot)
+    .with_index(slot)
 }

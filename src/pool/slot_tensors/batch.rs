@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use crate::base::bounded::{int32, unsigned};
-use crate::base::{Device, Result, reserve};
+use crate::base::{Device, Result, try_with_capacity};
 use crate::index::LastLoc;
 use crate::kernels::Indices;
 use crate::memory::BorrowedTensor;
@@ -58,7 +58,8 @@ impl BatchLens<'_> {
     /// The slots that each request has in its last page, 0 if that is full, and where its new slots begin
     /// among those of the batch, with the end of all. Call it after slots were taken.
     pub(super) fn in_pages(self, page_size: usize) -> Result<(Vec<i32>, Vec<i32>)> {
-        let (mut offsets, mut indptr) = (reserve(self.prefix.len())?, reserve(self.seq.len() + 1)?);
+        let (mut offsets, mut indptr) =
+            (try_with_capacity(self.prefix.len())?, try_with_capacity(self.seq.len() + 1)?);
         let mut end = 0;
         indptr.push(end);
         for (&prefix, &seq) in self.prefix.iter().zip(self.seq) {

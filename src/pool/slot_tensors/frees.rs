@@ -210,7 +210,7 @@ impl SlotTensors {
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
             settled.push(CompletedFree { given, bad, _keeps: landed.keeps });
             if let Some(error) = failure {
-                return Err(error.prefixed("a free of slots that the host did not know"));
+                return Err(error.with_prefix("a free of slots that the host did not know"));
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{MutexGuard, lock};
-use crate::base::{Page, Result, blocking};
+use crate::base::{Page, Result, run_blocking};
 use crate::memory::Stream;
 use crate::pool::fences::passed;
 use crate::pool::shortage::{Missing, Obtainable, OrShort, Reclaim, Short};
@@ -75,7 +75,7 @@ impl TokenToKvPoolAllocator {
             slots.unsettled()
         };
         if let Some(oldest) = oldest {
-            blocking(|| oldest.wait())?;
+            run_blocking(|| oldest.wait())?;
         }
         self.complete_landed(stream)?;
         Ok(true)
@@ -105,7 +105,7 @@ impl TokenToKvPoolAllocator {
             let mut slots = self.polled(stream)?;
             if let Some(event) = slots.backpressure_event() {
                 drop(slots);
-                blocking(|| event.wait())?;
+                run_blocking(|| event.wait())?;
                 continue;
             }
             let taken = take(&mut slots)?;

@@ -9,7 +9,7 @@ use crate::cache::engines::hybrid::{Boundary, NotLocked, Part, Receipt, Skipped}
 use crate::python::args;
 use crate::python::tokens::slots_of;
 
-pub(super) fn gone(node: NodeHandle) -> PyErr {
+pub(super) fn node_gone_error(node: NodeHandle) -> PyErr {
     PyKeyError::new_err(node.number())
 }
 

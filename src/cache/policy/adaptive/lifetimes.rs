@@ -24,7 +24,7 @@ const PRIOR_RATIO: f64 = 4.0;
 const FEWEST_LOOKUPS: u32 = 128;
 
 /// Nothing is judged before lifetimes are counted up to so many times the capacity.
-const LEAST_HORIZON: f64 = 2.0;
+const MIN_HORIZON: f64 = 2.0;
 
 /// Snapshots of beginnings, at most.
 const SNAPSHOTS: usize = 64;
@@ -114,7 +114,7 @@ impl Lifetimes {
         self.lookups *= fade;
         self.remember(now);
         self.is_known =
-            self.total >= FEWEST_LOOKUPS && real(now.tokens().min(horizon)) >= LEAST_HORIZON * self.capacity;
+            self.total >= FEWEST_LOOKUPS && real(now.tokens().min(horizon)) >= MIN_HORIZON * self.capacity;
 
         // Lifetimes that began long enough ago to have reached each age.
         let mut reached = [[0.0; CLASSES]; AGES];

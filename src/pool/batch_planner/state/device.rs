@@ -1,7 +1,7 @@
 //! Planning a step on a GPU.
 
 use crate::base::bounded::int32;
-use crate::base::{Id, IndexVec, Result, reserve, widen};
+use crate::base::{Id, IndexVec, Result, try_with_capacity, widen};
 use crate::index::{Growth, PageSize};
 use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
 use crate::memory::Stream;
@@ -23,8 +23,8 @@ impl PlannerState {
     ) -> Result<()> {
         let size = self.requests.page_size();
         let sent: usize = batch.iter().map(|growth| sent_pages(*growth, size).len()).sum();
-        let mut requests = reserve(padded)?;
-        let mut pages: Vec<i32> = reserve(sent)?;
+        let mut requests = try_with_capacity(padded)?;
+        let mut pages: Vec<i32> = try_with_capacity(sent)?;
         for place in 0..padded {
             let mut growth = batch.get(place).copied().unwrap_or(Growth::padding(0));
             let Growth { row, start, prefix, .. } = growth;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{DType, Error, ErrorKind, Id, IndexVec, RequestRow, Result, reserve};
+use crate::base::{DType, Error, ErrorKind, Id, IndexVec, RequestRow, Result, try_with_capacity};
 use crate::memory::Region;
 use crate::pool::batch_planner::{Field, Plan};
 use crate::tensor::TensorView;
@@ -34,7 +34,7 @@ impl PlannerState {
         };
         self.check_current(plan, plan.changes == self.changes)?;
         let mut values: Vec<i32> =
-            reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
+            try_with_capacity(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
         for place in 0..plan.padded_batch_size {
             if place < plan.batch_size {
                 let pages = self

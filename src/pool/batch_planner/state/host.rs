@@ -1,7 +1,7 @@
 //! Writing a step in host memory: the table and the fields.
 
 use crate::base::bounded::narrow;
-use crate::base::{Id, PADDING, Page, RequestRow, Result, reserve, widen};
+use crate::base::{Id, PADDING, Page, RequestRow, Result, try_with_capacity, widen};
 use crate::index::{Growth, PageList, Runs};
 use crate::pool::ReqToTokenPool;
 use crate::pool::batch_planner::Field;
@@ -54,7 +54,7 @@ impl PlannerState {
             });
         }
         // In parts that stay in the nearest cache.
-        let mut slots = reserve(PART.min(widen(to - from)))?;
+        let mut slots = try_with_capacity(PART.min(widen(to - from)))?;
         for at in (from..to).step_by(PART) {
             slots.clear();
             self.requests.slots(row, at, to.min(at + narrow(PART)), &mut slots);
@@ -65,7 +65,7 @@ impl PlannerState {
 
     /// Slots of positions of a request.
     pub(super) fn slots(&self, row: RequestRow, from: u32, to: u32) -> Result<Vec<i32>> {
-        let mut slots = reserve(widen(to - from))?;
+        let mut slots = try_with_capacity(widen(to - from))?;
         self.requests.slots(row, from, to, &mut slots);
         Ok(slots)
     }

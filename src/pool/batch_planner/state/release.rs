@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, try_with_capacity, widen};
 use crate::index::{Act, BadFrees, FenceId};
 use crate::memory::Stream;
 use crate::pool::prefix_cache::FencedLock;
@@ -123,7 +123,7 @@ impl PlannerState {
         as_many("seq_lens", seq_lens, rows)?;
         let Pools { slots, table } = pools;
         let rows = self.resolve(rows, table)?;
-        let mut lens = reserve(rows.len())?;
+        let mut lens = try_with_capacity(rows.len())?;
         for (position, (&row, len)) in rows.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
         }

@@ -8,16 +8,16 @@ use super::{Error, ErrorKind, Result};
 /// [`ErrorKind::OutOfMemory`] when the host cannot allocate it, where `Vec::with_capacity` would abort.
 ///
 /// ```
-/// use kvpool::base::reserve;
-/// assert!(reserve::<i32>(16).unwrap().capacity() >= 16);
-/// assert!(reserve::<i32>(usize::MAX / 8).is_err());
+/// use kvpool::base::try_with_capacity;
+/// assert!(try_with_capacity::<i32>(16).unwrap().capacity() >= 16);
+/// assert!(try_with_capacity::<i32>(usize::MAX / 8).is_err());
 /// ```
 #[inline]
-pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
+pub fn try_with_capacity<T>(count: usize) -> Result<Vec<T>> {
     let mut values = Vec::new();
     match values.try_reserve_exact(count) {
         Ok(()) => Ok(values),
-        Err(_) => Err(no_room(count, size_of::<T>())),
+        Err(_) => Err(out_of_memory_error(count, size_of::<T>())),
     }
 }
 
@@ -26,27 +26,28 @@ pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
 /// # Errors
 /// [`ErrorKind::OutOfMemory`] when the host cannot make room, where `Vec::push` would abort.
 #[inline]
-pub fn push<T>(values: &mut Vec<T>, value: T) -> Result<()> {
+pub fn try_push<T>(values: &mut Vec<T>, value: T) -> Result<()> {
     if values.len() == values.capacity() && values.try_reserve(1).is_err() {
-        return Err(no_room(values.len() + 1, size_of::<T>()));
+        return Err(out_of_memory_error(values.len() + 1, size_of::<T>()));
     }
     values.push(value);
     Ok(())
 }
 
 #[cold]
-fn no_room(count: usize, size: usize) -> Error {
+fn out_of_memory_error(count: usize, size: usize) -> Error {
     let bytes = count.saturating_mul(size);
     let text = format!("the host cannot give {bytes} bytes for {count} elements");
-    Error::new(ErrorKind::OutOfMemory, text).asked(bytes)
+    Error::new(ErrorKind::OutOfMemory, text).with_asked(bytes)
 }
 
 /// A vector of `count` zeros. Pages of it cost memory only once they are touched.
 ///
 /// # Errors
-/// Same as [`reserve`].
-pub fn zeros<T: Copy + Default>(count: usize) -> Result<Vec<T>> {
-    // Only `vec!` gets zeroed pages from the system, and it aborts on failure: so `reserve` tries first.
-    drop(reserve::<T>(count)?);
+/// Same as [`try_with_capacity`].
+pub fn try_zeros<T: Copy + Default>(count: usize) -> Result<Vec<T>> {
+    // Only `vec!` gets zeroed pages from the system, and it aborts on failure: so `try_with_capacity` tries
+    // first.
+    drop(try_with_capacity::<T>(count)?);
     Ok(vec![T::default(); count])
 }
