@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Dims, Error, Id, IndexVec, Result, contiguous_strides, try_with_capacity};
+use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides, try_with_capacity};
 
 use super::stream_set::{register, unregister};
 use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
@@ -382,20 +382,6 @@ impl Region {
         Ok(())
     }
 
-    /// Copies values to byte `offset` of host memory, each as an int64. The caller excludes other accesses.
-    ///
-    /// # Errors
-    /// Same as [`Region::write`].
-    pub(crate) fn write_wide<I: Id>(&self, offset: usize, values: &[I]) -> Result<()> {
-        let address = self.host_address(offset, values.len().saturating_mul(size_of::<i64>()))?.cast::<i64>();
-        for (at, &value) in values.iter().enumerate() {
-            // SAFETY: `host_address` checked that as many elements as there are values lie in this region,
-            // which is live host memory; the caller excludes races.
-            unsafe { address.as_ptr().wrapping_add(at).write_unaligned(i64::from(value.number())) };
-        }
-        Ok(())
-    }
-
     /// A copy of the `count` elements at byte `offset` of host memory. The caller ensures that they are
     /// initialised, and not written during the call.
     ///
@@ -487,7 +473,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::Region;
-    use crate::base::{Device, ErrorKind, Id, IndexVec, Page, Result};
+    use crate::base::{Device, ErrorKind, IndexVec, Result};
     use crate::memory::{Backend, Block, Contents, Host, StreamSet};
 
     /// Host memory that says it belongs to a device.
@@ -515,7 +501,6 @@ mod tests {
         let answers = [
             region.write(offset, &[1i32, 2]),
             region.write(offset, &[1i64]),
-            region.write_wide(offset, &[Page::new(1)]),
             region.fill(offset, 8, 0),
             region.read::<i32>(offset, 2).map(drop),
         ];
@@ -527,7 +512,7 @@ mod tests {
         let region = Region::new(Arc::new(Host), 16).expect("memory");
         assert_eq!(refusals(&region, 8), []);
         for offset in [9, 16, usize::MAX] {
-            assert_eq!(refusals(&region, offset), [ErrorKind::Index; 5]);
+            assert_eq!(refusals(&region, offset), [ErrorKind::Index; 4]);
         }
         assert_eq!(region.read::<i32>(0, usize::MAX).expect_err("outside").kind(), ErrorKind::Index);
     }
@@ -535,7 +520,7 @@ mod tests {
     #[test]
     fn the_host_cannot_reach_device_memory() {
         let region = Region::new(Arc::new(Elsewhere), 64).expect("memory");
-        assert_eq!(refusals(&region, 0), [ErrorKind::Config; 5]);
+        assert_eq!(refusals(&region, 0), [ErrorKind::Config; 4]);
         assert_eq!(region.try_clone().expect_err("refused").kind(), ErrorKind::Config);
     }
 

@@ -1,15 +1,11 @@
 //! The results of `HybridTree`.
 
-use std::sync::Arc;
-
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::base::bounded::signed;
-use crate::base::{DType, Dims, EngineSlot};
+use crate::base::{EngineSlot, Id, IndexVec, try_with_capacity};
 use crate::cache::NodeHandle;
 use crate::cache::engines::hybrid::{Action, Frees, Match, NodeState, Range, Step};
-use crate::memory::Region;
 use crate::tensor::TensorView;
 
 use super::export::to_tensor;
@@ -20,15 +16,9 @@ pub(super) fn view_of<'a>(
     count: usize,
     runs: impl Iterator<Item = &'a [EngineSlot]>,
 ) -> PyResult<TensorView> {
-    let region = Region::scratch(count * size_of::<i64>())?;
-    let mut at = 0;
-    for run in runs {
-        region.write_wide(at * size_of::<i64>(), run)?;
-        at += run.len();
-    }
-    assert_eq!(at, count, "every element is written");
-    let shape = Dims::new(&[signed(count)])?;
-    Ok(TensorView::contiguous_with_dims(Arc::new(region), 0, DType::I64, shape)?)
+    let mut values = try_with_capacity(count)?;
+    runs.for_each(|run| values.extend(run.iter().map(|slot| i64::from(slot.number()))));
+    Ok(TensorView::from_indices(IndexVec::I64(values)))
 }
 
 pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<Py<PyAny>> {
@@ -36,9 +26,9 @@ pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<
 }
 
 pub(super) fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAny>> {
-    let region = Region::copy_of(values)?;
-    let shape = Dims::new(&[signed(values.len())])?;
-    to_tensor(py, &TensorView::contiguous_with_dims(Arc::new(region), 0, DType::I64, shape)?)
+    let mut copy = try_with_capacity(values.len())?;
+    copy.extend_from_slice(values);
+    to_tensor(py, &TensorView::from_indices(IndexVec::I64(copy)))
 }
 
 /// A prefix that was found.
