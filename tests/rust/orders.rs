@@ -352,9 +352,8 @@ fn a_fence_frees_no_slots_allocated_after_a_resize() {
         let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
         let free_two = |passed| {
             let grant = slots.alloc(2, NO_STREAM).unwrap().expect("there are eight").keep();
-            let own = grant.region().read(grant.offset(), 2).unwrap();
+            let own = Indices::Host(read_indices(&grant.borrow()).unwrap());
             let fence: Arc<dyn Fence> = Arc::new(Fixed(passed));
-            let own = Indices::Host(IndexVec::I32(own));
             assert_eq!(slots.free(&own, Some(&fence), || None, NO_STREAM).unwrap().dropped(), 0);
         };
         free_two(true);
