@@ -108,7 +108,7 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// The indices as they are on the host or on `device`. Waits for values that only another device knows.
+    /// The indices as they are on the host or on `device`. Waits for values that only another device has.
     pub(super) fn on(self, py: Python<'_>, pool: Device) -> PyResult<Self> {
         match &self {
             Self::Device { device, .. } if *device != pool => self.values(py).map(Self::Host),
@@ -116,7 +116,7 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// The values. Waits for values that only a device knows.
+    /// The values. Waits for values that only a device has.
     pub(super) fn values(mut self, py: Python<'_>) -> PyResult<IndexVec> {
         let stream = self.stream(py, Device::Cpu)?;
         let indices = self.take()?;

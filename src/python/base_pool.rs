@@ -184,7 +184,7 @@ impl BasePool {
         Ok(())
     }
 
-    /// Raises, also for a class derived in Python, whose objects `copyreg` does not know.
+    /// Raises, also for a class derived in Python, whose objects `copyreg` does not refuse.
     fn __reduce_ex__(slf: &Bound<'_, Self>, _protocol: &Bound<'_, PyAny>) -> PyResult<()> {
         refuse(slf)
     }
@@ -225,7 +225,7 @@ impl BasePool {
     /// Some classes differ:
     ///
     /// - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-    ///   (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+    ///   (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
     ///   `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
     ///   not settle pending frees: their errors belong in `alloc` and `free`.
     /// - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in

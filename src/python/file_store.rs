@@ -21,7 +21,7 @@ use super::wait_in_slices;
 /// Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes of each
 /// page: a page that is found is right to the byte, and a damaged one is missing. The
 /// pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
-/// call the last are evicted first, as prefixes want it.
+/// call the last are evicted first, as suits prefixes.
 ///
 /// Threads read and write, bypassing the page cache where the file system supports it. They report failures in
 /// `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. Nothing is evicted or

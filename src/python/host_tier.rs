@@ -35,8 +35,8 @@ use super::wait_in_slices;
 ///     kv: The pool of the K and V.
 ///     size: Tokens to make room for, in whole pages.
 ///     states: The `GDNPool` of the cache, for models with linear-attention states.
-///     max_states: Snapshots of states to make room for. Defaults to as many for each token as `states` has for those
-///         of `kv`.
+///     max_states: Snapshots of states to make room for. Defaults to the number per token that `states` has per
+///         token of `kv`.
 ///     pin_memory: Whether to page-lock the memory for a pool on a GPU.
 ///     write: When pages are copied there: "through", when they are published; "selective", when a second request
 ///         uses them; or "back", when they are evicted from the device, where their slots are free when the copy is

@@ -504,7 +504,7 @@ impl HybridTree {
         Ok(hash.map(|hash| PyBytes::new(py, &hash.0)))
     }
 
-    /// Names the pages from the token `start` up to the end of a node, for engines that tell others what is
+    /// Names the pages from the token `start` up to the end of a node, for engines that publish what is
     /// there: `HybridFrees.removed` names those that are gone.
     ///
     /// Args:

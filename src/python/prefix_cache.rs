@@ -50,7 +50,7 @@ pub(super) use lease::{Lease, Published};
 /// apart: two namespaces share nothing.
 ///
 /// All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
-/// does not know (see `TokenToKVPoolAllocator`). Clearing the allocator empties the cache.
+/// does not have (see `TokenToKVPoolAllocator`). Clearing the allocator empties the cache.
 ///
 /// On a GPU, publish when the work that writes the K and V is enqueued on the current stream: prefixes are valid
 /// in the order of that stream. Pages that are evicted, and duplicates, are reused in its order, too.
@@ -400,7 +400,7 @@ impl PrefixCache {
     }
 
     /// Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
-    /// from which a router knows what is cached here. 65,536 events are kept; a reader that falls further behind
+    /// from which a router learns what is cached here. 65,536 events are kept; a reader that falls further behind
     /// gets `Cleared` and must start over.
     ///
     /// Raises:

@@ -23,7 +23,7 @@ use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 
 /// The tree of a prefix cache by its nodes, for engines that hold nodes, lock them and evict by themselves.
-/// `PrefixCache`, which has leases and evicts when an allocation is short, is what other users want.
+/// `PrefixCache`, which has leases and evicts when an allocation is short, is for other users.
 ///
 /// A node is a run of tokens with their slots; its name is an int that no other node of the tree ever has, below
 /// 2**63. A node that is cut in two keeps its name, its end and its locks for the deeper half. Prefixes are found
@@ -36,7 +36,7 @@ use super::tokens::with_tokens;
 /// before it, it is not evicted until the same slots are inserted again.
 ///
 /// All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
-/// does not know. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
+/// does not have. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
 /// current stream.
 ///
 /// Args:

@@ -29,7 +29,7 @@ use super::{args, lock, with};
 ///
 /// On a GPU all work is enqueued on the current stream, and only methods that say so wait. The host keeps a
 /// mirror of the table, so that slots read from it can be freed without a copy from the GPU. `write` and
-/// `free` update the mirror at once or, for values that only the GPU knows, when the kernel has reported what
+/// `free` update the mirror at once or, for values that only the GPU has, when the kernel has reported what
 /// it wrote. PyTorch's writes to `req_to_token` are detected by its write count (`_version`) and invalidate
 /// the whole mirror until `mark_modified` or `clear`. Writes by other kernels are not detected: report them
 /// with `mark_modified(rows)`, or set `foreign_writes` if other kernels write most of the table: the host then
@@ -221,7 +221,7 @@ impl ReqToTokenPool {
     ///
     /// Args:
     ///     slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
-    ///         only a GPU knows.
+    ///         only a GPU has.
     ///     owner: As in `alloc`.
     ///
     /// Raises:
@@ -243,7 +243,7 @@ impl ReqToTokenPool {
 
     /// Writes slots to the table; on a GPU in one launch.
     ///
-    /// For a place listed twice, the last value wins; if only the GPU knows the places, either may.
+    /// For a place listed twice, the last value wins; if only the GPU has the places, either may.
     ///
     /// Args:
     ///     index: `(row, slice)`, `(row, column)`, or `(rows, columns)` with one column for each row.
@@ -251,7 +251,7 @@ impl ReqToTokenPool {
     ///
     /// Raises:
     ///     IndexError: If a place is outside of the table. Nothing is written. An invalid place that only the
-    ///         GPU knows is skipped, and a later call raises this error.
+    ///         GPU has is skipped, and a later call raises this error.
     ///     ConfigError: If the number of values is neither 1 nor the number of places.
     ///     DriverError: If a driver call fails, or the stream is being captured.
     fn write(&self, py: Python<'_>, index: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -268,7 +268,7 @@ impl ReqToTokenPool {
     /// Concatenates the slots of requests in the layout of FlashInfer's `kv_indices`.
     ///
     /// Request `i` fills `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]` with the first slots of its row. On a
-    /// GPU it is one launch on the current stream. Invalid arguments that only the GPU knows are skipped, and
+    /// GPU it is one launch on the current stream. Invalid arguments that only the GPU has are skipped, and
     /// a later call raises the error.
     ///
     /// Args:
@@ -314,7 +314,7 @@ impl ReqToTokenPool {
     /// are accounted for.
     ///
     /// Args:
-    ///     rows: An int, or ints in a tensor, an array or a sequence. Waits for values that only a GPU knows.
+    ///     rows: An int, or ints in a tensor, an array or a sequence. Waits for values that only a GPU has.
     ///
     /// Raises:
     ///     IndexError: If a row is outside of the table.

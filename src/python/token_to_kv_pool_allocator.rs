@@ -235,8 +235,9 @@ impl TokenToKvPoolAllocator {
     /// Args:
     ///     need_size: Number of slots.
     ///     contiguous: Take one ascending run. `True` or "first_fit": the lowest that is long enough;
-    ///         "best_fit": the shortest, and of several the lowest. Long runs last longer with it, and it looks
-    ///         at all free slots, those that wait for a merge included, which it merges.
+    ///         "best_fit": the shortest that is long enough, the lowest if there are several. Long runs last
+    ///         longer with it, and it looks at all free slots, those that wait for a merge included, which it
+    ///         merges.
     ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
@@ -275,7 +276,7 @@ impl TokenToKvPoolAllocator {
     ///
     /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
     ///
-    /// Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the slots
+    /// Values of `last_loc` that only the pool's GPU has stay there: a kernel on the current stream writes the slots
     /// behind them, and `free` copies those from the GPU. A later `alloc_extend` or `alloc_decode` raises the errors
     /// that it finds; that a page is in use is not checked. Waits for the values of other arguments on a GPU.
     ///
@@ -343,7 +344,7 @@ impl TokenToKvPoolAllocator {
     /// Frees slots; with pages, the whole page of every slot, once.
     ///
     /// The values are copied, so you may overwrite the tensor at once. Does not wait, unless more values are
-    /// being copied from a GPU than the pool has slots. Values that only a GPU knows are copied in the order
+    /// being copied from a GPU than the pool has slots. Values that only a GPU has are copied in the order
     /// of the current stream, and a later call finds invalid ones.
     ///
     /// Args:
@@ -354,7 +355,7 @@ impl TokenToKvPoolAllocator {
     ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and a free is invalid. For values that only a GPU
-    ///         knows, a later call raises it; none of them is freed.
+    ///         has, a later call raises it; none of them is freed.
     ///     TypeError: If `indices` does not hold ints, or `after` has no `query`.
     #[pyo3(signature = (indices, *, after=None, owner=None))]
     fn free(
@@ -496,7 +497,7 @@ impl TokenToKvPoolAllocator {
     ///
     /// Args:
     ///     indices: Slots, an int tensor or array of any shape or a sequence of ints. Waits for values that
-    ///         only a GPU knows.
+    ///         only a GPU has.
     ///     owner: As in `alloc`.
     ///
     /// Raises:
@@ -553,7 +554,7 @@ impl TokenToKvPoolAllocator {
         Ok(())
     }
 
-    /// Changes the number of slots, as an engine does once it knows how much memory is left. Frees every slot,
+    /// Changes the number of slots, as an engine does once it has measured how much memory is left. Frees every slot,
     /// as `clear` does. On a GPU it allocates the tensors anew.
     ///
     /// Args:

@@ -198,7 +198,7 @@ def test_tensor_rejects_bad_shapes(shape: Any, error: type[Exception], words: st
 
 
 def bad_frees(pool: ChunkPool, other: ChunkPool) -> dict[str, tuple[Callable[[], None], int]]:
-    """Every free that is none, with the index that it names. Two chunks of `pool` are in use afterwards."""
+    """Every invalid free, with the index that it names. Two chunks of `pool` are in use afterwards."""
     freed, again, shared = take(pool, 3)
     pool.free(freed)
     pool.free(again)

@@ -580,7 +580,7 @@ def test_workers_that_are_lost_are_not_listed_for_ever(monkeypatch: pytest.Monke
 
 
 def test_a_prefill_worker_with_false_rows_costs_time_only() -> None:
-    """Its metadata is none, and so is its ticket: the other worker computes the prompt."""
+    """Neither its metadata nor its ticket is valid: the other worker computes the prompt."""
     with cluster(0, 1) as (router, members), stranger(router) as channel:
         channel.send(joined("false", "prefill"))
         until(router, lambda: router.stats()["workers"] == 2)

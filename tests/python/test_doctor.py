@@ -508,8 +508,8 @@ CUDA_COMPLAINT = f'kvpool: device="cuda" does not work: {FAILS.text}\n'
         (("--require", "torch"), 0, ""),
         (("--require", "cuda"), 1, CUDA_COMPLAINT),
         (("--require", "torch", "--require", "cuda"), 1, CUDA_COMPLAINT),
-        (("--require", "tpu"), 1, "kvpool: --require: 'tpu' is none of cpu, cuda, torch, serve, replay\n"),
-        (("--require", ""), 1, "kvpool: --require: '' is none of cpu, cuda, torch, serve, replay\n"),
+        (("--require", "tpu"), 1, "kvpool: --require: 'tpu' is not one of cpu, cuda, torch, serve, replay\n"),
+        (("--require", ""), 1, "kvpool: --require: '' is not one of cpu, cuda, torch, serve, replay\n"),
     ],
 )
 def test_the_exit_status_follows_the_requirements(
@@ -517,7 +517,7 @@ def test_the_exit_status_follows_the_requirements(
 ) -> None:
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert (result.exit_code, result.stderr) == (status, complaint)
-    if "is none of" not in complaint:
+    if "is not one of" not in complaint:
         assert result.stdout == quick.as_text() + "\n"
         found = CliRunner().invoke(app, ["doctor", "--json", *arguments])
         assert found.exit_code == status

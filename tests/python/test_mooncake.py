@@ -59,7 +59,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def mooncake() -> dict[str, str]:
-    """The environment. The test is skipped where Mooncake cannot be had; `make test` says that it can."""
+    """The environment. The test is skipped where Mooncake is not available; `make test` says that it is."""
     if not HAS_PACKAGES:
         pytest.skip("Mooncake has packages for Linux and Python up to 3.13")
     env = environment()

@@ -574,7 +574,7 @@ def test_any_value_gives_a_plan_or_an_error(
         ("Llama-3.1-8B", {"tp": 3}, "32 query heads cannot be divided among 3 GPUs"),
         ("Zamba2-2.7B", {"tp": 32}, "80 heads of Mamba-2 states cannot be divided among 32 GPUs"),
         ("Falcon-H1-7B", {"tp": 3}, "2 KV heads can neither be divided among 3 GPUs"),
-        ("Llama-3.1-8B", {"dtype": "int4"}, "dtype 'int4' is none of float32"),
+        ("Llama-3.1-8B", {"dtype": "int4"}, "dtype 'int4' must be one of float32"),
         ("Llama-3.1-8B", {"memory_bytes": 10_000}, "not enough for one page with 1 request, which takes"),
         (
             "Llama-3.1-8B",

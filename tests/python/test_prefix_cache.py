@@ -460,7 +460,7 @@ def test_an_allocation_that_cannot_succeed_evicts_nothing(page_size: int) -> Non
             assert scene.allocator.alloc(45, contiguous=contiguous) is None
         assert scene.allocator.alloc_extend([0], [48], [-1]) is None
         assert scene.sizes() == before
-        # A pin takes from what can be had, its end gives it back.
+        # A pin takes from what is available, its end gives it back.
         scene.cache.pin(lease, seconds=1e-6)
         assert scene.allocator.alloc(45) is None
         assert (scene.sizes(), scene.length(range(60))) == (before, 60)

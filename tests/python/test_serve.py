@@ -207,7 +207,7 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "gpt"), "'gpt' is none of qwen3, llama, qwen3-next"),
+        (("--model", "gpt"), "--model is 'gpt'; it must be one of qwen3, llama, qwen3-next"),
         (("--prefill-budget", "8"), "max_step_tokens is 8"),
         (("--pool-size", "16"), "the pool 16"),
         (("--swap", "never"), "swap is 'never'; it is 'auto', 'load' or 'compute'"),

@@ -168,7 +168,7 @@ def invoke(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--role", "both"], "'both' is none of router, prefill, decode"),
+        (["--role", "both"], "--role is 'both'; it must be one of router, prefill, decode"),
         (["--role", "prefill"], "a worker for prefill needs --router"),
         (["--prefill", "1"], "1 workers for prompts and 0 for what follows"),
         (["--prefill", "1", "--decode", "1", "--store", "x"], "a store cannot be shared"),

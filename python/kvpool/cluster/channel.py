@@ -77,7 +77,7 @@ def read_secret(path: str | None = None, environment: Mapping[str, str] = os.env
         environment: The variables in which these are looked up.
 
     Raises:
-        ConfigError: If there is none, it has less than 16 bytes, or the file cannot be read.
+        ConfigError: If there is no secret, it has less than 16 bytes, or the file cannot be read.
     """
     path = path or environment.get("KVPOOL_SECRET_FILE")
     if path:

@@ -67,7 +67,7 @@ class ClusterRequest(Generation):
 
 
 class WorkerStatus(NamedTuple):
-    """The state of a worker, as far as its router knows.
+    """The state of a worker, as its router sees it.
 
     Attributes:
         name: The name of the worker.
@@ -241,7 +241,7 @@ class Router(Closing):
         now = time.monotonic()
         for worker in [*self._workers.values()]:
             if worker.is_alive and now - worker.last_seen > self._lost_after_s:
-                self._lose(worker, f"it has said nothing for {now - worker.last_seen:.1f} s")
+                self._lose(worker, f"it sent no message for {now - worker.last_seen:.1f} s")
         self._assign()
         self._deliver()
         return bool(self._waiting or self._lent or self._running())

@@ -40,9 +40,9 @@ class Worker:
         endpoint: The endpoint of the pools of its model.
         name: The name of the worker in the cluster: up to 200 characters without "/" and "#".
         role: "prefill" if it computes prompts, "decode" for the tokens that follow. A worker of either role
-            serves whole requests while there is none of the other.
+            serves whole requests while no worker has the other.
         model: Properties that must be equal in all processes for equal tokens, such as a revision.
-        publisher: Publishes the events of the engine's prefix cache: the router knows from them which
+        publisher: Publishes the events of the engine's prefix cache: the router learns from them which
             prefixes are cached here.
         lease_s: Seconds for which rows are lent to the next worker.
 

@@ -281,7 +281,7 @@ def _originals() -> list[tuple[str, Any, Any]]:
             if unknown:
                 raise RuntimeError(
                     f"{module_name}.{name} of pymllm {version()} takes {', '.join(unknown)}, which kvpool's "
-                    f"{ours.__name__} does not know; tested are {', '.join(TESTED)}"
+                    f"{ours.__name__} does not take; tested are {', '.join(TESTED)}"
                 )
             found.append((name, theirs, ours))
     return found

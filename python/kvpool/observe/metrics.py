@@ -59,7 +59,7 @@ _UNITS = {
     "fenced": "that were freed, and are in use until a fence passes",
     "shared": "with more than one owner",
     "cached": "of a prefix cache, which are in use",
-    "pending": "that were freed, with numbers that only the GPU knows yet",
+    "pending": "that were freed, with numbers that only the GPU has yet",
     "registered": "whose memory is page-locked",
 }
 

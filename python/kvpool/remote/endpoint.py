@@ -1,8 +1,8 @@
 """Slots that are lent to peers, and transfers into slots.
 
 Bytes move one way only: an endpoint reads from a peer into its own memory. A write asks the peer to read. So
-no process writes to the memory of another, and the process that owns a slot knows whether bytes may still
-arrive in it: only its own reads bring them.
+no process writes to the memory of another, and whether bytes may still arrive in a slot is decided in the
+process that owns it: only its own reads bring them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Lease:
     """Slots that are lent.
 
     Attributes:
-        remote: The slots as the peer knows them.
+        remote: The slots as the peer sees them.
         rows: Their rows in all buffers.
         mark: The work that must be done before they are used.
         begun: The time at which they were lent, in seconds of `time.monotonic`.

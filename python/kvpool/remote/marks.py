@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Mark(Protocol):
-    """Work that was enqueued before, as a `torch.cuda.Event` knows it."""
+    """Work that was enqueued before, such as what a `torch.cuda.Event` marks."""
 
     def query(self) -> bool:
         """Return whether it is done."""

@@ -56,7 +56,7 @@ _RETURNED, _OFFERED = 1, 2
 
 
 class Introduction(NamedTuple):
-    """The properties of an endpoint that its peers must know.
+    """The properties of an endpoint that its peers need.
 
     Attributes:
         name: The name of the endpoint.
@@ -188,7 +188,7 @@ def introduced(message: bytes) -> Introduction:
     """Return the introduction in `message`.
 
     Raises:
-        ConfigError: If it is none, or of another version.
+        ConfigError: If it is not a valid introduction, or of another version.
     """
     if not _INTRODUCTION.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
@@ -357,7 +357,7 @@ def noted(message: bytes) -> Returned | Offered:
     """Return the content of a note.
 
     Raises:
-        ConfigError: If it is none, or of another version.
+        ConfigError: If it is not a valid note, or of another version.
     """
     if not _NOTE.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")

@@ -105,7 +105,7 @@ class Reads:
         self._running: list[Read] = []
         self._new_agent, self._may_cut = new_agent, may_cut
         self._agent: Agent | None = None
-        # What the agent knows of peers, by their agents.
+        # The agent's handles of peers, by their agents.
         self._reached: dict[str, object] = {}
         # When the agent is closed at the latest, if reads are lost.
         self._cut_at: float | None = None
@@ -117,7 +117,7 @@ class Reads:
         return iter([*self._running])
 
     def reach(self, who: Introduction) -> tuple[Agent, object]:
-        """Return the agent, and the peer as it knows it.
+        """Return the agent, and its handle of the peer.
 
         Raises:
             TransferError: If the peer cannot be reached.

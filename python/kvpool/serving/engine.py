@@ -146,7 +146,7 @@ class Engine:
 
     Raises:
         ConfigError: If `max_step_tokens` is too small for all requests of the table to decode in one step, or
-            `swap` is none of these.
+            `swap` is not one of these.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class SpareRows:
     allocated exactly as long as a request has it or it is listed here.
 
     Args:
-        planner: The planner, which knows the table.
+        planner: The planner, which has the table.
 
     Attributes:
         groups: The rows, in groups that are freed together.

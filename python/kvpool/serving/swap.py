@@ -122,7 +122,7 @@ class Line:
             return fixed or 0.0, 0.0
         if fixed is None:
             spread = weight * xx - x * x
-            # Of one number of tokens alone nothing is known of a fixed part.
+            # One number of tokens alone does not reveal a fixed part.
             slope = (weight * xy - x * y) / spread if spread > 1e-9 * weight * xx else xy / xx
             fixed = max((y - max(slope, 0.0) * x) / weight, 0.0)
         return fixed, max((xy - fixed * x) / xx, 0.0)

@@ -10,7 +10,7 @@ def check_device(device: str) -> None:
     """Make a small pool there, and a tensor of PyTorch's own.
 
     Raises:
-        ConfigError: `device` is none.
+        ConfigError: `device` is not a valid device.
         BackendUnavailableError: One of the two cannot use it.
     """
     import torch  # noqa: PLC0415 - commands without a device run without it

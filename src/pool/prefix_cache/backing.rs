@@ -76,7 +76,7 @@ struct Names {
     part_bytes: usize,
 }
 
-/// The part of a prompt that can be had behind what the device has: in the tier already, or from the store.
+/// The part of a prompt that is available behind what the device has: in the tier already, or from the store.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     /// The keys of the pages that a request could go on from, behind `usable` tokens of the device.

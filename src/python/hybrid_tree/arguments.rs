@@ -23,7 +23,7 @@ pub(super) fn not_locked(error: NotLocked) -> PyErr {
 
 pub(super) fn part_of(number: usize) -> PyResult<Part> {
     Part::ALL.get(number).copied().ok_or_else(|| {
-        Error::config(format!("part {number} is none of 0 (full), 1 (window) and 2 (state)")).into()
+        Error::config(format!("part {number} must be 0 (full), 1 (window) or 2 (state)")).into()
     })
 }
 

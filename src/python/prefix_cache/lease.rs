@@ -121,11 +121,11 @@ impl Lease {
     /// Args:
     ///     tokens: Token ids of positions `length` and up, only the new ones.
     ///     slots: Their slots, ints of the same length, which fill pages in order. The caller's ownership of
-    ///         whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
+    ///         whole pages passes to the cache. Not needed for a lease that a planner has, which has the slots
     ///         of its requests.
     ///     row: The request row of a lease that a planner has; only checked. The planner's next call with the
     ///         row writes the cache's slots to the request table, in place of those of duplicates. Without a
-    ///         planner the cache knows no table: write `Published.slots` to yours.
+    ///         planner the cache has no table: write `Published.slots` to yours.
     ///     state: A working slot of the cache's states, whose state is that after the last whole page. A
     ///         snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
     ///         earlier ones of the same lease behind the tokens that it was matched with. The state is copied
@@ -155,7 +155,7 @@ impl Lease {
         {
             let text = match self.lease.row() {
                 None => format!(
-                    "row {row} was given for a lease that no planner has, and the cache knows no other request \
+                    "row {row} was given for a lease that no planner has, and the cache has no other request \
                      table; write the slots published to the row yourself"
                 ),
                 Some(other) => format!("row {row} was given for the lease of request row {other}"),

@@ -20,7 +20,7 @@ _PORTS: Final = 1 << 16  # ZeroMQ takes others, modulo this
 
 
 def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
-    """Refuse an endpoint that is none, or that other machines reach.
+    """Refuse an endpoint that is not valid, or that other machines reach.
 
     Args:
         name: The name of the argument.

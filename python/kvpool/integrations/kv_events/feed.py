@@ -158,7 +158,7 @@ class Feed:
         self._last = -1 if self._can_replay else None
 
     def _drop(self) -> None:
-        """Begin anew without the batches that are missing: they are not to be had."""
+        """Begin anew without the missing batches: they are not available."""
         self.drops += 1
         self._index.clear(self._worker)
         self._last = None

@@ -81,7 +81,7 @@ class PrefixIndex:
         self._lock = threading.Lock()
 
     def apply(self, worker: str, batch: EventBatch) -> None:
-        """Apply the events of a batch. A worker that is not known yet is added.
+        """Apply the events of a batch. A new worker is added.
 
         Args:
             worker: The name of the worker.
@@ -146,7 +146,7 @@ class PrefixIndex:
         return lengths
 
     def clear(self, worker: str) -> None:
-        """Forget the pages of a worker, which stays known."""
+        """Forget the pages of a worker, but not the worker."""
         with self._lock:
             self._workers[worker] = _Pages()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpool._typing import Namespace
 
 MAX_BYTES: Final = 16 << 20
-"""The largest payload that is decoded, unless told otherwise."""
+"""The largest payload that is decoded by default."""
 
 BATCH_TOKENS: Final = 1 << 16
 """The most tokens, or pages, of a batch that is sent: 3 MB with pages of one token."""
@@ -28,7 +28,7 @@ _INTS: Final = range(-(1 << 63), 1 << 64)  # of MessagePack
 _SHORT_BYTES: Final = 8
 
 
-# The order of the fields is part of the format: vLLM can also be told to send events as arrays.
+# The order of the fields is part of the format: vLLM can also send events as arrays.
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Blocks that follow each other were stored: pages of kvpool.
 

@@ -71,7 +71,7 @@ class EventPublisher(Closing):
         int_hashes: Whether pages are named by 64 bits as an int, for routers that do not take bytes, such as
             older ones. Two pages may then have the same name.
         allow_remote: Whether an endpoint may be one that other machines reach.
-        secret: A secret that subscribers must know. Then messages are encrypted (CurveZMQ), and endpoints may
+        secret: A secret that subscribers must have. Then messages are encrypted (CurveZMQ), and endpoints may
             be any; routers other than `EventSubscriber` cannot read them.
 
     Raises:
@@ -191,7 +191,7 @@ class EventPublisher(Closing):
         """Return statistics.
 
         They are the number of `batches`, `events` and `bytes` that were sent; `stalls`, how often subscribers
-        with full queues began to lose batches (how many ZeroMQ does not tell, but they see it);
+        with full queues began to lose batches (ZeroMQ does not count them, but subscribers see it);
         `buffered` batches and `buffered_bytes` that can be replayed; `replays`, and requests `refused`.
         """
         with self._lock:

@@ -95,7 +95,7 @@ class EventSubscriber(Closing):
             replay_endpoint: The address at which it replays.
 
         Raises:
-            ConfigError: If the worker is connected already, or an endpoint is none.
+            ConfigError: If the worker is connected already, or an endpoint is not valid.
             RuntimeError: If the subscriber is closed.
         """
         self._check_open()
@@ -163,7 +163,7 @@ class EventSubscriber(Closing):
 
         They are the number of `workers`, and of those that are `connected`; of `batches` applied, and
         `refused` for their content; of `replays`; of `restarts` of workers; and of `drops`, when what was
-        missing could not be had, so that the entries of a worker were dropped.
+        missing was not available, so that the entries of a worker were dropped.
         """
         workers = self._workers.values()
         return {
@@ -303,7 +303,7 @@ class _Worker:
             parts = self.sockets.messages.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._watch()  # what is told of the connection was so before its messages
+        self._watch()  # changes of the connection come before its messages
         if self.feed.needs_replay:  # that has this message, too
             return True
         if len(parts) != _MESSAGE_PARTS or len(parts[1]) != SEQUENCE_BYTES:

@@ -193,7 +193,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
             page.invalidate()
 
     def _know(self, page: Any) -> weakref.ref[Any]:
-        """A reference that tells a page's object from others, and that it is gone."""
+        """A reference that identifies a page's object, and shows when it is gone."""
         return weakref.ref(page, partial(_renew, weakref.WeakMethod(self._replace_lost), page.meta.address))
 
     def _number_of(self, memory_obj: Any) -> int:
@@ -349,7 +349,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         self._note()
 
     def _note(self) -> None:
-        """Tells LMCache what is in use."""
+        """Reports to LMCache what is in use."""
         count = self._space.in_use
         used = count * self.align_bytes
         self.num_active_allocations: int = count

@@ -212,7 +212,7 @@ class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[mis
 
     @override
     def alloc_rows(self, need_size: int) -> list[int] | None:
-        """Takes rows, and tells SGLang's hook of them."""
+        """Takes rows, and passes them to SGLang's hook."""
         rows: list[int] | None
         if self._pool is None:
             rows = super().alloc_rows(need_size)  # a subclass with a constructor of its own

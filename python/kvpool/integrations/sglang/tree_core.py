@@ -716,7 +716,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         except IndexOwnershipError as error:
             raise AssertionError(str(error)) from error
         if ongoing_write_through or ongoing_load_back:
-            message = "transfers to or from a host tier are going on, and there is none"
+            message = "transfers to or from a host tier are going on, but there is no host tier"
             raise AssertionError(message)
 
     def pretty_print(self) -> None:

@@ -67,7 +67,7 @@ def doctor(  # noqa: PLR0913 - one parameter per option
     required = tuple(require or ())
     unknown = [name for name in required if name not in VERDICTS]
     if unknown:
-        fail(f"--require: {', '.join(map(repr, unknown))} is none of {', '.join(VERDICTS)}")
+        fail(f"--require: {', '.join(map(repr, unknown))} is not one of {', '.join(VERDICTS)}")
     raise typer.Exit(run(required, as_json_object=as_json_object))
 
 

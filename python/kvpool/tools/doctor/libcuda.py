@@ -1,6 +1,6 @@
 """The NVIDIA driver and its devices through `ctypes`, without creating a context.
 
-The free memory of a device is known to its context and to the management library (NVML). A context that
+The free memory of a device is reported by its context and by the management library (NVML). A context that
 already exists in this process is used; none is created.
 """
 

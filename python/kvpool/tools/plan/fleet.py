@@ -329,7 +329,7 @@ class _Fleet:
         return min(blocks * self._trace.block_size, request.input_len - 1)
 
     def _choose(self, request: _Request, cached: list[int], costs: list[tuple[float, bool]]) -> int:
-        """The number of the prefill machine for a request; of several the one that is free first."""
+        """The number of the prefill machine for a request: the one that is free first."""
         waits = [max(machine.free_at - self._now, 0.0) + machine.waiting_s for machine in self._prefill]
         numbers = range(len(waits))
         if self._config.route == "turns":

@@ -37,7 +37,7 @@ class TraceOptions:
 
 
 def refuse_fleet_options(called: typer.Context) -> None:
-    """Exit if an option that only a fleet has was given: there is none."""
+    """Exit if an option that only a fleet has was given, as there is no fleet."""
     for option in called.command.params:
         if getattr(option, "rich_help_panel", None) == FLEET_PANEL:
             source = called.get_parameter_source(option.name or "")

@@ -341,5 +341,5 @@ def _note_extras(fields: Fields) -> None:
     if extra:
         fields.notes.append(
             f"{extra} layer{'s' if extra > 1 else ''} for multi-token prediction not counted; drafting "
-            "with them needs as many more"
+            "with them needs that many more"
         )

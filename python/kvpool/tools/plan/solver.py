@@ -254,7 +254,7 @@ def _dtypes(model: Model, config: PlanConfig) -> tuple[str, str, tuple[str, ...]
     if dtype not in _STORAGE_DTYPES:
         where = "" if asked else " of the configuration (--dtype overrides it)"
         raise ConfigError(
-            f"dtype {dtype!r}{where} is none of {', '.join((*_STORAGE_DTYPES, *DTYPE_ALIASES))}"
+            f"dtype {dtype!r}{where} must be one of {', '.join((*_STORAGE_DTYPES, *DTYPE_ALIASES))}"
         )
     if model.states is None:
         return dtype, dtype, ()

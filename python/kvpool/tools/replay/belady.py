@@ -1,4 +1,4 @@
-"""The cache that knows the requests to come: the most that any policy can find, for comparison."""
+"""The cache that sees the requests to come: the most that any policy can find, for comparison."""
 
 from __future__ import annotations
 

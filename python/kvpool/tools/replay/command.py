@@ -105,7 +105,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
         str,
         typer.Option(
             help="What the prefix cache evicts first: lru, fifo, lfu, slru, priority or adaptive. With "
-            "--capacity several, separated by commas, also belady (which knows the requests to come), or all."
+            "--capacity several, separated by commas, also belady (which sees the requests to come), or all."
         ),
     ] = "adaptive",
     capacity: Annotated[

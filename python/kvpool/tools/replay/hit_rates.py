@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 POLICIES = ("lru", "fifo", "lfu", "slru", "priority", "adaptive")
 """The policies of `PrefixCache`."""
 BELADY = "belady"
-"""The policy that knows the requests to come: it evicts the leaf that is used again last."""
+"""The policy that sees the requests to come: it evicts the leaf that is used again last."""
 
 
 @dataclass(frozen=True)

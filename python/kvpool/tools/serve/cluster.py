@@ -69,7 +69,7 @@ class Options(NamedTuple):
     def check(self, config: ServeConfig) -> None:
         """Raise `ConfigError` if they do not go together."""
         if self.role not in {"", "router", "prefill", "decode"}:
-            raise ConfigError(f"--role: {self.role!r} is none of router, prefill, decode")
+            raise ConfigError(f"--role is {self.role!r}; it must be one of router, prefill, decode")
         if self.role in {"prefill", "decode"} and not self.router:
             raise ConfigError(f"a worker for {self.role} needs --router")
         if not self.role and not (self.prefill and self.decode):
@@ -87,7 +87,7 @@ def common(config: ServeConfig) -> dict[str, str | int]:
 
 
 def work(config: ServeConfig, options: Options, *, until_stdin_ends: bool) -> None:
-    """Be a worker, until the process is told to end."""
+    """Be a worker, until a signal ends the process."""
     options.check(config)
     role: Role = "prefill" if options.role == "prefill" else "decode"
     name = options.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
@@ -158,7 +158,7 @@ class Cluster:
         return self.router.submit(prompt, max_new_tokens, on_token=on_token)
 
     def step(self) -> bool:
-        """Go on. Returns whether requests are not over, or workers have not told how they are since then.
+        """Go on. Returns whether requests are not over, or workers have not reported since then.
 
         Raises:
             ConfigError: If no worker can go on with requests, and a worker that was started here has ended.
@@ -173,7 +173,7 @@ class Cluster:
         return any(now - worker.age_s < self._busy + REPORT_S for worker in workers)
 
     def stats(self) -> dict[str, int]:
-        """Return sums of `Engine.stats` of all workers, and what the router knows of requests."""
+        """Return sums of `Engine.stats` of all workers, and the router's counts of requests."""
         workers = self.router.workers()
         names = {name for worker in workers for name in worker.stats}
         total = {name: sum(worker.stats.get(name, 0) for worker in workers) for name in names}

@@ -87,7 +87,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
 
     if model not in service.CONFIGS:
-        fail(f"--model: {model!r} is none of {', '.join(service.CONFIGS)}")
+        fail(f"--model is {model!r}; it must be one of {', '.join(service.CONFIGS)}")
     config = service.ServeConfig(
         model=model,
         requests=requests,
