@@ -112,6 +112,13 @@ def test_folders_import_allowed_folders_only(name: str) -> None:
     assert found <= MAY_IMPORT[folder(name)] | {folder(name)}
 
 
+def test_the_cluster_imports_the_public_names_of_the_events_only() -> None:
+    """Its router keeps an index of prefixes from them. What it shares with them otherwise is in the face."""
+    members = [name for name in MODULES if folder(name) == "cluster"]
+    found = {other for name in members for other in own_imports(name) if folder(other) == "integrations"}
+    assert found == {"kvpool.integrations.kv_events"}
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if name.count(".") > 2])
 def test_commands_do_not_import_each_other(name: str) -> None:
     command = name.split(".")[2]

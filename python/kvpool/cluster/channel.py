@@ -30,8 +30,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvpool._addresses import is_loopback
 from kvpool.errors import ConfigError, KvPoolError
-from kvpool.integrations.kv_events.endpoints import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

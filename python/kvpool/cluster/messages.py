@@ -7,9 +7,9 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
+from kvpool._messagepack import refuse_extension
 from kvpool.cluster.channel import MAX_BYTES, ChannelError
 from kvpool.errors import ConfigError
-from kvpool.integrations.kv_events.messages import refuse_extension
 from kvpool.sampling import Sampling
 
 MAX_TOKENS: Final = 1 << 20

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
+from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, Listener, drain, parse_address
 from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
-from kvpool.integrations.kv_events.endpoints import check_endpoint
 from kvpool.sampling import Sampling
 from kvpool.serving.generation import Generation
 

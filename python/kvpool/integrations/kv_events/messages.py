@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
 from kvpool._kvpool import Removed, Stored
+from kvpool._messagepack import refuse_extension
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,11 +98,6 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     events: list[Event]
     data_parallel_rank: int | None = None
-
-
-def refuse_extension(code: int, _data: memoryview) -> NoReturn:
-    """Refuse what a decoder of MessagePack would hand on as it is."""
-    raise msgspec.ValidationError(f"extension type {code} of MessagePack is not part of the format")
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 import zmq
 
+from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
 from kvpool.errors import ConfigError
-from kvpool.integrations.kv_events.endpoints import bind, check_endpoint, connect, curve_options, open_socket
 from kvpool.integrations.kv_events.messages import EventBatch, batches, encode
+from kvpool.integrations.kv_events.sockets import bind, connect, curve_options, open_socket
 
 if TYPE_CHECKING:
     from kvpool._kvpool import PrefixCache

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Final, TypedDict
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
 from kvpool.errors import ConfigError
-from kvpool.integrations.kv_events.endpoints import check_endpoint, connect, curve_options, open_socket
 from kvpool.integrations.kv_events.feed import Feed
 from kvpool.integrations.kv_events.messages import MAX_BYTES
 from kvpool.integrations.kv_events.publisher import END, SEQUENCE_BYTES
+from kvpool.integrations.kv_events.sockets import connect, curve_options, open_socket
 
 if TYPE_CHECKING:
     from kvpool.integrations.kv_events.index import PrefixIndex

@@ -1,12 +1,11 @@
-"""ZeroMQ endpoints: which are of this machine alone, and sockets at them."""
+"""Sockets of ZeroMQ, and their encryption."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
@@ -15,43 +14,6 @@ from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-_PORTS: Final = 1 << 16  # ZeroMQ takes others, modulo this
-
-
-def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
-    """Refuse an endpoint that is not valid, or that other machines reach.
-
-    Args:
-        name: The name of the argument.
-        endpoint: Its value.
-        allow_remote: Whether other machines may reach it.
-
-    Raises:
-        ConfigError: If it is refused.
-    """
-    transport, separator, address = endpoint.partition("://")
-    if not (separator and address) or transport not in {"tcp", "ipc", "inproc"}:
-        raise ConfigError(
-            f"{name} is {endpoint!r}; it must be 'tcp://', 'ipc://' or 'inproc://' and an address"
-        )
-    port = address.rpartition(":")[2]
-    if transport == "tcp" and port != "*" and not (port.isdecimal() and int(port) < _PORTS):
-        raise ConfigError(f"{name} is {endpoint!r}; its port must be '*' or below {_PORTS}")
-    if transport == "tcp" and not allow_remote and not is_loopback(address):
-        raise ConfigError(
-            f"{name} is {endpoint!r}, which other machines may reach, and ZeroMQ does not ask who connects; "
-            "take a loopback address, pass a secret, or pass allow_remote=True in a network that you trust"
-        )
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether a host and a port are of this machine alone."""
-    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def curve_options(secret: bytes | None, *, is_server: bool) -> list[tuple[int, int | bytes]]:
