@@ -10,7 +10,7 @@ from msgspec.msgpack import Decoder, Encoder
 from kvpool._messagepack import refuse_extension
 from kvpool.cluster.channel import MAX_BYTES, ChannelError
 from kvpool.errors import ConfigError
-from kvpool.sampling import Sampling
+from kvpool.serving.sampling import Sampling
 
 MAX_TOKENS: Final = 1 << 20
 """The most tokens of a request."""

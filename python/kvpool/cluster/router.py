@@ -18,8 +18,8 @@ from kvpool.cluster.channel import ChannelError, Listener, drain, parse_address
 from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
-from kvpool.sampling import Sampling
 from kvpool.serving.generation import Generation
+from kvpool.serving.sampling import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -22,9 +22,9 @@ from transformers.masking_utils import sdpa_mask
 from typing_extensions import override
 
 from kvpool._kvpool import GDNPool
-from kvpool.attention import PoolAttention, plain_attention
 from kvpool.errors import ConfigError
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
+from kvpool.serving.attention import PoolAttention, plain_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import BatchPlan, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
     from kvpool._typing import DTypeLike
-    from kvpool.attention import AttentionGroup
+    from kvpool.serving.attention import AttentionGroup
 
     # Arguments: a module, its query, key and value, and the options of an attention function.
     Attend = Callable[..., torch.Tensor]
