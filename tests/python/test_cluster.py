@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
 from kvpool import ConfigError, PrefixCache
-from kvpool.cluster import ChannelError, ClusterRequest, Router, Worker, messages, parse_address
+from kvpool.cluster import ChannelError, ClusterRequest, Router, Worker, members, messages, parse_address
 from kvpool.cluster import channel as channels
-from kvpool.cluster import router as routers
 from kvpool.cluster import worker as workers
 from kvpool.cluster.messages import Join, Report
 from kvpool.integrations.kv_events import EventPublisher
@@ -569,7 +568,7 @@ def test_who_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_that_are_lost_are_not_listed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routers, "_MAX_LOST", 2)
+    monkeypatch.setattr(members, "MAX_LOST", 2)
     with Router(SECRET) as router:
         for number in range(6):
             with stranger(router) as channel:

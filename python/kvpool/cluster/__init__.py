@@ -4,8 +4,10 @@ It needs `pip install 'kvpool[cluster]'`.
 """
 
 from kvpool.cluster.channel import ChannelError, parse_address, read_secret
+from kvpool.cluster.members import WorkerStatus
 from kvpool.cluster.messages import Role
-from kvpool.cluster.router import ClusterRequest, Router, WorkerStatus
+from kvpool.cluster.requests import ClusterRequest
+from kvpool.cluster.router import Router
 from kvpool.cluster.worker import Worker
 
 __all__ = [

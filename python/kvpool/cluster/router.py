@@ -7,110 +7,28 @@ import queue
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, Listener, drain, parse_address
-from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
+from kvpool.cluster.members import Members
+from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report
+from kvpool.cluster.requests import ClusterRequest, as_work
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
-from kvpool.serving.generation import Generation
 from kvpool.serving.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvpool.cluster.channel import Channel
-    from kvpool.cluster.messages import Role, ToRouter, ToWorker
+    from kvpool.cluster.members import Member, WorkerStatus
+    from kvpool.cluster.messages import ToRouter, ToWorker
 
 _logger = logging.getLogger("kvpool")
-
-_MAX_LOST: Final = 64
-"""The most lost workers that are still listed."""
-
-State: TypeAlias = Literal["waiting", "prefill", "decode", "finished", "failed", "aborted"]
-
-
-@dataclass(eq=False)
-class ClusterRequest(Generation):
-    """A prompt and its generated tokens, made by `Router.submit`.
-
-    Attributes:
-        on_token: Called with the request and each token, in order.
-        state: "waiting" for a worker, on one for "prefill" or "decode", and at the end "finished", "failed"
-            or "aborted".
-        workers: Names of the workers that it was sent to, in order.
-        losses: The number of these workers that were lost while they had it.
-        error: The reason why it failed.
-    """
-
-    on_token: Callable[[ClusterRequest, int], object] | None = None
-    state: State = "waiting"
-    workers: list[str] = field(default_factory=list)
-    losses: int = 0
-    error: str | None = None
-    # While a worker has it: the number of the attempt, and its share of the worker's load, in tokens.
-    attempt: int = -1
-    load: int = 0
-    # The attempt whose rows are lent, and the worker that lends them.
-    lent: int = -1
-    lender: str | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is finished, failed or aborted."""
-        return self.state in {"finished", "failed", "aborted"}
-
-
-class WorkerStatus(NamedTuple):
-    """The state of a worker, as its router sees it.
-
-    Attributes:
-        name: The name of the worker.
-        role: "prefill" or "decode".
-        is_alive: Whether it is connected.
-        requests: The number of requests that it has.
-        age_s: Seconds since it last reported `stats`.
-        stats: `Engine.stats()` of its last report, and `read_bytes`: bytes of rows that it has read.
-    """
-
-    name: str
-    role: Role
-    is_alive: bool
-    requests: int
-    age_s: float
-    stats: Mapping[str, int]
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A worker that has joined.
-
-    Attributes:
-        join: The message with which it has joined.
-        channel: The connection to it.
-        last_seen: The time of its last message.
-        attempts: Its requests by attempt.
-        stats: The statistics of its last report.
-        reported: The time at which it reported them, or joined.
-        is_alive: Whether it is connected.
-    """
-
-    join: Join
-    channel: Channel
-    last_seen: float
-    attempts: dict[int, ClusterRequest] = field(default_factory=dict)
-    stats: dict[str, int] = field(default_factory=dict)
-    reported: float = field(default_factory=time.monotonic)
-    is_alive: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.join.name
 
 
 class Router(Closing):
@@ -158,7 +76,7 @@ class Router(Closing):
         self._allow_remote = allow_remote
         self._index = PrefixIndex()
         self._subscriber = EventSubscriber(self._index, secret=secret)
-        self._workers: dict[str, _Worker] = {}
+        self._members = Members()
         self._waiting: deque[ClusterRequest] = deque()
         self._lent: deque[tuple[ClusterRequest, bytes | None]] = deque()
         self._undelivered: deque[tuple[ClusterRequest, int]] = deque()
@@ -167,7 +85,6 @@ class Router(Closing):
             ("submitted", "finished", "failed", "aborted", "handed_over", "lost_workers", "repeated"), 0
         )
         self._received: queue.SimpleQueue[tuple[Channel, ToRouter | ChannelError]] = queue.SimpleQueue()
-        self._by_channel: dict[Channel, _Worker] = {}
         try:
             where = parse_address("address", address, allow_remote=allow_remote)
             self._listener = Listener(where, secret, self._listen)
@@ -216,7 +133,7 @@ class Router(Closing):
             namespace,
             on_token=on_token,
         )
-        messages.check(_work(0, request))
+        messages.check(as_work(0, request))
         self._counts["submitted"] += 1
         self._waiting.append(request)
         return request
@@ -238,13 +155,11 @@ class Router(Closing):
         self._assign()
         for channel, message in drain(self._received, timeout_s):
             self._handle(channel, message)
-        now = time.monotonic()
-        for worker in [*self._workers.values()]:
-            if worker.is_alive and now - worker.last_seen > self._lost_after_s:
-                self._lose(worker, f"it sent no message for {now - worker.last_seen:.1f} s")
+        for worker, age_s in self._members.silent(self._lost_after_s):
+            self._lose(worker, f"it sent no message for {age_s:.1f} s")
         self._assign()
         self._deliver()
-        return bool(self._waiting or self._lent or self._running())
+        return bool(self._waiting or self._lent or self._members.running)
 
     def run(self) -> None:
         """Step until every request is over."""
@@ -263,11 +178,7 @@ class Router(Closing):
 
     def workers(self) -> list[WorkerStatus]:
         """Return the states of the workers that have joined, by name. Of lost workers, 64 are kept."""
-        now = time.monotonic()
-        return [
-            WorkerStatus(name, one.join.role, one.is_alive, len(one.attempts), now - one.reported, one.stats)
-            for name, one in sorted(self._workers.items())
-        ]
+        return self._members.status()
 
     def stats(self) -> dict[str, int]:
         """Return current and cumulative statistics.
@@ -278,8 +189,8 @@ class Router(Closing):
         """
         return self._counts | {
             "waiting": len(self._waiting) + len(self._lent),
-            "running": self._running(),
-            "workers": sum(worker.is_alive for worker in self._workers.values()),
+            "running": self._members.running,
+            "workers": len(self._members.alive()),
             "refused": self._listener.refused,
         }
 
@@ -287,9 +198,6 @@ class Router(Closing):
         """Disconnect all workers: they wait for another router."""
         self._listener.close()
         self._subscriber.close()
-
-    def _running(self) -> int:
-        return sum(len(worker.attempts) for worker in self._workers.values())
 
     # Receiving
 
@@ -302,7 +210,7 @@ class Router(Closing):
             self._received.put((channel, error))
 
     def _handle(self, channel: Channel, message: ToRouter | ChannelError) -> None:
-        worker = self._by_channel.get(channel)
+        worker = self._members.at(channel)
         if isinstance(message, Join):
             if worker is None:
                 self._admit(channel, message)
@@ -325,24 +233,19 @@ class Router(Closing):
                 with suppress(ChannelError):
                     channel.finish(messages.encode(Refused(reason[: messages.MAX_TEXT])))
                 return
-        gone = [name for name, one in self._workers.items() if not one.is_alive]
-        for name in gone[:-_MAX_LOST]:
-            del self._workers[name]
-        before = self._workers.get(join.name)
+        before = self._members.named(join.name)
         if before is not None and before.is_alive:
             self._lose(before, "another of its name has joined")
-        worker = self._workers[join.name] = _Worker(join, channel, time.monotonic())
-        self._by_channel[channel] = worker
+        worker = self._members.add(join, channel)
         if join.events is not None:
             try:
                 self._check_endpoints(join)
                 self._subscriber.connect(join.name, join.events, join.replay)
             except KvPoolError as error:
                 _logger.warning("the events of %s cannot be received: %s", join.name, error)
-        for one in [*self._workers.values()]:
+        for one in self._members.alive():
             for lender, reader in ((worker, one), (one, worker)):
-                roles = (lender.join.role, reader.join.role)
-                if one.is_alive and roles == ("prefill", "decode"):
+                if (lender.join.role, reader.join.role) == ("prefill", "decode"):
                     self._send(reader, Meet(lender.name, lender.join.metadata))
 
     def _check_endpoints(self, join: Join) -> None:
@@ -354,7 +257,7 @@ class Router(Closing):
                 raise ConfigError(f"{name} is {endpoint!r}, which is not 'tcp://' and an address")
             check_endpoint(name, endpoint, allow_remote=self._allow_remote)
 
-    def _handle_report(self, worker: _Worker, report: Report) -> None:
+    def _handle_report(self, worker: Member, report: Report) -> None:
         if report.stats is not None:
             worker.stats = report.stats
             worker.reported = time.monotonic()
@@ -375,7 +278,7 @@ class Router(Closing):
                 request.error = reason
                 self._end(request, "failed")
 
-    def _extend(self, worker: _Worker, request: ClusterRequest, tokens: list[int]) -> None:
+    def _extend(self, worker: Member, request: ClusterRequest, tokens: list[int]) -> None:
         if len(request.tokens) + len(tokens) > request.max_new_tokens:
             self._lose(worker, "it sends more tokens than were asked for")
             return
@@ -395,8 +298,7 @@ class Router(Closing):
 
     def _assign(self) -> None:
         """Send requests to workers, those that are handed over first: their rows are lent for a time."""
-        alive = [worker for worker in self._workers.values() if worker.is_alive]
-        prefill, decode = ([one for one in alive if one.join.role == role] for role in ("prefill", "decode"))
+        prefill, decode = self._members.alive("prefill"), self._members.alive("decode")
         if not decode:
             return
         while self._lent:
@@ -410,22 +312,22 @@ class Router(Closing):
             load = request.seq_len - (found if prefill else 0)
             self._send_work(worker, request, load, is_handed_over=bool(prefill))
 
-    def _best(self, workers: list[_Worker], request: ClusterRequest) -> tuple[_Worker, int]:
+    def _best(self, workers: list[Member], request: ClusterRequest) -> tuple[Member, int]:
         """Return the worker with the least load behind a request, and the tokens of it that it has cached."""
         found = self._index.match(request.prompt + request.tokens, request.namespace)
         needed = len(request.prompt) + request.max_new_tokens - 1  # the last token has no slot
         # If no pool is large enough, a worker refuses the request, and its report has the reason.
         large = [one for one in workers if one.join.capacity >= needed]
 
-        def cost(worker: _Worker) -> int:
-            return sum(one.load for one in worker.attempts.values()) - found.get(worker.name, 0)
+        def cost(worker: Member) -> int:
+            return worker.load - found.get(worker.name, 0)
 
         best = min(large or workers, key=cost)
         return best, found.get(best.name, 0)
 
     def _send_work(
         self,
-        worker: _Worker,
+        worker: Member,
         request: ClusterRequest,
         load: int,
         *,
@@ -437,13 +339,13 @@ class Router(Closing):
         request.workers.append(worker.name)
         request.load = load
         worker.attempts[number] = request
-        work = _work(number, request)
+        work = as_work(number, request)
         work.is_handed_over = is_handed_over
         if ticket is not None:
             work.peer, work.ticket = request.lender, ticket
         self._send(worker, work)
 
-    def _send(self, worker: _Worker, message: ToWorker) -> None:
+    def _send(self, worker: Member, message: ToWorker) -> None:
         try:
             worker.channel.send(messages.encode(message))
         except ChannelError as error:
@@ -452,11 +354,11 @@ class Router(Closing):
 
     # Ending
 
-    def _release(self, request: ClusterRequest) -> _Worker | None:
+    def _release(self, request: ClusterRequest) -> Member | None:
         """Remove a request from its worker, which is returned, or from the queues."""
-        for worker in self._workers.values():
-            if worker.attempts.pop(request.attempt, None) is not None:
-                return worker
+        worker = self._members.release(request)
+        if worker is not None:
+            return worker
         self._lent = deque(lent for lent in self._lent if lent[0] is not request)
         if request in self._waiting:
             self._waiting.remove(request)
@@ -464,7 +366,7 @@ class Router(Closing):
 
     def _end_lease(self, request: ClusterRequest) -> None:
         """End the lease of a request's rows, if they are lent."""
-        lender, request.lender = self._workers.get(request.lender or ""), None
+        lender, request.lender = self._members.named(request.lender or ""), None
         if lender is not None and lender.is_alive:
             self._send(lender, Abort(request.lent))
 
@@ -472,13 +374,11 @@ class Router(Closing):
         request.state = state
         self._counts[state] += 1
 
-    def _lose(self, worker: _Worker, why: str) -> None:
+    def _lose(self, worker: Member, why: str) -> None:
         """Record that a worker is lost, and queue its requests again."""
         if not worker.is_alive:
             return
-        worker.is_alive = False
-        worker.channel.close()
-        self._by_channel.pop(worker.channel, None)
+        self._members.lose(worker)
         if worker.join.events is not None:
             with suppress(KvPoolError):
                 self._subscriber.disconnect(worker.name)
@@ -486,8 +386,8 @@ class Router(Closing):
         _logger.warning("%s is lost with %d requests: %s", worker.name, len(worker.attempts), why)
         # What it has lent can no longer be read.
         self._lent = deque((one, None if one.lender == worker.name else ticket) for one, ticket in self._lent)
-        for one in self._workers.values():
-            if one.is_alive and worker.join.role == "prefill" and one.join.role == "decode":
+        if worker.join.role == "prefill":
+            for one in self._members.alive("decode"):
                 self._send(one, Part(worker.name))
         for request in reversed([*worker.attempts.values()]):
             self._release(request)
@@ -500,21 +400,3 @@ class Router(Closing):
             self._counts["repeated"] += 1
             request.state = "waiting"
             self._waiting.appendleft(request)
-
-
-def _work(number: int, request: ClusterRequest) -> Work:
-    """Return the message that sends a request to a worker."""
-    sampling, namespace = request.sampling, request.namespace
-    return Work(
-        number=number,
-        prompt=request.prompt,
-        tokens=request.tokens,
-        max_new_tokens=request.max_new_tokens,
-        stop_tokens=[*request.stop_tokens],
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        namespace=None if isinstance(namespace, bytes) else namespace,
-        namespace_bytes=namespace if isinstance(namespace, bytes) else None,
-    )
