@@ -552,15 +552,15 @@ def test_the_host_tier_is_told_apart(device: str) -> None:
 # The sockets
 
 
+@pytest.fixture(name="index")
+def empty_index() -> PrefixIndex:
+    return PrefixIndex()
+
+
 @pytest.fixture
-def subscriber() -> Iterator[EventSubscriber]:
-    with EventSubscriber(PrefixIndex(), replay_timeout_s=PATIENCE_S, check_s=PATIENCE_S) as subscriber:
+def subscriber(index: PrefixIndex) -> Iterator[EventSubscriber]:
+    with EventSubscriber(index, replay_timeout_s=PATIENCE_S, check_s=PATIENCE_S) as subscriber:
         yield subscriber
-
-
-def index_of(subscriber: EventSubscriber) -> PrefixIndex:
-    index: PrefixIndex = subscriber._index
-    return index
 
 
 def until(subscriber: EventSubscriber, holds: Callable[[], bool]) -> None:
@@ -629,7 +629,9 @@ def test_messages_and_replays_have_the_parts_that_vllm_sends() -> None:
         assert (stats["buffered"], stats["replays"], stats["refused"], stats["stalls"]) == (3, 2, 4, 0)
 
 
-def test_a_subscriber_follows_several_workers(subscriber: EventSubscriber, tmp_path: Path) -> None:
+def test_a_subscriber_follows_several_workers(
+    index: PrefixIndex, subscriber: EventSubscriber, tmp_path: Path
+) -> None:
     places = [("tcp://127.0.0.1:0", ANY_PORT), (f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b")]
     places.append(("inproc://kv", "inproc://replays"))
     caches = [make_cache(size) for size in (1, 4, 16)]
@@ -640,7 +642,6 @@ def test_a_subscriber_follows_several_workers(subscriber: EventSubscriber, tmp_p
         publishers[-1].publish()
     for number, publisher in enumerate(publishers):
         subscriber.connect(str(number), publisher.endpoint, publisher.replay_endpoint)
-    index = index_of(subscriber)
     assert index.match(range(16), "before") == {"0": 0, "1": 0, "2": 0}
     # Without another message: a replay brings it.
     until(subscriber, lambda: index.match(range(16), "before") == {"0": 16, "1": 16, "2": 16})
@@ -671,14 +672,13 @@ def test_a_subscriber_follows_several_workers(subscriber: EventSubscriber, tmp_p
 
 
 @pytest.mark.parametrize("has_replay", [False, True])
-def test_a_worker_that_ends_and_begins_again(has_replay: bool) -> None:
+def test_a_worker_that_ends_and_begins_again(index: PrefixIndex, has_replay: bool) -> None:
     with open_publisher(make_cache()) as publisher:
         endpoint = publisher.endpoint
         replay = publisher.replay_endpoint if has_replay else None
     endpoints = {"endpoint": endpoint, "replay_endpoint": replay}
     # What ends here takes connections until ZeroMQ has closed it, and answers nothing.
-    with EventSubscriber(PrefixIndex(), replay_timeout_s=1, check_s=1) as subscriber:
-        index = index_of(subscriber)
+    with EventSubscriber(index, replay_timeout_s=1, check_s=1) as subscriber:
         subscriber.connect("a", endpoint, replay)
         assert subscriber.poll() == 0
         for life in range(3):
@@ -706,12 +706,12 @@ def test_a_worker_that_ends_and_begins_again(has_replay: bool) -> None:
             until(subscriber, lambda: not subscriber.is_connected("a"))
 
 
-def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up() -> None:
+def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up(index: PrefixIndex) -> None:
     cache = make_cache(16, 4096)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with (
         open_publisher(cache, hwm=1) as publisher,
-        EventSubscriber(PrefixIndex(), replay_timeout_s=PATIENCE_S) as subscriber,
+        EventSubscriber(index, replay_timeout_s=PATIENCE_S) as subscriber,
         context.socket(zmq.SUB) as slow,
     ):
         slow.set_hwm(1)
@@ -731,7 +731,6 @@ def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up() -> None:
         insert(cache, prompt[:32])
         publisher.publish()
         last = publisher.stats()["batches"]
-        index = index_of(subscriber)
 
         def nudge() -> bool:
             insert(cache, [7] * 16)
@@ -744,18 +743,17 @@ def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up() -> None:
         assert last > 1
 
 
-def test_a_worker_that_does_not_answer_is_dropped_and_taken_again() -> None:
+def test_a_worker_that_does_not_answer_is_dropped_and_taken_again(index: PrefixIndex) -> None:
     cache = make_cache(1)
     insert(cache, [1])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with (
         open_publisher(cache) as publisher,
         context.socket(zmq.ROUTER) as silent,
-        EventSubscriber(PrefixIndex(), replay_timeout_s=0.05, check_s=0.05) as subscriber,
+        EventSubscriber(index, replay_timeout_s=0.05, check_s=0.05) as subscriber,
     ):
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         subscriber.connect("a", publisher.endpoint, f"tcp://127.0.0.1:{port}")
-        index = index_of(subscriber)
         until(subscriber, lambda: subscriber.stats()["replays"] > 3)
 
         def send() -> bool:
@@ -786,7 +784,7 @@ def test_a_worker_that_does_not_answer_is_dropped_and_taken_again() -> None:
         assert subscriber.stats()["refused"] > 0
 
 
-def test_messages_that_are_none_are_counted(subscriber: EventSubscriber) -> None:
+def test_messages_that_are_no_batches_are_counted(index: PrefixIndex, subscriber: EventSubscriber) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with context.socket(zmq.XPUB) as worker:
         port = worker.bind_to_random_port("tcp://127.0.0.1")
@@ -797,7 +795,7 @@ def test_messages_that_are_none_are_counted(subscriber: EventSubscriber) -> None
             worker.send_multipart(parts)
         worker.send_multipart([b"", bytes(8), b"nonsense"])
         worker.send_multipart([b"", (1).to_bytes(8, "big"), batch])
-        until(subscriber, lambda: index_of(subscriber).match([1]) == {"a": 1})
+        until(subscriber, lambda: index.match([1]) == {"a": 1})
         assert subscriber.stats()["refused"] == 5
 
 
@@ -813,11 +811,10 @@ def test_a_batch_that_is_too_large_ends_the_connection() -> None:
         assert subscriber.stats()["batches"] == 0
 
 
-def test_threads_publish_one_order(subscriber: EventSubscriber) -> None:
+def test_threads_publish_one_order(index: PrefixIndex, subscriber: EventSubscriber) -> None:
     cache = make_cache(4, 256)
     with open_publisher(cache) as publisher:
         subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
-        index = index_of(subscriber)
         failures: list[BaseException] = []
 
         def work(seed: int) -> None:
@@ -969,7 +966,9 @@ def test_times_that_make_no_sense_are_refused(name: str) -> None:
         EventSubscriber(PrefixIndex(), **options)
 
 
-def test_a_publisher_that_cannot_be_made_leaves_nothing(subscriber: EventSubscriber) -> None:
+def test_a_publisher_that_cannot_be_made_leaves_nothing(
+    index: PrefixIndex, subscriber: EventSubscriber
+) -> None:
     with open_publisher(make_cache()) as publisher:
         replay = some(publisher.replay_endpoint)
         for wrong in ({"endpoint": publisher.endpoint}, {"replay_endpoint": replay}):
@@ -993,7 +992,7 @@ def test_a_publisher_that_cannot_be_made_leaves_nothing(subscriber: EventSubscri
     subscriber.connect("a", endpoint)
     with pytest.raises(ConfigError, match="connected already"):
         subscriber.connect("a", endpoint)
-    assert index_of(subscriber).match([1]) == {"a": 0}
+    assert index.match([1]) == {"a": 0}
 
 
 def test_nothing_is_left_after_close() -> None:

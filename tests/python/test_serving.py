@@ -127,12 +127,18 @@ def test_the_youngest_is_retracted_to_the_head_of_the_queue() -> None:
 def test_requests_of_a_batch_that_failed_stay_in_order() -> None:
     model = PoolReader(1000, 4)
     engine = Engine(model, 16)
-    requests = [engine.submit([i], 3) for i in range(6)]
+    heard: list[Request] = []
+    requests = [engine.submit([i], 3, on_token=lambda request, _: heard.append(request)) for i in range(6)]
     engine.step()
     model.fails_in = 0
     with pytest.raises(RuntimeError, match="the model fails"):
         engine.step()
-    assert [*engine._scheduler.waiting] == requests
+    assert {request.state for request in requests} == {"waiting"}
+    model.fails_in = None
+    heard.clear()
+    engine.run()
+    assert [*dict.fromkeys(heard)] == requests
+    assert_served(engine, requests)
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -347,11 +353,11 @@ def test_raising_callbacks_lose_no_tokens() -> None:
 
     requests = [engine.submit(prompt, 9, on_token=on_token) for prompt in some_prompts(12, 30)]
     raised, more = 0, True
-    while more or engine._undelivered:
+    while more:
         try:
             more = engine.step()
         except LookupError:
-            raised += 1
+            raised, more = raised + 1, True
     assert raised > 10
     assert delivered == {request: request.tokens for request in requests}
     assert_served(engine, requests)
