@@ -31,7 +31,7 @@ def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
         raise ConfigError(f"{name} is {endpoint!r}; its port must be '*' or below {_PORTS}")
     if transport == "tcp" and not allow_remote and not is_loopback(address):
         raise ConfigError(
-            f"{name} is {endpoint!r}, which other machines may reach, and ZeroMQ does not ask who connects; "
+            f"{name} is {endpoint!r}, which other machines may reach, and ZeroMQ does not authenticate them; "
             "take a loopback address, pass a secret, or pass allow_remote=True in a network that you trust"
         )
 

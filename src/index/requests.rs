@@ -295,7 +295,7 @@ impl Requests {
         if cached.len() != widen(growth.prefix) || self.page_size.offset(growth.prefix) != 0 {
             return Err(Error::config(format!(
                 "the cached prefix of request row {row} at position {position} has {} slots for a prefix of {prefix} \
-                 tokens; needed are as many, in whole pages of {size}",
+                 tokens; the numbers must be equal, in whole pages of {size}",
                 cached.len()
             )));
         }

@@ -247,7 +247,7 @@ impl Executor {
         }
         if dst.len() != src.len() {
             let (dst, src) = (dst.len(), src.len());
-            let text = format!("{dst} destinations and {src} sources; there must be as many");
+            let text = format!("{dst} destinations and {src} sources; the numbers must be equal");
             return Err(Error::config(text));
         }
         let plan = |space: IndexSpace, dst: &IndexVec, src: &IndexVec| -> Result<_> {

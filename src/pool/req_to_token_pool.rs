@@ -636,7 +636,7 @@ fn as_many(rows: usize, columns: usize) -> Result<()> {
     if rows == columns {
         return Ok(());
     }
-    Err(Error::config(format!("{rows} rows and {columns} columns; there must be as many")))
+    Err(Error::config(format!("{rows} rows and {columns} columns; the numbers must be equal")))
 }
 
 fn mismatched(values: usize, places: usize) -> Error {

@@ -467,7 +467,7 @@ def test_random_histories(seed: int) -> None:
             member.check()
 
 
-# Workers that are none
+# Callers that are not workers
 
 
 @contextmanager
@@ -590,7 +590,7 @@ def test_a_prefill_worker_with_false_rows_costs_time_only() -> None:
 
 
 def test_a_router_refuses_what_it_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="not of this machine alone"):
+    with pytest.raises(ConfigError, match="not a loopback address"):
         Router(SECRET, "0.0.0.0:0")
     with pytest.raises(ConfigError, match="lost_after_s is 0; it must be above 0"):
         Router(SECRET, lost_after_s=0)

@@ -260,7 +260,7 @@ def test_only_an_alloc_that_would_fail_waits(driver: Driver) -> None:
 def free_in_one_of_many_ways(
     allocator: TokenToKVPoolAllocator, row: list[int], way: int
 ) -> tuple[torch.Tensor, ...]:
-    """Frees a row, whole or in parts that only the GPU knows. Returns tensors to keep alive."""
+    """Frees a row, whole or in parts that only the GPU has. Returns tensors to keep alive."""
     tensor, page_size = ints(*row), allocator.page_size
     pages = tensor[::page_size] // page_size
     half = len(row) // page_size // 2 * page_size

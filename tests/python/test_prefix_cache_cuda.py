@@ -53,7 +53,7 @@ class Scene:
         self.by_hand = self.cache.match([9] * 9)
         self.again = self.cache.match([*self.prompt, 7, 7], limit=17)
         self.room = self.allocator.available_size()
-        # Values that only the GPU knows.
+        # Values that only the GPU has.
         self.asked, self.mine, self.theirs, self.slots = (
             here(torch.tensor(values, dtype=torch.int32))
             for values in (self.prompt, [9] * 9, [5] * 9, self.kept)

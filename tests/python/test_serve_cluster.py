@@ -173,8 +173,8 @@ def invoke(*arguments: str) -> str:
         (["--prefill", "1"], "1 workers for prompts and 0 for what follows"),
         (["--prefill", "1", "--decode", "1", "--store", "x"], "a store cannot be shared"),
         (["--role", "router"], "there is no secret"),
-        (["--role", "decode", "--router", "10.0.0.1:1"], "not of this machine alone"),
-        (["--role", "router", "--listen", "0.0.0.0:1"], "not of this machine alone"),
+        (["--role", "decode", "--router", "10.0.0.1:1"], "not a loopback address"),
+        (["--role", "router", "--listen", "0.0.0.0:1"], "not a loopback address"),
         (["--role", "router", "--secret-file", "/nowhere"], "the secret cannot be read"),
     ],
 )

@@ -106,7 +106,7 @@ def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, 
         allow_remote: Whether other machines may be reached, or reach it.
 
     Raises:
-        ConfigError: If it is not of this form, or not of this machine alone although it must be.
+        ConfigError: If it is not of this form, or is not a loopback address although it must be.
     """
     host, separator, port = address.rpartition(":")
     if not (separator and host) or not (port.isdecimal() and int(port) < 1 << 16):
@@ -115,7 +115,7 @@ def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, 
         )
     if not allow_remote and not is_loopback(address):
         raise ConfigError(
-            f"{name} is {address!r}, which is not of this machine alone; what is sent is not encrypted. "
+            f"{name} is {address!r}, which is not a loopback address; messages are not encrypted. "
             "Allow it in a network that you trust"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
@@ -391,7 +391,7 @@ class Listener:
         while True:
             try:
                 connection, address = self._socket.accept()
-            except OSError:  # the listener is closed, or as many files are open as there may be
+            except OSError:  # the listener is closed, or too many files are open
                 if self._is_closed:
                     return
                 time.sleep(_RETRY_S)
@@ -401,7 +401,7 @@ class Listener:
                 continue
             try:
                 threading.Thread(target=self._handshake, args=(connection, address), daemon=True).start()
-            except RuntimeError as error:  # as many threads run as there may be
+            except RuntimeError as error:  # too many threads run
                 self._handshakes.release()
                 self._refuse(connection, address, str(error))
 
@@ -417,7 +417,7 @@ class Listener:
             finally:
                 timer.cancel()
                 self._handshakes.release()
-        except (ChannelError, OSError, RuntimeError) as error:  # as many threads run as there may be
+        except (ChannelError, OSError, RuntimeError) as error:  # too many threads run
             self._refuse(connection, address, str(error))
             return
         with self._lock:

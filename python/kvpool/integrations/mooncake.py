@@ -236,7 +236,7 @@ class MooncakeStore(Store):
         pieces = sorted(memory)
         for address, size in pieces:
             if address <= 0 or size <= 0:
-                raise ConfigError(f"a region of {size} bytes at {address:#x} is no memory")
+                raise ConfigError(f"a region of {size} bytes at {address:#x} is not valid memory")
         for (first, size), (second, _) in pairwise(pieces):
             if second < first + size:
                 raise ConfigError(f"the region at {second:#x} overlaps that of {size} bytes at {first:#x}")

@@ -353,7 +353,7 @@ class Endpoint(Closing):
         Raises:
             IndexError: If a slot is outside of its pool.
             ConfigError: If `seconds` is not in [0, 86400].
-            TransferError: If the endpoint is closed, or as many leases last as there may be.
+            TransferError: If the endpoint is closed, or too many leases last.
         """
         rows = self._core.rows(slots, states)
         return SlotLease(self._core, self._core.lend(rows, seconds, is_writable=writable))

@@ -87,10 +87,10 @@ class Leases:
         """Lend slots.
 
         Raises:
-            TransferError: If as many leases last as there may be.
+            TransferError: If too many leases last.
         """
         if not self._free:
-            raise TransferError(f"{len(self._lasting)} leases last, as many as there may be")
+            raise TransferError(f"{len(self._lasting)} leases last, which is the limit")
         word = self._free.pop()
         nonce = 1 + secrets.randbelow((1 << 63) - 1)
         now = time.monotonic()

@@ -156,10 +156,10 @@ class Reads:
         """Begin a read, when its mark is passed.
 
         Raises:
-            TransferError: If as many run as there may be.
+            TransferError: If too many run.
         """
         if not self._free:
-            raise TransferError(f"{len(self._running)} transfers run, as many as there may be")
+            raise TransferError(f"{len(self._running)} transfers run, which is the limit")
         read.begun = time.monotonic()
         read.word = self._free.pop()
         self._running.append(read)

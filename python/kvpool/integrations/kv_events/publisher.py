@@ -53,7 +53,7 @@ class EventPublisher(Closing):
     empty part and a number bring all batches from that number on that are kept, and then an end with the
     number -1, each behind an empty part.
 
-    What is published is what a cache's prompts are made of, and ZeroMQ does not ask who connects. So only
+    What is published is what a cache's prompts are made of, and ZeroMQ authenticates nobody. So only
     this machine can subscribe, unless `allow_remote` or `secret` is given.
 
     Calls are thread-safe. A publisher has sockets, and a thread if there is a replay endpoint: `close` ends
