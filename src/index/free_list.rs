@@ -123,16 +123,20 @@ pub struct FreeList<I> {
 }
 
 impl<I: Id> FreeList<I> {
-    /// A list of `first..first + count`, all free. The sum must fit a `u32`.
+    /// A list of `first..first + count`, all free.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the end of the range does not fit a `u32`,
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
     pub fn new(first: u32, count: u32, order: Order) -> Result<Self> {
+        let end = first.checked_add(count).ok_or_else(|| {
+            Error::config(format!("{count} indices from {first} on end beyond {}", u32::MAX))
+        })?;
         let mut list = Self {
             first,
             count,
             order,
-            records: Records::new(first..first + count)?,
+            records: Records::new(first..end)?,
             queue: VecDeque::new(),
             marked: Vec::new(),
             high_water: 0,
@@ -370,16 +374,16 @@ impl<I: Id> FreeList<I> {
     /// Removes `taken` from the queue.
     fn unqueue(&mut self, taken: Run<I>) {
         let (first, end) = (taken.start.number(), taken.end());
-        let mut rest = VecDeque::with_capacity(self.queue.len() + 1);
-        for run in self.queue.drain(..) {
+        // Each run goes from the front to the back, without what is taken: the order stays.
+        for _ in 0..self.queue.len() {
+            let run = self.queue.pop_front().expect("as many as there were");
             let (start, stop) = (run.start.number(), run.end());
             for (from, to) in [(start, stop.min(first)), (start.max(end), stop)] {
                 if from < to {
-                    rest.push_back(Run::of(&(from..to)));
+                    self.queue.push_back(Run::of(&(from..to)));
                 }
             }
         }
-        self.queue = rest;
     }
 
     /// The set of freed indices.

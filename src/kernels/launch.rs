@@ -5,6 +5,7 @@
 //! Kernels check the indices that only the device knows, and [`Launcher::take_fault`] reports the invalid
 //! ones.
 
+mod fault;
 mod fetch;
 mod grid;
 mod images;
@@ -17,7 +18,6 @@ pub use fetch::{Fetcher, PendingFetch, read_now};
 pub use plan::{PlanBatch, PlanFields, PlanRequest};
 
 use std::collections::HashSet;
-use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
@@ -29,10 +29,9 @@ use crate::kernels::pages::{HostAccess, PagePlan, Pieces};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{StoreRows, targets};
 use crate::kernels::table::Table;
-use crate::memory::{
-    Backend, BorrowedTensor, Contents, Event, Function, Gpu, Pinned, Region, Reply, Ring, Stream, StreamSet,
-};
+use crate::memory::{Backend, BorrowedTensor, Event, Function, Gpu, Reply, Ring, Stream, StreamSet};
 
+use fault::{Fault, FaultRecord};
 use grid::{Groups, blocks, parts_grid, ragged_grid};
 use kernels::{Kernel, Kernels};
 use numbers::{Arrays, Index, WithList};
@@ -83,10 +82,6 @@ const PAGE_BLOCKS: u32 = 32;
 /// The most bytes from a row to the next in a copy of rows by the driver.
 const MAX_PITCH: usize = i32::MAX as usize;
 
-/// Bytes of the record where kernels report invalid indices that only the device knows: `Fault` of
-/// `params.cuh`.
-const FAULT_BYTES: usize = 16;
-
 /// The kernels of a pool on its device, a ring for numbers from the host, and a record of faults.
 #[derive(Debug)]
 pub struct Launcher {
@@ -95,7 +90,7 @@ pub struct Launcher {
     ring: Ring,
     /// The spaces of row and column indices.
     spaces: [IndexSpace; 2],
-    fault: Region,
+    fault: FaultRecord,
     /// The streams that use the pool's memory.
     users: Arc<StreamSet>,
 }
@@ -119,8 +114,7 @@ impl Launcher {
     ) -> Result<Self> {
         let kernels = Kernels::of(gpu)?;
         let ring = Ring::new(gpu, backend, ring_bytes)?;
-        let pinned = Arc::new(Pinned::new(gpu));
-        let fault = Region::with(pinned, FAULT_BYTES, Contents::Zeros, Arc::clone(users))?;
+        let fault = FaultRecord::new(gpu, users)?;
         Ok(Self { gpu: Arc::clone(gpu), kernels, ring, spaces, fault, users: Arc::clone(users) })
     }
 
@@ -170,12 +164,7 @@ impl Launcher {
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     pub(super) fn take_fault(&self) -> Result<()> {
         self.gpu.check_process()?;
-        let [code, value] = self.fault.read::<i64>(0, 2)?[..] else { return Ok(()) };
-        if code == 0 {
-            return Ok(());
-        }
-        self.fault.write(0, &[0i64; 2])?;
-        let (kind, position) = (code & 0xff, code >> 8);
+        let Some(Fault { kind, position, value }) = self.fault.take() else { return Ok(()) };
         Err(match kind {
             1 | 2 => {
                 let IndexSpace { noun, len } = self.spaces[usize::from(kind == 2)];
@@ -194,11 +183,6 @@ impl Launcher {
                  in a tensor on the device, and left it out"
             )),
         })
-    }
-
-    /// The address of the fault record.
-    fn fault_address(&self) -> *mut c_void {
-        self.fault.address().as_ptr().cast()
     }
 
     /// Launches `kernel` with the parameters that `params` returns, once the device can read `arrays` of the
@@ -277,7 +261,7 @@ impl Launcher {
                 indices: index[0],
                 count: signed(count),
                 rows: signed(rows),
-                fault: self.fault_address(),
+                fault: self.fault.address(),
                 first_blocks,
                 parts,
             }
@@ -307,7 +291,7 @@ impl Launcher {
                 indices: index[0],
                 count: signed(count),
                 rows: signed(rows),
-                fault: self.fault_address(),
+                fault: self.fault.address(),
                 first_blocks,
                 parts,
             }
@@ -368,7 +352,7 @@ impl Launcher {
             source: index[1],
             count: signed(count),
             rows: signed(rows),
-            fault: self.fault_address(),
+            fault: self.fault.address(),
             groups,
         })
     }
@@ -406,7 +390,7 @@ impl Launcher {
                 indices: index[0],
                 count: signed(count),
                 rows: signed(rows),
-                fault: self.fault_address(),
+                fault: self.fault.address(),
                 groups,
             }
         })
@@ -490,7 +474,7 @@ impl Launcher {
                     value: index[2],
                     count: signed(count),
                     echo,
-                    fault: self.fault_address(),
+                    fault: self.fault.address(),
                 },
             )
         };
@@ -576,7 +560,7 @@ impl Launcher {
                 out: out.address().as_ptr().cast(),
                 capacity: signed(capacity),
                 count: signed(count),
-                fault: self.fault_address(),
+                fault: self.fault.address(),
             }
         })
     }
@@ -608,7 +592,7 @@ impl Launcher {
                 first: signed(first),
                 count: signed(offsets.len()),
                 slots: signed(grown.slots),
-                fault: self.fault_address(),
+                fault: self.fault.address(),
                 page_size: int32(grown.page_size),
                 is_wide: i32::from(out.dtype() == DType::I64),
             };

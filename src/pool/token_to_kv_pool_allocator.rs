@@ -42,9 +42,9 @@ pub struct AllocatorConfig {
 }
 
 impl Default for AllocatorConfig {
-    /// No slots, in pages of one, first in, first out, as int32.
+    /// The defaults of the Python class, without a size: pages of one slot, the lowest first, as int32.
     fn default() -> Self {
-        Self { size: 0, page_size: 1, need_sort: false, strict: false, index_dtype: IndexDType::I32 }
+        Self { size: 0, page_size: 1, need_sort: true, strict: false, index_dtype: IndexDType::I32 }
     }
 }
 

@@ -118,7 +118,7 @@ impl Workspace {
     }
 
     /// Returns a tensor like `empty`, filled with zeros.
-    fn try_zeros(
+    fn zeros(
         &self,
         py: Python<'_>,
         shape: &Bound<'_, PyAny>,

@@ -14,7 +14,9 @@ use kvpool::memory::{
     Backend, Contents, CountingBackend, Cuda, Event, Gpu, Host, Keep, LimitedBackend, MappedHost, Pinned,
     Region, Report, Ring, Stream,
 };
-use kvpool::pool::{AllocatorConfig, ChunkConfig, ChunkPool, FreedAs, TokenToKvPoolAllocator};
+use kvpool::pool::{
+    AllocatorConfig, ChunkConfig, ChunkPool, FreedAs, GdnConfig, GdnPool, TokenToKvPoolAllocator,
+};
 use kvpool::tensor::TensorView;
 
 use crate::conformance::conforms;
@@ -152,6 +154,37 @@ fn a_dropped_grant_of_slots_that_only_the_device_knows_gives_back_its_new_pages(
     assert_eq!(allocator.free(&first, None, || None, stream).expect("live").dropped(), 0);
     assert_eq!(allocator.available_size(), 40);
     allocator.verify().expect("consistent");
+}
+
+#[test]
+fn a_fault_is_reported_to_one_of_many_threads() {
+    let Some((gpu, _alone)) = gpu("a_fault_is_reported_to_one_of_many_threads") else { return };
+    let config = GdnConfig {
+        max_reqs: 3,
+        num_gdn_layers: 1,
+        num_v_heads: 1,
+        head_k_dim: 8,
+        head_v_dim: 8,
+        conv_dim: 8,
+        conv_kernel_size: 4,
+        dtype: DType::F32,
+        max_track_slots: 0,
+        strict: false,
+    };
+    let pool = GdnPool::new(&config, &cuda(&gpu)).expect("memory");
+    let row = Region::new(cuda(&gpu), 4).expect("memory");
+    let ring = Ring::new(&gpu, &cuda(&gpu), 64).expect("memory");
+    ring.upload_to(row.range(0, 4).expect("inside"), &[99i32], Stream::DEFAULT).expect("enqueued");
+    let row = TensorView::contiguous(Arc::new(row), 0, DType::I32, &[1]).expect("inside");
+    let row = Indices::of(row.borrow(), None).expect("int32");
+    pool.reset_states(&row, Stream::DEFAULT).expect("enqueued");
+    gpu.synchronize(Stream::DEFAULT).expect("ran");
+    let reports: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| pool.take_fault().err())).collect();
+        threads.into_iter().filter_map(|thread| thread.join().expect("no panic")).collect()
+    });
+    assert_eq!(reports.len(), 1, "{reports:?}");
+    assert!(reports[0].to_string().contains("99 at position 0"), "{}", reports[0]);
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
-use kvpool::base::{Id, IndexVec, Page};
+use kvpool::base::{ErrorKind, Id, IndexVec, Page};
 use kvpool::index::{
-    AddressSpace, BadFree, Bitmap, LastLoc, Move, OnBadFree, Order, Rounding, Run, SlotAllocator,
+    AddressSpace, BadFree, Bitmap, FreeList, LastLoc, Move, OnBadFree, Order, Rounding, Run, SlotAllocator,
     ascending_runs, plan_moves,
 };
 use proptest::prelude::*;
@@ -15,6 +15,14 @@ fn narrow(slots: &[i64], wide: bool) -> IndexVec {
         IndexVec::I64(slots.to_vec())
     } else {
         IndexVec::I32(slots.iter().map(|&slot| i32::try_from(slot).expect("small")).collect())
+    }
+}
+
+#[test]
+fn a_list_that_ends_beyond_32_bits_is_refused() {
+    for count in [1, u32::MAX] {
+        let error = FreeList::<Page>::new(u32::MAX, count, Order::Sorted).expect_err("beyond");
+        assert_eq!(error.kind(), ErrorKind::Config);
     }
 }
 
