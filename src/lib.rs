@@ -64,3 +64,8 @@ mod python;
 pub mod tensor;
 #[cfg(not(windows))]
 pub mod transfer;
+
+/// The examples of the guide, which run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/rust.md")]
+struct Guide;

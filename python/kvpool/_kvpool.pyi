@@ -3498,7 +3498,8 @@ class _Workspace(Pool):
             TypeError: If the dtype is not supported.
             RuntimeError: If another thread uses the workspace, or the workspace is closed.
         """
-    def zeros(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> torch.Tensor: ...
+    def zeros(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> torch.Tensor:
+        """Returns a tensor like `empty`, filled with zeros."""
     def stats(self) -> UnitStats:
         """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
         `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).

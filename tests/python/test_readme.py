@@ -137,12 +137,15 @@ def test_every_block_has_a_tested_kind_and_compiles(page: Path) -> None:
             "python jax",
             "python mooncake",
             "python nixl",
+            "rust",
             "sh",
             "text",
             "diff",
         }, f"{page.name}:{line}"
         if kind.startswith("python"):
             compile(source, f"{page.name}:{line}", "exec")
+        if kind == "rust":  # a test of the crate's documentation
+            assert f'include_str!("../docs/{page.name}")' in text_of(ROOT / "src/lib.rs")
     assert len(re.findall(r"^```", text_of(page), flags=re.MULTILINE)) == 2 * len(list(fences(page)))
 
 
