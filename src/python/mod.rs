@@ -60,14 +60,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use pyo3::types::IntoPyDict;
 
 use crate::base::sync::lock;
-use crate::base::{
-    DType, Device, Error, LONG_COPY, bytes_of, close_fork_gate, open_fork_gate, set_blocking_hook,
-    set_large_table_hook,
-};
-use crate::memory::{Region, Stream, prefer_huge_pages};
+use crate::base::{DType, Device, Error, LONG_COPY, bytes_of, close_fork_gate, open_fork_gate};
+use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
 /// Does `work` under the lock. An error becomes an exception, which runs Python code, after the lock is
@@ -188,76 +184,81 @@ fn _noted() -> u64 {
     crate::index::Act::count()
 }
 
+/// The classes and functions of the extension. Those of the module `kvpool._kvpool` itself are parts of integrations,
+/// without a promise of stability.
 #[pymodule]
-fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    set_blocking_hook(without_gil);
-    set_large_table_hook(prefer_huge_pages);
-    module.add_class::<tensor::Tensor>()?;
-    tensor::serve_buffers(module.py())?;
-    module.add_class::<base_pool::BasePool>()?;
-    module.add_class::<kv_pool::KvPool>()?;
-    module.add_class::<token_to_kv_pool_allocator::TokenToKvPoolAllocator>()?;
-    module.add_class::<token_to_kv_pool_allocator::FreeGroup>()?;
-    module.add_class::<req_to_token_pool::ReqToTokenPool>()?;
-    module.add_class::<gdn_pool::GdnPool>()?;
-    module.add_class::<batch_planner::BatchPlanner>()?;
-    module.add_class::<batch_planner::BatchPlan>()?;
-    module.add_class::<batch_planner::HostPlan>()?;
-    module.add_class::<page_pool::PagePool>()?;
-    module.add_class::<prefix_cache::PrefixCache>()?;
-    module.add_class::<prefix_cache::Lease>()?;
-    module.add_class::<prefix_cache::Published>()?;
-    module.add_class::<hybrid_tree::HybridTree>()?;
-    module.add_class::<hybrid_results::HybridMatch>()?;
-    module.add_class::<hybrid_results::HybridStep>()?;
-    module.add_class::<hybrid_results::HybridFrees>()?;
-    module.add_class::<hybrid_results::HybridNode>()?;
-    module.add_class::<block::Block>()?;
-    module.add_class::<block_queue::BlockQueue>()?;
-    module.add_class::<block_map::BlockMap>()?;
-    module.add_class::<offload::OffloadTable>()?;
-    module.add_class::<offload::OffloadRequest>()?;
-    module.add_class::<offload::OffloadOrder>()?;
-    module.add_class::<offload::OffloadTurn>()?;
-    module.add_class::<address_space::AddressSpace>()?;
-    module.add_class::<prefix_report::Segment>()?;
-    module.add_class::<prefix_report::Stored>()?;
-    module.add_class::<prefix_report::Removed>()?;
-    module.add_class::<prefix_report::Cleared>()?;
-    module.add_class::<prefix_tree::PrefixTree>()?;
-    module.add_class::<prefix_tree::TreeMatch>()?;
-    module.add_class::<prefix_tree::TreeInsertion>()?;
-    module.add_class::<prefix_tree::TreeEviction>()?;
-    module.add_class::<prefix_tree::TreeNode>()?;
-    module.add_class::<workspace::Workspace>()?;
-    module.add_class::<buffer_pool::BufferPool>()?;
-    module.add_class::<buffer_pool::Buffer>()?;
-    module.add_class::<buffer_pool::BufferStep>()?;
-    module.add_class::<chunk_pool::ChunkPool>()?;
-    module.add_class::<chunk_pool::Chunk>()?;
-    module.add_class::<chunk_pool::ChunkCopy>()?;
-    module.add_class::<chunk_pool::PageLocking>()?;
-    module.add_class::<host_tier::HostTier>()?;
-    module.add_class::<host_tier::Load>()?;
-    module.add_class::<file_store::FileStore>()?;
-    module.add_class::<file_store::StoreTransfer>()?;
-    module.add_class::<fetch::Fetch>()?;
-    module.add_class::<store_queue::StoreQueue>()?;
-    module.add_class::<store_queue::StoreCall>()?;
-    module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;
-    module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
-    module.add_function(wrap_pyfunction!(_before_fork, module)?)?;
-    module.add_function(wrap_pyfunction!(_after_fork, module)?)?;
-    module.add_function(wrap_pyfunction!(_zeros, module)?)?;
-    module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
-    module.add_function(wrap_pyfunction!(_noted, module)?)?;
-    module.add_function(wrap_pyfunction!(offload::_store_keys, module)?)?;
-    module.add_function(wrap_pyfunction!(footprint::_footprint, module)?)?;
-    module.add_function(wrap_pyfunction!(base_pool::_pools, module)?)?;
-    module.add_function(wrap_pyfunction!(base_pool::_report_leaks_with, module)?)?;
-    let storage = DType::STORAGE.map(|dtype| (dtype.name(), dtype.size()));
-    module.add("_STORAGE_DTYPES", storage.into_py_dict(module.py())?)?;
-    module.add("_ERROR_CLASSES", crate::base::ErrorKind::ALL.map(errors::class_name).to_vec())?;
-    pickling::explain(module)?;
-    module.add("__version__", env!("CARGO_PKG_VERSION"))
+mod _kvpool {
+    use pyo3::prelude::*;
+    use pyo3::types::IntoPyDict;
+
+    use super::without_gil;
+    use crate::base::{DType, ErrorKind, set_blocking_hook, set_large_table_hook};
+    use crate::memory::prefer_huge_pages;
+
+    #[pymodule_export]
+    use super::address_space::AddressSpace;
+    #[pymodule_export]
+    use super::base_pool::{_pools, _report_leaks_with, BasePool};
+    #[pymodule_export]
+    use super::batch_planner::{BatchPlan, BatchPlanner, HostPlan};
+    #[pymodule_export]
+    use super::block::Block;
+    #[pymodule_export]
+    use super::block_map::BlockMap;
+    #[pymodule_export]
+    use super::block_queue::BlockQueue;
+    #[pymodule_export]
+    use super::buffer_pool::{Buffer, BufferPool, BufferStep};
+    #[pymodule_export]
+    use super::chunk_pool::{Chunk, ChunkCopy, ChunkPool, PageLocking};
+    #[pymodule_export]
+    use super::fetch::Fetch;
+    #[pymodule_export]
+    use super::file_store::{FileStore, StoreTransfer};
+    #[pymodule_export]
+    use super::footprint::_footprint;
+    #[pymodule_export]
+    use super::gdn_pool::GdnPool;
+    #[pymodule_export]
+    use super::host_tier::{HostTier, Load};
+    #[pymodule_export]
+    use super::hybrid_results::{HybridFrees, HybridMatch, HybridNode, HybridStep};
+    #[pymodule_export]
+    use super::hybrid_tree::HybridTree;
+    #[pymodule_export]
+    use super::kv_pool::KvPool;
+    #[pymodule_export]
+    use super::offload::{_store_keys, OffloadOrder, OffloadRequest, OffloadTable, OffloadTurn};
+    #[pymodule_export]
+    use super::page_pool::PagePool;
+    #[pymodule_export]
+    use super::prefix_cache::{Lease, PrefixCache, Published};
+    #[pymodule_export]
+    use super::prefix_report::{Cleared, Removed, Segment, Stored};
+    #[pymodule_export]
+    use super::prefix_tree::{PrefixTree, TreeEviction, TreeInsertion, TreeMatch, TreeNode};
+    #[pymodule_export]
+    use super::req_to_token_pool::ReqToTokenPool;
+    #[pymodule_export]
+    use super::store_queue::{StoreCall, StoreQueue};
+    #[pymodule_export]
+    use super::tensor::Tensor;
+    #[pymodule_export]
+    use super::token_to_kv_pool_allocator::{FreeGroup, TokenToKvPoolAllocator};
+    #[pymodule_export]
+    use super::workspace::Workspace;
+    #[pymodule_export]
+    use super::{_after_fork, _before_fork, _noted, _use_stream, _zeros, get_num_threads, set_num_threads};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        set_blocking_hook(without_gil);
+        set_large_table_hook(prefer_huge_pages);
+        super::tensor::serve_buffers(module.py())?;
+        let storage = DType::STORAGE.map(|dtype| (dtype.name(), dtype.size()));
+        module.add("_STORAGE_DTYPES", storage.into_py_dict(module.py())?)?;
+        module.add("_ERROR_CLASSES", ErrorKind::ALL.map(super::errors::class_name).to_vec())?;
+        super::pickling::explain(module)?;
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
 }
