@@ -35,12 +35,12 @@ pub use namespace::Namespace;
 pub use node_arena::NodeHandle;
 pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
 pub use recency_list::RecencyList;
-pub use residency::{Above, EntryId, Residency};
+pub use residency::{DevicePresence, EntryId, Residency};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Cause, Continuation, Continues, Evicted, EvictionRecord, Found, Hold, Insertion, Location,
-    Lower, NodeInfo, Offered, OfferedPages, OfferedState, Offering, Place, Pressure, Segment, Tree,
-    TreeStats,
+    AGE_BUCKETS, Cause, Continuation, Continues, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,
+    Location, LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Offering, Place,
+    Pressure, Segment, Tree, TreeStats,
 };

@@ -15,7 +15,7 @@ id!(
 
 /// Whether the device has a page, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Above {
+pub enum DevicePresence {
     /// The device does not have it: the page goes first.
     Absent,
     /// The device has it, too.
@@ -44,7 +44,7 @@ struct Entry<P> {
     namespace: u64,
     /// Copies that use the place.
     holders: u32,
-    above: Above,
+    presence: DevicePresence,
     stage: Stage,
 }
 
@@ -56,11 +56,11 @@ struct Entry<P> {
 /// evicted there.
 ///
 /// ```
-/// use kvpool::cache::{Above, Namespace, Residency};
+/// use kvpool::cache::{DevicePresence, Namespace, Residency};
 /// let mut tier = Residency::default();
 /// let entry = tier.begin([1; 32], &Namespace::Unnamed, "place 0");
 /// assert_eq!((tier.find(&[1; 32]), tier.contains(&[1; 32])), (None, true));
-/// assert_eq!(tier.arrive(entry, Above::Absent), None);
+/// assert_eq!(tier.arrive(entry, DevicePresence::Absent), None);
 /// tier.hold(tier.find(&[1; 32]).unwrap());
 /// assert_eq!(tier.evict(), None, "it is in use");
 /// assert_eq!(tier.release(entry), None);
@@ -170,7 +170,7 @@ impl<P: Copy> Residency<P> {
     fn add(&mut self, key: PageHash, namespace: &Namespace, place: P, stage: Stage) -> EntryId {
         self.give_up_fetch(&key);
         let namespace = hash_of(namespace);
-        let entry = Entry { key, place, namespace, holders: 1, above: Above::Absent, stage };
+        let entry = Entry { key, place, namespace, holders: 1, presence: DevicePresence::Absent, stage };
         let id = if let Some(id) = self.vacant.pop() {
             *self.entry_mut(id) = entry;
             id
@@ -184,12 +184,12 @@ impl<P: Copy> Residency<P> {
         id
     }
 
-    /// Makes a page that was arriving complete, as the one used last; `above` says whether
+    /// Makes a page that was arriving complete, as the one used last; `presence` says whether
     /// the device has it still. Returns its place if it was given up meanwhile.
-    pub fn arrive(&mut self, entry: EntryId, above: Above) -> Option<P> {
+    pub fn arrive(&mut self, entry: EntryId, presence: DevicePresence) -> Option<P> {
         let here = self.entry_mut(entry);
         if matches!(here.stage, Stage::Arriving | Stage::Fetched) {
-            (here.stage, here.above) = (Stage::Ready, above);
+            (here.stage, here.presence) = (Stage::Ready, presence);
             self.ready += 1;
         }
         self.release(entry)
@@ -197,13 +197,17 @@ impl<P: Copy> Residency<P> {
 
     /// Takes note that the device has pages, or has them no more, which is a use: the last is evicted last.
     /// Those that are not complete here are left out.
-    pub fn set_above<'a>(&mut self, keys: impl IntoIterator<Item = &'a PageHash>, above: Above) {
+    pub fn set_device_presence<'a>(
+        &mut self,
+        keys: impl IntoIterator<Item = &'a PageHash>,
+        presence: DevicePresence,
+    ) {
         for key in keys {
             if let Some(entry) = self.find(key) {
-                let previous = std::mem::replace(&mut self.entry_mut(entry).above, above);
+                let previous = std::mem::replace(&mut self.entry_mut(entry).presence, presence);
                 if self.entry(entry).holders == 0 {
                     self.order[previous as usize].remove(entry);
-                    self.order[above as usize].push(entry);
+                    self.order[presence as usize].push(entry);
                 }
             }
         }
@@ -211,10 +215,10 @@ impl<P: Copy> Residency<P> {
 
     /// Takes note that the device has none of the pages any more.
     pub fn set_none_above(&mut self) {
-        let [lone, above] = &mut self.order;
-        above.iter_oldest().for_each(|entry| lone.push(entry));
-        *above = RecencyList::default();
-        self.entries.iter_mut().for_each(|entry| entry.above = Above::Absent);
+        let [lone, present] = &mut self.order;
+        present.iter_oldest().for_each(|entry| lone.push(entry));
+        *present = RecencyList::default();
+        self.entries.iter_mut().for_each(|entry| entry.presence = DevicePresence::Absent);
     }
 
     /// Gives up a page that was arriving. Returns its place.
@@ -228,8 +232,8 @@ impl<P: Copy> Residency<P> {
         let here = self.entry_mut(entry);
         here.holders += 1;
         if here.holders == 1 {
-            let above = here.above;
-            self.order[above as usize].remove(entry);
+            let presence = here.presence;
+            self.order[presence as usize].remove(entry);
         }
     }
 
@@ -240,9 +244,9 @@ impl<P: Copy> Residency<P> {
         if here.holders > 0 {
             return None;
         }
-        let (stage, above) = (here.stage, here.above);
+        let (stage, presence) = (here.stage, here.presence);
         if stage == Stage::Ready {
-            self.order[above as usize].push(entry);
+            self.order[presence as usize].push(entry);
         }
         (stage == Stage::Removed).then(|| self.vacate(entry))
     }
@@ -302,7 +306,7 @@ impl<P: Copy> Residency<P> {
         }
         if stage == Stage::Ready {
             if !is_held {
-                self.order[here.above as usize].remove(entry);
+                self.order[here.presence as usize].remove(entry);
             }
             self.ready -= 1;
         }
@@ -325,9 +329,9 @@ impl<P: Copy> Residency<P> {
         let counted = [of(Stage::Ready), of(Stage::Arriving) + of(Stage::Fetched), of(Stage::Vacant)];
         let known = [self.ready, self.arriving(), self.vacant.len()];
         let mut ordered = 0;
-        for (order, above) in self.order.iter().zip([Above::Absent, Above::Present]) {
+        for (order, presence) in self.order.iter().zip([DevicePresence::Absent, DevicePresence::Present]) {
             for entry in order.iter_oldest().map(|entry| self.entry(entry)) {
-                if (entry.stage, entry.above, entry.holders) != (Stage::Ready, above, 0) {
+                if (entry.stage, entry.presence, entry.holders) != (Stage::Ready, presence, 0) {
                     return Some(format!("{:?} is out of order", entry.key));
                 }
                 ordered += 1;

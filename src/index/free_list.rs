@@ -16,7 +16,7 @@ use super::BadFree;
 use super::mask::Mask;
 use records::{Records, Set};
 
-pub(super) use batch::{Fenced, FreeBatch};
+pub(super) use batch::{FencedIndices, FreeBatch};
 
 /// The order in which freed indices are handed out again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,11 +85,11 @@ impl Fit {
 
 /// The moment when freed indices become available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Give {
+pub enum FreeTiming {
     /// Indices become available at once.
     Now,
     /// Indices become available when their fence has passed.
-    Fenced,
+    AfterFence,
 }
 
 /// Ownership of the indices `first..first + count`.
@@ -387,11 +387,11 @@ impl<I: Id> FreeList<I> {
     }
 
     /// The set of freed indices.
-    const fn given(&self, give: Give) -> Set {
-        match (give, self.order) {
-            (Give::Fenced, _) => Set::Fenced,
-            (Give::Now, Order::Sorted) => Set::Released,
-            (Give::Now, Order::Fifo) => Set::Free,
+    const fn set_of(&self, timing: FreeTiming) -> Set {
+        match (timing, self.order) {
+            (FreeTiming::AfterFence, _) => Set::Fenced,
+            (FreeTiming::Now, Order::Sorted) => Set::Released,
+            (FreeTiming::Now, Order::Fifo) => Set::Free,
         }
     }
 
@@ -406,8 +406,8 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Starts a batch that frees indices, all or none of them.
-    pub(super) fn give(&mut self, give: Give) -> FreeBatch<'_, I> {
-        FreeBatch::new(self, give)
+    pub(super) fn give(&mut self, timing: FreeTiming) -> FreeBatch<'_, I> {
+        FreeBatch::new(self, timing)
     }
 
     /// [`FreeList::queue`] for the indices of the batch in progress.
@@ -439,8 +439,8 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Frees indices whose fence has passed.
-    pub(super) fn unfence(&mut self, fenced: &Fenced<I>) {
-        let to = self.given(Give::Now);
+    pub(super) fn unfence(&mut self, fenced: &FencedIndices<I>) {
+        let to = self.set_of(FreeTiming::Now);
         for &mask in fenced.masks() {
             self.records.shift(mask, Set::Fenced, to);
         }

@@ -43,7 +43,7 @@ pub use bad_frees::{BadFree, BadFrees, OnBadFree, on_bad_frees};
 pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reuse, Rounding};
 pub use extension::{Extension, LastLoc};
-pub use free_list::{Fit, FreeList, Give, Order, Run};
+pub use free_list::{Fit, FreeList, FreeTiming, Order, Run};
 pub use ledger::{Act, ActGuard, Book, IndexState, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span};
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};

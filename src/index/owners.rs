@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use crate::base::{Id, Page, Result, try_zeros, widen};
 
-use super::free_list::Give;
+use super::free_list::FreeTiming;
 use super::mask::Mask;
 use super::{BadFree, Bitmap};
 
@@ -193,9 +193,9 @@ impl Owners {
     }
 
     /// Starts a batch that removes owners, all or none of them: at once, or when a fence has passed.
-    pub(super) fn remove(&mut self, give: Give) -> RemovalBatch<'_> {
+    pub(super) fn remove(&mut self, timing: FreeTiming) -> RemovalBatch<'_> {
         self.removed.clear();
-        RemovalBatch { owners: self, give, is_committed: false }
+        RemovalBatch { owners: self, timing, is_committed: false }
     }
 
     /// The pages from which the last batch removed an owner, once per owner.
@@ -232,7 +232,7 @@ impl Owners {
 #[must_use]
 pub(super) struct RemovalBatch<'a> {
     owners: &'a mut Owners,
-    give: Give,
+    timing: FreeTiming,
     is_committed: bool,
 }
 
@@ -248,9 +248,9 @@ impl RemovalBatch<'_> {
         if !self.owners.is_in_use(page) {
             return false;
         }
-        match self.give {
-            Give::Fenced => *self.owners.pending.entry(page.number()).or_default() += 1,
-            Give::Now => self.owners.subtract(page),
+        match self.timing {
+            FreeTiming::AfterFence => *self.owners.pending.entry(page.number()).or_default() += 1,
+            FreeTiming::Now => self.owners.subtract(page),
         }
         self.owners.removed.push(page);
         true
@@ -274,9 +274,9 @@ impl Drop for RemovalBatch<'_> {
             return;
         }
         while let Some(page) = self.owners.removed.pop() {
-            match self.give {
-                Give::Fenced => self.owners.subtract_pending(page),
-                Give::Now => self.owners.add(Room(()), page),
+            match self.timing {
+                FreeTiming::AfterFence => self.owners.subtract_pending(page),
+                FreeTiming::Now => self.owners.add(Room(()), page),
             }
         }
     }

@@ -5,7 +5,7 @@
 
 use crate::base::{Id, IndexVec, Result, try_zeros, widen};
 
-use super::free_list::{FreeList, Give, Order};
+use super::free_list::{FreeList, FreeTiming, Order};
 use super::mask::Mask;
 use super::{BadFree, BadFrees, OnBadFree, on_bad_frees};
 
@@ -119,7 +119,7 @@ impl<I: Id> RowTable<I> {
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let capacity = self.rows.capacity();
-        let mut batch = self.rows.give(Give::Now);
+        let mut batch = self.rows.give(FreeTiming::Now);
         let mut bad = BadFrees::default();
         for value in given.iter() {
             let row = u32::try_from(value).ok().map(I::new).filter(|&row| batch.list().contains(row));

@@ -15,7 +15,7 @@ use crate::base::{
 
 use super::Bitmap;
 use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
-use super::free_list::{Fenced, Fit, FreeList, Order, Run};
+use super::free_list::{FencedIndices, Fit, FreeList, Order, Run};
 use super::owners::{Owners, Room};
 
 /// Identifies a fenced free until its fence has passed.
@@ -61,7 +61,7 @@ pub struct SlotStats {
 ///
 /// ```
 /// use kvpool::base::IndexVec;
-/// use kvpool::index::{Give, OnBadFree, Order, SlotAllocator};
+/// use kvpool::index::{OnBadFree, Order, SlotAllocator};
 /// let mut slots = SlotAllocator::new(64, 16, Order::Sorted).unwrap();
 /// assert_eq!(slots.alloc::<i32>(3).unwrap().unwrap(), [16, 17, 18]);
 /// assert_eq!(slots.available(), 48);
@@ -87,7 +87,7 @@ pub struct SlotAllocator {
 /// The pages of one fenced free.
 #[derive(Clone, Debug)]
 struct FencedFree {
-    pages: Fenced<Page>,
+    pages: FencedIndices<Page>,
     /// Pages from which one owner is removed.
     shared: Vec<Page>,
 }

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use crate::base::sync::lock;
 use crate::base::{Device, Error, ForkGate, Page, Result, StateSlot};
-use crate::cache::{Above, Lower, Namespace, Offered, OfferedPages, Offering, PageHash};
+use crate::cache::{
+    DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, Offering, PageHash,
+};
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
 use crate::transfer::{Lane, Transfer};
@@ -141,7 +143,7 @@ pub(super) struct Contents<'a> {
     states: Option<Resident<'a>>,
 }
 
-impl Lower for Contents<'_> {
+impl LowerTierContents for Contents<'_> {
     fn has_page(&self, key: &PageHash) -> bool {
         self.pages.find(key).is_some()
     }
@@ -344,14 +346,18 @@ impl HostTier {
     }
 
     /// Records whether the device has pages. The last of them is evicted last from the tier.
-    pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, above: Above) {
-        self.pages.set_above(keys, above);
+    pub(super) fn set_device_presence<'a>(
+        &self,
+        keys: impl Iterator<Item = &'a PageHash>,
+        presence: DevicePresence,
+    ) {
+        self.pages.set_device_presence(keys, presence);
     }
 
     /// Starts to copy the offered pages that are not here, behind the work enqueued on the streams `after`.
     /// Returns it if there is any, and the keys of the pages that went for it. A copy that cannot be started
     /// counts as failed.
-    pub(super) fn write(&self, offered: &Offered, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
+    pub(super) fn write(&self, offered: &OfferedPieces, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
         let (mut pages, mut states, mut runs) = (Arrivals::new(), Arrivals::new(), Vec::new());
         for run in &offered.pages {
             let numbered = run.keys.iter().zip(run.pages.iter().copied());
@@ -386,11 +392,11 @@ impl HostTier {
         (started, evicted)
     }
 
-    /// Ends a write that is complete: its pages can be found from now on. `above` tells which of them the
+    /// Ends a write that is complete: its pages can be found from now on. `presence` says which of them the
     /// device still has.
-    pub(super) fn complete(&self, write: &Write, above: impl Fn(Page, &PageHash) -> Above) {
-        self.pages.arrive(&write.pages, above);
-        self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| Above::Absent));
+    pub(super) fn complete(&self, write: &Write, presence: impl Fn(Page, &PageHash) -> DevicePresence) {
+        self.pages.arrive(&write.pages, presence);
+        self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| DevicePresence::Absent));
         self.count(TierCounts { written: write.len(), ..TierCounts::default() });
     }
 

@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Device, Error, Id, Result, Slot};
 use crate::cache::{
-    AGE_BUCKETS, CacheEvent, Cause, Continues, Digest, KeyTokens, Lower, Namespace, PolicyKind, Pressure,
-    Segment, Tokens, Tree, TreeStats,
+    AGE_BUCKETS, CacheEvent, Cause, Continues, Digest, KeyTokens, LowerTierContents, Namespace, PolicyKind,
+    Pressure, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -33,7 +33,7 @@ use super::{GdnPool, HostTier, Reclaim, Store, TokenToKvPoolAllocator};
 use backing::CacheRef;
 use fetch::{Clears, FetchRequest};
 use load::Loadable;
-use shared::{CacheCore, CacheState, Open};
+use shared::{CacheCall, CacheCore, CacheState};
 use tier_link::TierLink;
 
 pub use fetch::Fetch;
@@ -204,8 +204,8 @@ impl PrefixCache {
         &self.allocator
     }
 
-    fn open(&self, stream: Stream) -> Open<'_> {
-        self.shared.open(&self.allocator, stream)
+    fn begin_call(&self, stream: Stream) -> CacheCall<'_> {
+        self.shared.begin_call(&self.allocator, stream)
     }
 
     /// Leases the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens.
@@ -220,10 +220,10 @@ impl PrefixCache {
         limit: usize,
         stream: Stream,
     ) -> Result<Arc<Lease>> {
-        let open = self.open(stream);
-        let mut cache = open.current();
+        let call = self.begin_call(stream);
+        let mut cache = call.current();
         let hold = cache.tree.acquire(namespace, tokens, limit)?;
-        open.send_down(&mut cache);
+        call.send_down(&mut cache);
         cache.counts.lookups += 1;
         cache.counts.hit_tokens += hold.len();
         cache.counts.missed_tokens += tokens.count() - hold.len();
@@ -242,17 +242,17 @@ impl PrefixCache {
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns the number of their slots.
     #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> usize {
-        self.open(stream).evict(tokens, Pressure::Evict)
+        self.begin_call(stream).evict(tokens, Pressure::Evict)
     }
 
     /// Gives up the prefixes of a namespace, or all, pinned or not. Those with a lease are found no more, and
     /// are given up with it.
     pub fn clear(&self, namespace: Option<&Namespace>, stream: Stream) {
-        let open = self.open(stream);
-        let mut cache = open.current();
+        let call = self.begin_call(stream);
+        let mut cache = call.current();
         for pinned in cache.pins.take(namespace) {
             let evicted = cache.tree.unpin(pinned);
-            open.give_back(&cache, evicted);
+            call.give_back(&cache, evicted);
         }
         let evicted = cache.tree.clear(namespace, Cause { pressure: Pressure::Clear, at: Instant::now() });
         if let CacheState { below: Some(below), tree, .. } = &mut *cache {
@@ -264,7 +264,7 @@ impl PrefixCache {
                 tree.note_dropped_below(keys);
             }
         }
-        open.give_back(&cache, evicted);
+        call.give_back(&cache, evicted);
     }
 
     /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and
@@ -314,7 +314,7 @@ impl PrefixCache {
     /// # Errors
     /// The error of tokens that cannot be read.
     pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens, stream: Stream) -> Result<usize> {
-        self.open(stream).current().tree.cached_len(namespace, tokens)
+        self.begin_call(stream).current().tree.cached_len(namespace, tokens)
     }
 
     /// Explains where the parts of a prompt are cached, or why they are not. Changes nothing. Waits for the
@@ -328,11 +328,14 @@ impl PrefixCache {
         tokens: &dyn Tokens,
         stream: Stream,
     ) -> Result<Vec<Segment>> {
-        let open = self.open(stream);
-        let cache = open.current();
+        let call = self.begin_call(stream);
+        let cache = call.current();
         let lower = cache.below.as_ref().map(|below| below.tier.contents());
-        let mut parts =
-            cache.tree.explain(namespace, tokens, lower.as_ref().map(|lower| lower as &dyn Lower))?;
+        let mut parts = cache.tree.explain(
+            namespace,
+            tokens,
+            lower.as_ref().map(|lower| lower as &dyn LowerTierContents),
+        )?;
         drop(lower);
         let backing = cache.below.as_ref().and_then(|below| below.backing.as_ref());
         let store_access = backing.map(|backing| Arc::clone(backing.store_access()));
@@ -363,8 +366,8 @@ impl PrefixCache {
         limit: usize,
         stream: Stream,
     ) -> Result<Fetch> {
-        let open = self.open(stream);
-        let cache = open.current();
+        let call = self.begin_call(stream);
+        let cache = call.current();
         let Some(below) = &cache.below else { return Ok(Fetch::nothing()) };
         let Some(backing) = &below.backing else { return Ok(Fetch::nothing()) };
         let Some(continuation) = cache.tree.continuation(namespace, tokens, limit)? else {
@@ -400,14 +403,14 @@ impl PrefixCache {
         if self.shared.config.events.is_none() {
             return Err(Error::config("the prefix cache was made without events"));
         }
-        Ok(self.open(stream).current().tree.take_events())
+        Ok(self.begin_call(stream).current().tree.take_events())
     }
 
     /// Evictable and locked tokens, at the cost of a lock.
     #[must_use]
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
-        let open = self.open(stream);
-        let cache = open.current();
+        let call = self.begin_call(stream);
+        let cache = call.current();
         let loading = cache.loading_pages * cache.tree.page_size();
         CachedSizes { evictable: cache.tree.evictable(), locked: cache.tree.locked() + loading }
     }
@@ -415,8 +418,8 @@ impl PrefixCache {
     /// The numbers of the tree, in tokens.
     #[must_use]
     pub fn tree_stats(&self, stream: Stream) -> TreeStats {
-        let open = self.open(stream);
-        open.current().stats()
+        let call = self.begin_call(stream);
+        call.current().stats()
     }
 
     /// The counts of what happened so far.
@@ -443,8 +446,8 @@ impl PrefixCache {
     /// # Errors
     /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with the broken invariant.
     pub fn verify(&self, stream: Stream) -> Result<()> {
-        let open = self.open(stream);
-        let cache = open.current();
+        let call = self.begin_call(stream);
+        let cache = call.current();
         let (cached, owned) = (cache.stats().cached, self.allocator.stats().cached);
         let fault = cache.tree.fault().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the cache owns {owned}"))

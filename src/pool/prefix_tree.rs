@@ -14,7 +14,7 @@ use crate::index::{Owner, Run};
 use crate::memory::Stream;
 use crate::tensor::TensorView;
 
-use super::token_to_kv_pool_allocator::Changing;
+use super::token_to_kv_pool_allocator::AllocatorCall;
 use super::{CachedSizes, Obtainable, Reclaim, TokenToKvPoolAllocator};
 
 /// Settings of a [`PrefixTree`].
@@ -188,7 +188,7 @@ impl PrefixTree {
                 slots.len()
             )));
         }
-        let changing = self.changing(stream);
+        let call = self.begin_call(stream);
         let mut state = self.current(stream);
         let state = &mut *state;
         let pages = self.usable(slots)?;
@@ -207,7 +207,7 @@ impl PrefixTree {
         }
         let returned = state.tree.returned_pages(&plan);
         let new = &pages[state.tree.first_new_page(&plan)..];
-        changing.as_ref().map_or(Ok(()), |slots| self.take(slots, state.clears, new, &returned))?;
+        call.as_ref().map_or(Ok(()), |slots| self.take(slots, state.clears, new, &returned))?;
         let mut gone = std::mem::take(&mut state.unreported);
         let node = state.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut gone);
         Ok(Inserted { node, cached, len, gone })
@@ -239,7 +239,7 @@ impl PrefixTree {
     /// or nothing is evictable.
     #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> EvictedNodes {
-        let changing = self.changing(stream);
+        let call = self.begin_call(stream);
         let mut state = self.current(stream);
         let mut all =
             EvictedNodes { freed: 0, slots: Vec::new(), gone: std::mem::take(&mut state.unreported) };
@@ -252,7 +252,7 @@ impl PrefixTree {
                 break;
             }
             // The next call reports what the end of the allocator's slots has left.
-            let Some(freed) = self.give_back(changing.as_ref(), state.clears, &gone.pages) else { break };
+            let Some(freed) = self.give_back(call.as_ref(), state.clears, &gone.pages) else { break };
             all.freed += freed;
             all.slots.extend(gone.pages.iter().map(|page| page.number().cast_signed()));
         }
@@ -262,12 +262,12 @@ impl PrefixTree {
     /// Gives up everything, locked or not.
     #[expect(clippy::must_use_candidate, reason = "what was in it may be of no interest")]
     pub fn clear(&self, stream: Stream) -> EvictedNodes {
-        let changing = self.changing(stream);
+        let call = self.begin_call(stream);
         let mut state = self.current(stream);
         let mut gone = std::mem::take(&mut state.unreported);
         gone.extend(state.tree.handles());
         let pages = self.begin_anew(&mut state).pages;
-        match self.give_back(changing.as_ref(), state.clears, &pages) {
+        match self.give_back(call.as_ref(), state.clears, &pages) {
             None => EvictedNodes { freed: 0, slots: Vec::new(), gone },
             Some(freed) => {
                 let slots = pages.iter().map(|page| page.number().cast_signed()).collect();
@@ -352,14 +352,14 @@ impl PrefixTree {
         Ok(pages)
     }
 
-    /// Changes of the slots, if the tree has an allocator. Make it before [`Self::current`].
-    fn changing(&self, stream: Stream) -> Option<Changing<'_>> {
-        self.allocator.as_ref().map(|allocator| allocator.changing(stream))
+    /// Begins a call of the allocator, if the tree has one. Do so before [`Self::current`].
+    fn begin_call(&self, stream: Stream) -> Option<AllocatorCall<'_>> {
+        self.allocator.as_ref().map(|allocator| allocator.begin_call(stream))
     }
 
     /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned`
     /// ones.
-    fn take(&self, slots: &Changing<'_>, clears: u64, new: &[Page], returned: &[Page]) -> Result<()> {
+    fn take(&self, slots: &AllocatorCall<'_>, clears: u64, new: &[Page], returned: &[Page]) -> Result<()> {
         let taken = slots.change(clears, |slots| {
             let returned_runs: Vec<_> = returned.iter().map(|&start| Run { start, len: 1 }).collect();
             slots.slots_mut().retain(&returned_runs)?;
@@ -380,7 +380,7 @@ impl PrefixTree {
 
     /// Returns slots of the tree to the allocator. Returns the number of slots that became free; `None` if
     /// the allocator has been cleared more than `clears` times and so has them already.
-    fn give_back(&self, slots: Option<&Changing<'_>>, clears: u64, pages: &[Page]) -> Option<usize> {
+    fn give_back(&self, slots: Option<&AllocatorCall<'_>>, clears: u64, pages: &[Page]) -> Option<usize> {
         let Some(slots) = slots else { return Some(pages.len()) };
         let freed = slots.change(clears, |slots| {
             let before = slots.slots().available();
@@ -416,10 +416,10 @@ impl PrefixTree {
 impl Drop for PrefixTree {
     fn drop(&mut self) {
         let stream = Stream::DEFAULT;
-        let changing = self.changing(stream);
+        let call = self.begin_call(stream);
         let mut state = self.current(stream);
         let pages = state.tree.take_all().pages;
-        self.give_back(changing.as_ref(), state.clears, &pages);
+        self.give_back(call.as_ref(), state.clears, &pages);
     }
 }
 

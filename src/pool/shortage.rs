@@ -39,19 +39,19 @@ pub struct Obtainable {
 pub(super) enum Short {
     /// Frees in flight must be complete first.
     InFlight,
-    Missing(Missing),
+    Missing(Shortfall),
 }
 
 /// A shortage of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Missing {
+pub(super) struct Shortfall {
     /// Slots to free; 0 if there are enough, but not in one run, or if there can never be enough.
     pub(super) slots: usize,
     /// Slots that were freed behind fences which have not passed.
     pub(super) fenced: usize,
 }
 
-impl Missing {
+impl Shortfall {
     /// The number of slots to reclaim; 0 if reclaiming cannot help. If it can free all missing slots at once,
     /// it is all of them. Otherwise this call fails, and it is the slots that a later call will lack once the
     /// fences have passed, if reclaiming can free them by then.

@@ -20,7 +20,7 @@ use crate::transfer::Transfer;
 use super::KvPool;
 use super::deferred::{Deferred, Part, abandon};
 use super::fences::Fences;
-use super::shortage::{Missing, OrShort, Short};
+use super::shortage::{OrShort, Short, Shortfall};
 use super::stage::Stage;
 pub(super) use batch::{BatchLens, LastLocs};
 use frees::fetched_at_once;
@@ -52,14 +52,14 @@ pub(super) struct SlotTensors {
 
 /// Slots, as they are handed out.
 #[derive(Clone, Debug)]
-pub enum Granted {
+pub enum GrantedSlots {
     /// One slot in host memory: a tensor of it needs no region, which would cost more than the slot.
     One(Slot, IndexDType),
     /// All others.
     Tensor(TensorView),
 }
 
-impl Granted {
+impl GrantedSlots {
     /// A 1-D tensor of the slots.
     #[must_use]
     pub fn view(&self) -> TensorView {
@@ -178,7 +178,7 @@ impl SlotTensors {
 
     /// Takes `count` slots: a 1-D tensor, valid on `stream`.
     #[inline]
-    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<Granted>> {
+    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<GrantedSlots>> {
         if self.must_land_before(|| count) {
             return Ok(Err(Short::InFlight));
         }
@@ -205,7 +205,7 @@ impl SlotTensors {
         if view.is_err() {
             self.slots.release(&self.runs, None).expect("the pages were taken just now");
         }
-        view.map(|view| Ok(Granted::Tensor(view)))
+        view.map(|view| Ok(GrantedSlots::Tensor(view)))
     }
 
     /// Records copies to slots in use, which have to be over before all slots are freed.
@@ -243,19 +243,19 @@ impl SlotTensors {
 
     /// [`Self::alloc`] in host memory.
     #[inline]
-    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<OrShort<Granted>> {
+    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<OrShort<GrantedSlots>> {
         let slots = self.slots.alloc::<T>(count)?;
-        let tensor = |slots| Granted::Tensor(TensorView::from_indices(T::values(slots)));
+        let tensor = |slots| GrantedSlots::Tensor(TensorView::from_indices(T::values(slots)));
         Ok(slots.map(tensor).ok_or_else(|| self.short(count)))
     }
 
     /// [`Self::alloc`] of one slot in host memory.
     #[inline]
-    fn alloc_one(&mut self) -> OrShort<Granted> {
+    fn alloc_one(&mut self) -> OrShort<GrantedSlots> {
         let mut page = None;
         self.slots.alloc_pages(1, |run| page = Some(run.start));
         let slot = page.map(|page| Slot::new(page.number() * narrow(self.slots.page_size())));
-        slot.map(|slot| Granted::One(slot, self.index_dtype)).ok_or_else(|| self.short(1))
+        slot.map(|slot| GrantedSlots::One(slot, self.index_dtype)).ok_or_else(|| self.short(1))
     }
 
     /// Takes one ascending run of `count` slots.
@@ -349,7 +349,7 @@ impl SlotTensors {
         let coming = self.slots.available() + self.landing();
         let is_possible = count <= self.slots.capacity();
         let slots = if is_possible { count.saturating_sub(coming) } else { 0 };
-        Short::Missing(Missing { slots, fenced: self.slots.stats().fenced })
+        Short::Missing(Shortfall { slots, fenced: self.slots.stats().fenced })
     }
 
     /// Checks that a tensor of slots can be made for `stream` now.
@@ -402,10 +402,10 @@ impl SlotTensors {
     /// Returns unused slots to the pool, except those in `continued` pages.
     ///
     /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
-    pub(super) fn undo(&mut self, granted: &Granted, continued: &[Page]) {
+    pub(super) fn undo(&mut self, granted: &GrantedSlots, continued: &[Page]) {
         let view = match granted {
-            Granted::One(slot, _) => return self.slots.undo(&[slot.number().cast_signed()], continued),
-            Granted::Tensor(view) => view,
+            GrantedSlots::One(slot, _) => return self.slots.undo(&[slot.number().cast_signed()], continued),
+            GrantedSlots::Tensor(view) => view,
         };
         let of_stage = || self.stage.as_ref().map(|stage| stage.listed(view));
         let of_list = view.region().copy_indices().expect("memory for a list of slots");

@@ -16,14 +16,14 @@ use super::contract::{Occupancy, Pool, Stats};
 use super::deferred::FreedAs;
 use super::fences::Fence;
 use super::shortage::Reclaim;
-use super::slot_tensors::{BatchLens, Granted, LastLocs, SlotTensors};
+use super::slot_tensors::{BatchLens, GrantedSlots, LastLocs, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
 
 mod grant;
 mod short;
 
-pub(super) use grant::Changing;
+pub(super) use grant::AllocatorCall;
 pub use grant::Grant;
 
 /// The shape of a [`TokenToKvPoolAllocator`].
@@ -219,7 +219,7 @@ impl TokenToKvPoolAllocator {
     pub fn alloc_contiguous(&self, count: usize, fit: Fit, stream: Stream) -> Result<Option<Grant<'_>>> {
         self.take(stream, |slots| {
             let taken = slots.alloc_contiguous(count, fit, stream)?;
-            Ok(taken.map(|view| Grant::new(self, Granted::Tensor(view), Vec::new(), slots)))
+            Ok(taken.map(|view| Grant::new(self, GrantedSlots::Tensor(view), Vec::new(), slots)))
         })
     }
 
@@ -243,7 +243,7 @@ impl TokenToKvPoolAllocator {
         let ends = LastLocs::new(last_loc, self.device())?;
         self.take(stream, |slots| {
             let taken = slots.alloc_extend(lens, &ends, stream)?;
-            Ok(taken.map(|(view, continued)| Grant::new(self, Granted::Tensor(view), continued, slots)))
+            Ok(taken.map(|(view, continued)| Grant::new(self, GrantedSlots::Tensor(view), continued, slots)))
         })
     }
 
@@ -461,9 +461,9 @@ impl TokenToKvPoolAllocator {
         (answer, poisoned)
     }
 
-    /// Changes of the slots by a caller that holds locks of its own.
-    pub(super) const fn changing(&self, stream: Stream) -> Changing<'_> {
-        Changing::new(self, stream)
+    /// Begins a call that changes slots while its caller holds other locks.
+    pub(super) const fn begin_call(&self, stream: Stream) -> AllocatorCall<'_> {
+        AllocatorCall::new(self, stream)
     }
 
     /// Passes on a notice. The caller must hold no lock.

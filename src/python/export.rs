@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use crate::base::{DType, Device, Id, IndexDType, IndexNumber};
 use crate::kernels::BufferInfo;
-use crate::pool::Granted;
+use crate::pool::GrantedSlots;
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{Versioned, export_index, export_versioned};
 
@@ -25,11 +25,11 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
 }
 
 /// [`to_tensor`] for slots.
-pub(super) fn slots_to_tensor(py: Python<'_>, granted: &Granted) -> PyResult<Py<PyAny>> {
+pub(super) fn slots_to_tensor(py: Python<'_>, granted: &GrantedSlots) -> PyResult<Py<PyAny>> {
     let Some(torch) = torch(py)? else { return to_tensor(py, &granted.view().cache_aligned()?) };
     let (slot, dtype) = match granted {
-        Granted::One(slot, dtype) => (slot.number(), dtype),
-        Granted::Tensor(view) => return torch.import(py, view),
+        GrantedSlots::One(slot, dtype) => (slot.number(), dtype),
+        GrantedSlots::Tensor(view) => return torch.import(py, view),
     };
     let Some(import) = torch.importer() else { return torch.import(py, &granted.view()) };
     let managed = match dtype {

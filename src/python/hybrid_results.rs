@@ -5,7 +5,7 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::base::{EngineSlot, Id, IndexVec, try_with_capacity};
 use crate::cache::NodeHandle;
-use crate::cache::engines::hybrid::{Action, Frees, Match, NodeState, Range, Step};
+use crate::cache::engines::hybrid::{Action, Frees, Match, NodeState, PositionRange, Step};
 use crate::tensor::TensorView;
 
 use super::export::to_tensor;
@@ -130,7 +130,7 @@ pub(super) struct HybridStep(pub(super) Step);
 /// Ranges, as Python writes them.
 pub(super) type Pairs = Vec<(usize, usize)>;
 
-pub(super) const fn pair(range: &Range) -> (usize, usize) {
+pub(super) const fn pair(range: &PositionRange) -> (usize, usize) {
     (range.start, range.end)
 }
 
@@ -190,7 +190,7 @@ impl HybridStep {
     #[getter]
     fn adopted(&self) -> (Pairs, Pairs) {
         let adopted = self.0.result.as_ref().map(|result| &result.adopted);
-        let pairs = |ranges: Option<&Vec<Range>>| ranges.into_iter().flatten().map(pair).collect();
+        let pairs = |ranges: Option<&Vec<PositionRange>>| ranges.into_iter().flatten().map(pair).collect();
         (pairs(adopted.map(|adopted| &adopted.full)), pairs(adopted.map(|adopted| &adopted.window)))
     }
 }

@@ -13,7 +13,7 @@ use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id};
 use crate::cache::NodeHandle;
 use crate::cache::engines::hybrid::{
-    Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NegativeSize, PageDigest,
+    Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, LockResult, NegativeSize, PageDigest,
     Part, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
 };
 
@@ -280,7 +280,7 @@ impl HybridTree {
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
     fn lock_node(&self, node: u64, skip: Vec<usize>) -> PyResult<(usize, Option<u64>)> {
         let (node, skipped) = (handle_of(node), skipped_of(&skip)?);
-        let Locked { receipt, newly } =
+        let LockResult { receipt, newly } =
             self.lock().lock(node, skipped).ok_or_else(|| node_gone_error(node))?;
         Ok((newly, receipt.boundary.map(Boundary::number)))
     }

@@ -3,7 +3,7 @@
 use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::engines::hybrid::{
     Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
-    PageDigest, Part, Receipt, Sizes, Skipped, StateConfig, StateRelease, Victim, WindowConfig,
+    PageDigest, Part, Receipt, Sizes, SkippedParts, StateConfig, StateRelease, Victim, WindowConfig,
     WindowRelease,
 };
 use kvpool::cache::{Namespace, NodeHandle};
@@ -132,7 +132,7 @@ fn locked_nodes_are_not_evicted() {
     let mut tree = HybridTree::new(PLAIN);
     let long = put(&mut tree, &[1, 2, 3], 10, Insert::default()).0.node;
     put(&mut tree, &[1, 9], 20, Insert { found: 1, ..Insert::default() });
-    let locked = tree.lock(long, Skipped::default()).unwrap();
+    let locked = tree.lock(long, SkippedParts::default()).unwrap();
     assert_eq!(locked.newly, 3);
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 3 });
     assert_eq!(tree.evict_full(usize::MAX).full, at([21]));
@@ -183,7 +183,7 @@ fn a_value_that_was_locked_since_is_not_evicted() {
     assert!(tree.begin_eviction(Part::State, 2));
     let Some(Victim::Value(frees)) = tree.next_victim(Part::State, 0) else { panic!("a value") };
     assert_eq!(frees.state, at([1]));
-    tree.lock(nodes[1], Skipped::default()).unwrap();
+    tree.lock(nodes[1], SkippedParts::default()).unwrap();
     assert_eq!(tree.next_victim(Part::State, 1), Some(Victim::Leaf(nodes[2])));
     assert_eq!(tree.sizes(Part::State), Sizes { evictable: 1, locked: 1 });
     assert_eq!(tree.fault(), None);
@@ -284,7 +284,7 @@ fn a_lost_window_comes_back_with_other_slots() {
     assert_eq!(tree.slots_between(node, tree.root()).unwrap(), at([10, 21, 22, 23]));
     assert_eq!(find(&mut tree, &tokens).len, 4);
     // Slots that are locked stay, and get the windows of the others.
-    let locked = tree.lock(node, Skipped::of([Part::Window])).unwrap();
+    let locked = tree.lock(node, SkippedParts::of([Part::Window])).unwrap();
     assert!(tree.begin_eviction(Part::Window, 1));
     assert!(matches!(tree.next_victim(Part::Window, 0), Some(Victim::Value(_))));
     assert!(tree.end_eviction(Part::Window));
@@ -378,7 +378,7 @@ fn a_window_is_released_before_the_rest() {
     let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
     let tokens: Vec<i64> = (0..4).collect();
     let node = put(&mut tree, &tokens, 10, Insert { state: at([5]).to_vec(), ..Insert::default() }).0.node;
-    let locked = tree.lock(node, Skipped::default()).unwrap();
+    let locked = tree.lock(node, SkippedParts::default()).unwrap();
     assert!(locked.receipt.boundary.is_some());
     // A cut moves the boundary to the older part.
     assert_eq!(find(&mut tree, &[0, 1, 2, 9]).full_len, 3);
@@ -397,7 +397,7 @@ fn a_state_that_outlived_its_window_lock_is_released() {
     let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
     let insert = Insert { state: at([5]).to_vec(), ..Insert::default() };
     let node = put(&mut tree, &[0, 1, 2, 3], 10, insert).0.node;
-    let receipt = tree.lock(node, Skipped::default()).unwrap().receipt;
+    let receipt = tree.lock(node, SkippedParts::default()).unwrap().receipt;
     let _ = tree.unlock_window(node, receipt, StateRelease::Keep).unwrap().unwrap();
     assert_eq!((tree.sizes(Part::Window).locked, tree.sizes(Part::State).locked), (0, 1));
     tree.unlock(node, receipt, WindowRelease::WindowOnly).unwrap().unwrap();
@@ -470,7 +470,7 @@ fn a_locked_state_outlives_its_window() {
     let state = |slot| Insert { state: vec![EngineSlot::new(slot)], ..Insert::default() };
     let node = put(&mut tree, &[1, 2], 10, state(5)).0.node;
     put(&mut tree, &[1, 2, 3, 4], 20, Insert { found: 2, ..state(6) });
-    let locked = tree.lock(node, Skipped::of([Part::Window])).unwrap();
+    let locked = tree.lock(node, SkippedParts::of([Part::Window])).unwrap();
     assert!(tree.begin_eviction(Part::Window, 1));
     let Some(Victim::Value(frees)) = tree.next_victim(Part::Window, 0) else { panic!("a value") };
     assert_eq!((frees.window, frees.state), (at([10, 11]).to_vec(), Vec::new()));
@@ -595,7 +595,7 @@ fn nothing_that_is_gone_has_a_name() {
     assert_ne!(other, node);
     let _ = tree.evict_full(1);
     assert_eq!(tree.value(other, Part::Full), None);
-    assert_eq!(tree.lock(other, Skipped::default()), None);
+    assert_eq!(tree.lock(other, SkippedParts::default()), None);
     assert_eq!(tree.slots_between(other, tree.root()), None);
     assert_eq!(tree.by_common_prefix(&[other]), None);
 }

@@ -46,8 +46,8 @@ use order::{EvictionRank, Queue};
 
 pub use evict::{Frees, Removed, Victim};
 pub use find::{Match, Peek};
-pub use insert::{Action, Added, Adopted, Insert, InsertResult, Range, Step};
-pub use lock::{Boundary, Locked, NotLocked, Receipt, Skipped, StateRelease, WindowRelease};
+pub use insert::{Action, AddedTokens, AdoptedRanges, Insert, InsertResult, PositionRange, Step};
+pub use lock::{Boundary, LockResult, NotLocked, Receipt, SkippedParts, StateRelease, WindowRelease};
 pub use order::EvictionOrder;
 pub use report::{NodeState, PathNode, SlotRow, SlotRuns};
 pub use run::{BLOCK, TokenBlock, TokenRun, differ};

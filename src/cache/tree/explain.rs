@@ -7,7 +7,7 @@ use std::time::Instant;
 use crate::base::Result;
 
 use super::offers::DevicePrefix;
-use super::{Lower, Namespace, Place, Tick, Tokens, Tree};
+use super::{LowerTierContents, Namespace, Place, Tick, Tokens, Tree};
 use crate::cache::PageKey;
 use crate::cache::chain::Chain;
 
@@ -196,7 +196,7 @@ impl Tree {
         &self,
         namespace: &Namespace,
         tokens: &dyn Tokens,
-        lower: Option<&dyn Lower>,
+        lower: Option<&dyn LowerTierContents>,
     ) -> Result<Vec<Segment>> {
         let mut segments: Vec<Segment> = Vec::new();
         let mut begin = 0;

@@ -20,7 +20,7 @@ pub enum Offering {
 }
 
 /// The contents of a tier below.
-pub trait Lower {
+pub trait LowerTierContents {
     /// Whether a page is complete there.
     fn has_page(&self, key: &PageHash) -> bool;
 
@@ -94,14 +94,14 @@ pub struct OfferedState {
 
 /// The pages and snapshots that a tree has offered since the last call of [`Tree::take_offers`].
 #[derive(Debug, Default)]
-pub struct Offered {
+pub struct OfferedPieces {
     /// Runs of pages.
     pub pages: Vec<OfferedPages>,
     /// Snapshots of states.
     pub states: Vec<OfferedState>,
 }
 
-impl Offered {
+impl OfferedPieces {
     /// Whether it is nothing.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
@@ -113,20 +113,20 @@ impl Offered {
 #[derive(Debug)]
 pub(super) struct Offers {
     when: Offering,
-    list: Offered,
+    list: OfferedPieces,
 }
 
 impl Tree {
     /// Offers pages and snapshots to the tier below from now on, with keys made by `digest`.
     pub fn offer(&mut self, when: Offering, digest: Digest) {
         self.keyed.keep_keys(digest);
-        self.offers = Some(Offers { when, list: Offered::default() });
+        self.offers = Some(Offers { when, list: OfferedPieces::default() });
     }
 
     /// Takes what was offered since the last call, in order. Pages that were [evicted](Offering::Evicted) are
     /// found no more, and neither are snapshots that were given up in between.
-    pub fn take_offers(&mut self) -> Offered {
-        self.offers.as_mut().map_or_else(Offered::default, |offers| std::mem::take(&mut offers.list))
+    pub fn take_offers(&mut self) -> OfferedPieces {
+        self.offers.as_mut().map_or_else(OfferedPieces::default, |offers| std::mem::take(&mut offers.list))
     }
 
     /// The keys of the pages that the tier below could add to a hold: of `tokens`, at most `limit`. A
@@ -140,7 +140,7 @@ impl Tree {
         hold: &Hold,
         tokens: &dyn Tokens,
         limit: usize,
-        lower: &dyn Lower,
+        lower: &dyn LowerTierContents,
     ) -> Result<Vec<PageHash>> {
         let pages = self.node(hold.node).pages.len();
         let usable = Some(Place { node: hold.node, pages, len: hold.len });
@@ -173,7 +173,7 @@ impl Tree {
         prefix: DevicePrefix,
         tokens: &dyn Tokens,
         limit: usize,
-        lower: &dyn Lower,
+        lower: &dyn LowerTierContents,
     ) -> Result<Vec<PageHash>> {
         let mut keys = Vec::new();
         let Some(mut chain) = self.chain_behind(namespace, prefix.usable) else { return Ok(keys) };

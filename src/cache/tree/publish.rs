@@ -10,13 +10,13 @@ use crate::cache::Remembered;
 /// The part of the tokens behind a hold that others have cached already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub struct Found {
+pub struct FoundPrefix {
     pub(super) place: Place,
     /// Tokens of the hold.
     pub(super) begin: usize,
 }
 
-impl Found {
+impl FoundPrefix {
     /// Tokens behind the hold that are cached already.
     #[must_use]
     pub const fn len(&self) -> usize {
@@ -65,19 +65,19 @@ impl Tree {
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
-    pub fn find(&self, hold: &Hold, tokens: &dyn Tokens) -> Result<Found> {
+    pub fn find(&self, hold: &Hold, tokens: &dyn Tokens) -> Result<FoundPrefix> {
         let place = self.descend(hold.node, tokens, tokens.count() / self.page_size)?;
-        Ok(Found { place, begin: hold.len })
+        Ok(FoundPrefix { place, begin: hold.len })
     }
 
     /// The cached pages that were found.
     #[must_use]
-    pub fn found_pages(&self, found: &Found) -> Vec<Page> {
+    pub fn found_pages(&self, found: &FoundPrefix) -> Vec<Page> {
         self.pages_up_to(found.place, found.begin)
     }
 
     /// Adds `pages` for `tokens`, which follow what was found, and moves the hold to their end.
-    pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: Vec<i32>, pages: &[Page]) {
+    pub fn publish(&mut self, hold: &mut Hold, found: FoundPrefix, tokens: Vec<i32>, pages: &[Page]) {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.cut(found.place);
         if !found.is_empty() {

@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use crate::base::StateSlot;
 
 use super::evict::Evicted;
-use super::{Found, Hold, NodeId, Tick, Tree};
+use super::{FoundPrefix, Hold, NodeId, Tick, Tree};
 
 /// The snapshots of a tree.
 #[derive(Debug, Default)]
@@ -147,7 +147,7 @@ impl Tree {
     /// Whether a prefix that ends `len` tokens behind its hold, of which `found` are cached, has tokens and
     /// no snapshot at its end.
     #[must_use]
-    pub fn lacks_snapshot(&self, found: &Found, len: usize) -> bool {
+    pub fn lacks_snapshot(&self, found: &FoundPrefix, len: usize) -> bool {
         let (place, end) = (found.place, found.begin + len);
         let node = self.node(place.node);
         let has_one = node.has_snapshot && (place.pages, place.len) == (node.pages.len(), end);

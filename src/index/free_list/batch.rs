@@ -6,7 +6,7 @@ use crate::base::Id;
 use crate::index::mask::Mask;
 
 use super::records::Set;
-use super::{FreeList, Give, Order};
+use super::{FreeList, FreeTiming, Order};
 
 /// Indices that are being freed. Dropping the batch before [`FreeBatch::commit`] makes all of them live
 /// again.
@@ -22,12 +22,12 @@ pub(crate) struct FreeBatch<'a, I: Id> {
 /// Indices that were freed behind a fence, for [`FreeList::unfence`].
 #[derive(Clone, Debug)]
 #[must_use]
-pub(crate) struct Fenced<I> {
+pub(crate) struct FencedIndices<I> {
     masks: Vec<Mask>,
     space: PhantomData<I>,
 }
 
-impl<I> Fenced<I> {
+impl<I> FencedIndices<I> {
     /// The indices, in the order in which they were freed.
     pub(crate) fn masks(&self) -> &[Mask] {
         &self.masks
@@ -40,9 +40,9 @@ impl<I> Fenced<I> {
 }
 
 impl<'a, I: Id> FreeBatch<'a, I> {
-    pub(super) fn new(list: &'a mut FreeList<I>, give: Give) -> Self {
+    pub(super) fn new(list: &'a mut FreeList<I>, timing: FreeTiming) -> Self {
         list.marked.clear();
-        Self { to: list.given(give), list, is_committed: false }
+        Self { to: list.set_of(timing), list, is_committed: false }
     }
 
     /// The list. The indices in this batch are not live in it.
@@ -96,8 +96,8 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     }
 
     /// The added indices as a fence has to keep them, for [`FreeList::unfence`].
-    pub(crate) fn fenced(&self) -> Fenced<I> {
-        Fenced { masks: self.list.marked.clone(), space: PhantomData }
+    pub(crate) fn fenced(&self) -> FencedIndices<I> {
+        FencedIndices { masks: self.list.marked.clone(), space: PhantomData }
     }
 
     /// Frees the added indices. [`Order::Fifo`] queues them in that order: now, or when their fence has

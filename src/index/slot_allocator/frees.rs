@@ -4,7 +4,7 @@ use crate::base::{Error, Id, IndexVec, Page, Result, Slot};
 
 use super::freeing::Freeing;
 use super::{FenceId, FencedFree, Group, SlotAllocator};
-use crate::index::free_list::Give;
+use crate::index::free_list::FreeTiming;
 use crate::index::mask::Mask;
 use crate::index::{BadFrees, OnBadFree, on_bad_frees};
 
@@ -88,7 +88,7 @@ impl SlotAllocator {
 
     /// Frees live pages, bypassing groups and reports.
     pub(super) fn give_now(&mut self, pages: impl IntoIterator<Item = Page>) {
-        let mut batch = self.pages.give(Give::Now);
+        let mut batch = self.pages.give(FreeTiming::Now);
         for page in pages {
             batch.add(Mask::of(page.number()));
         }
@@ -107,16 +107,16 @@ impl SlotAllocator {
             && let Some(page) = self.only_page(given)
         {
             // An empty batch, so that no earlier one passes for the last.
-            self.owners.remove(Give::Now).commit();
+            self.owners.remove(FreeTiming::Now).commit();
             self.give_now([page]);
             return Ok(BadFrees::default());
         }
         let (page_size, capacity) = (self.page_size, self.capacity());
-        let give = if fence.is_some() { Give::Fenced } else { Give::Now };
+        let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
         let mut freeing = Freeing {
             page_size,
-            batch: self.pages.give(give),
-            owners: self.owners.remove(give),
+            batch: self.pages.give(timing),
+            owners: self.owners.remove(timing),
             named: &mut self.named,
             bad: BadFrees::default(),
         };

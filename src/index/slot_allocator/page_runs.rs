@@ -2,7 +2,7 @@
 
 use crate::base::bounded::narrow;
 use crate::base::{Error, ErrorKind, Id, Page, Result, widen};
-use crate::index::free_list::{Give, Run};
+use crate::index::free_list::{FreeTiming, Run};
 use crate::index::mask::Mask;
 use crate::index::runs::BLOCK;
 
@@ -104,8 +104,8 @@ impl SlotAllocator {
     /// nothing is changed then.
     pub fn release(&mut self, runs: &[Run<Page>], fence: Option<FenceId>) -> Result<()> {
         self.check_within(runs, "released")?;
-        let give = if fence.is_some() { Give::Fenced } else { Give::Now };
-        let (mut batch, mut owners) = (self.pages.give(give), self.owners.remove(give));
+        let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
+        let (mut batch, mut owners) = (self.pages.give(timing), self.owners.remove(timing));
         for mask in masks_of(runs) {
             let is_plain = owners.owners().is_trivial_for(mask) && owners.pages().is_empty();
             let mut shared = 0;

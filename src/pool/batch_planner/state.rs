@@ -21,7 +21,7 @@ use super::block_table::BlockTable;
 use super::claim::{CachedPages, Claim};
 use super::plan::{PlanLayout, SmallFields};
 use super::{Batch, Plan, PlannerConfig, Prefix};
-use release::Bound;
+use release::BoundLease;
 pub(super) use release::{LeaseCut, Release};
 
 /// The locked pools of a step.
@@ -74,7 +74,7 @@ pub(super) struct PlannerState {
     /// Counts changes of the pages of requests.
     changes: u64,
     /// The lease of each request, by row.
-    leases: Vec<Option<Bound>>,
+    leases: Vec<Option<BoundLease>>,
     /// The number of frees of rows until which leases of other calls' frees have ended.
     frees: u64,
     /// Leases of requests whose rows were freed by another call, which end when this is dropped, without

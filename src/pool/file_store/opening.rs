@@ -29,7 +29,7 @@ pub(super) struct Opening<'a> {
 type Page = (FileSlot, Record);
 
 /// The slots and the damage that were found.
-pub(super) struct Found {
+pub(super) struct FoundSlots {
     pub(super) slots: Slots,
     /// Entries and pages that were not what they should be.
     pub(super) damaged: usize,
@@ -59,7 +59,7 @@ fn failed(cause: &io::Error) -> Error {
 
 impl Opening<'_> {
     /// The pages that are in the files: where there are more than the capacity has slots, those used last.
-    pub(super) fn run(&self) -> Result<Found> {
+    pub(super) fn run(&self) -> Result<FoundSlots> {
         self.check_header()?;
         let (mut pages, mut unfit) = self.read_index()?;
         let mut damaged = unfit.len();
@@ -82,7 +82,7 @@ impl Opening<'_> {
         kept.reverse();
         let mut slots = Slots::new(self.count);
         slots.fill(&kept)?;
-        Ok(Found { slots, damaged })
+        Ok(FoundSlots { slots, damaged })
     }
 
     fn check_header(&self) -> Result<()> {

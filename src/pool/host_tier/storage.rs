@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
 use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
-use crate::cache::{Above, EntryId, Namespace, PageHash, Residency};
+use crate::cache::{DevicePresence, EntryId, Namespace, PageHash, Residency};
 use crate::index::Ticket;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, piece_bytes};
 use crate::memory::{Backend, PageLocking, Region, Report};
@@ -171,8 +171,12 @@ impl Storage {
         in_place.unwrap_or(&self.copied).clone()
     }
 
-    pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, above: Above) {
-        self.resident().set_above(keys, above);
+    pub(super) fn set_device_presence<'a>(
+        &self,
+        keys: impl Iterator<Item = &'a PageHash>,
+        presence: DevicePresence,
+    ) {
+        self.resident().set_device_presence(keys, presence);
     }
 
     pub(super) fn set_none_above(&self) {
@@ -192,7 +196,7 @@ impl Storage {
         let mut is_full = false;
         for (at, (key, from)) in numbered.enumerate() {
             if resident.contains(key) {
-                resident.set_above([key], Above::Present);
+                resident.set_device_presence([key], DevicePresence::Present);
                 continue;
             }
             let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.evicted) };
@@ -253,7 +257,7 @@ impl Storage {
         let mut held = Vec::new();
         for &entry in arrived {
             // Another copy may have completed it first.
-            if let Some(place) = resident.arrive(entry, Above::Absent) {
+            if let Some(place) = resident.arrive(entry, DevicePresence::Absent) {
                 self.free([place]);
             } else {
                 resident.hold(entry);
@@ -293,12 +297,16 @@ impl Storage {
     }
 
     /// Makes arrivals complete.
-    pub(super) fn arrive<I: Id>(&self, arrivals: &Arrivals<I>, above: impl Fn(I, &PageHash) -> Above) {
+    pub(super) fn arrive<I: Id>(
+        &self,
+        arrivals: &Arrivals<I>,
+        presence: impl Fn(I, &PageHash) -> DevicePresence,
+    ) {
         let mut resident = self.resident();
         // The first is used last.
         for (&entry, &from) in arrivals.entries.iter().zip(&arrivals.from).rev() {
-            let above = above(from, resident.key(entry));
-            self.free(resident.arrive(entry, above));
+            let presence = presence(from, resident.key(entry));
+            self.free(resident.arrive(entry, presence));
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use crate::base::sync::lock;
 use crate::base::{ForkGate, Result, run_blocking};
-use crate::cache::{Continuation, Digest, Lower, PageHash, StoreKeys};
+use crate::cache::{Continuation, Digest, LowerTierContents, PageHash, StoreKeys};
 use crate::memory::{HostRows, Keep, Stream};
 use crate::pool::host_tier::{Incoming, Outgoing, PieceKind};
 use crate::pool::{HostTier, Store, StoreTransfer};
@@ -299,7 +299,7 @@ impl Backing {
             let _ = copy.wait();
             cache_ref.visit(|shared| {
                 if let Some(allocator) = shared.allocator.upgrade() {
-                    drop(shared.open(&allocator, stream).current());
+                    drop(shared.begin_call(&allocator, stream).current());
                 }
             });
         });

@@ -17,7 +17,7 @@ use super::lease_state::{Holder, LeaseState};
 use super::load::{LeaseLoad, Loadable};
 use super::lock::PrefixLock;
 use super::request::LeasingRequest;
-use super::shared::{CacheCore, CacheState, Open};
+use super::shared::{CacheCall, CacheCore, CacheState};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
@@ -97,10 +97,10 @@ impl Lease {
     pub(super) fn with<R>(
         &self,
         stream: Stream,
-        work: impl FnOnce(&Open<'_>, &mut CacheState, &mut LeaseState) -> Result<R>,
+        work: impl FnOnce(&CacheCall<'_>, &mut CacheState, &mut LeaseState) -> Result<R>,
     ) -> Result<R> {
-        self.with_request(stream, |open, cache, lease| match lease.holder {
-            Holder::User | Holder::Both(_) => work(open, cache, lease),
+        self.with_request(stream, |call, cache, lease| match lease.holder {
+            Holder::User | Holder::Both(_) => work(call, cache, lease),
             Holder::Request(_) => Err(stale("it was released")),
         })
     }
@@ -109,19 +109,19 @@ impl Lease {
     pub(super) fn with_request<R>(
         &self,
         stream: Stream,
-        work: impl FnOnce(&Open<'_>, &mut CacheState, &mut LeaseState) -> Result<R>,
+        work: impl FnOnce(&CacheCall<'_>, &mut CacheState, &mut LeaseState) -> Result<R>,
     ) -> Result<R> {
-        let open = self.shared.open(&self.allocator, stream);
+        let call = self.shared.begin_call(&self.allocator, stream);
         // Dropped without locks.
         let ended;
         let mut guard = lock(&self.state);
         let Some(lease) = guard.as_mut() else { return Err(stale("it was released")) };
-        let mut cache = open.current();
+        let mut cache = call.current();
         if cache.clears != self.clears {
             return Err(cleared());
         }
-        ended = lease.settle(&open, &mut cache, stream)?;
-        let answer = work(&open, &mut cache, lease);
+        ended = lease.settle(&call, &mut cache, stream)?;
+        let answer = work(&call, &mut cache, lease);
         drop(cache);
         drop(guard);
         drop(ended);
@@ -315,17 +315,17 @@ impl Lease {
         let Some(mut lease) = lease else { return };
         // Dropped without locks.
         let mut ended = None;
-        let open = self.shared.open(&self.allocator, stream);
+        let call = self.shared.begin_call(&self.allocator, stream);
         if lease.load.is_some() {
-            let mut cache = open.current();
+            let mut cache = call.current();
             if cache.clears == self.clears {
-                ended = lease.settle(&open, &mut cache, stream).unwrap_or_default();
+                ended = lease.settle(&call, &mut cache, stream).unwrap_or_default();
             }
         }
         let LeaseState { hold, load, .. } = lease;
-        open.release(hold, self.clears);
+        call.release(hold, self.clears);
         if let Some(fallback) = load.and_then(LeaseLoad::into_fallback) {
-            open.release(fallback, self.clears);
+            call.release(fallback, self.clears);
         }
         drop(ended);
     }

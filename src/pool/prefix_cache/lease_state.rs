@@ -8,7 +8,7 @@ use crate::memory::Stream;
 
 use super::load::{LeaseLoad, Loadable};
 use super::request::{LeaseKeeper, LeasingRequest};
-use super::shared::{CacheState, Open};
+use super::shared::{CacheCall, CacheState};
 
 /// The contents of a lease, and its holder.
 pub(super) struct LeaseState {
@@ -83,7 +83,7 @@ impl LeaseState {
     /// has failed, which is returned, to be dropped without locks.
     pub(super) fn settle(
         &mut self,
-        open: &Open<'_>,
+        call: &CacheCall<'_>,
         cache: &mut CacheState,
         stream: Stream,
     ) -> Result<Option<LeaseLoad>> {
@@ -95,22 +95,22 @@ impl LeaseState {
         if load.shared.transfer().is_complete_on(stream)? {
             if let Some(fallback) = load.settle(cache, hold)? {
                 let evicted = cache.tree.release(fallback);
-                open.give_back(cache, evicted);
+                call.give_back(cache, evicted);
             }
-            open.send_down(cache);
+            call.send_down(cache);
         } else if may_give_up {
-            return Ok(self.give_up_load(open, cache));
+            return Ok(self.give_up_load(call, cache));
         }
         Ok(None)
     }
 
     /// Gives up a load in flight: the lease ends where it did before. Returns the load, to be dropped without
     /// locks.
-    pub(super) fn give_up_load(&mut self, open: &Open<'_>, cache: &mut CacheState) -> Option<LeaseLoad> {
+    pub(super) fn give_up_load(&mut self, call: &CacheCall<'_>, cache: &mut CacheState) -> Option<LeaseLoad> {
         let mut given_up = self.load.take_if(|load| !load.has_arrived)?;
         if let Some(fallback) = given_up.fallback.take() {
             let evicted = cache.tree.release(std::mem::replace(&mut self.hold, fallback));
-            open.give_back(cache, evicted);
+            call.give_back(cache, evicted);
         }
         Some(given_up)
     }

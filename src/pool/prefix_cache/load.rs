@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Error, ErrorKind, Page, Result, StateSlot};
-use crate::cache::{Above, Hold, Lower, PageHash};
+use crate::cache::{DevicePresence, Hold, LowerTierContents, PageHash};
 use crate::memory::Stream;
 use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
@@ -46,7 +46,7 @@ pub(super) struct SharedLoad {
     copies: Copies,
     /// The pieces that it comes from; `None` once nothing reads it.
     pieces: Mutex<Option<HeldPieces>>,
-    arrived: Mutex<Option<Arrived>>,
+    arrived: Mutex<Option<ArrivedLoad>>,
 }
 
 /// The outcome of copies.
@@ -60,7 +60,7 @@ enum Outcome {
 
 /// What became of the pages of a load that is complete.
 #[derive(Debug)]
-struct Arrived {
+struct ArrivedLoad {
     /// Keeps it in the tree.
     hold: Hold,
     /// Pages that the tree did not take: it has others of the same contents. Requests may use them.
@@ -236,10 +236,10 @@ impl Lease {
         stream: Stream,
     ) -> Result<(Arc<SharedLoad>, PrefixLock)> {
         let LoadRequest { lock, keys, tokens, pieces, state, tier, .. } = request;
-        let open = self.shared.open(&self.allocator, stream);
+        let call = self.shared.begin_call(&self.allocator, stream);
         let slot = state.as_ref().map(TakenSlot::slot);
         // Under one lock: the allocator is not cleared in between, and knows of the copies when it is.
-        let started = open.slots.change(self.clears, |slots| {
+        let started = call.slots.change(self.clears, |slots| {
             let started = tier.load(&pieces, &pages, slot, stream);
             match &started {
                 Ok(transfer) => slots.add_writer(transfer),
@@ -248,7 +248,7 @@ impl Lease {
             started
         })?;
         let transfer = started.ok_or_else(cleared)?;
-        drop(open);
+        drop(call);
         self.shared.change_loading(self.clears, |loading| loading + pages.len());
         let load = Arc::new(SharedLoad {
             shared: Arc::clone(&self.shared),
@@ -300,7 +300,7 @@ impl Lease {
         loads: &[Arc<SharedLoad>],
         stream: Stream,
     ) -> Result<LoadStart<'_>> {
-        self.with(stream, |open, cache, lease| {
+        self.with(stream, |call, cache, lease| {
             check_idle(lease)?;
             let nothing = || Ok(LoadStart::Done(Load::new(Weak::new(), None, 0)));
             let Some(tier) = cache.below.as_ref().map(|below| Arc::clone(&below.tier)) else {
@@ -324,11 +324,11 @@ impl Lease {
             let (keys, state_key) = (keys[cached / page_size..end].to_vec(), keys[end - 1]);
             let mut hold = cache.tree.hold_again(&lease.hold);
             cache.tree.publish(&mut hold, found, Vec::new(), &[]);
-            open.send_down(cache);
+            call.send_down(cache);
             if keys.is_empty() && !is_stateful {
                 lease.loadable = Loadable::default();
                 let evicted = cache.tree.release(std::mem::replace(&mut lease.hold, hold));
-                open.give_back(cache, evicted);
+                call.give_back(cache, evicted);
                 return Ok(LoadStart::Done(Load::new(Weak::new(), None, cached)));
             }
             let tokens = tokens[cached..].to_vec();
@@ -364,13 +364,13 @@ impl Lease {
 
     /// Gives up the load in flight. Returns whether there was one.
     fn cancel_load(&self, stream: Stream) -> Result<bool> {
-        let ended = self.with(stream, |open, cache, lease| {
+        let ended = self.with(stream, |call, cache, lease| {
             if let (Err(_), Some(request)) = (lease.check_arrived(), lease.request()) {
                 let text =
                     format!("the lease is that of request row {}, which uses the pages", request.row());
                 return Err(Error::config(text));
             }
-            Ok(lease.give_up_load(open, cache))
+            Ok(lease.give_up_load(call, cache))
         });
         match ended {
             Err(error) if error.kind() == ErrorKind::StaleBuffer => Ok(false),
@@ -442,11 +442,11 @@ impl SharedLoad {
             state = None;
         }
         if let Some(below) = &cache.below {
-            below.tier.set_above(self.keys.iter().rev(), Above::Present);
+            below.tier.set_device_presence(self.keys.iter().rev(), DevicePresence::Present);
         }
         cache.loading_pages -= self.pages.len() - cached;
         *lock(&self.copies.outcome) = Outcome::Arrived;
-        *arrived = Some(Arrived { hold: own, spare: self.pages[..cached].to_vec(), state });
+        *arrived = Some(ArrivedLoad { hold: own, spare: self.pages[..cached].to_vec(), state });
         // The pieces in the tier are needed no more, unless the copy is complete in the order of a stream
         // only: then they are dropped with this.
         if self.copies.transfer.is_over().unwrap_or(false) {
@@ -481,9 +481,9 @@ impl Drop for SharedLoad {
         // Without an allocator its pages are gone.
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
         self.copies.transfer.cancel();
-        let open = self.shared.open(&allocator, self.stream);
+        let call = self.shared.begin_call(&allocator, self.stream);
         let arrived = lock(&self.arrived).take();
-        let (hold, pages, state) = if let Some(Arrived { hold, spare, state }) = arrived {
+        let (hold, pages, state) = if let Some(ArrivedLoad { hold, spare, state }) = arrived {
             (Some(hold), spare, state)
         } else {
             *lock(&self.copies.outcome) = Outcome::GivenUp;
@@ -492,9 +492,9 @@ impl Drop for SharedLoad {
         self.shared.change_loading(self.clears, |loading| loading - pages.len());
         let given = Released { pages, states: state.into_iter().collect() };
         let pieces = lock(&self.pieces).take();
-        open.give_back_behind(self.clears, given, &self.copies.transfer, pieces);
+        call.give_back_behind(self.clears, given, &self.copies.transfer, pieces);
         if let Some(hold) = hold {
-            open.release(hold, self.clears);
+            call.release(hold, self.clears);
         }
     }
 }

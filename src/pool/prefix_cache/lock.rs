@@ -33,7 +33,7 @@ impl Drop for PrefixLock {
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
         let fallback = self.load.as_mut().and_then(|load| load.fallback.take());
         for hold in self.hold.take().into_iter().chain(fallback) {
-            self.shared.open(&allocator, self.stream).release(hold, self.clears);
+            self.shared.begin_call(&allocator, self.stream).release(hold, self.clears);
         }
     }
 }

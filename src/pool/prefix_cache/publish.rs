@@ -14,7 +14,7 @@ use super::lease_state::LeaseState;
 use super::load::Loadable;
 use super::pages::{Rest, pages_of};
 use super::request::{LeaseKeeper, LeasedRequest};
-use super::shared::{CacheState, Open};
+use super::shared::{CacheCall, CacheState};
 use super::taken_slot::TakenSlot;
 
 /// The tokens that a request has computed since the end of its lease.
@@ -63,24 +63,24 @@ impl Lease {
         // Dropped without locks: it may be the last owner.
         let mut planner = None;
         let Some(row) = publication.state else {
-            return self.with(stream, |open, cache, lease| {
+            return self.with(stream, |call, cache, lease| {
                 planner = lease.holder.planner()?;
-                self.publish_pages(open, (cache, lease), publication.tokens, pages, planner.as_deref())
+                self.publish_pages(call, (cache, lease), publication.tokens, pages, planner.as_deref())
             });
         };
         // As they are now: others may run while the state is copied.
         let tokens = publication.tokens.to_vec(0..tokens)?;
         let snapshot = self.take_snapshot(&tokens, row, stream)?;
-        self.with(stream, |open, cache, lease| {
+        self.with(stream, |call, cache, lease| {
             planner = lease.holder.planner()?;
             let tokens = &tokens.as_slice();
-            let published = self.publish_pages(open, (cache, lease), tokens, pages, planner.as_deref())?;
+            let published = self.publish_pages(call, (cache, lease), tokens, pages, planner.as_deref())?;
             // Others may have been as fast.
             if let Some(snapshot) = snapshot
                 && cache.tree.snapshot(&lease.hold).is_none()
             {
                 cache.tree.set_snapshot(&mut lease.hold, snapshot.keep());
-                open.send_down(cache);
+                call.send_down(cache);
             }
             Ok(published)
         })
@@ -118,13 +118,13 @@ impl Lease {
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
         let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
-        let published = self.with(stream, |open, cache, lease| {
+        let published = self.with(stream, |call, cache, lease| {
             if let Some(request) = lease.request() {
                 let row = request.row();
                 let text = format!("the lease is that of request row {row}; the planner finishes it");
                 return Err(Error::config(text));
             }
-            self.publish_pages(open, (cache, lease), tokens, Some(pages), None)
+            self.publish_pages(call, (cache, lease), tokens, Some(pages), None)
         })?;
         self.release(stream);
         Ok(published)
@@ -145,7 +145,7 @@ impl Lease {
     /// planner of the lease's request, if it has one.
     fn publish_pages(
         &self,
-        open: &Open<'_>,
+        call: &CacheCall<'_>,
         (cache, lease): (&mut CacheState, &mut LeaseState),
         tokens: &dyn Tokens,
         pages: Option<Vec<Page>>,
@@ -158,7 +158,7 @@ impl Lease {
         let cached = cache.tree.found_pages(&found);
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
-        let published = open.slots.change(self.clears, |slots| {
+        let published = call.slots.change(self.clears, |slots| {
             let mut request = planner.map(|planner| self.request_of(planner, lease)).transpose()?;
             let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
             let rest = pages.split_off((whole / page_size).min(pages.len()));
@@ -173,9 +173,9 @@ impl Lease {
         cache.counts.published += fresh.len();
         cache.tree.publish(&mut lease.hold, found, fresh, new);
         if let Some(below) = &mut cache.below {
-            below.note_publisher(open.slots.stream());
+            below.note_publisher(call.slots.stream());
         }
-        open.send_down(cache);
+        call.send_down(cache);
         lease.loadable = Loadable::default();
         cache.counts.duplicates += duplicates;
         Ok(Published { length: lease.hold.len(), duplicates, pages })

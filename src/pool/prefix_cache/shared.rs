@@ -6,13 +6,13 @@ use std::time::Instant;
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Above, Cause, Evicted, Hold, OfferedPages, Offering, Pressure, Tree, TreeStats,
+    AGE_BUCKETS, Cause, DevicePresence, Evicted, Hold, OfferedPages, Offering, Pressure, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
 use crate::pool::fences::Fence;
 use crate::pool::host_tier::{HeldPieces, Incoming};
-use crate::pool::token_to_kv_pool_allocator::Changing;
+use crate::pool::token_to_kv_pool_allocator::AllocatorCall;
 use crate::pool::{GdnPool, Obtainable, Reclaim, TokenToKvPoolAllocator};
 use crate::transfer::Transfer;
 
@@ -48,10 +48,10 @@ pub(super) struct CacheState {
     pub(super) loading_pages: usize,
 }
 
-/// A cache during a call. Make it before any lock.
-pub(super) struct Open<'a> {
+/// A call of a cache. Make it before any lock.
+pub(super) struct CacheCall<'a> {
     pub(super) shared: &'a CacheCore,
-    pub(super) slots: Changing<'a>,
+    pub(super) slots: AllocatorCall<'a>,
 }
 
 impl CacheState {
@@ -88,12 +88,12 @@ impl CacheState {
 
 impl CacheCore {
     /// Begins a call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
-    pub(super) const fn open<'a>(
+    pub(super) const fn begin_call<'a>(
         &'a self,
         allocator: &'a TokenToKvPoolAllocator,
         stream: Stream,
-    ) -> Open<'a> {
-        Open { shared: self, slots: allocator.changing(stream) }
+    ) -> CacheCall<'a> {
+        CacheCall { shared: self, slots: allocator.begin_call(stream) }
     }
 
     /// Changes the number of pages that are being loaded, unless the allocator has been cleared more than
@@ -129,7 +129,7 @@ impl CacheCore {
     }
 }
 
-impl Open<'_> {
+impl CacheCall<'_> {
     /// Locks the contents of the cache, which are emptied if the allocator was cleared. Completes copies that
     /// are over, and ends pins whose time is over.
     pub(super) fn current(&self) -> MutexGuard<'_, CacheState> {
@@ -198,7 +198,7 @@ impl Open<'_> {
             }
             self.send_down(&mut cache);
             if let Some(below) = &cache.below {
-                below.tier.set_above(evicted.keys.iter(), Above::Absent);
+                below.tier.set_device_presence(evicted.keys.iter(), DevicePresence::Absent);
             }
             cache.counts.evicted += evicted.pages.len() * page_size;
             for (total, pages) in cache.ages.iter_mut().zip(evicted.ages) {
@@ -268,8 +268,8 @@ impl Open<'_> {
 impl Reclaim for CacheCore {
     fn obtainable(&self, stream: Stream) -> Obtainable {
         let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
-        let open = self.open(&allocator, stream);
-        let cache = open.current();
+        let call = self.begin_call(&allocator, stream);
+        let cache = call.current();
         let evictable = cache.tree.evictable();
         // Pages that are being copied, or have to be, are free when the copy is over.
         let behind_fences = match &cache.below {
@@ -283,7 +283,7 @@ impl Reclaim for CacheCore {
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
         // The allocator makes this call, so it exists.
         let Some(allocator) = self.allocator.upgrade() else { return Ok(0) };
-        Ok(self.open(&allocator, stream).evict(slots, Pressure::Alloc))
+        Ok(self.begin_call(&allocator, stream).evict(slots, Pressure::Alloc))
     }
 
     fn locked(&self) -> Vec<Page> {
@@ -303,10 +303,10 @@ impl Drop for CacheCore {
             let evicted = cache.tree.take_all();
             return self.free_states(&evicted.states);
         };
-        let open = self.open(&allocator, Stream::DEFAULT);
-        let mut cache = open.current();
+        let call = self.begin_call(&allocator, Stream::DEFAULT);
+        let mut cache = call.current();
         cache.finish_writes(Some(&allocator));
         let evicted = cache.tree.take_all();
-        open.give_back(&cache, evicted);
+        call.give_back(&cache, evicted);
     }
 }

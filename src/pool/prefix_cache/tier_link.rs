@@ -6,7 +6,7 @@ use std::hash::Hash;
 use std::sync::{Arc, Weak};
 
 use crate::base::{Page, Result, StateSlot};
-use crate::cache::{Above, Digest, Hold, Lower, Namespace, OfferedPages, Tokens, Tree};
+use crate::cache::{DevicePresence, Digest, Hold, LowerTierContents, Namespace, OfferedPages, Tokens, Tree};
 use crate::memory::Stream;
 use crate::pool::host_tier::{HeldPieces, Write};
 use crate::pool::{GdnPool, HostTier};
@@ -79,8 +79,8 @@ impl TierLink {
             }
             let _sending = self.backing.as_ref().map(|_| self.tier.begin_sending());
             self.tier.complete(&write, |page, key| match tree.key_of(page) {
-                Some(other) if other == *key => Above::Present,
-                _ => Above::Absent,
+                Some(other) if other == *key => DevicePresence::Present,
+                _ => DevicePresence::Absent,
             });
             if let Some(backing) = &self.backing {
                 backing.put(|kind| write.keys(kind));

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use crate::base::{Error, Page, Result};
 use crate::memory::Stream;
-use crate::pool::slot_tensors::{Granted, SlotTensors};
+use crate::pool::slot_tensors::{GrantedSlots, SlotTensors};
 use crate::tensor::TensorView;
 
 use super::{Notice, TokenToKvPoolAllocator};
@@ -14,7 +14,7 @@ use super::{Notice, TokenToKvPoolAllocator};
 #[must_use]
 pub struct Grant<'a> {
     allocator: &'a TokenToKvPoolAllocator,
-    granted: Granted,
+    granted: GrantedSlots,
     /// Pages of the requests from before, which contain some of the slots.
     continued: Vec<Page>,
     /// The number of times that the allocator had been cleared: clearing it returns the slots, too.
@@ -26,7 +26,7 @@ impl<'a> Grant<'a> {
     #[inline]
     pub(super) const fn new(
         allocator: &'a TokenToKvPoolAllocator,
-        granted: Granted,
+        granted: GrantedSlots,
         continued: Vec<Page>,
         slots: &SlotTensors,
     ) -> Self {
@@ -35,7 +35,7 @@ impl<'a> Grant<'a> {
 
     /// The slots.
     #[must_use]
-    pub const fn granted(&self) -> &Granted {
+    pub const fn granted(&self) -> &GrantedSlots {
         &self.granted
     }
 
@@ -66,16 +66,16 @@ impl Drop for Grant<'_> {
     }
 }
 
-/// Changes of the slots during a call that holds locks. Make it before any lock: notices are passed on when
-/// it is dropped.
-pub(in crate::pool) struct Changing<'a> {
+/// A call that changes slots while it holds locks. Make it before any lock: notices are passed on when it is
+/// dropped.
+pub(in crate::pool) struct AllocatorCall<'a> {
     allocator: &'a TokenToKvPoolAllocator,
     stream: Stream,
     /// Freed rows that could not be poisoned.
     not_poisoned: RefCell<Vec<Error>>,
 }
 
-impl<'a> Changing<'a> {
+impl<'a> AllocatorCall<'a> {
     pub(super) const fn new(allocator: &'a TokenToKvPoolAllocator, stream: Stream) -> Self {
         Self { allocator, stream, not_poisoned: RefCell::new(Vec::new()) }
     }
@@ -106,7 +106,7 @@ impl<'a> Changing<'a> {
     }
 }
 
-impl Drop for Changing<'_> {
+impl Drop for AllocatorCall<'_> {
     fn drop(&mut self) {
         for failure in self.not_poisoned.take() {
             self.allocator.notify(Notice::NotPoisoned(&failure));

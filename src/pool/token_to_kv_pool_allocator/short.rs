@@ -7,7 +7,7 @@ use crate::base::sync::explored::{MutexGuard, lock};
 use crate::base::{Page, Result, run_blocking};
 use crate::memory::Stream;
 use crate::pool::fences::passed;
-use crate::pool::shortage::{Missing, Obtainable, OrShort, Reclaim, Short};
+use crate::pool::shortage::{Obtainable, OrShort, Reclaim, Short, Shortfall};
 use crate::pool::slot_tensors::SlotTensors;
 
 use super::{Notice, TokenToKvPoolAllocator};
@@ -132,7 +132,7 @@ impl TokenToKvPoolAllocator {
 
     /// The slots that the registered [`Reclaim`]s could free, as far as they know and a shortage needs to
     /// know.
-    fn obtainable(&self, short: Missing, stream: Stream) -> Obtainable {
+    fn obtainable(&self, short: Shortfall, stream: Stream) -> Obtainable {
         let mut all = Obtainable::default();
         for reclaim in self.reclaims() {
             if all.at_once < short.slots {

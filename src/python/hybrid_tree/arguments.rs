@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 
 use crate::base::{EngineSlot, Error, ErrorKind, IndexVec};
 use crate::cache::NodeHandle;
-use crate::cache::engines::hybrid::{Boundary, NotLocked, Part, Receipt, Skipped};
+use crate::cache::engines::hybrid::{Boundary, NotLocked, Part, Receipt, SkippedParts};
 use crate::python::args;
 use crate::python::tokens::slots_of;
 
@@ -36,9 +36,9 @@ pub(super) fn not_begun(part: usize) -> PyErr {
     Error::config(format!("no eviction of part {part} has begun")).into()
 }
 
-pub(super) fn skipped_of(parts: &[usize]) -> PyResult<Skipped> {
+pub(super) fn skipped_of(parts: &[usize]) -> PyResult<SkippedParts> {
     let parts: PyResult<Vec<_>> = parts.iter().map(|&part| part_of(part)).collect();
-    Ok(Skipped::of(parts?))
+    Ok(SkippedParts::of(parts?))
 }
 
 pub(super) fn receipt_of(boundary: Option<u64>, skip: &[usize]) -> PyResult<Receipt> {

@@ -10,7 +10,7 @@ use std::ops::Range;
 use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::engines::hybrid::{
     Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, PageDigest, Part,
-    Receipt, Sizes, Skipped, StateConfig, StateRelease, Step, Victim, WindowConfig, WindowRelease,
+    Receipt, Sizes, SkippedParts, StateConfig, StateRelease, Step, Victim, WindowConfig, WindowRelease,
 };
 use kvpool::cache::{Namespace, NodeHandle};
 
@@ -569,7 +569,7 @@ impl Hybrid {
     fn lock(&mut self, source: &mut Source<'_>) {
         let (node, key) = self.node(source);
         let parts = source.of(&[&[][..], &[], &[Part::Window], &[Part::State], &[Part::Window, Part::State]]);
-        let (skipped, is_pin) = (Skipped::of(parts.iter().copied()), source.rarely(4));
+        let (skipped, is_pin) = (SkippedParts::of(parts.iter().copied()), source.rarely(4));
         let end = key.1.len();
         let mut hold = Hold {
             node,
@@ -756,7 +756,7 @@ impl Hybrid {
         let Some(gone) = self.gone else { return };
         let receipt = Receipt::default();
         assert!(!self.tree.contains(gone));
-        assert_eq!(self.tree.lock(gone, Skipped::default()), None);
+        assert_eq!(self.tree.lock(gone, SkippedParts::default()), None);
         assert_eq!(self.tree.unlock(gone, receipt, WindowRelease::NotYet), None);
         assert_eq!(self.tree.unlock_window(gone, receipt, StateRelease::Release), None);
         assert_eq!((self.tree.pin(gone), self.tree.unpin(gone)), (None, None));

@@ -32,7 +32,7 @@ fn leads_to(prefix: &Key, end: &Key) -> bool {
 }
 
 /// A lease and what it should hold.
-struct Held {
+struct HeldLease {
     lease: Arc<Lease>,
     /// The namespace.
     name: usize,
@@ -60,7 +60,7 @@ struct Prefixes {
     page_size: usize,
     max_pinned: f64,
     cached: BTreeMap<Key, Page>,
-    held: Vec<Held>,
+    held: Vec<HeldLease>,
     /// Namespaces and prefixes that are pinned for a time.
     pinned: Vec<(usize, Key)>,
     /// Prefixes with a snapshot, and its track slot.
@@ -267,7 +267,7 @@ impl Prefixes {
         let end = (generation, prompt[..usable].to_vec());
         self.touch(&end, 0);
         self.superseded.remove(&end);
-        self.held.push(Held { lease, name, end, asked: prompt.len(), passing: None });
+        self.held.push(HeldLease { lease, name, end, asked: prompt.len(), passing: None });
         if self.held.len() > 6 {
             self.release(source);
         }
@@ -415,7 +415,7 @@ impl Prefixes {
         if !superseded.is_empty() {
             return Some(superseded);
         }
-        let Held { end: own, passing, .. } = &self.held[at];
+        let HeldLease { end: own, passing, .. } = &self.held[at];
         let is_alone = |key: &Key| {
             let others = self.ends().filter(|end| *end == key).count();
             self.snapshots.contains_key(key) && others == usize::from(key == own)
@@ -459,7 +459,7 @@ impl Prefixes {
         if self.held.is_empty() {
             return;
         }
-        let Held { lease, end, .. } = &self.held[source.below(self.held.len())];
+        let HeldLease { lease, end, .. } = &self.held[source.below(self.held.len())];
         agree(lease.restore(9, STREAM), false);
         let is_right = end.1.is_empty() || self.snapshots.contains_key(end);
         if agree(lease.restore(2, STREAM), self.states.is_some() && is_right).is_some() {
@@ -598,7 +598,7 @@ impl Prefixes {
     }
 
     fn pin(&mut self, source: &mut Source<'_>) {
-        let Some(Held { lease, name, end, .. }) = self.held.last() else { return };
+        let Some(HeldLease { lease, name, end, .. }) = self.held.last() else { return };
         let priority = u8::try_from(source.below(3)).expect("small");
         // Pins that are over at once, ones that only change the order, and ones that do not end by themselves.
         let time = source.of(&[None, Some(Duration::ZERO), Some(LONG)]);
@@ -689,7 +689,7 @@ impl Prefixes {
         if let Some(states) = &self.states {
             assert_eq!(states.tracks().rows().in_use(), self.snapshots.len());
         }
-        for Held { lease, end, .. } in &self.held {
+        for HeldLease { lease, end, .. } in &self.held {
             let pages = lease.pages(0).expect("a lease");
             let expected = self.prefixes_of(end.0, &end.1).map(|key| self.cached[&key].number.to_string());
             assert!(pages.iter().map(ToString::to_string).eq(expected));

@@ -27,7 +27,7 @@ const NAMESPACES: i64 = 2;
 /// The number that is written to slots that no cache has.
 const SCRIBBLE: i64 = -77;
 
-struct Held {
+struct HeldLease {
     lease: Arc<Lease>,
     name: i64,
     tokens: Vec<i32>,
@@ -51,7 +51,7 @@ struct World {
     /// The contents of pages depend on it.
     model: i64,
     page_size: usize,
-    held: Vec<Held>,
+    held: Vec<HeldLease>,
     /// Slots that this owns.
     own: Vec<IndexVec>,
     /// Whether the tier has everything that was published since the last clear.
@@ -262,7 +262,7 @@ impl World {
             .expect("tokens");
         let (len, loadable) = (lease.len().expect("a lease"), lease.loadable().expect("a lease"));
         assert!((len + loadable) % self.page_size == 0 && len + loadable <= limit);
-        let mut held = Held { lease, name, tokens, load: None, is_cleared: false };
+        let mut held = HeldLease { lease, name, tokens, load: None, is_cleared: false };
         if !source.rarely(4) {
             let limit = if source.rarely(4) { source.below(9) } else { usize::MAX };
             if let Some(load) = held.lease.load(limit, STREAM).expect("nothing fails") {
@@ -344,7 +344,7 @@ impl World {
 
     /// Compares the first layers of a lease with its tokens.
     fn compare(&self, at: usize, layers: usize) {
-        let Held { lease, name, tokens, .. } = &self.held[at];
+        let HeldLease { lease, name, tokens, .. } = &self.held[at];
         let Ok(pages) = lease.pages(0) else { return };
         let len = lease.len().expect("a lease");
         assert_eq!(pages.len() * self.page_size, len);
@@ -393,7 +393,7 @@ impl World {
 
     /// Computes some tokens behind a lease, and publishes them.
     fn compute(&mut self, source: &mut Source<'_>, at: usize) {
-        let Held { lease, name, tokens, load, .. } = &self.held[at];
+        let HeldLease { lease, name, tokens, load, .. } = &self.held[at];
         let Ok(len) = lease.len() else { return };
         let left = (tokens.len() - len) / self.page_size;
         let count = if source.flip() { left } else { source.below(left + 1) } * self.page_size;

@@ -19,7 +19,7 @@ struct Block {
 }
 
 /// Page-locked memory that is out.
-struct Locked {
+struct LockedBlock {
     len: usize,
     /// Whether it is the caller's and was registered; else it is ours.
     is_registered: bool,
@@ -40,7 +40,7 @@ pub enum Place {
 
 pub struct Memory {
     device: BTreeMap<usize, Block>,
-    locked: BTreeMap<usize, Locked>,
+    locked: BTreeMap<usize, LockedBlock>,
     device_arena: Arena,
     locked_arena: Arena,
     /// The memory that was given back, with its length: its addresses do not come again.
@@ -92,7 +92,7 @@ impl Memory {
             return Err(OUT_OF_MEMORY);
         }
         let start = self.locked_arena.take(len, true).ok_or(OUT_OF_MEMORY)?;
-        self.locked.insert(start, Locked { len, is_registered: false });
+        self.locked.insert(start, LockedBlock { len, is_registered: false });
         Ok(start)
     }
 
@@ -115,7 +115,7 @@ impl Memory {
         if len >= self.most_locked {
             return Err(OUT_OF_MEMORY);
         }
-        self.locked.insert(start, Locked { len, is_registered: true });
+        self.locked.insert(start, LockedBlock { len, is_registered: true });
         Ok(())
     }
 
@@ -200,7 +200,7 @@ impl Memory {
 }
 
 /// Whether `start..end` has bytes in common with a block.
-fn touches(blocks: &BTreeMap<usize, Locked>, start: usize, end: usize) -> bool {
+fn touches(blocks: &BTreeMap<usize, LockedBlock>, start: usize, end: usize) -> bool {
     blocks.range(..end).next_back().is_some_and(|(at, block)| start < end && at + block.len > start)
 }
 

@@ -26,9 +26,9 @@ pub struct Insert {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Free slots with their windows.
-    Free(Range),
+    Free(PositionRange),
     /// Free slots whose windows are free already, or have gone elsewhere.
-    FreeFull(Range),
+    FreeFull(PositionRange),
     /// Free slots that were in the tree. Their windows are free.
     FreeOld(Vec<EngineSlot>),
     /// Find the window of `slots`, and give it to the node with [`HybridTree::set_value`].
@@ -46,7 +46,7 @@ pub enum Action {
         /// The slots of the node for full attention.
         kept: Vec<EngineSlot>,
         /// The inserted slots, whose windows are moved.
-        incoming: Range,
+        incoming: PositionRange,
     },
     /// Call [`HybridTree::evict_excess_states`] with the node.
     EvictExcess(NodeHandle),
@@ -60,19 +60,19 @@ impl Action {
 }
 
 /// Positions from `start` up to `end`, without it.
-pub type Range = std::ops::Range<usize>;
+pub type PositionRange = std::ops::Range<usize>;
 
 /// The inserted values that the tree has taken over.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Adopted {
+pub struct AdoptedRanges {
     /// Slots for full attention.
-    pub full: Vec<Range>,
+    pub full: Vec<PositionRange>,
     /// Slots whose windows are the tree's now.
-    pub window: Vec<Range>,
+    pub window: Vec<PositionRange>,
 }
 
-impl Adopted {
-    fn add(&mut self, part: Part, range: Range) {
+impl AdoptedRanges {
+    fn add(&mut self, part: Part, range: PositionRange) {
         let ranges = if part == Part::Window { &mut self.window } else { &mut self.full };
         match ranges.last_mut().filter(|last| range.start <= last.end) {
             Some(last) => *last = last.start.min(range.start)..last.end.max(range.end),
@@ -93,7 +93,7 @@ pub struct InsertResult {
     /// Whether the tokens reach the branch.
     pub reached_branch: bool,
     /// The values that were taken over.
-    pub adopted: Adopted,
+    pub adopted: AdoptedRanges,
 }
 
 /// A step of an insertion.
@@ -105,16 +105,16 @@ pub struct Step {
     /// The result, in the last step. Without it, call [`HybridTree::advance`].
     pub result: Option<InsertResult>,
     /// The tokens that this step has added.
-    pub added: Option<Added>,
+    pub added: Option<AddedTokens>,
 }
 
 /// Tokens that were not there before.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Added {
+pub struct AddedTokens {
     /// The node at their end.
     pub node: NodeHandle,
     /// The positions of the tokens in the prompt.
-    pub tokens: Range,
+    pub tokens: PositionRange,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,12 +156,12 @@ pub(super) struct Insertion {
     /// The actions that were not handed out yet.
     acts: Vec<Action>,
     /// The tokens added, if they were not handed out yet.
-    added: Option<Added>,
+    added: Option<AddedTokens>,
 }
 
 impl Insertion {
     /// Adds an action for slots that are there twice, if there are any.
-    fn free(&mut self, slots: Range, action: impl FnOnce(Range) -> Action) {
+    fn free(&mut self, slots: PositionRange, action: impl FnOnce(PositionRange) -> Action) {
         if !slots.is_empty() {
             self.acts.push(action(slots));
         }
@@ -197,7 +197,7 @@ impl HybridTree {
             node: self.root(),
             had_state: limit == 0,
             reached_branch: false,
-            adopted: Adopted::default(),
+            adopted: AdoptedRanges::default(),
         };
         if limit == 0 {
             return Ok(Step { acts: Vec::new(), result: Some(result), added: None });
@@ -354,7 +354,7 @@ impl HybridTree {
         &mut self,
         walk: &mut Insertion,
         node: NodeId,
-        range: Range,
+        range: PositionRange,
         slots: &dyn SlotSource,
     ) -> Result<usize> {
         let is_found = walk.insert.found >= range.end;
@@ -407,7 +407,7 @@ impl HybridTree {
             walk.result.adopted.add(Part::Full, start..end);
             target = self.add_leaf(walk.node, walk.namespace, tokens, values, walk.insert.priority);
             walk.is_new = true;
-            walk.added = Some(Added { node: self.handle(target), tokens: start..end });
+            walk.added = Some(AddedTokens { node: self.handle(target), tokens: start..end });
         }
         walk.node = target;
         (walk.result.found, walk.result.node) = (start, self.handle(target));
@@ -439,7 +439,7 @@ impl HybridTree {
     }
 
     /// Asks for the window of a new leaf. The last window is a node of its own, so that a lock keeps no more.
-    fn add_window(&mut self, walk: &mut Insertion, leaf: NodeId, range: Range) -> Result<()> {
+    fn add_window(&mut self, walk: &mut Insertion, leaf: NodeId, range: PositionRange) -> Result<()> {
         let Some(window) = self.config.window else { return Ok(()) };
         let live = range.start.max(self.window_start(&walk.insert)?);
         if live >= range.end {

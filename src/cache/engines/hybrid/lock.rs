@@ -25,16 +25,16 @@ impl Boundary {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Receipt {
     /// The parts that are not locked.
-    pub skipped: Skipped,
+    pub skipped: SkippedParts,
     /// The end of the window's lock; `None` at the root.
     pub boundary: Option<Boundary>,
 }
 
 /// Parts that a lock leaves out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Skipped([bool; 3]);
+pub struct SkippedParts([bool; 3]);
 
-impl Skipped {
+impl SkippedParts {
     /// A lock that leaves these parts out.
     #[must_use]
     pub fn of(parts: impl IntoIterator<Item = Part>) -> Self {
@@ -65,9 +65,9 @@ impl HybridTree {
     /// Locks a node: the slots for full attention up to its end, those of its last window, and its state.
     /// Returns what to release it with and how many slots for full attention were without locks; `None` if
     /// the node is gone.
-    pub fn lock(&mut self, node: NodeHandle, skipped: Skipped) -> Option<Locked> {
+    pub fn lock(&mut self, node: NodeHandle, skipped: SkippedParts) -> Option<LockResult> {
         let id = self.at(node)?;
-        let mut locked = Locked { receipt: Receipt { skipped, boundary: None }, newly: 0 };
+        let mut locked = LockResult { receipt: Receipt { skipped, boundary: None }, newly: 0 };
         if !skipped.has(Part::Full) {
             locked.newly = self.lock_path(id);
         }
@@ -274,7 +274,7 @@ impl HybridTree {
 
 /// The result of [`HybridTree::lock`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Locked {
+pub struct LockResult {
     /// The receipt that releases the lock.
     pub receipt: Receipt,
     /// Slots for full attention that were without locks.

@@ -12,13 +12,13 @@ use super::{PlannerState, Pools, as_many, signed_act};
 
 /// The lease of a request.
 #[derive(Debug)]
-pub(super) struct Bound {
+pub(super) struct BoundLease {
     /// The number of times that the row had been handed out.
     pub(super) turn: u32,
     pub(super) lease: Arc<Lease>,
 }
 
-impl Bound {
+impl BoundLease {
     /// Whether it is of the request that has `row` now.
     pub(super) fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
         self.turn == table.rows().turn(row) && table.rows().rows().is_live(row)
@@ -68,7 +68,7 @@ impl PlannerState {
         table: &ReqToTokenPool,
         stream: Stream,
     ) {
-        let bound = Bound { turn: table.rows().turn(row), lease };
+        let bound = BoundLease { turn: table.rows().turn(row), lease };
         let earlier = self.leases[widen(row.number())].replace(bound);
         self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
     }
@@ -81,7 +81,7 @@ impl PlannerState {
             return;
         }
         for (row, place) in (0..).map(RequestRow::new).zip(&mut self.leases) {
-            let is_over = |bound: &mut Bound| !bound.is_of(row, table);
+            let is_over = |bound: &mut BoundLease| !bound.is_of(row, table);
             self.retired.extend(place.take_if(is_over).map(|bound| LeaseCut::end(bound.lease, stream)));
         }
     }
