@@ -84,7 +84,7 @@ fn parted() -> (Tree, Vec<i32>) {
     for end in (64..=prompt.len()).step_by(64) {
         let parting: Vec<i32> = prompt[..end].iter().copied().chain([100_000]).collect();
         for tokens in [&parting[..], &prompt[..end]] {
-            let Ok(mut hold) = tree.acquire(&name, &tokens, usize::MAX) else { continue };
+            let Ok(mut hold) = tree.match_prefix(&name, &tokens, usize::MAX) else { continue };
             let rest = &tokens[hold.len()..];
             let Ok(found) = tree.find(&hold, &rest) else { continue };
             let new: Vec<Page> = pages.by_ref().take(rest.len()).collect();
@@ -105,14 +105,14 @@ fn locks(out: &mut impl std::io::Write) {
         count_path(black_box(&mut counts), -1);
     });
     let looked_up = median_ns(20_000, || {
-        if let Ok(hold) = tree.acquire(&Namespace::Unnamed, &black_box(&prompt).as_slice(), usize::MAX) {
+        if let Ok(hold) = tree.match_prefix(&Namespace::Unnamed, &black_box(&prompt).as_slice(), usize::MAX) {
             let _ = black_box(tree.release(hold));
         }
     });
     let found = median_ns(20_000, || {
         let _ = black_box(tree.cached_len(&Namespace::Unnamed, &black_box(&prompt).as_slice()));
     });
-    let Ok(hold) = tree.acquire(&Namespace::Unnamed, &prompt.as_slice(), usize::MAX) else { return };
+    let Ok(hold) = tree.match_prefix(&Namespace::Unnamed, &prompt.as_slice(), usize::MAX) else { return };
     let locked = median_ns(20_000, || {
         let other = tree.hold_again(black_box(&hold));
         let _ = black_box(tree.release(other));

@@ -161,12 +161,12 @@ pub struct TreeStats {
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
 /// let policy = PolicyKind::Lru.policy(1024, KeyTokens::of_page_size(2));
 /// let mut tree = Tree::new(2, Continues::AtPages, policy);
-/// let mut hold = tree.acquire(&name, &prompt, 5).unwrap();
+/// let mut hold = tree.match_prefix(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
 /// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
 /// let gone = tree.release(hold);
 /// assert!(gone.pages.is_empty());
-/// assert_eq!(tree.acquire(&name, &prompt, 3).unwrap().len(), 2);
+/// assert_eq!(tree.match_prefix(&name, &prompt, 3).unwrap().len(), 2);
 /// assert_eq!((tree.stats().evictable, tree.stats().locked), (2, 2));
 /// ```
 #[derive(Debug)]

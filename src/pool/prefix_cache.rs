@@ -81,7 +81,7 @@ pub struct LowerStore {
 /// Counts of a [`PrefixCache`] since it was made, in tokens unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixCounts {
-    /// Calls of [`PrefixCache::acquire`], those of insertions included.
+    /// Calls of [`PrefixCache::match_prefix`], those of insertions included.
     pub lookups: usize,
     /// Tokens found by look-ups.
     pub hit_tokens: usize,
@@ -129,7 +129,7 @@ pub struct CachedSizes {
 /// };
 /// let cache = PrefixCache::new(config, Arc::clone(&allocator), None, None).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
-/// let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap();
+/// let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 4, stream).unwrap();
 /// assert_eq!(lease.len().unwrap(), 0);
 /// let slots = IndexVec::I32(vec![2, 3, 4, 5]);
 /// drop(allocator.alloc(4, stream).unwrap().unwrap().keep());
@@ -137,7 +137,7 @@ pub struct CachedSizes {
 /// let published = lease.publish(&publication, stream).unwrap();
 /// assert_eq!((published.length, cache.tree_stats(stream).locked), (4, 4));
 /// drop(lease);
-/// assert_eq!(cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap().len().unwrap(), 4);
+/// assert_eq!(cache.match_prefix(&Namespace::Unnamed, &prompt, 4, stream).unwrap().len().unwrap(), 4);
 /// assert!(allocator.alloc(8, stream).unwrap().is_some(), "the prefix is evicted");
 /// ```
 pub struct PrefixCache {
@@ -213,7 +213,7 @@ impl PrefixCache {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is no token id; the error of
     /// tokens that cannot be read.
-    pub fn acquire(
+    pub fn match_prefix(
         &self,
         namespace: &Namespace,
         tokens: &dyn Tokens,
@@ -222,7 +222,7 @@ impl PrefixCache {
     ) -> Result<Arc<Lease>> {
         let call = self.begin_call(stream);
         let mut cache = call.current();
-        let hold = cache.tree.acquire(namespace, tokens, limit)?;
+        let hold = cache.tree.match_prefix(namespace, tokens, limit)?;
         call.send_down(&mut cache);
         cache.counts.lookups += 1;
         cache.counts.hit_tokens += hold.len();
@@ -321,7 +321,7 @@ impl PrefixCache {
     /// store, if there is one.
     ///
     /// # Errors
-    /// See [`Self::acquire`].
+    /// See [`Self::match_prefix`].
     pub fn explain(
         &self,
         namespace: &Namespace,
@@ -354,10 +354,10 @@ impl PrefixCache {
 
     /// Begins to bring to the host tier what the store below has of `tokens`, at most of the first `limit`.
     /// Waits for nothing; prompts come one after the other. When it is over, or at any time before,
-    /// [`Self::acquire`] tells how much can be loaded.
+    /// [`Self::match_prefix`] tells how much can be loaded.
     ///
     /// # Errors
-    /// See [`Self::acquire`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when no
+    /// See [`Self::match_prefix`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when no
     /// thread can be started.
     pub fn fetch(
         &self,

@@ -245,7 +245,7 @@ impl PrefixCache {
         let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
         let stream = this.stream(py)?;
         let lease =
-            with_tokens(tokens, |tokens| Ok(this.cache.acquire(&namespace, tokens, limit, stream)?))?;
+            with_tokens(tokens, |tokens| Ok(this.cache.match_prefix(&namespace, tokens, limit, stream)?))?;
         Ok(Self::lease(slf, lease))
     }
 
@@ -303,7 +303,7 @@ impl PrefixCache {
         let _acting = this.begin(py)?;
         let stream = this.stream(py)?;
         let (lease, published) = with_tokens(tokens, |tokens| {
-            let lease = this.cache.acquire(&namespace, tokens, 0, stream)?;
+            let lease = this.cache.match_prefix(&namespace, tokens, 0, stream)?;
             let published =
                 lease.publish(&Publication { tokens, slots: Some(&slots), state: None }, stream)?;
             Ok((lease, published))

@@ -52,7 +52,7 @@ fn scene() -> Scene {
     let cache = PrefixCache::new(config, Arc::clone(&slots), None, None).unwrap();
     let row = i64::from(table.lock().unwrap().alloc(1, STREAM).unwrap().unwrap()[0]);
     let row = IndexVec::I64(vec![row]);
-    let lease = cache.acquire(&Namespace::Unnamed, &PROMPT, 0, STREAM).unwrap();
+    let lease = cache.match_prefix(&Namespace::Unnamed, &PROMPT, 0, STREAM).unwrap();
     let prefixes = [Prefix::Leased(Arc::clone(&lease))];
     let batch = Batch { rows: &row, prefix_lens: &[0], seq_lens: &[4], prefixes: &prefixes };
     assert!(planner.extend(batch, STREAM).unwrap().is_some());

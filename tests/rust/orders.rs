@@ -205,7 +205,7 @@ fn full_cache() -> (Arc<TokenToKvPoolAllocator>, Arc<PrefixCache>) {
 
 /// Publishes a prompt as far as there are slots for it, which may evict; how much of it was found.
 fn publish(slots: &TokenToKvPoolAllocator, cache: &PrefixCache, prompt: &[i32]) -> usize {
-    let lease = cache.acquire(&Namespace::Unnamed, &prompt, prompt.len(), NO_STREAM).unwrap();
+    let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, prompt.len(), NO_STREAM).unwrap();
     let begin = lease.len().unwrap();
     if let Some(own) = slots.alloc(prompt.len() - begin, NO_STREAM).unwrap().map(Grant::keep) {
         let own = read_indices(&own.borrow()).unwrap();
@@ -243,7 +243,7 @@ fn a_lease_is_dropped_by_one_thread_while_others_evict_and_clear() {
     try_all_calls(None, || {
         let (slots, cache) = full_cache();
         let prompt: &[i32] = &[1, 2, 3, 4];
-        let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, NO_STREAM).unwrap();
+        let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 4, NO_STREAM).unwrap();
         let dropping = spawn(move || drop(lease));
         let clearing = {
             let cache = Arc::clone(&cache);
@@ -273,7 +273,7 @@ fn planner_and_row(slots: &Arc<TokenToKvPoolAllocator>) -> (Arc<BatchPlanner>, I
 /// A lease of two tokens.
 fn lease_of_two(cache: &PrefixCache) -> Arc<Lease> {
     let prompt: &[i32] = &[1, 2, 7];
-    cache.acquire(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap()
+    cache.match_prefix(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap()
 }
 
 /// Starts a request of `tokens` tokens behind the two of a lease. Whether it began.
@@ -378,7 +378,7 @@ fn a_planner_starts_and_ends_a_request_while_another_thread_is_short() {
             spawn(move || publish(&slots, &cache, &[1, 9]))
         };
         let prompt: &[i32] = &[1, 2, 7];
-        let lease = cache.acquire(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap();
+        let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap();
         let begin = i64::try_from(lease.len().unwrap()).unwrap();
         let prefixes = [Prefix::Leased(Arc::clone(&lease))];
         let batch = Batch { rows: &row, prefix_lens: &[begin], seq_lens: &[3], prefixes: &prefixes };

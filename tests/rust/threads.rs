@@ -81,7 +81,7 @@ fn one_prefix_cache_serves_eight_threads() {
             .map(|at| if at < 16 + round % 8 { 0 } else { int32([number, round, at][at % 3]) })
             .collect();
         let name = Namespace::Number(i64::from(round % 7 == 0));
-        let lease = cache.acquire(&name, &prompt.as_slice(), 39, STREAM).expect("tokens");
+        let lease = cache.match_prefix(&name, &prompt.as_slice(), 39, STREAM).expect("tokens");
         let prefix = lease.len().expect("a lease");
         let row = table.lock().expect("no panic").alloc(1, STREAM).expect("rows");
         let row = IndexVec::I64(vec![row.expect("one for each thread")[0].into()]);

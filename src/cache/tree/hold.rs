@@ -52,7 +52,7 @@ impl Tree {
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none. Nothing is changed.
-    pub fn acquire(&mut self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Hold> {
+    pub fn match_prefix(&mut self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Hold> {
         let limit = limit.min(tokens.count());
         let place = match self.root(namespace) {
             None => None,

@@ -105,7 +105,7 @@ impl Fetch {
 
     /// Tokens whose pages have arrived so far. A [`match`] of the prompt returns what a request can load.
     ///
-    /// [`match`]: super::PrefixCache::acquire
+    /// [`match`]: super::PrefixCache::match_prefix
     #[must_use]
     pub fn len(&self) -> usize {
         if self.is_foreign() { 0 } else { lock(&self.progress.now).len }

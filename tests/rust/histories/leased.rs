@@ -172,7 +172,7 @@ impl Requests {
         let (name, prompt) = (source.within(0, NAMESPACES - 1), tokens(source, 30));
         let namespace = Namespace::Number(name);
         let lease = (!source.rarely(6)).then(|| {
-            self.cache.acquire(&namespace, &prompt.as_slice(), prompt.len() - 1, STREAM).expect("tokens")
+            self.cache.match_prefix(&namespace, &prompt.as_slice(), prompt.len() - 1, STREAM).expect("tokens")
         });
         let prefix = lease.as_ref().map_or(0, |lease| lease.len().expect("a lease"));
         let prefixes: Vec<Prefix> = lease.iter().cloned().map(Prefix::Leased).collect();

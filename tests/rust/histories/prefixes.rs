@@ -176,7 +176,7 @@ fn tokens(source: &mut Source<'_>, most: usize) -> Vec<i32> {
 impl Prefixes {
     fn step(&mut self, source: &mut Source<'_>) {
         match source.below(34) {
-            0..=6 => self.acquire(source),
+            0..=6 => self.match_prefix(source),
             7..=14 => self.publish(source),
             15..=19 => self.release(source),
             20..=22 => self.alloc(source),
@@ -242,7 +242,7 @@ impl Prefixes {
         }
     }
 
-    fn acquire(&mut self, source: &mut Source<'_>) {
+    fn match_prefix(&mut self, source: &mut Source<'_>) {
         let (name, prompt) = (source.below(size(NAMESPACES)), tokens(source, 24));
         let limit = if source.flip() { source.below(26) } else { prompt.len() };
         let namespace = Namespace::Number(int(name));
@@ -255,9 +255,9 @@ impl Prefixes {
         );
         let wide: Vec<i64> = prompt.iter().copied().map(i64::from).collect();
         let lease = if source.flip() {
-            self.cache.acquire(&namespace, &wide.as_slice(), limit, STREAM)
+            self.cache.match_prefix(&namespace, &wide.as_slice(), limit, STREAM)
         } else {
-            self.cache.acquire(&namespace, &prompt.as_slice(), limit, STREAM)
+            self.cache.match_prefix(&namespace, &prompt.as_slice(), limit, STREAM)
         };
         let lease = lease.expect("valid tokens");
         assert_eq!(lease.len().expect("a new lease"), usable);
@@ -592,7 +592,7 @@ impl Prefixes {
             let publication = Publication { tokens: &tokens, slots: Some(&none), state: Some(1) };
             agree(held.lease.publish(&publication, STREAM), false);
         }
-        agree(self.cache.acquire(&Namespace::Unnamed, &negative.as_slice(), 9, STREAM), false);
+        agree(self.cache.match_prefix(&Namespace::Unnamed, &negative.as_slice(), 9, STREAM), false);
         agree(self.cache.explain(&Namespace::Unnamed, &negative.as_slice(), STREAM), false);
         agree(self.cache.pin(&held.lease, Some(Duration::MAX), 0, STREAM), false);
     }

@@ -258,7 +258,7 @@ impl World {
         let limit = tokens.len() - usize::from(source.flip());
         let lease = self
             .cache()
-            .acquire(&Namespace::Number(name), &tokens.as_slice(), limit, STREAM)
+            .match_prefix(&Namespace::Number(name), &tokens.as_slice(), limit, STREAM)
             .expect("tokens");
         let (len, loadable) = (lease.len().expect("a lease"), lease.loadable().expect("a lease"));
         assert!((len + loadable) % self.page_size == 0 && len + loadable <= limit);
@@ -538,7 +538,7 @@ impl World {
         for (name, tokens) in &self.published {
             let name = Namespace::Number(*name);
             let lease =
-                self.cache().acquire(&name, &tokens.as_slice(), tokens.len(), STREAM).expect("tokens");
+                self.cache().match_prefix(&name, &tokens.as_slice(), tokens.len(), STREAM).expect("tokens");
             assert_eq!(
                 lease.len().expect("a lease") + lease.loadable().expect("a lease"),
                 tokens.len(),
