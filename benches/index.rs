@@ -1,5 +1,5 @@
-//! Micro-benchmarks without Python: the slot allocator against a queue of free slots, locks of the prefix cache against
-//! reference counts, and copies of pages to pieces of host memory against `memcpy`.
+//! Micro-benchmarks without Python: the slot allocator against a queue of free slots, locks of the prefix
+//! cache against reference counts, and copies of pages to pieces of host memory against `memcpy`.
 //!
 //! Run it with `cargo bench`. Each line is a question with both answers and their ratio.
 
@@ -73,8 +73,8 @@ fn count_path(counts: &mut [u32], change: i32) {
     }
 }
 
-/// A prefix cache in which prompts part from each other at the end of each of `DEPTH` nodes of 64 tokens, and the
-/// longest of them.
+/// A prefix cache in which prompts part from each other at the end of each of `DEPTH` nodes of 64 tokens, and
+/// the longest of them.
 fn parted() -> (Tree, Vec<i32>) {
     let (name, policy) =
         (Namespace::Unnamed, PolicyKind::Adaptive.policy(1 << 20, KeyTokens::of_page_size(1)));
@@ -95,8 +95,9 @@ fn parted() -> (Tree, Vec<i32>) {
     (tree, prompt)
 }
 
-/// A prefix that is locked and unlocked: if it is locked already, without a look-up; if not, when each node on its
-/// way is locked and its use noted, as what a match and an unlock cost more than a look-up that does neither.
+/// A prefix that is locked and unlocked: if it is locked already, without a look-up; if not, when each node
+/// on its way is locked and its use noted, as what a match and an unlock cost more than a look-up that does
+/// neither.
 fn locks(out: &mut impl std::io::Write) {
     let (mut tree, prompt) = parted();
     let mut counts = [0; DEPTH as usize];
@@ -200,7 +201,8 @@ impl Tier {
                         PageCopy::Out => (page, piece),
                         PageCopy::In => (piece, page),
                     };
-                    // SAFETY: pages lie in the region of the pool and pieces in theirs, which nothing else uses.
+                    // SAFETY: pages lie in the region of the pool and pieces in theirs, which nothing else
+                    // uses.
                     unsafe { target.copy_from_nonoverlapping(source, page_bytes) };
                 }
             }

@@ -214,7 +214,7 @@ impl<P: Copy> Residency<P> {
     }
 
     /// Takes note that the device has none of the pages any more.
-    pub fn set_none_above(&mut self) {
+    pub fn set_none_on_device(&mut self) {
         let [lone, present] = &mut self.order;
         present.iter_oldest().for_each(|entry| lone.push(entry));
         *present = RecencyList::default();

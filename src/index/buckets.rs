@@ -111,8 +111,8 @@ pub struct Reuse<L> {
 /// let bucket = Rounding::Pow2.bucket(100).unwrap();
 /// assert!(buckets.take(bucket, 'a').is_none());
 /// let made = buckets.add(bucket, 'a');
-/// assert!(buckets.release(made));
-/// assert!(!buckets.release(made));
+/// assert!(buckets.give_back(made));
+/// assert!(!buckets.give_back(made));
 /// assert_eq!(buckets.take(bucket, 'b').unwrap().after, Some('a'));
 /// ```
 #[derive(Clone, Debug)]
@@ -249,7 +249,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
     }
 
     /// Frees a buffer. Returns `false` and changes nothing when it was freed before.
-    pub fn release(&mut self, ticket: Ticket<BufferId>) -> bool {
+    pub fn give_back(&mut self, ticket: Ticket<BufferId>) -> bool {
         if !self.is_live(ticket) {
             return false;
         }
@@ -259,27 +259,27 @@ impl<L: Copy + PartialEq> Buckets<L> {
                 self.entries[widen(moved)].live_at = Some(at);
             }
         }
-        self.put_back(ticket.index().number());
+        self.mark_free(ticket.index().number());
         true
     }
 
-    /// Works like [`Buckets::release`], but frees into `lane`: the next owner must be ordered after the work
-    /// of that lane.
-    pub fn put_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
+    /// Works like [`Buckets::give_back`], but frees into `lane`: the next owner must be ordered after the
+    /// work of that lane.
+    pub fn give_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
         if self.is_live(ticket) {
             self.entries[widen(ticket.index().number())].lane = lane;
-            self.release(ticket);
+            self.give_back(ticket);
         }
     }
 
     /// Frees every taken buffer. Repeating the same takes returns the same buffers.
     pub fn reset(&mut self) {
         while let Some(index) = self.live.pop() {
-            self.put_back(index);
+            self.mark_free(index);
         }
     }
 
-    fn put_back(&mut self, index: u32) {
+    fn mark_free(&mut self, index: u32) {
         let entry = &mut self.entries[widen(index)];
         entry.generation += 1;
         entry.live_at = None;

@@ -396,7 +396,7 @@ impl<I: Id> FreeList<I> {
     }
 
     /// The indices that the last batch freed.
-    pub(super) fn last_given(&self) -> &[Mask] {
+    pub(super) fn last_freed(&self) -> &[Mask] {
         &self.marked
     }
 
@@ -406,7 +406,7 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Starts a batch that frees indices, all or none of them.
-    pub(super) fn give(&mut self, timing: FreeTiming) -> FreeBatch<'_, I> {
+    pub(super) fn begin_free(&mut self, timing: FreeTiming) -> FreeBatch<'_, I> {
         FreeBatch::new(self, timing)
     }
 

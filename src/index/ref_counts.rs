@@ -37,7 +37,7 @@ impl<I: Id> Ticket<I> {
     }
 }
 
-/// An index without references, which stays in use until [`RefCounts::put_back`].
+/// An index without references, which stays in use until [`RefCounts::give_back`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Returning<I>(I);
@@ -69,7 +69,7 @@ struct Entry {
 /// chunks.offer(0..2);
 /// let first = chunks.take().unwrap();
 /// let returning = chunks.release(first).unwrap().expect("the last reference");
-/// chunks.put_back(returning);
+/// chunks.give_back(returning);
 /// assert!(chunks.release(first).is_err());
 /// assert_eq!((chunks.available(), chunks.in_use()), (2, 0));
 /// ```
@@ -266,7 +266,7 @@ impl<I: Id> RefCounts<I> {
 
     /// Lets a returning index be taken again.
     #[expect(clippy::needless_pass_by_value, reason = "an index is put back once")]
-    pub fn put_back(&mut self, returning: Returning<I>) {
+    pub fn give_back(&mut self, returning: Returning<I>) {
         self.in_use -= 1;
         self.stack.push(returning.0);
     }

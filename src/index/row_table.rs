@@ -119,7 +119,7 @@ impl<I: Id> RowTable<I> {
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let capacity = self.rows.capacity();
-        let mut batch = self.rows.give(FreeTiming::Now);
+        let mut batch = self.rows.begin_free(FreeTiming::Now);
         let mut bad = BadFrees::default();
         for value in given.iter() {
             let row = u32::try_from(value).ok().map(I::new).filter(|&row| batch.list().contains(row));

@@ -341,7 +341,7 @@ impl SlotAllocator {
         let mut pages: Vec<Page> = slots.iter().map(|slot| Page::new(slot.number() / page_size)).collect();
         pages.dedup();
         pages.retain(|page| page.number() != PADDING && !continued.contains(page));
-        self.give_now(pages);
+        self.free_live_pages(pages);
     }
 
     /// Adds an owner to the pages of slots, once per page (with `page_size == 1`, once per occurrence). Each

@@ -170,7 +170,7 @@ impl BatchPlanner {
     /// [`Requests::growth_of_cached`]: crate::index::Requests::growth_of_cached
     pub fn extend(&self, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
         let mut claims = self.claim(&batch)?;
-        self.take(stream, |state, pools| state.extend(pools, batch, &mut claims, stream))
+        self.alloc_with(stream, |state, pools| state.extend(pools, batch, &mut claims, stream))
     }
 
     /// Claims the leased prefixes of a batch, by position.
@@ -213,7 +213,9 @@ impl BatchPlanner {
         pad_to: Option<&[usize]>,
         stream: Stream,
     ) -> Result<Option<Plan>> {
-        self.take(stream, |state, pools| state.decode(pools, rows, seq_lens, tokens_per_req, pad_to, stream))
+        self.alloc_with(stream, |state, pools| {
+            state.decode(pools, rows, seq_lens, tokens_per_req, pad_to, stream)
+        })
     }
 
     /// Shrinks requests to `seq_lens` tokens. Returns the number of slots given up, and the invalid ones
@@ -234,7 +236,7 @@ impl BatchPlanner {
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
-        self.give(after, stream, |state, pools, release| state.truncate(pools, rows, seq_lens, release))
+        self.free_with(after, stream, |state, pools, release| state.truncate(pools, rows, seq_lens, release))
     }
 
     /// Frees all slots and the rows of requests, and zeroes the rows. `seq_lens`, if given, must match the
@@ -256,7 +258,7 @@ impl BatchPlanner {
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
         self.make_room()?;
-        self.give(after, stream, |state, pools, release| state.finish(pools, rows, seq_lens, release))
+        self.free_with(after, stream, |state, pools, release| state.finish(pools, rows, seq_lens, release))
     }
 
     /// Gives the empty request `dst` the first `len` tokens of `src`, or returns `None` if there is no free
@@ -278,7 +280,7 @@ impl BatchPlanner {
             (state.lease_of(rows[0], &table).cloned(), rows[1])
         };
         let claim = leased.map(|lease| Claim::again(&lease, len, self.request(row), stream)).transpose()?;
-        self.take(stream, |state, pools| state.fork(pools, [src, dst], len, claim.as_ref(), stream))
+        self.alloc_with(stream, |state, pools| state.fork(pools, [src, dst], len, claim.as_ref(), stream))
     }
 
     /// An array of a plan on the device, without a copy. `None` if the planner does not build it.
@@ -304,7 +306,7 @@ impl BatchPlanner {
     }
 
     /// Calls `take` under the locks, with the allocator's handling of shortage.
-    fn take<T>(
+    fn alloc_with<T>(
         &self,
         stream: Stream,
         mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<OrShort<T>>,
@@ -312,7 +314,7 @@ impl BatchPlanner {
         self.make_room()?;
         self.retire_freed(stream);
         let mut retired = Vec::new();
-        let taken = self.slots.take(stream, |slots| {
+        let taken = self.slots.alloc_with(stream, |slots| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
             let taken = take(&mut state, Pools { slots, table: &mut table });
             retired.append(&mut state.retired);
@@ -324,7 +326,7 @@ impl BatchPlanner {
     }
 
     /// Calls `give` under the locks, with the id of a new fence if `after` is given.
-    fn give<R>(
+    fn free_with<R>(
         &self,
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
@@ -332,7 +334,7 @@ impl BatchPlanner {
     ) -> Result<R> {
         self.retire_freed(stream);
         let mut leases = Vec::new();
-        let given = self.slots.give(after, stream, |slots, fence| {
+        let given = self.slots.free_with(after, stream, |slots, fence| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
             let release = Release { fence, leases: &mut leases, stream };
             give(&mut state, Pools { slots, table: &mut table }, release)

@@ -145,7 +145,7 @@ impl BufferPool {
         if let (Some(before), Some(gpu)) = (reused.after, region.gpu()) {
             // All work that uses the buffer was enqueued before it was given back.
             if let Err(failure) = gpu.make_stream_wait(&[before], stream) {
-                self.buckets.put_back_as(ticket, before);
+                self.buckets.give_back_as(ticket, before);
                 return Err(failure);
             }
         }
@@ -190,7 +190,7 @@ impl BufferPool {
                 Ok(buffer) => buffers.push(buffer),
                 Err(failure) => {
                     for buffer in buffers.iter().rev() {
-                        self.buckets.release(buffer.ticket);
+                        self.buckets.give_back(buffer.ticket);
                     }
                     self.buckets.set_marks(marks);
                     return Err(failure);
@@ -220,7 +220,7 @@ impl BufferPool {
     /// [`ErrorKind::StaleBuffer`] if the buffer was already given back; nothing is changed.
     pub fn release(&mut self, buffer: Ticket<BufferId>) -> Result<()> {
         self.region(buffer)?;
-        self.buckets.release(buffer);
+        self.buckets.give_back(buffer);
         Ok(())
     }
 

@@ -128,7 +128,7 @@ impl ChunkStates {
         while let Some(index) = self.returning.get(at).map(Returning::index) {
             if self.copies.get_mut(&index).map_or(Ok(true), ChunkCopies::is_over)? {
                 self.copies.remove(&index);
-                self.chunks.put_back(self.returning.remove(at));
+                self.chunks.give_back(self.returning.remove(at));
             } else {
                 at += 1;
             }
@@ -137,13 +137,13 @@ impl ChunkStates {
     }
 
     /// Makes a chunk without references available, at once or when its copies are complete.
-    fn put_back(&mut self, returning: Returning<ChunkId>) {
+    fn give_back(&mut self, returning: Returning<ChunkId>) {
         let index = returning.index();
         // After a driver error, the copies are polled again when the chunk is needed.
         let is_over = self.copies.get_mut(&index).is_none_or(|copies| matches!(copies.is_over(), Ok(true)));
         if is_over {
             self.copies.remove(&index);
-            self.chunks.put_back(returning);
+            self.chunks.give_back(returning);
         } else {
             self.returning.push(returning);
         }
@@ -394,7 +394,7 @@ impl ChunkPool {
         match state.chunks.release(chunk) {
             Ok(last) => {
                 if let Some(returning) = last {
-                    state.put_back(returning);
+                    state.give_back(returning);
                 }
                 Ok(BadFrees::default())
             }

@@ -120,7 +120,7 @@ impl Fences {
     }
 
     /// Removes all fences. Drop them without locks.
-    pub(super) fn take(&mut self) -> Self {
+    pub(super) fn take_all(&mut self) -> Self {
         std::mem::take(self)
     }
 

@@ -315,11 +315,11 @@ impl HostTier {
         std::iter::once(&self.pages).chain(&self.states)
     }
 
-    /// Makes it the tier of a prefix cache, until [`Self::let_go`].
+    /// Makes it the tier of a prefix cache, until [`Self::detach`].
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if another one has it.
-    pub(super) fn take(&self) -> Result<()> {
+    pub(super) fn attach(&self) -> Result<()> {
         if self.is_taken.swap(true, Ordering::AcqRel) {
             return Err(Error::config("the host tier belongs to another prefix cache"));
         }
@@ -334,9 +334,9 @@ impl HostTier {
         }
     }
 
-    /// Ends [`Self::take`]: the device has none of the pages now.
-    pub(super) fn let_go(&self) {
-        self.storages().for_each(Storage::set_none_above);
+    /// Ends [`Self::attach`]: the device has none of the pages now.
+    pub(super) fn detach(&self) {
+        self.storages().for_each(Storage::set_none_on_device);
         self.is_taken.store(false, Ordering::Release);
     }
 

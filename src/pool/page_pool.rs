@@ -150,7 +150,7 @@ impl PagePool {
             Some(ticket) if bad.dropped() == 0 => {
                 // A page has one reference, because pages are not retained.
                 if let Ok(Some(returning)) = self.pages.release(ticket) {
-                    self.pages.put_back(returning);
+                    self.pages.give_back(returning);
                 }
             }
             _ => self.pages.note_dropped(),

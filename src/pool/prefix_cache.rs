@@ -357,8 +357,8 @@ impl PrefixCache {
     /// [`Self::match_prefix`] tells how much can be loaded.
     ///
     /// # Errors
-    /// See [`Self::match_prefix`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when no
-    /// thread can be started.
+    /// See [`Self::match_prefix`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
+    /// no thread can be started.
     pub fn fetch(
         &self,
         namespace: &Namespace,

@@ -433,7 +433,7 @@ impl SlotTensors {
         keeps.extend(self.deferred.clear());
         self.slots.clear();
         self.clears += 1;
-        (keeps, self.fences.take())
+        (keeps, self.fences.take_all())
     }
 
     /// The free pages in the order in which they are handed out, without a merge.

@@ -298,7 +298,7 @@ impl Stage {
     }
 
     /// Takes a run of `least` to `most` positions.
-    fn claim(&mut self, least: usize, most: usize) -> Result<Range<usize>> {
+    fn take_run(&mut self, least: usize, most: usize) -> Result<Range<usize>> {
         for range in self.returned.take() {
             let (start, end) = (range.start / self.size(), range.end / self.size());
             self.free.insert_run(start, end - start);
@@ -333,7 +333,7 @@ impl Stage {
     /// Writes at least the first `least` of `values` to free positions. Also returns the event after the
     /// write.
     fn write(&mut self, least: usize, values: &[i32], stream: Stream) -> Result<(Range<usize>, Arc<Event>)> {
-        let positions = self.claim(least, values.len())?;
+        let positions = self.take_run(least, values.len())?;
         let written = self.copy_in(&positions, &values[..positions.len()], stream).inspect_err(|_| {
             self.free.insert_run(positions.start, positions.len());
         })?;

@@ -183,7 +183,7 @@ impl TokenToKvPoolAllocator {
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
         // Written in place: a grant is large, and each result around it would be a copy.
         let mut granted = None;
-        self.take(stream, |slots| {
+        self.alloc_with(stream, |slots| {
             let taken = slots.alloc(count, stream)?;
             Ok(taken.map(|taken| granted = Some(Grant::new(self, taken, Vec::new(), slots))))
         })
@@ -208,7 +208,7 @@ impl TokenToKvPoolAllocator {
             }
             Ok(slots.take_cached_pages(count, owner)?.map(Some))
         };
-        Ok(self.take(stream, take)?.flatten())
+        Ok(self.alloc_with(stream, take)?.flatten())
     }
 
     /// Works like [`Self::alloc`], with slots in one ascending run: the one which `fit` says. Reclaims
@@ -217,7 +217,7 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// See [`Self::alloc`].
     pub fn alloc_contiguous(&self, count: usize, fit: Fit, stream: Stream) -> Result<Option<Grant<'_>>> {
-        self.take(stream, |slots| {
+        self.alloc_with(stream, |slots| {
             let taken = slots.alloc_contiguous(count, fit, stream)?;
             Ok(taken.map(|view| Grant::new(self, GrantedSlots::Tensor(view), Vec::new(), slots)))
         })
@@ -241,7 +241,7 @@ impl TokenToKvPoolAllocator {
     ) -> Result<Option<Grant<'_>>> {
         let lens = BatchLens { prefix: prefix_lens, seq: seq_lens };
         let ends = LastLocs::new(last_loc, self.device())?;
-        self.take(stream, |slots| {
+        self.alloc_with(stream, |slots| {
             let taken = slots.alloc_extend(lens, &ends, stream)?;
             Ok(taken.map(|(view, continued)| Grant::new(self, GrantedSlots::Tensor(view), continued, slots)))
         })
@@ -284,7 +284,7 @@ impl TokenToKvPoolAllocator {
         // Owners that a failed call does not use are dropped when no lock is held.
         let mut keep = Some(keep);
         let keep = || keep.take().and_then(|keep| keep());
-        self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
+        self.free_with(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
     /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position of
@@ -302,7 +302,7 @@ impl TokenToKvPoolAllocator {
     ) -> Result<BadFrees> {
         // Dropped without the lock: they may be the last owners of foreign objects.
         let mut abandoned = Vec::new();
-        self.give(after, stream, |slots, id| {
+        self.free_with(after, stream, |slots, id| {
             slots.free_pages(given, freed_as, id, &keep, &mut abandoned, stream)
         })
     }
@@ -421,7 +421,7 @@ impl TokenToKvPoolAllocator {
 
     /// Calls `free`, with the id of a new fence if `after` is given.
     #[inline]
-    pub(super) fn give<R>(
+    pub(super) fn free_with<R>(
         &self,
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
@@ -496,7 +496,7 @@ impl TokenToKvPoolAllocator {
 
     /// Discards all fences. Their slots stay in use until [`Self::clear`].
     pub fn forget_fences(&self) {
-        let fences = self.lock().fences_mut().take();
+        let fences = self.lock().fences_mut().take_all();
         drop(fences);
     }
 

@@ -53,7 +53,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     /// Adds the live indices of `mask`, and returns the bits of the others.
     #[inline]
     pub(crate) fn add(&mut self, mask: Mask) -> u64 {
-        let given = self.list.records.give(mask, self.to);
+        let given = self.list.records.give_back(mask, self.to);
         if given.bits != 0 {
             self.list.marked.push(given);
         }
@@ -64,7 +64,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     /// how many masks were added.
     #[inline]
     pub(crate) fn add_while_live(&mut self, masks: &[Mask], count: usize) -> usize {
-        let done = self.list.records.give_while_live(masks, count, self.to);
+        let done = self.list.records.give_back_while_live(masks, count, self.to);
         self.list.marked.extend_from_slice(&masks[..done]);
         done
     }

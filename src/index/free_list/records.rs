@@ -162,7 +162,7 @@ impl Records {
 
     /// Moves the live indices of `mask`, which lies in the space, to a set and returns them.
     #[inline]
-    pub(super) fn give(&mut self, mask: Mask, to: Set) -> Mask {
+    pub(super) fn give_back(&mut self, mask: Mask, to: Set) -> Mask {
         let at = widen(mask.word);
         let Record { free, released } = self.sets[at];
         let given = Mask { bits: mask.bits & !(free | released | self.fenced(at)), ..mask };
@@ -172,19 +172,19 @@ impl Records {
         given
     }
 
-    /// Works like [`Records::give`], for `masks` with `count` indices in all, up to the first mask with an
-    /// index that is not live. Returns how many masks were moved.
+    /// Works like [`Records::give_back`], for `masks` with `count` indices in all, up to the first mask with
+    /// an index that is not live. Returns how many masks were moved.
     #[inline]
-    pub(super) fn give_while_live(&mut self, masks: &[Mask], count: usize, to: Set) -> usize {
+    pub(super) fn give_back_while_live(&mut self, masks: &[Mask], count: usize, to: Set) -> usize {
         if to == Set::Fenced || self.count(Set::Fenced) > 0 {
             return 0;
         }
         // A function for each set: choosing it for each record makes a free of scattered indices a tenth
         // slower.
         let done = if to == Set::Free {
-            give_masks(masks, &mut self.sets, |record| &mut record.free, &mut self.with_free)
+            give_back_masks(masks, &mut self.sets, |record| &mut record.free, &mut self.with_free)
         } else {
-            give_masks(masks, &mut self.sets, |record| &mut record.released, &mut self.with_released)
+            give_back_masks(masks, &mut self.sets, |record| &mut record.released, &mut self.with_released)
         };
         let is_all = done == masks.len();
         self.counts[to as usize] +=
@@ -346,7 +346,7 @@ fn next_block<const MERGE: bool>(with_free: &Bitmap, with_released: &Bitmap, fro
 /// Adds `masks` to the sets that `set` names, and their records to `numbers`, up to the first mask with an
 /// index that is free or released. Returns how many masks were added.
 #[inline]
-fn give_masks(
+fn give_back_masks(
     masks: &[Mask],
     sets: &mut [Record],
     set: impl Fn(&mut Record) -> &mut u64,

@@ -39,19 +39,19 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
         self.book.record_take(ticket.range());
     }
 
-    /// Calls [`Buckets::release`] and records it.
-    pub fn release(&mut self, ticket: Ticket<BufferId>) -> bool {
-        let is_released = self.inner.release(ticket);
-        if is_released {
+    /// Calls [`Buckets::give_back`] and records it.
+    pub fn give_back(&mut self, ticket: Ticket<BufferId>) -> bool {
+        let is_given_back = self.inner.give_back(ticket);
+        if is_given_back {
             self.book.record_release(ticket.range());
         }
-        is_released
+        is_given_back
     }
 
-    /// Calls [`Buckets::put_back_as`] and records it.
-    pub fn put_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
+    /// Calls [`Buckets::give_back_as`] and records it.
+    pub fn give_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
         if self.inner.is_live(ticket) {
-            self.inner.put_back_as(ticket, lane);
+            self.inner.give_back_as(ticket, lane);
             self.book.record_release(ticket.range());
         }
     }

@@ -78,8 +78,8 @@ impl<I: Id> Ledgered<RefCounts<I>> {
         Ok(returning)
     }
 
-    /// Calls [`RefCounts::put_back`].
-    pub fn put_back(&mut self, returning: Returning<I>) {
-        self.inner.put_back(returning);
+    /// Calls [`RefCounts::give_back`].
+    pub fn give_back(&mut self, returning: Returning<I>) {
+        self.inner.give_back(returning);
     }
 }

@@ -97,7 +97,7 @@ impl Ledgered<SlotAllocator> {
     #[inline]
     fn note_given(&mut self, is_free: bool) {
         let Some(ledger) = self.book.ledger_mut() else { return };
-        let given = || self.inner.pages().last_given().iter().flat_map(|mask| mask.ranges());
+        let given = || self.inner.pages().last_freed().iter().flat_map(|mask| mask.ranges());
         given().for_each(|pages| ledger.record_release(pages));
         if is_free {
             given().for_each(|pages| ledger.record_free(pages));
@@ -181,7 +181,7 @@ impl Ledgered<SlotAllocator> {
     #[inline]
     pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if !self.inner.in_group() {
-            return self.give(given, None, on_bad);
+            return self.free_explained(given, None, on_bad);
         }
         let answer = self.inner.free(given, on_bad);
         self.book.sign_group(self.inner.grouped());
@@ -193,7 +193,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free_now`].
     pub fn free_now(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.give(given, None, on_bad)
+        self.free_explained(given, None, on_bad)
     }
 
     /// Calls [`SlotAllocator::free_after`] and records it.
@@ -201,7 +201,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free_after`].
     pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.give(given, Some(fence), on_bad)
+        self.free_explained(given, Some(fence), on_bad)
     }
 
     /// [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`] for values that several calls collected.
@@ -219,7 +219,7 @@ impl Ledgered<SlotAllocator> {
         if let Some(ledger) = self.book.ledger_mut() {
             ledger.set_givers(given, by, |slot| u32::try_from(slot / page_size).ok());
         }
-        let answer = self.give(given, fence, on_bad);
+        let answer = self.free_explained(given, fence, on_bad);
         if let Some(ledger) = self.book.ledger_mut() {
             ledger.clear_givers();
         }
@@ -227,7 +227,12 @@ impl Ledgered<SlotAllocator> {
     }
 
     #[inline]
-    fn give(&mut self, given: &IndexVec, fence: Option<FenceId>, on_bad: OnBadFree) -> Result<BadFrees> {
+    fn free_explained(
+        &mut self,
+        given: &IndexVec,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+    ) -> Result<BadFrees> {
         let (book, page_size) = (&self.book, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| book.explain(bad, |slot| slot / page_size);
         let bad = self.inner.free_explained(given, fence, on_bad, explain)?;

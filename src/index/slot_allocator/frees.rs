@@ -14,8 +14,8 @@ impl SlotAllocator {
     /// The page of every slot is freed, once. Slots that are not live are dropped, counted and reported.
     ///
     /// # Errors
-    /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
-    /// would be dropped, and nothing is changed.
+    /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when
+    /// anything would be dropped, and nothing is changed.
     pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
             group.given.extend(given.iter());
@@ -68,7 +68,7 @@ impl SlotAllocator {
             given.pages.masks().iter().for_each(|mask| freed(*mask, false));
             for page in given.shared {
                 if self.owners.complete(page) {
-                    self.give_now([page]);
+                    self.free_live_pages([page]);
                     freed(Mask::of(page.number()), true);
                 }
             }
@@ -87,8 +87,8 @@ impl SlotAllocator {
     }
 
     /// Frees live pages, bypassing groups and reports.
-    pub(super) fn give_now(&mut self, pages: impl IntoIterator<Item = Page>) {
-        let mut batch = self.pages.give(FreeTiming::Now);
+    pub(super) fn free_live_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
+        let mut batch = self.pages.begin_free(FreeTiming::Now);
         for page in pages {
             batch.add(Mask::of(page.number()));
         }
@@ -108,14 +108,14 @@ impl SlotAllocator {
         {
             // An empty batch, so that no earlier one passes for the last.
             self.owners.remove(FreeTiming::Now).commit();
-            self.give_now([page]);
+            self.free_live_pages([page]);
             return Ok(BadFrees::default());
         }
         let (page_size, capacity) = (self.page_size, self.capacity());
         let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
         let mut freeing = Freeing {
             page_size,
-            batch: self.pages.give(timing),
+            batch: self.pages.begin_free(timing),
             owners: self.owners.remove(timing),
             named: &mut self.named,
             bad: BadFrees::default(),

@@ -105,7 +105,7 @@ impl SlotAllocator {
     pub fn release(&mut self, runs: &[Run<Page>], fence: Option<FenceId>) -> Result<()> {
         self.check_within(runs, "released")?;
         let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
-        let (mut batch, mut owners) = (self.pages.give(timing), self.owners.remove(timing));
+        let (mut batch, mut owners) = (self.pages.begin_free(timing), self.owners.remove(timing));
         for mask in masks_of(runs) {
             let is_plain = owners.owners().is_trivial_for(mask) && owners.pages().is_empty();
             let mut shared = 0;

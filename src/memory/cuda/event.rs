@@ -69,6 +69,6 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        self.gpu.return_event(self.handle);
+        self.gpu.give_back_event(self.handle);
     }
 }

@@ -428,7 +428,7 @@ impl Gpu {
         free.map_or_else(|| self.driver.create_event(), Ok)
     }
 
-    pub(super) fn return_event(&self, event: EventHandle) {
+    pub(super) fn give_back_event(&self, event: EventHandle) {
         lock(&self.free_events).push(event);
     }
 }

@@ -179,8 +179,8 @@ impl Storage {
         self.resident().set_device_presence(keys, presence);
     }
 
-    pub(super) fn set_none_above(&self) {
-        self.resident().set_none_above();
+    pub(super) fn set_none_on_device(&self) {
+        self.resident().set_none_on_device();
     }
 
     /// Takes a place for each key that is not here, in order and as long as there are places. Returns those

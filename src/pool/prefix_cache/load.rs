@@ -492,7 +492,7 @@ impl Drop for SharedLoad {
         self.shared.change_loading(self.clears, |loading| loading - pages.len());
         let given = Released { pages, states: state.into_iter().collect() };
         let pieces = lock(&self.pieces).take();
-        call.give_back_behind(self.clears, given, &self.copies.transfer, pieces);
+        call.give_back_after(self.clears, given, &self.copies.transfer, pieces);
         if let Some(hold) = hold {
             call.release(hold, self.clears);
         }

@@ -44,7 +44,7 @@ impl Pins {
     }
 
     /// Removes a pin that is over at `now`.
-    pub(super) fn take_over(&mut self, now: Instant) -> Option<Hold> {
+    pub(super) fn take_ended(&mut self, now: Instant) -> Option<Hold> {
         let first = self.by_end.first_entry().filter(|first| first.key().0 <= now)?;
         let (end, Pin { hold, namespace }) = first.remove_entry();
         if let Some(ends) = self.by_name.get_mut(&namespace) {

@@ -180,7 +180,7 @@ impl CacheCall<'_> {
     #[cold]
     pub(super) fn end_pins(&self, cache: &mut CacheState) {
         let now = Instant::now();
-        while let Some(pinned) = cache.pins.take_over(now) {
+        while let Some(pinned) = cache.pins.take_ended(now) {
             let evicted = cache.tree.unpin(pinned);
             self.give_back(cache, evicted);
         }
@@ -214,14 +214,16 @@ impl CacheCall<'_> {
     /// call finds these pages in between.
     pub(super) fn give_back(&self, cache: &CacheState, evicted: Evicted) -> usize {
         let Evicted { pages, states, .. } = evicted;
-        let Some(below) = &cache.below else { return self.give(cache.clears, &Released { pages, states }) };
+        let Some(below) = &cache.below else {
+            return self.give_back_now(cache.clears, &Released { pages, states });
+        };
         let (idle, busy) = below.divide(pages, states);
-        let freed = self.give(cache.clears, &idle);
-        freed + busy.map_or(0, |(busy, copy)| self.give_back_behind(cache.clears, busy, &copy, None))
+        let freed = self.give_back_now(cache.clears, &idle);
+        freed + busy.map_or(0, |(busy, copy)| self.give_back_after(cache.clears, busy, &copy, None))
     }
 
     /// Returns pages and snapshots to their pools at once. Returns the number of pages that became free.
-    pub(super) fn give(&self, clears: u64, released: &Released) -> usize {
+    pub(super) fn give_back_now(&self, clears: u64, released: &Released) -> usize {
         let mut freed = 0;
         if !released.pages.is_empty() {
             // A cleared allocator has its pages already.
@@ -238,7 +240,7 @@ impl CacheCall<'_> {
 
     /// Returns pages and snapshots to their pools when `copy` is over, and drops the `pieces` that it needs.
     /// Returns the number of pages.
-    pub(super) fn give_back_behind(
+    pub(super) fn give_back_after(
         &self,
         clears: u64,
         released: Released,
@@ -246,7 +248,7 @@ impl CacheCall<'_> {
         pieces: Option<HeldPieces>,
     ) -> usize {
         if copy.is_over().unwrap_or(false) {
-            return self.give(clears, &released);
+            return self.give_back_now(clears, &released);
         }
         let Released { pages, states: slots } = released;
         let fence: Arc<dyn Fence> = Arc::clone(copy) as _;

@@ -50,7 +50,7 @@ impl TierLink {
         let model = store.as_ref().map(|store| store.model.clone());
         let backing = store.map(|LowerStore { store, model }| Backing::new(&tier, store, (&model, digest)));
         let backing = backing.transpose()?;
-        tier.take()?;
+        tier.attach()?;
         tier.set_model(model.as_deref());
         let (writes, pages, states) = (VecDeque::new(), HashMap::new(), HashMap::new());
         Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), loads: Vec::new() })
@@ -228,7 +228,7 @@ impl TierLink {
         if let Some(backing) = &self.backing {
             backing.finish();
         }
-        self.tier.let_go();
+        self.tier.detach();
     }
 }
 

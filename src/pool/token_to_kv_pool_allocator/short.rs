@@ -95,7 +95,7 @@ impl TokenToKvPoolAllocator {
 
     /// Calls `take` until it succeeds, or until nothing is left to reclaim or to wait for: then `None`.
     #[inline]
-    pub(in crate::pool) fn take<T>(
+    pub(in crate::pool) fn alloc_with<T>(
         &self,
         stream: Stream,
         mut take: impl FnMut(&mut SlotTensors) -> Result<OrShort<T>>,

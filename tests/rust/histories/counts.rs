@@ -78,7 +78,7 @@ fn step(source: &mut Source<'_>, counts: &mut RefCounts<ChunkId>, model: &mut Mo
         _ if !model.returning.is_empty() => {
             let returning = model.returning.swap_remove(source.below(model.returning.len()));
             model.free.push(returning.index().number());
-            counts.put_back(returning);
+            counts.give_back(returning);
         }
         _ => counts.note_dropped(),
     }

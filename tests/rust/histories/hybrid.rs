@@ -1,8 +1,8 @@
 //! The hybrid tree: requests of an engine that acts between its steps, against dictionaries of prefixes.
 //!
-//! The model knows pages, not nodes: each prefix has the slots of its last page, and perhaps windows of theirs
-//! and a state. Where nodes end it asks the tree, for prefixes are found and windows are locked by whole nodes.
-//! Nor does it know which of several leaves goes first.
+//! The model knows pages, not nodes: each prefix has the slots of its last page, and perhaps windows of
+//! theirs and a state. Where nodes end it asks the tree, for prefixes are found and windows are locked by
+//! whole nodes. Nor does it know which of several leaves goes first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -251,7 +251,8 @@ impl Hybrid {
         found
     }
 
-    /// Inserts a prompt with slots of its own, or the rest of one behind a prefix that was locked or just found.
+    /// Inserts a prompt with slots of its own, or the rest of one behind a prefix that was locked or just
+    /// found.
     fn insert(&mut self, source: &mut Source<'_>) {
         let (mut name, mut tokens, mut found) = (source.within(0, 2), tokens(source, 18), 0);
         if !self.held.is_empty() && source.flip() {
@@ -381,8 +382,8 @@ impl Hybrid {
         }
     }
 
-    /// Gives the tokens from `start` on slots of the engine, where these are not theirs already. Returns those
-    /// that they had.
+    /// Gives the tokens from `start` on slots of the engine, where these are not theirs already. Returns
+    /// those that they had.
     fn adopt(&mut self, going: &mut Going, start: usize, slots: &[EngineSlot]) -> Vec<EngineSlot> {
         let mut old = Vec::new();
         for (page, slots) in slots.chunks(self.config.page_size).enumerate() {

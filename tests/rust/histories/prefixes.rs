@@ -1,5 +1,5 @@
-//! The prefix cache on an allocator: a naive dictionary of prefixes, with the leases and pins that hold them, and
-//! with snapshots of states.
+//! The prefix cache on an allocator: a naive dictionary of prefixes, with the leases and pins that hold them,
+//! and with snapshots of states.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hasher};
@@ -301,8 +301,8 @@ impl Prefixes {
         total - self.own.len() - self.fenced_pages() - self.cached.len()
     }
 
-    /// Drops the prefixes that are gone, which must be `count`: none of them leased, and none retained as long as
-    /// another was evictable.
+    /// Drops the prefixes that are gone, which must be `count`: none of them leased, and none retained as
+    /// long as another was evictable.
     fn note_evicted(&mut self, count: usize) {
         let gone: Vec<Key> = self.cached.keys().filter(|key| !self.is_cached(key)).cloned().collect();
         assert_eq!(gone.len(), count, "evicted {gone:?}");
@@ -396,7 +396,8 @@ impl Prefixes {
         }
     }
 
-    /// The snapshots of which one is given up for another at `end`, behind lease `at`; `None` if none is kept there.
+    /// The snapshots of which one is given up for another at `end`, behind lease `at`; `None` if none is kept
+    /// there.
     fn victims(&mut self, at: usize, end: &Key) -> Option<Vec<Key>> {
         let tracks = self.states.as_ref().map_or(0, |states| states.config().max_track_slots);
         if end.1.is_empty() || self.snapshots.contains_key(end) {
@@ -600,7 +601,8 @@ impl Prefixes {
     fn pin(&mut self, source: &mut Source<'_>) {
         let Some(HeldLease { lease, name, end, .. }) = self.held.last() else { return };
         let priority = u8::try_from(source.below(3)).expect("small");
-        // Pins that are over at once, ones that only change the order, and ones that do not end by themselves.
+        // Pins that are over at once, ones that only change the order, and ones that do not end by
+        // themselves.
         let time = source.of(&[None, Some(Duration::ZERO), Some(LONG)]);
         let way: BTreeSet<Key> = self.prefixes_of(end.0, &end.1).collect();
         let pinned =

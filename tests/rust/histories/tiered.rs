@@ -1,8 +1,8 @@
-//! A prefix cache with host memory below, and perhaps a store below that, which outlives both: what is found or loaded is right to the byte, nothing is written to slots
-//! that have a new owner, and nothing is lost.
+//! A prefix cache with host memory below, and perhaps a store below that, which outlives both: what is found
+//! or loaded is right to the byte, nothing is written to slots that have a new owner, and nothing is lost.
 //!
-//! Copies run on threads, so that each run has its own order of events. The contents of a row tell all tokens up to its
-//! position, the layer and the kind.
+//! Copies run on threads, so that each run has its own order of events. The contents of a row tell all tokens
+//! up to its position, the layer and the kind.
 
 use std::collections::BTreeSet;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -174,8 +174,9 @@ impl HybridTree {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) while another insertion is going on, and without
-    /// a state where nodes have states; the error of `slots`. An insertion that has failed is to be ended with
-    /// [`HybridTree::end_insertion`]. Tokens that earlier steps have added stay, and no others are added.
+    /// a state where nodes have states; the error of `slots`. An insertion that has failed is to be ended
+    /// with [`HybridTree::end_insertion`]. Tokens that earlier steps have added stay, and no others are
+    /// added.
     pub fn begin(
         &mut self,
         name: &Namespace,
