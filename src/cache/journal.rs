@@ -90,14 +90,14 @@ const MAX_EVENTS: usize = 1 << 16;
 const MAX_TOKENS: usize = 1 << 21;
 
 impl Journal {
-    /// Takes note that a tier has pages that follow each other.
+    /// Records that a tier has pages that follow each other.
     pub(super) fn stored(&mut self, tier: Tier, run: KeyedRun<'_>) {
         let KeyedRun { namespace, parent, tokens, keys } = run;
         let (pages, tokens, namespace) = (keys.to_vec(), tokens.to_vec(), namespace.clone());
         self.push(CacheEvent::Stored { pages, parent, tokens, namespace, tier });
     }
 
-    /// Takes note that pages are found no more in a tier.
+    /// Records that pages are found no more in a tier.
     pub(super) fn removed(&mut self, tier: Tier, keys: Vec<PageHash>) {
         let all = self.tokens + keys.len();
         match self.events.back_mut() {
@@ -110,7 +110,7 @@ impl Journal {
         }
     }
 
-    /// Takes note that nothing is found any more.
+    /// Records that nothing is found any more.
     pub(super) fn cleared(&mut self) {
         self.begin_anew();
     }

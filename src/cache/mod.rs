@@ -1,7 +1,7 @@
 //! The contents of a prefix cache: the tokens that have pages, their users, and the order of eviction.
 //!
 //! [`Tree`] maps tokens to pages. It decides which pages are cached, not which are free: their ownership lies
-//! with [`index`](crate::index), and [`pool`](crate::pool) moves both together. It knows no address, no
+//! with [`index`](crate::index), and [`pool`](crate::pool) moves both together. It deals with no address, no
 //! device and no clock, and is not synchronised.
 //!
 //! | for | use |

@@ -1,7 +1,7 @@
 //! The nodes of a tree by number, and the names by which callers hold them.
 //!
 //! The number of a node that is gone is used again, so that the arena stays as small as the tree was large. A
-//! [`NodeHandle`] tells the nodes of one number apart.
+//! [`NodeHandle`] distinguishes the nodes of one number.
 
 use std::collections::HashSet;
 use std::ops::{Index, IndexMut};
@@ -150,7 +150,7 @@ impl<N> NodeArena<N> {
         self.nodes.iter_mut()
     }
 
-    /// The numbers that are in use, at the cost of a look at every number.
+    /// The numbers that are in use, at the cost of a visit of every number.
     pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
         let vacant: HashSet<_> = self.vacant.iter().copied().collect();
         self.iter().map(|(id, _)| id).filter(move |&id| !vacant.contains(&id) && !self.is_retired(id))

@@ -1,5 +1,5 @@
-//! The choice of what to evict next: the trait [`Policy`], what it is told about a node ([`History`]), and
-//! the policies.
+//! The choice of what to evict next: the trait [`Policy`], the record of a node that it gets
+//! ([`History`]), and the policies.
 //!
 //! A policy owns the order of the evictable leaves and what it has learned; the tree owns the nodes. The tree
 //! names every leaf that becomes evictable ([`Policy::insert`]) or ceases to be ([`Policy::remove`]) and asks
@@ -110,7 +110,7 @@ impl History {
         Self { published: now, used: now, uses: remembered.uses.saturating_add(1), priority: 0 }
     }
 
-    /// Counts a use. Report it with [`Policy::note_used`] first, which wants the history before.
+    /// Counts a use. Call [`Policy::record_use`] first, which needs the history before.
     pub const fn touch(&mut self, now: Tick) {
         self.used = now;
         self.uses = self.uses.saturating_add(1);
@@ -146,7 +146,7 @@ pub trait Policy: fmt::Debug + Send {
     fn bytes(&self) -> usize;
 
     /// A request found `tokens` tokens with the history `before`.
-    fn note_used(&mut self, history: &History, tokens: u32, now: Tick) {
+    fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {
         let _ = (history, tokens, now);
     }
 
@@ -158,13 +158,13 @@ pub trait Policy: fmt::Debug + Send {
 
     /// The block `key` is new in the cache. Returns what is remembered of an earlier stay; pages whose
     /// answers differ belong into different nodes.
-    fn note_published(&mut self, key: PageKey, now: Tick) -> Remembered {
+    fn record_publication(&mut self, key: PageKey, now: Tick) -> Remembered {
         let _ = (key, now);
         Remembered::default()
     }
 
     /// The block `key` was evicted.
-    fn note_evicted(&mut self, key: PageKey, history: &History, now: Tick) {
+    fn record_eviction(&mut self, key: PageKey, history: &History, now: Tick) {
         let _ = (key, history, now);
     }
 }

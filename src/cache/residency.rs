@@ -195,7 +195,7 @@ impl<P: Copy> Residency<P> {
         self.release(entry)
     }
 
-    /// Takes note that the device has pages, or has them no more, which is a use: the last is evicted last.
+    /// Records that the device has pages, or has them no more, which is a use: the last is evicted last.
     /// Those that are not complete here are left out.
     pub fn set_device_presence<'a>(
         &mut self,
@@ -213,7 +213,7 @@ impl<P: Copy> Residency<P> {
         }
     }
 
-    /// Takes note that the device has none of the pages any more.
+    /// Records that the device has none of the pages any more.
     pub fn set_none_on_device(&mut self) {
         let [lone, present] = &mut self.order;
         present.iter_oldest().for_each(|entry| lone.push(entry));

@@ -312,7 +312,7 @@ impl Tree {
         self.counts.locked * self.page_size
     }
 
-    /// The pages that leases hold, at the cost of a look at every node.
+    /// The pages that leases hold, at the cost of a visit of every node.
     #[must_use]
     pub fn locked_pages(&self) -> Vec<Page> {
         let locked = self.all_runs().filter(|&id| self.node(id).locks > 0 || self.is_covered(id));
@@ -365,7 +365,7 @@ impl Tree {
         }
         match node.kind {
             Kind::Root => drop(self.roots.remove(root)),
-            Kind::Detached => self.roots.note_detached_gone(),
+            Kind::Detached => self.roots.count_detached_gone(),
             Kind::Run => return,
         }
         self.nodes.vacate(root);
@@ -394,7 +394,7 @@ impl Tree {
         let parent = self.node(id).parent;
         self.node_mut(parent).children += 1;
         if self.is_tail(id) {
-            return self.note_tail(id);
+            return self.record_tail(id);
         }
         let fingerprint = self.fingerprint(&self.node(id).tokens[..self.step]);
         self.edges.insert(parent, fingerprint, id);

@@ -1,7 +1,7 @@
 //! Ranges of any length in one address space, each freed when its owner is done with it.
 //!
-//! It knows offsets, not memory. Use it for memory that others own; [`Arena`](super::Arena) is for what is
-//! freed as a whole.
+//! It deals with offsets, not memory. Use it for memory that others own; [`Arena`](super::Arena) is for what
+//! is freed as a whole.
 
 use std::ops::Range;
 
@@ -102,7 +102,7 @@ impl AddressSpace {
     /// them.
     pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
         let taken = self.gaps.cut(self.rounded(bytes.max(1))?, 1)?;
-        self.note_taken(taken.len());
+        self.count_taken(taken.len());
         Some(taken)
     }
 
@@ -122,13 +122,13 @@ impl AddressSpace {
         while starts.len() < count {
             let taken =
                 self.gaps.cut(bytes, count - starts.len()).expect("as many pieces as this were found to fit");
-            self.note_taken(taken.len());
+            self.count_taken(taken.len());
             starts.extend(taken.step_by(bytes));
         }
         Ok(Some(starts))
     }
 
-    fn note_taken(&mut self, bytes: usize) {
+    fn count_taken(&mut self, bytes: usize) {
         self.used += bytes;
         self.high_water = self.high_water.max(self.used);
     }

@@ -1,6 +1,6 @@
 //! A bump allocator of byte ranges. Single ranges can be freed; [`Arena::reset`] frees all of them.
 //!
-//! Use it for memory that is reset as a whole, such as the temporaries of a step. It knows offsets, not
+//! Use it for memory that is reset as a whole, such as the temporaries of a step. It deals in offsets, not
 //! memory.
 
 use std::iter::once;

@@ -1,4 +1,5 @@
-//! Buffers by size class: the bucket of each size, and ownership of each buffer. Knows sizes, not memory.
+//! Buffers by size class: the bucket of each size, and ownership of each buffer. It deals with sizes, not
+//! memory.
 
 use crate::base::bounded::narrow;
 use crate::base::{BufferId, Error, Id, Result, widen};
@@ -320,6 +321,6 @@ impl<L: Copy + PartialEq> Buckets<L> {
         let wrong =
             (0..).zip(&self.live).find(|&(at, &index)| self.entries[widen(index)].live_at != Some(at));
         wrong
-            .map(|(at, index)| format!("buffer {index} does not know that it is number {at} of those in use"))
+            .map(|(at, index)| format!("buffer {index} has no record that it is number {at} of those in use"))
     }
 }

@@ -11,7 +11,7 @@ use super::ledger::Book;
 
 /// An ownership structure and the [`Book`] that records its takes and frees.
 ///
-/// Every method that changes an owner is here: it calls the structure, which knows of no ledger, and records
+/// Every method that changes an owner is here: it calls the structure, which has no ledger, and records
 /// the result. While the book is closed nothing is recorded, and a call costs one more branch.
 ///
 /// ```

@@ -179,7 +179,7 @@ impl<I: Id> RefCounts<I> {
     }
 
     /// Counts a free that was dropped.
-    pub const fn note_dropped(&mut self) {
+    pub const fn count_dropped(&mut self) {
         self.dropped_frees += 1;
     }
 

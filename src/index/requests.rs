@@ -536,7 +536,7 @@ impl Requests {
     }
 
     /// Records that the table has all slots of the requests of a batch.
-    pub fn note_written(&mut self, batch: &[Growth]) {
+    pub fn record_written(&mut self, batch: &[Growth]) {
         for growth in batch {
             self.request_mut(growth.row).unwritten = Request::WRITTEN;
         }

@@ -150,7 +150,7 @@ impl<I: Id> RowTable<I> {
 
     /// Records that columns below `end` of `row` were written. `row` may be any row, including the padding
     /// row.
-    pub fn note_written(&mut self, row: I, end: u32) {
+    pub fn record_written(&mut self, row: I, end: u32) {
         let extent = &mut self.written[widen(row.number())];
         *extent = (*extent).max(end);
     }

@@ -1,7 +1,7 @@
 //! Token slots: pages of one or more slots, allocated here and freed in bulk in `frees`.
 //!
 //! A slot belongs to a page, and every page is free, released, fenced or live with one or more owners. The
-//! allocator decides that and nothing else: it knows no request, no tensor and no stream, and is not
+//! allocator decides that and nothing else: it has no request, no tensor and no stream, and is not
 //! synchronised.
 
 mod freeing;

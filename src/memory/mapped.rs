@@ -107,7 +107,7 @@ impl MappedHost {
         Block::new(address, bytes)
     }
 
-    fn note(&self, note: String) {
+    fn add_note(&self, note: String) {
         lock(&self.notes).push(note);
     }
 }
@@ -149,7 +149,7 @@ unsafe impl Backend for MappedHost {
         }
         let huge = (self.pages == PageKind::Huge).then(|| self.allocate_huge(bytes));
         if let Some(Err(cause)) = &huge {
-            self.note(format!(
+            self.add_note(format!(
                 "no {bytes} bytes of explicit huge pages ({cause}); transparent ones are used where the system gives them"
             ));
         }
@@ -163,7 +163,9 @@ unsafe impl Backend for MappedHost {
         if let Some(node) = self.numa_node
             && let Err(cause) = prefer_node(&block, node)
         {
-            self.note(format!("memory could not be bound to NUMA node {node} ({cause}); it comes from any"));
+            self.add_note(format!(
+                "memory could not be bound to NUMA node {node} ({cause}); it comes from any"
+            ));
         }
         Ok(block)
     }

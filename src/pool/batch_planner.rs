@@ -382,8 +382,8 @@ impl LeasedRequest for LockedRequest<'_> {
         self.state.pages(self.row, from, to)
     }
 
-    fn note_published(&mut self, from: usize, cached: &[Page]) {
-        self.state.note_published(self.row, from, cached);
+    fn record_published(&mut self, from: usize, cached: &[Page]) {
+        self.state.record_published(self.row, from, cached);
     }
 }
 

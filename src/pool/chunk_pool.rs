@@ -418,7 +418,7 @@ impl ChunkPool {
             reason => state.chunks.bad_free(index, reason),
         };
         let bad = on_bad_frees(bad, OnBadFree::of(self.config.strict), "chunk", 1, state.chunks.capacity())?;
-        state.chunks.note_dropped();
+        state.chunks.count_dropped();
         Ok(bad)
     }
 

@@ -431,7 +431,7 @@ impl FileStore {
 
     /// Takes the failures since the last call, in words: the first of each kind.
     #[must_use]
-    pub fn notes(&self) -> Vec<String> {
+    pub fn take_notes(&self) -> Vec<String> {
         // In the child of a fork, another thread may have had the lock for ever.
         if self.check_process().is_err() {
             Vec::new()
@@ -440,7 +440,7 @@ impl FileStore {
         }
     }
 
-    /// The first disagreement between parts of the bookkeeping, in words. Looks at every page.
+    /// The first disagreement between parts of the bookkeeping, in words. Costs a visit of every page.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         self.shared.state().slots.fault()
@@ -548,8 +548,8 @@ impl StoreCore {
 }
 
 impl StoreState {
-    /// Counts a failure, and notes the first of its kind.
-    fn note(&mut self, name: &str, what: &'static str, cause: &io::Error) {
+    /// Counts a failure, and keeps the first of its kind.
+    fn record_failure(&mut self, name: &str, what: &'static str, cause: &io::Error) {
         self.counts.errors += 1;
         if self.noted.insert((what, cause.kind())) {
             self.notes.push(format!("the store in {name} cannot {what}: {cause}"));

@@ -153,7 +153,7 @@ impl PagePool {
                     self.pages.give_back(returning);
                 }
             }
-            _ => self.pages.note_dropped(),
+            _ => self.pages.count_dropped(),
         }
         Ok(bad)
     }

@@ -223,7 +223,7 @@ impl PrefixCache {
         let call = self.begin_call(stream);
         let mut cache = call.current();
         let hold = cache.tree.match_prefix(namespace, tokens, limit)?;
-        call.send_down(&mut cache);
+        call.copy_offers_to_tier(&mut cache);
         cache.counts.lookups += 1;
         cache.counts.hit_tokens += hold.len();
         cache.counts.missed_tokens += tokens.count() - hold.len();
@@ -261,7 +261,7 @@ impl PrefixCache {
             below.forget_tails();
             let keys = below.tier.forget(namespace);
             if namespace.is_some() {
-                tree.note_dropped_below(keys);
+                tree.record_dropped_below(keys);
             }
         }
         call.give_back(&cache, evicted);
@@ -347,14 +347,14 @@ impl PrefixCache {
             // A store that fails has nothing, and says so itself.
             let survey = store_access.survey(continuation, &rest, || true).unwrap_or_default();
             let page_size = self.allocator.page_size();
-            Segment::note_stored(&mut parts, usable + survey.keys.len() * page_size);
+            Segment::mark_stored(&mut parts, usable + survey.keys.len() * page_size);
         }
         Ok(parts)
     }
 
     /// Begins to bring to the host tier what the store below has of `tokens`, at most of the first `limit`.
     /// Waits for nothing; prompts come one after the other. When it is over, or at any time before,
-    /// [`Self::match_prefix`] tells how much can be loaded.
+    /// [`Self::match_prefix`] finds how much can be loaded.
     ///
     /// # Errors
     /// See [`Self::match_prefix`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
@@ -428,7 +428,7 @@ impl PrefixCache {
         lock(&self.shared.state).counts
     }
 
-    /// All numbers at one time, without a look at whether the allocator was cleared or a pin is over.
+    /// All numbers at one time, without a check of whether the allocator was cleared or a pin is over.
     pub(super) fn numbers(&self) -> (TreeStats, PrefixCounts) {
         let cache = lock(&self.shared.state);
         (cache.stats(), cache.counts)
@@ -517,7 +517,7 @@ fn fits_tier(
     states: Option<&Arc<GdnPool>>,
 ) -> Result<()> {
     let kv = tier.kv();
-    let (page_size, size) = (allocator.page_size(), allocator.look(|slots| slots.size()));
+    let (page_size, size) = (allocator.page_size(), allocator.inspect(|slots| slots.size()));
     if (kv.device(), kv.config().page_size) != (allocator.device(), page_size) || kv.config().size < size {
         return Err(Error::config(format!(
             "the host tier is for {} slots on {} in pages of {}, the allocator has {size} on {} in pages of {page_size}",

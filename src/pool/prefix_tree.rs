@@ -338,7 +338,7 @@ impl PrefixTree {
         let count = match &self.allocator {
             None => slots.len(),
             Some(allocator) => {
-                allocator.look(|all| all.is_allocated(slots).take_while(|is_live| *is_live).count())
+                allocator.inspect(|all| all.is_allocated(slots).take_while(|is_live| *is_live).count())
             }
         };
         let mut pages = try_with_capacity(count)?;

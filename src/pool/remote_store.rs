@@ -14,7 +14,7 @@ use super::{Store, StoreTransfer};
 /// The operation that a [`StoreCall`] asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreCallKind {
-    /// A look at which keys are there.
+    /// A look-up of the keys that are there.
     Find,
     /// Copies of pieces to memory.
     Read,

@@ -271,7 +271,7 @@ impl ReqToTokenPool {
             .expect("a free that is not strict takes whatever it is given");
         debug_assert_eq!(bad.dropped(), 0, "all were taken just now");
         for taken in taken {
-            self.rows.note_written(taken.row, self.columns());
+            self.rows.record_written(taken.row, self.columns());
         }
     }
 
@@ -306,7 +306,7 @@ impl ReqToTokenPool {
         self.zero(rows, stream).inspect_err(|_| {
             // The rows are zeroed when they are handed out.
             for freed in freed {
-                self.rows.note_written(freed.row, self.columns());
+                self.rows.record_written(freed.row, self.columns());
             }
         })
     }
@@ -420,7 +420,7 @@ impl ReqToTokenPool {
         let (row, from, stop) = self.checked_columns(row, start, end)?;
         let values = &*broadcast(values, stop - from)?;
         self.table.region().write(self.place(widen(row.number()), from), values)?;
-        self.note_written(row, stop);
+        self.record_written(row, stop);
         Ok(())
     }
 
@@ -431,7 +431,7 @@ impl ReqToTokenPool {
         let values = broadcast(values, rows.len())?;
         for ((row, column), value) in rows.into_iter().zip(columns).zip(values.iter()) {
             self.table.region().write(self.place(widen(row.number()), widen(column)), &[*value])?;
-            self.rows.note_written(row, column + 1);
+            self.rows.record_written(row, column + 1);
         }
         Ok(())
     }
@@ -450,7 +450,7 @@ impl ReqToTokenPool {
             (None, Some(_)) => (),
             (None, None) => self.table.region().write(self.place(widen(row.number()), from), slots)?,
         }
-        self.note_written(row, from + slots.len());
+        self.record_written(row, from + slots.len());
         Ok(())
     }
 
@@ -461,21 +461,21 @@ impl ReqToTokenPool {
             return self.put(row, from, &slots);
         }
         self.table.region().write(self.place(widen(row.number()), from), pages)?;
-        self.note_written(row, from + pages.len());
+        self.record_written(row, from + pages.len());
         Ok(())
     }
 
     /// Records that a launch of the caller failed, which may have written the first `end` columns of a row.
-    pub(super) fn note_failed_write(&mut self, row: RequestRow, end: usize) {
+    pub(super) fn record_failed_write(&mut self, row: RequestRow, end: usize) {
         if let Some(mirror) = &self.mirror {
             mirror.forget([row]);
         }
-        self.note_written(row, end);
+        self.record_written(row, end);
     }
 
     /// Records that columns below `end` of a row are written.
-    fn note_written(&mut self, row: RequestRow, end: usize) {
-        self.rows.note_written(row, narrow(end));
+    fn record_written(&mut self, row: RequestRow, end: usize) {
+        self.rows.record_written(row, narrow(end));
     }
 
     fn checked_row(&self, row: i64) -> Result<RequestRow> {
@@ -512,7 +512,7 @@ impl ReqToTokenPool {
     pub fn mark_modified(&mut self, rows: &IndexVec, version: Option<u64>) -> Result<()> {
         let rows = rows.ids::<RequestRow>(self.table_rows())?;
         for &row in &rows {
-            self.rows.note_written(row, self.columns());
+            self.rows.record_written(row, self.columns());
         }
         if let Some(mirror) = &self.mirror {
             mirror.forget(rows);

@@ -478,20 +478,20 @@ impl TokenToKvPoolAllocator {
         lock(&self.slots)
     }
 
-    /// Calls `look` with the ownership of slots, under the lock. Pending frees are not included.
-    pub fn look<R>(&self, look: impl FnOnce(&Ledgered<SlotAllocator>) -> R) -> R {
-        look(self.lock().slots())
+    /// Calls `read` with the ownership of slots, under the lock. Pending frees are not included.
+    pub fn inspect<R>(&self, read: impl FnOnce(&Ledgered<SlotAllocator>) -> R) -> R {
+        read(self.lock().slots())
     }
 
-    /// Calls `look` with each fence that has not passed, unless another thread holds the lock.
+    /// Calls `read` with each fence that has not passed, unless another thread holds the lock.
     ///
     /// # Errors
-    /// The first error of `look`.
-    pub fn try_look_at_fences<E>(
+    /// The first error of `read`.
+    pub fn try_inspect_fences<E>(
         &self,
-        mut look: impl FnMut(&dyn Fence) -> std::result::Result<(), E>,
+        mut read: impl FnMut(&dyn Fence) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
-        self.slots.try_lock().map_or(Ok(()), |slots| slots.fences().iter().try_for_each(&mut look))
+        self.slots.try_lock().map_or(Ok(()), |slots| slots.fences().iter().try_for_each(&mut read))
     }
 
     /// Discards all fences. Their slots stay in use until [`Self::clear`].
@@ -542,7 +542,7 @@ impl TokenToKvPoolAllocator {
     /// Slots in a page.
     #[must_use]
     pub fn page_size(&self) -> usize {
-        self.look(|slots| slots.page_size())
+        self.inspect(|slots| slots.page_size())
     }
 
     /// Slots that can be handed out now or when pending frees complete. Pending frees count as whole,
@@ -651,7 +651,7 @@ impl Pool for TokenToKvPoolAllocator {
     fn occupancy(&self) -> Occupancy {
         // Asked before: a cache takes its own lock, and then that of the slots.
         let locked = self.locked_pages();
-        self.look(|slots| {
+        self.inspect(|slots| {
             let spans = slots.spans(|page| locked.contains(&page));
             Occupancy::even(spans, slots.book(), slots.page_size())
         })

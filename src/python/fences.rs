@@ -58,7 +58,7 @@ pub(super) fn traverse(
     visit: &PyVisit<'_>,
 ) -> std::result::Result<(), PyTraverseError> {
     // The thread that holds the lock also holds a reference to the allocator, so its fences are reachable.
-    allocator.try_look_at_fences(|fence| {
+    allocator.try_inspect_fences(|fence| {
         let fence = (fence as &dyn std::any::Any).downcast_ref::<PythonFence>();
         fence.map_or(Ok(()), |fence| visit.call(&fence.object))
     })

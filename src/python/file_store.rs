@@ -265,7 +265,7 @@ impl FileStore {
 impl FileStore {
     /// Logs what threads have noted.
     fn report(&self, py: Python<'_>) {
-        for note in self.store.notes() {
+        for note in self.store.take_notes() {
             logging::warn(py, &note);
         }
     }

@@ -625,7 +625,7 @@ impl TokenToKvPoolAllocator {
     fn is_allocated(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let values = args::indices(indices)?.values(py)?;
         self.pool.settle(self.debug_stream(py)?)?;
-        let answers: Vec<bool> = self.pool.look(|slots| slots.is_allocated(&values).collect());
+        let answers: Vec<bool> = self.pool.inspect(|slots| slots.is_allocated(&values).collect());
         to_tensor(py, &TensorView::from_bools(&answers)?)
     }
 
@@ -642,7 +642,7 @@ impl TokenToKvPoolAllocator {
     /// The number of slots, as passed to the constructor or to `resize`.
     #[getter]
     fn size(&self) -> usize {
-        self.pool.look(|slots| slots.size())
+        self.pool.inspect(|slots| slots.size())
     }
 
     /// Slots per page.

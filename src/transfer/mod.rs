@@ -7,7 +7,7 @@
 //! | other work in the background | [`JobThread`] |
 //! | the file system of a store | [`Disk`], and [`Folder`] on this machine |
 //!
-//! Nothing here knows what the bytes mean, or who owns them.
+//! Nothing here depends on what the bytes mean, or on who owns them.
 
 mod disk;
 mod folder;

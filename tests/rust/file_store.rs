@@ -199,7 +199,7 @@ fn every_call_may_fail_once() {
                 if kind == Io::Interrupted {
                     assert_eq!(stat(&store, "errors"), 0);
                 }
-                assert_eq!(stat(&store, "errors") > 0, !store.notes().is_empty());
+                assert_eq!(stat(&store, "errors") > 0, !store.take_notes().is_empty());
                 assert_eq!(put(&store, &[7]), [true]);
             }
             let store = open(&disk, 3);
@@ -239,7 +239,7 @@ fn a_full_disk_evicts_and_then_takes_more() {
     disk.files().space = 3 * SLOT_BYTES;
     assert_eq!(put(&store, &[1, 2, 3]), [true; 3]);
     assert_eq!(put(&store, &[4]), [false]);
-    let notes = store.notes();
+    let notes = store.take_notes();
     assert_eq!(notes.len(), 1);
     assert!(notes[0].starts_with("the store in memory cannot write a page: "), "{notes:?}");
     assert_eq!(found(&store, &[1, 2, 3]), [1, 2, 3], "no other is lost");
@@ -253,7 +253,7 @@ fn a_full_disk_evicts_and_then_takes_more() {
         assert_eq!(put(&store, &[number]), [true]);
     }
     assert!(stat(&store, "pages") > 3, "space that is free again is used");
-    assert!(store.notes().is_empty(), "the same is noted once");
+    assert!(store.take_notes().is_empty(), "the same is noted once");
 }
 
 #[test]
@@ -264,7 +264,7 @@ fn a_page_whose_read_fails_is_missing_and_can_be_put_again() {
     assert_eq!(found(&store, &[1, 2]), [2]);
     assert_eq!(store.exists(&keys(&[1])).unwrap(), 0);
     assert_eq!((stat(&store, "errors"), stat(&store, "damaged")), (1, 0));
-    assert!(store.notes()[0].contains("cannot read a page"));
+    assert!(store.take_notes()[0].contains("cannot read a page"));
     assert_eq!(put(&store, &[1]), [true]);
     assert_eq!(found(&store, &[1, 2]), [1, 2]);
 }
@@ -492,7 +492,10 @@ fn a_removed_folder_still_serves_reads_but_rejects_writes() {
     assert_eq!(put(&store, &[2]), [false]);
     assert_eq!(found(&store, &[1, 2]), [1]);
     let path = scratch.0.display();
-    assert_eq!(store.notes(), [format!("the store in {path} cannot write a page: its files were removed")]);
+    assert_eq!(
+        store.take_notes(),
+        [format!("the store in {path} cannot write a page: its files were removed")]
+    );
     let again = scratch.open(3).unwrap();
     assert_eq!((put(&again, &[2]), found(&again, &[1, 2])), (vec![true], vec![2]));
 }

@@ -90,15 +90,15 @@ proptest! {
                 }
                 2 => if let Some(known) = held.remove(&number) {
                     policy.remove(leaf);
-                    policy.note_used(&known, BLOCK, tick);
+                    policy.record_use(&known, BLOCK, tick);
                 },
                 3 => if let Some(victim) = policy.victim(tick) {
                     let known = held.remove(&victim.number());
                     prop_assert!(known.is_some());
                     policy.remove(victim);
-                    policy.note_evicted(key(u32::from(victim.number() % 7 == 0)), &known.unwrap(), tick);
+                    policy.record_eviction(key(u32::from(victim.number() % 7 == 0)), &known.unwrap(), tick);
                 },
-                4 => { policy.note_published(key(number), tick); }
+                4 => { policy.record_publication(key(number), tick); }
                 _ => now += value,
             }
             prop_assert_eq!(policy.victim(Tick::new(now)).is_some(), !held.is_empty());
@@ -129,17 +129,17 @@ fn found(kind: PolicyKind, capacity: usize, requests: &[u32]) -> usize {
         if let Some(history) = &mut cached[widen(block)] {
             found += 1;
             policy.remove(leaf);
-            policy.note_used(history, BLOCK, tick);
+            policy.record_use(history, BLOCK, tick);
             history.touch(tick);
         } else {
             if size == capacity {
                 let victim = policy.victim(tick).unwrap();
                 policy.remove(victim);
                 let history = cached[widen(victim.number())].take().unwrap();
-                policy.note_evicted(key(victim.number()), &history, tick);
+                policy.record_eviction(key(victim.number()), &history, tick);
                 size -= 1;
             }
-            let before = policy.note_published(key(block), tick);
+            let before = policy.record_publication(key(block), tick);
             cached[widen(block)] = Some(History::of_new(before, tick));
             size += 1;
         }

@@ -18,7 +18,7 @@
 //! *Cost.* Finding and inserting cost one comparison of the tokens and one look-up a node. Evicting costs
 //! what is evicted and a logarithm of the number of leaves. Locking costs the nodes on the path.
 //!
-//! It owns no slot and knows no device, and is not synchronised.
+//! It owns no slot, depends on no device, and is not synchronised.
 
 mod evict;
 mod fault;
@@ -76,7 +76,7 @@ impl Part {
     }
 }
 
-/// The name by which an engine tells others of a page: a digest of its tokens and of all before it.
+/// The name of a page in the reports of an engine: a digest of its tokens and of all before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageDigest(pub [u8; 32]);
 
@@ -494,7 +494,7 @@ impl HybridTree {
         front
     }
 
-    /// The node of the first `len` tokens of a node, which keeps the others. No other node knows it yet.
+    /// The node of the first `len` tokens of a node, which keeps the others. No other node refers to it yet.
     fn split_front(&mut self, id: NodeId, len: usize, used: Moment) -> Node {
         let pages = len / self.config.page_size;
         let node = self.node_mut(id);
@@ -603,7 +603,7 @@ impl HybridTree {
         id
     }
 
-    /// Notes that a prompt has gone to the end of a node.
+    /// Records that a prompt has gone to the end of a node.
     fn raise_reach(&mut self, id: NodeId) {
         let end = self.node(id).end;
         let mut at = id;

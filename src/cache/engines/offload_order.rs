@@ -219,7 +219,7 @@ impl<P> OffloadOrder<P> {
         self.turn_of(request);
     }
 
-    /// Takes note that a request at work uses a chunk, at a position in its prompt. A later use stays.
+    /// Records that a request at work uses a chunk, at a position in its prompt. A later use stays.
     pub fn access(&mut self, chunk: OffloadId, position: i64, request: &mut RequestRank) {
         let rank = OffloadRank { at: self.turn_of(request), position: Reverse(position) };
         if self.entry(chunk.0).rank < rank {

@@ -283,7 +283,7 @@ impl OffloadTable {
             evicted.into_iter().map(|(key, chunk)| (key, chunk.place)).unzip();
         self.free.extend(places);
         if self.events.is_some() {
-            self.note(OffloadChange::Evicted, keys.clone());
+            self.record_event(OffloadChange::Evicted, keys.clone());
         }
         Some(keys)
     }
@@ -308,7 +308,7 @@ impl OffloadTable {
                 stored.push(Arc::clone(self.order.key(id)));
             }
         }
-        self.note(OffloadChange::Stored, stored);
+        self.record_event(OffloadChange::Stored, stored);
     }
 
     /// Gives up chunks that are being stored. Others are left as they are.
@@ -322,7 +322,7 @@ impl OffloadTable {
                 self.arriving -= 1;
             }
         }
-        self.note(OffloadChange::Failed, failed);
+        self.record_event(OffloadChange::Failed, failed);
     }
 
     /// Keeps chunks until [`end_load`](Self::end_load). Returns their places. With a request, it uses them.
@@ -388,7 +388,7 @@ impl OffloadTable {
         Ok(())
     }
 
-    /// Takes note that chunks are used: the first of them is the one used last.
+    /// Records that chunks are used: the first of them is the one used last.
     pub fn touch(&mut self, keys: &[&[u8]]) {
         for key in keys.iter().rev() {
             if let Some(id) = self.order.find(key) {
@@ -444,7 +444,7 @@ impl OffloadTable {
         }
     }
 
-    /// Takes note that a request uses chunks. Only the first use counts.
+    /// Records that a request uses chunks. Only the first use counts.
     fn record(&mut self, chunks: &[NamedChunk<'_>], request: &mut OffloadRequest) {
         for &NamedChunk { key, position } in chunks {
             if let Some(&at) = request.by_key.get(key) {
@@ -467,7 +467,7 @@ impl OffloadTable {
         self.order.find(key).filter(|&id| self.order.get(id).stage == OffloadStage::Arriving)
     }
 
-    fn note(&mut self, change: OffloadChange, keys: Vec<OffloadKey>) {
+    fn record_event(&mut self, change: OffloadChange, keys: Vec<OffloadKey>) {
         if let Some(events) = &mut self.events
             && !keys.is_empty()
         {

@@ -30,7 +30,7 @@ use ghosts::{Ghost, Ghosts};
 use lifetimes::Lifetimes;
 use recency::Recency;
 
-/// Blocks are told apart by their number of uses: 1, 2, 3 to 4, 5 to 8, and so on.
+/// Blocks are classed by their number of uses: 1, 2, 3 to 4, 5 to 8, and so on.
 const CLASSES: usize = 8;
 
 /// The class of a block that was used `uses` times.
@@ -95,7 +95,7 @@ impl Policy for Adaptive {
         }
     }
 
-    fn note_used(&mut self, history: &History, tokens: u32, now: Tick) {
+    fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {
         self.lifetimes.end(class(history.uses), self.ages.of(now.since(history.used)), tokens);
         self.lifetimes.begin(class(history.uses.saturating_add(1)), tokens, now);
         self.recency.found(history.used, tokens, now);
@@ -105,7 +105,7 @@ impl Policy for Adaptive {
         keys.for_each(|key| self.ghosts.prefetch(key));
     }
 
-    fn note_published(&mut self, key: PageKey, now: Tick) -> Remembered {
+    fn record_publication(&mut self, key: PageKey, now: Tick) -> Remembered {
         let tokens = self.key_tokens;
         let Some(ghost) = self.ghosts.take(key, now) else {
             self.lifetimes.begin(class(1), tokens, now);
@@ -118,7 +118,7 @@ impl Policy for Adaptive {
         Remembered { uses: ghost.uses }
     }
 
-    fn note_evicted(&mut self, key: PageKey, history: &History, now: Tick) {
+    fn record_eviction(&mut self, key: PageKey, history: &History, now: Tick) {
         self.ghosts.put(key, Ghost { used: history.used, uses: history.uses }, now);
     }
 }

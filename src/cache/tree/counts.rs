@@ -1,4 +1,4 @@
-//! Sums over the nodes of a tree, kept as these change so that no call has to look at every node.
+//! Sums over the nodes of a tree, kept as these change so that no call has to visit every node.
 
 /// The sums over all nodes of a tree. [`Tree::fault`](super::Tree::fault) checks them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -70,7 +70,7 @@ impl Tree {
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
             let of_policy = self.queues.policy.victim(now);
             let Some(leaf) = of_policy.or_else(|| retained(&self.queues)) else { break };
-            // The policy does not know those that are retained.
+            // The policy does not have those that are retained.
             if of_policy.is_some() {
                 self.fetch_after(leaf);
             }
@@ -136,7 +136,7 @@ impl Tree {
         self.counts.room -= freed;
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
-        evicted.keys.extend(self.keyed.note_removed(&trimmed).into_iter().rev());
+        evicted.keys.extend(self.keyed.record_removed(&trimmed).into_iter().rev());
         evicted.pages.extend_from_slice(&trimmed);
     }
 
@@ -148,7 +148,7 @@ impl Tree {
         let begin = end - here.tokens.len();
         let until = begin + keep * self.page_size;
         if until < end {
-            self.evictions.note(sum.key(), history.used, self.now, cause);
+            self.evictions.record(sum.key(), history.used, self.now, cause);
         }
         let (mut at, mut key) = (end, end - end % self.remembered_every);
         if keep > 0 || key > until {
@@ -156,10 +156,10 @@ impl Tree {
             while key > until {
                 cursor.pop(&here.tokens[key - begin..at - begin]);
                 if cause.pressure != Pressure::Clear {
-                    self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
+                    self.queues.policy.record_eviction(cursor.sum().key(), &history, self.now);
                 }
                 if key < end {
-                    self.evictions.note(cursor.sum().key(), history.used, self.now, cause);
+                    self.evictions.record(cursor.sum().key(), history.used, self.now, cause);
                 }
                 (at, key) = (key, key - self.remembered_every);
             }
@@ -182,7 +182,7 @@ impl Tree {
         self.counts.cached -= pages.len();
         self.counts.pinned -= if is_pinned { pages.len() } else { 0 };
         self.nodes.vacate(leaf);
-        evicted.keys.extend(self.keyed.note_removed(&pages).into_iter().rev());
+        evicted.keys.extend(self.keyed.record_removed(&pages).into_iter().rev());
         evicted.pages.extend_from_slice(&pages);
     }
 
@@ -200,8 +200,8 @@ impl Tree {
             let _ = self.remember_gone(id, 0, cause);
         }
         match namespace {
-            Some(_) => self.note_all_removed(&nodes),
-            None => self.keyed.note_cleared(),
+            Some(_) => self.record_all_removed(&nodes),
+            None => self.keyed.record_cleared(),
         }
         let mut evicted = Evicted::default();
         for id in nodes {
@@ -223,11 +223,11 @@ impl Tree {
         nodes
     }
 
-    /// Takes note that the pages of `nodes`, with leases or without, are found no more.
-    fn note_all_removed(&mut self, nodes: &[NodeId]) {
+    /// Records that the pages of `nodes`, with leases or without, are found no more.
+    fn record_all_removed(&mut self, nodes: &[NodeId]) {
         for &id in nodes {
             let pages = std::mem::take(&mut self.node_mut(id).pages);
-            let _ = self.keyed.note_removed(&pages);
+            let _ = self.keyed.record_removed(&pages);
             self.node_mut(id).pages = pages;
         }
     }

@@ -93,9 +93,8 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Takes note that the tokens behind those that a request can use or load are in a store, up to token
-    /// `end`.
-    pub fn note_stored(segments: &mut Vec<Self>, end: usize) {
+    /// Marks the tokens behind those that a request can use or load as stored, up to token `end`.
+    pub fn mark_stored(segments: &mut Vec<Self>, end: usize) {
         let is_usable = |part: &&Self| matches!(part.location, Location::Device | Location::Host);
         let front = segments.iter().take_while(is_usable).count();
         let begin = front.checked_sub(1).map_or(0, |last| segments[last].range.end);
@@ -112,14 +111,14 @@ impl Segment {
     }
 }
 
-/// The ends of the prefixes that were evicted last, in the order of their evictions: noting one is an append.
-/// They are looked up by key only to explain, all at once.
+/// The ends of the prefixes that were evicted last, in the order of their evictions: recording one is an
+/// append. They are looked up by key only to explain, all at once.
 #[derive(Debug, Default)]
 pub(super) struct EvictionLog {
     /// The last [`ENDS`]; number `n` lies at `n % ENDS`.
     ends: Vec<End>,
-    /// The number of ends noted so far.
-    noted: u64,
+    /// The number of ends recorded so far.
+    recorded: u64,
     /// The causes, each with the number of the first end that it explains.
     causes: VecDeque<(u64, Cause)>,
 }
@@ -136,27 +135,27 @@ const ENDS: usize = 1 << 15;
 
 impl EvictionLog {
     /// Remembers the prefix `key`, whose last use was at `used`.
-    pub(super) fn note(&mut self, key: PageKey, used: Tick, now: Tick, cause: Cause) {
+    pub(super) fn record(&mut self, key: PageKey, used: Tick, now: Tick, cause: Cause) {
         if self.causes.back().is_none_or(|&(_, last)| last != cause) {
             self.begin(cause);
         }
         let end = End { key, idle: now.since(used) };
-        let at = place_of(self.noted);
+        let at = place_of(self.recorded);
         if at == self.ends.len() {
             self.ends.push(end);
         } else {
             self.ends[at] = end;
         }
-        self.noted += 1;
+        self.recorded += 1;
     }
 
     /// Gives the ends from the next one on another cause, and forgets causes without ends.
     fn begin(&mut self, cause: Cause) {
-        let oldest = (self.noted + 1).saturating_sub(ENDS as u64);
+        let oldest = (self.recorded + 1).saturating_sub(ENDS as u64);
         while self.causes.get(1).is_some_and(|&(first, _)| first <= oldest) {
             self.causes.pop_front();
         }
-        self.causes.push_back((self.noted, cause));
+        self.causes.push_back((self.recorded, cause));
     }
 
     /// The records by key; of one key the latest.
@@ -164,7 +163,7 @@ impl EvictionLog {
         let mut records = HashMap::with_capacity(self.ends.len());
         let mut causes = self.causes.iter().copied().peekable();
         let mut cause = None;
-        for number in self.noted - self.ends.len() as u64..self.noted {
+        for number in self.recorded - self.ends.len() as u64..self.recorded {
             while let Some((_, next)) = causes.next_if(|&(first, _)| first <= number) {
                 cause = Some(next);
             }

@@ -44,7 +44,7 @@ impl Tree {
             ));
         }
         (node.has_snapshot != self.snapshot_at(id).is_some())
-            .then(|| format!("{id:?} does not know its snapshot"))
+            .then(|| format!("{id:?} has no entry for its snapshot"))
     }
 
     /// A node whose tokens, pages and place do not fit each other.

@@ -186,7 +186,7 @@ impl Tree {
         for id in path.into_iter().rev() {
             let here = self.node(id);
             let (history, tokens) = (here.history, narrow(here.tokens.len()));
-            self.queues.policy.note_used(&history, tokens, now);
+            self.queues.policy.record_use(&history, tokens, now);
             self.node_mut(id).history.touch(now);
             self.offer_used(id);
         }
@@ -197,7 +197,7 @@ impl Tree {
         let here = self.node_mut(node);
         here.leases += 1;
         if here.has_snapshot {
-            self.snapshots.note_used(node);
+            self.snapshots.set_used(node);
         }
         let mut at = node;
         loop {
@@ -223,7 +223,7 @@ impl Tree {
         here.leases -= 1;
         if here.has_snapshot && here.leases == 0 {
             let used = here.history.used;
-            self.snapshots.note_unused(node, used);
+            self.snapshots.set_unused(node, used);
         }
         let mut at = node;
         loop {

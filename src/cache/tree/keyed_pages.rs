@@ -1,5 +1,5 @@
-//! The keys by which other processes and other tiers know the pages of a tree, and the events that tell them
-//! of changes.
+//! The keys of the pages of a tree for other processes and other tiers, and the events that report changes to
+//! them.
 
 use super::{NodeId, OfferedPages, Tree};
 use crate::base::Page;
@@ -7,7 +7,8 @@ use crate::cache::journal::{Journal, KeyedRun};
 use crate::cache::keys::PageKeys;
 use crate::cache::{CacheEvent, Digest, Namespace, PageHash, Tier};
 
-/// The pages that can be found, by their keys. A tree that nobody else knows has neither keys nor events.
+/// The pages that can be found, by their keys. A tree without tiers and readers of events has
+/// neither keys nor events.
 #[derive(Debug, Default)]
 pub(super) struct KeyedPages {
     /// The key of each page that can be found, if something needs them.
@@ -30,8 +31,14 @@ impl KeyedPages {
         self.journal.is_some()
     }
 
-    /// Takes note of new pages for `tokens` behind the page `previous`.
-    fn note_stored(&mut self, namespace: &Namespace, previous: Option<Page>, tokens: &[i32], pages: &[Page]) {
+    /// Records new pages for `tokens` behind the page `previous`.
+    fn record_stored(
+        &mut self,
+        namespace: &Namespace,
+        previous: Option<Page>,
+        tokens: &[i32],
+        pages: &[Page],
+    ) {
         let Some(keys) = &mut self.keys else { return };
         let parent = previous.and_then(|page| keys.get(page));
         let keys = &keys.add(namespace, parent, tokens, pages);
@@ -40,8 +47,8 @@ impl KeyedPages {
         }
     }
 
-    /// Takes note of pages that are found no more. Returns the keys of those that were.
-    pub(super) fn note_removed(&mut self, pages: &[Page]) -> Vec<PageHash> {
+    /// Records pages that are found no more. Returns the keys of those that were.
+    pub(super) fn record_removed(&mut self, pages: &[Page]) -> Vec<PageHash> {
         let Some(keys) = &mut self.keys else { return Vec::new() };
         let keys = keys.remove(pages);
         if let Some(journal) = &mut self.journal {
@@ -50,8 +57,8 @@ impl KeyedPages {
         keys
     }
 
-    /// Takes note that no page is found any more.
-    pub(super) fn note_cleared(&mut self) {
+    /// Records that no page is found any more.
+    pub(super) fn record_cleared(&mut self) {
         let Some(keys) = &mut self.keys else { return };
         keys.clear();
         if let Some(journal) = &mut self.journal {
@@ -90,28 +97,28 @@ impl Tree {
         self.keyed.keys()?.get(page)
     }
 
-    /// Takes note of new pages behind `node`, unless they are found by no one.
-    pub(super) fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
+    /// Records new pages behind `node`, unless they are found by no one.
+    pub(super) fn record_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
         if self.keyed.keys.is_none() || pages.is_empty() {
             return;
         }
         let here = self.node(node);
         let (root, previous) = (here.root, here.pages.last().copied());
         if let Some(namespace) = self.roots.name(root) {
-            self.keyed.note_stored(namespace, previous, tokens, pages);
+            self.keyed.record_stored(namespace, previous, tokens, pages);
         }
     }
 
-    /// Takes note that pages that were offered are in the tier below.
-    pub fn note_copied(&mut self, offered: &OfferedPages) {
+    /// Records that pages that were offered are in the tier below.
+    pub fn record_copied(&mut self, offered: &OfferedPages) {
         let OfferedPages { keys, namespace, parent, tokens, .. } = offered;
         if let Some(journal) = &mut self.keyed.journal {
             journal.stored(Tier::Host, KeyedRun { namespace, parent: *parent, tokens, keys });
         }
     }
 
-    /// Takes note that pages are in the tier below no more.
-    pub fn note_dropped_below(&mut self, keys: Vec<PageHash>) {
+    /// Records that pages are in the tier below no more.
+    pub fn record_dropped_below(&mut self, keys: Vec<PageHash>) {
         if let Some(journal) = &mut self.keyed.journal {
             journal.removed(Tier::Host, keys);
         }

@@ -225,7 +225,7 @@ impl Tree {
             self.take_tail(tail, removed);
             uses = 1;
         }
-        self.note_stored(at, tokens, pages);
+        self.record_stored(at, tokens, pages);
         let (tokens, tail_tokens) = tokens.split_at(tokens.len() / self.step * self.step);
         let (pages, tail_pages) = pages.split_at(tokens.len() / self.page_size);
         at = self.add_steps(at, tokens, pages);
@@ -310,7 +310,7 @@ impl Tree {
         self.nodes.iter().filter(|(_, node)| !node.pages.is_empty()).map(|(id, _)| id)
     }
 
-    /// A node as it is now; `None` if it is gone. Looks at every node.
+    /// A node as it is now; `None` if it is gone. Costs a visit of every node.
     #[must_use]
     pub fn info(&self, node: NodeHandle) -> Option<NodeInfo> {
         let id = self.at(node)?;
@@ -350,8 +350,8 @@ impl Tree {
         node.locks > 0 && node.kind == Kind::Run
     }
 
-    /// Takes note of a new tail without locks.
-    pub(super) fn note_tail(&mut self, id: NodeId) {
+    /// Records a new tail without locks.
+    pub(super) fn record_tail(&mut self, id: NodeId) {
         let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
         let first = self.node(id).pages[0];
         self.counts.locked += if self.is_covered(id) { pages } else { 0 };
@@ -361,12 +361,12 @@ impl Tree {
         siblings.count += 1;
     }
 
-    /// Undoes [`Tree::note_tail`].
+    /// Undoes [`Tree::record_tail`].
     pub(super) fn forget_tail(&mut self, id: NodeId) {
         let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
         let first = self.node(id).pages[0];
         self.counts.locked -= if self.is_covered(id) { pages } else { 0 };
-        let siblings = self.tails.get_mut(&parent).expect("the tail was noted");
+        let siblings = self.tails.get_mut(&parent).expect("the tail was recorded");
         if siblings.by_first_page.get(&first) == Some(&id) {
             siblings.by_first_page.remove(&first);
         }
@@ -381,7 +381,7 @@ impl Tree {
     /// Sets a covered tail aside until the node before it is unlocked.
     pub(super) fn set_aside(&mut self, id: NodeId) {
         let parent = self.node(id).parent;
-        self.tails.get_mut(&parent).expect("the tail was noted").set_aside.insert(id);
+        self.tails.get_mut(&parent).expect("the tail was recorded").set_aside.insert(id);
     }
 
     /// Counts as locked the pages of tails that the first lock of a node keeps. The locks of the nodes before
@@ -394,7 +394,7 @@ impl Tree {
             let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
             // It was counted with those that its parent covers.
             self.counts.locked -= if self.covers(parent) { pages } else { 0 };
-            let siblings = self.tails.get_mut(&parent).expect("the tail was noted");
+            let siblings = self.tails.get_mut(&parent).expect("the tail was recorded");
             siblings.unlocked -= pages;
             siblings.set_aside.remove(&id);
         } else if self.covers(id) {
@@ -410,7 +410,7 @@ impl Tree {
         if self.is_tail(id) {
             let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
             self.counts.locked += if self.covers(parent) { pages } else { 0 };
-            self.tails.get_mut(&parent).expect("the tail was noted").unlocked += pages;
+            self.tails.get_mut(&parent).expect("the tail was recorded").unlocked += pages;
         } else if self.node(id).kind == Kind::Run
             && let Some(tails) = self.tails.get_mut(&id)
         {

@@ -85,7 +85,7 @@ impl Tree {
             self.move_hold(hold, at);
             self.touch(at, Some(previous));
         }
-        self.note_stored(at, &tokens, pages);
+        self.record_stored(at, &tokens, pages);
         let segments = self.segments(at, &tokens);
         // Most often one, which takes the vector as it is.
         let is_one = segments.len() == 1;
@@ -139,7 +139,7 @@ impl Tree {
             for &(plain, sum, end) in &keyed {
                 segments.add(plain, segments.last(), sum);
                 if let Some(sum) = end {
-                    let remembered = self.queues.policy.note_published(sum.key(), now);
+                    let remembered = self.queues.policy.record_publication(sum.key(), now);
                     segments.add(1, remembered, sum);
                 }
             }

@@ -35,7 +35,7 @@ impl Roots {
         self.ids.len() + self.detached
     }
 
-    /// Takes note that `root` has a lock of its own.
+    /// Records that `root` has a lock of its own.
     pub(super) const fn keep(&mut self, root: NodeId) {
         self.kept = Some(root);
     }
@@ -81,14 +81,14 @@ impl Roots {
         self.remove(root)
     }
 
-    /// Takes note that a root that was detached is gone.
-    pub(super) const fn note_detached_gone(&mut self) {
+    /// Records that a root that was detached is gone.
+    pub(super) const fn count_detached_gone(&mut self) {
         self.detached -= 1;
     }
 
-    /// Lists a new node below `root`, unless that is found no more. Removals take no note of it: a list that
-    /// is full is rid of those that are gone, which `is_below` tells, so that a node costs the same at any
-    /// size.
+    /// Lists a new node below `root`, unless that is found no more. Removals leave the list as it is: when it
+    /// is full, the nodes that are gone, which are not below `root` by `is_below`, are dropped from it. So a
+    /// node costs the same at any size.
     pub(super) fn list(&mut self, root: NodeId, node: NodeId, is_below: impl Fn(NodeId) -> bool) {
         let Some(Space { nodes, .. }) = self.spaces.get_mut(&root) else { return };
         let capacity = nodes.capacity();

@@ -50,8 +50,8 @@ impl Snapshots {
         Some(slot)
     }
 
-    /// Takes note that a lease ends at `node`: what another request goes on from is not superseded.
-    pub(super) fn note_used(&mut self, node: NodeId) {
+    /// Records that a lease ends at `node`: what another request goes on from is not superseded.
+    pub(super) fn set_used(&mut self, node: NodeId) {
         let Some(snapshot) = self.by_node.get_mut(&node) else { return };
         if let Some(since) = snapshot.since.take() {
             self.unused.remove(&(snapshot.rank, since, node));
@@ -59,8 +59,8 @@ impl Snapshots {
         snapshot.rank = SnapshotRank::Last;
     }
 
-    /// Takes note that no lease ends at `node` any more, which was used last at `used`.
-    pub(super) fn note_unused(&mut self, node: NodeId, used: Tick) {
+    /// Records that no lease ends at `node` any more, which was used last at `used`.
+    pub(super) fn set_unused(&mut self, node: NodeId, used: Tick) {
         let Some(snapshot) = self.by_node.get_mut(&node) else { return };
         snapshot.since = Some(used);
         self.unused.insert((snapshot.rank, used, node));

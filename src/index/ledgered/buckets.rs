@@ -24,18 +24,18 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     /// Calls [`Buckets::take`] and records it.
     pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reuse<L>> {
         let reused = self.inner.take(bucket, lane)?;
-        self.note_taken(reused.ticket);
+        self.record_taken(reused.ticket);
         Some(reused)
     }
 
     /// Calls [`Buckets::add`] and records it.
     pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket<BufferId> {
         let ticket = self.inner.add(bucket, lane);
-        self.note_taken(ticket);
+        self.record_taken(ticket);
         ticket
     }
 
-    fn note_taken(&mut self, ticket: Ticket<BufferId>) {
+    fn record_taken(&mut self, ticket: Ticket<BufferId>) {
         self.book.record_take(ticket.range());
     }
 

@@ -43,9 +43,9 @@ impl<I: Id> Ledgered<RefCounts<I>> {
         self.inner.offer(range);
     }
 
-    /// Calls [`RefCounts::note_dropped`].
-    pub const fn note_dropped(&mut self) {
-        self.inner.note_dropped();
+    /// Calls [`RefCounts::count_dropped`].
+    pub const fn count_dropped(&mut self) {
+        self.inner.count_dropped();
     }
 
     /// Calls [`RefCounts::take`] and records it.

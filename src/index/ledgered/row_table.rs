@@ -41,9 +41,9 @@ impl<I: Id> Ledgered<RowTable<I>> {
         Ok((freed, bad))
     }
 
-    /// Calls [`RowTable::note_written`].
-    pub fn note_written(&mut self, row: I, end: u32) {
-        self.inner.note_written(row, end);
+    /// Calls [`RowTable::record_written`].
+    pub fn record_written(&mut self, row: I, end: u32) {
+        self.inner.record_written(row, end);
     }
 
     /// Calls [`RowTable::clear`] and records it.

@@ -34,7 +34,7 @@ impl Ledgered<SlotAllocator> {
     #[inline]
     pub fn alloc<T: IndexNumber>(&mut self, count: usize) -> Result<Option<Vec<T>>> {
         let taken = self.inner.alloc(count)?;
-        self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
+        self.record_taken(taken.as_deref().unwrap_or_default(), &[]);
         Ok(taken)
     }
 
@@ -44,7 +44,7 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::alloc_contiguous`].
     pub fn alloc_contiguous<T: IndexNumber>(&mut self, count: usize, fit: Fit) -> Result<Option<Vec<T>>> {
         let taken = self.inner.alloc_contiguous(count, fit)?;
-        self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
+        self.record_taken(taken.as_deref().unwrap_or_default(), &[]);
         Ok(taken)
     }
 
@@ -60,7 +60,7 @@ impl Ledgered<SlotAllocator> {
     ) -> Result<Option<Extension<T>>> {
         let taken = self.inner.extend(prefix_lens, seq_lens, last_loc)?;
         if let Some(taken) = &taken {
-            self.note_taken(&taken.slots, &taken.continued);
+            self.record_taken(&taken.slots, &taken.continued);
         }
         Ok(taken)
     }
@@ -76,7 +76,7 @@ impl Ledgered<SlotAllocator> {
 
     /// Records that the pages of `slots`, except the `continued` ones, were taken.
     #[inline]
-    fn note_taken<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
+    fn record_taken<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let page_size = self.inner.slots_of_a_page();
         let mut pages: Vec<u32> = slots.iter().map(|slot| slot.number() / page_size).collect();
@@ -90,12 +90,12 @@ impl Ledgered<SlotAllocator> {
     /// Calls [`SlotAllocator::undo`] and records it.
     pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
         self.inner.undo(slots, continued);
-        self.note_given(true);
+        self.record_freed(true);
     }
 
     /// Records that the last free gave its pages back and, with `is_free`, that they are free.
     #[inline]
-    fn note_given(&mut self, is_free: bool) {
+    fn record_freed(&mut self, is_free: bool) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let given = || self.inner.pages().last_freed().iter().flat_map(|mask| mask.ranges());
         given().for_each(|pages| ledger.record_release(pages));
@@ -144,7 +144,7 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::release`].
     pub fn release(&mut self, runs: &[Run<Page>], fence: Option<FenceId>) -> Result<()> {
         self.inner.release(runs, fence)?;
-        self.note_removed(fence.is_none());
+        self.record_removed(fence.is_none());
         Ok(())
     }
 
@@ -154,7 +154,7 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::cache`].
     pub fn cache(&mut self, pages: &[Page], duplicates: &[Page], owner: &Owner) -> Result<()> {
         self.inner.cache(pages, duplicates)?;
-        self.note_removed(true);
+        self.record_removed(true);
         if let Some(ledger) = self.book.ledger_mut() {
             let pages = || pages.iter().map(|page| page.number());
             pages().for_each(|page| ledger.remove_holder(page));
@@ -171,7 +171,7 @@ impl Ledgered<SlotAllocator> {
     pub fn release_cached(&mut self, pages: &[Page], fence: Option<FenceId>, owner: &Owner) {
         self.inner.release_cached(pages, fence);
         let _acting = self.book.ledger().map(|_| act_of(owner).begin());
-        self.note_removed(fence.is_none());
+        self.record_removed(fence.is_none());
     }
 
     /// Calls [`SlotAllocator::free`] and records it.
@@ -236,14 +236,15 @@ impl Ledgered<SlotAllocator> {
         let (book, page_size) = (&self.book, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| book.explain(bad, |slot| slot / page_size);
         let bad = self.inner.free_explained(given, fence, on_bad, explain)?;
-        self.note_removed(fence.is_none());
+        self.record_removed(fence.is_none());
         Ok(bad)
     }
 
-    /// Works like [`Self::note_given`], and records the owners that the last free removed from shared pages.
+    /// Works like [`Self::record_freed`], and records the owners that the last free removed from shared
+    /// pages.
     #[inline]
-    fn note_removed(&mut self, is_free: bool) {
-        self.note_given(is_free);
+    fn record_removed(&mut self, is_free: bool) {
+        self.record_freed(is_free);
         if let Some(ledger) = self.book.ledger_mut() {
             self.inner.last_removed().iter().for_each(|page| ledger.remove_holder(page.number()));
         }

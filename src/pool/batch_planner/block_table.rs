@@ -45,14 +45,14 @@ impl BlockTable {
     }
 
     /// Records that all `count` pages of a request were written to the line at `place`.
-    pub(super) fn note_request(&mut self, place: usize, row: RequestRow, turn: u32, count: usize) {
+    pub(super) fn set_request(&mut self, place: usize, row: RequestRow, turn: u32, count: usize) {
         let count = narrow(count);
         self.lines[place] = Line { row: Some(row), turn, valid: count, used: count };
         self.places[widen(row.number())] = narrow(place);
     }
 
     /// Records that `count` padding pages were written to the line at `place`.
-    pub(super) fn note_padding(&mut self, place: usize, count: usize) {
+    pub(super) fn set_padding(&mut self, place: usize, count: usize) {
         self.lines[place] = Line { used: narrow(count), ..Line::default() };
     }
 

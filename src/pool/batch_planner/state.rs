@@ -255,7 +255,7 @@ impl PlannerState {
 
     /// Records that the cache keeps the leading pages of a request, the last of which are `cached`. The next
     /// plan of the request writes those that changed to the table.
-    pub(super) fn note_published(&mut self, row: RequestRow, from: usize, cached: &[Page]) {
+    pub(super) fn record_published(&mut self, row: RequestRow, from: usize, cached: &[Page]) {
         if let Some(changed) = self.requests.lease(row, from, cached) {
             self.block_table.truncate(row, changed);
             self.changes += 1;
@@ -387,7 +387,7 @@ impl PlannerState {
                 self.sign(growth.row, growth.had, slots, table);
             }
         }
-        self.requests.note_written(batch);
+        self.requests.record_written(batch);
         Ok(Ok(Plan {
             number: self.plans,
             changes: self.changes,

@@ -221,7 +221,7 @@ mod tests {
         }
     }
 
-    /// Looks at the beginning of each part only, since there are many.
+    /// Reads the beginning of each part only, since there are many.
     fn digest(parts: &[&[u8]]) -> [u8; 32] {
         let mut sum = 7_u64;
         for part in parts {

@@ -1,4 +1,4 @@
-//! The slot of each page, and the order of eviction. Knows no bytes and no files.
+//! The slot of each page, and the order of eviction. It has neither bytes nor files.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -126,7 +126,7 @@ impl Slots {
         first
     }
 
-    /// Notes a use of the pages, which follow each other: the first one is evicted last.
+    /// Records a use of the pages, which follow each other: the first one is evicted last.
     pub(super) fn touch(&mut self, slots: &[FileSlot]) {
         for &slot in slots.iter().rev() {
             let tick = self.take_ticks(1);
@@ -222,9 +222,9 @@ impl Slots {
         self.free.push_front(slot);
     }
 
-    /// Notes that the disk has no space for more pages than there are. From then on others are evicted for a
-    /// new one.
-    pub(super) fn note_full(&mut self) {
+    /// Records that the disk has no space for more pages than there are. From then on others are evicted for
+    /// a new one.
+    pub(super) fn record_full(&mut self) {
         self.room = (self.len() + self.written).min(self.count).max(1);
         self.stored_since_full = 0;
     }

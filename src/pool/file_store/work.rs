@@ -40,7 +40,7 @@ impl Worker {
             });
             if catch_unwind(work).is_err() {
                 let panicked = io::Error::other("a thread panicked");
-                self.shared.state().note(&self.shared.name, "go on with a page", &panicked);
+                self.shared.state().record_failure(&self.shared.name, "go on with a page", &panicked);
             }
         }
     }
@@ -88,7 +88,7 @@ impl Worker {
             state.counts.read_bytes += page.len();
             if let Some(record) = state.slots.stale(slot) {
                 drop(state);
-                // So that a later process knows of this use. If it fails, the old entry stays right.
+                // So that a later process finds this use. If it fails, the old entry stays right.
                 let entry = record.encode(shared.config.digest, slot);
                 let _ = write_whole(&*self.disk, DiskFile::Index, &entry, entry_offset(slot));
                 is_written = true;
@@ -98,7 +98,7 @@ impl Worker {
             state.counts.misses += 1;
             match &read {
                 Err(cause) if cause.kind() != io::ErrorKind::UnexpectedEof => {
-                    state.note(&shared.name, "read a page", cause);
+                    state.record_failure(&shared.name, "read a page", cause);
                 }
                 _ => {
                     state.counts.damaged += 1;
@@ -150,9 +150,9 @@ impl Worker {
                 drop(taken);
                 let mut state = shared.state();
                 if is_full(cause.kind()) {
-                    state.slots.note_full();
+                    state.slots.record_full();
                 }
-                state.note(&shared.name, "write a page", &cause);
+                state.record_failure(&shared.name, "write a page", &cause);
             }
         }
     }
@@ -218,7 +218,7 @@ impl StoreCore {
     /// Clears the entries of removed pages in the index.
     pub(super) fn forget(&self, disk: &dyn Disk, slots: &[FileSlot]) {
         if let Err(cause) = clear_entries(disk, slots) {
-            self.state().note(&self.name, "clear an entry", &cause);
+            self.state().record_failure(&self.name, "clear an entry", &cause);
         }
     }
 }

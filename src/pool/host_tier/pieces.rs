@@ -201,7 +201,7 @@ impl HostTier {
     }
 
     /// Counts pieces that a store did not take.
-    pub(in crate::pool) fn note_unstored(&self, count: usize) {
+    pub(in crate::pool) fn count_unstored(&self, count: usize) {
         self.count(TierCounts { unstored: count, ..TierCounts::default() });
     }
 

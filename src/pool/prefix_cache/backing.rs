@@ -274,11 +274,11 @@ impl Backing {
             let (store_access, count) = (Arc::clone(&self.store_access), keys.len());
             let put = move || {
                 if store_access.put(kind, &keys, outgoing).is_err() {
-                    store_access.tier.note_unstored(count);
+                    store_access.tier.count_unstored(count);
                 }
             };
             if self.puts.submit(put).is_err() {
-                self.store_access.tier.note_unstored(count);
+                self.store_access.tier.count_unstored(count);
             }
         }
     }

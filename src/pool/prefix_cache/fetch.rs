@@ -226,7 +226,7 @@ impl FetchJob<'_> {
             let arrived: Vec<usize> =
                 arrived.iter().filter_map(|key| places.find(|&at| keys[at] == *key)).collect();
             lock(&self.progress.now).len += arrived.len() * self.page_size();
-            self.note_arrived(&self.runs(keys, &arrived));
+            self.record_arrived(&self.runs(keys, &arrived));
         })?;
         Ok(())
     }
@@ -298,7 +298,7 @@ impl FetchJob<'_> {
         Ok(has_room)
     }
 
-    /// The pages at `places` of the prompt, as the cache's events tell of them.
+    /// The pages at `places` of the prompt, as the cache's events report them.
     fn runs(&self, keys: &[PageHash], places: &[usize]) -> Vec<OfferedPages> {
         let FetchRequest { namespace, tokens, continuation, .. } = self.request;
         let page_size = self.page_size();
@@ -320,9 +320,9 @@ impl FetchJob<'_> {
     }
 
     /// Records pages that arrived in the cache's events.
-    fn note_arrived(&self, arrived: &[OfferedPages]) {
+    fn record_arrived(&self, arrived: &[OfferedPages]) {
         if self.request.has_events && !arrived.is_empty() {
-            self.cache_ref.visit(|cache| cache.note_below(arrived));
+            self.cache_ref.visit(|cache| cache.record_arrived_below(arrived));
         }
     }
 }

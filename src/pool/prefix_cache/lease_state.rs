@@ -97,7 +97,7 @@ impl LeaseState {
                 let evicted = cache.tree.release(fallback);
                 call.give_back(cache, evicted);
             }
-            call.send_down(cache);
+            call.copy_offers_to_tier(cache);
         } else if may_give_up {
             return Ok(self.give_up_load(call, cache));
         }

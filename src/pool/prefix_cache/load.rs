@@ -137,7 +137,7 @@ impl Load {
             return Ok(false);
         }
         if let Some(lease) = self.lease.upgrade() {
-            lease.look_at_load(stream);
+            lease.complete_load(stream);
         }
         let is_given_up = self.is_given_up.load(Ordering::Acquire);
         if *lock(outcome) == Outcome::Arrived && !is_given_up {
@@ -238,7 +238,7 @@ impl Lease {
         let LoadRequest { lock, keys, tokens, pieces, state, tier, .. } = request;
         let call = self.shared.begin_call(&self.allocator, stream);
         let slot = state.as_ref().map(TakenSlot::slot);
-        // Under one lock: the allocator is not cleared in between, and knows of the copies when it is.
+        // Under one lock: the allocator is not cleared in between, and has the copies when it is.
         let started = call.slots.change(self.clears, |slots| {
             let started = tier.load(&pieces, &pages, slot, stream);
             match &started {
@@ -324,7 +324,7 @@ impl Lease {
             let (keys, state_key) = (keys[cached / page_size..end].to_vec(), keys[end - 1]);
             let mut hold = cache.tree.hold_again(&lease.hold);
             cache.tree.publish(&mut hold, found, Vec::new(), &[]);
-            call.send_down(cache);
+            call.copy_offers_to_tier(cache);
             if keys.is_empty() && !is_stateful {
                 lease.loadable = Loadable::default();
                 let evicted = cache.tree.release(std::mem::replace(&mut lease.hold, hold));
@@ -357,7 +357,7 @@ impl Lease {
     }
 
     /// Completes a load that is over.
-    fn look_at_load(&self, stream: Stream) {
+    fn complete_load(&self, stream: Stream) {
         // A lease that has ended has nothing to complete.
         let _ = self.with_request(stream, |_, _, _| Ok(()));
     }
@@ -396,7 +396,7 @@ impl SharedLoad {
     /// Whether it has the pages of `keys`, which begin where it does, and ends with them if it `must_end`;
     /// and the tree does not have it yet.
     pub(super) fn covers(&self, keys: &[PageHash], must_end: bool) -> bool {
-        // A state alone has no keys that would tell whose it is.
+        // A state alone has no keys from which its prefix would follow.
         let is_one = !keys.is_empty() && (!must_end || self.keys.len() == keys.len());
         is_one && self.keys.starts_with(keys) && self.can_arrive()
     }

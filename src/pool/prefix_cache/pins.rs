@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::cache::{Hold, Namespace};
 
-/// The pins of a cache. A call costs a look at the first that ends, and the pins that it ends.
+/// The pins of a cache. A call costs a check of the first that ends, and the pins that it ends.
 #[derive(Debug, Default)]
 pub(super) struct Pins {
     /// The pins, in the order in which they end.

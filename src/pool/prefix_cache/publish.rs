@@ -22,7 +22,7 @@ use super::taken_slot::TakenSlot;
 pub struct Publication<'a> {
     /// Tokens from the end of the lease on.
     pub tokens: &'a dyn Tokens,
-    /// The slots of the tokens. A planner knows those of its requests.
+    /// The slots of the tokens. A planner has those of its requests.
     pub slots: Option<&'a IndexVec>,
     /// The working slot whose state is that of the last whole page's end.
     pub state: Option<i64>,
@@ -80,7 +80,7 @@ impl Lease {
                 && cache.tree.snapshot(&lease.hold).is_none()
             {
                 cache.tree.set_snapshot(&mut lease.hold, snapshot.keep());
-                call.send_down(cache);
+                call.copy_offers_to_tier(cache);
             }
             Ok(published)
         })
@@ -164,7 +164,7 @@ impl Lease {
             let rest = pages.split_off((whole / page_size).min(pages.len()));
             let duplicates = self.hand_over(&mut pages, &rest, &cached, slots)?;
             if let Some(request) = &mut request {
-                request.note_published(begin / page_size, &pages);
+                request.record_published(begin / page_size, &pages);
             }
             Ok((pages, duplicates * page_size))
         })?;
@@ -173,9 +173,9 @@ impl Lease {
         cache.counts.published += fresh.len();
         cache.tree.publish(&mut lease.hold, found, fresh, new);
         if let Some(below) = &mut cache.below {
-            below.note_publisher(call.slots.stream());
+            below.record_publisher(call.slots.stream());
         }
-        call.send_down(cache);
+        call.copy_offers_to_tier(cache);
         lease.loadable = Loadable::default();
         cache.counts.duplicates += duplicates;
         Ok(Published { length: lease.hold.len(), duplicates, pages })

@@ -23,7 +23,7 @@ pub(in crate::pool) trait LeasedRequest {
 
     /// Records that the cache keeps its pages up to those of `cached`, which take the place of its own from
     /// page `from` on.
-    fn note_published(&mut self, from: usize, cached: &[Page]);
+    fn record_published(&mut self, from: usize, cached: &[Page]);
 }
 
 /// The request that keeps a lease.

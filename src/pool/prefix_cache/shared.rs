@@ -109,15 +109,15 @@ impl CacheCore {
     pub(super) fn expect_below(&self, expect: impl FnOnce() -> Option<Incoming>) -> Option<Incoming> {
         let mut cache = lock(&self.state);
         let mut incoming = expect()?;
-        cache.tree.note_dropped_below(std::mem::take(&mut incoming.evicted));
+        cache.tree.record_dropped_below(std::mem::take(&mut incoming.evicted));
         Some(incoming)
     }
 
     /// Records pages that arrived in the tier below from a store.
-    pub(super) fn note_below(&self, arrived: &[OfferedPages]) {
+    pub(super) fn record_arrived_below(&self, arrived: &[OfferedPages]) {
         let mut cache = lock(&self.state);
         if let CacheState { below: Some(below), tree, .. } = &mut *cache {
-            below.note_arrived(tree, arrived);
+            below.record_arrived(tree, arrived);
         }
     }
 
@@ -171,9 +171,9 @@ impl CacheCall<'_> {
     }
 
     /// Copies the pages that the tree offers to the tier below.
-    pub(super) fn send_down(&self, cache: &mut CacheState) {
+    pub(super) fn copy_offers_to_tier(&self, cache: &mut CacheState) {
         if let CacheState { below: Some(below), tree, .. } = cache {
-            below.send(tree, self.slots.stream());
+            below.copy_offers(tree, self.slots.stream());
         }
     }
 
@@ -196,7 +196,7 @@ impl CacheCall<'_> {
             if evicted.pages.is_empty() {
                 break;
             }
-            self.send_down(&mut cache);
+            self.copy_offers_to_tier(&mut cache);
             if let Some(below) = &cache.below {
                 below.tier.set_device_presence(evicted.keys.iter(), DevicePresence::Absent);
             }

@@ -45,7 +45,7 @@ impl TierLink {
     /// Takes the tier, and puts its pages in the store below if there is one.
     ///
     /// # Errors
-    /// See [`HostTier::take`]; the error of a store that is closed.
+    /// See [`HostTier::attach`]; the error of a store that is closed.
     pub(super) fn new(LowerTier { host: tier, digest, store }: LowerTier) -> Result<Self> {
         let model = store.as_ref().map(|store| store.model.clone());
         let backing = store.map(|LowerStore { store, model }| Backing::new(&tier, store, (&model, digest)));
@@ -85,19 +85,19 @@ impl TierLink {
             if let Some(backing) = &self.backing {
                 backing.put(|kind| write.keys(kind));
             }
-            self.note_arrived(tree, &write.runs);
+            self.record_arrived(tree, &write.runs);
         }
     }
 
     /// Records pages that arrived in the tier, except those that it has evicted meanwhile.
-    pub(super) fn note_arrived(&self, tree: &mut Tree, arrived: &[OfferedPages]) {
+    pub(super) fn record_arrived(&self, tree: &mut Tree, arrived: &[OfferedPages]) {
         let contents = self.tier.contents();
         let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| contents.has_page(key));
-        arrived.iter().filter(is_there).for_each(|run| tree.note_copied(run));
+        arrived.iter().filter(is_there).for_each(|run| tree.record_copied(run));
     }
 
     /// Records that pages were published whose contents are written by work on `stream`.
-    pub(super) fn note_publisher(&mut self, stream: Stream) {
+    pub(super) fn record_publisher(&mut self, stream: Stream) {
         if !self.publishers.contains(&stream) {
             self.publishers.push(stream);
         }
@@ -105,14 +105,14 @@ impl TierLink {
 
     /// Copies the pages that the tree offers to the tier, behind the work on `stream` and on the streams of
     /// the publishers.
-    pub(super) fn send(&mut self, tree: &mut Tree, stream: Stream) {
+    pub(super) fn copy_offers(&mut self, tree: &mut Tree, stream: Stream) {
         let offered = tree.take_offers();
         if offered.is_empty() {
             return;
         }
-        self.note_publisher(stream);
+        self.record_publisher(stream);
         let (write, evicted) = self.tier.write(&offered, &self.publishers);
-        tree.note_dropped_below(evicted);
+        tree.record_dropped_below(evicted);
         if let Some(write) = write {
             self.pages.extend(write.pages().iter().map(|page| (*page, Arc::clone(&write.transfer))));
             self.states.extend(write.states().iter().map(|state| (*state, Arc::clone(&write.transfer))));

@@ -183,10 +183,10 @@ impl ReqToTokenPool {
             None => (),
             Some(KnownPlaces::Points(ref points)) => {
                 for &(row, column) in points {
-                    self.rows.note_written(row, column + 1);
+                    self.rows.record_written(row, column + 1);
                 }
             }
-            Some(KnownPlaces::Columns { row, from, count }) => self.note_written(row, from + count),
+            Some(KnownPlaces::Columns { row, from, count }) => self.record_written(row, from + count),
         }
         Ok(())
     }

@@ -25,7 +25,7 @@ impl FreeGroup {
     #[pyo3(signature = (*exception))]
     fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         let allocator = self.allocator.get();
-        if !allocator.pool.look(|slots| slots.in_group()) {
+        if !allocator.pool.inspect(|slots| slots.in_group()) {
             // `clear` in the body has closed the group.
             return Ok(());
         }

@@ -80,7 +80,7 @@ fn step(source: &mut Source<'_>, counts: &mut RefCounts<ChunkId>, model: &mut Mo
             model.free.push(returning.index().number());
             counts.give_back(returning);
         }
-        _ => counts.note_dropped(),
+        _ => counts.count_dropped(),
     }
 }
 

@@ -313,7 +313,7 @@ impl Hybrid {
             let all = self.tree.slots_between(result.node, self.tree.root());
             assert_eq!(all, Some(self.slots_of(name, &tokens[..whole])));
             assert!(going.own.iter().eq(&going.row[whole..]), "the rest is the tree's or free");
-            self.note_state(&mut going, whole);
+            self.record_state(&mut going, whole);
         } else {
             assert!(going.is_evicted || !window_freed.is_multiple_of(page_size));
         }
@@ -374,7 +374,7 @@ impl Hybrid {
     /// Evicts the node that an insertion has reached, if it is a leaf without locks.
     fn evict_reached(&mut self, node: NodeHandle, going: &mut Going) {
         if self.tree.value(node, Part::State).is_some_and(|state| state == going.state) {
-            self.note_state(going, going.key.1.len() / self.config.page_size * self.config.page_size);
+            self.record_state(going, going.key.1.len() / self.config.page_size * self.config.page_size);
         }
         if let Some(frees) = self.tree.evict_leaf(node).expect("a node") {
             self.apply(frees);
@@ -412,7 +412,7 @@ impl Hybrid {
     }
 
     /// Notes that a prefix has got its state, if it had none.
-    fn note_state(&mut self, going: &mut Going, end: usize) {
+    fn record_state(&mut self, going: &mut Going, end: usize) {
         if end > 0 && !going.state.is_empty() {
             let key = (going.key.0, going.key.1[..end].to_vec());
             self.states.entry(key).or_insert(std::mem::take(&mut going.state));
@@ -457,7 +457,7 @@ impl Hybrid {
             }
             Action::EvictExcess(node) => {
                 let end = tokens.len() / self.config.page_size * self.config.page_size;
-                self.note_state(going, end);
+                self.record_state(going, end);
                 self.evict_excess(node, &(name, tokens[..end].to_vec()));
             }
         }

@@ -454,11 +454,11 @@ impl Requests {
         }
         let tokens: usize = self.running.iter().map(|running| running.tokens.len()).sum();
         assert_eq!(self.planner.totals().1, tokens);
-        self.look_at_pages();
+        self.check_pages();
     }
 
     /// Looks at who has each page.
-    fn look_at_pages(&self) {
+    fn check_pages(&self) {
         let pages = |pages: &mut dyn Iterator<Item = &Vec<i32>>| -> BTreeSet<i32> {
             pages.flatten().copied().collect()
         };

@@ -1,5 +1,5 @@
-//! The prefix tree by its nodes: requests of an engine that frees its own duplicates, against a naive dictionary
-//! of pages and a list of tails.
+//! The prefix tree by its nodes: requests of an engine that frees its own duplicates, against a naive
+//! dictionary of pages and a list of tails.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -309,7 +309,7 @@ impl Nodes {
         let kept: Vec<Key> = self.pages.keys().filter(|key| self.is_locked(key)).cloned().collect();
         let kept_tails: Vec<i32> =
             self.tails.iter().filter(|tail| self.is_kept(tail)).map(|tail| tail.slots[0]).collect();
-        self.note_gone(&done);
+        self.record_gone(&done);
         assert!(kept.iter().all(|key| self.pages.contains_key(key)), "a locked prefix was evicted");
         assert!(kept_tails.iter().all(|slot| self.tails.iter().any(|tail| tail.slots[0] == *slot)));
         // The rest is closed: a prefix goes after what hangs on it.
@@ -321,7 +321,7 @@ impl Nodes {
         }
     }
 
-    fn note_gone(&mut self, done: &EvictedNodes) {
+    fn record_gone(&mut self, done: &EvictedNodes) {
         for node in &done.gone {
             assert!(self.gone.insert(*node), "{node:?} is gone twice");
             assert!(self.tree.slots(*node, 0, STREAM).is_err());
@@ -344,13 +344,13 @@ impl Nodes {
         }
         if source.flip() {
             let done = self.tree.clear(STREAM);
-            self.note_gone(&done);
+            self.record_gone(&done);
         } else {
             self.allocator.clear(STREAM);
             // The names come with the next report.
             let done = self.tree.evict(0, STREAM);
             assert!(done.slots.is_empty());
-            self.note_gone(&done);
+            self.record_gone(&done);
             self.pages.clear();
             self.tails.clear();
         }

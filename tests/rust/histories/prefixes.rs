@@ -284,7 +284,7 @@ impl Prefixes {
         let evicted = if missing <= evictable { missing } else { 0 };
         let is_possible = pages <= free + evicted;
         assert_eq!(taken.is_some(), is_possible, "{pages} pages, {free} free, {evictable} evictable");
-        self.note_evicted(evicted);
+        self.record_evicted(evicted);
         let slots = taken.map_or(Vec::new(), |view| ints_of(&view));
         let width = i32::try_from(self.page_size).expect("small");
         let pages: Vec<i32> = slots.iter().step_by(self.page_size).map(|slot| slot / width).collect();
@@ -303,7 +303,7 @@ impl Prefixes {
 
     /// Drops the prefixes that are gone, which must be `count`: none of them leased, and none retained as
     /// long as another was evictable.
-    fn note_evicted(&mut self, count: usize) {
+    fn record_evicted(&mut self, count: usize) {
         let gone: Vec<Key> = self.cached.keys().filter(|key| !self.is_cached(key)).cloned().collect();
         assert_eq!(gone.len(), count, "evicted {gone:?}");
         let mut highest = 0;
@@ -392,7 +392,7 @@ impl Prefixes {
             self.superseded.remove(&(generation, all[..there].to_vec()));
         }
         if let Some(victims) = victims {
-            self.note_snapshot(at, &victims);
+            self.record_snapshot(at, &victims);
         }
     }
 
@@ -434,7 +434,7 @@ impl Prefixes {
     }
 
     /// Notes the snapshot that is kept at the end of a lease, and the one that is given up for it.
-    fn note_snapshot(&mut self, at: usize, victims: &[Key]) {
+    fn record_snapshot(&mut self, at: usize, victims: &[Key]) {
         let held = &mut self.held[at];
         let slot = held.lease.state_slot().expect("a lease").expect("it was kept");
         if !victims.is_empty() {
@@ -532,7 +532,7 @@ impl Prefixes {
         let pages = asked.div_ceil(self.page_size).min(self.evictable());
         let evicted = self.cache.evict(asked, STREAM);
         assert_eq!(evicted, pages * self.page_size);
-        self.note_evicted(pages);
+        self.record_evicted(pages);
     }
 
     fn clear(&mut self, source: &mut Source<'_>) {
@@ -698,11 +698,11 @@ impl Prefixes {
             let state = lease.state_slot().expect("a lease");
             assert_eq!(state, self.snapshots.get(end).copied());
         }
-        self.look_at_pages();
+        self.check_pages();
     }
 
     /// Compares the state of each page.
-    fn look_at_pages(&self) {
+    fn check_pages(&self) {
         let by_page: BTreeMap<i32, &Key> = self.cached.iter().map(|(key, page)| (page.number, key)).collect();
         for piece in self.allocator.occupancy().pieces {
             for slot in piece.range.step_by(self.page_size) {

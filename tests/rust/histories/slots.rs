@@ -245,8 +245,9 @@ impl Slots {
         assert!(shown.iter().eq(&self.model.released));
         let count = source.below(40);
         let mut upcoming = Vec::new();
-        self.pool
-            .look(|slots| slots.pages().upcoming(count, |run| upcoming.extend(run.range().map(size::<u32>))));
+        self.pool.inspect(|slots| {
+            slots.pages().upcoming(count, |run| upcoming.extend(run.range().map(size::<u32>)));
+        });
         assert!(self.model.free.iter().take(count).eq(&upcoming));
     }
 }
@@ -325,14 +326,14 @@ pub(super) fn check(pool: &TokenToKvPoolAllocator, model: &SlotModel) {
     assert_eq!(stats.high_water, model.high_water * page_size);
     assert_eq!(stats.dropped_frees, model.dropped);
     let ids = |ids: Vec<u32>| ids.into_iter().map(size::<u32>).collect::<Vec<_>>();
-    pool.look(|slots| {
+    pool.inspect(|slots| {
         assert!(ids(slots.pages().free_ids().expect("memory")).iter().eq(&model.free));
         assert!(ids(slots.pages().released_ids().expect("memory")).iter().eq(&model.released));
     });
     let in_use: BTreeSet<usize> = (1..=model.pages).filter(|page| model.is_in_use(*page)).collect();
     let all: Vec<i64> = (-2..int((model.pages + 2) * page_size)).collect();
     let query = IndexVec::I64(all.clone());
-    let answers: Vec<bool> = pool.look(|slots| slots.is_allocated(&query).collect());
+    let answers: Vec<bool> = pool.inspect(|slots| slots.is_allocated(&query).collect());
     for (slot, answer) in all.into_iter().zip(answers) {
         let page = usize::try_from(slot).map_or(0, |slot| slot / page_size);
         assert_eq!(answer, in_use.contains(&page), "slot {slot}");

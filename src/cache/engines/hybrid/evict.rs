@@ -58,7 +58,7 @@ pub enum Victim {
 #[derive(Debug)]
 struct Eviction {
     wanted: usize,
-    /// The node to look at next, for windows and states.
+    /// The node to visit next, for windows and states.
     next: Option<NodeHandle>,
     /// The leaves that were proposed and not queued again since, the last one last, for full attention.
     proposed: Vec<NodeHandle>,

@@ -6,7 +6,7 @@
 //!
 //! *Invariant.* The cohorts of a class are in the order of their times, which do not overlap.
 //!
-//! *Cost.* Constant in the number of leaves. Choosing looks at each cohort once, and only when the chosen
+//! *Cost.* Constant in the number of leaves. Choosing visits each cohort once, and only when the chosen
 //! cohort is used up, time has passed or something was learned. 16 bytes for each node number.
 
 use std::collections::VecDeque;

@@ -213,7 +213,7 @@ impl Curve {
         }
         let slope = |from: usize, to: usize| {
             let spent = time[to] - time[from];
-            // So few survive that no time passes, as far as numbers tell.
+            // So few survive that no time passes, within the precision of numbers.
             if spent > 0.0 { (hits[to] - hits[from]) / spent } else { 0.0 }
         };
         let mut worth = [0.0; AGES];

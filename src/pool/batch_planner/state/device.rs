@@ -68,10 +68,10 @@ impl PlannerState {
         for (place, growth) in batch.iter().enumerate() {
             match &outcome {
                 Ok(()) => self.put(place, *growth, table)?,
-                Err(_) => table.note_failed_write(growth.row, widen(growth.seq)),
+                Err(_) => table.record_failed_write(growth.row, widen(growth.seq)),
             }
         }
-        self.note_block_table(batch, padded, table);
+        self.record_block_table(batch, padded, table);
         outcome
     }
 

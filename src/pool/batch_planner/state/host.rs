@@ -24,7 +24,7 @@ impl PlannerState {
             let padding = vec![Page::new(PADDING); self.small_fields.kv_pages(place)];
             self.write_pages(place, 0, &padding.into())?;
         }
-        self.note_block_table(batch, padded, table);
+        self.record_block_table(batch, padded, table);
         Ok(())
     }
 
@@ -105,13 +105,13 @@ impl PlannerState {
     }
 
     /// Records that the pages of a batch were written to the block table.
-    pub(super) fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
+    pub(super) fn record_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
         for (place, &Growth { row, .. }) in batch.iter().enumerate() {
             let count = self.requests.pages(row).len();
-            self.block_table.note_request(place, row, table.rows().turn(row), count);
+            self.block_table.set_request(place, row, table.rows().turn(row), count);
         }
         for place in batch.len()..padded {
-            self.block_table.note_padding(place, self.small_fields.kv_pages(place));
+            self.block_table.set_padding(place, self.small_fields.kv_pages(place));
         }
     }
 }

@@ -73,7 +73,7 @@ impl PlannerState {
         self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
     }
 
-    /// Retires the leases of requests whose rows were freed by another call. It looks at them only if there
+    /// Retires the leases of requests whose rows were freed by another call. It checks them only if there
     /// was one.
     pub(in crate::pool::batch_planner) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
         let frees = table.rows().frees();
