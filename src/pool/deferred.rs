@@ -129,7 +129,8 @@ impl Deferred {
         &mut self,
         gpu: &Arc<Gpu>,
         values: usize,
-        (tensor, keep): (&BorrowedTensor<'_>, impl FnOnce() -> Option<Keep>),
+        tensor: &BorrowedTensor<'_>,
+        keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<Option<Values>> {
         let fetcher = Arc::clone(self.prepare(gpu, values)?);

@@ -187,10 +187,9 @@ impl HostTier {
             return Err(Error::config(format!("the K and V are on {kv}, the states on {states}")));
         }
         let gpu = kv.gpu().cloned();
-        let pages = Storage::new(config, config.size / page_size, kv.pages(), backend)?;
-        let storage =
-            |states: &Arc<GdnPool>| Storage::new(config, config.max_states, states.pages(), backend);
-        let states_of = states.map(storage).transpose()?;
+        let storage = |count, (rows, page_size)| Storage::new(config, count, rows, page_size, backend);
+        let pages = storage(config.size / page_size, kv.pages())?;
+        let states_of = states.map(|states| storage(config.max_states, states.pages())).transpose()?;
         Ok(Self {
             config: *config,
             pages,

@@ -228,13 +228,12 @@ impl PrefixCache {
         cache.counts.hit_tokens += hold.len();
         cache.counts.missed_tokens += tokens.count() - hold.len();
         let loadable = match &cache.below {
-            Some(below) => below.loadable(&cache.tree, &hold, (namespace, tokens), limit),
+            Some(below) => below.loadable(&cache.tree, &hold, namespace, tokens, limit),
             None => Ok(Loadable::default()),
         };
         let clears = cache.clears;
         drop(cache);
-        let of = (&self.shared, &self.allocator);
-        let lease = Lease::new(of, hold, clears, namespace.clone(), stream);
+        let lease = Lease::new(&self.shared, &self.allocator, hold, clears, namespace.clone(), stream);
         lease.set_loadable(loadable?);
         Ok(Arc::new(lease))
     }

@@ -95,7 +95,8 @@ impl Storage {
     pub(super) fn new(
         config: &HostTierConfig,
         count: usize,
-        (rows, page_size): (&LayerRows, usize),
+        rows: &LayerRows,
+        page_size: usize,
         backend: &Arc<dyn Backend>,
     ) -> Result<Self> {
         let device = rows.all().first().map_or(Device::Cpu, |buffer| buffer.region().device());

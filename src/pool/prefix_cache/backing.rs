@@ -88,7 +88,7 @@ pub(super) struct Survey {
 }
 
 impl Names {
-    fn new(tier: &HostTier, kind: PieceKind, part_bytes: usize, (model, digest): (&str, Digest)) -> Self {
+    fn new(tier: &HostTier, kind: PieceKind, part_bytes: usize, model: &str, digest: Digest) -> Self {
         let geometry = tier.geometry(kind);
         let parts: Vec<&[u8]> =
             std::iter::once(model.as_bytes()).chain(geometry.iter().map(Vec::as_slice)).collect();
@@ -240,11 +240,12 @@ impl Backing {
     pub(super) fn new(
         tier: &Arc<HostTier>,
         store: Arc<dyn Store>,
-        (model, digest): (&str, Digest),
+        model: &str,
+        digest: Digest,
     ) -> Result<Self> {
         // One that is closed already says so.
         store.find(&[])?;
-        let names = |kind| Names::new(tier, kind, store.max_bytes(), (model, digest));
+        let names = |kind| Names::new(tier, kind, store.max_bytes(), model, digest);
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
         let store_access = Arc::new(StoreAccess { tier: Arc::clone(tier), store, pages, states });
         let [puts, fetches] = ["kvpool-put", "kvpool-fetch"].map(JobThread::new);

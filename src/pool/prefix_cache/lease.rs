@@ -34,7 +34,8 @@ pub struct Lease {
 
 impl Lease {
     pub(super) fn new(
-        (shared, allocator): (&Arc<CacheCore>, &Arc<TokenToKvPoolAllocator>),
+        shared: &Arc<CacheCore>,
+        allocator: &Arc<TokenToKvPoolAllocator>,
         hold: Hold,
         clears: u64,
         namespace: Namespace,
@@ -279,8 +280,8 @@ impl Lease {
             let len = in_whole_pages(len, &cache.tree);
             Ok((cache.tree.hold_first(&lease.hold, len), lease.share_of(len)))
         })?;
-        let of = (&self.shared, &self.allocator);
-        let again = Self::new(of, hold, self.clears, self.namespace.clone(), stream);
+        let again =
+            Self::new(&self.shared, &self.allocator, hold, self.clears, self.namespace.clone(), stream);
         if let Some(lease) = lock(&again.state).as_mut() {
             lease.load = load;
         }

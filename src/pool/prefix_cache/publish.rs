@@ -65,7 +65,7 @@ impl Lease {
         let Some(row) = publication.state else {
             return self.with(stream, |call, cache, lease| {
                 planner = lease.holder.planner()?;
-                self.publish_pages(call, (cache, lease), publication.tokens, pages, planner.as_deref())
+                self.publish_pages(call, cache, lease, publication.tokens, pages, planner.as_deref())
             });
         };
         // As they are now: others may run while the state is copied.
@@ -74,7 +74,7 @@ impl Lease {
         self.with(stream, |call, cache, lease| {
             planner = lease.holder.planner()?;
             let tokens = &tokens.as_slice();
-            let published = self.publish_pages(call, (cache, lease), tokens, pages, planner.as_deref())?;
+            let published = self.publish_pages(call, cache, lease, tokens, pages, planner.as_deref())?;
             // Others may have been as fast.
             if let Some(snapshot) = snapshot
                 && cache.tree.snapshot(&lease.hold).is_none()
@@ -124,7 +124,7 @@ impl Lease {
                 let text = format!("the lease is that of request row {row}; the planner finishes it");
                 return Err(Error::config(text));
             }
-            self.publish_pages(call, (cache, lease), tokens, Some(pages), None)
+            self.publish_pages(call, cache, lease, tokens, Some(pages), None)
         })?;
         self.release(stream);
         Ok(published)
@@ -146,7 +146,8 @@ impl Lease {
     fn publish_pages(
         &self,
         call: &CacheCall<'_>,
-        (cache, lease): (&mut CacheState, &mut LeaseState),
+        cache: &mut CacheState,
+        lease: &mut LeaseState,
         tokens: &dyn Tokens,
         pages: Option<Vec<Page>>,
         planner: Option<&dyn LeaseKeeper>,

@@ -48,7 +48,7 @@ impl TierLink {
     /// See [`HostTier::attach`]; the error of a store that is closed.
     pub(super) fn new(LowerTier { host: tier, digest, store }: LowerTier) -> Result<Self> {
         let model = store.as_ref().map(|store| store.model.clone());
-        let backing = store.map(|LowerStore { store, model }| Backing::new(&tier, store, (&model, digest)));
+        let backing = store.map(|LowerStore { store, model }| Backing::new(&tier, store, &model, digest));
         let backing = backing.transpose()?;
         tier.attach()?;
         tier.set_model(model.as_deref());
@@ -191,7 +191,8 @@ impl TierLink {
         &self,
         tree: &Tree,
         hold: &Hold,
-        (namespace, tokens): (&Namespace, &dyn Tokens),
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
         limit: usize,
     ) -> Result<Loadable> {
         let keys = tree.keys_below(namespace, hold, tokens, limit, &self.tier.contents())?;

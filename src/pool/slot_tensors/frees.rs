@@ -102,7 +102,7 @@ impl SlotTensors {
         match given {
             Indices::Host(values) => Ok(Values::Known(values.clone())),
             Indices::Device { tensor, version } => known_values(tensor, *version)
-                .map_or_else(|| self.fetch((tensor, keep), stream), |values| Ok(Values::Known(values))),
+                .map_or_else(|| self.fetch(tensor, keep, stream), |values| Ok(Values::Known(values))),
         }
     }
 
@@ -170,13 +170,14 @@ impl SlotTensors {
     /// Enqueues a copy of the values of `tensor`. Waits for them if there is no room for the copy.
     pub(super) fn fetch(
         &mut self,
-        (tensor, keep): (&BorrowedTensor<'_>, impl FnOnce() -> Option<Keep>),
+        tensor: &BorrowedTensor<'_>,
+        keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<Values> {
         let gpu = self.gpu_of(tensor.device())?;
         let at_once = fetched_at_once(&self.slots);
         tensor.record_stream(stream);
-        match self.deferred.fetch(&gpu, at_once, (tensor, keep), stream)? {
+        match self.deferred.fetch(&gpu, at_once, tensor, keep, stream)? {
             None => read_now(&gpu, tensor, stream).map(Values::Known),
             Some(values) => Ok(values),
         }
