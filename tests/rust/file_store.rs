@@ -296,7 +296,7 @@ fn the_order_of_use_survives_the_process() {
 }
 
 #[test]
-fn another_capacity_keeps_what_was_used_last() {
+fn another_capacity_keeps_the_pages_used_last() {
     let disk = Arc::<MemoryDisk>::default();
     let store = open(&disk, 6);
     for number in ALL {
@@ -337,7 +337,7 @@ fn a_process_killed_when_a_store_becomes_smaller_loses_no_more() {
 }
 
 #[test]
-fn what_was_removed_does_not_come_back() {
+fn removed_pages_do_not_come_back() {
     let disk = prepared();
     let store = open(&disk, 3);
     assert_eq!(store.remove(&keys(&[9, 2, 2])).unwrap(), 1);
@@ -369,7 +369,7 @@ fn pages_beyond_the_queue_are_dropped() {
 }
 
 #[test]
-fn closing_completes_and_dropping_drops_what_is_queued() {
+fn a_close_completes_queued_pages_and_a_drop_discards_them() {
     let disk = Arc::<MemoryDisk>::default();
     let store = open(&disk, 40);
     let numbers: Vec<u8> = (1..=40).collect();

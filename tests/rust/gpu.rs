@@ -86,8 +86,8 @@ fn page_locked_memory_conforms() {
 }
 
 #[test]
-fn no_process_is_forked_while_a_step_of_page_locking_is_offered() {
-    let Some((_gpu, _alone)) = gpu("no_process_is_forked_while_a_step_of_page_locking_is_offered") else {
+fn no_process_forks_during_a_step_of_page_locking() {
+    let Some((_gpu, _alone)) = gpu("no_process_forks_during_a_step_of_page_locking") else {
         return;
     };
     let config = ChunkConfig {
@@ -135,8 +135,8 @@ fn missing_wait_is_visible() {
 }
 
 #[test]
-fn a_dropped_grant_of_slots_that_only_the_device_knows_gives_back_its_new_pages() {
-    let test = "a_dropped_grant_of_slots_that_only_the_device_knows_gives_back_its_new_pages";
+fn a_dropped_grant_on_the_device_frees_its_new_pages() {
+    let test = "a_dropped_grant_on_the_device_frees_its_new_pages";
     let Some((gpu, _alone)) = gpu(test) else { return };
     let config = AllocatorConfig { size: 40, page_size: 4, strict: true, ..AllocatorConfig::default() };
     let allocator = TokenToKvPoolAllocator::new(&config, &cuda(&gpu)).expect("memory");

@@ -351,7 +351,7 @@ fn an_insertion_ends_when_its_node_is_evicted() {
 }
 
 #[test]
-fn an_insertion_goes_on_with_the_same_tokens() {
+fn an_insertion_continues_with_the_same_tokens() {
     let mut tree = HybridTree::new(windows(2));
     let name = Namespace::Number(7);
     let (tokens, values, _) = waiting(&mut tree, &name);
@@ -452,7 +452,7 @@ fn slots_of_any_part_are_to_be_freed() {
 }
 
 #[test]
-fn a_state_goes_with_its_window() {
+fn a_state_is_evicted_with_its_window() {
     let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
     let state = |slot| Insert { state: vec![EngineSlot::new(slot)], ..Insert::default() };
     put(&mut tree, &[1, 2], 10, state(5));
@@ -507,7 +507,7 @@ fn each_order_evicts_as_named() {
 
 /// The last tokens of a long prompt go before a short one that was used longer ago, but no more of them.
 #[test]
-fn a_tail_goes_first_once() {
+fn a_tail_is_evicted_first_but_only_once() {
     let mut tree = HybridTree::new(HybridConfig { order: EvictionOrder::Tlru(2), ..PLAIN });
     put(&mut tree, &[9, 9, 9, 9], 90, Insert::default());
     for end in 1..=5 {

@@ -284,7 +284,7 @@ fn starts(planner: &BatchPlanner, row: &IndexVec, lease: &Arc<Lease>, tokens: i6
 }
 
 #[test]
-fn the_prefix_of_a_request_stays_while_another_thread_releases_the_lease() {
+fn a_request_keeps_its_prefix_while_its_lease_is_released() {
     try_all_calls(Some(2), || {
         let (slots, cache) = full_cache();
         let (planner, row) = planner_and_row(&slots);
@@ -316,7 +316,7 @@ fn no_request_continues_a_prefix_from_before_a_clear() {
 }
 
 #[test]
-fn a_lease_is_that_of_a_new_request_though_the_planner_of_the_earlier_one_is_ending() {
+fn a_new_request_keeps_its_lease_while_the_planner_before_ends() {
     try_all_calls(Some(2), || {
         let (slots, cache) = full_cache();
         let (ending, row) = planner_and_row(&slots);
@@ -369,7 +369,7 @@ fn a_fence_frees_no_slots_allocated_after_a_resize() {
 }
 
 #[test]
-fn a_planner_starts_and_ends_a_request_while_another_thread_is_short() {
+fn a_planner_runs_a_request_while_another_thread_lacks_slots() {
     try_all_calls(Some(3), || {
         let (slots, cache) = full_cache();
         let (planner, row) = planner_and_row(&slots);

@@ -334,7 +334,7 @@ pub(crate) fn refused<T: std::fmt::Debug>(answer: Result<T>) -> (ErrorKind, Stri
 }
 
 #[test]
-fn wrong_pages_pieces_and_layers_are_refused_before_anything_is_copied() {
+fn wrong_pages_pieces_and_layers_are_refused_before_any_copy() {
     let mut draws = Draws::new(1);
     let mut tier = Tier::new(&mut draws, SMALL, &host(), &host(), HostAccess::Copied);
     let of = |pairs: &[(u32, u32)]| -> Vec<PagePair<Page>> {

@@ -356,8 +356,8 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
 }
 
 #[test]
-fn memory_that_was_locked_in_place_is_reached_in_steps() {
-    let Some((gpu, _alone)) = gpu("memory_that_was_locked_in_place_is_reached_in_steps") else { return };
+fn memory_locked_in_place_is_reached_in_steps() {
+    let Some((gpu, _alone)) = gpu("memory_locked_in_place_is_reached_in_steps") else { return };
     let shape = Shape { page_size: 1, rows: 64, pieces: 64, ..SHAPE };
     let mut draws = Draws::new(11);
     let mapped: Arc<dyn Backend> = Arc::new(MappedHost::new(None, PageKind::Ordinary).expect("node"));

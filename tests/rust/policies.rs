@@ -161,7 +161,7 @@ fn numbers(below: u32) -> impl Iterator<Item = u32> {
 }
 
 #[test]
-fn adaptive_keeps_what_comes_again_among_what_does_not() {
+fn adaptive_keeps_blocks_that_are_used_again() {
     // Every fourth block is one of 60, the others come once.
     let requests: Vec<u32> = numbers(60)
         .zip(60..)

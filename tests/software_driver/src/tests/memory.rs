@@ -81,7 +81,7 @@ fn page_locked_memory_is_the_drivers_or_registered() {
 type Free = fn(&mut State, u64, usize, usize) -> Outcome;
 
 #[test]
-fn frees_wait_only_if_they_are_told_to() {
+fn frees_wait_only_if_set_to() {
     let _fresh = Fresh::with_context();
     let mine = [0u8; 16];
     let start = mine.as_ptr().addr();
