@@ -22,5 +22,5 @@ pub use eviction_queue::{EvictionQueue, QueueEnd};
 pub use offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 pub use offload_table::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,
-    OffloadTable, OffloadedChunk, Storing,
+    OffloadTable, OffloadedChunk, StorePlan,
 };

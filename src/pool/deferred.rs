@@ -100,13 +100,13 @@ pub(super) struct ReadyFree {
 
 /// Frees in the order in which they were made.
 #[derive(Debug, Default)]
-pub(super) struct Deferred {
+pub(super) struct DeferredFrees {
     /// One per device whose tensors were freed.
     fetchers: Vec<Arc<Fetcher>>,
     frees: VecDeque<Free>,
 }
 
-impl Deferred {
+impl DeferredFrees {
     pub(super) fn is_empty(&self) -> bool {
         self.frees.is_empty()
     }

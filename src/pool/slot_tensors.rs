@@ -18,7 +18,7 @@ use crate::tensor::TensorView;
 use crate::transfer::Transfer;
 
 use super::KvPool;
-use super::deferred::{Deferred, Part, abandon};
+use super::deferred::{DeferredFrees, Part, abandon};
 use super::fences::Fences;
 use super::shortage::{OrShort, Short, Shortfall};
 use super::stage::Stage;
@@ -33,7 +33,7 @@ pub(super) struct SlotTensors {
     device: Device,
     /// The memory of the tensors on a GPU.
     stage: Option<Stage>,
-    deferred: Deferred,
+    deferred: DeferredFrees,
     /// The fences of frees in `slots` and `deferred`.
     fences: Fences,
     /// Values of the open group that the host does not have yet.
@@ -87,7 +87,7 @@ impl SlotTensors {
         backend: &Arc<dyn Backend>,
     ) -> Result<Self> {
         let slots = Ledgered::from(slots);
-        let mut deferred = Deferred::default();
+        let mut deferred = DeferredFrees::default();
         let stage = match backend.gpu() {
             None => None,
             Some(gpu) => {

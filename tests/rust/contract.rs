@@ -23,7 +23,7 @@ fn first(view: &TensorView) -> i64 {
 /// A pool whose units are numbers with one owner each.
 trait Counted: Pool {
     fn take(&mut self) -> Option<i64>;
-    fn give(&mut self, unit: i64) -> Result<BadFrees>;
+    fn give_back(&mut self, unit: i64) -> Result<BadFrees>;
 }
 
 impl Counted for TokenToKvPoolAllocator {
@@ -31,7 +31,7 @@ impl Counted for TokenToKvPoolAllocator {
         self.alloc(1, STREAM).expect("memory").map(|taken| first(&taken.keep()))
     }
 
-    fn give(&mut self, unit: i64) -> Result<BadFrees> {
+    fn give_back(&mut self, unit: i64) -> Result<BadFrees> {
         let given = Indices::Host(IndexVec::I64(vec![unit]));
         TokenToKvPoolAllocator::free(self, &given, None, || None, STREAM)
     }
@@ -42,7 +42,7 @@ impl Counted for ReqToTokenPool {
         self.alloc(1, STREAM).expect("memory").map(|rows| rows[0].into())
     }
 
-    fn give(&mut self, unit: i64) -> Result<BadFrees> {
+    fn give_back(&mut self, unit: i64) -> Result<BadFrees> {
         self.free(&IndexVec::I64(vec![unit]), STREAM)
     }
 }
@@ -52,7 +52,7 @@ impl Counted for GdnPool {
         self.alloc_track_slot().map(Into::into)
     }
 
-    fn give(&mut self, unit: i64) -> Result<BadFrees> {
+    fn give_back(&mut self, unit: i64) -> Result<BadFrees> {
         self.free_track_slot(unit)
     }
 }
@@ -62,14 +62,14 @@ impl Counted for PagePool {
         self.alloc(STREAM).expect("memory").map(|page| page.number().into())
     }
 
-    fn give(&mut self, unit: i64) -> Result<BadFrees> {
+    fn give_back(&mut self, unit: i64) -> Result<BadFrees> {
         self.free(unit)
     }
 }
 
 /// Frees a unit that was taken.
 fn give_back(pool: &mut dyn Counted, unit: i64) {
-    assert_eq!(pool.give(unit).expect("its own").dropped(), 0);
+    assert_eq!(pool.give_back(unit).expect("its own").dropped(), 0);
 }
 
 /// Every pool whose units are numbers, with six units each.
@@ -181,7 +181,7 @@ fn bad_frees_are_dropped_or_errors_and_change_nothing() {
             let before = pool.stats();
             let bad = [freed, -1, 100, i64::MIN, i64::MAX, 1 << 32];
             for (number, unit) in bad.into_iter().enumerate() {
-                match pool.give(unit) {
+                match pool.give_back(unit) {
                     Ok(dropped) => assert_eq!((strict, dropped.dropped()), (false, 1)),
                     Err(error) => {
                         assert_eq!((strict, error.kind()), (true, ErrorKind::IndexOwnership));

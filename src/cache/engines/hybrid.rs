@@ -44,7 +44,7 @@ use lists::{List, ListLink};
 use namespaces::{NamespaceId, Namespaces};
 use order::{EvictionRank, Queue};
 
-pub use evict::{Frees, Removed, Victim};
+pub use evict::{Frees, RemovedNode, Victim};
 pub use find::{Match, Peek};
 pub use insert::{Action, AddedTokens, AdoptedRanges, Insert, InsertResult, PositionRange, Step};
 pub use lock::{Boundary, LockResult, NotLocked, Receipt, SkippedParts, StateRelease, WindowRelease};
@@ -300,7 +300,7 @@ pub struct HybridTree {
     lists: [List; 2],
     queue: Queue,
     evictions: evict::Evictions,
-    insertion: Option<insert::Pending>,
+    insertion: Option<insert::PendingInsertion>,
 }
 
 const ROOT: NodeId = NodeId::FIRST;

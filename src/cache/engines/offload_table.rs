@@ -59,7 +59,7 @@ fn sort_if_known(chunks: &mut [&Used]) {
 
 /// Chunks that are to be stored.
 #[derive(Debug, Default)]
-pub struct Storing {
+pub struct StorePlan {
     /// The positions of the chosen chunks among those offered.
     pub chosen: Vec<usize>,
     /// The place of each.
@@ -213,7 +213,7 @@ impl OffloadTable {
         &mut self,
         chunks: &[NamedChunk<'_>],
         request: &mut OffloadRequest,
-    ) -> Result<Option<Storing>> {
+    ) -> Result<Option<StorePlan>> {
         self.adopt(request);
         let stages: Vec<Option<OffloadId>> = chunks.iter().map(|chunk| self.order.find(chunk.key)).collect();
         let arrives = |table: &Self, id| table.order.get(id).stage == OffloadStage::Arriving;
@@ -229,22 +229,22 @@ impl OffloadTable {
         }
         let (chosen, used) = self.choose(chunks, &stages);
         self.record(&used, request);
-        let mut storing = Storing { chosen, ..Storing::default() };
-        if storing.chosen.is_empty() {
-            return Ok(Some(storing));
+        let mut plan = StorePlan { chosen, ..StorePlan::default() };
+        if plan.chosen.is_empty() {
+            return Ok(Some(plan));
         }
-        self.asked.push(storing.chosen.len());
-        let Some(evicted) = self.make_room(storing.chosen.len(), chunks) else { return Ok(None) };
-        storing.evicted = evicted;
-        for &at in &storing.chosen {
+        self.asked.push(plan.chosen.len());
+        let Some(evicted) = self.make_room(plan.chosen.len(), chunks) else { return Ok(None) };
+        plan.evicted = evicted;
+        for &at in &plan.chosen {
             let NamedChunk { key, position } = chunks[at];
             let place = self.take_place();
             let chunk = OffloadedChunk { place, stage: OffloadStage::Arriving, loads: 0 };
             self.order.insert(key, chunk, position, &mut request.rank);
-            storing.places.push(place);
+            plan.places.push(place);
         }
-        self.arriving += storing.chosen.len();
-        Ok(Some(storing))
+        self.arriving += plan.chosen.len();
+        Ok(Some(plan))
     }
 
     /// The positions of offered chunks to store, and the offered chunks that the request uses.

@@ -122,7 +122,7 @@ impl Worker {
 
     fn put(&mut self, mut work: PageWork) {
         let shared = Arc::clone(&self.shared);
-        let pending = Pending { shared: &shared, work: &mut work };
+        let pending = PendingPut { shared: &shared, work: &mut work };
         let (batch, at) = (Arc::clone(&pending.work.batch), pending.work.page);
         let (row, rest) = self.bytes.as_mut_slice().split_at_mut(batch.rows.bytes_of(at));
         batch.rows.read(at, row);
@@ -188,12 +188,12 @@ impl Drop for Worker {
 }
 
 /// A page that is being put. It may be put again when this drops.
-struct Pending<'a> {
+struct PendingPut<'a> {
     shared: &'a StoreCore,
     work: &'a mut PageWork,
 }
 
-impl Drop for Pending<'_> {
+impl Drop for PendingPut<'_> {
     fn drop(&mut self) {
         self.shared.state().pending.remove(self.work.key());
     }

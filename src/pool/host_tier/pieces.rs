@@ -80,19 +80,19 @@ impl Drop for Sending {
 
 /// Pieces that are held for a store, which copies them. They are counted meanwhile.
 #[derive(Debug)]
-pub(in crate::pool) struct Outgoing {
+pub(in crate::pool) struct OutgoingPieces {
     pieces: HeldPieces,
     count: usize,
 }
 
-impl Outgoing {
+impl OutgoingPieces {
     /// The ranges of the pieces of one kind in their memory.
     pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
         self.pieces.ranges(kind)
     }
 }
 
-impl Drop for Outgoing {
+impl Drop for OutgoingPieces {
     fn drop(&mut self) {
         let _gate = ForkGate::enter_on_own_thread();
         lock(&self.pieces.tier.counts).storing -= self.count;
@@ -101,7 +101,7 @@ impl Drop for Outgoing {
 
 /// Pieces on their way from a store. What has not [arrived](Self::arrive) when this drops is given up.
 #[derive(Debug)]
-pub(in crate::pool) struct Incoming {
+pub(in crate::pool) struct IncomingPieces {
     tier: Arc<HostTier>,
     kind: PieceKind,
     keys: Vec<PageHash>,
@@ -112,7 +112,7 @@ pub(in crate::pool) struct Incoming {
     entries: Mutex<Vec<EntryId>>,
 }
 
-impl Incoming {
+impl IncomingPieces {
     /// The keys of the pieces.
     pub(in crate::pool) fn keys(&self) -> &[PageHash] {
         &self.keys
@@ -142,7 +142,7 @@ impl Incoming {
     }
 }
 
-impl Drop for Incoming {
+impl Drop for IncomingPieces {
     fn drop(&mut self) {
         let entries = std::mem::take(&mut *lock(&self.entries));
         self.storage().iter().for_each(|storage| storage.fail(&entries));
@@ -189,7 +189,7 @@ impl HostTier {
         self: &Arc<Self>,
         kind: PieceKind,
         keys: &[PageHash],
-    ) -> (Vec<PageHash>, Outgoing) {
+    ) -> (Vec<PageHash>, OutgoingPieces) {
         let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
         let mut counts = lock(&self.counts);
         let count = keys.len().min(max.saturating_sub(counts.storing));
@@ -197,7 +197,7 @@ impl HostTier {
         counts.unstored += keys.len() - count;
         drop(counts);
         let (keys, pieces) = self.hold_found(kind, &keys[..count]);
-        (keys, Outgoing { pieces, count })
+        (keys, OutgoingPieces { pieces, count })
     }
 
     /// Counts pieces that a store did not take.
@@ -213,14 +213,14 @@ impl HostTier {
         keys: &[PageHash],
         namespace: &Namespace,
         clears: u64,
-    ) -> Option<Incoming> {
+    ) -> Option<IncomingPieces> {
         let storage = self.storage(kind)?;
         let Arrivals { entries, keys, evicted, skipped, .. } =
             storage.begin_fetch(clears, keys, namespace)?;
         self.count(TierCounts { evicted: evicted.len(), skipped, ..TierCounts::default() });
         let ranges = storage.ranges(&entries);
         let (tier, is_cut, entries) = (Arc::clone(self), skipped > 0, Mutex::new(entries));
-        Some(Incoming { tier, kind, keys, ranges, evicted, is_cut, entries })
+        Some(IncomingPieces { tier, kind, keys, ranges, evicted, is_cut, entries })
     }
 
     /// The number of times that pieces of a kind were cleared.

@@ -7,7 +7,7 @@ use crate::base::sync::lock;
 use crate::base::{ForkGate, Result, run_blocking};
 use crate::cache::{Continuation, Digest, LowerTierContents, PageHash, StoreKeys};
 use crate::memory::{HostRows, Keep, Stream};
-use crate::pool::host_tier::{Incoming, Outgoing, PieceKind};
+use crate::pool::host_tier::{IncomingPieces, OutgoingPieces, PieceKind};
 use crate::pool::{HostTier, Store, StoreTransfer};
 use crate::transfer::{JobThread, Transfer};
 
@@ -148,14 +148,14 @@ impl StoreAccess {
     }
 
     /// Begins to put pieces that are held for it.
-    fn put(&self, kind: PieceKind, keys: &[PageHash], outgoing: Outgoing) -> Result<()> {
+    fn put(&self, kind: PieceKind, keys: &[PageHash], outgoing: OutgoingPieces) -> Result<()> {
         let names = self.names(kind);
         let rows = names.rows(&self.tier, kind, &outgoing.ranges(kind), Arc::new(outgoing))?;
         self.store.put(names.of(keys), rows).map(drop)
     }
 
     /// Begins to get pieces that are expected.
-    pub(super) fn get(&self, kind: PieceKind, incoming: &Arc<Incoming>) -> Result<Arc<StoreTransfer>> {
+    pub(super) fn get(&self, kind: PieceKind, incoming: &Arc<IncomingPieces>) -> Result<Arc<StoreTransfer>> {
         let names = self.names(kind);
         let rows = names.rows(&self.tier, kind, incoming.ranges(), Arc::clone(incoming) as Keep)?;
         self.store.get(names.of(incoming.keys()), rows)

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::base::Result;
 use crate::base::sync::lock;
 use crate::cache::{Continuation, Namespace, OfferedPages, PageHash};
-use crate::pool::host_tier::{HeldPieces, Incoming, PieceKind};
+use crate::pool::host_tier::{HeldPieces, IncomingPieces, PieceKind};
 use crate::pool::{HostTier, StoreTransfer};
 
 use super::backing::{Backing, CacheRef, StoreAccess, Survey};
@@ -189,7 +189,7 @@ struct FetchJob<'a> {
 /// Pieces that a store was asked for. What has not arrived when this drops may be brought by others, while
 /// the store still copies to its places.
 struct Batch {
-    incoming: Arc<Incoming>,
+    incoming: Arc<IncomingPieces>,
     transfer: Arc<StoreTransfer>,
 }
 

@@ -16,7 +16,7 @@ use super::lease::cleared;
 use super::lease_state::LeaseState;
 use super::lock::PrefixLock;
 use super::taken_slot::TakenSlot;
-use super::tier_link::Released;
+use super::tier_link::ReleasedPieces;
 use super::{CacheCore, CacheState, Lease};
 
 /// The tokens that a tier could add to a prefix.
@@ -490,7 +490,7 @@ impl Drop for SharedLoad {
             (None, std::mem::take(&mut self.pages), self.state)
         };
         self.shared.change_loading(self.clears, |loading| loading - pages.len());
-        let given = Released { pages, states: state.into_iter().collect() };
+        let given = ReleasedPieces { pages, states: state.into_iter().collect() };
         let pieces = lock(&self.pieces).take();
         call.give_back_after(self.clears, given, &self.copies.transfer, pieces);
         if let Some(hold) = hold {

@@ -11,7 +11,7 @@ use crate::cache::{
 use crate::index::Owner;
 use crate::memory::Stream;
 use crate::pool::fences::Fence;
-use crate::pool::host_tier::{HeldPieces, Incoming};
+use crate::pool::host_tier::{HeldPieces, IncomingPieces};
 use crate::pool::token_to_kv_pool_allocator::AllocatorCall;
 use crate::pool::{GdnPool, Obtainable, Reclaim, TokenToKvPoolAllocator};
 use crate::transfer::Transfer;
@@ -19,7 +19,7 @@ use crate::transfer::Transfer;
 use super::backing::CacheRef;
 use super::load::SharedLoad;
 use super::pins::Pins;
-use super::tier_link::{ReleaseOnDrop, Released, TierLink, free_states};
+use super::tier_link::{ReleaseOnDrop, ReleasedPieces, TierLink, free_states};
 use super::{PrefixCacheConfig, PrefixCounts, continues, new_tree};
 
 /// The state that a cache and its leases share.
@@ -106,7 +106,10 @@ impl CacheCore {
     }
 
     /// Makes places in the tier below for pages from a store, and records what the tier evicted for them.
-    pub(super) fn expect_below(&self, expect: impl FnOnce() -> Option<Incoming>) -> Option<Incoming> {
+    pub(super) fn expect_below(
+        &self,
+        expect: impl FnOnce() -> Option<IncomingPieces>,
+    ) -> Option<IncomingPieces> {
         let mut cache = lock(&self.state);
         let mut incoming = expect()?;
         cache.tree.record_dropped_below(std::mem::take(&mut incoming.evicted));
@@ -215,7 +218,7 @@ impl CacheCall<'_> {
     pub(super) fn give_back(&self, cache: &CacheState, evicted: Evicted) -> usize {
         let Evicted { pages, states, .. } = evicted;
         let Some(below) = &cache.below else {
-            return self.give_back_now(cache.clears, &Released { pages, states });
+            return self.give_back_now(cache.clears, &ReleasedPieces { pages, states });
         };
         let (idle, busy) = below.divide(pages, states);
         let freed = self.give_back_now(cache.clears, &idle);
@@ -223,7 +226,7 @@ impl CacheCall<'_> {
     }
 
     /// Returns pages and snapshots to their pools at once. Returns the number of pages that became free.
-    pub(super) fn give_back_now(&self, clears: u64, released: &Released) -> usize {
+    pub(super) fn give_back_now(&self, clears: u64, released: &ReleasedPieces) -> usize {
         let mut freed = 0;
         if !released.pages.is_empty() {
             // A cleared allocator has its pages already.
@@ -243,14 +246,14 @@ impl CacheCall<'_> {
     pub(super) fn give_back_after(
         &self,
         clears: u64,
-        released: Released,
+        released: ReleasedPieces,
         copy: &Arc<Transfer>,
         pieces: Option<HeldPieces>,
     ) -> usize {
         if copy.is_over().unwrap_or(false) {
             return self.give_back_now(clears, &released);
         }
-        let Released { pages, states: slots } = released;
+        let ReleasedPieces { pages, states: slots } = released;
         let fence: Arc<dyn Fence> = Arc::clone(copy) as _;
         let parting = ReleaseOnDrop { states: self.shared.states.clone(), slots, _pieces: pieces };
         // A cleared allocator has its pages already.

@@ -148,12 +148,12 @@ impl TierLink {
         &self,
         pages: Vec<Page>,
         states: Vec<StateSlot>,
-    ) -> (Released, Option<(Released, Arc<Transfer>)>) {
+    ) -> (ReleasedPieces, Option<(ReleasedPieces, Arc<Transfer>)>) {
         if self.writes.is_empty() {
-            return (Released { pages, states }, None);
+            return (ReleasedPieces { pages, states }, None);
         }
         let mut last: Option<&Arc<Transfer>> = None;
-        let (mut idle, mut busy) = (Released::default(), Released::default());
+        let (mut idle, mut busy) = (ReleasedPieces::default(), ReleasedPieces::default());
         for page in pages {
             let write = self.pages.get(&page);
             last = self.later(last, write);
@@ -267,7 +267,7 @@ pub(super) fn free_states(states: &GdnPool, slots: &[StateSlot]) {
 
 /// Pages and snapshots to be given back.
 #[derive(Debug, Default)]
-pub(super) struct Released {
+pub(super) struct ReleasedPieces {
     pub(super) pages: Vec<Page>,
     pub(super) states: Vec<StateSlot>,
 }

@@ -141,7 +141,7 @@ impl Nodes {
         taken.map(|view| ints_of(&view))
     }
 
-    fn give(&self, slots: &[i32]) {
+    fn give_back(&self, slots: &[i32]) {
         let bad = self.allocator.free(&Indices::Host(wide(slots)), None, || None, STREAM);
         assert_eq!(bad.expect("own slots are freed").dropped(), 0);
     }
@@ -255,7 +255,7 @@ impl Nodes {
             for slot in duplicates {
                 assert!(request.own.remove(slot), "slot {slot} is the request's");
             }
-            self.give(duplicates);
+            self.give_back(duplicates);
         }
         inserted
     }

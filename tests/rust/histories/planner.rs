@@ -337,7 +337,7 @@ impl Planner {
         let answer =
             self.slots.free(&Indices::Host(source.index_vec(&given)), after.as_ref(), || None, STREAM);
         let before = (self.model.slots.clone(), self.model.slots.dropped);
-        let pages = self.model.slots.give(&given, fence.is_some());
+        let pages = self.model.slots.give_back(&given, fence.is_some());
         let dropped = self.model.slots.dropped - before.1;
         match agree(answer, dropped == 0 || !self.slots.strict()) {
             None => self.model.slots = before.0,

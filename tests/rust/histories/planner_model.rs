@@ -193,7 +193,7 @@ impl Model {
             let slots: Vec<i64> = gone.iter().map(|page| int(page * self.slots.page_size)).collect();
             given += slots.len();
             self.requests.get_mut(&row).expect("it was named").truncate(len);
-            let pages = self.slots.give(&slots, fence.is_some());
+            let pages = self.slots.give_back(&slots, fence.is_some());
             match fence {
                 None => self.slots.release(pages),
                 Some(fence) => self.slots.fenced.push((fence, pages)),

@@ -240,7 +240,7 @@ impl SlotModel {
 
     /// Removes an owner from the page of each slot, once per call where a page has several slots. Behind a
     /// fence the owners stay until it passes.
-    pub(super) fn give(&mut self, slots: &[i64], is_fenced: bool) -> Freed {
+    pub(super) fn give_back(&mut self, slots: &[i64], is_fenced: bool) -> Freed {
         let mut given = Freed::default();
         for &slot in slots {
             let page = self.page(slot).unwrap_or(0);

@@ -166,7 +166,7 @@ impl Slots {
     fn freed(&mut self, slots: &[i64], answer: Result<BadFrees>, fence: Option<usize>) {
         let before = self.pool.strict().then(|| self.model.clone());
         let dropped = self.model.dropped;
-        let given = self.model.give(slots, fence.is_some());
+        let given = self.model.give_back(slots, fence.is_some());
         let dropped = self.model.dropped - dropped;
         let Some(bad) = agree(answer, !self.pool.strict() || dropped == 0) else {
             self.model = before.expect("a strict pool");

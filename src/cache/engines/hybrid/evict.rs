@@ -17,12 +17,12 @@ pub struct Frees {
     /// Values given up, by part.
     pub counts: [usize; 3],
     /// The nodes that are gone, of those whose pages have hashes.
-    pub removed: Vec<Removed>,
+    pub removed: Vec<RemovedNode>,
 }
 
 /// A node that is gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Removed {
+pub struct RemovedNode {
     /// The namespace of its prefix.
     pub name: Namespace,
     /// The hashes of its pages.
@@ -188,7 +188,7 @@ impl HybridTree {
         let hashes = std::mem::take(&mut self.node_mut(id).hashes);
         if !hashes.is_empty() {
             let name = self.namespaces.name(self.node(id).namespace);
-            frees.removed.push(Removed { name, hashes });
+            frees.removed.push(RemovedNode { name, hashes });
         }
         self.remove(id);
     }

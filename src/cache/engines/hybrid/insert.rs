@@ -129,7 +129,7 @@ enum Phase {
 
 /// An insertion between two calls.
 #[derive(Debug)]
-pub(super) enum Pending {
+pub(super) enum PendingInsertion {
     /// It goes on with [`HybridTree::advance`].
     Waiting(Box<Insertion>),
     /// It cannot go on. The actions are those of the failed step that the engine is to take all the same.
@@ -229,14 +229,14 @@ impl HybridTree {
     pub fn advance(&mut self, name: &Namespace, keys: &dyn Keys, slots: &dyn SlotSource) -> Result<Step> {
         let walk = match self.insertion.take() {
             None => return Err(Error::config("no insertion is going on")),
-            Some(Pending::Waiting(walk)) => walk,
-            Some(failed @ Pending::Failed(_)) => {
+            Some(PendingInsertion::Waiting(walk)) => walk,
+            Some(failed @ PendingInsertion::Failed(_)) => {
                 self.insertion = Some(failed);
                 return Err(Error::config("the insertion has failed; end it first"));
             }
         };
         if let Err(error) = self.check_resumable(&walk, name, keys) {
-            self.insertion = Some(Pending::Waiting(walk));
+            self.insertion = Some(PendingInsertion::Waiting(walk));
             return Err(error);
         }
         self.take_step(walk, keys, slots)
@@ -280,13 +280,13 @@ impl HybridTree {
             if let Err(error) = progress {
                 self.namespaces.forget_unused(walk.namespace);
                 // Slots that were found to be there twice are free all the same.
-                self.insertion = Some(Pending::Failed(walk.acts));
+                self.insertion = Some(PendingInsertion::Failed(walk.acts));
                 return Err(error);
             }
             if walk.acts[earlier..].iter().any(Action::ends_step) {
                 let (acts, added) = (std::mem::take(&mut walk.acts), walk.added.take());
                 walk.reached = self.handle(walk.node);
-                self.insertion = Some(Pending::Waiting(walk));
+                self.insertion = Some(PendingInsertion::Waiting(walk));
                 return Ok(Step { acts, result: None, added });
             }
         }
@@ -303,8 +303,8 @@ impl HybridTree {
     pub fn end_insertion(&mut self) -> Vec<Action> {
         match self.insertion.take() {
             None => Vec::new(),
-            Some(Pending::Waiting(walk)) => walk.acts,
-            Some(Pending::Failed(acts)) => acts,
+            Some(PendingInsertion::Waiting(walk)) => walk.acts,
+            Some(PendingInsertion::Failed(acts)) => acts,
         }
     }
 
