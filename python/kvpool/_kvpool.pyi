@@ -317,7 +317,7 @@ class Pool:
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -603,7 +603,7 @@ class KVPool(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -716,8 +716,9 @@ class TokenToKVPoolAllocator(Pool):
         Args:
             need_size: Number of slots.
             contiguous: Take one ascending run. `True` or "first_fit": the lowest that is long enough;
-                "best_fit": the shortest, and of several the lowest. Long runs last longer with it, and it looks
-                at all free slots, those that wait for a merge included, which it merges.
+                "best_fit": the shortest that is long enough, the lowest if there are several. Long runs last
+                longer with it, and it looks at all free slots, those that wait for a merge included, which it
+                merges.
             owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
 
         Returns:
@@ -746,7 +747,7 @@ class TokenToKVPoolAllocator(Pool):
 
         A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
 
-        Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the slots
+        Values of `last_loc` that only the pool's GPU has stay there: a kernel on the current stream writes the slots
         behind them, and `free` copies those from the GPU. A later `alloc_extend` or `alloc_decode` raises the errors
         that it finds; that a page is in use is not checked. Waits for the values of other arguments on a GPU.
 
@@ -790,7 +791,7 @@ class TokenToKVPoolAllocator(Pool):
         """Frees slots; with pages, the whole page of every slot, once.
 
         The values are copied, so you may overwrite the tensor at once. Does not wait, unless more values are
-        being copied from a GPU than the pool has slots. Values that only a GPU knows are copied in the order
+        being copied from a GPU than the pool has slots. Values that only a GPU has are copied in the order
         of the current stream, and a later call finds invalid ones.
 
         Args:
@@ -801,7 +802,7 @@ class TokenToKVPoolAllocator(Pool):
 
         Raises:
             IndexOwnershipError: If the pool is strict and a free is invalid. For values that only a GPU
-                knows, a later call raises it; none of them is freed.
+                has, a later call raises it; none of them is freed.
             TypeError: If `indices` does not hold ints, or `after` has no `query`.
         """
     def free_segment(
@@ -864,7 +865,7 @@ class TokenToKVPoolAllocator(Pool):
             TypeError: As in `free`.
         """
     def resize(self, size: SupportsIndex) -> None:
-        """Changes the number of slots, as an engine does once it knows how much memory is left. Frees every slot,
+        """Changes the number of slots, as an engine does once it has measured how much memory is left. Frees every slot,
         as `clear` does. On a GPU it allocates the tensors anew.
 
         Args:
@@ -900,7 +901,7 @@ class TokenToKVPoolAllocator(Pool):
 
         Args:
             indices: Slots, an int tensor or array of any shape or a sequence of ints. Waits for values that
-                only a GPU knows.
+                only a GPU has.
             owner: As in `alloc`.
 
         Raises:
@@ -975,7 +976,7 @@ class TokenToKVPoolAllocator(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -1013,7 +1014,7 @@ class ReqToTokenPool(Pool):
 
     On a GPU all work is enqueued on the current stream, and only methods that say so wait. The host keeps a
     mirror of the table, so that slots read from it can be freed without a copy from the GPU. `write` and
-    `free` update the mirror at once or, for values that only the GPU knows, when the kernel has reported what
+    `free` update the mirror at once or, for values that only the GPU has, when the kernel has reported what
     it wrote. PyTorch's writes to `req_to_token` are detected by its write count (`_version`) and invalidate
     the whole mirror until `mark_modified` or `clear`. Writes by other kernels are not detected: report them
     with `mark_modified(rows)`, or set `foreign_writes` if other kernels write most of the table: the host then
@@ -1094,7 +1095,7 @@ class ReqToTokenPool(Pool):
 
         Args:
             slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
-                only a GPU knows.
+                only a GPU has.
             owner: As in `alloc`.
 
         Raises:
@@ -1103,7 +1104,7 @@ class ReqToTokenPool(Pool):
     def write(self, index: TableIndex, values: SupportsIndex | IndicesLike) -> None:
         """Writes slots to the table; on a GPU in one launch.
 
-        For a place listed twice, the last value wins; if only the GPU knows the places, either may.
+        For a place listed twice, the last value wins; if only the GPU has the places, either may.
 
         Args:
             index: `(row, slice)`, `(row, column)`, or `(rows, columns)` with one column for each row.
@@ -1111,7 +1112,7 @@ class ReqToTokenPool(Pool):
 
         Raises:
             IndexError: If a place is outside of the table. Nothing is written. An invalid place that only the
-                GPU knows is skipped, and a later call raises this error.
+                GPU has is skipped, and a later call raises this error.
             ConfigError: If the number of values is neither 1 nor the number of places.
             DriverError: If a driver call fails, or the stream is being captured.
         """
@@ -1127,7 +1128,7 @@ class ReqToTokenPool(Pool):
         """Concatenates the slots of requests in the layout of FlashInfer's `kv_indices`.
 
         Request `i` fills `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]` with the first slots of its row. On a
-        GPU it is one launch on the current stream. Invalid arguments that only the GPU knows are skipped, and
+        GPU it is one launch on the current stream. Invalid arguments that only the GPU has are skipped, and
         a later call raises the error.
 
         Args:
@@ -1146,7 +1147,7 @@ class ReqToTokenPool(Pool):
         are accounted for.
 
         Args:
-            rows: An int, or ints in a tensor, an array or a sequence. Waits for values that only a GPU knows.
+            rows: An int, or ints in a tensor, an array or a sequence. Waits for values that only a GPU has.
 
         Raises:
             IndexError: If a row is outside of the table.
@@ -1164,7 +1165,7 @@ class ReqToTokenPool(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -1661,7 +1662,7 @@ class GDNPool(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -2044,7 +2045,7 @@ class HybridTree:
         start: int,
         hashes: bytes,
     ) -> None:
-        """Names the pages from the token `start` up to the end of a node, for engines that tell others what is
+        """Names the pages from the token `start` up to the end of a node, for engines that publish what is
         there: `HybridFrees.removed` names those that are gone.
 
         Args:
@@ -2292,7 +2293,7 @@ class PrefixCache(Pool):
     apart: two namespaces share nothing.
 
     All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
-    does not know (see `TokenToKVPoolAllocator`). Clearing the allocator empties the cache.
+    does not have (see `TokenToKVPoolAllocator`). Clearing the allocator empties the cache.
 
     On a GPU, publish when the work that writes the K and V is enqueued on the current stream: prefixes are valid
     in the order of that stream. Pages that are evicted, and duplicates, are reused in its order, too.
@@ -2455,7 +2456,7 @@ class PrefixCache(Pool):
         """
     def events(self) -> list[Stored | Removed | Cleared]:
         """Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
-        from which a router knows what is cached here. 65,536 events are kept; a reader that falls further behind
+        from which a router learns what is cached here. 65,536 events are kept; a reader that falls further behind
         gets `Cleared` and must start over.
 
         Raises:
@@ -2488,7 +2489,7 @@ class PrefixCache(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -2576,11 +2577,11 @@ class Lease:
         Args:
             tokens: Token ids of positions `length` and up, only the new ones.
             slots: Their slots, ints of the same length, which fill pages in order. The caller's ownership of
-                whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
+                whole pages passes to the cache. Not needed for a lease that a planner has, which has the slots
                 of its requests.
             row: The request row of a lease that a planner has; only checked. The planner's next call with the
                 row writes the cache's slots to the request table, in place of those of duplicates. Without a
-                planner the cache knows no table: write `Published.slots` to yours.
+                planner the cache has no table: write `Published.slots` to yours.
             state: A working slot of the cache's states, whose state is that after the last whole page. A
                 snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
                 earlier ones of the same lease behind the tokens that it was matched with. The state is copied
@@ -2664,7 +2665,7 @@ class Published:
 @final
 class PrefixTree:
     """The tree of a prefix cache by its nodes, for engines that hold nodes, lock them and evict by themselves.
-    `PrefixCache`, which has leases and evicts when an allocation is short, is what other users want.
+    `PrefixCache`, which has leases and evicts when an allocation is short, is for other users.
 
     A node is a run of tokens with their slots; its name is an int that no other node of the tree ever has, below
     2**63. A node that is cut in two keeps its name, its end and its locks for the deeper half. Prefixes are found
@@ -2677,7 +2678,7 @@ class PrefixTree:
     before it, it is not evicted until the same slots are inserted again.
 
     All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
-    does not know. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
+    does not have. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
     current stream.
 
     Args:
@@ -3026,7 +3027,7 @@ class PagePool(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -3161,7 +3162,7 @@ class ChunkPool(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -3399,7 +3400,7 @@ class BufferPool(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -3507,7 +3508,7 @@ class _Workspace(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -3552,8 +3553,8 @@ class HostTier(Pool):
         kv: The pool of the K and V.
         size: Tokens to make room for, in whole pages.
         states: The `GDNPool` of the cache, for models with linear-attention states.
-        max_states: Snapshots of states to make room for. Defaults to as many for each token as `states` has for those
-            of `kv`.
+        max_states: Snapshots of states to make room for. Defaults to the number per token that `states` has per
+            token of `kv`.
         pin_memory: Whether to page-lock the memory for a pool on a GPU.
         write: When pages are copied there: "through", when they are published; "selective", when a second request
             uses them; or "back", when they are evicted from the device, where their slots are free when the copy is
@@ -3604,7 +3605,7 @@ class HostTier(Pool):
         Some classes differ:
 
         - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
@@ -3688,7 +3689,7 @@ class FileStore:
     Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes of each
     page: a page that is found is right to the byte, and a damaged one is missing. The
     pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
-    call the last are evicted first, as prefixes want it.
+    call the last are evicted first, as suits prefixes.
 
     Threads read and write, bypassing the page cache where the file system supports it. They report failures in
     `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. Nothing is evicted or
