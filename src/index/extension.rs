@@ -7,7 +7,7 @@ use crate::base::{Error, PADDING, Page, Result, widen};
 pub enum LastLoc<'a> {
     /// One slot for each request.
     Known(&'a [i64]),
-    /// This number of slots, which only a device knows.
+    /// This number of slots, which only a device has.
     OnDevice(usize),
 }
 
@@ -19,7 +19,7 @@ impl LastLoc<'_> {
         }
     }
 
-    /// The last slot of a request; of one that only a device knows, a value that has no next slot.
+    /// The last slot of a request; of one that only a device has, a value that has no next slot.
     fn of(self, request: usize) -> i64 {
         match self {
             Self::Known(slots) => slots[request],

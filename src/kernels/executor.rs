@@ -110,7 +110,7 @@ impl Executor {
         }
     }
 
-    /// Reports, once, invalid indices of an earlier call that only the device knows. Makes no driver call.
+    /// Reports, once, invalid indices of an earlier call that only the device has. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index outside of its space: it was skipped.

@@ -2,7 +2,7 @@
 //! call.
 //!
 //! The structures are those of `params.cuh`. Everything that the host can check is checked before a launch.
-//! Kernels check the indices that only the device knows, and [`Launcher::take_fault`] reports the invalid
+//! Kernels check the indices that only the device has, and [`Launcher::take_fault`] reports the invalid
 //! ones.
 
 mod fault;

@@ -1,4 +1,4 @@
-//! Frees of slots that only a device knows, until their values are copied to the host, and later frees that
+//! Frees of slots that only a device has, until their values are copied to the host, and later frees that
 //! must not complete before them.
 
 use std::collections::VecDeque;

@@ -54,7 +54,7 @@ pub(super) fn known_values(tensor: &BorrowedTensor<'_>, version: Option<u64>) ->
     mirror.values(offset / size, step, count, version).map(IndexVec::I32)
 }
 
-/// The values of indices on any device. Values that only a device knows are copied in the order of `stream`
+/// The values of indices on any device. Values that only a device has are copied in the order of `stream`
 /// and waited for.
 ///
 /// # Errors

@@ -109,7 +109,7 @@ impl ReqToTokenConfig {
 ///
 /// On a GPU the host keeps a mirror of the table, unless others write it at any time
 /// ([`TableWriters::Others`]), so that slots read from it can be freed without a copy from the
-/// device. Writes through this type update the mirror at once or, for values that only the device knows,
+/// device. Writes through this type update the mirror at once or, for values that only the device has,
 /// when a kernel has echoed them. Other writes do not: see [`ReqToTokenPool::mark_modified`].
 ///
 /// ```
@@ -383,7 +383,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the numbers of values and places differ.
-    /// Nothing is written. Invalid places that only the device knows are skipped, and
+    /// Nothing is written. Invalid places that only the device has are skipped, and
     /// [`ReqToTokenPool::take_fault`] reports them.
     pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
         if self.executor.gpu().is_some() {
@@ -530,7 +530,7 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when a length or `out` does not fit,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in
-    /// `out`. Nothing is written. Invalid arguments that only the device knows are skipped, and
+    /// `out`. Nothing is written. Invalid arguments that only the device has are skipped, and
     /// [`ReqToTokenPool::take_fault`] reports them.
     pub fn build_kv_indices(
         &self,

@@ -47,7 +47,7 @@ pub(super) struct Stage {
     free: Bitmap,
     window: Option<Window>,
     page_size: usize,
-    /// Completes slots that continue a page whose number only the device knows.
+    /// Completes slots that continue a page whose number only the device has.
     completer: Executor,
     /// Slots in the next copy.
     ahead: usize,
@@ -74,7 +74,7 @@ struct Window {
     ordered: Vec<Stream>,
 }
 
-/// The host's mirror of the region. It has the padding slot where only the device knows the slot.
+/// The host's mirror of the region. It has the padding slot where only the device has the slot.
 #[derive(Debug)]
 struct StageMirror {
     addresses: Range<usize>,
@@ -228,7 +228,7 @@ impl Stage {
     }
 
     /// [`Self::show`] for the slots of a batch that grows. The padding slot in `values` stands for those that
-    /// continue a page behind a slot of `last_loc`, which only the device knows: a launch writes them.
+    /// continue a page behind a slot of `last_loc`, which only the device has: a launch writes them.
     pub(super) fn complete(
         &mut self,
         values: &[i32],

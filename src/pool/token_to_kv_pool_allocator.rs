@@ -265,7 +265,7 @@ impl TokenToKvPoolAllocator {
     /// Frees slots; drops and reports those that are not live. Behind a fence, they stay in use until it has
     /// passed.
     ///
-    /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
+    /// Values that only a device has are copied in the order of `stream`, without waiting unless more
     /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then;
     /// it is dropped without locks.
     ///

@@ -305,7 +305,7 @@ def test_an_interrupt_while_page_locking_is_waited_for(
 def test_an_interrupt_while_the_planner_waits_for_values(
     driver: Driver, run_snippet: RunSnippet, how: str
 ) -> None:
-    """Lengths that only the device knows are waited for; the step is planned whole, or not at all."""
+    """Lengths that only the device has are waited for; the step is planned whole, or not at all."""
     assert driver.calls() == 0
     rest = f"""
         torch.cuda._lazy_init = lambda: None

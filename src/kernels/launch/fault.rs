@@ -1,4 +1,4 @@
-//! The record in which kernels report an invalid number that only the device knows.
+//! The record in which kernels report an invalid number that only the device has.
 
 use std::ffi::c_void;
 use std::sync::Arc;

@@ -108,7 +108,7 @@ impl Fetcher {
     ) -> Result<Option<PendingFetch>> {
         self.gpu.check_not_capturing(
             stream,
-            "freeing slots that only the device knows, whose values are copied to the host,",
+            "freeing slots that only the device has, whose values are copied to the host,",
         )?;
         let count = tensor.shape().numel();
         let wide = tensor.dtype() == DType::I64 || !tensor.is_contiguous();
@@ -172,7 +172,7 @@ fn read_kernel(
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being captured, or when a driver
 /// call fails.
 pub fn read_now(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<IndexVec> {
-    gpu.check_not_capturing(stream, "an answer that waits for values that only the device knows")?;
+    gpu.check_not_capturing(stream, "an answer that waits for values that only the device has")?;
     if !tensor.is_contiguous() {
         return read_strided(gpu, tensor, stream);
     }

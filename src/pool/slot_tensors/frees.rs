@@ -44,7 +44,7 @@ impl SlotTensors {
 
     /// [`Self::free_values`] for indices on any device.
     ///
-    /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
+    /// Values that only a device has are copied in the order of `stream`, without waiting unless more
     /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then.
     #[inline]
     pub(in crate::pool) fn free(

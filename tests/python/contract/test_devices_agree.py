@@ -74,7 +74,7 @@ def step_kv(twin: Twin) -> object:
     if what < 3:
         dtype = choose.choice(FLOATS)
         k, v = (twin.values(count, 2, 4, dtype=dtype) for _ in range(2))
-        # Which of two rows for one slot comes last is not said for slots that only a GPU knows.
+        # Which of two rows for one slot comes last is not said for slots that only a GPU has.
         slots = choose.sample(range(-1, rows), count)
         pool.set_kv_buffer(layer, twin.indices(slots), k, v)
         if choose.random() < 0.2:
@@ -273,7 +273,7 @@ def test_random_histories_agree(name: str) -> None:
     for seed, options in enumerate(shapes):
         strict = {"strict": seed % 2 == 1} if CASES[name].take else {}
         twins = [Twin(name, device, seed, **options, **strict) for device in ("cpu", "cuda")]
-        # What is left out on a GPU is told by a later call, so nothing that only a GPU knows is wrong here.
+        # What is left out on a GPU is told by a later call, so nothing that only a GPU has is wrong here.
         for number in range(STEPS):
             host, device = (answer(step, twin) for twin in twins)
             assert host == device, (options, number)
