@@ -277,7 +277,7 @@ def test_keys_of_another_form_raise(store: FileStore, keys: Any, error: type[Exc
         (np.zeros((1, 2 * PAGE), dtype=np.uint8)[:, ::2], None, ConfigError, "must be contiguous"),
         (np.zeros((1, PAGE), dtype=np.uint8).repeat(2, 0), [2], IndexError, r"row 2 is outside \[0, 2\)"),
         (np.zeros((2, PAGE), dtype=np.uint8), [-1], IndexError, "row -1"),
-        (np.zeros((2, PAGE), dtype=np.uint8), [0, 0], ConfigError, "row 0 is there twice"),
+        (np.zeros((2, PAGE), dtype=np.uint8), [0, 0], ConfigError, "row 0 appears twice"),
         (np.broadcast_to(np.zeros(PAGE, dtype=np.uint8), (2, PAGE)), None, ConfigError, "overlap|read-only"),
         ([bytes(PAGE)], None, TypeError, "pages must be a tensor or an array, not list"),
     ],

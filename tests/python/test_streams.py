@@ -313,7 +313,7 @@ def test_a_buffer_of_a_captured_stream_is_refused(driver: Driver) -> None:
         pool.release(pool.alloc((4,), torch.float32))
     driver.run()
     driver.begin_capture(stream)
-    with pytest.raises(DriverError, match="must be done first, is being recorded"):
+    with pytest.raises(DriverError, match="for which this call has to wait, cannot be captured"):
         pool.alloc((4,), torch.float32)
     assert (pool.free_count, pool.in_use_count) == (1, 0)
     assert driver.end_capture(stream) >= 1
