@@ -16,7 +16,7 @@
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |
 //! | [`transfer`] | bytes between memory and other places: copies beside a stream, threads for them, the files of a store | no |
-//! | [`pool`] | index + memory + tensor = a pool, one file per class | no |
+//! | [`pool`] | one file per class: indices and caches joined to bytes by executors, views and transfers | no |
 //! | `python` | the extension module: convert, delegate, map errors | where tensors cross |
 //!
 //! # Invariants

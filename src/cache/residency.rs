@@ -50,10 +50,10 @@ struct Entry<P> {
 
 /// The contents of a tier, by key: pages, or snapshots of states.
 ///
-/// What arrives is found when it is complete. What copies use keeps its place until the last of them has
-/// ended, even if it is given up meanwhile. Of the rest goes first what the device has no more, and of that
-/// the least recently used: what the device uses is not looked up here, and will be needed here when it is
-/// evicted there.
+/// An entry is found when its copy is complete. An entry that copies use keeps its place until the last of
+/// them has ended, even if it is given up meanwhile. Of the others, entries that the device does not have are
+/// evicted first, the least recently used before the rest: entries that the device has are not looked up here
+/// now, and will be needed here when the device evicts them.
 ///
 /// ```
 /// use kvpool::cache::{DevicePresence, Namespace, Residency};

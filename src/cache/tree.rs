@@ -76,7 +76,7 @@ struct Node {
     kind: Kind,
 }
 
-const _: () = assert!(size_of::<Node>() == 128, "as small as that");
+const _: () = assert!(size_of::<Node>() == 128, "a node fills two cache lines");
 
 impl Node {
     /// The room for tokens and pages outside of the node.

@@ -6,7 +6,8 @@
 ///
 /// ```
 /// use kvpool::memory::Stream;
-/// assert_eq!(Stream::DEFAULT, Stream::from_handle(0));
+/// // SAFETY: 0 is the default stream of every device.
+/// assert_eq!(Stream::DEFAULT, unsafe { Stream::from_handle(0) });
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Stream(usize);
@@ -16,8 +17,12 @@ impl Stream {
     pub const DEFAULT: Self = Self(0);
 
     /// The stream with this driver handle.
+    ///
+    /// # Safety
+    /// In calls that enqueue work on a device, the handle is 0 or that of a stream of this device that exists
+    /// until the memory it is used with was given back.
     #[must_use]
-    pub const fn from_handle(handle: usize) -> Self {
+    pub const unsafe fn from_handle(handle: usize) -> Self {
         Self(handle)
     }
 

@@ -18,7 +18,7 @@ use crate::memory::{BorrowedTensor, HostRows, Keep, Stream};
 use crate::pool::values_now;
 use crate::tensor::dlpack::{Import, address_of};
 
-use super::framework::{Torch, current_device, current_stream, torch};
+use super::framework::{Torch, current_device, current_stream, stream_of, torch};
 use super::tensor::{Tensor, consume};
 
 pub(super) use super::ints::{int, kind_of};
@@ -581,7 +581,7 @@ pub(super) fn stream(object: &Bound<'_, PyAny>) -> PyResult<Stream> {
     let handle = handle.extract::<usize>().map_err(|_| {
         PyTypeError::new_err(format!("stream must be a stream or its handle, not {}", kind_of(object)))
     })?;
-    Ok(Stream::from_handle(handle))
+    Ok(stream_of(handle))
 }
 
 /// The shape of a tensor: a sequence of ints, or a single int.

@@ -224,7 +224,9 @@ impl Torch {
     fn current_stream(&self, py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
         let Some(current) = self.table().and_then(|table| table.current_work_stream) else {
             let stream = self.module.bind(py).getattr("cuda")?.call_method1("current_stream", (ordinal,))?;
-            return Ok(Stream::from_handle(stream.getattr("cuda_stream")?.extract()?));
+            let handle = stream.getattr("cuda_stream")?.extract()?;
+            // SAFETY: PyTorch keeps its streams for the life of the process.
+            return Ok(unsafe { Stream::from_handle(handle) });
         };
         let raw = raw_device(device);
         let mut stream: *mut c_void = ptr::null_mut();
@@ -232,7 +234,8 @@ impl Torch {
         if unsafe { current(raw.kind, raw.ordinal, &raw mut stream) } != 0 {
             return Err(fetch(py));
         }
-        Ok(Stream::from_handle(stream.addr()))
+        // SAFETY: PyTorch keeps its streams for the life of the process.
+        Ok(unsafe { Stream::from_handle(stream.addr()) })
     }
 }
 
@@ -241,9 +244,15 @@ thread_local! {
     static STREAM: Cell<Option<Stream>> = const { Cell::new(None) };
 }
 
-/// Sets the current stream of this thread. `None` restores PyTorch's current stream.
-pub(super) fn use_stream(stream: Option<Stream>) {
-    STREAM.set(stream);
+/// Sets the current stream of this thread by its handle. `None` restores PyTorch's current stream.
+pub(super) fn use_stream(handle: Option<usize>) {
+    STREAM.set(handle.map(stream_of));
+}
+
+/// The stream of a handle that comes from Python.
+pub(super) const fn stream_of(handle: usize) -> Stream {
+    // SAFETY: the caller in Python answers for the handle, as for one that it passes to the driver.
+    unsafe { Stream::from_handle(handle) }
 }
 
 /// The stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream without

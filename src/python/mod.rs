@@ -63,7 +63,7 @@ use pyo3::prelude::*;
 
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Error, LONG_COPY, bytes_of, close_fork_gate, open_fork_gate};
-use crate::memory::{Region, Stream};
+use crate::memory::Region;
 use crate::tensor::TensorView;
 
 /// Does `work` under the lock. An error becomes an exception, which runs Python code, after the lock is
@@ -174,7 +174,7 @@ fn _zeros(py: Python<'_>, shape: Vec<usize>, dtype: &str, device: &str) -> PyRes
 ///     handle: A `cudaStream_t` as an int.
 #[pyfunction]
 fn _use_stream(handle: Option<usize>) {
-    framework::use_stream(handle.map(Stream::from_handle));
+    framework::use_stream(handle);
 }
 
 /// Returns the number of calls that debugging pools have recorded. Later calls have this number or a greater

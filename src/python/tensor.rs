@@ -16,7 +16,7 @@ use crate::tensor::TensorView;
 use crate::tensor::dlpack::{Import, RawDevice, raw_device};
 
 use super::capsule::{legacy_capsule, take_capsule, versioned_capsule};
-use super::framework::current_stream;
+use super::framework::{current_stream, stream_of};
 use super::numbers::{part_of, shown, to_list};
 
 /// A tensor over memory that kvpool owns, for programs without PyTorch: `numpy()`, `numpy.asarray`, `memoryview` (from
@@ -53,7 +53,7 @@ impl Tensor {
             // stream.
             None | Some(1) => Stream::DEFAULT,
             Some(0) => return Err(PyBufferError::new_err("stream 0 is ambiguous for CUDA; pass 1 or 2")),
-            Some(handle) => Stream::from_handle(
+            Some(handle) => stream_of(
                 usize::try_from(handle)
                     .map_err(|_| PyBufferError::new_err(format!("{handle} is not a CUDA stream")))?,
             ),

@@ -16,7 +16,9 @@ extern "C" fn kvpool_workspace_alloc(size: isize, device: c_int, stream: *mut c_
     let (Ok(bytes), Ok(ordinal)) = (usize::try_from(size), u32::try_from(device)) else {
         return std::ptr::null_mut();
     };
-    let address = take_segment(bytes, Device::Cuda(ordinal), Stream::from_handle(stream.addr()));
+    // SAFETY: PyTorch keeps its streams for the life of the process.
+    let stream = unsafe { Stream::from_handle(stream.addr()) };
+    let address = take_segment(bytes, Device::Cuda(ordinal), stream);
     address.map_or(std::ptr::null_mut(), std::ptr::with_exposed_provenance_mut)
 }
 

@@ -54,7 +54,8 @@ pub(crate) fn streams(test: &str) -> Option<[Stream; 2]> {
     };
     // SAFETY: the function has this signature.
     let create: extern "C" fn(i32) -> usize = unsafe { std::mem::transmute(create) };
-    Some([Stream::from_handle(create(0)), Stream::from_handle(create(0))])
+    // SAFETY: the driver keeps the streams for the life of the process.
+    Some([create(0), create(0)].map(|handle| unsafe { Stream::from_handle(handle) }))
 }
 
 pub(crate) fn cuda(gpu: &Arc<Gpu>) -> Arc<dyn Backend> {

@@ -136,8 +136,8 @@ pub struct OffloadCounts {
 
 /// Keeps which chunk is in which place of host memory.
 ///
-/// What is stored is found when it is complete. What transfers use keeps its place. Of the rest goes first
-/// what [`OffloadOrder`] says, and never what the same call offers.
+/// A stored chunk is found when its transfer is complete. A chunk that transfers use keeps its place. Other
+/// chunks are evicted in the order of [`OffloadOrder`], except those that the same call stores.
 ///
 /// ```
 /// use kvpool::base::{Id, OffloadSlot};

@@ -103,7 +103,8 @@ fn step(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
 }
 
 fn lane(source: &mut Source<'_>) -> Stream {
-    Stream::from_handle(source.below(3))
+    // SAFETY: the pool is in host memory, where streams are names only.
+    unsafe { Stream::from_handle(source.below(3)) }
 }
 
 fn bytes(source: &mut Source<'_>) -> usize {

@@ -69,7 +69,8 @@ impl From<Stream> for StreamHandle {
 
 impl From<StreamHandle> for Stream {
     fn from(handle: StreamHandle) -> Self {
-        Self::from_handle(handle.0)
+        // SAFETY: the driver made the stream, and no call destroys it.
+        unsafe { Self::from_handle(handle.0) }
     }
 }
 
