@@ -31,7 +31,7 @@ use crate::kernels::store::{StoreRows, targets};
 use crate::kernels::table::Table;
 use crate::memory::{Backend, BorrowedTensor, Event, Function, Gpu, Reply, Ring, Stream, StreamSet};
 
-use fault::{Fault, FaultRecord};
+use fault::{Fault, FaultKind, FaultRecord};
 use grid::{Groups, blocks, parts_grid, ragged_grid};
 use kernels::{Kernel, Kernels};
 use numbers::{Arrays, Index, WithList};
@@ -78,9 +78,6 @@ const MAX_PAGES: usize = WithList::<PagesParams>::ROOM / 2;
 /// The most blocks of a copy of pages. Each has up to 16 KiB in flight: 512 KiB together are several times
 /// what a bus transfers while one access takes, and the rest of the device is left to other streams.
 const PAGE_BLOCKS: u32 = 32;
-
-/// The most bytes from a row to the next in a copy of rows by the driver.
-const MAX_PITCH: usize = i32::MAX as usize;
 
 /// The kernels of a pool on its device, a ring for numbers from the host, and a record of faults.
 #[derive(Debug)]
@@ -166,19 +163,19 @@ impl Launcher {
         self.gpu.check_process()?;
         let Some(Fault { kind, position, value }) = self.fault.take() else { return Ok(()) };
         Err(match kind {
-            1 | 2 => {
-                let IndexSpace { noun, len } = self.spaces[usize::from(kind == 2)];
+            FaultKind::Row | FaultKind::Column => {
+                let IndexSpace { noun, len } = self.spaces[usize::from(kind == FaultKind::Column)];
                 Error::index(format!(
                     "{noun} {value} at position {position} is outside [0, {len}); an earlier call was given it in a \
                      tensor on the device, and left it out"
                 ))
                 .with_index(value)
             }
-            4 => Error::config(format!(
+            FaultKind::LastLoc => Error::config(format!(
                 "last_loc {value} of request {position} does not end its prefix; an earlier call was given it in \
                  a tensor on the device, and handed out the padding slot in place of those behind it"
             )),
-            _ => Error::config(format!(
+            FaultKind::Value => Error::config(format!(
                 "value {value} at position {position} does not fit an int32 tensor; an earlier call was given it \
                  in a tensor on the device, and left it out"
             )),
@@ -426,7 +423,7 @@ impl Launcher {
         self.users.record(stream);
         for &[source, target] in &plan.indices {
             for kind in plan.kinds.iter().filter(|kind| kind.bytes > 0) {
-                let is_near = kind.source.step.max(kind.target.step) <= MAX_PITCH;
+                let is_near = kind.source.step.max(kind.target.step) <= Gpu::MAX_PITCH;
                 let at_once = if is_near { plan.layers } else { 1 };
                 for first in (0..plan.layers).step_by(at_once.max(1)) {
                     let rows = first..first + at_once;

@@ -115,9 +115,6 @@ unsafe fn flat<'a>(
     Ok(unsafe { BorrowedTensor::new(address, DType::U8, whole.device(), shape, strides) })
 }
 
-/// The largest distance between rows, in bytes, that one copy of a device allows.
-const MAX_PITCH: usize = i32::MAX as usize;
-
 /// A tensor as runs of contiguous elements.
 struct Runs {
     run_bytes: usize,
@@ -153,7 +150,7 @@ impl Runs {
         self.outer
             .first()
             .and_then(apart)
-            .filter(|(_, pitch)| (self.run_bytes..=MAX_PITCH).contains(pitch))
+            .filter(|(_, pitch)| (self.run_bytes..=Gpu::MAX_PITCH).contains(pitch))
             .unwrap_or((1, self.run_bytes))
     }
 

@@ -11,15 +11,38 @@ use crate::memory::{Contents, Gpu, Pinned, Region, StreamSet};
 #[derive(Debug)]
 pub(super) struct FaultRecord(Region);
 
+/// The kind of an invalid number, as `params.cuh` numbers them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FaultKind {
+    /// 1: an index of rows.
+    Row,
+    /// 2: an index of columns.
+    Column,
+    /// 3: a value that does not fit int32.
+    Value,
+    /// 4: a last slot that does not end its request.
+    LastLoc,
+}
+
 /// An invalid number that a kernel found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fault {
-    /// The kind, as `params.cuh` numbers them.
-    pub(super) kind: i64,
+    pub(super) kind: FaultKind,
     /// The position of the number in its batch.
     pub(super) position: i64,
     /// The number.
     pub(super) value: i64,
+}
+
+impl FaultKind {
+    const fn of(code: i64) -> Self {
+        match code & 0xff {
+            1 => Self::Row,
+            2 => Self::Column,
+            4 => Self::LastLoc,
+            _ => Self::Value,
+        }
+    }
 }
 
 impl FaultRecord {
@@ -42,7 +65,7 @@ impl FaultRecord {
         while found != 0 {
             let value = value.load(Ordering::Acquire);
             match code.compare_exchange(found, 0, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return Some(Fault { kind: found & 0xff, position: found >> 8, value }),
+                Ok(_) => return Some(Fault { kind: FaultKind::of(found), position: found >> 8, value }),
                 Err(newer) => found = newer,
             }
         }

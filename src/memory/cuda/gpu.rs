@@ -70,6 +70,9 @@ impl Drop for ContextGuard {
 }
 
 impl Gpu {
+    /// The most bytes from one row to the next in [`Gpu::copy_2d`].
+    pub const MAX_PITCH: usize = i32::MAX as usize;
+
     /// Opens device `ordinal`, or returns it if it is open.
     ///
     /// # Errors
@@ -288,7 +291,7 @@ impl Gpu {
     }
 
     /// Works like [`Gpu::copy`], for rows of bytes with a stride: both tensors are `[rows, bytes]`, with
-    /// contiguous rows at most 2 GiB apart.
+    /// contiguous rows at most [`Gpu::MAX_PITCH`] bytes apart.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for other tensors, [`ErrorKind::Driver`] when a driver call fails.
