@@ -18,6 +18,7 @@ pub(super) fn view_of<'a>(
 ) -> PyResult<TensorView> {
     let mut values = try_with_capacity(count)?;
     runs.for_each(|run| values.extend(run.iter().map(|slot| i64::from(slot.number()))));
+    assert_eq!(values.len(), count, "the runs have as many slots");
     Ok(TensorView::from_indices(IndexVec::I64(values)))
 }
 

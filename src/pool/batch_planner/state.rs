@@ -179,6 +179,7 @@ impl PlannerState {
             )));
         }
         self.check_batch(count)?;
+        debug_assert!(claims.is_empty() || claims.len() == count, "claims are by position");
         let mut cached: Vec<CachedPages<'_>> = try_with_capacity(count)?;
         cached.extend(claims.iter_mut().map(|claim| match claim {
             Some(claim) => CachedPages::Leased(claim),
