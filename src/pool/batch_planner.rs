@@ -1,7 +1,9 @@
 //! Plans a scheduler step in one call: slots, request table and the metadata of attention kernels.
 
-mod block_table;
 mod claim;
+mod growing;
+mod leases;
+mod metadata;
 mod plan;
 mod state;
 
@@ -126,13 +128,13 @@ impl BatchPlanner {
     /// Bytes of all fields.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
-        lock(&self.state).mem_bytes()
+        lock(&self.state).metadata().mem_bytes()
     }
 
     /// The number of plans made so far.
     #[must_use]
     pub fn plans(&self) -> usize {
-        lock(&self.state).plans()
+        lock(&self.state).metadata().plans()
     }
 
     /// Requests that have slots, and their tokens.
@@ -277,7 +279,7 @@ impl BatchPlanner {
         let (leased, row) = {
             let (mut state, table) = (lock(&self.state), lock(&self.table));
             let rows = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
-            (state.lease_of(rows[0], &table).cloned(), rows[1])
+            (state.leases.of(rows[0], &table).cloned(), rows[1])
         };
         let claim = leased.map(|lease| Claim::again(&lease, len, self.request(row), stream)).transpose()?;
         self.alloc_with(stream, |state, pools| state.fork(pools, [src, dst], len, claim.as_ref(), stream))
@@ -290,7 +292,7 @@ impl BatchPlanner {
     ///
     /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        lock(&self.state).field(plan, field)
+        lock(&self.state).metadata().field(plan, field)
     }
 
     /// An array of a plan in host memory, a copy if the plan is on a device. `None` if the planner does not
@@ -317,7 +319,7 @@ impl BatchPlanner {
         let taken = self.slots.alloc_with(stream, |slots| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
             let taken = take(&mut state, Pools { slots, table: &mut table });
-            retired.append(&mut state.retired);
+            retired.append(&mut state.leases.take_retired());
             taken
         });
         // Without locks: leases end in the cache.
@@ -348,8 +350,8 @@ impl BatchPlanner {
     fn retire_freed(&self, stream: Stream) {
         let retired = {
             let (mut state, table) = (lock(&self.state), lock(&self.table));
-            state.retire_freed(&table, stream);
-            std::mem::take(&mut state.retired)
+            state.leases.retire_freed(&table, stream);
+            state.leases.take_retired()
         };
         // Without locks: leases end in the cache.
         drop(retired);
@@ -357,14 +359,14 @@ impl BatchPlanner {
 
     /// Waits, without locks, if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
-        make_room(self.config.max_tokens, || lock(&self.state).backpressure_event())
+        make_room(self.config.max_tokens, || lock(&self.state).metadata().backpressure_event())
     }
 }
 
 impl LeaseKeeper for BatchPlanner {
     fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>> {
         let (state, table) = (lock(&self.state), lock(&self.table));
-        let kept = state.lease_of(row, &table)?;
+        let kept = state.leases.of(row, &table)?;
         std::ptr::eq(&raw const **kept, lease)
             .then(|| Box::new(LockedRequest { state, _table: table, row }) as _)
     }

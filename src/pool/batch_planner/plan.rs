@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Id, PADDING, Result, bytes_of, widen};
-use crate::index::{Growth, Requests};
+use crate::base::{DType, Device, Result, bytes_of};
 use crate::kernels::PlanBatch;
 use crate::memory::{ALIGNMENT, Region};
 use crate::pool::{AllocatorConfig, Footprint, ReqToTokenConfig, fits_int32};
@@ -218,113 +217,4 @@ impl PlanLayout {
         };
         TensorView::contiguous(Arc::clone(region), self.offset(field), field.dtype(), shape).map(Some)
     }
-}
-
-/// The fields of the current plan that do not grow with the context. Kept for their capacity.
-#[derive(Debug, Default)]
-pub(super) struct SmallFields {
-    pub(super) out_cache_loc: Vec<i32>,
-    pub(super) positions: Vec<i32>,
-    /// Tokens before those of padding.
-    real_tokens: usize,
-    pub(super) req_pool_indices: Vec<i32>,
-    pub(super) seq_lens: Vec<i32>,
-    pub(super) qo_indptr: Vec<i32>,
-    pub(super) kv_indptr: Vec<i32>,
-    kv_last_page_len: Vec<i32>,
-}
-
-impl SmallFields {
-    fn clear(&mut self) {
-        let Self { out_cache_loc, positions, req_pool_indices, .. } = self;
-        for values in [out_cache_loc, positions, req_pool_indices] {
-            values.clear();
-        }
-        let Self { seq_lens, qo_indptr, kv_indptr, kv_last_page_len, .. } = self;
-        for values in [seq_lens, qo_indptr, kv_indptr, kv_last_page_len] {
-            values.clear();
-        }
-    }
-
-    /// Fills in the grown requests, and behind them padding requests of `padding` tokens each, up to a batch
-    /// of `padded`.
-    pub(super) fn fill(&mut self, batch: &[Growth], padded: usize, padding: u32, requests: &Requests) {
-        self.clear();
-        let size = requests.page_size();
-        let filler = Growth::padding(padding);
-        // One field after the other, each in a loop of known length.
-        let all = || batch.iter().copied().chain(std::iter::repeat_n(filler, padded - batch.len()));
-        self.req_pool_indices.extend(all().map(|growth| growth.row.number().cast_signed()));
-        self.seq_lens.extend(all().map(|growth| growth.seq.cast_signed()));
-        self.kv_last_page_len.extend(all().map(|growth| size.last_page_len(growth.seq).cast_signed()));
-        sums(&mut self.qo_indptr, all().map(|growth| growth.seq - growth.prefix));
-        sums(&mut self.kv_indptr, all().map(|growth| size.pages(growth.seq)));
-        for growth in all() {
-            self.positions.extend((growth.prefix..growth.seq).map(u32::cast_signed));
-        }
-        for growth in batch {
-            requests.slots(growth.row, growth.prefix, growth.seq, &mut self.out_cache_loc);
-        }
-        self.real_tokens = self.out_cache_loc.len();
-        self.out_cache_loc.resize(self.positions.len(), PADDING.cast_signed());
-    }
-
-    /// Offset of the pages of the request at `place` in the list of all pages; for the end of the batch,
-    /// their total.
-    pub(super) fn kv_begin(&self, place: usize) -> usize {
-        widen(self.kv_indptr[place].cast_unsigned())
-    }
-
-    /// Pages of the request at `place`.
-    pub(super) fn kv_pages(&self, place: usize) -> usize {
-        self.kv_begin(place + 1) - self.kv_begin(place)
-    }
-
-    /// Slots of the new tokens of the request at `place`.
-    pub(super) fn new_slots(&self, place: usize) -> &[i32] {
-        let begin = |place: usize| widen(self.qo_indptr[place].cast_unsigned());
-        &self.out_cache_loc[begin(place)..begin(place + 1)]
-    }
-
-    /// Writes the fields to host memory.
-    pub(super) fn write(&self, region: &Region, layout: &PlanLayout) -> Result<()> {
-        for (field, values) in [
-            (Field::OutCacheLoc, &self.out_cache_loc),
-            (Field::Positions, &self.positions),
-            (Field::ReqPoolIndices, &self.req_pool_indices),
-            (Field::SeqLens, &self.seq_lens),
-            (Field::QoIndptr, &self.qo_indptr),
-            (Field::KvIndptr, &self.kv_indptr),
-            (Field::KvLastPageLen, &self.kv_last_page_len),
-        ] {
-            region.write(layout.offset(field), values)?;
-        }
-        self.write_slot_mapping(region, layout.offset(Field::SlotMapping))
-    }
-
-    /// Writes the slots as int64, in pieces that stay in the cache.
-    fn write_slot_mapping(&self, region: &Region, mut offset: usize) -> Result<()> {
-        const PIECE: usize = 256;
-        let (real, padding) = self.out_cache_loc.split_at(self.real_tokens);
-        let mut wide = [0; PIECE];
-        for piece in real.chunks(PIECE) {
-            let wide = &mut wide[..piece.len()];
-            for (wide, &slot) in wide.iter_mut().zip(piece) {
-                *wide = i64::from(slot);
-            }
-            region.write(offset, wide)?;
-            offset += size_of_val(wide);
-        }
-        region.write(offset, &vec![-1i64; padding.len()])
-    }
-}
-
-/// Appends 0 and the running sums of `counts`.
-fn sums(to: &mut Vec<i32>, counts: impl Iterator<Item = u32>) {
-    let mut sum = 0;
-    to.push(sum);
-    to.extend(counts.map(|count| {
-        sum += count.cast_signed();
-        sum
-    }));
 }

@@ -1,28 +1,25 @@
-//! The state that a planner guards: the slots of each request, and the memory of the metadata.
+//! The state that a planner guards: the slots of each request, their leases, and the metadata.
 
-mod device;
-mod fields;
-mod host;
 mod release;
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::bounded::narrow;
 use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
 use crate::index::{Act, Growth, GrowthRequest, Owner, PageList, Requests};
-use crate::kernels::{Executor, Indices};
-use crate::memory::{Backend, Event, Host, Region, Stream};
+use crate::kernels::Indices;
+use crate::memory::{Backend, Stream};
 use crate::pool::shortage::{OrShort, Short};
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{ReqToTokenPool, TableIndex, at_least_one};
 use crate::tensor::TensorView;
 
-use super::block_table::BlockTable;
 use super::claim::{CachedPages, Claim};
-use super::plan::{PlanLayout, SmallFields};
-use super::{Batch, Plan, PlannerConfig, Prefix};
-use release::BoundLease;
-pub(super) use release::{LeaseCut, Release};
+use super::growing::Growing;
+use super::leases::Leases;
+use super::metadata::{PlanMetadata, slots_of};
+use super::{Batch, Field, Plan, PlannerConfig, Prefix};
+pub(super) use release::Release;
 
 /// The locked pools of a step.
 pub(super) struct Pools<'a> {
@@ -55,31 +52,14 @@ struct BatchSizes {
     max_seqlen_k: usize,
 }
 
-/// The state of a [`BatchPlanner`](super::BatchPlanner): the slots of each request, and the memory of the
-/// metadata.
+/// The state of a [`BatchPlanner`](super::BatchPlanner).
 #[derive(Debug)]
 pub(super) struct PlannerState {
+    /// The slots of each request.
     requests: Requests,
-    layout: PlanLayout,
-    fields: Arc<Region>,
-    /// Host copies of the fields that do not grow with the context, for a device; on the host, `fields`.
-    host_fields: Arc<Region>,
-    executor: Executor,
-    /// Maximum number of pages sent to a device at once.
-    max_pages: usize,
-    /// The contents of the block table, so that a step writes only new entries.
-    block_table: BlockTable,
-    small_fields: SmallFields,
-    plans: usize,
-    /// Counts changes of the pages of requests.
-    changes: u64,
-    /// The lease of each request, by row.
-    leases: Vec<Option<BoundLease>>,
-    /// The number of frees of rows until which leases of other calls' frees have ended.
-    frees: u64,
-    /// Leases of requests whose rows were freed by another call, which end when this is dropped, without
-    /// locks.
-    pub(super) retired: Vec<LeaseCut>,
+    metadata: PlanMetadata,
+    /// The leases of requests.
+    pub(super) leases: Leases,
 }
 
 impl PlannerState {
@@ -98,41 +78,21 @@ impl PlannerState {
                 table.device()
             )));
         }
-        let width = table.max_context_len().div_ceil(slots.slots().page_size());
-        let layout = PlanLayout::new(*config, width)?;
-        let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
-        let pool_pages = slots.slots().pages().capacity();
-        let executor = Executor::new(&fields, 0, table.spaces(), layout.ring_bytes(pool_pages))?;
-        let host_fields = match &executor {
-            Executor::Host(_) => Arc::clone(&fields),
-            Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
-        };
-        let rows = table.table_rows();
         Ok(Self {
-            requests: Requests::new(rows, slots.slots()),
-            layout,
-            fields,
-            host_fields,
-            executor,
-            max_pages: layout.max_pages(pool_pages),
-            block_table: BlockTable::new(max_batch_size, rows),
-            small_fields: SmallFields::default(),
-            plans: 0,
-            changes: 0,
-            leases: (0..rows).map(|_| None).collect(),
-            frees: table.rows().frees(),
-            retired: Vec::new(),
+            requests: Requests::new(table.table_rows(), slots.slots()),
+            metadata: PlanMetadata::new(config, backend, slots.slots(), table)?,
+            leases: Leases::new(table),
         })
     }
 
-    /// Bytes of the fields.
-    pub(super) fn mem_bytes(&self) -> usize {
-        self.fields.bytes()
+    /// The arrays of the last plan.
+    pub(super) const fn metadata(&self) -> &PlanMetadata {
+        &self.metadata
     }
 
-    /// The number of plans made so far.
-    pub(super) const fn plans(&self) -> usize {
-        self.plans
+    /// An array of a plan in host memory: see [`PlanMetadata::host_field`].
+    pub(super) fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+        self.metadata.host_field(&self.requests, plan, field)
     }
 
     /// Requests that have slots, and their tokens.
@@ -149,15 +109,6 @@ impl PlannerState {
     /// The rows of live requests.
     pub(super) fn resolve(&mut self, rows: &IndexVec, table: &ReqToTokenPool) -> Result<Vec<RequestRow>> {
         self.requests.resolve_rows(rows, table.rows())
-    }
-
-    const fn config(&self) -> PlannerConfig {
-        self.layout.config()
-    }
-
-    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
-    pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
-        self.executor.backpressure_event()
     }
 
     pub(super) fn extend(
@@ -200,7 +151,7 @@ impl PlannerState {
         if planned.is_ok() {
             for (growth, claim) in growths.iter().zip(&*claims) {
                 if let Some(claim) = claim {
-                    self.bind(growth.row, claim.keep(), table, stream);
+                    self.leases.bind(growth.row, claim.keep(), table, stream);
                 }
             }
         }
@@ -258,8 +209,8 @@ impl PlannerState {
     /// plan of the request writes those that changed to the table.
     pub(super) fn record_published(&mut self, row: RequestRow, from: usize, cached: &[Page]) {
         if let Some(changed) = self.requests.lease(row, from, cached) {
-            self.block_table.truncate(row, changed);
-            self.changes += 1;
+            self.metadata.truncate(row, changed);
+            self.metadata.record_change();
         }
     }
 
@@ -303,10 +254,10 @@ impl PlannerState {
     }
 
     fn check_batch(&self, size: usize) -> Result<()> {
-        if size > self.config().max_batch_size {
+        if size > self.metadata.config().max_batch_size {
             return Err(Error::config(format!(
                 "a batch of {size} requests is more than max_batch_size {}",
-                self.config().max_batch_size
+                self.metadata.config().max_batch_size
             )));
         }
         Ok(())
@@ -329,10 +280,10 @@ impl PlannerState {
         }
         let num_tokens: usize = batch.iter().map(|growth| growth.new_tokens()).sum();
         let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(of_padding));
-        if padded_num_tokens > self.config().max_tokens {
+        if padded_num_tokens > self.metadata.config().max_tokens {
             return Err(Error::config(format!(
                 "{padded_num_tokens} new tokens are more than max_tokens {}",
-                self.config().max_tokens
+                self.metadata.config().max_tokens
             )));
         }
         let max_new = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
@@ -365,24 +316,13 @@ impl PlannerState {
         if slots.must_land_before(new_slots) {
             return Ok(Err(Short::InFlight));
         }
-        if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
+        let Some(growing) = Growing::batch(&mut self.requests, slots, batch, prefixes)? else {
             return Ok(Err(slots.short(new_slots())));
-        }
-        let padded = padding.batch_size;
-        self.small_fields.fill(batch, padded, narrow(sizes.of_padding), &self.requests);
-        let made = match &self.executor {
-            Executor::Host(_) => self.make(batch, padded, table),
-            Executor::Device(_) => self.launch(batch, padded, table, stream),
         };
-        self.changes += 1;
-        self.plans += 1;
-        if let Err(failure) = made {
-            // A part may have been written.
-            self.block_table.invalidate(self.layout.width());
-            self.requests.shrink(batch, slots.slots_mut());
-            return Err(failure);
-        }
-        // Behind what may fail: given up as they were taken, pages leave other holders as they were.
+        let grown = growing.grown(padding.batch_size);
+        let written = self.metadata.write(grown, sizes.of_padding, table, stream)?;
+        growing.keep();
+        // Not before: the undo of the growth leaves other holders of its pages as they were.
         if slots.keeps_ledger() {
             for growth in batch {
                 self.sign(growth.row, growth.had, slots, table);
@@ -390,15 +330,15 @@ impl PlannerState {
         }
         self.requests.record_written(batch);
         Ok(Ok(Plan {
-            number: self.plans,
-            changes: self.changes,
+            number: written.number,
+            changes: written.changes,
             batch_size: batch.len(),
-            padded_batch_size: padded,
+            padded_batch_size: padding.batch_size,
             num_tokens: sizes.num_tokens,
             padded_num_tokens: sizes.padded_num_tokens,
             max_seqlen_q: sizes.max_seqlen_q,
             max_seqlen_k: sizes.max_seqlen_k,
-            kv_len: self.small_fields.kv_begin(padded),
+            kv_len: written.kv_len,
         }))
     }
 
@@ -446,47 +386,38 @@ impl PlannerState {
         if slots.must_land_before(|| page_size) {
             return Ok(Err(Short::InFlight));
         }
-        let Some(copied) = self.requests.fork([src, dst], len, leased, slots.slots_mut())? else {
+        let Some((mut growing, copied)) = Growing::fork(&mut self.requests, slots, [src, dst], len, leased)?
+        else {
             return Ok(Err(slots.short(page_size)));
         };
-        let written = self.write_fork(slots, table, dst, len, copied, stream);
-        self.changes += 1;
-        if written.is_err() {
-            let growth = Growth { row: dst, ..Growth::padding(len) };
-            self.requests.shrink(&[growth], slots.slots_mut());
-            return written.map(Ok);
-        }
+        self.metadata.record_change();
+        let copied = write_fork(&mut growing, table, dst, len, copied, stream)?;
+        growing.keep();
         self.sign(dst, 0, slots, table);
         if let Some(claim) = claim {
-            self.bind(dst, claim.keep(), table, stream);
+            self.leases.bind(dst, claim.keep(), table, stream);
         }
-        written.map(Ok)
-    }
-
-    fn write_fork(
-        &self,
-        slots: &mut SlotTensors,
-        table: &mut ReqToTokenPool,
-        dst: RequestRow,
-        len: u32,
-        copied: [std::ops::Range<u32>; 2],
-        stream: Stream,
-    ) -> Result<[TensorView; 2]> {
-        let [to, from] = copied.map(|slots| slots.map(u32::cast_signed).collect::<Vec<_>>());
-        let copied = [slots.show(to, stream)?, slots.show(from, stream)?];
-        if len > 0 {
-            let values = Indices::Host(IndexVec::I32(self.slots(dst, 0, len)?));
-            table.write(&TableIndex::first_columns(dst, len), &values, stream)?;
-        }
-        Ok(copied)
+        Ok(Ok(copied))
     }
 }
 
-impl Drop for PlannerState {
-    /// Requests end with their planner, and so do leases that were released before.
-    fn drop(&mut self) {
-        self.leases.iter().flatten().for_each(|bound| bound.lease.unbind_gone());
+/// Writes the slots of a request with `len` tokens of another to the table. Returns the slots to copy to and
+/// from as tensors.
+fn write_fork(
+    growing: &mut Growing<'_>,
+    table: &mut ReqToTokenPool,
+    dst: RequestRow,
+    len: u32,
+    copied: [Range<u32>; 2],
+    stream: Stream,
+) -> Result<[TensorView; 2]> {
+    let [to, from] = copied.map(|slots| slots.map(u32::cast_signed).collect::<Vec<_>>());
+    let copied = [growing.slots().show(to, stream)?, growing.slots().show(from, stream)?];
+    if len > 0 {
+        let values = Indices::Host(slots_of(growing.requests(), dst, 0, len)?);
+        table.write(&TableIndex::first_columns(dst, len), &values, stream)?;
     }
+    Ok(copied)
 }
 
 /// The current act in the name of a request, its row's owner or the row, if a ledger is kept.

@@ -9,21 +9,7 @@ use crate::pool::prefix_cache::FencedLock;
 use crate::pool::{Lease, ReqToTokenPool};
 
 use super::{PlannerState, Pools, as_many, signed_act};
-
-/// The lease of a request.
-#[derive(Debug)]
-pub(super) struct BoundLease {
-    /// The number of times that the row had been handed out.
-    pub(super) turn: u32,
-    pub(super) lease: Arc<Lease>,
-}
-
-impl BoundLease {
-    /// Whether it is of the request that has `row` now.
-    pub(super) fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
-        self.turn == table.rows().turn(row) && table.rows().rows().is_live(row)
-    }
-}
+use crate::pool::batch_planner::leases::LeaseCut;
 
 /// The way in which a batch is given back: at once, or behind a fence.
 pub(in crate::pool::batch_planner) struct Release<'a> {
@@ -33,86 +19,7 @@ pub(in crate::pool::batch_planner) struct Release<'a> {
     pub(in crate::pool::batch_planner) stream: Stream,
 }
 
-/// The end of a request's lease: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
-#[derive(Debug)]
-pub(in crate::pool::batch_planner) struct LeaseCut {
-    pub(super) lease: Arc<Lease>,
-    len: usize,
-    /// Keeps what the lease had locked until a fence has passed; without it, that is not locked.
-    fenced: Option<FencedLock>,
-    stream: Stream,
-}
-
-impl LeaseCut {
-    /// The end of the whole lease.
-    const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
-        Self { lease, len: 0, fenced: None, stream }
-    }
-}
-
-impl Drop for LeaseCut {
-    fn drop(&mut self) {
-        let cut = self.lease.cut(self.len, self.stream);
-        if let (Some(cut), Some(fenced)) = (cut, &self.fenced) {
-            fenced.set(cut).expect("it is for this one");
-        }
-    }
-}
-
 impl PlannerState {
-    /// Makes `lease` that of the request in `row`.
-    pub(super) fn bind(
-        &mut self,
-        row: RequestRow,
-        lease: Arc<Lease>,
-        table: &ReqToTokenPool,
-        stream: Stream,
-    ) {
-        let bound = BoundLease { turn: table.rows().turn(row), lease };
-        let earlier = self.leases[widen(row.number())].replace(bound);
-        self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
-    }
-
-    /// Retires the leases of requests whose rows were freed by another call. It checks them only if there
-    /// was one.
-    pub(in crate::pool::batch_planner) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
-        let frees = table.rows().frees();
-        if std::mem::replace(&mut self.frees, frees) == frees {
-            return;
-        }
-        for (row, place) in (0..).map(RequestRow::new).zip(&mut self.leases) {
-            let is_over = |bound: &mut BoundLease| !bound.is_of(row, table);
-            self.retired.extend(place.take_if(is_over).map(|bound| LeaseCut::end(bound.lease, stream)));
-        }
-    }
-
-    /// The lease of a request.
-    pub(in crate::pool::batch_planner) fn lease_of(
-        &self,
-        row: RequestRow,
-        table: &ReqToTokenPool,
-    ) -> Option<&Arc<Lease>> {
-        let bound = self.leases.get(widen(row.number()))?.as_ref()?;
-        bound.is_of(row, table).then_some(&bound.lease)
-    }
-
-    /// The lease of a request that is cut to `len` tokens, if it has to be cut, too.
-    pub(super) fn cut_lease(
-        &mut self,
-        row: RequestRow,
-        len: u32,
-        table: &ReqToTokenPool,
-    ) -> Option<Arc<Lease>> {
-        if len > 0 && self.requests.leased(row) <= len {
-            return None;
-        }
-        let lease = Arc::clone(self.lease_of(row, table)?);
-        if len == 0 {
-            self.leases[widen(row.number())] = None;
-        }
-        Some(lease)
-    }
-
     pub(in crate::pool::batch_planner) fn truncate(
         &mut self,
         pools: Pools<'_>,
@@ -154,14 +61,26 @@ impl PlannerState {
         table.check_not_capturing(stream)?;
         let given =
             self.give_back(Pools { slots, table }, resolved.into_iter().zip(std::iter::repeat(0)), release);
-        self.retire_freed(table, stream);
+        self.leases.retire_freed(table, stream);
         // Each row was checked to be allocated.
         let freed = table.free(rows, stream);
-        self.frees = table.rows().frees();
+        self.leases.record_frees(table);
         freed.and(given)
     }
 
-    pub(super) fn give_back(
+    /// The lease of a request that is cut to `len` tokens, if it has to be cut, too.
+    fn cut_lease(&mut self, row: RequestRow, len: u32, table: &ReqToTokenPool) -> Option<Arc<Lease>> {
+        if len > 0 && self.requests.leased(row) <= len {
+            return None;
+        }
+        let lease = Arc::clone(self.leases.of(row, table)?);
+        if len == 0 {
+            self.leases.remove(row);
+        }
+        Some(lease)
+    }
+
+    fn give_back(
         &mut self,
         pools: Pools<'_>,
         cuts: impl Iterator<Item = (RequestRow, u32)>,
@@ -178,15 +97,15 @@ impl PlannerState {
                     slots.fences_mut().keep(id, Arc::clone(&lock) as _);
                     lock
                 });
-                leases.push(LeaseCut { lease, len: widen(len), fenced, stream });
+                leases.push(LeaseCut::new(lease, widen(len), fenced, stream));
             }
             let _acting = signed_act(row, slots, table).map(Act::begin);
             let pages = self.requests.cut(row, len);
-            self.block_table.truncate(row, self.requests.pages(row).len());
+            self.metadata.truncate(row, self.requests.pages(row).len());
             given += pages.len();
             bad.append(slots.free_now(pages, fence)?);
         }
-        self.changes += 1;
+        self.metadata.record_change();
         if slots.strict() && bad.dropped() > 0 {
             let report = bad.describe(Slot::NOUN, given);
             return Err(Error::new(

@@ -1,40 +1,39 @@
-//! Planning a step on a GPU.
+//! Writing a step on a GPU.
 
 use crate::base::bounded::int32;
-use crate::base::{Id, IndexVec, Result, try_with_capacity, widen};
+use crate::base::{Id, Result, try_with_capacity, widen};
 use crate::index::{Growth, PageSize};
 use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
 use crate::memory::Stream;
-
+use crate::pool::batch_planner::Field;
 use crate::pool::{ReqToTokenPool, TableIndex};
 
-use super::PlannerState;
-use crate::pool::batch_planner::Field;
+use super::{GrownBatch, PlanMetadata, slots_of};
 
-impl PlannerState {
+impl PlanMetadata {
     /// Writes the table and the fields on the device: one launch, preceded by a copy if there are many
     /// numbers.
-    pub(super) fn launch(
+    pub(super) fn write_on_device(
         &mut self,
-        batch: &[Growth],
-        padded: usize,
+        batch: GrownBatch<'_>,
         table: &mut ReqToTokenPool,
         stream: Stream,
     ) -> Result<()> {
-        let size = self.requests.page_size();
-        let sent: usize = batch.iter().map(|growth| sent_pages(*growth, size).len()).sum();
-        let mut requests = try_with_capacity(padded)?;
+        let GrownBatch { requests: grown, growths, padded_size } = batch;
+        let size = grown.page_size();
+        let sent: usize = growths.iter().map(|growth| sent_pages(*growth, size).len()).sum();
+        let mut requests = try_with_capacity(padded_size)?;
         let mut pages: Vec<i32> = try_with_capacity(sent)?;
-        for place in 0..padded {
-            let mut growth = batch.get(place).copied().unwrap_or(Growth::padding(0));
+        for place in 0..padded_size {
+            let mut growth = growths.get(place).copied().unwrap_or(Growth::padding(0));
             let Growth { row, start, prefix, .. } = growth;
             if sent > self.max_pages && start < prefix {
                 // Too many cached slots for one launch.
-                let slots = Indices::Host(IndexVec::I32(self.slots(row, 0, prefix)?));
+                let slots = Indices::Host(slots_of(grown, row, 0, prefix)?);
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
                 growth.start = prefix;
             }
-            let is_padding = place >= batch.len();
+            let is_padding = place >= growths.len();
             requests.push(PlanRequest {
                 row: row.number().cast_signed(),
                 start: growth.start.cast_signed(),
@@ -49,29 +48,29 @@ impl PlannerState {
             if is_padding {
                 pages.resize(pages.len() + self.small_fields.kv_pages(place), 0);
             } else {
-                let sent = self.requests.pages(row).runs(sent_pages(growth, size)).flatten();
+                let sent = grown.pages(row).runs(sent_pages(growth, size)).flatten();
                 pages.extend(sent.map(|page| page.number().cast_signed()));
             }
         }
         self.small_fields.write(&self.host_fields, &self.layout)?;
         let planned = PlanBatch {
             requests: &requests,
-            batch: batch.len(),
+            batch: growths.len(),
             pages: &pages,
             page_size: size.slots(),
             width: self.layout.width(),
             tokens: self.small_fields.positions.len(),
-            kv_len: self.small_fields.kv_begin(padded),
+            kv_len: self.small_fields.kv_begin(padded_size),
         };
         let Executor::Device(launcher) = &self.executor else { return Ok(()) };
         let outcome = launcher.plan(&table.table()?, &self.plan_fields(), &planned, stream);
-        for (place, growth) in batch.iter().enumerate() {
+        for (place, growth) in growths.iter().enumerate() {
             match &outcome {
-                Ok(()) => self.put(place, *growth, table)?,
+                Ok(()) => self.put(grown, place, *growth, table)?,
                 Err(_) => table.record_failed_write(growth.row, widen(growth.seq)),
             }
         }
-        self.record_block_table(batch, padded, table);
+        self.record_block_table(batch, table);
         outcome
     }
 

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use crate::base::{DType, Error, ErrorKind, Id, IndexVec, RequestRow, Result, try_with_capacity};
+use crate::index::Requests;
 use crate::memory::Region;
 use crate::pool::batch_planner::{Field, Plan};
 use crate::tensor::TensorView;
 
-use super::PlannerState;
+use super::PlanMetadata;
 
-impl PlannerState {
+impl PlanMetadata {
     pub(in crate::pool::batch_planner) fn field(
         &self,
         plan: &Plan,
@@ -19,8 +20,10 @@ impl PlannerState {
         self.layout.view(&self.fields, plan, field)
     }
 
+    /// `requests` are those of the planner, with the pages that the plan lists.
     pub(in crate::pool::batch_planner) fn host_field(
         &self,
+        requests: &Requests,
         plan: &Plan,
         field: Field,
     ) -> Result<Option<TensorView>> {
@@ -37,9 +40,8 @@ impl PlannerState {
             try_with_capacity(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
         for place in 0..plan.padded_batch_size {
             if place < plan.batch_size {
-                let pages = self
-                    .requests
-                    .pages(RequestRow::new(self.small_fields.req_pool_indices[place].cast_unsigned()));
+                let row = RequestRow::new(self.small_fields.req_pool_indices[place].cast_unsigned());
+                let pages = requests.pages(row);
                 // A row that was freed and taken again belongs to another request.
                 self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
                 values.extend(pages.iter_from(0).map(|page| page.number().cast_signed()));
@@ -55,7 +57,7 @@ impl PlannerState {
         TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
     }
 
-    pub(super) fn check_current(&self, plan: &Plan, is_current: bool) -> Result<()> {
+    fn check_current(&self, plan: &Plan, is_current: bool) -> Result<()> {
         if is_current {
             return Ok(());
         }

@@ -2,72 +2,46 @@
 
 use crate::base::bounded::narrow;
 use crate::base::{Id, PADDING, Page, RequestRow, Result, try_with_capacity, widen};
-use crate::index::{Growth, PageList, Runs};
+use crate::index::{Growth, PageList, Requests, Runs};
 use crate::pool::ReqToTokenPool;
 use crate::pool::batch_planner::Field;
 
-use super::PlannerState;
+use super::{GrownBatch, PlanMetadata};
 
 /// Slots that are copied to the table at a time.
 const PART: usize = 4096;
 
-impl PlannerState {
+impl PlanMetadata {
     /// Writes the table and the fields in host memory.
-    pub(super) fn make(&mut self, batch: &[Growth], padded: usize, table: &mut ReqToTokenPool) -> Result<()> {
+    pub(super) fn write_on_host(&mut self, batch: GrownBatch<'_>, table: &mut ReqToTokenPool) -> Result<()> {
+        let GrownBatch { requests, growths, padded_size } = batch;
         self.small_fields.write(&self.fields, &self.layout)?;
-        for (place, growth) in batch.iter().enumerate() {
-            self.put(place, *growth, table)?;
-            let pages = self.requests.pages(growth.row);
+        for (place, growth) in growths.iter().enumerate() {
+            self.put(requests, place, *growth, table)?;
+            let pages = requests.pages(growth.row);
             self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
         }
-        for place in batch.len()..padded {
+        for place in growths.len()..padded_size {
             let padding = vec![Page::new(PADDING); self.small_fields.kv_pages(place)];
             self.write_pages(place, 0, &padding.into())?;
         }
-        self.record_block_table(batch, padded, table);
+        self.record_block_table(batch, table);
         Ok(())
     }
 
     /// Writes the new slots of a request to the table.
-    pub(super) fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
-        let Growth { row, start, prefix, .. } = growth;
-        if start < prefix {
-            self.put_earlier(row, start, prefix, table)?;
-        }
-        table.put(row, widen(prefix), self.small_fields.new_slots(place))
-    }
-
-    /// Writes the slots of positions `from..to` of a request to the table.
-    pub(super) fn put_earlier(
+    pub(super) fn put(
         &self,
-        row: RequestRow,
-        from: u32,
-        to: u32,
+        requests: &Requests,
+        place: usize,
+        growth: Growth,
         table: &mut ReqToTokenPool,
     ) -> Result<()> {
-        if self.requests.page_size().slots() == 1 {
-            let mut at = widen(from);
-            return self.requests.pages(row).runs(at..widen(to)).try_for_each(|run| {
-                table.put_pages(row, at, run)?;
-                at += run.len();
-                Ok(())
-            });
+        let Growth { row, start, prefix, .. } = growth;
+        if start < prefix {
+            put_earlier(requests, row, start, prefix, table)?;
         }
-        // In parts that stay in the nearest cache.
-        let mut slots = try_with_capacity(PART.min(widen(to - from)))?;
-        for at in (from..to).step_by(PART) {
-            slots.clear();
-            self.requests.slots(row, at, to.min(at + narrow(PART)), &mut slots);
-            table.put(row, widen(at), &slots)?;
-        }
-        Ok(())
-    }
-
-    /// Slots of positions of a request.
-    pub(super) fn slots(&self, row: RequestRow, from: u32, to: u32) -> Result<Vec<i32>> {
-        let mut slots = try_with_capacity(widen(to - from))?;
-        self.requests.slots(row, from, to, &mut slots);
-        Ok(slots)
+        table.put(row, widen(prefix), self.small_fields.new_slots(place))
     }
 
     /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
@@ -105,13 +79,40 @@ impl PlannerState {
     }
 
     /// Records that the pages of a batch were written to the block table.
-    pub(super) fn record_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
-        for (place, &Growth { row, .. }) in batch.iter().enumerate() {
-            let count = self.requests.pages(row).len();
+    pub(super) fn record_block_table(&mut self, batch: GrownBatch<'_>, table: &ReqToTokenPool) {
+        let GrownBatch { requests, growths, padded_size } = batch;
+        for (place, &Growth { row, .. }) in growths.iter().enumerate() {
+            let count = requests.pages(row).len();
             self.block_table.set_request(place, row, table.rows().turn(row), count);
         }
-        for place in batch.len()..padded {
+        for place in growths.len()..padded_size {
             self.block_table.set_padding(place, self.small_fields.kv_pages(place));
         }
     }
+}
+
+/// Writes the slots of positions `from..to` of a request to the table.
+fn put_earlier(
+    requests: &Requests,
+    row: RequestRow,
+    from: u32,
+    to: u32,
+    table: &mut ReqToTokenPool,
+) -> Result<()> {
+    if requests.page_size().slots() == 1 {
+        let mut at = widen(from);
+        return requests.pages(row).runs(at..widen(to)).try_for_each(|run| {
+            table.put_pages(row, at, run)?;
+            at += run.len();
+            Ok(())
+        });
+    }
+    // In parts that stay in the nearest cache.
+    let mut slots = try_with_capacity(PART.min(widen(to - from)))?;
+    for at in (from..to).step_by(PART) {
+        slots.clear();
+        requests.slots(row, at, to.min(at + narrow(PART)), &mut slots);
+        table.put(row, widen(at), &slots)?;
+    }
+    Ok(())
 }

@@ -1,0 +1,132 @@
+//! The leases of a planner's requests.
+
+use std::sync::Arc;
+
+use crate::base::{Id, RequestRow, widen};
+use crate::memory::Stream;
+use crate::pool::prefix_cache::FencedLock;
+use crate::pool::{Lease, ReqToTokenPool};
+
+/// The lease of a request.
+#[derive(Debug)]
+struct BoundLease {
+    /// The number of times that the row had been handed out.
+    turn: u32,
+    lease: Arc<Lease>,
+}
+
+impl BoundLease {
+    /// Whether it is of the request that has `row` now.
+    fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
+        self.turn == table.rows().turn(row) && table.rows().rows().is_live(row)
+    }
+}
+
+/// The end of a request's lease: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
+#[derive(Debug)]
+pub(super) struct LeaseCut {
+    lease: Arc<Lease>,
+    len: usize,
+    /// Keeps what the lease had locked until a fence has passed; without it, that is not locked.
+    fenced: Option<FencedLock>,
+    stream: Stream,
+}
+
+impl LeaseCut {
+    pub(super) const fn new(
+        lease: Arc<Lease>,
+        len: usize,
+        fenced: Option<FencedLock>,
+        stream: Stream,
+    ) -> Self {
+        Self { lease, len, fenced, stream }
+    }
+
+    /// The end of the whole lease.
+    const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
+        Self { lease, len: 0, fenced: None, stream }
+    }
+}
+
+impl Drop for LeaseCut {
+    fn drop(&mut self) {
+        let cut = self.lease.cut(self.len, self.stream);
+        if let (Some(cut), Some(fenced)) = (cut, &self.fenced) {
+            fenced.set(cut).expect("it is for this one");
+        }
+    }
+}
+
+/// The leases of requests, by row.
+#[derive(Debug)]
+pub(super) struct Leases {
+    by_row: Vec<Option<BoundLease>>,
+    /// The number of frees of rows until which leases of other calls' frees have ended.
+    frees: u64,
+    /// Leases of requests whose rows were freed by another call, which end when this is dropped, without
+    /// locks.
+    retired: Vec<LeaseCut>,
+}
+
+impl Leases {
+    /// No leases, for requests in `table`.
+    pub(super) fn new(table: &ReqToTokenPool) -> Self {
+        let by_row = (0..table.table_rows()).map(|_| None).collect();
+        Self { by_row, frees: table.rows().frees(), retired: Vec::new() }
+    }
+
+    /// Makes `lease` that of the request in `row`.
+    pub(super) fn bind(
+        &mut self,
+        row: RequestRow,
+        lease: Arc<Lease>,
+        table: &ReqToTokenPool,
+        stream: Stream,
+    ) {
+        let bound = BoundLease { turn: table.rows().turn(row), lease };
+        let earlier = self.by_row[widen(row.number())].replace(bound);
+        self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
+    }
+
+    /// Retires the leases of requests whose rows were freed by another call. It checks them only if there
+    /// was one.
+    pub(super) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
+        let frees = table.rows().frees();
+        if std::mem::replace(&mut self.frees, frees) == frees {
+            return;
+        }
+        for (row, place) in (0..).map(RequestRow::new).zip(&mut self.by_row) {
+            let is_over = |bound: &mut BoundLease| !bound.is_of(row, table);
+            self.retired.extend(place.take_if(is_over).map(|bound| LeaseCut::end(bound.lease, stream)));
+        }
+    }
+
+    /// The lease of a request.
+    pub(super) fn of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
+        let bound = self.by_row.get(widen(row.number()))?.as_ref()?;
+        bound.is_of(row, table).then_some(&bound.lease)
+    }
+
+    /// Removes the lease of a request, which gives it up.
+    pub(super) fn remove(&mut self, row: RequestRow) {
+        self.by_row[widen(row.number())] = None;
+    }
+
+    /// Takes the leases that were retired, to be dropped without locks: leases end in the cache.
+    #[must_use]
+    pub(super) fn take_retired(&mut self) -> Vec<LeaseCut> {
+        std::mem::take(&mut self.retired)
+    }
+
+    /// Records that the planner itself has freed rows, whose leases have ended.
+    pub(super) fn record_frees(&mut self, table: &ReqToTokenPool) {
+        self.frees = table.rows().frees();
+    }
+}
+
+impl Drop for Leases {
+    /// Requests end with their planner, and so do leases that were released before.
+    fn drop(&mut self) {
+        self.by_row.iter().flatten().for_each(|bound| bound.lease.unbind_gone());
+    }
+}

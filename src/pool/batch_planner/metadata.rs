@@ -1,0 +1,156 @@
+//! The metadata of a plan: the arrays that attention kernels read, and the request table's new slots.
+
+mod block_table;
+mod device;
+mod fields;
+mod host;
+mod small_fields;
+
+use std::sync::Arc;
+
+use crate::base::bounded::narrow;
+use crate::base::{IndexVec, RequestRow, Result, try_with_capacity, widen};
+use crate::index::{Growth, Requests, SlotAllocator};
+use crate::kernels::Executor;
+use crate::memory::{Backend, Event, Host, Region, Stream};
+use crate::pool::ReqToTokenPool;
+
+use self::block_table::BlockTable;
+use self::small_fields::SmallFields;
+use super::PlannerConfig;
+use super::plan::PlanLayout;
+
+/// A batch whose requests have grown.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GrownBatch<'a> {
+    /// All requests of the planner.
+    pub(super) requests: &'a Requests,
+    /// The growth of each request of the batch.
+    pub(super) growths: &'a [Growth],
+    /// The number of requests, including padding.
+    pub(super) padded_size: usize,
+}
+
+/// What a plan refers to in the metadata that was written for it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Written {
+    /// The number of the plan.
+    pub(super) number: usize,
+    /// The count of changes of the pages of requests.
+    pub(super) changes: u64,
+    /// The number of pages of the batch, including padding.
+    pub(super) kv_len: usize,
+}
+
+/// The memory of the metadata, and its contents.
+#[derive(Debug)]
+pub(super) struct PlanMetadata {
+    layout: PlanLayout,
+    fields: Arc<Region>,
+    /// Host copies of the fields that do not grow with the context, for a device; on the host, `fields`.
+    host_fields: Arc<Region>,
+    executor: Executor,
+    /// Maximum number of pages sent to a device at once.
+    max_pages: usize,
+    /// The contents of the block table, so that a step writes only new entries.
+    block_table: BlockTable,
+    small_fields: SmallFields,
+    plans: usize,
+    /// Counts changes of the pages of requests.
+    changes: u64,
+}
+
+impl PlanMetadata {
+    /// Metadata for requests in `table` that take their slots from `slots`, with memory from `backend`.
+    pub(super) fn new(
+        config: &PlannerConfig,
+        backend: &Arc<dyn Backend>,
+        slots: &SlotAllocator,
+        table: &ReqToTokenPool,
+    ) -> Result<Self> {
+        let width = table.max_context_len().div_ceil(slots.page_size());
+        let layout = PlanLayout::new(*config, width)?;
+        let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
+        let pool_pages = slots.pages().capacity();
+        let executor = Executor::new(&fields, 0, table.spaces(), layout.ring_bytes(pool_pages))?;
+        let host_fields = match &executor {
+            Executor::Host(_) => Arc::clone(&fields),
+            Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
+        };
+        Ok(Self {
+            layout,
+            fields,
+            host_fields,
+            executor,
+            max_pages: layout.max_pages(pool_pages),
+            block_table: BlockTable::new(config.max_batch_size, table.table_rows()),
+            small_fields: SmallFields::default(),
+            plans: 0,
+            changes: 0,
+        })
+    }
+
+    pub(super) const fn config(&self) -> PlannerConfig {
+        self.layout.config()
+    }
+
+    /// Bytes of the fields.
+    pub(super) fn mem_bytes(&self) -> usize {
+        self.fields.bytes()
+    }
+
+    /// The number of plans made so far.
+    pub(super) const fn plans(&self) -> usize {
+        self.plans
+    }
+
+    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
+    pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
+        self.executor.backpressure_event()
+    }
+
+    /// Writes the table and the fields for a batch, whose padding requests have `padding_tokens` new tokens
+    /// each. Earlier plans are stale afterwards, even after a failure.
+    ///
+    /// # Errors
+    /// The error of the backend, if a part of it could not be written.
+    pub(super) fn write(
+        &mut self,
+        batch: GrownBatch<'_>,
+        padding_tokens: usize,
+        table: &mut ReqToTokenPool,
+        stream: Stream,
+    ) -> Result<Written> {
+        self.small_fields.fill(batch, narrow(padding_tokens));
+        let outcome = match &self.executor {
+            Executor::Host(_) => self.write_on_host(batch, table),
+            Executor::Device(_) => self.write_on_device(batch, table, stream),
+        };
+        self.changes += 1;
+        self.plans += 1;
+        if let Err(failure) = outcome {
+            // A part may have been written.
+            self.block_table.invalidate(self.layout.width());
+            return Err(failure);
+        }
+        let kv_len = self.small_fields.kv_begin(batch.padded_size);
+        Ok(Written { number: self.plans, changes: self.changes, kv_len })
+    }
+
+    /// Records that the pages of some requests have changed.
+    pub(super) const fn record_change(&mut self) {
+        self.changes += 1;
+    }
+
+    /// Records that a request has kept only the first `pages` of its pages.
+    pub(super) fn truncate(&mut self, row: RequestRow, pages: usize) {
+        self.block_table.truncate(row, pages);
+    }
+}
+
+/// The slots of positions `from..to` of a request.
+pub(super) fn slots_of(requests: &Requests, row: RequestRow, from: u32, to: u32) -> Result<IndexVec> {
+    let mut slots = try_with_capacity(widen(to - from))?;
+    requests.slots(row, from, to, &mut slots);
+    Ok(IndexVec::I32(slots))
+}
