@@ -66,15 +66,11 @@ pub enum Prefix {
 ///     TokenToKvPoolAllocator,
 /// };
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig {
-///     size: 64, page_size: 1, need_sort: true, strict: false, ..AllocatorConfig::default()
-/// };
+/// let config = AllocatorConfig::new(64);
 /// let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-/// let config = ReqToTokenConfig {
-///     max_reqs: 4, max_context_len: 32, padding_row: true, strict: false, ..ReqToTokenConfig::default()
-/// };
+/// let config = ReqToTokenConfig::new(4, 32);
 /// let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
-/// let config = PlannerConfig { max_batch_size: 4, max_tokens: 16, kv_indices: true, block_table: true };
+/// let config = PlannerConfig::new(4, 16);
 /// let planner = BatchPlanner::new(&config, &host, slots, Arc::clone(&table)).unwrap();
 /// let rows = table.lock().unwrap().alloc(2, stream).unwrap().unwrap();
 /// let rows = IndexVec::I64(rows.into_iter().map(i64::from).collect());

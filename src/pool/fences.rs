@@ -32,15 +32,13 @@ use crate::transfer::Transfer;
 /// }
 ///
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig {
-///     size: 8, page_size: 1, need_sort: true, strict: false, ..AllocatorConfig::default()
-/// };
+/// let config = AllocatorConfig::new(8);
 /// let allocator = TokenToKvPoolAllocator::new(&config, &host).unwrap();
 /// let slots = allocator.alloc(3, stream).unwrap().unwrap().keep();
 /// let sent = Arc::new(Sent(AtomicBool::new(false)));
 /// let fence: Arc<dyn Fence> = Arc::clone(&sent) as _;
 /// let freed = Indices::of(slots.borrow(), Some(0)).unwrap();
-/// let bad = allocator.free(&freed, Some(&fence), || None, stream).unwrap();
+/// let bad = allocator.free_after(&freed, &fence, stream).unwrap();
 /// assert_eq!((bad.dropped(), allocator.available_size()), (0, 5));
 /// sent.0.store(true, Ordering::Release);
 /// allocator.poll(stream).unwrap();

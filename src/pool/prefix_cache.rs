@@ -120,9 +120,7 @@ pub struct CachedSizes {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, Publication, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig {
-///     size: 8, page_size: 2, need_sort: true, strict: false, ..AllocatorConfig::default()
-/// };
+/// let config = AllocatorConfig { page_size: 2, ..AllocatorConfig::new(8) };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
 /// let config = PrefixCacheConfig {
 ///     policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None,

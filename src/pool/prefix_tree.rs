@@ -74,7 +74,7 @@ pub struct EvictedNodes {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, PrefixTree, PrefixTreeConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 8, need_sort: true, ..AllocatorConfig::default() };
+/// let config = AllocatorConfig::new(8);
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
 /// let config = PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
 /// let tree = PrefixTree::new(config, Some(Arc::clone(&allocator))).unwrap();

@@ -72,21 +72,21 @@ pub enum TableWriters {
     Others,
 }
 
-impl Default for ReqToTokenConfig {
-    /// No rows, with a padding row; rows are zeroed, and written through the pool only.
-    fn default() -> Self {
+impl ReqToTokenConfig {
+    /// A table for `max_reqs` requests with the defaults of the Python class: a padding row, and rows that
+    /// are zeroed and written through the pool only.
+    #[must_use]
+    pub const fn new(max_reqs: usize, max_context_len: usize) -> Self {
         Self {
-            max_reqs: 0,
-            max_context_len: 0,
+            max_reqs,
+            max_context_len,
             padding_row: true,
             strict: false,
             zero_rows: true,
             writers: TableWriters::Pool,
         }
     }
-}
 
-impl ReqToTokenConfig {
     /// Rows and columns.
     fn shape(&self) -> Result<[usize; 2]> {
         let Self { max_reqs, max_context_len, padding_row, .. } = *self;
@@ -119,7 +119,7 @@ impl ReqToTokenConfig {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = ReqToTokenConfig { max_reqs: 8, max_context_len: 128, ..ReqToTokenConfig::default() };
+/// let config = ReqToTokenConfig::new(8, 128);
 /// let mut pool = ReqToTokenPool::new(&config, &host).unwrap();
 /// let row = i64::from(pool.alloc(1, stream).unwrap().unwrap()[0]);
 /// assert_eq!(row, 1);

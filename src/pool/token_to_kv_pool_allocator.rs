@@ -41,14 +41,14 @@ pub struct AllocatorConfig {
     pub index_dtype: IndexDType,
 }
 
-impl Default for AllocatorConfig {
-    /// The defaults of the Python class, without a size: pages of one slot, the lowest first, as int32.
-    fn default() -> Self {
-        Self { size: 0, page_size: 1, need_sort: true, strict: false, index_dtype: IndexDType::I32 }
-    }
-}
-
 impl AllocatorConfig {
+    /// An allocator of `size` slots with the defaults of the Python class: pages of one slot, the lowest
+    /// first, as int32.
+    #[must_use]
+    pub const fn new(size: usize) -> Self {
+        Self { size, page_size: 1, need_sort: true, strict: false, index_dtype: IndexDType::I32 }
+    }
+
     /// The bytes of an allocator on `device`.
     ///
     /// # Errors
@@ -106,13 +106,13 @@ impl AllocatorConfig {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 1024, need_sort: true, ..AllocatorConfig::default() };
+/// let config = AllocatorConfig::new(1024);
 /// let allocator = TokenToKvPoolAllocator::new(&config, &host).unwrap();
 /// let slots = allocator.alloc(3, stream).unwrap().expect("there are enough").keep();
 /// assert_eq!(slots.shape().as_slice(), [3]);
 /// assert_eq!(allocator.available_size(), 1021);
 /// let freed = Indices::Host(IndexVec::I32(vec![1, 2, 3, 3]));
-/// let bad = allocator.free(&freed, None, || None, stream).unwrap();
+/// let bad = allocator.free(&freed, stream).unwrap();
 /// assert_eq!((bad.dropped(), allocator.available_size()), (1, 1024));
 /// ```
 pub struct TokenToKvPoolAllocator {
@@ -262,8 +262,30 @@ impl TokenToKvPoolAllocator {
         self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
     }
 
-    /// Frees slots; drops and reports those that are not live. Behind a fence, they stay in use until it has
-    /// passed.
+    /// Frees slots at once; drops and reports those that are not live.
+    ///
+    /// # Errors
+    /// See [`Self::free_keeping`].
+    #[inline]
+    pub fn free(&self, slots: &Indices<'_>, stream: Stream) -> Result<BadFrees> {
+        self.free_keeping(slots, None, || None, stream)
+    }
+
+    /// Frees slots that work in flight still uses: they stay in use until `fence` has passed.
+    ///
+    /// # Errors
+    /// See [`Self::free_keeping`].
+    pub fn free_after(
+        &self,
+        slots: &Indices<'_>,
+        fence: &Arc<dyn Fence>,
+        stream: Stream,
+    ) -> Result<BadFrees> {
+        self.free_keeping(slots, Some(fence), || None, stream)
+    }
+
+    /// Frees slots, at once or after a fence, and keeps the tensor that lists them alive while its values are
+    /// needed.
     ///
     /// Values that only a device has are copied in the order of `stream`, without waiting unless more
     /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then;
@@ -274,9 +296,9 @@ impl TokenToKvPoolAllocator {
     /// nothing is changed. See [`Self::poll`]. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the
     /// driver refuses.
     #[inline]
-    pub fn free(
+    pub fn free_keeping(
         &self,
-        given: &Indices<'_>,
+        slots: &Indices<'_>,
         after: Option<&Arc<dyn Fence>>,
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
@@ -284,14 +306,14 @@ impl TokenToKvPoolAllocator {
         // Owners that a failed call does not use are dropped when no lock is held.
         let mut keep = Some(keep);
         let keep = || keep.take().and_then(|keep| keep());
-        self.free_with(after, stream, |slots, id| slots.free(given, id, keep, stream))
+        self.free_with(after, stream, |allocator, id| allocator.free(slots, id, keep, stream))
     }
 
     /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position of
-    /// `given` alive. Otherwise like [`Self::free`].
+    /// `given` alive. Otherwise like [`Self::free_keeping`].
     ///
     /// # Errors
-    /// See [`Self::free`].
+    /// See [`Self::free_keeping`].
     pub fn free_pages(
         &self,
         given: &[Indices<'_>],

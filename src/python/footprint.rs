@@ -98,18 +98,11 @@ pub(super) fn _footprint<'py>(
         };
         states_bytes = pool(config.footprint(device)?);
     }
-    let table = ReqToTokenConfig {
-        max_reqs,
-        max_context_len,
-        padding_row: true,
-        strict: false,
-        ..ReqToTokenConfig::default()
-    };
-    let slots =
-        AllocatorConfig { size, page_size, need_sort: true, strict: false, ..AllocatorConfig::default() };
+    let table = ReqToTokenConfig::new(max_reqs, max_context_len);
+    let slots = AllocatorConfig { page_size, ..AllocatorConfig::new(size) };
     // A step in which every request decodes one token must fit.
     let max_tokens = step_tokens.max(max_reqs);
-    let plan = PlannerConfig { max_batch_size: max_reqs, max_tokens, kv_indices: true, block_table: true };
+    let plan = PlannerConfig::new(max_reqs, max_tokens);
     let bytes = [
         ("kv_bytes", kv_bytes),
         ("states_bytes", states_bytes),

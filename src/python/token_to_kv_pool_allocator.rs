@@ -372,13 +372,13 @@ impl TokenToKvPoolAllocator {
         let bad = match indices {
             IndexArg::Host(values) => {
                 let stream = self.debug_stream(py)?;
-                self.pool.free(&Indices::Host(values), fence.as_ref(), || None, stream)?
+                self.pool.free_keeping(&Indices::Host(values), fence.as_ref(), || None, stream)?
             }
             IndexArg::Device { .. } => {
                 let stream = indices.stream(py, self.device)?;
                 // PyTorch may reuse the memory of a dropped tensor in the order of another stream.
                 let keep = || Some(Arc::new(object.clone().unbind()) as Keep);
-                self.pool.free(&indices.take()?, fence.as_ref(), keep, stream)?
+                self.pool.free_keeping(&indices.take()?, fence.as_ref(), keep, stream)?
             }
         };
         self.report(py, &bad, given);

@@ -33,7 +33,7 @@ impl Counted for TokenToKvPoolAllocator {
 
     fn give_back(&mut self, unit: i64) -> Result<BadFrees> {
         let given = Indices::Host(IndexVec::I64(vec![unit]));
-        TokenToKvPoolAllocator::free(self, &given, None, || None, STREAM)
+        TokenToKvPoolAllocator::free(self, &given, STREAM)
     }
 }
 

@@ -139,7 +139,7 @@ fn missing_wait_is_visible() {
 fn a_dropped_grant_on_the_device_frees_its_new_pages() {
     let test = "a_dropped_grant_on_the_device_frees_its_new_pages";
     let Some((gpu, _alone)) = gpu(test) else { return };
-    let config = AllocatorConfig { size: 40, page_size: 4, strict: true, ..AllocatorConfig::default() };
+    let config = AllocatorConfig { page_size: 4, strict: true, ..AllocatorConfig::new(40) };
     let allocator = TokenToKvPoolAllocator::new(&config, &cuda(&gpu)).expect("memory");
     let stream = Stream::DEFAULT;
     let first = allocator.alloc(3, stream).expect("memory").expect("room").keep();
@@ -152,7 +152,7 @@ fn a_dropped_grant_on_the_device_frees_its_new_pages() {
     drop(allocator.alloc_extend(&[3], &[9], &last, stream).expect("memory").expect("room"));
     assert_eq!(allocator.available_size(), 36);
     let first = Indices::of(first.borrow(), Some(0)).expect("int32");
-    assert_eq!(allocator.free(&first, None, || None, stream).expect("live").dropped(), 0);
+    assert_eq!(allocator.free(&first, stream).expect("live").dropped(), 0);
     assert_eq!(allocator.available_size(), 40);
     allocator.verify().expect("consistent");
 }
@@ -191,13 +191,7 @@ fn a_fault_is_reported_to_one_of_many_threads() {
 #[test]
 fn too_many_kept_tensors_are_an_error_and_nothing_is_lost() {
     let Some((gpu, _alone)) = gpu("too_many_kept_tensors_are_an_error_and_nothing_is_lost") else { return };
-    let slots = AllocatorConfig {
-        size: 1000,
-        page_size: 1,
-        need_sort: true,
-        strict: false,
-        ..AllocatorConfig::default()
-    };
+    let slots = AllocatorConfig::new(1000);
     let allocator = TokenToKvPoolAllocator::new(&slots, &cuda(&gpu)).expect("memory");
     let mut kept = Vec::new();
     let error = loop {
@@ -236,7 +230,7 @@ impl Drop for Owner {
 #[test]
 fn a_failed_free_drops_owners_without_locks() {
     let Some((gpu, _alone)) = gpu("a_failed_free_drops_owners_without_locks") else { return };
-    let config = AllocatorConfig { size: 100, ..AllocatorConfig::default() };
+    let config = AllocatorConfig::new(100);
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &cuda(&gpu)).expect("memory"));
     let taken = allocator.alloc(3, Stream::DEFAULT).expect("works").expect("room").keep();
     let zeros = |backend| {
@@ -257,7 +251,7 @@ fn a_failed_free_drops_owners_without_locks() {
     assert_eq!(failed.expect_err("refused").kind(), ErrorKind::Config);
     assert_eq!(answered.try_iter().collect::<Vec<_>>(), [true]);
     // A free of one tensor that fails needs no owner.
-    let failed = allocator.free(&second(), None, keep, Stream::DEFAULT);
+    let failed = allocator.free_keeping(&second(), None, keep, Stream::DEFAULT);
     assert_eq!(failed.expect_err("refused").kind(), ErrorKind::Config);
     assert_eq!(answered.try_iter().count(), 0);
     assert_eq!(allocator.available_size(), 97);

@@ -34,18 +34,11 @@ struct Scene {
 /// A request whose prompt has slots.
 fn scene() -> Scene {
     let host: Arc<dyn Backend> = Arc::new(Host);
-    let config =
-        AllocatorConfig { size: 16, page_size: 1, need_sort: true, strict: true, ..Default::default() };
+    let config = AllocatorConfig { strict: true, ..AllocatorConfig::new(16) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-    let config = ReqToTokenConfig {
-        max_reqs: 1,
-        max_context_len: 16,
-        padding_row: true,
-        strict: true,
-        ..Default::default()
-    };
+    let config = ReqToTokenConfig { strict: true, ..ReqToTokenConfig::new(1, 16) };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
-    let config = PlannerConfig { max_batch_size: 1, max_tokens: 16, kv_indices: true, block_table: true };
+    let config = PlannerConfig::new(1, 16);
     let planner = BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).unwrap();
     let config =
         PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 0.5, name: "cache".into(), events: None };
@@ -134,7 +127,7 @@ impl Tokens for ClearingTokens {
 #[test]
 fn a_tree_takes_no_slots_that_a_clear_has_given_to_others() {
     let host: Arc<dyn Backend> = Arc::new(Host);
-    let config = AllocatorConfig { size: 4, need_sort: true, strict: true, ..Default::default() };
+    let config = AllocatorConfig { strict: true, ..AllocatorConfig::new(4) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
     let config = PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
     let tree = PrefixTree::new(config, Some(Arc::clone(&slots))).unwrap();

@@ -193,7 +193,7 @@ fn try_all_calls(preemptions: Option<usize>, model: impl Fn() + Copy + Send + Sy
 
 /// A cache of all eight slots of an allocator, evictable.
 fn full_cache() -> (Arc<TokenToKvPoolAllocator>, Arc<PrefixCache>) {
-    let config = AllocatorConfig { size: 8, need_sort: true, strict: true, ..AllocatorConfig::default() };
+    let config = AllocatorConfig { strict: true, ..AllocatorConfig::new(8) };
     let host: Arc<dyn Backend> = Arc::new(Host);
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
     let config =
@@ -260,8 +260,7 @@ fn a_lease_is_dropped_by_one_thread_while_others_evict_and_clear() {
 
 /// A planner for one request, and its row.
 fn planner_and_row(slots: &Arc<TokenToKvPoolAllocator>) -> (Arc<BatchPlanner>, IndexVec) {
-    let config =
-        ReqToTokenConfig { max_reqs: 1, max_context_len: 8, strict: true, ..ReqToTokenConfig::default() };
+    let config = ReqToTokenConfig { strict: true, ..ReqToTokenConfig::new(1, 8) };
     let host: Arc<dyn Backend> = Arc::new(Host);
     let mut table = ReqToTokenPool::new(&config, &host).expect("small");
     let row = table.alloc(1, NO_STREAM).unwrap().expect("one");
@@ -347,14 +346,14 @@ impl Fence for Fixed {
 #[test]
 fn a_fence_frees_no_slots_allocated_after_a_resize() {
     try_all_calls(Some(3), || {
-        let config = AllocatorConfig { size: 8, need_sort: true, strict: true, ..AllocatorConfig::default() };
+        let config = AllocatorConfig { strict: true, ..AllocatorConfig::new(8) };
         let host: Arc<dyn Backend> = Arc::new(Host);
         let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
         let free_two = |passed| {
             let grant = slots.alloc(2, NO_STREAM).unwrap().expect("there are eight").keep();
             let own = Indices::Host(read_indices(&grant.borrow()).unwrap());
             let fence: Arc<dyn Fence> = Arc::new(Fixed(passed));
-            assert_eq!(slots.free(&own, Some(&fence), || None, NO_STREAM).unwrap().dropped(), 0);
+            assert_eq!(slots.free_after(&own, &fence, NO_STREAM).unwrap().dropped(), 0);
         };
         free_two(true);
         let polling = {

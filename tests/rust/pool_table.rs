@@ -107,8 +107,7 @@ pub(crate) const TIER: HostTierConfig = HostTierConfig {
     page_lock_threads: 1,
 };
 
-const PLANS: PlannerConfig =
-    PlannerConfig { max_batch_size: 4, max_tokens: 32, kv_indices: true, block_table: true };
+const PLANS: PlannerConfig = PlannerConfig::new(4, 32);
 
 pub(crate) const PAGES: PageConfig =
     PageConfig { page_size: 64, initial_pages: 2, dtype: DType::F32, grow: 1, strict: false };

@@ -16,8 +16,7 @@ use crate::histories::contents;
 use crate::pool_table::{STREAM, host};
 
 fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
-    let config =
-        AllocatorConfig { size, page_size, need_sort: true, strict: false, ..AllocatorConfig::default() };
+    let config = AllocatorConfig { page_size, ..AllocatorConfig::new(size) };
     Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"))
 }
 
@@ -27,7 +26,7 @@ fn known(slots: &[i64]) -> Indices<'static> {
 
 fn free(allocator: &TokenToKvPoolAllocator, slots: &[i32], after: Option<&Arc<dyn Fence>>) -> Result<usize> {
     let given = Indices::Host(IndexVec::I32(slots.to_vec()));
-    allocator.free(&given, after, || None, STREAM).map(|bad| bad.dropped())
+    allocator.free_keeping(&given, after, || None, STREAM).map(|bad| bad.dropped())
 }
 
 /// Keeps slots until another owner needs them, and records the requests.
@@ -139,16 +138,10 @@ fn shortage_of_pages_and_plans_reclaims() {
     assert_eq!(count(allocator.alloc_extend(&[0, 0], &[3, 6], &known(&[0, 0]), STREAM)), Some(9));
     assert_eq!(cache.asked(), [12]);
 
-    let config = ReqToTokenConfig {
-        max_reqs: 2,
-        max_context_len: 32,
-        padding_row: true,
-        strict: false,
-        ..ReqToTokenConfig::default()
-    };
+    let config = ReqToTokenConfig::new(2, 32);
     let table = ReqToTokenPool::new(&config, &host()).expect("small");
     let table = Arc::new(Mutex::new(table));
-    let config = PlannerConfig { max_batch_size: 2, max_tokens: 32, kv_indices: true, block_table: true };
+    let config = PlannerConfig::new(2, 32);
     let planner =
         BatchPlanner::new(&config, &host(), Arc::clone(&allocator), Arc::clone(&table)).expect("small");
     let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
@@ -267,13 +260,7 @@ fn a_dropped_grant_gives_its_slots_back() {
     for (page_size, index_dtype) in
         [(1, IndexDType::I32), (1, IndexDType::I64), (4, IndexDType::I32), (4, IndexDType::I64)]
     {
-        let config = AllocatorConfig {
-            size: 64,
-            page_size,
-            need_sort: true,
-            index_dtype,
-            ..AllocatorConfig::default()
-        };
+        let config = AllocatorConfig { page_size, index_dtype, ..AllocatorConfig::new(64) };
         let allocator = TokenToKvPoolAllocator::new(&config, &host()).expect("small");
         let kept =
             allocator.alloc_extend(&[0], &[3], &known(&[-1]), STREAM).expect("memory").expect("room").keep();

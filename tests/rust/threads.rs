@@ -50,23 +50,11 @@ fn together(work: impl Fn(usize, usize) + Sync) {
 
 #[test]
 fn one_prefix_cache_serves_eight_threads() {
-    let config = AllocatorConfig {
-        size: 512,
-        page_size: 2,
-        need_sort: true,
-        strict: true,
-        ..AllocatorConfig::default()
-    };
+    let config = AllocatorConfig { page_size: 2, strict: true, ..AllocatorConfig::new(512) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"));
-    let rows = ReqToTokenConfig {
-        max_reqs: THREADS,
-        max_context_len: 64,
-        padding_row: true,
-        strict: true,
-        ..ReqToTokenConfig::default()
-    };
+    let rows = ReqToTokenConfig { strict: true, ..ReqToTokenConfig::new(THREADS, 64) };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&rows, &host()).expect("small")));
-    let config = PlannerConfig { max_batch_size: 1, max_tokens: 64, kv_indices: true, block_table: true };
+    let config = PlannerConfig::new(1, 64);
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let config = PrefixCacheConfig {
         policy: PolicyKind::Adaptive,
@@ -115,7 +103,7 @@ fn one_prefix_cache_serves_eight_threads() {
 /// One thread clears the allocator again and again, while others fill, empty and drop trees.
 #[test]
 fn an_allocator_is_cleared_below_its_trees() {
-    let config = AllocatorConfig { size: 4096, need_sort: true, ..AllocatorConfig::default() };
+    let config = AllocatorConfig::new(4096);
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"));
     let config = || PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
     let new_tree = || PrefixTree::new(config(), Some(Arc::clone(&slots))).expect("valid");
@@ -157,13 +145,7 @@ fn an_allocator_is_cleared_below_its_trees() {
 
 #[test]
 fn one_allocator_serves_eight_threads() {
-    let config = AllocatorConfig {
-        size: 4096,
-        page_size: 4,
-        need_sort: true,
-        strict: true,
-        ..AllocatorConfig::default()
-    };
+    let config = AllocatorConfig { page_size: 4, strict: true, ..AllocatorConfig::new(4096) };
     let allocator = TokenToKvPoolAllocator::new(&config, &host()).expect("small");
     // The owner of each page; each thread writes to its own pages without another lock.
     let owners: Vec<AtomicUsize> = (0..1025).map(|_| AtomicUsize::new(0)).collect();
@@ -180,7 +162,7 @@ fn one_allocator_serves_eight_threads() {
             assert_eq!(owners[page].swap(0, Relaxed), number + 1);
         }
         let slots = Indices::Host(IndexVec::I32(slots));
-        let _ = allocator.free(&slots, None, || None, STREAM).expect("its own");
+        let _ = allocator.free(&slots, STREAM).expect("its own");
     });
     assert_eq!(allocator.available_size(), 4096);
 }

@@ -74,6 +74,13 @@ pub struct PlannerConfig {
 }
 
 impl PlannerConfig {
+    /// A planner for batches of up to `max_batch_size` requests and `max_tokens` new tokens, which builds all
+    /// fields.
+    #[must_use]
+    pub const fn new(max_batch_size: usize, max_tokens: usize) -> Self {
+        Self { max_batch_size, max_tokens, kv_indices: true, block_table: true }
+    }
+
     /// The bytes of a planner on `device` for a table and an allocator.
     ///
     /// # Errors

@@ -62,23 +62,12 @@ struct Requests {
 pub(super) fn run(source: &mut Source<'_>) {
     let page_size = source.of(&[1, 2, 3]);
     let count = page_size * (6 + source.below(40));
-    let of_slots = AllocatorConfig {
-        size: count,
-        page_size,
-        need_sort: source.flip(),
-        strict: true,
-        ..AllocatorConfig::default()
-    };
+    let of_slots =
+        AllocatorConfig { page_size, need_sort: source.flip(), strict: true, ..AllocatorConfig::new(count) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("small"));
-    let of_rows = ReqToTokenConfig {
-        max_reqs: 4,
-        max_context_len: 64,
-        padding_row: true,
-        strict: true,
-        ..ReqToTokenConfig::default()
-    };
+    let of_rows = ReqToTokenConfig { strict: true, ..ReqToTokenConfig::new(4, 64) };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
-    let config = PlannerConfig { max_batch_size: 4, max_tokens: 64, kv_indices: true, block_table: true };
+    let config = PlannerConfig::new(4, 64);
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let config = PrefixCacheConfig {
         policy: PolicyKind::Adaptive,
@@ -423,7 +412,7 @@ impl Requests {
         let given = self.own.split_off(self.own.len().saturating_sub(count));
         let slots = given.into_iter().flat_map(|page| page * width..(page + 1) * width).collect();
         let slots = Indices::Host(IndexVec::I32(slots));
-        assert_eq!(self.slots.free(&slots, None, || None, STREAM).expect("its own").dropped(), 0);
+        assert_eq!(self.slots.free(&slots, STREAM).expect("its own").dropped(), 0);
     }
 
     /// Clears a name: its prefixes are found no more, and stay with the requests that use them.

@@ -54,10 +54,9 @@ struct Nodes {
 pub(super) fn run(source: &mut Source<'_>) {
     let page_size = source.of(&[1, 2, 3, 4]);
     let config = AllocatorConfig {
-        size: 8 + source.below(80),
         need_sort: source.flip(),
         strict: true,
-        ..AllocatorConfig::default()
+        ..AllocatorConfig::new(8 + source.below(80))
     };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
     let config = PrefixTreeConfig { page_size, policy: source.of(&PolicyKind::ALL), name: "tree".into() };
@@ -142,7 +141,7 @@ impl Nodes {
     }
 
     fn give_back(&self, slots: &[i32]) {
-        let bad = self.allocator.free(&Indices::Host(wide(slots)), None, || None, STREAM);
+        let bad = self.allocator.free(&Indices::Host(wide(slots)), STREAM);
         assert_eq!(bad.expect("own slots are freed").dropped(), 0);
     }
 

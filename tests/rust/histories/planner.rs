@@ -35,21 +35,9 @@ pub(super) fn run(source: &mut Source<'_>) {
         kv_indices: !source.rarely(4),
         block_table: !source.rarely(4),
     };
-    let of_slots = AllocatorConfig {
-        size: count,
-        page_size,
-        need_sort: is_sorted,
-        strict,
-        ..AllocatorConfig::default()
-    };
+    let of_slots = AllocatorConfig { page_size, need_sort: is_sorted, strict, ..AllocatorConfig::new(count) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("small"));
-    let of_rows = ReqToTokenConfig {
-        max_reqs: rows,
-        max_context_len: columns,
-        padding_row,
-        strict: false,
-        ..ReqToTokenConfig::default()
-    };
+    let of_rows = ReqToTokenConfig { padding_row, ..ReqToTokenConfig::new(rows, columns) };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
     let batches = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let limits =
@@ -334,8 +322,12 @@ impl Planner {
         }
         let given = given(source, &self.model.slots);
         let (fence, after) = self.fence(source);
-        let answer =
-            self.slots.free(&Indices::Host(source.index_vec(&given)), after.as_ref(), || None, STREAM);
+        let answer = self.slots.free_keeping(
+            &Indices::Host(source.index_vec(&given)),
+            after.as_ref(),
+            || None,
+            STREAM,
+        );
         let before = (self.model.slots.clone(), self.model.slots.dropped);
         let pages = self.model.slots.give_back(&given, fence.is_some());
         let dropped = self.model.slots.dropped - before.1;

@@ -73,13 +73,7 @@ struct Rows {
 pub(super) fn run(source: &mut Source<'_>) {
     let (count, columns) = (1 + source.below(9), 1 + source.below(20));
     let (padding, strict) = (source.flip(), source.rarely(3));
-    let config = ReqToTokenConfig {
-        max_reqs: count,
-        max_context_len: columns,
-        padding_row: padding,
-        strict,
-        ..ReqToTokenConfig::default()
-    };
+    let config = ReqToTokenConfig { padding_row: padding, strict, ..ReqToTokenConfig::new(count, columns) };
     let pool = ReqToTokenPool::new(&config, &host()).expect("memory");
     let first = usize::from(padding);
     let table = vec![vec![0; columns]; count + first];

@@ -97,13 +97,7 @@ impl World {
             pin_memory: false,
         };
         let kv = Arc::new(KvPool::new(&of_kv, &host()).expect("memory"));
-        let of_slots = AllocatorConfig {
-            size: of_kv.size,
-            page_size,
-            need_sort: true,
-            strict: true,
-            ..AllocatorConfig::default()
-        };
+        let of_slots = AllocatorConfig { page_size, strict: true, ..AllocatorConfig::new(of_kv.size) };
         let allocator = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("memory"));
         let states = source.rarely(3).then(|| {
             let config = GdnConfig {
@@ -489,7 +483,7 @@ impl World {
     }
 
     fn free(&self, slots: &IndexVec) {
-        let freed = self.allocator.free(&Indices::Host(slots.clone()), None, || None, STREAM);
+        let freed = self.allocator.free(&Indices::Host(slots.clone()), STREAM);
         assert_eq!(freed.expect("they are ours").dropped(), 0);
     }
 
