@@ -314,7 +314,8 @@ impl Executor {
                 for run in runs {
                     let bytes = buffer.bytes_of(run);
                     match self {
-                        Self::Host(_) => buffer.region().fill(bytes.start, bytes.len(), value)?,
+                        // SAFETY: the section of the layer is locked.
+                        Self::Host(_) => unsafe { buffer.region().fill(bytes.start, bytes.len(), value) }?,
                         Self::Device(launcher) => {
                             let range = buffer.region().range(bytes.start, bytes.len())?;
                             launcher.gpu().fill(range, value, stream)?;

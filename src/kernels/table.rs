@@ -50,7 +50,8 @@ impl<'a> Table<'a> {
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not in the table.
 pub(super) fn zero_columns(table: &Table<'_>, rows: &[RowExtent<RequestRow>]) -> Result<()> {
     rows.iter().try_for_each(|&RowExtent { row, written }| {
-        table.region.fill(table.row(row.number()), widen(written) * size_of::<i32>(), 0)
+        // SAFETY: the caller excludes other accesses to the table, which has one pool.
+        unsafe { table.region.fill(table.row(row.number()), widen(written) * size_of::<i32>(), 0) }
     })
 }
 
@@ -74,7 +75,8 @@ pub(super) fn build_kv_indices(
     let mut values: Vec<i32> = Vec::new();
     for (row, part) in parts {
         values.clear();
-        values.extend(table.region.read::<i32>(table.row(row), part.len())?);
+        // SAFETY: tables are made of zeros; the caller excludes writes to them.
+        values.extend(unsafe { table.region.read::<i32>(table.row(row), part.len()) }?);
         let target = out.address().as_ptr().wrapping_add(part.start * size_of::<i32>());
         // SAFETY: `BorrowedTensor` guarantees the elements of `out`, and `part` lies within them; the vector
         // is ours.

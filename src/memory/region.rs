@@ -23,9 +23,10 @@ use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
 /// # Contents
 /// The bytes are shared with tensors of other libraries, with other threads and with devices, as those of a
 /// NumPy array are. Rust therefore never refers to them: they are accessed through raw addresses and copies
-/// within bounds. Whoever writes them excludes other accesses, as a pool does by `&mut self`, by the locks of
-/// its executor, or by the order of a stream; so only this crate writes and reads the contents of a region
-/// itself. Numbers that decide about memory are checked in the copy, which nothing else can change.
+/// within bounds. Whoever writes them excludes other accesses: a pool by `&mut` of its `RegionWriter`, kernels
+/// by the locks of their executor or by the order of a stream; so only this crate writes and reads the
+/// contents of a region itself. Numbers that decide about memory are checked in the copy, which nothing else
+/// can change.
 pub struct Region {
     /// Its address and length, for every kind of owner; valid until this drops.
     block: Block,
@@ -181,8 +182,11 @@ impl Region {
     pub(crate) fn copy_indices(&self) -> Result<Option<IndexVec>> {
         let Origin::Indices { elements } = &self.origin else { return Ok(None) };
         Ok(Some(match elements.dtype() {
-            DType::I64 => IndexVec::I64(self.read(0, elements.len())?),
-            _ => IndexVec::I32(self.read(0, elements.len())?),
+            // SAFETY: a vector is initialised. Only code that has a tensor of the region could write to it,
+            // and that must not while the pool reads it.
+            DType::I64 => IndexVec::I64(unsafe { self.read(0, elements.len()) }?),
+            // SAFETY: as above.
+            _ => IndexVec::I32(unsafe { self.read(0, elements.len()) }?),
         }))
     }
 
@@ -205,7 +209,8 @@ impl Region {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn copy_of<T: Plain>(values: &[T]) -> Result<Self> {
         let region = Self::scratch(size_of_val(values))?;
-        region.write(0, values)?;
+        // SAFETY: nothing else has the new region.
+        unsafe { region.write(0, values) }?;
         Ok(region)
     }
 
@@ -363,11 +368,15 @@ impl Region {
         Error::config(format!("memory of {} cannot be reached by the host", self.device()))
     }
 
-    /// Writes `values` at byte `offset` of host memory. The caller excludes other accesses to these bytes.
+    /// Writes `values` at byte `offset` of host memory.
     ///
     /// # Errors
     /// Same as [`Region::at`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
-    pub(crate) fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
+    ///
+    /// # Safety
+    /// Nothing else accesses these bytes during the call.
+    #[inline]
+    pub(crate) unsafe fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
         let address = self.host_address(offset, size_of_val(values))?;
         if let [only] = values {
             // The common case of a decode step: a store without a call to `memcpy`.
@@ -382,13 +391,15 @@ impl Region {
         Ok(())
     }
 
-    /// A copy of the `count` elements at byte `offset` of host memory. The caller ensures that they are
-    /// initialised, and not written during the call.
+    /// A copy of the `count` elements at byte `offset` of host memory.
     ///
     /// # Errors
     /// Same as [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
     /// the copy cannot be allocated.
-    pub(crate) fn read<T: Number>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
+    ///
+    /// # Safety
+    /// They are initialised, and nothing writes them during the call.
+    pub(crate) unsafe fn read<T: Number>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
         let address = self.host_address(offset, count.saturating_mul(size_of::<T>()))?;
         let mut values: Vec<T> = try_with_capacity(count)?;
         let target: *mut u8 = values.as_mut_ptr().cast();
@@ -401,12 +412,14 @@ impl Region {
         Ok(values)
     }
 
-    /// Fills `bytes` bytes at `offset` of host memory with `value`. The caller excludes other accesses to
-    /// them.
+    /// Fills `bytes` bytes at `offset` of host memory with `value`.
     ///
     /// # Errors
     /// Same as [`Region::write`].
-    pub(crate) fn fill(&self, offset: usize, bytes: usize, value: u8) -> Result<()> {
+    ///
+    /// # Safety
+    /// Same as [`Region::write`].
+    pub(crate) unsafe fn fill(&self, offset: usize, bytes: usize, value: u8) -> Result<()> {
         let address = self.host_address(offset, bytes)?;
         // SAFETY: `host_address` checked that the bytes lie in this region, which is live host memory; the
         // caller excludes races.
@@ -474,7 +487,7 @@ mod tests {
 
     use super::Region;
     use crate::base::{Device, ErrorKind, IndexVec, Result};
-    use crate::memory::{Backend, Block, Contents, Host, StreamSet};
+    use crate::memory::{Backend, Block, Contents, Host, RegionWriter, StreamSet};
 
     /// Host memory that says it belongs to a device.
     #[derive(Debug)]
@@ -497,45 +510,53 @@ mod tests {
     }
 
     /// The errors of every access to two int32 at `offset`.
-    fn refusals(region: &Region, offset: usize) -> Vec<ErrorKind> {
+    fn refusals(writer: &mut RegionWriter, offset: usize) -> Vec<ErrorKind> {
         let answers = [
-            region.write(offset, &[1i32, 2]),
-            region.write(offset, &[1i64]),
-            region.fill(offset, 8, 0),
-            region.read::<i32>(offset, 2).map(drop),
+            writer.write(offset, &[1i32, 2]),
+            writer.write(offset, &[1i64]),
+            writer.fill(offset, 8, 0),
+            read(writer.region(), offset, 2).map(drop),
         ];
         answers.into_iter().filter_map(Result::err).map(|error| error.kind()).collect()
     }
 
+    fn read(region: &Region, offset: usize, count: usize) -> Result<Vec<i32>> {
+        // SAFETY: the tests write their regions before, and each has one thread.
+        unsafe { region.read(offset, count) }
+    }
+
     #[test]
     fn accesses_end_at_the_bounds() {
-        let region = Region::new(Arc::new(Host), 16).expect("memory");
-        assert_eq!(refusals(&region, 8), []);
+        let mut writer = RegionWriter::new(Region::new(Arc::new(Host), 16).expect("memory"));
+        assert_eq!(refusals(&mut writer, 8), []);
         for offset in [9, 16, usize::MAX] {
-            assert_eq!(refusals(&region, offset), [ErrorKind::Index; 4]);
+            assert_eq!(refusals(&mut writer, offset), [ErrorKind::Index; 4]);
         }
-        assert_eq!(region.read::<i32>(0, usize::MAX).expect_err("outside").kind(), ErrorKind::Index);
+        let too_long = read(writer.region(), 0, usize::MAX);
+        assert_eq!(too_long.expect_err("outside").kind(), ErrorKind::Index);
     }
 
     #[test]
     fn the_host_cannot_reach_device_memory() {
         let region = Region::new(Arc::new(Elsewhere), 64).expect("memory");
-        assert_eq!(refusals(&region, 0), [ErrorKind::Config; 4]);
-        assert_eq!(region.try_clone().expect_err("refused").kind(), ErrorKind::Config);
+        let mut writer = RegionWriter::new(region);
+        assert_eq!(refusals(&mut writer, 0), [ErrorKind::Config; 4]);
+        assert_eq!(writer.region().try_clone().expect_err("refused").kind(), ErrorKind::Config);
     }
 
     #[test]
     fn a_copy_of_indices_has_what_was_written_last() {
         for indices in [IndexVec::I32(vec![4, 5, 6]), IndexVec::I64(vec![4, 5, 6])] {
-            let region = Region::from_indices(indices.clone());
-            assert_eq!(region.copy_indices().expect("memory"), Some(indices.clone()));
-            region.fill(0, region.bytes(), 0).expect("inside");
+            let mut writer = RegionWriter::new(Region::from_indices(indices.clone()));
+            assert_eq!(writer.region().copy_indices().expect("memory"), Some(indices.clone()));
+            let bytes = writer.region().bytes();
+            writer.fill(0, bytes, 0).expect("inside");
             let zeros = if let IndexVec::I32(_) = indices {
                 IndexVec::I32(vec![0; 3])
             } else {
                 IndexVec::I64(vec![0; 3])
             };
-            assert_eq!(region.copy_indices().expect("memory"), Some(zeros));
+            assert_eq!(writer.region().copy_indices().expect("memory"), Some(zeros));
         }
         assert_eq!(Region::copy_of(&[1i32]).expect("memory").copy_indices().expect("no list"), None);
     }
@@ -545,7 +566,7 @@ mod tests {
         let region = Region::from_indices(IndexVec::I32((0..100).collect()));
         let copy = region.try_clone().expect("memory");
         assert_eq!(copy.address().as_ptr().addr() % 64, 0);
-        assert_eq!(copy.read::<i32>(0, 100).expect("inside"), (0..100).collect::<Vec<_>>());
+        assert_eq!(read(&copy, 0, 100).expect("inside"), (0..100).collect::<Vec<_>>());
         assert_eq!(Region::copy_of(&[false, true]).expect("memory").bytes(), 2);
         assert_eq!(Region::copy_of::<i64>(&[]).expect("memory").bytes(), 0);
     }

@@ -8,7 +8,7 @@ use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, try_zeros, widen};
 use crate::index::{BadFrees, Ledgered, OnBadFree, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, Table};
-use crate::memory::{Backend, BorrowedTensor, Event, Region, Stream};
+use crate::memory::{Backend, BorrowedTensor, Event, Region, RegionWriter, Stream};
 use crate::tensor::TensorView;
 
 use super::contract::{Occupancy, Pool, Stats};
@@ -131,12 +131,15 @@ impl ReqToTokenConfig {
 pub struct ReqToTokenPool {
     config: ReqToTokenConfig,
     table: TensorView,
+    /// The writer of a table in host memory.
+    table_writer: RegionWriter,
     rows: Ledgered<RowTable<RequestRow>>,
     executor: Executor,
     /// The host's mirror of a table on a device that others do not write.
     mirror: Option<Arc<TableMirror>>,
     /// The number of times that each row was handed out, int64 by row in host memory.
     generation: TensorView,
+    generation_writer: RegionWriter,
     generations: Vec<i64>,
 }
 
@@ -151,18 +154,32 @@ impl ReqToTokenPool {
         at_least_one(&[("max_reqs", max_reqs), ("max_context_len", max_context_len)])?;
         let shape = config.shape()?;
         let bytes = bytes_of("req_to_token", &shape, DType::I32)?;
-        let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
+        let table_writer = RegionWriter::new(Region::new(Arc::clone(backend), bytes)?);
+        let region = table_writer.region();
         let spaces = spaces(shape);
         // One thread at a time changes the table, so there is no section to lock.
-        let executor = Executor::new(&region, 0, spaces, numbers_at_once(shape))?;
+        let executor = Executor::new(region, 0, spaces, numbers_at_once(shape))?;
         let mirrored = executor.gpu().filter(|_| config.writers == TableWriters::Pool);
-        let mirror = mirrored.map(|gpu| TableMirror::new(gpu, &region, shape[0], shape[1])).transpose()?;
+        let mirror = mirrored.map(|gpu| TableMirror::new(gpu, region, shape[0], shape[1])).transpose()?;
         let generations = try_zeros::<i64>(shape[0])?;
-        let generation = TensorView::from_indices(IndexVec::I64(try_zeros(shape[0])?));
-        let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
+        let zeros = IndexVec::I64(try_zeros(shape[0])?);
+        let generation_writer = RegionWriter::new(Region::from_indices(zeros));
+        let generation =
+            TensorView::contiguous(Arc::clone(generation_writer.region()), 0, DType::I64, &shape[..1])?;
+        let table = TensorView::contiguous(Arc::clone(region), 0, DType::I32, &shape)?;
         let first = u32::from(padding_row);
         let rows = Ledgered::from(RowTable::new(first, narrow(shape[0]) - first)?);
-        Ok(Self { config: *config, table, rows, executor, mirror, generation, generations })
+        Ok(Self {
+            config: *config,
+            table,
+            table_writer,
+            rows,
+            executor,
+            mirror,
+            generation,
+            generation_writer,
+            generations,
+        })
     }
 
     /// Maximum number of requests.
@@ -257,7 +274,7 @@ impl ReqToTokenPool {
         let rows: Vec<_> = taken.iter().map(|taken| taken.row).collect();
         for row in rows.iter().map(|row| widen(row.number())) {
             self.generations[row] += 1;
-            self.generation.region().write(row * size_of::<i64>(), &[self.generations[row]])?;
+            self.generation_writer.write(row * size_of::<i64>(), &[self.generations[row]])?;
         }
         Ok(Some(rows))
     }
@@ -419,7 +436,8 @@ impl ReqToTokenPool {
     fn write_columns(&mut self, row: i64, start: i64, end: Option<i64>, values: &[i32]) -> Result<()> {
         let (row, from, stop) = self.checked_columns(row, start, end)?;
         let values = &*broadcast(values, stop - from)?;
-        self.table.region().write(self.place(widen(row.number()), from), values)?;
+        let place = self.place(widen(row.number()), from);
+        self.table_writer.write(place, values)?;
         self.record_written(row, stop);
         Ok(())
     }
@@ -430,7 +448,8 @@ impl ReqToTokenPool {
         let columns = columns.below(self.config.max_context_len, "column")?;
         let values = broadcast(values, rows.len())?;
         for ((row, column), value) in rows.into_iter().zip(columns).zip(values.iter()) {
-            self.table.region().write(self.place(widen(row.number()), widen(column)), &[*value])?;
+            let place = self.place(widen(row.number()), widen(column));
+            self.table_writer.write(place, &[*value])?;
             self.rows.record_written(row, column + 1);
         }
         Ok(())
@@ -448,7 +467,10 @@ impl ReqToTokenPool {
         match (&self.mirror, self.executor.gpu()) {
             (Some(mirror), _) => mirror.wrote_columns(row, from, slots),
             (None, Some(_)) => (),
-            (None, None) => self.table.region().write(self.place(widen(row.number()), from), slots)?,
+            (None, None) => {
+                let place = self.place(widen(row.number()), from);
+                self.table_writer.write(place, slots)?;
+            }
         }
         self.record_written(row, from + slots.len());
         Ok(())
@@ -460,7 +482,8 @@ impl ReqToTokenPool {
             let slots: Vec<_> = pages.iter().map(|page| page.number().cast_signed()).collect();
             return self.put(row, from, &slots);
         }
-        self.table.region().write(self.place(widen(row.number()), from), pages)?;
+        let place = self.place(widen(row.number()), from);
+        self.table_writer.write(place, pages)?;
         self.record_written(row, from + pages.len());
         Ok(())
     }

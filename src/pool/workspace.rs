@@ -9,7 +9,7 @@ use std::thread::{self, ThreadId};
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
 use crate::index::{Arena, IndexState};
-use crate::memory::{ALIGNMENT, Backend, Contents, Gpu, Region, Stream};
+use crate::memory::{ALIGNMENT, Backend, Contents, Gpu, Region, RegionWriter, Stream};
 use crate::tensor::TensorView;
 
 use super::at_least_one;
@@ -72,6 +72,8 @@ struct ArenaState {
     /// The last failed allocation since `enter`.
     refused: Option<Error>,
     order: StreamOrder,
+    /// The host's writer of the arena.
+    writer: RegionWriter,
 }
 
 /// The streams whose work must precede the reuse of memory.
@@ -146,10 +148,10 @@ impl SharedArena {
     }
 
     /// Fills a range of the arena with `value`.
-    fn fill(&self, range: &Range<usize>, value: u8, stream: Stream) -> Result<()> {
+    fn fill(&self, state: &mut ArenaState, range: Range<usize>, value: u8, stream: Stream) -> Result<()> {
         match self.region.gpu() {
             Some(gpu) => gpu.fill(self.region.range(range.start, range.len())?, value, stream),
-            None => self.region.fill(range.start, range.len(), value),
+            None => state.writer.fill(range.start, range.len(), value),
         }
     }
 }
@@ -189,6 +191,8 @@ impl Workspace {
         let arena_bytes = config.arena_bytes;
         at_least_one(&[("arena_bytes", arena_bytes)])?;
         let region = Region::with(Arc::clone(backend), arena_bytes, Contents::Undefined, Arc::default())?;
+        let writer = RegionWriter::new(region);
+        let region = Arc::clone(writer.region());
         let state = ArenaState {
             arena: Arena::new(arena_bytes, ALIGNMENT),
             owner: None,
@@ -196,8 +200,9 @@ impl Workspace {
             segments: 0,
             refused: None,
             order: StreamOrder::default(),
+            writer,
         };
-        let shared = Arc::new(SharedArena { region: Arc::new(region), state: Mutex::new(state) });
+        let shared = Arc::new(SharedArena { region, state: Mutex::new(state) });
         Ok(Self { device: backend.device(), config: *config, shared: Mutex::new(Some(shared)) })
     }
 
@@ -272,7 +277,7 @@ impl Workspace {
         let bytes = shape.bytes(dtype)?;
         self.with(|shared, state| {
             let range = shared.take(state, bytes, stream)?;
-            if let Err(failure) = shared.fill(&(range.start..range.start + bytes), 0, stream) {
+            if let Err(failure) = shared.fill(state, range.start..range.start + bytes, 0, stream) {
                 state.arena.give_back(range);
                 return Err(failure);
             }
@@ -296,7 +301,7 @@ impl Workspace {
                 if let Some(gpu) = shared.region.gpu() {
                     state.order.take(gpu, stream)?;
                 }
-                shared.fill(&(0..self.config.arena_bytes), POISON, stream)?;
+                shared.fill(state, 0..self.config.arena_bytes, POISON, stream)?;
             }
             state.arena.reset();
             state.order.give_back();

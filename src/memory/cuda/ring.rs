@@ -185,7 +185,8 @@ impl Ring {
             ))
         })?;
         for (offset, array) in piece_offsets(arrays) {
-            self.pinned.write(range.start + offset, array)?;
+            // SAFETY: the piece is this call's until it is sealed.
+            unsafe { self.pinned.write(range.start + offset, array) }?;
         }
         let target = target(range.start, bytes)?;
         // From here on the device may use the piece, so it is kept even when a later step fails.
@@ -258,7 +259,8 @@ impl Ring {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the piece holds fewer.
     pub fn take<T: Number>(&self, reply: &Reply, count: usize) -> Result<Vec<T>> {
-        let values = self.pinned.read(reply.range.start, count);
+        // SAFETY: the work that wrote the piece is done, and nothing has it until it is released.
+        let values = unsafe { self.pinned.read(reply.range.start, count) };
         self.release(reply);
         values
     }

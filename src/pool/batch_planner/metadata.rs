@@ -12,7 +12,7 @@ use crate::base::bounded::narrow;
 use crate::base::{IndexVec, RequestRow, Result, try_with_capacity, widen};
 use crate::index::{Growth, Requests, SlotAllocator};
 use crate::kernels::Executor;
-use crate::memory::{Backend, Event, Host, Region, Stream};
+use crate::memory::{Backend, Event, Host, Region, RegionWriter, Stream};
 use crate::pool::ReqToTokenPool;
 
 use self::block_table::BlockTable;
@@ -46,9 +46,9 @@ pub(super) struct Written {
 #[derive(Debug)]
 pub(super) struct PlanMetadata {
     layout: PlanLayout,
-    fields: Arc<Region>,
-    /// Host copies of the fields that do not grow with the context, for a device; on the host, `fields`.
-    host_fields: Arc<Region>,
+    fields: RegionWriter,
+    /// Host copies of the fields that do not grow with the context, for fields on a device.
+    host_fields: Option<RegionWriter>,
     executor: Executor,
     /// Maximum number of pages sent to a device at once.
     max_pages: usize,
@@ -70,12 +70,14 @@ impl PlanMetadata {
     ) -> Result<Self> {
         let width = table.max_context_len().div_ceil(slots.page_size());
         let layout = PlanLayout::new(*config, width)?;
-        let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
+        let fields = RegionWriter::new(Region::new(Arc::clone(backend), layout.bytes())?);
         let pool_pages = slots.pages().capacity();
-        let executor = Executor::new(&fields, 0, table.spaces(), layout.ring_bytes(pool_pages))?;
+        let executor = Executor::new(fields.region(), 0, table.spaces(), layout.ring_bytes(pool_pages))?;
         let host_fields = match &executor {
-            Executor::Host(_) => Arc::clone(&fields),
-            Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
+            Executor::Host(_) => None,
+            Executor::Device(_) => {
+                Some(RegionWriter::new(Region::new(Arc::new(Host), layout.small_bytes())?))
+            }
         };
         Ok(Self {
             layout,
@@ -96,7 +98,7 @@ impl PlanMetadata {
 
     /// Bytes of the fields.
     pub(super) fn mem_bytes(&self) -> usize {
-        self.fields.bytes()
+        self.fields.region().bytes()
     }
 
     /// The number of plans made so far.

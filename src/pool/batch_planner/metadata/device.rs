@@ -52,7 +52,8 @@ impl PlanMetadata {
                 pages.extend(sent.map(|page| page.number().cast_signed()));
             }
         }
-        self.small_fields.write(&self.host_fields, &self.layout)?;
+        let host_fields = self.host_fields.as_mut().unwrap_or(&mut self.fields);
+        self.small_fields.write(host_fields, &self.layout)?;
         let planned = PlanBatch {
             requests: &requests,
             batch: growths.len(),
@@ -79,7 +80,7 @@ impl PlanMetadata {
         let offset = |field: Field| self.layout.offset(field);
         let wanted = |field: Field| self.layout.has(field).then(|| offset(field));
         PlanFields {
-            region: &self.fields,
+            region: self.fields.region(),
             out_cache_loc: offset(Field::OutCacheLoc),
             positions: offset(Field::Positions),
             slot_mapping: offset(Field::SlotMapping),

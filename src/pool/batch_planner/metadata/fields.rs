@@ -17,7 +17,7 @@ impl PlanMetadata {
         field: Field,
     ) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
-        self.layout.view(&self.fields, plan, field)
+        self.layout.view(self.fields.region(), plan, field)
     }
 
     /// `requests` are those of the planner, with the pages that the plan lists.
@@ -28,12 +28,14 @@ impl PlanMetadata {
         field: Field,
     ) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
+        let Some(host_fields) = &self.host_fields else {
+            return self.layout.view(self.fields.region(), plan, field);
+        };
         let width = match field {
-            _ if self.executor.gpu().is_none() => return self.layout.view(&self.fields, plan, field),
             Field::KvIndices | Field::BlockTable if !self.layout.has(field) => return Ok(None),
             Field::KvIndices => None,
             Field::BlockTable => Some(self.layout.width()),
-            _ => return self.layout.view(&self.host_fields, plan, field),
+            _ => return self.layout.view(host_fields.region(), plan, field),
         };
         self.check_current(plan, plan.changes == self.changes)?;
         let mut values: Vec<i32> =

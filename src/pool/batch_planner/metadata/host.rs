@@ -3,6 +3,7 @@
 use crate::base::bounded::narrow;
 use crate::base::{Id, PADDING, Page, RequestRow, Result, try_with_capacity, widen};
 use crate::index::{Growth, PageList, Requests, Runs};
+use crate::memory::RegionWriter;
 use crate::pool::ReqToTokenPool;
 use crate::pool::batch_planner::Field;
 
@@ -15,7 +16,7 @@ impl PlanMetadata {
     /// Writes the table and the fields in host memory.
     pub(super) fn write_on_host(&mut self, batch: GrownBatch<'_>, table: &mut ReqToTokenPool) -> Result<()> {
         let GrownBatch { requests, growths, padded_size } = batch;
-        self.small_fields.write(&self.fields, &self.layout)?;
+        self.small_fields.write(&mut self.fields, &self.layout)?;
         for (place, growth) in growths.iter().enumerate() {
             self.put(requests, place, *growth, table)?;
             let pages = requests.pages(growth.row);
@@ -45,11 +46,12 @@ impl PlanMetadata {
     }
 
     /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
-    pub(super) fn write_pages(&self, place: usize, valid: usize, pages: &PageList) -> Result<()> {
+    fn write_pages(&mut self, place: usize, valid: usize, pages: &PageList) -> Result<()> {
         let size = size_of::<i32>();
-        let write = |begin: usize, from: usize| match pages.unshared() {
-            Some(pages) => self.fields.write(begin, &pages[from..]),
-            None => self.write_runs(begin, pages.runs(from..pages.len())),
+        let fields = &mut self.fields;
+        let mut write = |begin: usize, from: usize| match pages.unshared() {
+            Some(pages) => fields.write(begin, &pages[from..]),
+            None => write_runs(fields, begin, pages.runs(from..pages.len())),
         };
         if self.layout.has(Field::KvIndices) {
             let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
@@ -60,15 +62,6 @@ impl PlanMetadata {
             write(line + valid * size, valid)?;
             let stale = self.block_table.used(place).saturating_sub(pages.len());
             self.fields.fill(line + pages.len() * size, stale * size, 0)?;
-        }
-        Ok(())
-    }
-
-    #[cold]
-    pub(super) fn write_runs(&self, mut begin: usize, runs: Runs<'_>) -> Result<()> {
-        for run in runs {
-            self.fields.write(begin, run)?;
-            begin += size_of_val(run);
         }
         Ok(())
     }
@@ -113,6 +106,15 @@ fn put_earlier(
         slots.clear();
         requests.slots(row, at, to.min(at + narrow(PART)), &mut slots);
         table.put(row, widen(at), &slots)?;
+    }
+    Ok(())
+}
+
+#[cold]
+fn write_runs(to: &mut RegionWriter, mut begin: usize, runs: Runs<'_>) -> Result<()> {
+    for run in runs {
+        to.write(begin, run)?;
+        begin += size_of_val(run);
     }
     Ok(())
 }

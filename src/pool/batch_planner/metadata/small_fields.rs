@@ -2,7 +2,7 @@
 
 use crate::base::{Id, PADDING, Result, widen};
 use crate::index::Growth;
-use crate::memory::Region;
+use crate::memory::RegionWriter;
 use crate::pool::batch_planner::Field;
 use crate::pool::batch_planner::plan::PlanLayout;
 
@@ -76,7 +76,7 @@ impl SmallFields {
     }
 
     /// Writes the fields to host memory.
-    pub(super) fn write(&self, region: &Region, layout: &PlanLayout) -> Result<()> {
+    pub(super) fn write(&self, to: &mut RegionWriter, layout: &PlanLayout) -> Result<()> {
         for (field, values) in [
             (Field::OutCacheLoc, &self.out_cache_loc),
             (Field::Positions, &self.positions),
@@ -86,13 +86,13 @@ impl SmallFields {
             (Field::KvIndptr, &self.kv_indptr),
             (Field::KvLastPageLen, &self.kv_last_page_len),
         ] {
-            region.write(layout.offset(field), values)?;
+            to.write(layout.offset(field), values)?;
         }
-        self.write_slot_mapping(region, layout.offset(Field::SlotMapping))
+        self.write_slot_mapping(to, layout.offset(Field::SlotMapping))
     }
 
     /// Writes the slots as int64, in pieces that stay in the cache.
-    fn write_slot_mapping(&self, region: &Region, mut offset: usize) -> Result<()> {
+    fn write_slot_mapping(&self, to: &mut RegionWriter, mut offset: usize) -> Result<()> {
         const PIECE: usize = 256;
         let (real, padding) = self.out_cache_loc.split_at(self.real_tokens);
         let mut wide = [0; PIECE];
@@ -101,10 +101,10 @@ impl SmallFields {
             for (wide, &slot) in wide.iter_mut().zip(piece) {
                 *wide = i64::from(slot);
             }
-            region.write(offset, wide)?;
+            to.write(offset, wide)?;
             offset += size_of_val(wide);
         }
-        region.write(offset, &vec![-1i64; padding.len()])
+        to.write(offset, &vec![-1i64; padding.len()])
     }
 }
 

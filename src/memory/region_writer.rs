@@ -1,0 +1,48 @@
+//! Host memory with one writer.
+
+use std::sync::Arc;
+
+use crate::base::Result;
+
+use super::{Plain, Region};
+
+/// The only writer of a region, by the host: a pool writes through it, and shares the region for views.
+///
+/// Writes need `&mut self`, so no two of them meet. Tensors of the region are memory that other code has:
+/// whoever hands them out tells it when the pool writes.
+#[derive(Debug)]
+pub(crate) struct RegionWriter {
+    region: Arc<Region>,
+}
+
+impl RegionWriter {
+    /// Takes over a region that nothing else refers to.
+    pub(crate) fn new(region: Region) -> Self {
+        Self { region: Arc::new(region) }
+    }
+
+    /// The region, for views.
+    pub(crate) const fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Writes `values` at byte `offset`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the region;
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
+    #[inline]
+    pub(crate) fn write<T: Plain>(&mut self, offset: usize, values: &[T]) -> Result<()> {
+        // SAFETY: this is the only writer, and borrowed for the call.
+        unsafe { self.region.write(offset, values) }
+    }
+
+    /// Fills `bytes` bytes at `offset` with `value`.
+    ///
+    /// # Errors
+    /// Same as [`RegionWriter::write`].
+    pub(crate) fn fill(&mut self, offset: usize, bytes: usize, value: u8) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.region.fill(offset, bytes, value) }
+    }
+}
