@@ -79,15 +79,11 @@ pub(super) struct RelaxedThread {
     previous: CaptureMode,
 }
 
-/// Calls a function of the table and turns its code into a `Result`. The contract is that of the surrounding
-/// function.
+/// Calls a function of the table, which is unsafe, and turns its code into a `Result`.
 macro_rules! checked {
-    ($driver:expr, $name:ident($($argument:expr),*)) => {{
-        // SAFETY: out-parameters are locals of this function; the caller of the surrounding function
-        // guarantees the rest.
-        let code = unsafe { $driver.0.$name($($argument),*) };
-        $driver.check(stringify!($name), code)
-    }};
+    ($driver:expr, $name:ident($($argument:expr),*)) => {
+        $driver.check(stringify!($name), $driver.0.$name($($argument),*))
+    };
 }
 
 impl Driver {
@@ -116,18 +112,21 @@ impl Driver {
 
     /// Initialises the driver, which every other call requires.
     pub(super) fn init(self) -> Result<()> {
-        checked!(self, cuInit(0))
+        // SAFETY: the function takes no address.
+        unsafe { checked!(self, cuInit(0)) }
     }
 
     pub(super) fn relax(self) -> Result<RelaxedThread> {
         let mut previous = CaptureMode::RELAXED;
-        checked!(self, cuThreadExchangeStreamCaptureMode(&raw mut previous))?;
+        // SAFETY: the function reads and writes a mode there.
+        unsafe { checked!(self, cuThreadExchangeStreamCaptureMode(&raw mut previous)) }?;
         Ok(RelaxedThread { driver: self, previous })
     }
 
     pub(super) fn device_count(self) -> Result<u32> {
         let mut count = 0;
-        checked!(self, cuDeviceGetCount(&raw mut count))?;
+        // SAFETY: the function writes a number there.
+        unsafe { checked!(self, cuDeviceGetCount(&raw mut count)) }?;
         Ok(counted(count))
     }
 
@@ -135,7 +134,8 @@ impl Driver {
         let ordinal = c_int::try_from(ordinal)
             .map_err(|_| Error::config(format!("{ordinal} is not a device number")))?;
         let mut device = 0;
-        checked!(self, cuDeviceGet(&raw mut device, ordinal))?;
+        // SAFETY: the function writes a number there.
+        unsafe { checked!(self, cuDeviceGet(&raw mut device, ordinal)) }?;
         Ok(device)
     }
 
@@ -143,7 +143,8 @@ impl Driver {
     pub(super) fn retain_context(self, ordinal: u32) -> Result<ContextHandle> {
         let device = self.device(ordinal)?;
         let mut context = ContextHandle::NONE;
-        checked!(self, cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+        // SAFETY: the function writes a handle there; `device` is one of the driver's.
+        unsafe { checked!(self, cuDevicePrimaryCtxRetain(&raw mut context, device)) }?;
         Ok(context)
     }
 
@@ -151,7 +152,8 @@ impl Driver {
     pub(super) fn has_context(self, ordinal: u32) -> Result<bool> {
         let device = self.device(ordinal)?;
         let (mut flags, mut is_active) = (0, 0);
-        checked!(self, cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut is_active))?;
+        // SAFETY: the function writes two numbers there; `device` is one of the driver's.
+        unsafe { checked!(self, cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut is_active)) }?;
         Ok(is_active != 0)
     }
 
@@ -171,36 +173,42 @@ impl Driver {
 
     fn attribute(self, device: c_int, attribute: DeviceAttribute) -> Result<c_int> {
         let mut value = 0;
-        checked!(self, cuDeviceGetAttribute(&raw mut value, attribute, device))?;
+        // SAFETY: the function writes a number there; `device` is one of the driver's.
+        unsafe { checked!(self, cuDeviceGetAttribute(&raw mut value, attribute, device)) }?;
         Ok(value)
     }
 
     pub(super) fn current_context(self) -> Result<ContextHandle> {
         let mut context = ContextHandle::NONE;
-        checked!(self, cuCtxGetCurrent(&raw mut context))?;
+        // SAFETY: the function writes a handle there.
+        unsafe { checked!(self, cuCtxGetCurrent(&raw mut context)) }?;
         Ok(context)
     }
 
     /// The device of the current context.
     pub(super) fn current_device(self) -> Result<u32> {
         let mut device = 0;
-        checked!(self, cuCtxGetDevice(&raw mut device))?;
+        // SAFETY: the function writes a number there.
+        unsafe { checked!(self, cuCtxGetDevice(&raw mut device)) }?;
         Ok(counted(device))
     }
 
     pub(super) fn push_context(self, context: ContextHandle) -> Result<()> {
-        checked!(self, cuCtxPushCurrent_v2(context))
+        // SAFETY: contexts are handles of the driver, and are retained for the life of the process.
+        unsafe { checked!(self, cuCtxPushCurrent_v2(context)) }
     }
 
     pub(super) fn pop_context(self) -> Result<()> {
         let mut context = ContextHandle::NONE;
-        checked!(self, cuCtxPopCurrent_v2(&raw mut context))
+        // SAFETY: the function writes a handle there.
+        unsafe { checked!(self, cuCtxPopCurrent_v2(&raw mut context)) }
     }
 
     /// Device memory in bytes: free and total.
     pub(super) fn memory_info(self) -> Result<(usize, usize)> {
         let (mut free, mut total) = (0, 0);
-        checked!(self, cuMemGetInfo_v2(&raw mut free, &raw mut total))?;
+        // SAFETY: the function writes two numbers there.
+        unsafe { checked!(self, cuMemGetInfo_v2(&raw mut free, &raw mut total)) }?;
         Ok((free, total))
     }
 
@@ -219,7 +227,8 @@ impl Driver {
     /// # Safety
     /// The address came from [`Driver::allocate`], is freed once, and no enqueued work uses its memory.
     pub(super) unsafe fn free(self, address: DevicePtr) -> Result<()> {
-        checked!(self, cuMemFree_v2(address))
+        // SAFETY: guaranteed by the caller.
+        unsafe { checked!(self, cuMemFree_v2(address)) }
     }
 
     /// Allocates page-locked host memory for every context and kernel, or returns `None` when there is not
@@ -238,7 +247,8 @@ impl Driver {
     /// # Safety
     /// The address came from [`Driver::allocate_host`], is freed once, and no enqueued work uses its memory.
     pub(super) unsafe fn free_host(self, address: *mut u8) -> Result<()> {
-        checked!(self, cuMemFreeHost(address.cast()))
+        // SAFETY: guaranteed by the caller.
+        unsafe { checked!(self, cuMemFreeHost(address.cast())) }
     }
 
     /// Page-locks host memory for every context. Returns `false` if part of it is page-locked already.
@@ -265,7 +275,8 @@ impl Driver {
     /// The address was registered by [`Driver::register_host`], is unregistered once, and no enqueued work
     /// uses its memory as page-locked.
     pub(super) unsafe fn unregister_host(self, address: *mut u8) -> Result<()> {
-        checked!(self, cuMemHostUnregister(address.cast()))
+        // SAFETY: guaranteed by the caller.
+        unsafe { checked!(self, cuMemHostUnregister(address.cast())) }
     }
 
     /// Enqueues a copy between any two addresses. With pageable memory it is done, or has read its source, on
@@ -280,7 +291,8 @@ impl Driver {
         bytes: usize,
         stream: Stream,
     ) -> Result<()> {
-        checked!(self, cuMemcpyAsync(target, source, bytes, stream.into()))
+        // SAFETY: guaranteed by the caller; streams are alive, as `Stream` requires.
+        unsafe { checked!(self, cuMemcpyAsync(target, source, bytes, stream.into())) }
     }
 
     /// Works like [`Driver::copy`], for `height` rows of `width` bytes.
@@ -296,7 +308,8 @@ impl Driver {
     ) -> Result<()> {
         let side = |rows: Rows| rows.side(DevicePtr::of(rows.address));
         let copy = Copy2d { source: side(source), target: side(target), width, height };
-        checked!(self, cuMemcpy2DAsync_v2(&raw const copy, stream.into()))
+        // SAFETY: guaranteed by the caller, for each row; the function reads `copy` before it returns.
+        unsafe { checked!(self, cuMemcpy2DAsync_v2(&raw const copy, stream.into())) }
     }
 
     /// # Safety
@@ -308,7 +321,8 @@ impl Driver {
         bytes: usize,
         stream: Stream,
     ) -> Result<()> {
-        checked!(self, cuMemsetD8Async(address, value, bytes, stream.into()))
+        // SAFETY: guaranteed by the caller; streams are alive, as `Stream` requires.
+        unsafe { checked!(self, cuMemsetD8Async(address, value, bytes, stream.into())) }
     }
 
     /// # Safety
@@ -320,7 +334,8 @@ impl Driver {
         bytes: usize,
         stream: Stream,
     ) -> Result<()> {
-        checked!(self, cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, stream.into()))
+        // SAFETY: guaranteed by the caller; streams are alive, as `Stream` requires.
+        unsafe { checked!(self, cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, stream.into())) }
     }
 
     /// # Safety
@@ -332,11 +347,13 @@ impl Driver {
         bytes: usize,
         stream: Stream,
     ) -> Result<()> {
-        checked!(self, cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, stream.into()))
+        // SAFETY: guaranteed by the caller; streams are alive, as `Stream` requires.
+        unsafe { checked!(self, cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, stream.into())) }
     }
 
     pub(super) fn synchronize(self, stream: Stream) -> Result<()> {
-        checked!(self, cuStreamSynchronize(stream.into()))
+        // SAFETY: streams are alive, as `Stream` requires.
+        unsafe { checked!(self, cuStreamSynchronize(stream.into())) }
     }
 
     /// The state of `stream`.
@@ -355,13 +372,15 @@ impl Driver {
     /// A new stream in the current context, which does not wait for the default stream.
     pub(super) fn create_stream(self) -> Result<Stream> {
         let mut stream = StreamHandle::NONE;
-        checked!(self, cuStreamCreate(&raw mut stream, NON_BLOCKING))?;
+        // SAFETY: the function writes a handle there.
+        unsafe { checked!(self, cuStreamCreate(&raw mut stream, NON_BLOCKING)) }?;
         Ok(stream.into())
     }
 
     pub(super) fn create_event(self) -> Result<EventHandle> {
         let mut event = EventHandle::NONE;
-        checked!(self, cuEventCreate(&raw mut event, DISABLE_TIMING))?;
+        // SAFETY: the function writes a handle there.
+        unsafe { checked!(self, cuEventCreate(&raw mut event, DISABLE_TIMING)) }?;
         Ok(event)
     }
 
@@ -386,12 +405,14 @@ impl Driver {
     }
 
     pub(super) fn wait_for_event(self, event: EventHandle) -> Result<()> {
-        checked!(self, cuEventSynchronize(event))
+        // SAFETY: events are never destroyed.
+        unsafe { checked!(self, cuEventSynchronize(event)) }
     }
 
     /// Makes everything enqueued on `stream` from now on wait for `event`.
     pub(super) fn stream_wait_event(self, stream: Stream, event: EventHandle) -> Result<()> {
-        checked!(self, cuStreamWaitEvent(stream.into(), event, 0))
+        // SAFETY: events are never destroyed; streams are alive, as `Stream` requires.
+        unsafe { checked!(self, cuStreamWaitEvent(stream.into(), event, 0)) }
     }
 
     /// Loads an image in the current context. Returns the reason when another image of the same kernels may
@@ -410,15 +431,19 @@ impl Driver {
         if Code::UNSUITABLE_IMAGES.contains(&code) { Ok(loaded) } else { loaded.map(Ok) }
     }
 
-    pub(super) fn unload_module(self, module: ModuleHandle) -> Result<()> {
-        checked!(self, cuModuleUnload(module))
+    /// # Safety
+    /// The module is loaded, and none of its kernels is used any more.
+    pub(super) unsafe fn unload_module(self, module: ModuleHandle) -> Result<()> {
+        // SAFETY: guaranteed by the caller.
+        unsafe { checked!(self, cuModuleUnload(module)) }
     }
 
     /// Loads a kernel of a module at once: its first launch may be within a capture, where nothing can be
     /// loaded.
     pub(super) fn function(self, module: ModuleHandle, name: &CStr) -> Result<FunctionHandle> {
         let mut function = FunctionHandle::NONE;
-        checked!(self, cuModuleGetFunction(&raw mut function, module, name.as_ptr()))?;
+        // SAFETY: the function writes a handle there; the name ends with a zero, and the module is loaded.
+        unsafe { checked!(self, cuModuleGetFunction(&raw mut function, module, name.as_ptr())) }?;
         if let Some(load) = self.function_loader() {
             // SAFETY: the function belongs to a loaded module.
             self.check("cuFuncLoad", unsafe { load(function) })?;
@@ -426,7 +451,8 @@ impl Driver {
             // Older drivers load a function for a query that requires it to be loaded.
             let mut threads = 0;
             let attribute = FunctionAttribute::MAX_THREADS_PER_BLOCK;
-            checked!(self, cuFuncGetAttribute(&raw mut threads, attribute, function))?;
+            // SAFETY: the function writes a number there; the kernel belongs to a loaded module.
+            unsafe { checked!(self, cuFuncGetAttribute(&raw mut threads, attribute, function)) }?;
         }
         Ok(function)
     }
@@ -460,22 +486,25 @@ impl Driver {
         stream: Stream,
     ) -> Result<()> {
         let mut arguments = [params.cast_mut()];
-        checked!(
-            self,
-            cuLaunchKernel(
-                function,
-                x,
-                y,
-                1,
-                threads,
-                1,
-                1,
-                0,
-                stream.into(),
-                arguments.as_mut_ptr(),
-                ptr::null_mut()
+        // SAFETY: guaranteed by the caller; the function copies the parameter before it returns.
+        unsafe {
+            checked!(
+                self,
+                cuLaunchKernel(
+                    function,
+                    x,
+                    y,
+                    1,
+                    threads,
+                    1,
+                    1,
+                    0,
+                    stream.into(),
+                    arguments.as_mut_ptr(),
+                    ptr::null_mut()
+                )
             )
-        )
+        }
     }
 }
 
@@ -487,6 +516,8 @@ fn counted(number: c_int) -> u32 {
 impl Drop for RelaxedThread {
     fn drop(&mut self) {
         // `relax` has set it; a call that fails means that the driver is shutting down.
-        let _: Result<()> = checked!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.previous));
+        // SAFETY: the function reads and writes a mode there.
+        let _: Result<()> =
+            unsafe { checked!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.previous)) };
     }
 }

@@ -183,7 +183,8 @@ impl Gpu {
                     let functions: Result<Vec<_>> =
                         names.iter().map(|name| self.driver.function(module, name).map(Function)).collect();
                     if functions.is_err() {
-                        self.driver.unload_module(module)?;
+                        // SAFETY: it was just loaded, and its kernels are not returned.
+                        unsafe { self.driver.unload_module(module) }?;
                     }
                     return functions.map(|all| all.try_into().expect("one for each name"));
                 }
