@@ -6,8 +6,8 @@ use pyo3::exceptions::PyAssertionError;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
-use crate::base::Error;
 use crate::base::sync::lock;
+use crate::base::{Error, Result};
 use crate::index::{AddressSpace as Space, OnBadFree, on_bad_frees};
 
 use super::debug::Debug;
@@ -132,7 +132,7 @@ impl AddressSpace {
     ///     ConfigError: If `size` is below 1, or the capacity would be 2**63 or more.
     fn grow(&self, size: &Bound<'_, PyAny>) -> PyResult<()> {
         let size = at_least_one(size)?;
-        with(&self.space, |space| space.grow(space.rounded(size).unwrap_or(usize::MAX)))
+        with(&self.space, |space| space.grow(rounded(space, size)?))
     }
 
     /// Returns `size`, rounded up to the alignment.
@@ -141,8 +141,7 @@ impl AddressSpace {
     ///     ConfigError: If `size` is negative, or an address cannot name as many bytes.
     fn rounded(&self, size: &Bound<'_, PyAny>) -> PyResult<usize> {
         let bytes = args::size("size", size)?;
-        let too_much = || Error::config(format!("size is {size}, more than an address can name"));
-        Ok(self.lock().rounded(bytes).ok_or_else(too_much)?)
+        with(&self.space, |space| rounded(space, bytes))
     }
 
     /// All bytes, taken or free.
@@ -198,6 +197,12 @@ fn at_least_one(size: &Bound<'_, PyAny>) -> PyResult<usize> {
         0 => Err(Error::config("size is 0; it must be at least 1").into()),
         bytes => Ok(bytes),
     }
+}
+
+/// `bytes`, rounded up to the alignment of `space`.
+fn rounded(space: &Space, bytes: usize) -> Result<usize> {
+    let too_much = || Error::config(format!("size is {bytes}, more than an address can name"));
+    space.rounded(bytes).ok_or_else(too_much)
 }
 
 /// An address, below 2**63.
