@@ -299,12 +299,12 @@ impl<L: Copy + PartialEq> Buckets<L> {
     }
 
     /// Removes every free buffer and returns the indices, so that the caller can free the memory.
-    pub fn drain_free(&mut self) -> Vec<u32> {
+    pub fn drain_free(&mut self) -> Vec<BufferId> {
         let drained: Vec<u32> =
             self.free.iter_mut().flat_map(std::mem::take).flat_map(|(_, free)| free).collect();
         self.vacant.extend(&drained);
         (self.free_count, self.free_bytes) = (0, 0);
-        drained
+        drained.into_iter().map(BufferId::new).collect()
     }
 
     /// Describes a broken invariant, if there is one.

@@ -464,11 +464,11 @@ impl<I: Id> FreeList<I> {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
     /// list.
-    pub fn free_ids(&self) -> Result<Vec<u32>> {
+    pub fn free_indices(&self) -> Result<Vec<I>> {
         let mut free = try_with_capacity(self.records.count(Set::Free))?;
         match self.order {
-            Order::Sorted => free.extend(self.records.indices(Set::Free)),
-            Order::Fifo => self.queue.iter().for_each(|run| free.extend(run.range())),
+            Order::Sorted => free.extend(self.records.indices(Set::Free).map(I::new)),
+            Order::Fifo => self.queue.iter().for_each(|run| free.extend(run.range().map(I::new))),
         }
         Ok(free)
     }
@@ -476,10 +476,10 @@ impl<I: Id> FreeList<I> {
     /// The released indices, lowest first.
     ///
     /// # Errors
-    /// Same as [`FreeList::free_ids`].
-    pub fn released_ids(&self) -> Result<Vec<u32>> {
+    /// Same as [`FreeList::free_indices`].
+    pub fn released_indices(&self) -> Result<Vec<I>> {
         let mut released = try_with_capacity(self.records.count(Set::Released))?;
-        released.extend(self.records.indices(Set::Released));
+        released.extend(self.records.indices(Set::Released).map(I::new));
         Ok(released)
     }
 

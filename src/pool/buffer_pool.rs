@@ -231,8 +231,8 @@ impl BufferPool {
 
     /// Deallocates the memory of free buffers. On a GPU this waits for the streams that used it.
     pub fn clear(&mut self) {
-        for index in self.buckets.drain_free() {
-            self.regions[widen(index)] = None;
+        for buffer in self.buckets.drain_free() {
+            self.regions[widen(buffer.number())] = None;
         }
     }
 

@@ -441,7 +441,7 @@ impl SlotTensors {
     /// # Errors
     /// See [`Self::alloc`].
     pub(super) fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(signed(self.slots.pages().free_ids()?), stream)
+        self.show(numbers_of(&self.slots.pages().free_indices()?), stream)
     }
 
     /// The released pages, lowest first.
@@ -449,7 +449,7 @@ impl SlotTensors {
     /// # Errors
     /// See [`Self::alloc`].
     pub(super) fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(signed(self.slots.pages().released_ids()?), stream)
+        self.show(numbers_of(&self.slots.pages().released_indices()?), stream)
     }
 
     /// Numbers as a tensor that is valid on `stream`.
@@ -486,6 +486,6 @@ impl SlotTensors {
     }
 }
 
-fn signed(ids: Vec<u32>) -> Vec<i32> {
-    ids.into_iter().map(u32::cast_signed).collect()
+fn numbers_of(pages: &[Page]) -> Vec<i32> {
+    pages.iter().map(|page| page.number().cast_signed()).collect()
 }

@@ -66,7 +66,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     }
 
     /// Calls [`Buckets::drain_free`] and records it.
-    pub fn drain_free(&mut self) -> Vec<u32> {
+    pub fn drain_free(&mut self) -> Vec<BufferId> {
         self.inner.drain_free()
     }
 }

@@ -224,8 +224,8 @@ impl Rows {
         assert_eq!(rows.rows().fault(), None);
         assert_eq!(self.pool.available_size(), self.model.free.len());
         assert_eq!(rows.dropped_frees(), self.model.dropped);
-        let free: Vec<usize> = rows.rows().free_ids().expect("memory").into_iter().map(size::<u32>).collect();
-        assert!(free.iter().eq(&self.model.free));
+        let free = rows.rows().free_indices().expect("memory");
+        assert!(free.iter().map(|row| size(row.number())).eq(self.model.free.iter().copied()));
         assert_eq!(ints_of(self.pool.req_to_token()), self.model.table.concat());
     }
 }

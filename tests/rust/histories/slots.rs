@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use kvpool::base::{IndexDType, IndexVec, Result};
+use kvpool::base::{Id, IndexDType, IndexVec, Page, Result};
 use kvpool::index::{BadFree, BadFrees, Fit, Order};
 use kvpool::kernels::Indices;
 use kvpool::pool::{AllocatorConfig, Fence, TokenToKvPoolAllocator};
@@ -325,10 +325,10 @@ pub(super) fn check(pool: &TokenToKvPoolAllocator, model: &SlotModel) {
     assert_eq!(stats.shared, model.shared() * page_size);
     assert_eq!(stats.high_water, model.high_water * page_size);
     assert_eq!(stats.dropped_frees, model.dropped);
-    let ids = |ids: Vec<u32>| ids.into_iter().map(size::<u32>).collect::<Vec<_>>();
+    let numbers = |pages: Vec<Page>| pages.into_iter().map(|page| size(page.number())).collect::<Vec<_>>();
     pool.inspect(|slots| {
-        assert!(ids(slots.pages().free_ids().expect("memory")).iter().eq(&model.free));
-        assert!(ids(slots.pages().released_ids().expect("memory")).iter().eq(&model.released));
+        assert!(numbers(slots.pages().free_indices().expect("memory")).iter().eq(&model.free));
+        assert!(numbers(slots.pages().released_indices().expect("memory")).iter().eq(&model.released));
     });
     let in_use: BTreeSet<usize> = (1..=model.pages).filter(|page| model.is_in_use(*page)).collect();
     let all: Vec<i64> = (-2..int((model.pages + 2) * page_size)).collect();
