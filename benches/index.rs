@@ -13,7 +13,8 @@ use kvpool::base::{ChunkId, DType, Id, IndexVec, Page, Result, widen};
 use kvpool::cache::{Continues, KeyTokens, Namespace, PolicyKind, Tree};
 use kvpool::index::{OnBadFree, Order, SlotAllocator};
 use kvpool::kernels::{
-    Executor, HostAccess, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, piece_bytes,
+    Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
+    piece_bytes,
 };
 use kvpool::memory::{Host, Region, Stream};
 
@@ -153,7 +154,7 @@ impl Tier {
         let layout = |offset| LayerLayout { offset, step, shape: [ROWS, 1, ROW_BYTES], dtype: DType::U8 };
         let rows = LayerRows::new(&region, LAYERS, [layout(0), layout(LAYERS * step)])?;
         let space = IndexSpace { noun: "row", len: ROWS };
-        let executor = Executor::new(&region, LAYERS, [space; 2], 0)?;
+        let executor = Executor::new(&region, LAYERS, IndexSpaces::of_rows(space), 0)?;
         let (stride, count) = (piece_bytes(&rows, page_size)?, ROWS / page_size);
         let memory = Arc::new(Region::new(Arc::new(Host), stride * count)?);
         for region in [&region, &memory] {

@@ -11,7 +11,7 @@ use crate::base::{Device, Error, Id, IndexVec, RequestRow, Result, try_with_capa
 use crate::index::{RowExtent, plan_moves};
 use crate::memory::{BorrowedTensor, Event, Gpu, Region, Stream};
 
-use super::indices::{IndexSpace, Indices};
+use super::indices::{IndexSpace, IndexSpaces, Indices};
 use super::launch::{Copies, Launcher};
 use super::pages::{PageCopy, PagePair, Pieces, copy_pages};
 use super::rows::{LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
@@ -23,12 +23,13 @@ use super::table::{Table, build_kv_indices, part, zero_columns};
 /// ```
 /// use std::sync::Arc;
 /// use kvpool::base::{DType, IndexVec};
-/// use kvpool::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows};
+/// use kvpool::kernels::{Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows};
 /// use kvpool::memory::{Host, Region, Stream};
 /// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4 * 16).unwrap());
 /// let layout = |offset| LayerLayout { offset, step: 64, shape: [4, 1, 16], dtype: DType::U8 };
 /// let rows = LayerRows::new(&region, 1, [layout(0), layout(64)]).unwrap();
-/// let executor = Executor::new(&region, 1, [IndexSpace { noun: "row", len: 4 }; 2], 0).unwrap();
+/// let space = IndexSpace { noun: "row", len: 4 };
+/// let executor = Executor::new(&region, 1, IndexSpaces::of_rows(space), 0).unwrap();
 /// let all = Indices::Host(IndexVec::I32(vec![0, 1, 2, 3]));
 /// executor.zero_rows(&rows, &all, Stream::DEFAULT).unwrap();
 /// let none = Indices::Host(IndexVec::I32(vec![4]));
@@ -46,7 +47,7 @@ pub enum Executor {
 /// The locks and index spaces of a pool in host memory.
 #[derive(Debug)]
 pub struct HostExecutor {
-    spaces: [IndexSpace; 2],
+    spaces: IndexSpaces,
     /// One per section of the memory, held during access, so that calls of several threads do not interleave.
     /// A call that needs several takes them in order.
     locks: Vec<RwLock<()>>,
@@ -69,7 +70,7 @@ impl HostExecutor {
     }
 
     fn rows(&self, indices: &Indices<'_>) -> Result<Vec<u32>> {
-        self.spaces[0].check(indices.host_values()?)
+        self.spaces.rows.check(indices.host_values()?)
     }
 }
 
@@ -82,7 +83,7 @@ impl Executor {
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the kernels cannot be loaded,
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the memory for indices cannot be
     /// allocated.
-    pub fn new(region: &Region, sections: usize, spaces: [IndexSpace; 2], ring_bytes: usize) -> Result<Self> {
+    pub fn new(region: &Region, sections: usize, spaces: IndexSpaces, ring_bytes: usize) -> Result<Self> {
         let (Some(gpu), Some(backend), Some(users)) = (region.gpu(), region.backend(), region.users()) else {
             let mut locks = try_with_capacity(sections)?;
             locks.resize_with(sections, RwLock::default);
@@ -255,16 +256,16 @@ impl Executor {
         };
         match (self, dst, src) {
             (Self::Host(host), dst, src) => {
-                let moves = plan(host.spaces[0], dst.host_values()?, src.host_values()?)?;
+                let moves = plan(host.spaces.rows, dst.host_values()?, src.host_values()?)?;
                 let _guard = host.lock_all_sections()?;
                 move_rows(rows.all(), &moves)
             }
             (Self::Device(launcher), Indices::Host(dst), Indices::Host(src)) => {
-                let moves = plan(launcher.spaces()[0], dst, src)?;
+                let moves = plan(launcher.spaces().rows, dst, src)?;
                 launcher.copy_rows(rows.kinds(), Copies::Planned(&moves), stream)
             }
             (Self::Device(launcher), dst, src) => {
-                let space = launcher.spaces()[0];
+                let space = launcher.spaces().rows;
                 let (targets, sources) = (dst.list(space)?, src.list(space)?);
                 let (target, source) = (dst.numbers(&targets), src.numbers(&sources));
                 let plan = Copies::Unplanned { target, source, count: dst.len() };
@@ -404,7 +405,7 @@ impl Executor {
             }
             Self::Device(launcher) => {
                 launcher.begin(&[rows, indptr], stream)?;
-                let row_list = rows.list(launcher.spaces()[0])?;
+                let row_list = rows.list(launcher.spaces().rows)?;
                 let end_list = match indptr {
                     Indices::Device { .. } => Vec::new(),
                     Indices::Host(ends) => {

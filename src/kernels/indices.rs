@@ -27,6 +27,23 @@ impl IndexSpace {
     }
 }
 
+/// The index spaces of a memory's rows and of their columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexSpaces {
+    /// The space of rows, or of slots.
+    pub rows: IndexSpace,
+    /// The space of columns, for a table.
+    pub columns: IndexSpace,
+}
+
+impl IndexSpaces {
+    /// The spaces of a memory without columns.
+    #[must_use]
+    pub const fn of_rows(rows: IndexSpace) -> Self {
+        Self { rows, columns: IndexSpace { noun: "column", len: 0 } }
+    }
+}
+
 /// Index values of a call: copied on the host, or still on a device.
 #[derive(Clone, Debug)]
 pub enum Indices<'a> {

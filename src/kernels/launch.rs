@@ -24,7 +24,7 @@ use std::sync::Arc;
 use crate::base::bounded::{int32, signed};
 use crate::base::{DType, Error, Id, RequestRow, Result, bytes_of, widen};
 use crate::index::{Move, RowExtent};
-use crate::kernels::indices::{IndexSpace, Indices, Numbers};
+use crate::kernels::indices::{IndexSpace, IndexSpaces, Indices, Numbers};
 use crate::kernels::pages::{HostAccess, PagePlan, Pieces};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{StoreRows, targets};
@@ -86,7 +86,7 @@ pub struct Launcher {
     kernels: Arc<Kernels>,
     ring: Ring,
     /// The spaces of row and column indices.
-    spaces: [IndexSpace; 2],
+    spaces: IndexSpaces,
     fault: FaultRecord,
     /// The streams that use the pool's memory.
     users: Arc<StreamSet>,
@@ -106,7 +106,7 @@ impl Launcher {
         gpu: &Arc<Gpu>,
         backend: &Arc<dyn Backend>,
         users: &Arc<StreamSet>,
-        spaces: [IndexSpace; 2],
+        spaces: IndexSpaces,
         ring_bytes: usize,
     ) -> Result<Self> {
         let kernels = Kernels::of(gpu)?;
@@ -127,7 +127,7 @@ impl Launcher {
         self.ring.backpressure_event()
     }
 
-    pub(super) const fn spaces(&self) -> [IndexSpace; 2] {
+    pub(super) const fn spaces(&self) -> IndexSpaces {
         self.spaces
     }
 
@@ -164,7 +164,8 @@ impl Launcher {
         let Some(Fault { kind, position, value }) = self.fault.take() else { return Ok(()) };
         Err(match kind {
             FaultKind::Row | FaultKind::Column => {
-                let IndexSpace { noun, len } = self.spaces[usize::from(kind == FaultKind::Column)];
+                let IndexSpaces { rows, columns } = self.spaces;
+                let IndexSpace { noun, len } = if kind == FaultKind::Column { columns } else { rows };
                 Error::index(format!(
                     "{noun} {value} at position {position} is outside [0, {len}); an earlier call was given it in a \
                      tensor on the device, and left it out"
@@ -279,7 +280,7 @@ impl Launcher {
         let count = indices.len();
         check_targets(pairs, count)?;
         let rows = pairs[0].0.shape()[0];
-        let list = indices.list(self.spaces[0])?;
+        let list = indices.list(self.spaces.rows)?;
         let [k, v] = pairs;
         let parts = [GatherPart::new(k.0, &k.1)?, GatherPart::new(v.0, &v.1)?];
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
@@ -380,7 +381,7 @@ impl Launcher {
         stream: Stream,
     ) -> Result<()> {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
-        let (list, count) = (indices.list(self.spaces[0])?, indices.len());
+        let (list, count) = (indices.list(self.spaces.rows)?, indices.len());
         let (groups, grid) = Groups::new(groups)?.for_rows(count)?;
         self.launch_with_numbers(self.kernels.zero, grid, &[indices.numbers(&list)], stream, |index| {
             ZeroParams {

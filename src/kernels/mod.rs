@@ -28,7 +28,7 @@ mod threads;
 pub use copy_threads::CopyThreads;
 pub use elements::{Element, elements};
 pub use executor::{Executor, HostExecutor};
-pub use indices::{IndexSpace, Indices, Numbers, check_ints, not_indices, read_indices};
+pub use indices::{IndexSpace, IndexSpaces, Indices, Numbers, check_ints, not_indices, read_indices};
 pub use launch::{
     Fetcher, GrowingBatch, Launcher, PendingFetch, PlanBatch, PlanFields, PlanRequest, read_now,
 };

@@ -88,14 +88,15 @@ fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
 /// use std::sync::Arc;
 /// use kvpool::base::{ChunkId, DType, Dims, Id, IndexVec, Page};
 /// use kvpool::kernels::{
-///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, HostAccess, piece_bytes,
-///     read_indices,
+///     Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
+///     piece_bytes, read_indices,
 /// };
 /// use kvpool::memory::{Host, Region, Stream};
 /// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4 * 16).unwrap());
 /// let layout = |offset| LayerLayout { offset, step: 64, shape: [4, 1, 16], dtype: DType::U8 };
 /// let rows = LayerRows::new(&region, 1, [layout(0), layout(64)]).unwrap();
-/// let executor = Executor::new(&region, 1, [IndexSpace { noun: "row", len: 4 }; 2], 0).unwrap();
+/// let space = IndexSpace { noun: "row", len: 4 };
+/// let executor = Executor::new(&region, 1, IndexSpaces::of_rows(space), 0).unwrap();
 ///
 /// let stride = piece_bytes(&rows, 2).unwrap();
 /// let memory = Arc::new(Region::new(Arc::new(Host), 3 * stride).unwrap());

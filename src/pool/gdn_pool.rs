@@ -8,7 +8,8 @@ use crate::base::{
 };
 use crate::index::{BadFrees, Ledgered, OnBadFree, RowTable};
 use crate::kernels::{
-    BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
+    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows, PageCopy, PagePair,
+    Pieces, RowBuffer,
 };
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
@@ -136,7 +137,7 @@ impl GdnPool {
         let slots = IndexSpace { noun: "state", len: slots };
         let region = Arc::new(Region::new(Arc::clone(backend), conv.end(layers))?);
         // All of it is one section: a call works on every layer.
-        let executor = Executor::new(&region, 1, [slots; 2], row_ring_bytes(slots.len))?;
+        let executor = Executor::new(&region, 1, IndexSpaces::of_rows(slots), row_ring_bytes(slots.len))?;
         let rows = LayerRows::new(&region, layers, kinds)?;
         let shape = [layers, slots.len, config.num_v_heads, config.head_v_dim, config.head_k_dim];
         let recurrent = TensorView::contiguous(Arc::clone(&region), 0, DType::F32, &shape)?;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Id, Page, Result, Slot, bytes_of, widen};
 use crate::kernels::{
-    BufferInfo, Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
-    StoreRows,
+    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows, PageCopy, PagePair,
+    Pieces, RowBuffer, StoreRows,
 };
 use crate::memory::{
     ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, Region, Stream, lock_pages, page_lock_steps,
@@ -194,7 +194,8 @@ impl KvPool {
         let kinds = config.layouts(alignment)?;
         let total = config.end(kinds);
         let region = Arc::new(Region::new(Arc::clone(backend), total)?);
-        let executor = Executor::new(&region, config.layer_num, [slots; 2], row_ring_bytes(slots.len))?;
+        let executor =
+            Executor::new(&region, config.layer_num, IndexSpaces::of_rows(slots), row_ring_bytes(slots.len))?;
         let rows = LayerRows::new(&region, config.layer_num, kinds)?;
         if let Some(gpu) = locked_by {
             let mut ends: Vec<_> = rows.all().iter().map(RowBuffer::offset).chain([total]).collect();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, try_zeros, widen};
 use crate::index::{BadFrees, Ledgered, OnBadFree, RowExtent, RowTable};
-use crate::kernels::{Executor, IndexSpace, Indices, Table};
+use crate::kernels::{Executor, IndexSpace, IndexSpaces, Indices, Table};
 use crate::memory::{Backend, BorrowedTensor, Event, Region, RegionWriter, Stream};
 use crate::tensor::TensorView;
 
@@ -356,7 +356,7 @@ impl ReqToTokenPool {
     }
 
     /// The index spaces of rows and columns.
-    pub(super) fn spaces(&self) -> [IndexSpace; 2] {
+    pub(super) fn spaces(&self) -> IndexSpaces {
         spaces([self.table_rows(), self.config.max_context_len])
     }
 
@@ -642,8 +642,11 @@ impl Pool for ReqToTokenPool {
     }
 }
 
-fn spaces([rows, columns]: [usize; 2]) -> [IndexSpace; 2] {
-    [IndexSpace { noun: "row", len: rows }, IndexSpace { noun: "column", len: columns }]
+fn spaces([rows, columns]: [usize; 2]) -> IndexSpaces {
+    IndexSpaces {
+        rows: IndexSpace { noun: "row", len: rows },
+        columns: IndexSpace { noun: "column", len: columns },
+    }
 }
 
 /// Bytes of numbers that one call may send from the host.

@@ -11,7 +11,7 @@ use crate::base::{
     widen,
 };
 use crate::index::{Bitmap, Run, SlotAllocator};
-use crate::kernels::{Executor, GrowingBatch, IndexSpace};
+use crate::kernels::{Executor, GrowingBatch, IndexSpace, IndexSpaces};
 use crate::memory::{
     Backend, BorrowedTensor, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, StreamSet,
 };
@@ -124,7 +124,7 @@ impl Stage {
         let values = Mutex::new(try_zeros(positions)?);
         let copy = Arc::new(StageMirror { addresses: start..start + bytes, dtype, values });
         let space = IndexSpace { noun: Slot::NOUN, len: slots.capacity() + slots.page_size() };
-        let completer = Executor::new(&region, 0, [space, space], 0)?;
+        let completer = Executor::new(&region, 0, IndexSpaces::of_rows(space), 0)?;
         let published: Arc<dyn Mirror> = copy.clone();
         publish(&published);
         let mut free = Bitmap::new(positions)?;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvpool::base::{ChunkId, DType, Error, ErrorKind, Id, Page, Result, widen};
 use kvpool::kernels::{
-    Executor, HostAccess, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
-    layer_bytes, piece_bytes,
+    Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
+    RowBuffer, layer_bytes, piece_bytes,
 };
 use kvpool::memory::{Backend, Host, Pinned, Region, Stream};
 
@@ -172,7 +172,7 @@ impl Tier {
         let pool = Arc::new(Region::new(Arc::clone(pool), bytes).expect("memory"));
         let rows = LayerRows::new(&pool, shape.layers, kinds).expect("inside");
         let space = IndexSpace { noun: "row", len: shape.rows };
-        let executor = Executor::new(&pool, shape.layers, [space; 2], 4096).expect("memory");
+        let executor = Executor::new(&pool, shape.layers, IndexSpaces::of_rows(space), 4096).expect("memory");
         assert_eq!(layer_bytes(&rows, shape.page_size).expect("small"), shape.layer_bytes());
         let piece = piece_bytes(&rows, shape.page_size).expect("small");
         assert_eq!(piece + shape.gap, shape.stride());

@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use kvpool::base::{ChunkId, DType, ErrorKind, Id, Page};
 use kvpool::kernels::{
-    Executor, HostAccess, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, piece_bytes,
+    Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
+    piece_bytes,
 };
 use kvpool::memory::{
     Backend, Event, Gpu, Host, MappedHost, PageKind, Pinned, Region, SideStream, Stream, lock_pages,
@@ -282,7 +283,7 @@ fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
     let layout = |offset, dim| LayerLayout { offset, step, shape: [16, 1, dim], dtype: DType::U8 };
     let rows = LayerRows::new(&pool, 2, [layout(0, 48), layout(1024, 16)]).expect("inside");
     let space = IndexSpace { noun: "row", len: 16 };
-    let executor = Executor::new(&pool, 2, [space; 2], 4096).expect("memory");
+    let executor = Executor::new(&pool, 2, IndexSpaces::of_rows(space), 4096).expect("memory");
     let piece = piece_bytes(&rows, 4).expect("small");
     let memory = Arc::new(Region::new(Arc::new(Pinned::new(&gpu)), 4 * piece).expect("memory"));
     for reach in [HostAccess::InPlace, HostAccess::Copied] {

@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 
 use crate::base::bounded::signed;
 use crate::base::{Id, IndexVec, RequestRow, Result};
-use crate::kernels::{Executor, IndexSpace, Indices, Numbers};
+use crate::kernels::{Executor, IndexSpace, IndexSpaces, Indices, Numbers};
 use crate::memory::{BorrowedTensor, Stream};
 use crate::pool::mirror::{known_values, values_now};
 
@@ -119,7 +119,7 @@ impl ReqToTokenPool {
 
     /// The places of points.
     fn places<'a>(&self, rows: &Indices<'a>, columns: &Indices<'a>) -> Result<TablePlaces<'a>> {
-        let [row_space, column_space] = self.spaces();
+        let IndexSpaces { rows: row_space, columns: column_space } = self.spaces();
         let (row, column) = (Operand::new(rows, row_space)?, Operand::new(columns, column_space)?);
         let known = match known(rows).zip(known(columns)) {
             None => None,
