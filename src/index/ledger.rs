@@ -1,8 +1,8 @@
 //! The debugging ledger: holders of each index, their history, and how long indices live.
 //!
-//! It is kept only in debug mode, through [`Ledgered`](super::Ledgered): the structures that decide ownership
-//! do not know it. Recording costs a clone of an `Arc` per index. It is not synchronised; callers wrap it in
-//! the lock of its structure.
+//! A ledger is kept only in debug mode, through [`Ledgered`](super::Ledgered): the structures that decide
+//! ownership do not depend on it. Recording a call costs the clone of an `Arc` for each index. A ledger is not
+//! synchronised: the lock of its structure protects it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -36,39 +36,39 @@ impl fmt::Display for Owner {
     }
 }
 
-/// One call that takes or frees indices: its owner, its place and its time.
+/// A call that takes or frees indices: its owner, its place in the program, and its time.
 #[derive(Clone, Debug)]
-pub struct Act {
+pub struct CallRecord {
     /// The owner that the call named, if any.
     pub owner: Option<Owner>,
     /// File, line and function of the call.
     pub site: Arc<str>,
     /// The time of the call.
     pub at: Instant,
-    /// The number of acts recorded before it in this process.
+    /// The number of calls recorded before it in this process.
     pub number: u64,
 }
 
-/// The number of acts recorded in this process.
+/// The number of calls recorded in this process.
 static RECORDED: AtomicU64 = AtomicU64::new(0);
 
-impl Act {
-    /// The site of an act whose place is not known.
-    pub const UNKNOWN_PLACE: &str = "an unknown place";
+impl CallRecord {
+    /// The site of a call whose place in the program is not known.
+    pub const UNKNOWN_SITE: &str = "an unknown place";
 
-    /// An act that happens now.
+    /// Records a call that begins now.
     #[must_use]
     pub fn new(owner: Option<Owner>, site: &str) -> Self {
         Self { owner, site: site.into(), at: Instant::now(), number: RECORDED.fetch_add(1, Relaxed) }
     }
 
-    /// The number of acts recorded so far in this process.
+    /// Returns the number of calls recorded so far in this process.
     #[must_use]
     pub fn count() -> u64 {
         RECORDED.load(Relaxed)
     }
 
-    /// The time from the act to `now`.
+    /// Returns the time from the call to `now`.
     #[must_use]
     pub fn age(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.at)
@@ -76,39 +76,39 @@ impl Act {
 }
 
 thread_local! {
-    /// The act of this thread in progress.
-    static CURRENT: RefCell<Option<Arc<Act>>> = const { RefCell::new(None) };
+    /// The call in progress on this thread.
+    static CURRENT: RefCell<Option<Arc<CallRecord>>> = const { RefCell::new(None) };
 }
 
-impl Act {
-    /// The act that this thread began last and has not ended.
+impl CallRecord {
+    /// Returns the innermost call in progress on this thread; one at an unknown place if there is none.
     #[must_use]
     pub fn current() -> Arc<Self> {
-        let announced = CURRENT.with_borrow(Clone::clone);
-        announced.unwrap_or_else(|| Arc::new(Self::new(None, Self::UNKNOWN_PLACE)))
+        let innermost = CURRENT.with_borrow(Clone::clone);
+        innermost.unwrap_or_else(|| Arc::new(Self::new(None, Self::UNKNOWN_SITE)))
     }
 
-    /// Makes this the act of the current thread until the guard drops.
+    /// Makes this the call in progress on the current thread until the guard drops.
     #[must_use]
-    pub fn begin(self: Arc<Self>) -> ActGuard {
-        ActGuard { outer: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
+    pub fn begin(self: Arc<Self>) -> CallGuard {
+        CallGuard { outer: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
     }
 }
 
-/// Ends the act that [`Act::begin`] began when it drops.
+/// A guard: dropping it ends the call that [`CallRecord::begin`] began.
 #[derive(Debug)]
-pub struct ActGuard {
-    outer: Option<Arc<Act>>,
+pub struct CallGuard {
+    outer: Option<Arc<CallRecord>>,
     of_this_thread: PhantomData<*const ()>,
 }
 
-impl Drop for ActGuard {
+impl Drop for CallGuard {
     fn drop(&mut self) {
         CURRENT.set(self.outer.take());
     }
 }
 
-impl fmt::Display for Act {
+impl fmt::Display for CallRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(owner) = &self.owner {
             write!(f, "{owner} at ")?;
@@ -149,17 +149,17 @@ impl IndexState {
 /// Neighbouring indices with the same state and the same holders.
 #[derive(Clone, Debug)]
 pub struct Span {
-    /// The first index, and the one behind the last.
+    /// The indices of the span.
     pub range: Range<u32>,
     /// The state of each.
     pub state: IndexState,
-    /// The holders of these indices, when they have any and the ledger is open.
-    pub holders: Vec<Arc<Act>>,
+    /// The holders of these indices, as far as a ledger has recorded them.
+    pub holders: Vec<Arc<CallRecord>>,
 }
 
-/// The acts that gave the values of a list: the end of each part, and its act. Empty while the ledger is
-/// closed.
-pub type Signatures = Vec<(usize, Arc<Act>)>;
+/// The calls that freed the values of a list, part by part: the end of each part, and its call. Empty without
+/// a ledger.
+pub type Attribution = Vec<(usize, Arc<CallRecord>)>;
 
 /// Number of entries in the histogram of lifetimes: one per power of two of microseconds.
 pub const LIFETIME_BUCKETS: usize = 48;
@@ -167,25 +167,25 @@ pub const LIFETIME_BUCKETS: usize = 48;
 /// The last lifetime of one index.
 #[derive(Clone, Debug, Default)]
 struct Life {
-    /// The last act that took it.
-    taken: Option<Arc<Act>>,
-    /// The act that freed it since. `None` while it is live.
-    given: Option<Arc<Act>>,
+    /// The last call that took it.
+    taken_by: Option<Arc<CallRecord>>,
+    /// The call that freed it since then. `None` while it is live.
+    freed_by: Option<Arc<CallRecord>>,
 }
 
-/// The holders of each index of a space, the act that freed it last, and a histogram of lifetimes.
+/// The holders of each index of a space, the call that freed it last, and a histogram of lifetimes.
 ///
-/// Every recorded change is attributed to the current act of the thread: see [`Act::begin`].
+/// Every change is attributed to the call in progress on the current thread: see [`CallRecord::begin`].
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::index::{Act, Ledger, Owner};
+/// use kvpool::index::{CallRecord, Ledger, Owner};
 /// let mut ledger = Ledger::default();
 /// let owner = Owner::Text("request 7".into());
-/// let acting = Arc::new(Act::new(Some(owner), "engine.py:12 in admit")).begin();
+/// let call = Arc::new(CallRecord::new(Some(owner), "engine.py:12 in admit")).begin();
 /// ledger.record_take(3..5);
-/// drop(acting);
-/// let _acting = Arc::new(Act::new(None, "engine.py:40 in finish")).begin();
+/// drop(call);
+/// let _call = Arc::new(CallRecord::new(None, "engine.py:40 in finish")).begin();
 /// ledger.record_release(4..5);
 /// assert_eq!(ledger.holders(3).len(), 1);
 /// assert_eq!(
@@ -198,12 +198,12 @@ pub struct Ledger {
     /// The lives of indices, by index. Indices beyond the end were never taken.
     lives: Vec<Life>,
     /// Holders beyond the first, of shared indices.
-    more: HashMap<u32, Vec<Arc<Act>>>,
-    /// The acts that free each index in the call in progress, where it is not the thread's own act alone.
-    givers: HashMap<u32, Vec<Arc<Act>>>,
+    more: HashMap<u32, Vec<Arc<CallRecord>>>,
+    /// The calls that free each index, while a free runs on behalf of several earlier calls.
+    freed_by: HashMap<u32, Vec<Arc<CallRecord>>>,
     lifetimes: [u64; LIFETIME_BUCKETS],
-    /// The acts behind the values that an open group has collected.
-    group: Signatures,
+    /// The calls that freed the values that an open group has collected.
+    group: Attribution,
     /// Indices that became free since the last [`Ledger::take_freed`], once [`Ledger::list_freed`] was
     /// called.
     freed: Option<Vec<Range<u32>>>,
@@ -214,9 +214,9 @@ impl Default for Ledger {
         Self {
             lives: Vec::new(),
             more: HashMap::new(),
-            givers: HashMap::new(),
+            freed_by: HashMap::new(),
             lifetimes: [0; LIFETIME_BUCKETS],
-            group: Signatures::new(),
+            group: Attribution::new(),
             freed: None,
         }
     }
@@ -230,24 +230,24 @@ impl Ledger {
         if self.lives.len() < end {
             self.lives.resize_with(end, Life::default);
         }
-        let act = Act::current();
+        let call = CallRecord::current();
         for life in &mut self.lives[widen(range.start)..end] {
-            *life = Life { taken: Some(Arc::clone(&act)), given: None };
+            *life = Life { taken_by: Some(Arc::clone(&call)), freed_by: None };
         }
     }
 
     /// Records that the last holder of indices freed them.
     pub fn record_release(&mut self, range: Range<u32>) {
-        let current = Act::current();
+        let current = CallRecord::current();
         for index in range {
             self.more.remove(&index);
-            let act = self.givers.get(&index).and_then(|givers| givers.last()).unwrap_or(&current);
+            let call = self.freed_by.get(&index).and_then(|calls| calls.last()).unwrap_or(&current);
             let Some(life) = self.lives.get_mut(widen(index)) else { continue };
-            if let Some(taken) = life.taken.as_ref().filter(|_| life.given.is_none()) {
-                let micros = act.at.saturating_duration_since(taken.at).as_micros();
+            if let Some(taken) = life.taken_by.as_ref().filter(|_| life.freed_by.is_none()) {
+                let micros = call.at.saturating_duration_since(taken.at).as_micros();
                 let bucket = widen(u128::BITS - micros.leading_zeros()).min(LIFETIME_BUCKETS - 1);
                 self.lifetimes[bucket] += 1;
-                life.given = Some(Arc::clone(act));
+                life.freed_by = Some(Arc::clone(call));
             }
         }
     }
@@ -275,68 +275,70 @@ impl Ledger {
         self.freed.get_or_insert_default();
     }
 
-    /// Indices that became free since the last call.
+    /// Returns the indices that became free since the last call.
     pub fn take_freed(&mut self) -> Vec<Range<u32>> {
         self.freed.as_mut().map_or(Vec::new(), std::mem::take)
     }
 
     /// Records one more holder of `index`, which is held.
     pub fn add_holder(&mut self, index: u32) {
-        self.more.entry(index).or_default().push(Act::current());
+        self.more.entry(index).or_default().push(CallRecord::current());
     }
 
-    /// Records that a holder of `index` is gone: the oldest one with the owner of the current act; for an act
-    /// without an owner the newest such holder; otherwise the oldest.
+    /// Removes a holder of `index`.
+    ///
+    /// If the call in progress has an owner, it removes the oldest holder of the same owner; otherwise the
+    /// newest holder without an owner. If there is no such holder, it removes the oldest of all.
     pub fn remove_holder(&mut self, index: u32) {
         let Some(more) = self.more.get_mut(&index) else { return self.record_release(index..index + 1) };
         let Some(life) = self.lives.get_mut(widen(index)) else { return };
-        let givers = self.givers.get_mut(&index).filter(|givers| !givers.is_empty());
-        let act = givers.map_or_else(Act::current, |givers| givers.remove(0));
+        let calls = self.freed_by.get_mut(&index).filter(|calls| !calls.is_empty());
+        let call = calls.map_or_else(CallRecord::current, |calls| calls.remove(0));
         let mut alike = (0..=more.len()).filter(|at| {
-            let holder = if *at == 0 { life.taken.as_ref() } else { Some(&more[at - 1]) };
-            holder.is_some_and(|holder| holder.owner == act.owner)
+            let holder = if *at == 0 { life.taken_by.as_ref() } else { Some(&more[at - 1]) };
+            holder.is_some_and(|holder| holder.owner == call.owner)
         });
-        let leaves = if act.owner.is_some() { alike.next() } else { alike.next_back() };
-        match leaves {
+        let removed = if call.owner.is_some() { alike.next() } else { alike.next_back() };
+        match removed {
             Some(at) if at > 0 => drop(more.remove(at - 1)),
-            _ => life.taken = Some(more.remove(0)),
+            _ => life.taken_by = Some(more.remove(0)),
         }
         if more.is_empty() {
             self.more.remove(&index);
         }
     }
 
-    /// Sets the acts that give the values of the following call; `index_of` maps a value to its index, if it
-    /// has one.
-    pub(super) fn set_givers(
+    /// Attributes the frees of `values` to the calls `by` until [`Ledger::end_attribution`]; `index_of` maps a
+    /// value to its index, if it has one.
+    pub(super) fn attribute_frees(
         &mut self,
-        given: &IndexVec,
-        by: &Signatures,
+        values: &IndexVec,
+        by: &Attribution,
         index_of: impl Fn(i64) -> Option<u32>,
     ) {
-        let mut values = given.iter();
+        let mut values = values.iter();
         let mut begin = 0;
-        for (end, act) in by {
+        for (end, call) in by {
             for index in values.by_ref().take(end - begin).filter_map(&index_of) {
-                self.givers.entry(index).or_default().push(Arc::clone(act));
+                self.freed_by.entry(index).or_default().push(Arc::clone(call));
             }
             begin = *end;
         }
     }
 
-    /// Clears the acts that [`Ledger::set_givers`] has set.
-    pub(super) fn clear_givers(&mut self) {
-        self.givers.clear();
+    /// Ends [`Ledger::attribute_frees`].
+    pub(super) fn end_attribution(&mut self) {
+        self.freed_by.clear();
     }
 
-    /// Replaces the act in progress by `owner` in the holders of `index`, if that act took or shared it.
-    pub fn sign(&mut self, index: u32, owner: &Arc<Act>) {
-        let act = Act::current();
-        let first = self.lives.get_mut(widen(index)).and_then(|life| life.taken.as_mut());
+    /// Makes `holder` the holder of `index` in place of the call in progress, if that call took or shared it.
+    pub fn replace_holder(&mut self, index: u32, holder: &Arc<CallRecord>) {
+        let current = CallRecord::current();
+        let first = self.lives.get_mut(widen(index)).and_then(|life| life.taken_by.as_mut());
         let mut holders = first.into_iter().chain(self.more.get_mut(&index).into_iter().flatten());
         // A page that several requests of one call share has one holder per request.
-        if let Some(holder) = holders.find(|holder| Arc::ptr_eq(holder, &act)) {
-            *holder = Arc::clone(owner);
+        if let Some(replaced) = holders.find(|holder| Arc::ptr_eq(holder, &current)) {
+            *replaced = Arc::clone(holder);
         }
     }
 
@@ -345,30 +347,30 @@ impl Ledger {
         self.record_release(0..narrow(self.lives.len()));
     }
 
-    /// The holders of `index`, oldest first. Empty when it is not live.
+    /// Returns the holders of `index`, oldest first; none when it is not live.
     #[must_use]
-    pub fn holders(&self, index: u32) -> Vec<Arc<Act>> {
-        let life = self.lives.get(widen(index)).filter(|life| life.given.is_none());
-        let first = life.and_then(|life| life.taken.as_ref());
+    pub fn holders(&self, index: u32) -> Vec<Arc<CallRecord>> {
+        let life = self.lives.get(widen(index)).filter(|life| life.freed_by.is_none());
+        let first = life.and_then(|life| life.taken_by.as_ref());
         first.into_iter().chain(self.more.get(&index).into_iter().flatten()).cloned().collect()
     }
 
-    /// The last take of `index`, its holders and its free, in words. `None` if it was never taken.
+    /// Describes the last take of `index`, its holders and its free. Returns `None` if it was never taken.
     #[must_use]
     pub fn history(&self, index: u32) -> Option<String> {
-        let Life { taken, given } = self.lives.get(widen(index))?;
-        let mut words = format!("taken by {}", taken.as_ref()?);
-        for act in self.more.get(&index).into_iter().flatten() {
-            let _ = write!(words, ", shared by {act}");
+        let Life { taken_by, freed_by } = self.lives.get(widen(index))?;
+        let mut words = format!("taken by {}", taken_by.as_ref()?);
+        for call in self.more.get(&index).into_iter().flatten() {
+            let _ = write!(words, ", shared by {call}");
         }
-        if let Some(given) = given {
-            let _ = write!(words, ", given back by {given}");
+        if let Some(freed_by) = freed_by {
+            let _ = write!(words, ", given back by {freed_by}");
         }
         Some(words)
     }
 
-    /// The numbers of lifetimes that ended within 1, 2, 4, ... microseconds; each counts once, in the
-    /// smallest entry.
+    /// Returns the numbers of lifetimes that ended within 1, 2, 4, ... microseconds. Each lifetime is counted
+    /// once, in the first entry that it fits.
     #[must_use]
     pub const fn lifetimes(&self) -> &[u64; LIFETIME_BUCKETS] {
         &self.lifetimes
@@ -377,32 +379,31 @@ impl Ledger {
     /// Adds histories to the first invalid indices of a report; `index_of` maps them to indices of this
     /// ledger.
     pub fn explain(&self, bad: &mut BadFrees, index_of: impl Fn(u32) -> u32) {
-        bad.explain(|given| u32::try_from(given).ok().and_then(|given| self.history(index_of(given))));
+        bad.explain(|freed| u32::try_from(freed).ok().and_then(|freed| self.history(index_of(freed))));
     }
 }
 
-/// A ledger that is open or, outside of debug mode, closed.
+/// The ledger of a structure in debug mode, and nothing otherwise.
 #[derive(Clone, Debug, Default)]
-pub struct Book(Option<Box<Ledger>>);
+pub(super) struct OptionalLedger(Option<Box<Ledger>>);
 
-impl Book {
-    /// Opens the ledger.
-    pub fn open(&mut self) {
+impl OptionalLedger {
+    /// Starts an empty ledger.
+    pub(super) fn open(&mut self) {
         self.0 = Some(Box::default());
     }
 
-    /// The ledger, if it is open.
-    #[must_use]
-    pub fn ledger(&self) -> Option<&Ledger> {
+    /// Returns the ledger, if there is one.
+    pub(super) fn get(&self) -> Option<&Ledger> {
         self.0.as_deref()
     }
 
-    /// Works like [`Book::ledger`], but mutable.
-    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
+    /// Works like [`OptionalLedger::get`], but mutable.
+    pub(super) fn get_mut(&mut self) -> Option<&mut Ledger> {
         self.0.as_deref_mut()
     }
 
-    /// Calls [`Ledger::record_take`] if open.
+    /// Calls [`Ledger::record_take`], if there is a ledger.
     #[inline]
     pub(super) fn record_take(&mut self, range: Range<u32>) {
         if let Some(ledger) = &mut self.0 {
@@ -410,7 +411,7 @@ impl Book {
         }
     }
 
-    /// Calls [`Ledger::record_release`] if open.
+    /// Calls [`Ledger::record_release`], if there is a ledger.
     #[inline]
     pub(super) fn record_release(&mut self, range: Range<u32>) {
         if let Some(ledger) = &mut self.0 {
@@ -418,14 +419,14 @@ impl Book {
         }
     }
 
-    /// Calls [`Ledger::clear`] if open.
+    /// Calls [`Ledger::clear`], if there is a ledger.
     pub(super) fn clear(&mut self) {
         if let Some(ledger) = &mut self.0 {
             ledger.clear();
         }
     }
 
-    /// Calls [`Ledger::add_holder`] if open.
+    /// Calls [`Ledger::add_holder`], if there is a ledger.
     #[inline]
     pub(super) fn add_holder(&mut self, index: u32) {
         if let Some(ledger) = &mut self.0 {
@@ -433,7 +434,7 @@ impl Book {
         }
     }
 
-    /// Calls [`Ledger::remove_holder`] if open.
+    /// Calls [`Ledger::remove_holder`], if there is a ledger.
     #[inline]
     pub(super) fn remove_holder(&mut self, index: u32) {
         if let Some(ledger) = &mut self.0 {
@@ -441,27 +442,28 @@ impl Book {
         }
     }
 
-    /// Attributes the last values of an open group, which now has `count`, to the act in progress.
-    pub(super) fn sign_group(&mut self, count: usize) {
+    /// Attributes the values that were added to an open group last, which now has `count` values, to the call
+    /// in progress.
+    pub(super) fn attribute_group(&mut self, count: usize) {
         if let Some(ledger) = &mut self.0 {
-            ledger.group.push((count, Act::current()));
+            ledger.group.push((count, CallRecord::current()));
         }
     }
 
-    /// Takes the acts of a group that ends.
-    pub(super) fn take_group(&mut self) -> Signatures {
-        self.0.as_mut().map_or(Signatures::new(), |ledger| std::mem::take(&mut ledger.group))
+    /// Takes the calls that freed the values of a group that ends.
+    pub(super) fn take_group(&mut self) -> Attribution {
+        self.0.as_mut().map_or(Attribution::new(), |ledger| std::mem::take(&mut ledger.group))
     }
 
-    /// Calls [`Ledger::explain`] if open and something was dropped.
+    /// Calls [`Ledger::explain`], if there is a ledger and something was dropped.
     pub(super) fn explain(&self, bad: &mut BadFrees, index_of: impl Fn(u32) -> u32) {
-        if let Some(ledger) = self.ledger().filter(|_| bad.dropped() > 0) {
+        if let Some(ledger) = self.get().filter(|_| bad.dropped() > 0) {
             ledger.explain(bad, index_of);
         }
     }
 }
 
-/// The indices of `range` by state and holders; equal neighbours share a span.
+/// Lists the indices of `range` with their states and holders; neighbours with the same ones share a span.
 pub(super) fn spans(
     range: Range<u32>,
     ledger: Option<&Ledger>,
@@ -484,6 +486,6 @@ pub(super) fn spans(
     spans
 }
 
-fn same(one: &[Arc<Act>], other: &[Arc<Act>]) -> bool {
+fn same(one: &[Arc<CallRecord>], other: &[Arc<CallRecord>]) -> bool {
     one.len() == other.len() && one.iter().zip(other).all(|(one, other)| Arc::ptr_eq(one, other))
 }

@@ -7,33 +7,33 @@ mod slots;
 
 use std::ops::Deref;
 
-use super::ledger::Book;
+use super::ledger::{Ledger, OptionalLedger};
 
-/// An ownership structure and the [`Book`] that records its takes and frees.
+/// An ownership structure and, in debug mode, the [`Ledger`] that records its takes and frees.
 ///
 /// Every method that changes an owner is here: it calls the structure, which has no ledger, and records
-/// the result. While the book is closed nothing is recorded, and a call costs one more branch.
+/// the result. Without a ledger nothing is recorded, and a call costs one more branch.
 ///
 /// ```
 /// use kvpool::base::ChunkId;
-/// use kvpool::index::{Act, Ledgered, RefCounts};
+/// use kvpool::index::{CallRecord, Ledgered, RefCounts};
 /// let mut counts: Ledgered<RefCounts<ChunkId>> = Ledgered::default();
-/// counts.book_mut().open();
+/// counts.open_ledger();
 /// counts.extend(1).unwrap();
 /// counts.offer(0..1);
 /// counts.take().unwrap();
-/// let ledger = counts.book().ledger().unwrap();
-/// assert_eq!(ledger.history(0).unwrap(), format!("taken by {}", Act::UNKNOWN_PLACE));
+/// let ledger = counts.ledger().unwrap();
+/// assert_eq!(ledger.history(0).unwrap(), format!("taken by {}", CallRecord::UNKNOWN_SITE));
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Ledgered<T> {
     inner: T,
-    book: Book,
+    ledger: OptionalLedger,
 }
 
 impl<T> From<T> for Ledgered<T> {
     fn from(inner: T) -> Self {
-        Self { inner, book: Book::default() }
+        Self { inner, ledger: OptionalLedger::default() }
     }
 }
 
@@ -46,14 +46,19 @@ impl<T> Deref for Ledgered<T> {
 }
 
 impl<T> Ledgered<T> {
-    /// The record of takes and frees.
-    #[must_use]
-    pub const fn book(&self) -> &Book {
-        &self.book
+    /// Starts an empty ledger, which records every take and free from now on.
+    pub fn open_ledger(&mut self) {
+        self.ledger.open();
     }
 
-    /// Works like [`Ledgered::book`], but mutable: use it to open the ledger.
-    pub const fn book_mut(&mut self) -> &mut Book {
-        &mut self.book
+    /// Returns the ledger, if there is one.
+    #[must_use]
+    pub fn ledger(&self) -> Option<&Ledger> {
+        self.ledger.get()
+    }
+
+    /// Works like [`Ledgered::ledger`], but mutable.
+    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
+        self.ledger.get_mut()
     }
 }

@@ -44,7 +44,7 @@ pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reuse, Rounding};
 pub use extension::{Extension, LastLoc};
 pub use free_list::{Fit, FreeList, FreeTiming, Order, Run};
-pub use ledger::{Act, ActGuard, Book, IndexState, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span};
+pub use ledger::{Attribution, CallGuard, CallRecord, IndexState, LIFETIME_BUCKETS, Ledger, Owner, Span};
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
 pub use page_list::{PageList, Runs};

@@ -112,7 +112,7 @@ impl BufferPool {
 
     /// Records owners and call sites from now on.
     pub fn keep_ledger(&mut self) {
-        self.buckets.book_mut().open();
+        self.buckets.open_ledger();
     }
 
     /// Number of uses of a buffer that was already given back.
@@ -209,7 +209,7 @@ impl BufferPool {
         let region = region.filter(|_| self.buckets.is_live(buffer));
         self.stale_uses += usize::from(region.is_none());
         region.ok_or_else(|| {
-            let ledger = self.buckets.book().ledger();
+            let ledger = self.buckets.ledger();
             stale(buffer, ledger.and_then(|ledger| ledger.history(buffer.index().number())))
         })
     }
@@ -319,7 +319,7 @@ impl Pool for BufferPool {
 
     fn occupancy(&self) -> Occupancy {
         let spans = self.buckets().spans().into_iter().map(|(span, bytes)| (span, Some(bytes)));
-        Occupancy::new(spans, self.buckets().book(), 1)
+        Occupancy::new(spans, self.buckets().ledger(), 1)
     }
 
     fn keep_ledger(&mut self) {

@@ -280,7 +280,7 @@ impl ChunkPool {
 
     /// Records owners and call sites from now on.
     pub fn keep_ledger(&self) {
-        self.state().chunks.book_mut().open();
+        self.state().chunks.open_ledger();
     }
 
     /// Takes `count` chunks, each with one reference, or none of them, without waiting.
@@ -559,7 +559,7 @@ impl Pool for ChunkPool {
     }
 
     fn occupancy(&self) -> Occupancy {
-        self.counts(|chunks, _| Occupancy::even(chunks.spans(), chunks.book(), 1))
+        self.counts(|chunks, _| Occupancy::even(chunks.spans(), chunks.ledger(), 1))
     }
 
     fn keep_ledger(&mut self) {

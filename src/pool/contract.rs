@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{Device, Id, widen};
-use crate::index::{Act, Book, IndexState, RefCounts, RowTable, Span};
+use crate::index::{CallRecord, IndexState, Ledger, RefCounts, RowTable, Span};
 
 /// A pool, as seen by metrics, snapshots and reports.
 ///
@@ -123,7 +123,7 @@ pub struct Piece {
     /// Bytes of the span, if units differ in size.
     pub bytes: Option<usize>,
     /// The holders of units in use, if a ledger is kept.
-    pub holders: Vec<Arc<Act>>,
+    pub holders: Vec<Arc<CallRecord>>,
 }
 
 /// The units of a pool.
@@ -139,7 +139,7 @@ impl Occupancy {
     /// The spans of a space whose indices stand for `scale` units each.
     pub(super) fn new(
         spans: impl IntoIterator<Item = (Span, Option<usize>)>,
-        book: &Book,
+        ledger: Option<&Ledger>,
         scale: usize,
     ) -> Self {
         let piece = |(span, bytes): (Span, Option<usize>)| Piece {
@@ -151,14 +151,12 @@ impl Occupancy {
         let lives = |&lives: &u64| lives.saturating_mul(scale as u64);
         Self {
             pieces: spans.into_iter().map(piece).collect(),
-            lifetimes: book
-                .ledger()
-                .map_or(Vec::new(), |ledger| ledger.lifetimes().iter().map(lives).collect()),
+            lifetimes: ledger.map_or(Vec::new(), |ledger| ledger.lifetimes().iter().map(lives).collect()),
         }
     }
 
     /// [`Self::new`] for units of one size.
-    pub(super) fn even(spans: Vec<Span>, book: &Book, scale: usize) -> Self {
-        Self::new(spans.into_iter().map(|span| (span, None)), book, scale)
+    pub(super) fn even(spans: Vec<Span>, ledger: Option<&Ledger>, scale: usize) -> Self {
+        Self::new(spans.into_iter().map(|span| (span, None)), ledger, scale)
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::base::bounded::signed;
 use crate::base::{IndexVec, Result};
-use crate::index::{FenceId, Signatures};
+use crate::index::{Attribution, FenceId};
 use crate::kernels::{Fetcher, PendingFetch};
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
 
@@ -85,7 +85,7 @@ struct Free {
     /// The fence that the slots wait for once they are known.
     fence: Option<FenceId>,
     /// The calls that freed them, if a ledger is kept.
-    by: Signatures,
+    by: Attribution,
 }
 
 /// A free whose slots are all on the host.
@@ -93,7 +93,7 @@ pub(super) struct ReadyFree {
     /// The slots; an error when there is no memory for them.
     pub(super) slots: Result<IndexVec>,
     pub(super) fence: Option<FenceId>,
-    pub(super) by: Signatures,
+    pub(super) by: Attribution,
     /// Owners of its tensors. Drop them without locks.
     pub(super) keeps: Vec<Keep>,
 }
@@ -137,7 +137,7 @@ impl DeferredFrees {
         Ok(fetcher.fetch(tensor, keep, stream)?.map(|fetch| Values::Fetched(fetcher, fetch)))
     }
 
-    pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, by: Signatures) {
+    pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, by: Attribution) {
         self.frees.push_back(Free { parts, fence, by });
     }
 

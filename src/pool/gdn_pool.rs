@@ -299,7 +299,7 @@ impl GdnPool {
 
     /// Records owners and call sites from now on.
     pub fn keep_ledger(&self) {
-        self.tracks().book_mut().open();
+        self.tracks().open_ledger();
     }
 
     /// The ownership of track slots.
@@ -332,7 +332,7 @@ impl Pool for GdnPool {
 
     fn occupancy(&self) -> Occupancy {
         let tracks = self.tracks();
-        Occupancy::even(tracks.spans(), tracks.book(), 1)
+        Occupancy::even(tracks.spans(), tracks.ledger(), 1)
     }
 
     fn keep_ledger(&mut self) {

@@ -111,7 +111,7 @@ impl PagePool {
 
     /// Records owners and call sites from now on.
     pub fn keep_ledger(&mut self) {
-        self.pages.book_mut().open();
+        self.pages.open_ledger();
     }
 
     /// Bytes of all pages.
@@ -196,7 +196,7 @@ impl Pool for PagePool {
     }
 
     fn occupancy(&self) -> Occupancy {
-        Occupancy::even(self.pages().spans(), self.pages().book(), 1)
+        Occupancy::even(self.pages().spans(), self.pages().ledger(), 1)
     }
 
     fn keep_ledger(&mut self) {

@@ -257,7 +257,7 @@ impl ReqToTokenPool {
 
     /// Records owners and call sites from now on.
     pub fn keep_ledger(&mut self) {
-        self.rows.book_mut().open();
+        self.rows.open_ledger();
     }
 
     /// Takes `count` rows, first in, first out, or returns `None`. Their generations count up.
@@ -634,7 +634,7 @@ impl Pool for ReqToTokenPool {
 
     fn occupancy(&self) -> Occupancy {
         let rows = self.rows();
-        Occupancy::even(rows.spans(), rows.book(), 1)
+        Occupancy::even(rows.spans(), rows.ledger(), 1)
     }
 
     fn keep_ledger(&mut self) {

@@ -11,7 +11,9 @@ use crate::base::{
     Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
     try_with_capacity, widen,
 };
-use crate::index::{Act, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats};
+use crate::index::{
+    CallRecord, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats,
+};
 use crate::kernels::GrowingBatch;
 use crate::memory::{Backend, BorrowedTensor, Event, Keep, Stream};
 use crate::tensor::TensorView;
@@ -37,7 +39,7 @@ pub(super) struct SlotTensors {
     /// The fences of frees in `slots` and `deferred`.
     fences: Fences,
     /// Values of the open group that the host does not have yet.
-    group: Vec<(Part, Option<Arc<Act>>)>,
+    group: Vec<(Part, Option<Arc<CallRecord>>)>,
     /// Pages of the current call; kept for its capacity.
     runs: Vec<Run<Page>>,
     on_bad_free: OnBadFree,
@@ -118,22 +120,22 @@ impl SlotTensors {
 
     /// Records owners and call sites from now on.
     pub(super) fn keep_ledger(&mut self) {
-        self.slots.book_mut().open();
+        self.slots.open_ledger();
     }
 
-    /// The current act of this thread, if a ledger is kept.
-    pub(super) fn act(&self) -> Option<Arc<Act>> {
-        self.keeps_ledger().then(Act::current)
+    /// The current call of this thread, if a ledger is kept.
+    pub(super) fn call(&self) -> Option<Arc<CallRecord>> {
+        self.keeps_ledger().then(CallRecord::current)
     }
 
     /// Whether a ledger is kept.
     pub(super) fn keeps_ledger(&self) -> bool {
-        self.slots.book().ledger().is_some()
+        self.slots.ledger().is_some()
     }
 
     /// Poisons rows of `kv` when their slots become free, if a ledger is kept.
     pub(super) fn poison_freed(&mut self, kv: &Arc<KvPool>) {
-        if let Some(ledger) = self.slots.book_mut().ledger_mut() {
+        if let Some(ledger) = self.slots.ledger_mut() {
             ledger.list_freed();
             self.poisoned.push(Arc::downgrade(kv));
         }
@@ -148,7 +150,7 @@ impl SlotTensors {
         if self.poisoned.is_empty() {
             return Ok(());
         }
-        let pages = self.slots.book_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
+        let pages = self.slots.ledger_mut().map_or(Vec::new(), Ledger::take_freed);
         let page_size = self.slots.page_size();
         let slots: Vec<_> =
             pages.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();

@@ -675,7 +675,7 @@ impl Pool for TokenToKvPoolAllocator {
         let locked = self.locked_pages();
         self.inspect(|slots| {
             let spans = slots.spans(|page| locked.contains(&page));
-            Occupancy::even(spans, slots.book(), slots.page_size())
+            Occupancy::even(spans, slots.ledger(), slots.page_size())
         })
     }
 

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PySequence};
 
 use crate::base::{Error, IndexVec};
-use crate::index::ActGuard;
+use crate::index::CallGuard;
 use crate::memory::Stream;
 use crate::pool::{Batch, BatchPlanner as Planner, PlannerConfig, Prefix};
 
@@ -66,7 +66,7 @@ pub(super) struct BatchPlanner {
 
 impl BatchPlanner {
     /// Records the caller's line for the pools, if one of them debugs.
-    fn begin(&self, py: Python<'_>) -> PyResult<Option<ActGuard>> {
+    fn begin(&self, py: Python<'_>) -> PyResult<Option<CallGuard>> {
         let (slots, rows) = (self.allocator.get().debug, self.table.get().debug);
         if slots.is_on() { slots.begin(py, None) } else { rows.begin(py, None) }
     }

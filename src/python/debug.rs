@@ -7,7 +7,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 
-use crate::index::{Act, ActGuard, Owner};
+use crate::index::{CallGuard, CallRecord, Owner};
 use crate::pool::{Occupancy, Pool as Contract};
 
 use super::args::kind_of;
@@ -51,12 +51,12 @@ impl Debug {
         self,
         py: Python<'_>,
         owner: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<ActGuard>> {
+    ) -> PyResult<Option<CallGuard>> {
         if self.is_on || owner.is_some() { self.announce(py, owner) } else { Ok(None) }
     }
 
     #[cold]
-    fn announce(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<ActGuard>> {
+    fn announce(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<CallGuard>> {
         if let Some(owner) = owner
             && !owner.is_instance_of::<PyString>()
             && !owner.is_instance_of::<PyInt>()
@@ -68,8 +68,8 @@ impl Debug {
             return Ok(None);
         }
         let owner = owner.map(to_owner).transpose()?;
-        let site = call_site(py)?.unwrap_or_else(|| Act::UNKNOWN_PLACE.to_owned());
-        Ok(Some(Arc::new(Act::new(owner, &site)).begin()))
+        let site = call_site(py)?.unwrap_or_else(|| CallRecord::UNKNOWN_SITE.to_owned());
+        Ok(Some(Arc::new(CallRecord::new(owner, &site)).begin()))
     }
 }
 
@@ -114,15 +114,15 @@ pub(super) type OccupancyTuple<'py> = (Vec<SpanTuple<'py>>, Vec<u64>);
 
 /// The occupancy of a pool as Python objects.
 pub(super) fn occupancy<'py>(py: Python<'py>, occupancy: Occupancy) -> PyResult<OccupancyTuple<'py>> {
-    // One moment for all, so that ages are in the order of the acts.
+    // One moment for all, so that ages are in the order of the calls.
     let now = Instant::now();
-    let holder = |act: &Arc<Act>| -> PyResult<Holder<'py>> {
-        let owner = match &act.owner {
+    let holder = |call: &Arc<CallRecord>| -> PyResult<Holder<'py>> {
+        let owner = match &call.owner {
             None => None,
             Some(Owner::Text(text)) => Some(PyString::new(py, text).into_any()),
             Some(Owner::Number(number)) => Some(py.get_type::<PyInt>().call1((number,))?),
         };
-        Ok((owner, act.site.to_string(), act.age(now).as_secs_f64(), act.number))
+        Ok((owner, call.site.to_string(), call.age(now).as_secs_f64(), call.number))
     };
     let spans = occupancy.pieces.iter().map(|piece| {
         let holders = piece.holders.iter().map(holder).collect::<PyResult<_>>()?;

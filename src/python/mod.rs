@@ -181,7 +181,7 @@ fn _use_stream(handle: Option<usize>) {
 /// one.
 #[pyfunction]
 fn _noted() -> u64 {
-    crate::index::Act::count()
+    crate::index::CallRecord::count()
 }
 
 /// The classes and functions of the extension. Those of the module `kvpool._kvpool` itself are parts of integrations,

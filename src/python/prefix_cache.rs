@@ -13,7 +13,7 @@ use pyo3::types::PyTuple;
 
 use crate::base::{Device, Error};
 use crate::cache::PolicyKind;
-use crate::index::ActGuard;
+use crate::index::CallGuard;
 use crate::memory::Stream;
 use crate::pool::{
     HostTier as HostTierOfPool, Lease as PoolLease, LowerStore, LowerTier, PrefixCache as Cache,
@@ -177,7 +177,7 @@ impl PrefixCache {
     }
 
     /// Records the caller's line for the allocator, if it debugs.
-    fn begin(&self, py: Python<'_>) -> PyResult<Option<ActGuard>> {
+    fn begin(&self, py: Python<'_>) -> PyResult<Option<CallGuard>> {
         self.allocator.get().debug.begin(py, None)
     }
 

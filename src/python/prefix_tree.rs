@@ -9,7 +9,7 @@ use pyo3::types::PyDict;
 
 use crate::base::{Device, Error, ErrorKind, Id, IndexVec};
 use crate::cache::{NodeHandle, NodeInfo, PolicyKind};
-use crate::index::ActGuard;
+use crate::index::CallGuard;
 use crate::memory::Stream;
 use crate::pool::{EvictedNodes, Inserted, NodePrefix, PrefixTree as Tree, PrefixTreeConfig};
 use crate::tensor::TensorView;
@@ -62,7 +62,7 @@ impl PrefixTree {
     }
 
     /// Records the caller's line for the allocator, if it debugs.
-    fn begin(&self, py: Python<'_>) -> PyResult<Option<ActGuard>> {
+    fn begin(&self, py: Python<'_>) -> PyResult<Option<CallGuard>> {
         self.allocator.as_ref().map_or(Ok(None), |allocator| allocator.get().debug.begin(py, None))
     }
 }

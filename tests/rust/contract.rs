@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvpool::base::{Device, ErrorKind, Id, IndexVec, Result};
 use kvpool::cache::PolicyKind;
-use kvpool::index::{Act, BadFrees, IndexState, Rounding};
+use kvpool::index::{BadFrees, CallRecord, IndexState, Rounding};
 use kvpool::kernels::Indices;
 use kvpool::pool::{
     AllocatorConfig, BufferConfig, BufferPool, ChunkPool, GdnConfig, GdnPool, HostTier, KvPool, PageConfig,
@@ -202,12 +202,12 @@ fn bad_frees_are_dropped_or_errors_and_change_nothing() {
 fn ledger_records_holders() {
     for mut pool in counted(false) {
         pool.keep_ledger();
-        let acting = Arc::new(Act::new(None, "here")).begin();
+        let acting = Arc::new(CallRecord::new(None, "here")).begin();
         let unit = pool.take().expect("room");
         drop(acting);
         let holders = |pool: &dyn Counted| -> Vec<String> {
             let pieces = pool.occupancy().pieces.into_iter();
-            pieces.flat_map(|piece| piece.holders).map(|act| act.site.to_string()).collect()
+            pieces.flat_map(|piece| piece.holders).map(|call| call.site.to_string()).collect()
         };
         assert_eq!(holders(pool.as_ref()), ["here"]);
         give_back(pool.as_mut(), unit);

@@ -11,7 +11,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     pub fn spans(&self) -> Vec<(Span, usize)> {
         let span_of = |(index, is_live, bytes): (u32, bool, usize)| {
             let state = if is_live { IndexState::Live } else { IndexState::Free };
-            spans(index..index + 1, self.book.ledger(), |_| state).into_iter().map(move |span| (span, bytes))
+            spans(index..index + 1, self.ledger.get(), |_| state).into_iter().map(move |span| (span, bytes))
         };
         self.inner.buffers().flat_map(span_of).collect()
     }
@@ -36,14 +36,14 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     }
 
     fn record_taken(&mut self, ticket: Ticket<BufferId>) {
-        self.book.record_take(ticket.range());
+        self.ledger.record_take(ticket.range());
     }
 
     /// Calls [`Buckets::give_back`] and records it.
     pub fn give_back(&mut self, ticket: Ticket<BufferId>) -> bool {
         let is_given_back = self.inner.give_back(ticket);
         if is_given_back {
-            self.book.record_release(ticket.range());
+            self.ledger.record_release(ticket.range());
         }
         is_given_back
     }
@@ -52,13 +52,13 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     pub fn give_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
         if self.inner.is_live(ticket) {
             self.inner.give_back_as(ticket, lane);
-            self.book.record_release(ticket.range());
+            self.ledger.record_release(ticket.range());
         }
     }
 
     /// Calls [`Buckets::reset`] and records it.
     pub fn reset(&mut self) {
-        if let Some(ledger) = self.book.ledger_mut() {
+        if let Some(ledger) = self.ledger.get_mut() {
             let live = self.inner.buffers().filter(|(_, is_live, _)| *is_live);
             live.for_each(|(index, ..)| ledger.record_release(index..index + 1));
         }

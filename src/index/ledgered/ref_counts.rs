@@ -12,7 +12,7 @@ impl<I: Id> Ledgered<RefCounts<I>> {
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
         let is_free = self.inner.free_flags();
-        spans(self.inner.indices(), self.book.ledger(), |index| {
+        spans(self.inner.indices(), self.ledger.get(), |index| {
             if self.inner.ticket(I::new(index)).is_some() {
                 IndexState::Live
             } else if is_free[widen(index)] {
@@ -26,7 +26,7 @@ impl<I: Id> Ledgered<RefCounts<I>> {
     /// A report of `index`, which could not be freed, with its history.
     pub fn bad_free(&self, index: i64, reason: BadFree) -> BadFrees {
         let mut bad = BadFrees::of(index, reason);
-        self.book.explain(&mut bad, |index| index);
+        self.ledger.explain(&mut bad, |index| index);
         bad
     }
 
@@ -51,7 +51,7 @@ impl<I: Id> Ledgered<RefCounts<I>> {
     /// Calls [`RefCounts::take`] and records it.
     pub fn take(&mut self) -> Option<Ticket<I>> {
         let ticket = self.inner.take()?;
-        self.book.record_take(ticket.range());
+        self.ledger.record_take(ticket.range());
         Some(ticket)
     }
 
@@ -59,7 +59,7 @@ impl<I: Id> Ledgered<RefCounts<I>> {
     pub fn retain(&mut self, ticket: Ticket<I>) -> bool {
         let is_retained = self.inner.retain(ticket);
         if is_retained {
-            self.book.add_holder(ticket.index().number());
+            self.ledger.add_holder(ticket.index().number());
         }
         is_retained
     }
@@ -71,9 +71,9 @@ impl<I: Id> Ledgered<RefCounts<I>> {
     pub fn release(&mut self, ticket: Ticket<I>) -> std::result::Result<Option<Returning<I>>, BadFree> {
         let returning = self.inner.release(ticket)?;
         if returning.is_some() {
-            self.book.record_release(ticket.range());
+            self.ledger.record_release(ticket.range());
         } else {
-            self.book.remove_holder(ticket.index().number());
+            self.ledger.remove_holder(ticket.index().number());
         }
         Ok(returning)
     }

@@ -9,7 +9,7 @@ impl<I: Id> Ledgered<RowTable<I>> {
     /// All rows by state and holders.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
-        spans(self.inner.rows().indices(), self.book.ledger(), |row| {
+        spans(self.inner.rows().indices(), self.ledger.get(), |row| {
             if self.inner.rows().is_live(I::new(row)) { IndexState::Live } else { IndexState::Free }
         })
     }
@@ -17,7 +17,7 @@ impl<I: Id> Ledgered<RowTable<I>> {
     /// Calls [`RowTable::alloc`] and records it.
     pub fn alloc(&mut self, count: usize) -> Option<Vec<RowExtent<I>>> {
         let taken = self.inner.alloc(count)?;
-        if let Some(ledger) = self.book.ledger_mut() {
+        if let Some(ledger) = self.ledger.get_mut() {
             for row in taken.iter().map(|taken| taken.row.number()) {
                 ledger.record_take(row..row + 1);
             }
@@ -30,10 +30,10 @@ impl<I: Id> Ledgered<RowTable<I>> {
     /// # Errors
     /// Same as [`RowTable::free`].
     pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
-        let book = &self.book;
-        let explain = |bad: &mut BadFrees| book.explain(bad, |row| row);
+        let ledger = &self.ledger;
+        let explain = |bad: &mut BadFrees| ledger.explain(bad, |row| row);
         let (freed, bad) = self.inner.free_explained(given, on_bad, explain)?;
-        if let Some(ledger) = self.book.ledger_mut() {
+        if let Some(ledger) = self.ledger.get_mut() {
             for row in freed.iter().map(|freed| freed.row.number()) {
                 ledger.record_release(row..row + 1);
             }
@@ -48,7 +48,7 @@ impl<I: Id> Ledgered<RowTable<I>> {
 
     /// Calls [`RowTable::clear`] and records it.
     pub fn clear(&mut self) -> Vec<RowExtent<I>> {
-        self.book.clear();
+        self.ledger.clear();
         self.inner.clear()
     }
 }

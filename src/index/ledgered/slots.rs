@@ -4,16 +4,18 @@ use std::sync::Arc;
 
 use super::Ledgered;
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
-use crate::index::ledger::{IndexState, Signatures, Span, spans};
+use crate::index::ledger::{Attribution, IndexState, Span, spans};
 use crate::index::owners::Room;
-use crate::index::{Act, BadFrees, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator};
+use crate::index::{
+    BadFrees, CallRecord, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator,
+};
 
 impl Ledgered<SlotAllocator> {
     /// All pages by state and holders. Those of a cache are locked if `is_locked` says so.
     #[must_use]
     pub fn spans(&self, is_locked: impl Fn(Page) -> bool) -> Vec<Span> {
         let slots = &self.inner;
-        spans(slots.pages().indices(), self.book.ledger(), |page| {
+        spans(slots.pages().indices(), self.ledger.get(), |page| {
             let page = Page::new(page);
             if !slots.pages().is_in_use(page) {
                 IndexState::Free
@@ -67,9 +69,9 @@ impl Ledgered<SlotAllocator> {
 
     /// Calls [`SlotAllocator::alloc_pages`] and records it.
     pub fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
-        let book = &mut self.book;
+        let ledger = &mut self.ledger;
         self.inner.alloc_pages(count, |pages| {
-            book.record_take(pages.range());
+            ledger.record_take(pages.range());
             emit(pages);
         })
     }
@@ -77,7 +79,7 @@ impl Ledgered<SlotAllocator> {
     /// Records that the pages of `slots`, except the `continued` ones, were taken.
     #[inline]
     fn record_taken<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
-        let Some(ledger) = self.book.ledger_mut() else { return };
+        let Some(ledger) = self.ledger.get_mut() else { return };
         let page_size = self.inner.slots_of_a_page();
         let mut pages: Vec<u32> = slots.iter().map(|slot| slot.number() / page_size).collect();
         pages.dedup();
@@ -96,7 +98,7 @@ impl Ledgered<SlotAllocator> {
     /// Records that the last free gave its pages back and, with `is_free`, that they are free.
     #[inline]
     fn record_freed(&mut self, is_free: bool) {
-        let Some(ledger) = self.book.ledger_mut() else { return };
+        let Some(ledger) = self.ledger.get_mut() else { return };
         let given = || self.inner.pages().last_freed().iter().flat_map(|mask| mask.ranges());
         given().for_each(|pages| ledger.record_release(pages));
         if is_free {
@@ -110,7 +112,7 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::share`].
     pub fn share(&mut self, given: &IndexVec) -> Result<()> {
         for page in self.inner.share_pages_of(given)? {
-            self.book.add_holder(page.number());
+            self.ledger.add_holder(page.number());
         }
         Ok(())
     }
@@ -122,8 +124,8 @@ impl Ledgered<SlotAllocator> {
 
     /// Calls `SlotAllocator::share_pages` and records it.
     pub(in crate::index) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
-        let book = &mut self.book;
-        self.inner.share_pages(room, pages.into_iter().inspect(|page| book.add_holder(page.number())));
+        let ledger = &mut self.ledger;
+        self.inner.share_pages(room, pages.into_iter().inspect(|page| ledger.add_holder(page.number())));
     }
 
     /// Calls [`SlotAllocator::retain`] and records it.
@@ -133,7 +135,7 @@ impl Ledgered<SlotAllocator> {
     pub fn retain(&mut self, runs: &[Run<Page>]) -> Result<()> {
         self.inner.retain(runs)?;
         for page in runs.iter().flat_map(|run| run.range()) {
-            self.book.add_holder(page);
+            self.ledger.add_holder(page);
         }
         Ok(())
     }
@@ -155,10 +157,10 @@ impl Ledgered<SlotAllocator> {
     pub fn cache(&mut self, pages: &[Page], duplicates: &[Page], owner: &Owner) -> Result<()> {
         self.inner.cache(pages, duplicates)?;
         self.record_removed(true);
-        if let Some(ledger) = self.book.ledger_mut() {
+        if let Some(ledger) = self.ledger.get_mut() {
             let pages = || pages.iter().map(|page| page.number());
             pages().for_each(|page| ledger.remove_holder(page));
-            let _acting = act_of(owner).begin();
+            let _call = call_of(owner).begin();
             pages().for_each(|page| ledger.add_holder(page));
         }
         Ok(())
@@ -170,7 +172,7 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::release_cached`].
     pub fn release_cached(&mut self, pages: &[Page], fence: Option<FenceId>, owner: &Owner) {
         self.inner.release_cached(pages, fence);
-        let _acting = self.book.ledger().map(|_| act_of(owner).begin());
+        let _call = self.ledger.get().map(|_| call_of(owner).begin());
         self.record_removed(fence.is_none());
     }
 
@@ -184,7 +186,7 @@ impl Ledgered<SlotAllocator> {
             return self.free_explained(given, None, on_bad);
         }
         let answer = self.inner.free(given, on_bad);
-        self.book.sign_group(self.inner.grouped());
+        self.ledger.attribute_group(self.inner.grouped());
         answer
     }
 
@@ -208,20 +210,20 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free_now`].
-    pub fn free_signed(
+    pub fn free_attributed(
         &mut self,
         given: &IndexVec,
         fence: Option<FenceId>,
-        by: &Signatures,
+        by: &Attribution,
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let page_size = i64::from(self.inner.slots_of_a_page());
-        if let Some(ledger) = self.book.ledger_mut() {
-            ledger.set_givers(given, by, |slot| u32::try_from(slot / page_size).ok());
+        if let Some(ledger) = self.ledger.get_mut() {
+            ledger.attribute_frees(given, by, |slot| u32::try_from(slot / page_size).ok());
         }
         let answer = self.free_explained(given, fence, on_bad);
-        if let Some(ledger) = self.book.ledger_mut() {
-            ledger.clear_givers();
+        if let Some(ledger) = self.ledger.get_mut() {
+            ledger.end_attribution();
         }
         answer
     }
@@ -233,8 +235,8 @@ impl Ledgered<SlotAllocator> {
         fence: Option<FenceId>,
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
-        let (book, page_size) = (&self.book, self.inner.slots_of_a_page());
-        let explain = |bad: &mut BadFrees| book.explain(bad, |slot| slot / page_size);
+        let (ledger, page_size) = (&self.ledger, self.inner.slots_of_a_page());
+        let explain = |bad: &mut BadFrees| ledger.explain(bad, |slot| slot / page_size);
         let bad = self.inner.free_explained(given, fence, on_bad, explain)?;
         self.record_removed(fence.is_none());
         Ok(bad)
@@ -245,7 +247,7 @@ impl Ledgered<SlotAllocator> {
     #[inline]
     fn record_removed(&mut self, is_free: bool) {
         self.record_freed(is_free);
-        if let Some(ledger) = self.book.ledger_mut() {
+        if let Some(ledger) = self.ledger.get_mut() {
             self.inner.last_removed().iter().for_each(|page| ledger.remove_holder(page.number()));
         }
     }
@@ -262,9 +264,9 @@ impl Ledgered<SlotAllocator> {
 
     /// Calls [`SlotAllocator::fence_passed`] and records it.
     pub fn fence_passed(&mut self, id: FenceId) {
-        let book = &mut self.book;
+        let ledger = &mut self.ledger;
         self.inner.pass_fence(id, |mask, is_last_owner| {
-            let Some(ledger) = book.ledger_mut() else { return };
+            let Some(ledger) = ledger.get_mut() else { return };
             for pages in mask.ranges() {
                 if is_last_owner {
                     ledger.record_release(pages.clone());
@@ -283,9 +285,9 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::group_end`].
-    pub fn group_end(&mut self) -> Result<Option<(IndexVec, Signatures)>> {
+    pub fn group_end(&mut self) -> Result<Option<(IndexVec, Attribution)>> {
         let given = self.inner.group_end()?;
-        Ok(given.map(|given| (given, self.book.take_group())))
+        Ok(given.map(|given| (given, self.ledger.take_group())))
     }
 
     /// Calls [`SlotAllocator::merge`].
@@ -295,19 +297,19 @@ impl Ledgered<SlotAllocator> {
 
     /// Calls [`SlotAllocator::clear`] and records it.
     pub fn clear(&mut self) {
-        let _ = self.book.take_group();
-        if let Some(ledger) = self.book.ledger_mut() {
+        let _ = self.ledger.take_group();
+        if let Some(ledger) = self.ledger.get_mut() {
             let pages = self.inner.pages();
             for page in pages.indices().filter(|page| pages.is_in_use(Page::new(*page))) {
                 ledger.record_free(page..page + 1);
             }
         }
-        self.book.clear();
+        self.ledger.clear();
         self.inner.clear();
     }
 }
 
-/// The current act in the name of `owner`.
-fn act_of(owner: &Owner) -> Arc<Act> {
-    Arc::new(Act { owner: Some(owner.clone()), ..Act::clone(&Act::current()) })
+/// The call in progress, in the name of `owner`.
+fn call_of(owner: &Owner) -> Arc<CallRecord> {
+    Arc::new(CallRecord { owner: Some(owner.clone()), ..CallRecord::clone(&CallRecord::current()) })
 }

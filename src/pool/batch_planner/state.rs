@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
-use crate::index::{Act, Growth, GrowthRequest, Owner, PageList, Requests};
+use crate::index::{CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
 use crate::pool::shortage::{OrShort, Short};
@@ -344,12 +344,12 @@ impl PlannerState {
 
     /// Records the owner of a row as the owner of its new pages, from token `start` on, if a ledger is kept.
     fn sign(&self, row: RequestRow, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
-        let Some(act) = signed_act(row, slots, table) else { return };
+        let Some(call) = call_of_request(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
-        if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
+        if let Some(ledger) = slots.slots_mut().ledger_mut() {
             let pages = self.requests.pages(row);
             for page in pages.iter_from(first) {
-                ledger.sign(page.number(), &act);
+                ledger.replace_holder(page.number(), &call);
             }
         }
     }
@@ -420,13 +420,13 @@ fn write_fork(
     Ok(copied)
 }
 
-/// The current act in the name of a request, its row's owner or the row, if a ledger is kept.
-fn signed_act(row: RequestRow, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
-    let act = slots.act()?;
-    let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row.number()));
+/// The current call in the name of a request, its row's owner or the row, if a ledger is kept.
+fn call_of_request(row: RequestRow, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<CallRecord>> {
+    let call = slots.call()?;
+    let holders = table.rows().ledger().map_or(Vec::new(), |ledger| ledger.holders(row.number()));
     let owner = holders.first().and_then(|holder| holder.owner.clone());
     let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
-    Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))
+    Some(Arc::new(CallRecord { owner: Some(owner), ..CallRecord::clone(&call) }))
 }
 
 /// The smallest of `sizes` that a batch of `count` fits.

@@ -135,8 +135,8 @@ impl SlotTensors {
             return self.free_values(&slots, fence);
         }
         if fence.is_none() && self.slots.in_group() {
-            let act = self.act();
-            self.group.extend(parts.into_iter().map(|part| (part, act.clone())));
+            let call = self.call();
+            self.group.extend(parts.into_iter().map(|part| (part, call.clone())));
         } else {
             self.defer(parts, fence);
         }
@@ -146,7 +146,7 @@ impl SlotTensors {
     /// Frees the slots of `parts` when all of their values have arrived.
     pub(super) fn defer(&mut self, parts: Vec<Part>, fence: Option<FenceId>) {
         let count = parts.iter().map(Part::len).sum();
-        let by = self.act().map(|act| (count, act)).into_iter().collect();
+        let by = self.call().map(|call| (count, call)).into_iter().collect();
         self.deferred.push(parts, fence, by);
     }
 
@@ -204,9 +204,9 @@ impl SlotTensors {
         let page_size = self.slots.page_size();
         while let Some(landed) = self.deferred.landed(page_size)? {
             let given = landed.slots.as_ref().map_or(0, IndexVec::len);
-            let freed = landed
-                .slots
-                .and_then(|slots| self.slots.free_signed(&slots, landed.fence, &landed.by, self.on_bad_free));
+            let freed = landed.slots.and_then(|slots| {
+                self.slots.free_attributed(&slots, landed.fence, &landed.by, self.on_bad_free)
+            });
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
             settled.push(CompletedFree { given, bad, _keeps: landed.keeps });
@@ -262,13 +262,13 @@ impl SlotTensors {
     pub(in crate::pool) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
         let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
         if self.group.is_empty() && !self.stays_behind(None) {
-            return Ok((given.len(), self.slots.free_signed(&given, None, &by, self.on_bad_free)?));
+            return Ok((given.len(), self.slots.free_attributed(&given, None, &by, self.on_bad_free)?));
         }
         let mut end = given.len();
         let mut parts = vec![Part::of_slots(given)];
-        for (part, act) in self.group.drain(..) {
+        for (part, call) in self.group.drain(..) {
             end += part.len();
-            by.extend(act.map(|act| (end, act)));
+            by.extend(call.map(|call| (end, call)));
             parts.push(part);
         }
         self.deferred.push(parts, None, by);

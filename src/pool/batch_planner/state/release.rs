@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use crate::base::{Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, try_with_capacity, widen};
-use crate::index::{Act, BadFrees, FenceId};
+use crate::index::{BadFrees, CallRecord, FenceId};
 use crate::memory::Stream;
 use crate::pool::prefix_cache::FencedLock;
 use crate::pool::{Lease, ReqToTokenPool};
 
-use super::{PlannerState, Pools, as_many, signed_act};
+use super::{PlannerState, Pools, as_many, call_of_request};
 use crate::pool::batch_planner::leases::LeaseCut;
 
 /// The way in which a batch is given back: at once, or behind a fence.
@@ -99,7 +99,7 @@ impl PlannerState {
                 });
                 leases.push(LeaseCut::new(lease, widen(len), fenced, stream));
             }
-            let _acting = signed_act(row, slots, table).map(Act::begin);
+            let _acting = call_of_request(row, slots, table).map(CallRecord::begin);
             let pages = self.requests.cut(row, len);
             self.metadata.truncate(row, self.requests.pages(row).len());
             given += pages.len();
