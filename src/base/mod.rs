@@ -1,7 +1,7 @@
 //! The vocabulary of every other layer: indices, dtypes, devices, shapes, errors, and blocking sections.
 //!
-//! Nothing here owns an index, allocates memory for tensors, or is `unsafe`, except
-//! for a hint to the processor.
+//! Nothing here owns an index, allocates memory for tensors, or is `unsafe`, except for a hint to the
+//! processor.
 
 mod blocking;
 pub(crate) mod bounded;

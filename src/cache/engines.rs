@@ -1,7 +1,8 @@
 //! Bookkeeping for engines that decide by themselves when a block is taken, which node is evicted and what is
 //! offloaded. The types here move no page.
 //!
-//! They share small parts with the prefix cache of this crate, [`Tree`](super::Tree), which uses none of them.
+//! They share small parts with the prefix cache of this crate, [`Tree`](super::Tree), which uses none of
+//! them.
 //!
 //! | for | use | engine |
 //! |---|---|---|

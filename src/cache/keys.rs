@@ -146,8 +146,7 @@ impl PageKeys {
         keys
     }
 
-    /// Forgets pages that are found no more, and returns their keys. Those without a key are left
-    /// out.
+    /// Forgets pages that are found no more, and returns their keys. Those without a key are left out.
     pub(super) fn remove(&mut self, pages: &[Page]) -> Vec<PageHash> {
         pages.iter().filter_map(|page| self.by_page.remove(page)).collect()
     }

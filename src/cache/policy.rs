@@ -1,5 +1,5 @@
-//! The choice of what to evict next: the trait [`Policy`], the record of a node that it gets
-//! ([`History`]), and the policies.
+//! The choice of what to evict next: the trait [`Policy`], the record of a node that it gets ([`History`]),
+//! and the policies.
 //!
 //! A policy owns the order of the evictable leaves and what it has learned; the tree owns the nodes. The tree
 //! names every leaf that becomes evictable ([`Policy::insert`]) or ceases to be ([`Policy::remove`]) and asks

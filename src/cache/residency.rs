@@ -184,8 +184,8 @@ impl<P: Copy> Residency<P> {
         id
     }
 
-    /// Makes a page that was arriving complete, as the one used last; `presence` says whether
-    /// the device has it still. Returns its place if it was given up meanwhile.
+    /// Makes a page that was arriving complete, as the one used last; `presence` says whether the device has
+    /// it still. Returns its place if it was given up meanwhile.
     pub fn arrive(&mut self, entry: EntryId, presence: DevicePresence) -> Option<P> {
         let here = self.entry_mut(entry);
         if matches!(here.stage, Stage::Arriving | Stage::Fetched) {

@@ -127,7 +127,8 @@ impl<I: Id> FreeList<I> {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the end of the range does not fit a `u32`,
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// list.
     pub fn new(first: u32, count: u32, order: Order) -> Result<Self> {
         let end = first.checked_add(count).ok_or_else(|| {
             Error::config(format!("{count} indices from {first} on end beyond {}", u32::MAX))

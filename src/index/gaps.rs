@@ -1,7 +1,7 @@
 //! Free ranges in the order of their addresses, and the first that is long enough.
 //!
-//! Ranges lie in groups, each with the length of its longest: a search passes a group in one step.
-//! Taking and adding cost one step for each group before the place, and one pass over a group.
+//! Ranges lie in groups, each with the length of its longest: a search passes a group in one step. Taking and
+//! adding cost one step for each group before the place, and one pass over a group.
 
 use std::ops::Range;
 

@@ -1,8 +1,8 @@
 //! The debugging ledger: holders of each index, their history, and how long indices live.
 //!
 //! A ledger is kept only in debug mode, through [`Ledgered`](super::Ledgered): the structures that decide
-//! ownership do not depend on it. Recording a call costs the clone of an `Arc` for each index. A ledger is not
-//! synchronised: the lock of its structure protects it.
+//! ownership do not depend on it. Recording a call costs the clone of an `Arc` for each index. A ledger is
+//! not synchronised: the lock of its structure protects it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -308,8 +308,8 @@ impl Ledger {
         }
     }
 
-    /// Attributes the frees of `values` to the calls `by` until [`Ledger::end_attribution`]; `index_of` maps a
-    /// value to its index, if it has one.
+    /// Attributes the frees of `values` to the calls `by` until [`Ledger::end_attribution`]; `index_of` maps
+    /// a value to its index, if it has one.
     pub(super) fn attribute_frees(
         &mut self,
         values: &IndexVec,

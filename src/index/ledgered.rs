@@ -11,8 +11,8 @@ use super::ledger::{Ledger, OptionalLedger};
 
 /// An ownership structure and, in debug mode, the [`Ledger`] that records its takes and frees.
 ///
-/// Every method that changes an owner is here: it calls the structure, which has no ledger, and records
-/// the result. Without a ledger nothing is recorded, and a call costs one more branch.
+/// Every method that changes an owner is here: it calls the structure, which has no ledger, and records the
+/// result. Without a ledger nothing is recorded, and a call costs one more branch.
 ///
 /// ```
 /// use kvpool::base::ChunkId;

@@ -19,8 +19,8 @@ pub enum Move {
 /// Orders the moves `dst[i] <- src[i]` as if every source were read before any row is written.
 ///
 /// Of several moves onto the same row the last counts; a row moved onto itself is left alone. Chains are
-/// walked from their ends and cycles are turned by swaps, so no temporary row is needed. Both slices have
-/// the same length.
+/// walked from their ends and cycles are turned by swaps, so no temporary row is needed. Both slices have the
+/// same length.
 ///
 /// ```
 /// use kvpool::index::{Move, plan_moves};

@@ -67,9 +67,9 @@ impl PageSize {
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// The number of times that the row had been handed out. When it differs from the row's, the entry
-    /// belongs to an earlier request.
-    turn: u32,
+    /// The generation of the row when the request began. If the row has another one now, the entry is of an
+    /// earlier request.
+    generation: u32,
     /// The number of tokens that have slots.
     len: u32,
     /// Positions from here on are to be written to the table again. [`Request::WRITTEN`] if there are none.
@@ -86,8 +86,8 @@ impl Request {
     const WRITTEN: u32 = u32::MAX;
 
     /// A request without tokens.
-    fn new(turn: u32, batch: u64) -> Self {
-        Self { turn, len: 0, unwritten: Self::WRITTEN, leased: 0, pages: PageList::default(), batch }
+    fn new(generation: u32, batch: u64) -> Self {
+        Self { generation, len: 0, unwritten: Self::WRITTEN, leased: 0, pages: PageList::default(), batch }
     }
 }
 
@@ -209,7 +209,7 @@ impl Requests {
     #[must_use]
     pub fn totals(&self, rows: &RowTable<RequestRow>) -> (usize, usize) {
         let live = (0..).map(RequestRow::new).zip(&self.by_row).filter(|&(row, request)| {
-            request.len > 0 && rows.rows().is_live(row) && rows.turn(row) == request.turn
+            request.len > 0 && rows.rows().is_live(row) && rows.generation(row) == request.generation
         });
         live.fold((0, 0), |(requests, tokens), (_, request)| (requests + 1, tokens + widen(request.len)))
     }
@@ -236,9 +236,9 @@ impl Requests {
                 return Err(Error::config(format!("request row {row} is resolved twice in one batch")));
             }
             request.batch = self.batches;
-            let turn = rows.turn(row);
-            if request.turn != turn {
-                *request = Request::new(turn, request.batch);
+            let generation = rows.generation(row);
+            if request.generation != generation {
+                *request = Request::new(generation, request.batch);
             }
         }
         Ok(resolved)

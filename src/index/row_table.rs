@@ -37,8 +37,8 @@ pub struct RowTable<I> {
     rows: FreeList<I>,
     /// The end of the written columns, by row number: columns outside of `0..written[row]` are zero.
     written: Vec<u32>,
-    /// The number of times that each row was handed out, by row number. It may wrap.
-    turns: Vec<u32>,
+    /// The generation of each row, by row number: how often it was handed out. It may wrap.
+    generations: Vec<u32>,
     frees: u64,
     dropped_frees: usize,
 }
@@ -52,7 +52,7 @@ impl<I: Id> RowTable<I> {
         Ok(Self {
             rows: FreeList::new(first, count, Order::Fifo)?,
             written: try_zeros(widen(first) + widen(count))?,
-            turns: try_zeros(widen(first) + widen(count))?,
+            generations: try_zeros(widen(first) + widen(count))?,
             frees: 0,
             dropped_frees: 0,
         })
@@ -76,11 +76,11 @@ impl<I: Id> RowTable<I> {
         self.frees
     }
 
-    /// The number of times that `row` was handed out. Facts recorded at another turn are those of an earlier
-    /// owner.
+    /// Returns the generation of `row`: the number of times that it was handed out. Facts that were recorded
+    /// in another generation are about an earlier owner.
     #[must_use]
-    pub fn turn(&self, row: I) -> u32 {
-        self.turns[widen(row.number())]
+    pub fn generation(&self, row: I) -> u32 {
+        self.generations[widen(row.number())]
     }
 
     /// Takes `count` rows, the longest free first, or returns `None` and takes none.
@@ -91,11 +91,11 @@ impl<I: Id> RowTable<I> {
             return None;
         }
         let mut taken = Vec::with_capacity(count);
-        let Self { rows, written, turns, .. } = self;
+        let Self { rows, written, generations, .. } = self;
         rows.alloc(count, |run| {
             taken.extend((run.start.number()..run.start.number() + run.len).map(|number| {
-                let turn = &mut turns[widen(number)];
-                *turn = turn.wrapping_add(1);
+                let generation = &mut generations[widen(number)];
+                *generation = generation.wrapping_add(1);
                 RowExtent { row: I::new(number), written: std::mem::take(&mut written[widen(number)]) }
             }));
         });

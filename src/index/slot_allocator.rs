@@ -237,8 +237,8 @@ impl SlotAllocator {
     /// Takes the slots for positions `prefix..seq` of each request, or returns `None`.
     ///
     /// A prefix that ends inside a page is continued from `last_loc + 1`; then whole pages are taken. The
-    /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages.
-    /// A `last_loc` that only a device has is not checked.
+    /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages. A `last_loc`
+    /// that only a device has is not checked.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or the offset

@@ -397,7 +397,7 @@ impl OffloadOrder {
         let chunks = keys.placed(Some(position))?;
         let mut turn = lock(&turn.0);
         let mut order = self.lock();
-        order.take_turn(&mut turn);
+        order.assign_rank(&mut turn);
         for chunk in chunks {
             if let (Some(id), Some(position)) = (order.find(chunk.key), chunk.position) {
                 order.access(id, position, &mut turn);

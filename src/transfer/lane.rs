@@ -51,8 +51,8 @@ impl Lane {
     ///
     /// # Errors
     /// See [`JobThread::submit`]; also [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of
-    /// `after` is being captured; the error of a step on a device, after waiting for the steps before.
-    /// In that case no copy is in flight.
+    /// `after` is being captured; the error of a step on a device, after waiting for the steps before. In
+    /// that case no copy is in flight.
     pub fn start(
         &self,
         steps: usize,

@@ -73,30 +73,30 @@ impl fmt::Debug for BlockHash {
 /// The blocks that got a hash after its first one, in the order in which they came.
 #[derive(Debug)]
 struct Later<V> {
-    by_turn: BTreeMap<u64, (i64, V)>,
-    turns: HashMap<i64, u64>,
+    by_arrival: BTreeMap<u64, (i64, V)>,
+    arrivals: HashMap<i64, u64>,
 }
 
 impl<V> Default for Later<V> {
     fn default() -> Self {
-        Self { by_turn: BTreeMap::new(), turns: HashMap::new() }
+        Self { by_arrival: BTreeMap::new(), arrivals: HashMap::new() }
     }
 }
 
 impl<V> Later<V> {
     fn insert(&mut self, block: i64, value: V) -> Option<V> {
-        let next = self.by_turn.last_key_value().map_or(0, |(turn, _)| turn + 1);
-        let turn = *self.turns.entry(block).or_insert(next);
-        self.by_turn.insert(turn, (block, value)).map(|(_, old)| old)
+        let next = self.by_arrival.last_key_value().map_or(0, |(arrival, _)| arrival + 1);
+        let arrival = *self.arrivals.entry(block).or_insert(next);
+        self.by_arrival.insert(arrival, (block, value)).map(|(_, old)| old)
     }
 
     fn remove(&mut self, block: i64) -> Option<V> {
-        self.by_turn.remove(&self.turns.remove(&block)?).map(|(_, value)| value)
+        self.by_arrival.remove(&self.arrivals.remove(&block)?).map(|(_, value)| value)
     }
 
     fn pop_first(&mut self) -> Option<(i64, V)> {
-        let (_, (block, value)) = self.by_turn.pop_first()?;
-        self.turns.remove(&block);
+        let (_, (block, value)) = self.by_arrival.pop_first()?;
+        self.arrivals.remove(&block);
         Some((block, value))
     }
 }
@@ -149,13 +149,13 @@ impl<V> BlockMap<V> {
     #[must_use]
     pub fn contains(&self, hash: &[u8], block: i64) -> bool {
         self.first.get(hash).is_some_and(|(first, _)| {
-            *first == block || self.later.get(hash).is_some_and(|later| later.turns.contains_key(&block))
+            *first == block || self.later.get(hash).is_some_and(|later| later.arrivals.contains_key(&block))
         })
     }
 
     /// The blocks of a hash with their values, in the order in which they came.
     pub fn blocks(&self, hash: &[u8]) -> impl Iterator<Item = (i64, &V)> {
-        let later = self.later.get(hash).into_iter().flat_map(|later| later.by_turn.values());
+        let later = self.later.get(hash).into_iter().flat_map(|later| later.by_arrival.values());
         self.first.get(hash).into_iter().chain(later).map(|(block, value)| (*block, value))
     }
 
@@ -187,7 +187,7 @@ impl<V> BlockMap<V> {
         } else {
             later.remove(block)
         };
-        if later.turns.is_empty() {
+        if later.arrivals.is_empty() {
             self.later.remove(hash);
         }
         removed

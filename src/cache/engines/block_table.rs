@@ -197,8 +197,8 @@ impl BlockTable {
         }
     }
 
-    /// Gives back one use of each block, null blocks left out. Those that are no longer used are
-    /// free, in the order given. One that is not used is dropped and reported.
+    /// Gives back one use of each block, null blocks left out. Those that are no longer used are free, in the
+    /// order given. One that is not used is dropped and reported.
     pub fn release(&mut self, blocks: &[BlockId], hashed: HashedBlocks) -> BadFrees {
         let (mut first, mut bad) = (Vec::new(), BadFrees::default());
         for &block in blocks {

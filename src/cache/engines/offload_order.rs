@@ -153,7 +153,7 @@ impl<P> OffloadOrder<P> {
         rank.of == Some(self.owner)
     }
 
-    /// A rank for a request. It takes its turn with the request's first use of a chunk.
+    /// Creates the rank of a request. It gets its place in the order with the request's first use of a chunk.
     #[must_use]
     pub const fn rank_of_request(&self) -> RequestRank {
         RequestRank { of: Some(self.owner), at: None }
@@ -172,7 +172,7 @@ impl<P> OffloadOrder<P> {
             self.remove(chunk);
         }
         let rank = match position {
-            Some(position) => OffloadRank { at: self.turn_of(request), position: Reverse(position) },
+            Some(position) => OffloadRank { at: self.rank_of(request), position: Reverse(position) },
             None => self.next_rank(),
         };
         let key = OffloadKey::from(key);
@@ -214,14 +214,14 @@ impl<P> OffloadOrder<P> {
         self.set_rank(chunk.0, rank);
     }
 
-    /// Lets a request take its turn, if it has not.
-    pub fn take_turn(&mut self, request: &mut RequestRank) {
-        self.turn_of(request);
+    /// Gives a request its place in the order, if it has none yet.
+    pub fn assign_rank(&mut self, request: &mut RequestRank) {
+        self.rank_of(request);
     }
 
     /// Records that a request at work uses a chunk, at a position in its prompt. A later use stays.
     pub fn access(&mut self, chunk: OffloadId, position: i64, request: &mut RequestRank) {
-        let rank = OffloadRank { at: self.turn_of(request), position: Reverse(position) };
+        let rank = OffloadRank { at: self.rank_of(request), position: Reverse(position) };
         if self.entry(chunk.0).rank < rank {
             self.set_rank(chunk.0, rank);
         }
@@ -270,8 +270,8 @@ impl<P> OffloadOrder<P> {
         earlier.entries.into_iter().flatten().map(|entry| entry.value)
     }
 
-    /// The turn of a request. A rank of another order is replaced.
-    fn turn_of(&mut self, request: &mut RequestRank) -> u64 {
+    /// Returns the place of a request in the order. A rank that another order gave is replaced.
+    fn rank_of(&mut self, request: &mut RequestRank) -> u64 {
         if !self.gave(request) {
             *request = self.rank_of_request();
         }

@@ -452,7 +452,7 @@ impl OffloadTable {
                 *known = position.or(*known);
                 continue;
             }
-            self.order.take_turn(&mut request.rank);
+            self.order.assign_rank(&mut request.rank);
             let found = self.order.find(key);
             if let (Some(id), Some(position)) = (found, position) {
                 self.order.access(id, position, &mut request.rank);

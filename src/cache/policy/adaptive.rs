@@ -3,9 +3,8 @@
 //! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the block's class
 //! (how often it was used) and by their length, whether the block was still cached when it was used again or
 //! only remembered ([`Ghosts`]). From the counts follows the *worth* of a block of a class and age: the most
-//! hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves lie in cohorts of
-//! equal class and about equal age ([`Cohorts`]); the oldest leaf of the cohort that is worth least is
-//! evicted.
+//! hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves lie in cohorts of equal
+//! class and about equal age ([`Cohorts`]); the oldest leaf of the cohort that is worth least is evicted.
 //!
 //! Beside it runs a ledger of what eviction by recency would have found ([`Recency`]). While the cache finds
 //! less than that, an allowance aside, and until enough is learned, the leaf used least recently is evicted

@@ -7,8 +7,8 @@ use crate::cache::journal::{Journal, KeyedRun};
 use crate::cache::keys::PageKeys;
 use crate::cache::{CacheEvent, Digest, Namespace, PageHash, Tier};
 
-/// The pages that can be found, by their keys. A tree without tiers and readers of events has
-/// neither keys nor events.
+/// The pages that can be found, by their keys. A tree without tiers and readers of events has neither keys
+/// nor events.
 #[derive(Debug, Default)]
 pub(super) struct KeyedPages {
     /// The key of each page that can be found, if something needs them.

@@ -10,15 +10,15 @@ use crate::pool::{Lease, ReqToTokenPool};
 /// The lease of a request.
 #[derive(Debug)]
 struct BoundLease {
-    /// The number of times that the row had been handed out.
-    turn: u32,
+    /// The generation of the row when the lease was bound.
+    generation: u32,
     lease: Arc<Lease>,
 }
 
 impl BoundLease {
     /// Whether it is of the request that has `row` now.
     fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
-        self.turn == table.rows().turn(row) && table.rows().rows().is_live(row)
+        self.generation == table.rows().generation(row) && table.rows().rows().is_live(row)
     }
 }
 
@@ -83,7 +83,7 @@ impl Leases {
         table: &ReqToTokenPool,
         stream: Stream,
     ) {
-        let bound = BoundLease { turn: table.rows().turn(row), lease };
+        let bound = BoundLease { generation: table.rows().generation(row), lease };
         let earlier = self.by_row[widen(row.number())].replace(bound);
         self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
     }

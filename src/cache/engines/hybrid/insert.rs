@@ -224,8 +224,7 @@ impl HybridTree {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) without an insertion that is going on, after one
     /// that has failed, for other tokens than those that it began with, and if the node that it has reached
-    /// was evicted since the step before; nothing is changed. The error of `slots`, as
-    /// [`HybridTree::begin`].
+    /// was evicted since the step before; nothing is changed. The error of `slots`, as [`HybridTree::begin`].
     pub fn advance(&mut self, name: &Namespace, keys: &dyn Keys, slots: &dyn SlotSource) -> Result<Step> {
         let walk = match self.insertion.take() {
             None => return Err(Error::config("no insertion is going on")),

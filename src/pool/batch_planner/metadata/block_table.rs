@@ -8,7 +8,7 @@ use crate::base::{Id, RequestRow, widen};
 struct Line {
     /// `None` for padding.
     row: Option<RequestRow>,
-    turn: u32,
+    generation: u32,
     /// Entries that hold pages of the request.
     valid: u32,
     /// Entries before the zeros.
@@ -30,12 +30,13 @@ impl BlockTable {
         Self { lines: vec![Line::default(); lines], places: vec![0; rows] }
     }
 
-    /// The number of entries of the line at `place` that hold pages of a request. `turn` counts the times its
-    /// row was handed out.
-    pub(super) fn valid(&self, place: usize, row: RequestRow, turn: u32) -> usize {
+    /// The number of entries of the line at `place` that hold pages of the request of `row`, whose generation is
+    /// given.
+    pub(super) fn valid(&self, place: usize, row: RequestRow, generation: u32) -> usize {
         let line = self.lines[place];
-        let is_same =
-            line.row == Some(row) && line.turn == turn && widen(self.places[widen(row.number())]) == place;
+        let is_same = line.row == Some(row)
+            && line.generation == generation
+            && widen(self.places[widen(row.number())]) == place;
         if is_same { widen(line.valid) } else { 0 }
     }
 
@@ -45,9 +46,9 @@ impl BlockTable {
     }
 
     /// Records that all `count` pages of a request were written to the line at `place`.
-    pub(super) fn set_request(&mut self, place: usize, row: RequestRow, turn: u32, count: usize) {
+    pub(super) fn set_request(&mut self, place: usize, row: RequestRow, generation: u32, count: usize) {
         let count = narrow(count);
-        self.lines[place] = Line { row: Some(row), turn, valid: count, used: count };
+        self.lines[place] = Line { row: Some(row), generation, valid: count, used: count };
         self.places[widen(row.number())] = narrow(place);
     }
 

@@ -68,7 +68,7 @@ impl PlanMetadata {
 
     /// The number of entries of line `place` of the block table that hold pages of the request.
     pub(super) fn valid_entries(&self, place: usize, row: RequestRow, table: &ReqToTokenPool) -> usize {
-        self.block_table.valid(place, row, table.rows().turn(row))
+        self.block_table.valid(place, row, table.rows().generation(row))
     }
 
     /// Records that the pages of a batch were written to the block table.
@@ -76,7 +76,7 @@ impl PlanMetadata {
         let GrownBatch { requests, growths, padded_size } = batch;
         for (place, &Growth { row, .. }) in growths.iter().enumerate() {
             let count = requests.pages(row).len();
-            self.block_table.set_request(place, row, table.rows().turn(row), count);
+            self.block_table.set_request(place, row, table.rows().generation(row), count);
         }
         for place in growths.len()..padded_size {
             self.block_table.set_padding(place, self.small_fields.kv_pages(place));
