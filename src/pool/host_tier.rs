@@ -14,7 +14,7 @@ use crate::cache::{
 };
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
-use crate::transfer::{Lane, Transfer};
+use crate::transfer::{CopyQueue, Transfer};
 
 use super::contract::{Pool, Stats};
 use super::{GdnPool, KvPool, at_least_one};
@@ -70,8 +70,8 @@ pub struct HostTier {
     states: Option<Storage>,
     kv: Arc<KvPool>,
     gdn: Option<Arc<GdnPool>>,
-    down: Lane,
-    up: Lane,
+    down: CopyQueue,
+    up: CopyQueue,
     counts: Mutex<TierCounts>,
     /// Whether a prefix cache has it.
     is_taken: AtomicBool,
@@ -196,8 +196,8 @@ impl HostTier {
             states: states_of,
             kv: Arc::clone(kv),
             gdn: states.cloned(),
-            down: Lane::new(SideStream::Out, gpu.clone()),
-            up: Lane::new(SideStream::In, gpu),
+            down: CopyQueue::new(SideStream::Out, gpu.clone()),
+            up: CopyQueue::new(SideStream::In, gpu),
             counts: Mutex::default(),
             is_taken: AtomicBool::new(false),
             model: Mutex::default(),
@@ -410,7 +410,7 @@ impl HostTier {
     /// behind the work enqueued on `after`.
     ///
     /// # Errors
-    /// See [`Lane::start`]; no copy is in flight then.
+    /// See [`CopyQueue::start`]; no copy is in flight then.
     pub(super) fn load(
         &self,
         held: &HeldPieces,
@@ -437,7 +437,7 @@ impl HostTier {
         after: &[Stream],
     ) -> Result<Arc<Transfer>> {
         let layers = self.kv.config().layer_num;
-        let (lane, steps) = match direction {
+        let (queue, steps) = match direction {
             PageCopy::Out => (&self.down, 1),
             PageCopy::In => (&self.up, layers),
         };
@@ -448,7 +448,7 @@ impl HostTier {
             }
             _ => None,
         };
-        lane.start(steps, after, move |step, stream| {
+        queue.start(steps, after, move |step, stream| {
             if let (0, Some((gdn, pieces, states))) = (step, &gdn) {
                 gdn.copy_pieces(pieces, direction, states, stream)?;
             }

@@ -2,22 +2,22 @@
 //!
 //! | for | use |
 //! |---|---|
-//! | copies in the background, one after the other | [`Lane`] |
+//! | copies in the background, one after the other | [`CopyQueue`] |
 //! | waiting for them, step by step | [`Transfer`] |
 //! | other work in the background | [`JobThread`] |
 //! | the file system of a store | [`Disk`], and [`Folder`] on this machine |
 //!
 //! Nothing here depends on what the bytes mean, or on who owns them.
 
+mod copy_queue;
 mod disk;
 mod folder;
 mod job_thread;
-mod lane;
 mod steps;
 
+pub use copy_queue::CopyQueue;
 pub(crate) use disk::to_u64;
 pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, write_whole};
 pub use folder::{FileCaching, Folder};
 pub use job_thread::JobThread;
-pub use lane::Lane;
 pub use steps::Transfer;

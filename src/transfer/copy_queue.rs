@@ -9,33 +9,33 @@ use crate::memory::{Event, Gpu, SideStream, Stream};
 use super::JobThread;
 use super::steps::{StepEvent, Transfer};
 
-/// Copies in one direction, one after the other, beside their callers: on a thread or, with a device, on a
-/// stream of its own.
+/// A queue of copies in one direction, which run one after the other in the background: on a thread of its
+/// own or, with a device, on a stream of its own.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 /// use std::sync::Arc;
 /// use kvpool::memory::{SideStream, Stream};
-/// use kvpool::transfer::Lane;
-/// let lane = Lane::new(SideStream::In, None);
+/// use kvpool::transfer::CopyQueue;
+/// let queue = CopyQueue::new(SideStream::In, None);
 /// let done = Arc::new(AtomicUsize::new(0));
 /// let on_thread = Arc::clone(&done);
 /// let step = move |step, _stream| Ok(assert_eq!(on_thread.fetch_add(1, Relaxed), step));
-/// let transfer = lane.start(3, &[Stream::DEFAULT], step).unwrap();
+/// let transfer = queue.start(3, &[Stream::DEFAULT], step).unwrap();
 /// transfer.make_stream_wait(1, Stream::DEFAULT).unwrap();
 /// assert!(done.load(Relaxed) >= 2);
 /// transfer.wait().unwrap();
 /// assert!(transfer.is_complete().unwrap());
 /// ```
 #[derive(Debug)]
-pub struct Lane {
+pub struct CopyQueue {
     direction: SideStream,
     gpu: Option<Arc<Gpu>>,
     thread: JobThread,
 }
 
-impl Lane {
-    /// A lane without copies, on a stream of `gpu` if there is one.
+impl CopyQueue {
+    /// Creates an empty queue, whose copies run on a stream of `gpu` if there is one.
     #[must_use]
     pub const fn new(direction: SideStream, gpu: Option<Arc<Gpu>>) -> Self {
         let name = match direction {
@@ -45,14 +45,16 @@ impl Lane {
         Self { direction, gpu, thread: JobThread::new(name) }
     }
 
-    /// Copies in `steps`, at least 1, behind earlier copies and the work enqueued on the streams `after`.
-    /// Calls `step` for each, which enqueues its copy on the stream that it gets, or copies at once. Does not
-    /// wait.
+    /// Enqueues a copy in `steps` steps, at least 1, which begins after the earlier copies of this queue and
+    /// after the work that is enqueued on the streams `after`.
+    ///
+    /// Calls `step` with the number of each step and a stream: with a device, it enqueues the copy of that
+    /// step on the stream; without one, it copies before it returns. Does not wait for the copies.
     ///
     /// # Errors
     /// See [`JobThread::submit`]; also [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while one of
-    /// `after` is being captured; the error of a step on a device, after waiting for the steps before. In
-    /// that case no copy is in flight.
+    /// `after` is being captured. If a step fails on a device, its error, after a wait for the earlier steps:
+    /// no copy is in flight then.
     pub fn start(
         &self,
         steps: usize,
@@ -99,7 +101,7 @@ impl Lane {
     }
 }
 
-/// Copies step by step until the transfer is complete or cancelled.
+/// Runs the steps of a transfer until it is complete, cancelled or failed.
 fn run_steps(transfer: &Transfer, mut step: impl FnMut(usize, Stream) -> Result<()>) {
     let mut number = 0;
     while transfer.should_continue() {
