@@ -41,6 +41,6 @@ pub use tokens::Tokens;
 pub(crate) use tokens::not_a_token;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Continues, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,
-    Location, LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Offering, Place,
-    Pressure, Segment, Tree, TreeStats,
+    Location, LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Place, Pressure,
+    Segment, Tree, TreeStats, WritePolicy,
 };

@@ -38,7 +38,7 @@ pub use evict::{AGE_BUCKETS, Evicted};
 pub use explain::{Cause, EvictionRecord, Location, Pressure, Segment};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeInfo};
-pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, Offering};
+pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, WritePolicy};
 pub use publish::FoundPrefix;
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::base::sync::lock;
 use crate::base::{Device, Error, ForkGate, Page, Result, StateSlot};
 use crate::cache::{
-    DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, Offering, PageHash,
+    DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash, WritePolicy,
 };
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
@@ -30,7 +30,7 @@ pub struct HostTierConfig {
     /// Snapshots of states that it has room for.
     pub max_states: usize,
     /// The moment when pages are copied down.
-    pub write: Offering,
+    pub write: WritePolicy,
     /// Whether to page-lock the memory, for a pool on a device. Needs a backend such as [`MappedHost`].
     ///
     /// [`MappedHost`]: crate::memory::MappedHost
@@ -48,7 +48,7 @@ pub struct HostTierConfig {
 /// ```
 /// use std::sync::Arc;
 /// use kvpool::base::DType;
-/// use kvpool::cache::Offering;
+/// use kvpool::cache::WritePolicy;
 /// use kvpool::memory::{Backend, Host};
 /// use kvpool::pool::{HostTier, HostTierConfig, KvConfig, KvLayout, KvPool};
 /// let host: Arc<dyn Backend> = Arc::new(Host);
@@ -58,7 +58,7 @@ pub struct HostTierConfig {
 /// };
 /// let kv = Arc::new(KvPool::new(&config, &host).unwrap());
 /// let config = HostTierConfig {
-///     size: 1024, max_states: 0, write: Offering::Published, pin_memory: false, page_lock_threads: 1,
+///     size: 1024, max_states: 0, write: WritePolicy::Through, pin_memory: false, page_lock_threads: 1,
 /// };
 /// let tier = HostTier::new(&config, &kv, None, &host).unwrap();
 /// assert_eq!(tier.page_bytes(), 16 * 2 * 2 * 4 * 8 * 2);

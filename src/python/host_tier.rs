@@ -7,7 +7,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 
 use crate::base::{Device, Error};
-use crate::cache::Offering;
+use crate::cache::WritePolicy;
 use crate::memory::{Backend, MappedHost};
 use crate::pool::{HostTier as Tier, HostTierConfig, Load as PoolLoad};
 
@@ -61,8 +61,8 @@ impl PoolClass for HostTier {
 }
 
 /// The ways to write, and their names.
-const WRITES: [(&str, Offering); 3] =
-    [("through", Offering::Published), ("selective", Offering::SecondUse), ("back", Offering::Evicted)];
+const WRITES: [(&str, WritePolicy); 3] =
+    [("through", WritePolicy::Through), ("selective", WritePolicy::Selective), ("back", WritePolicy::Back)];
 
 #[pymethods]
 impl HostTier {

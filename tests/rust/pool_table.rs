@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use kvpool::base::{DType, ErrorKind, IndexDType, Result};
-use kvpool::cache::Offering;
+use kvpool::cache::WritePolicy;
 use kvpool::index::Rounding;
 use kvpool::memory::{Backend, CountingBackend, FailingBackend, Host, LimitedBackend, Stream};
 use kvpool::pool::{
@@ -102,7 +102,7 @@ pub(crate) const SLOTS: AllocatorConfig =
 pub(crate) const TIER: HostTierConfig = HostTierConfig {
     size: 64,
     max_states: 0,
-    write: Offering::Published,
+    write: WritePolicy::Through,
     pin_memory: false,
     page_lock_threads: 1,
 };

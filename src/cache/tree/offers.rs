@@ -7,16 +7,16 @@ use crate::base::{Page, Result, StateSlot, try_with_capacity};
 use super::{Hold, Namespace, NodeId, PageHash, Place, Tokens, Tree};
 use crate::cache::{Digest, KeyChain};
 
-/// The moment when pages are offered to the tier below.
+/// When pages are offered for a copy in the tier below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Offering {
+pub enum WritePolicy {
     /// Pages are offered when they are published.
-    Published,
+    Through,
     /// Pages are offered when a second request uses them.
-    SecondUse,
-    /// Pages are offered when they are evicted. Snapshots are offered when they are made: their places are
-    /// few.
-    Evicted,
+    Selective,
+    /// Pages are offered when they are evicted. Snapshots are offered when they are made all the same: a pool
+    /// has few slots for them.
+    Back,
 }
 
 /// The contents of a tier below.
@@ -109,22 +109,24 @@ impl OfferedPieces {
     }
 }
 
-/// The pages and snapshots that are offered, and the moment when they are.
+/// The pages and snapshots that are offered, and the policy by which they are.
 #[derive(Debug)]
 pub(super) struct Offers {
-    when: Offering,
+    policy: WritePolicy,
     list: OfferedPieces,
 }
 
 impl Tree {
-    /// Offers pages and snapshots to the tier below from now on, with keys made by `digest`.
-    pub fn offer(&mut self, when: Offering, digest: Digest) {
+    /// Starts to offer pages and snapshots to the tier below, by `policy` and with keys made by `digest`.
+    pub fn offer(&mut self, policy: WritePolicy, digest: Digest) {
         self.keyed.keep_keys(digest);
-        self.offers = Some(Offers { when, list: OfferedPieces::default() });
+        self.offers = Some(Offers { policy, list: OfferedPieces::default() });
     }
 
-    /// Takes what was offered since the last call, in order. Pages that were [evicted](Offering::Evicted) are
-    /// found no more, and neither are snapshots that were given up in between.
+    /// Takes the pages and snapshots that were offered since the last call, in order.
+    ///
+    /// The tree no longer finds pages that were offered because they were [evicted](WritePolicy::Back), nor
+    /// snapshots that were evicted in the meantime.
     pub fn take_offers(&mut self) -> OfferedPieces {
         self.offers.as_mut().map_or_else(OfferedPieces::default, |offers| std::mem::take(&mut offers.list))
     }
@@ -218,10 +220,10 @@ impl Tree {
     /// Offers pages of a node that were published.
     pub(super) fn offer_published(&mut self, node: NodeId, pages: Range<usize>) {
         let Some(offers) = &self.offers else { return };
-        if match offers.when {
-            Offering::Published => true,
-            Offering::SecondUse => self.node(node).history.uses > 1,
-            Offering::Evicted => false,
+        if match offers.policy {
+            WritePolicy::Through => true,
+            WritePolicy::Selective => self.node(node).history.uses > 1,
+            WritePolicy::Back => false,
         } {
             self.offer_pages(node, pages);
         }
@@ -231,7 +233,7 @@ impl Tree {
     pub(super) fn offer_used(&mut self, node: NodeId) {
         let Some(offers) = &self.offers else { return };
         let here = self.node(node);
-        if offers.when == Offering::SecondUse && here.history.uses == 2 {
+        if offers.policy == WritePolicy::Selective && here.history.uses == 2 {
             let (pages, has_snapshot) = (0..here.pages.len(), here.has_snapshot);
             self.offer_pages(node, pages);
             if has_snapshot {
@@ -242,7 +244,7 @@ impl Tree {
 
     /// Offers pages of a node that are about to be evicted.
     pub(super) fn offer_evicted(&mut self, node: NodeId, pages: Range<usize>) {
-        if self.offers.as_ref().is_some_and(|offers| offers.when == Offering::Evicted) {
+        if self.offers.as_ref().is_some_and(|offers| offers.policy == WritePolicy::Back) {
             self.offer_pages(node, pages);
         }
     }
@@ -250,7 +252,7 @@ impl Tree {
     /// Offers a snapshot that was made at the end of a node.
     pub(super) fn offer_snapshot(&mut self, node: NodeId) {
         let Some(offers) = &self.offers else { return };
-        if offers.when != Offering::SecondUse || self.node(node).history.uses > 1 {
+        if offers.policy != WritePolicy::Selective || self.node(node).history.uses > 1 {
             self.offer_state(node);
         }
     }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Cause, DevicePresence, Evicted, Hold, OfferedPages, Offering, Pressure, Tree, TreeStats,
+    AGE_BUCKETS, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, Tree, TreeStats, WritePolicy,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -279,7 +279,7 @@ impl Reclaim for CacheCore {
         // Pages that are being copied, or have to be, are free when the copy is over.
         let behind_fences = match &cache.below {
             None => 0,
-            Some(below) if below.tier.config().write == Offering::Evicted => evictable,
+            Some(below) if below.tier.config().write == WritePolicy::Back => evictable,
             Some(below) => evictable.min(below.busy_pages() * cache.tree.page_size()),
         };
         Obtainable { at_once: evictable - behind_fences, behind_fences }

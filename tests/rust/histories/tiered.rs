@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvpool::base::{DType, ErrorKind, Id, IndexVec};
-use kvpool::cache::{Namespace, Offering, PolicyKind};
+use kvpool::cache::{Namespace, PolicyKind, WritePolicy};
 use kvpool::kernels::Indices;
 use kvpool::pool::{
     AllocatorConfig, Fetch, GdnConfig, GdnPool, HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, Lease,
@@ -118,12 +118,12 @@ impl World {
         let of_tier = HostTierConfig {
             size: page_size * if is_large { 1 << 12 } else { 1 + source.below(30) },
             max_states: states.as_ref().map_or(0, |_| if is_large { 1 << 10 } else { 1 + source.below(8) }),
-            write: source.of(&[Offering::Published, Offering::SecondUse, Offering::Evicted]),
+            write: source.of(&[WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back]),
             pin_memory: false,
             page_lock_threads: 1,
         };
         let tier = Arc::new(HostTier::new(&of_tier, &kv, states.as_ref(), &host()).expect("memory"));
-        let is_complete = is_large && of_tier.write == Offering::Published && states.is_none();
+        let is_complete = is_large && of_tier.write == WritePolicy::Through && states.is_none();
         let config = PrefixCacheConfig {
             policy: source.of(&PolicyKind::ALL),
             max_pinned: 0.5,
