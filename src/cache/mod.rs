@@ -40,7 +40,7 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Cause, Continuation, Continues, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,
-    Location, LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Place, Pressure,
+    AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion, Location,
+    LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Place, Pressure, ResumeAt,
     Segment, Tree, TreeStats, WritePolicy,
 };

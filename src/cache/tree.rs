@@ -157,10 +157,10 @@ pub struct TreeStats {
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
-/// use kvpool::cache::{Continues, KeyTokens, Namespace, PolicyKind, Tree};
+/// use kvpool::cache::{ResumeAt, KeyTokens, Namespace, PolicyKind, Tree};
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
 /// let policy = PolicyKind::Lru.policy(1024, KeyTokens::of_page_size(2));
-/// let mut tree = Tree::new(2, Continues::AtPages, policy);
+/// let mut tree = Tree::new(2, ResumeAt::AnyPage, policy);
 /// let mut hold = tree.match_prefix(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
 /// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
@@ -197,19 +197,19 @@ pub struct Tree {
     offers: Option<Offers>,
 }
 
-/// The places where a cached prefix may end for a request to go on from there.
+/// Where a request can resume from a cached prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Continues {
-    /// A prefix may end behind any page.
-    AtPages,
-    /// A prefix may end where there is a snapshot of the state of linear-attention layers.
-    AtSnapshots,
+pub enum ResumeAt {
+    /// At the end of any page.
+    AnyPage,
+    /// At the end of a page with a snapshot of the state of the linear-attention layers.
+    Snapshot,
 }
 
 impl Tree {
     /// An empty tree of pages of `page_size` tokens.
     #[must_use]
-    pub fn new(page_size: usize, continues: Continues, policy: Box<dyn Policy>) -> Self {
+    pub fn new(page_size: usize, resume_at: ResumeAt, policy: Box<dyn Policy>) -> Self {
         let page_tokens = u32::try_from(page_size).expect("a page fits int32");
         let hasher = RandomState::new();
         Self {
@@ -224,7 +224,7 @@ impl Tree {
             queues: Queues::new(policy),
             now: Tick::default(),
             counts: Counts::default(),
-            is_stateful: continues == Continues::AtSnapshots,
+            is_stateful: resume_at == ResumeAt::Snapshot,
             snapshots: Snapshots::default(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
             evictions: EvictionLog::default(),

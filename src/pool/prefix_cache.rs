@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Device, Error, Id, Result, Slot};
 use crate::cache::{
-    AGE_BUCKETS, CacheEvent, Cause, Continues, Digest, KeyTokens, LowerTierContents, Namespace, PolicyKind,
-    Pressure, Segment, Tokens, Tree, TreeStats,
+    AGE_BUCKETS, CacheEvent, Cause, Digest, KeyTokens, LowerTierContents, Namespace, PolicyKind, Pressure,
+    ResumeAt, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -173,7 +173,7 @@ impl PrefixCache {
             TierLink::new(tier)
         });
         let below = below.transpose()?;
-        let tree = new_tree(&config, &allocator, continues(states.as_ref()), below.as_ref());
+        let tree = new_tree(&config, &allocator, resume_at(states.as_ref()), below.as_ref());
         let clears = allocator.lock().clears();
         let cache = CacheState {
             tree,
@@ -533,21 +533,21 @@ fn fits_tier(
     }
 }
 
-/// Requests with states go on only from where there is one.
-const fn continues(states: Option<&Arc<GdnPool>>) -> Continues {
-    if states.is_some() { Continues::AtSnapshots } else { Continues::AtPages }
+/// Requests of a model with states resume only where there is a snapshot.
+const fn resume_at(states: Option<&Arc<GdnPool>>) -> ResumeAt {
+    if states.is_some() { ResumeAt::Snapshot } else { ResumeAt::AnyPage }
 }
 
 fn new_tree(
     config: &PrefixCacheConfig,
     allocator: &TokenToKvPoolAllocator,
-    continues: Continues,
+    resume_at: ResumeAt,
     below: Option<&TierLink>,
 ) -> Tree {
     let page_size = crate::base::bounded::narrow(allocator.page_size());
     let capacity = allocator.stats().capacity as u64;
     let policy = config.policy.policy(capacity, KeyTokens::of_page_size(page_size));
-    let mut tree = Tree::new(allocator.page_size(), continues, policy);
+    let mut tree = Tree::new(allocator.page_size(), resume_at, policy);
     if let Some(digest) = config.events {
         tree.keep_journal(digest);
     }

@@ -20,7 +20,7 @@ use super::backing::CacheRef;
 use super::load::SharedLoad;
 use super::pins::Pins;
 use super::tier_link::{ReleaseOnDrop, ReleasedPieces, TierLink, free_states};
-use super::{PrefixCacheConfig, PrefixCounts, continues, new_tree};
+use super::{PrefixCacheConfig, PrefixCounts, new_tree, resume_at};
 
 /// The state that a cache and its leases share.
 pub(super) struct CacheCore {
@@ -147,8 +147,8 @@ impl CacheCall<'_> {
             // Its pages are free already.
             let evicted = Evicted { pages: Vec::new(), ..cache.tree.take_all() };
             cache.below.iter_mut().for_each(TierLink::clear);
-            let continues = continues(self.shared.states.as_ref());
-            let mut tree = new_tree(&self.shared.config, allocator, continues, cache.below.as_ref());
+            let resume_at = resume_at(self.shared.states.as_ref());
+            let mut tree = new_tree(&self.shared.config, allocator, resume_at, cache.below.as_ref());
             tree.keep_journal_of(&mut cache.tree);
             cache.tree = tree;
             self.give_back(&cache, evicted);
