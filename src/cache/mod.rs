@@ -40,7 +40,7 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion, Location,
+    AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,
     LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Place, Pressure, ResumeAt,
-    Segment, Tree, TreeStats, WritePolicy,
+    Segment, SegmentState, Tree, TreeStats, WritePolicy,
 };

@@ -35,7 +35,7 @@ use short_vec::ShortVec;
 use snapshots::Snapshots;
 
 pub use evict::{AGE_BUCKETS, Evicted};
-pub use explain::{Cause, EvictionRecord, Location, Pressure, Segment};
+pub use explain::{Cause, EvictionRecord, Pressure, Segment, SegmentState};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeInfo};
 pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, WritePolicy};

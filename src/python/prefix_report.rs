@@ -4,7 +4,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::cache::{CacheEvent, Location, Namespace, PageHash, Segment as Part, Tier};
+use crate::cache::{CacheEvent, Namespace, PageHash, Segment as Part, SegmentState, Tier};
 
 use super::page_keys::namespace_to_py;
 
@@ -31,15 +31,15 @@ impl Segment {
     /// "page not full".
     #[getter]
     const fn state(&self) -> &'static str {
-        match &self.0.location {
-            Location::Device => Tier::Device.name(),
-            Location::Host => Tier::Host.name(),
-            Location::Store => "store",
-            Location::NoSnapshot => "no snapshot",
-            Location::Evicted(_) => "evicted",
-            Location::Elsewhere(_) => "other namespace",
-            Location::NeverPublished => "never published",
-            Location::PageNotFull => "page not full",
+        match &self.0.state {
+            SegmentState::Device => Tier::Device.name(),
+            SegmentState::Host => Tier::Host.name(),
+            SegmentState::Store => "store",
+            SegmentState::NoSnapshot => "no snapshot",
+            SegmentState::Evicted(_) => "evicted",
+            SegmentState::Elsewhere(_) => "other namespace",
+            SegmentState::NeverPublished => "never published",
+            SegmentState::PageNotFull => "page not full",
         }
     }
 
@@ -47,8 +47,8 @@ impl Segment {
     /// these calls.
     #[getter]
     const fn pressure(&self) -> Option<&'static str> {
-        match &self.0.location {
-            Location::Evicted(gone) => Some(gone.cause.pressure.name()),
+        match &self.0.state {
+            SegmentState::Evicted(gone) => Some(gone.cause.pressure.name()),
             _ => None,
         }
     }
@@ -56,8 +56,8 @@ impl Segment {
     /// Seconds since its eviction, if it was evicted.
     #[getter]
     fn evicted_s(&self) -> Option<f64> {
-        match &self.0.location {
-            Location::Evicted(gone) => Some(gone.cause.at.elapsed().as_secs_f64()),
+        match &self.0.state {
+            SegmentState::Evicted(gone) => Some(gone.cause.at.elapsed().as_secs_f64()),
             _ => None,
         }
     }
@@ -65,8 +65,8 @@ impl Segment {
     /// The age of evicted pages: the tokens looked up between their last use and their eviction. `None` for others.
     #[getter]
     const fn idle_tokens(&self) -> Option<u64> {
-        match &self.0.location {
-            Location::Evicted(gone) => Some(gone.idle),
+        match &self.0.state {
+            SegmentState::Evicted(gone) => Some(gone.idle),
             _ => None,
         }
     }
@@ -74,22 +74,22 @@ impl Segment {
     /// The other namespace that has it.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        match &self.0.location {
-            Location::Elsewhere(name) => namespace_to_py(py, name),
+        match &self.0.state {
+            SegmentState::Elsewhere(name) => namespace_to_py(py, name),
             _ => Ok(None),
         }
     }
 
     fn __repr__(&self) -> String {
         let (begin, end, state) = (self.begin(), self.end(), self.state());
-        let more = match &self.0.location {
-            Location::Evicted(gone) => format!(
+        let more = match &self.0.state {
+            SegmentState::Evicted(gone) => format!(
                 ", pressure='{}', {:.1} s ago, {} tokens after its last use",
                 gone.cause.pressure.name(),
                 gone.cause.at.elapsed().as_secs_f64(),
                 gone.idle
             ),
-            Location::Elsewhere(name) => format!(", namespace={name}"),
+            SegmentState::Elsewhere(name) => format!(", namespace={name}"),
             _ => String::new(),
         };
         format!("Segment({begin}..{end}, '{state}'{more})")

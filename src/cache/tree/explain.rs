@@ -1,4 +1,4 @@
-//! Reasons for misses: the part of a prompt that is cached, and why the rest is not.
+//! Explains misses: which part of a prompt is cached, and why the rest is not.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -11,19 +11,19 @@ use super::{LowerTierContents, Namespace, Place, Tick, Tokens, Tree};
 use crate::cache::PageKey;
 use crate::cache::chain::Chain;
 
-/// The reason why pages had to go.
+/// What made the cache evict pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pressure {
     /// An allocation was short.
     Alloc,
-    /// A call asked for it.
+    /// A caller asked for an eviction.
     Evict,
     /// A namespace, or all of them, were cleared.
     Clear,
 }
 
 impl Pressure {
-    /// The name of this pressure.
+    /// Returns the name of this pressure.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -37,45 +37,45 @@ impl Pressure {
 /// The cause of an eviction, and its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cause {
-    /// The reason why the pages had to go.
+    /// What made the cache evict the pages.
     pub pressure: Pressure,
     /// The time of the call.
     pub at: Instant,
 }
 
-/// The end of pages that were cached.
+/// What is remembered of an eviction.
 #[derive(Clone, Copy, Debug)]
 pub struct EvictionRecord {
-    /// The cause of their eviction.
+    /// The cause of the eviction.
     pub cause: Cause,
-    /// The number of tokens looked up between their last use and their end.
+    /// The number of tokens that were looked up between the last use of the pages and their eviction.
     pub idle: u64,
 }
 
-/// The place of a part of a prompt, or the reason why it is not cached.
+/// Where a segment of a prompt is cached or, if no request can use it, why not.
 #[derive(Clone, Debug)]
-pub enum Location {
-    /// It is in pages of the device.
+pub enum SegmentState {
+    /// The segment is in pages of the device.
     Device,
-    /// It is in pages of the device, but without a snapshot of the state that a request could go on from.
+    /// The segment is in pages of the device, but no snapshot of the state lets a request resume there.
     NoSnapshot,
-    /// It is in host memory, from where it can be loaded.
+    /// The segment is in host memory, and can be loaded from there.
     Host,
-    /// It is in a store below, from where it can be fetched to host memory.
+    /// The segment is in a store below host memory, and can be fetched from there.
     Store,
-    /// It was cached, and is gone.
+    /// The segment was cached and has been evicted.
     Evicted(EvictionRecord),
-    /// Another namespace has it.
+    /// The segment is cached in another namespace.
     Elsewhere(Namespace),
-    /// Nothing is known of it: it was never published, or so long ago that it is forgotten.
+    /// The segment was never published, or so long ago that its eviction is forgotten.
     NeverPublished,
-    /// Its tokens do not fill a page.
+    /// The tokens of the segment do not fill a page.
     PageNotFull,
 }
 
-impl Location {
-    /// Whether neighbours with these answers went at once.
-    fn is_one_with(&self, other: &Self) -> bool {
+impl SegmentState {
+    /// Returns whether neighbouring segments in these states were evicted together.
+    fn is_same_eviction(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Evicted(one), Self::Evicted(other)) => (one.cause, one.idle) == (other.cause, other.idle),
             _ => false,
@@ -83,19 +83,20 @@ impl Location {
     }
 }
 
-/// Neighbouring tokens of a prompt with the same answer.
+/// Neighbouring tokens of a prompt in the same state.
 #[derive(Clone, Debug)]
 pub struct Segment {
     /// The positions of its tokens in the prompt.
     pub range: Range<usize>,
-    /// The answer for all of them.
-    pub location: Location,
+    /// The state of all of these tokens.
+    pub state: SegmentState,
 }
 
 impl Segment {
-    /// Marks the tokens behind those that a request can use or load as stored, up to token `end`.
+    /// Marks as stored the tokens from the first one that a request can neither use nor load up to token
+    /// `end`.
     pub fn mark_stored(segments: &mut Vec<Self>, end: usize) {
-        let is_usable = |part: &&Self| matches!(part.location, Location::Device | Location::Host);
+        let is_usable = |part: &&Self| matches!(part.state, SegmentState::Device | SegmentState::Host);
         let front = segments.iter().take_while(is_usable).count();
         let begin = front.checked_sub(1).map_or(0, |last| segments[last].range.end);
         if end <= begin {
@@ -107,90 +108,91 @@ impl Segment {
             }
             part.range.start < part.range.end
         });
-        segments.insert(front, Self { range: begin..end, location: Location::Store });
+        segments.insert(front, Self { range: begin..end, state: SegmentState::Store });
     }
 }
 
-/// The ends of the prefixes that were evicted last, in the order of their evictions: recording one is an
-/// append. They are looked up by key only to explain, all at once.
+/// The most recent evictions, in order. Recording one appends it to a ring; only [`Tree::explain`] looks them
+/// up by key, and builds a table for that.
 #[derive(Debug, Default)]
 pub(super) struct EvictionLog {
-    /// The last [`ENDS`]; number `n` lies at `n % ENDS`.
-    ends: Vec<End>,
-    /// The number of ends recorded so far.
+    /// The last [`CAPACITY`] evictions; number `n` is at `n % CAPACITY`.
+    entries: Vec<LogEntry>,
+    /// The number of evictions recorded so far.
     recorded: u64,
-    /// The causes, each with the number of the first end that it explains.
+    /// The causes, each with the number of the first eviction that it has caused.
     causes: VecDeque<(u64, Cause)>,
 }
 
-/// A record of an end; its cause is that of its neighbours.
+/// An evicted prefix. Its cause is in [`EvictionLog::causes`].
 #[derive(Clone, Copy, Debug)]
-struct End {
+struct LogEntry {
     key: PageKey,
     idle: u64,
 }
 
-/// The number of ends that are remembered. At a key for 64 tokens they reach back two million evicted tokens.
-const ENDS: usize = 1 << 15;
+/// The number of evictions that are remembered. With one for each 64 tokens, they are those of two million
+/// tokens.
+const CAPACITY: usize = 1 << 15;
 
 impl EvictionLog {
-    /// Remembers the prefix `key`, whose last use was at `used`.
+    /// Records that the prefix `key` was evicted, which was used last at `used`.
     pub(super) fn record(&mut self, key: PageKey, used: Tick, now: Tick, cause: Cause) {
         if self.causes.back().is_none_or(|&(_, last)| last != cause) {
-            self.begin(cause);
+            self.set_cause(cause);
         }
-        let end = End { key, idle: now.since(used) };
+        let entry = LogEntry { key, idle: now.since(used) };
         let at = place_of(self.recorded);
-        if at == self.ends.len() {
-            self.ends.push(end);
+        if at == self.entries.len() {
+            self.entries.push(entry);
         } else {
-            self.ends[at] = end;
+            self.entries[at] = entry;
         }
         self.recorded += 1;
     }
 
-    /// Gives the ends from the next one on another cause, and forgets causes without ends.
-    fn begin(&mut self, cause: Cause) {
-        let oldest = (self.recorded + 1).saturating_sub(ENDS as u64);
+    /// Sets the cause of the evictions to come, and forgets the causes of forgotten evictions.
+    fn set_cause(&mut self, cause: Cause) {
+        let oldest = (self.recorded + 1).saturating_sub(CAPACITY as u64);
         while self.causes.get(1).is_some_and(|&(first, _)| first <= oldest) {
             self.causes.pop_front();
         }
         self.causes.push_back((self.recorded, cause));
     }
 
-    /// The records by key; of one key the latest.
+    /// Returns the records by key; of several with one key, the latest.
     fn by_key(&self) -> HashMap<PageKey, EvictionRecord> {
-        let mut records = HashMap::with_capacity(self.ends.len());
+        let mut records = HashMap::with_capacity(self.entries.len());
         let mut causes = self.causes.iter().copied().peekable();
         let mut cause = None;
-        for number in self.recorded - self.ends.len() as u64..self.recorded {
+        for number in self.recorded - self.entries.len() as u64..self.recorded {
             while let Some((_, next)) = causes.next_if(|&(first, _)| first <= number) {
                 cause = Some(next);
             }
-            let End { key, idle } = self.ends[place_of(number)];
-            let cause = cause.expect("the oldest end has a cause");
+            let LogEntry { key, idle } = self.entries[place_of(number)];
+            let cause = cause.expect("the oldest entry has a cause");
             records.insert(key, EvictionRecord { cause, idle });
         }
         records
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.ends.capacity() * size_of::<End>() + self.causes.capacity() * size_of::<(u64, Cause)>()
+        self.entries.capacity() * size_of::<LogEntry>() + self.causes.capacity() * size_of::<(u64, Cause)>()
     }
 }
 
 fn place_of(number: u64) -> usize {
-    usize::try_from(number % ENDS as u64).expect("a remainder of 2**15 fits usize")
+    usize::try_from(number % CAPACITY as u64).expect("a remainder of 2**15 fits usize")
 }
 
 impl Tree {
-    /// The parts of `tokens` and their places, in order. Changes nothing.
+    /// Divides `tokens` into segments by where they are cached or why not. Changes nothing.
     ///
-    /// Evicted prefixes are remembered in steps of about 64 tokens and by their ends, for a while. `lower` is
-    /// the tier below, if there is one.
+    /// The tree remembers recent evictions, by the ends of the evicted prefixes and every 64 tokens or so.
+    /// `lower` is the tier below, if there is one.
     ///
     /// # Errors
-    /// The error of tokens that cannot be read or are none.
+    /// Returns an error if a token cannot be read or is not a token id.
     pub fn explain(
         &self,
         namespace: &Namespace,
@@ -199,11 +201,11 @@ impl Tree {
     ) -> Result<Vec<Segment>> {
         let mut segments: Vec<Segment> = Vec::new();
         let mut begin = 0;
-        let mut add = |end: usize, location: Location| {
+        let mut add = |end: usize, state: SegmentState| {
             match segments.last_mut() {
                 _ if begin >= end => return begin,
-                Some(last) if last.location.is_one_with(&location) => last.range.end = end,
-                _ => segments.push(Segment { range: begin..end, location }),
+                Some(last) if last.state.is_same_eviction(&state) => last.range.end = end,
+                _ => segments.push(Segment { range: begin..end, state }),
             }
             begin = end;
             begin
@@ -214,12 +216,12 @@ impl Tree {
         let place = self.place_of(namespace, tokens, whole)?;
         let cached = place.map_or(0, Place::len);
         let usable = place.map(|place| self.usable_place(place));
-        let end = add(usable.map_or(0, Place::len), Location::Device);
+        let end = add(usable.map_or(0, Place::len), SegmentState::Device);
         if let Some(lower) = lower {
             let keys = self.keys_behind(namespace, DevicePrefix { usable, cached }, tokens, whole, lower)?;
-            add(end + keys.len() * page_size, Location::Host);
+            add(end + keys.len() * page_size, SegmentState::Host);
         }
-        let mut explained = add(cached, Location::NoSnapshot).max(cached);
+        let mut explained = add(cached, SegmentState::NoSnapshot).max(cached);
         let sum = place.map_or_else(|| Chain::start(self.hash_of(namespace)), |place| self.sum_at(place));
         let (mut cursor, mut page) = (self.chain().cursor(sum, cached), Vec::new());
         let records = if cached < whole { self.evictions.by_key() } else { HashMap::new() };
@@ -228,21 +230,22 @@ impl Tree {
             tokens.read(at..at + page_size, &mut page)?;
             cursor.push(&page);
             if let Some(&record) = records.get(&cursor.sum().key()) {
-                explained = add(at + page_size, Location::Evicted(record));
+                explained = add(at + page_size, SegmentState::Evicted(record));
             }
         }
         if explained < whole
             && let Some((end, name)) = self.longest_elsewhere(namespace, tokens, whole)?
             && end > explained
         {
-            add(end, Location::Elsewhere(name.clone()));
+            add(end, SegmentState::Elsewhere(name.clone()));
         }
-        add(whole, Location::NeverPublished);
-        add(count, Location::PageNotFull);
+        add(whole, SegmentState::NeverPublished);
+        add(count, SegmentState::PageNotFull);
         Ok(segments)
     }
 
-    /// The other namespace that has most of the first `limit` of `tokens`, and how many it has.
+    /// Finds the other namespace that has the longest prefix of the first `limit` of `tokens`, and returns
+    /// the length of that prefix.
     fn longest_elsewhere(
         &self,
         namespace: &Namespace,

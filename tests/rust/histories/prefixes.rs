@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, IndexVec, StateSlot};
-use kvpool::cache::{CacheEvent, Location, Namespace, PageHash, PolicyKind, Segment};
+use kvpool::cache::{CacheEvent, Namespace, PageHash, PolicyKind, Segment, SegmentState};
 use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
 use kvpool::memory::Region;
@@ -329,7 +329,8 @@ impl Prefixes {
         if self.states.is_none() {
             return self.cache.cached_len(&namespace, &tokens, STREAM).expect("tokens");
         }
-        let is_cached = |part: &&Segment| matches!(part.location, Location::Device | Location::NoSnapshot);
+        let is_cached =
+            |part: &&Segment| matches!(part.state, SegmentState::Device | SegmentState::NoSnapshot);
         let parts = self.cache.explain(&namespace, &tokens, STREAM).expect("tokens");
         parts.iter().take_while(is_cached).last().map_or(0, |part| part.range.end)
     }
@@ -662,12 +663,12 @@ impl Prefixes {
             parts.iter().map(|part| part.range.start).eq(std::iter::once(0).chain(ends).take(parts.len()))
         );
         assert_eq!(parts.last().map_or(0, |part| part.range.end), prompt.len());
-        let device = parts.iter().find(|part| matches!(part.location, Location::Device));
+        let device = parts.iter().find(|part| matches!(part.state, SegmentState::Device));
         let usable = self.usable(self.current[name], prompt);
         assert_eq!(device.map_or(0, |part| part.range.end), usable);
-        let bare = parts.iter().find(|part| matches!(part.location, Location::NoSnapshot));
+        let bare = parts.iter().find(|part| matches!(part.state, SegmentState::NoSnapshot));
         assert_eq!(bare.map_or(usable, |part| part.range.end), self.find(self.current[name], prompt));
-        let rest = parts.iter().find(|part| matches!(part.location, Location::PageNotFull));
+        let rest = parts.iter().find(|part| matches!(part.state, SegmentState::PageNotFull));
         assert_eq!(rest.map_or(0, |part| part.range.len()), prompt.len() % self.page_size);
     }
 
