@@ -324,7 +324,7 @@ impl<P: Copy> Residency<P> {
 
     /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
+    pub fn broken_invariant(&self) -> Option<String> {
         let of = |stage| self.entries.iter().filter(|entry| entry.stage == stage).count();
         let counted = [of(Stage::Ready), of(Stage::Arriving) + of(Stage::Fetched), of(Stage::Vacant)];
         let known = [self.ready, self.arriving(), self.vacant.len()];

@@ -208,11 +208,11 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// A description of what is inconsistent, if something is.
+    /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
+    pub fn broken_invariant(&self) -> Option<String> {
         let free: usize = self.gaps.iter().map(Range::len).sum();
-        self.gaps.fault().or_else(|| {
+        self.gaps.broken_invariant().or_else(|| {
             (free + self.used != self.capacity)
                 .then(|| format!("{free} free and {} taken bytes are not {}", self.used, self.capacity))
         })

@@ -309,7 +309,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
 
     /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
+    pub fn broken_invariant(&self) -> Option<String> {
         let mut states = vec![0u32; self.entries.len()];
         let free = self.free.iter().flatten().flat_map(|(_, free)| free);
         for &index in self.live.iter().chain(&self.vacant).chain(free) {

@@ -486,8 +486,8 @@ impl<I: Id> FreeList<I> {
 
     /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
-        if let Some(fault) = self.records.fault() {
+    pub fn broken_invariant(&self) -> Option<String> {
+        if let Some(fault) = self.records.broken_invariant() {
             return Some(fault);
         }
         let queued: usize = self.queue.iter().map(|run| widen(run.len)).sum();

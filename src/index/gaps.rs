@@ -176,8 +176,8 @@ impl Gaps {
         }
     }
 
-    /// A description of an inconsistency, if there is one.
-    pub(super) fn fault(&self) -> Option<String> {
+    /// Describes a broken invariant, if there is one.
+    pub(super) fn broken_invariant(&self) -> Option<String> {
         let mut end = None;
         for range in self.iter() {
             if range.is_empty() || end.is_some_and(|end| range.start <= end) {

@@ -271,9 +271,9 @@ impl<I: Id> RefCounts<I> {
         self.stack.push(returning.0);
     }
 
-    /// A description of a broken invariant, if there is one.
+    /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
+    pub fn broken_invariant(&self) -> Option<String> {
         let mut seen = vec![false; self.entries.len()];
         for index in self.stack.iter().map(|index| index.number()).chain(self.fresh.iter().cloned().flatten())
         {

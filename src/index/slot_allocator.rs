@@ -457,7 +457,7 @@ impl SlotAllocator {
 
     /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
+    pub fn broken_invariant(&self) -> Option<String> {
         let fenced: usize = self.fences.iter().map(|(_, given)| given.pages.len()).sum();
         if fenced != self.pages.fenced() {
             return Some(format!("{} pages are fenced, the fences name {fenced}", self.pages.fenced()));
@@ -465,7 +465,7 @@ impl SlotAllocator {
         if let Some(page) = self.owners.pages().find(|&page| !self.pages.is_live(page)) {
             return Some(format!("page {page} has several owners and is not in use"));
         }
-        self.pages.fault()
+        self.pages.broken_invariant()
     }
 }
 

@@ -442,8 +442,8 @@ impl FileStore {
 
     /// The first disagreement between parts of the bookkeeping, in words. Costs a visit of every page.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
-        self.shared.state().slots.fault()
+    pub fn broken_invariant(&self) -> Option<String> {
+        self.shared.state().slots.broken_invariant()
     }
 
     /// Checks that rows are as large as pages.

@@ -295,7 +295,7 @@ impl HostTier {
     /// # Errors
     /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with the broken invariant.
     pub fn verify(&self) -> Result<()> {
-        let fault = self.storages().find_map(Storage::fault);
+        let fault = self.storages().find_map(Storage::broken_invariant);
         fault.map_or(Ok(()), |fault| {
             let text = format!("the host tier is inconsistent: {fault}");
             Err(Error::new(crate::base::ErrorKind::IndexOwnership, text))

@@ -446,7 +446,7 @@ impl PrefixCache {
         let call = self.begin_call(stream);
         let cache = call.current();
         let (cached, owned) = (cache.stats().cached, self.allocator.stats().cached);
-        let fault = cache.tree.fault().or_else(|| {
+        let fault = cache.tree.broken_invariant().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the cache owns {owned}"))
         });
         fault.map_or(Ok(()), |fault| {

@@ -325,7 +325,7 @@ impl PrefixTree {
             let slots = allocator.lock();
             if slots.clears() == state.clears { slots.stats().cached } else { cached }
         });
-        let fault = state.tree.fault().or_else(|| {
+        let fault = state.tree.broken_invariant().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the tree owns {owned}"))
         });
         fault.map_or(Ok(()), |fault| {

@@ -471,7 +471,7 @@ impl SlotTensors {
     /// # Errors
     /// [`ErrorKind::IndexOwnership`] with the broken invariant.
     pub(super) fn verify(&self) -> Result<()> {
-        self.slots.fault().map_or(Ok(()), |fault| {
+        self.slots.broken_invariant().map_or(Ok(()), |fault| {
             Err(Error::new(ErrorKind::IndexOwnership, format!("the allocator is inconsistent: {fault}")))
         })
     }

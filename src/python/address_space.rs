@@ -187,7 +187,7 @@ impl AddressSpace {
 
     /// Raises `AssertionError` if the bookkeeping is not consistent.
     fn verify(&self) -> PyResult<()> {
-        self.lock().fault().map_or(Ok(()), |fault| Err(PyAssertionError::new_err(fault)))
+        self.lock().broken_invariant().map_or(Ok(()), |fault| Err(PyAssertionError::new_err(fault)))
     }
 }
 

@@ -664,7 +664,7 @@ impl HybridTree {
     /// Raises:
     ///     IndexOwnershipError: With the first broken one.
     fn verify(&self) -> PyResult<()> {
-        let fault = self.lock().fault();
+        let fault = self.lock().broken_invariant();
         fault.map_or(Ok(()), |fault| {
             let text = format!("the hybrid tree is inconsistent: {fault}");
             Err(Error::new(crate::base::ErrorKind::IndexOwnership, text).into())

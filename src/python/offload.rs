@@ -284,7 +284,9 @@ impl OffloadTable {
 
     /// Raises `AssertionError` if the bookkeeping is not consistent.
     fn verify(&self) -> PyResult<()> {
-        self.lock().fault().map_or(Ok(()), |fault| Err(pyo3::exceptions::PyAssertionError::new_err(fault)))
+        self.lock()
+            .broken_invariant()
+            .map_or(Ok(()), |fault| Err(pyo3::exceptions::PyAssertionError::new_err(fault)))
     }
 }
 

@@ -164,7 +164,7 @@ fn a_process_killed_at_any_call_leaves_only_right_pages() {
             // A page at work, the one evicted for it, and one that was removed.
             assert!(there.len() >= 2 || there.contains(&1), "call {nth}, {kept} bytes: {there:?}");
             assert_eq!(put(&store, &[7]), [true]);
-            assert_eq!((found(&store, &[7]), store.fault()), (vec![7], None));
+            assert_eq!((found(&store, &[7]), store.broken_invariant()), (vec![7], None));
         }
     }
 }
@@ -193,7 +193,7 @@ fn every_call_may_fail_once() {
             let store = calls(&disk);
             assert!(disk.files().fault.is_none(), "call {nth} was made");
             if let Some(store) = store {
-                assert_eq!(store.fault(), None);
+                assert_eq!(store.broken_invariant(), None);
                 let there = found(&store, &ALL);
                 assert!(there.len() >= 2, "call {nth} fails: {there:?}");
                 if kind == Io::Interrupted {
@@ -331,7 +331,7 @@ fn a_process_killed_when_a_store_becomes_smaller_loses_no_more() {
             disk.files().fault = None;
             let store = open(&disk, 3);
             assert_eq!(found(&store, &ALL), [4, 5, 6], "call {nth}, {kept} bytes");
-            assert_eq!(store.fault(), None);
+            assert_eq!(store.broken_invariant(), None);
         }
     }
 }
@@ -533,7 +533,7 @@ fn threads_share_a_store() {
             });
         }
     });
-    assert_eq!(store.fault(), None);
+    assert_eq!(store.broken_invariant(), None);
     assert_eq!((stat(&store, "damaged"), stat(&store, "errors"), stat(&store, "queued")), (0, 0, 0));
     let there = found(&store, &(0..24).collect::<Vec<u8>>());
     drop(store);

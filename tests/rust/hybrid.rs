@@ -44,7 +44,7 @@ fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (In
         }
         acts.append(&mut step.acts);
         if let Some(result) = step.result {
-            assert_eq!(tree.fault(), None);
+            assert_eq!(tree.broken_invariant(), None);
             return (result, acts);
         }
         step = tree.advance(&name, &keys, &values).unwrap();
@@ -53,7 +53,7 @@ fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (In
 
 fn find(tree: &mut HybridTree, tokens: &[i64]) -> Match {
     let found = tree.find(&Namespace::Unnamed, &tokens);
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
     found
 }
 
@@ -112,7 +112,7 @@ fn namespaces_are_apart() {
     assert_eq!(tree.find(&Namespace::Unnamed, &tokens).len, 0);
     assert_eq!(tree.evict_full(2).full, at([10, 11]));
     assert_eq!(tree.find(&name, &tokens).len, 0);
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn locked_nodes_are_not_evicted() {
     assert_eq!(tree.evict_full(1).full, at([11, 12]));
     assert_eq!(tree.unlock(long, locked.receipt, WindowRelease::NotYet), None, "the node is gone");
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 0 });
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn an_eviction_names_leaves_until_it_has_enough() {
     assert!(tree.end_eviction(Part::Full));
     assert!(!tree.end_eviction(Part::Full));
     assert_eq!(tree.next_victim(Part::Full, 0), None);
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
     assert_eq!(tree.evict_full(1).full, at([10, 11]));
 }
 
@@ -186,7 +186,7 @@ fn a_value_that_was_locked_since_is_not_evicted() {
     tree.lock(nodes[1], SkippedParts::default()).unwrap();
     assert_eq!(tree.next_victim(Part::State, 1), Some(Victim::Leaf(nodes[2])));
     assert_eq!(tree.sizes(Part::State), Sizes { evictable: 1, locked: 1 });
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn a_state_is_needed_where_a_prefix_ends() {
     assert_eq!((frees.state, frees.counts), (at([5]).to_vec(), [0, 0, 1]));
     assert_eq!(tree.next_victim(Part::State, 2), Some(Victim::Nothing));
     assert!(tree.end_eviction(Part::State));
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn a_path_keeps_its_last_states() {
     }
     let frees = tree.evict_excess_states(last.unwrap()).unwrap();
     assert_eq!(frees.state, at([1, 2, 3]));
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -252,7 +252,7 @@ fn a_window_needs_its_last_stretch() {
     let gaps = tree.window_gaps(&Namespace::Unnamed, &&tokens[..], 2, 10);
     assert!(gaps.into_iter().eq(std::iter::once(2..6)));
     tree.attach_window(&Namespace::Unnamed, &&tokens[..], 2, &slots(2000, 4)).unwrap();
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
     assert_eq!(find(&mut tree, &tokens[..6]).len, 6);
     assert!(tree.attach_window(&Namespace::Unnamed, &&tokens[..], 2, &slots(2000, 4)).is_err());
 }
@@ -265,10 +265,10 @@ fn windows_are_attached_to_whole_pages() {
     for (start, count) in [(1, 2), (0, 3), (1, 1), (usize::MAX, 2), (usize::MAX - 1, 2)] {
         let answer = tree.attach_window(&Namespace::Unnamed, &tokens, start, &slots(1000, count));
         assert!(answer.is_err(), "{start} {count}");
-        assert_eq!((tree.fault(), tree.values(Part::Window).len()), (None, 0));
+        assert_eq!((tree.broken_invariant(), tree.values(Part::Window).len()), (None, 0));
     }
     tree.attach_window(&Namespace::Unnamed, &tokens, 2, &slots(1000, 2)).unwrap();
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -296,7 +296,7 @@ fn a_lost_window_comes_back_with_other_slots() {
     );
     assert_eq!(tree.value(node, Part::Window).unwrap(), at([1031, 1032, 1033]));
     tree.unlock(node, locked.receipt, WindowRelease::NotYet).unwrap().unwrap();
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -309,7 +309,7 @@ fn an_insertion_that_fails_leaves_the_order_as_it_is() {
     let insert = Insert { window_freed: 1, priority: 1, ..Insert::default() };
     assert!(tree.begin(&Namespace::Unnamed, &tokens, &values, insert).is_err());
     assert_eq!(tree.end_insertion(), []);
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
     assert_eq!(tree.evict_full(2).full, at([10, 11]));
 }
 
@@ -321,7 +321,7 @@ fn an_insertion_that_fails_leaves_no_namespace() {
     let insert = Insert { window_freed: 1, ..Insert::default() };
     assert!(tree.begin(&name, &tokens, &values, insert).is_err());
     assert_eq!(tree.end_insertion(), []);
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 /// A prompt whose first tokens have lost their window, so that its insertion waits for one, and its slots.
@@ -347,7 +347,7 @@ fn an_insertion_ends_when_its_node_is_evicted() {
     }
     assert!(tree.is_inserting());
     assert_eq!(tree.end_insertion(), []);
-    assert_eq!((tree.fault(), tree.handles()), (None, vec![tree.root()]));
+    assert_eq!((tree.broken_invariant(), tree.handles()), (None, vec![tree.root()]));
 }
 
 #[test]
@@ -359,7 +359,7 @@ fn an_insertion_continues_with_the_same_tokens() {
     assert!(tree.advance(&name, &&tokens[..2], &&values[..]).is_err());
     let step = tree.advance(&name, &&tokens[..], &&values[..]).unwrap();
     assert_eq!(step.added.map(|added| added.tokens), Some(2..3));
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -389,7 +389,7 @@ fn a_window_is_released_before_the_rest() {
     assert_eq!(again, Err(NotLocked { node, part: Part::Window }));
     tree.unlock(node, locked.receipt, WindowRelease::WithState).unwrap().unwrap();
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 4, locked: 0 });
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -404,7 +404,7 @@ fn a_state_that_outlived_its_window_lock_is_released() {
     assert!(Part::ALL.into_iter().all(|part| tree.sizes(part).locked == 0));
     let again = tree.unlock(node, receipt, WindowRelease::WindowOnly).unwrap();
     assert_eq!(again, Err(NotLocked { node, part: Part::State }));
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -460,7 +460,7 @@ fn a_state_is_evicted_with_its_window() {
     assert!(tree.begin_eviction(Part::Window, 1));
     let Some(Victim::Value(frees)) = tree.next_victim(Part::Window, 0) else { panic!("a value") };
     assert_eq!((frees.window, frees.state), (at([10, 11]).to_vec(), at([5]).to_vec()));
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 /// Such as after `StateRelease::Keep`.
@@ -478,7 +478,7 @@ fn a_locked_state_outlives_its_window() {
     assert_eq!(tree.sizes(Part::State), Sizes { evictable: 1, locked: 1 });
     tree.unlock(node, locked.receipt, WindowRelease::NotYet).unwrap().unwrap();
     assert_eq!(tree.sizes(Part::State), Sizes { evictable: 2, locked: 0 });
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
 }
 
 #[test]
@@ -573,7 +573,7 @@ fn pages_that_are_gone_are_named() {
     // Cut, and named from the middle on.
     assert_eq!(tree.find(&name, &[0_i64, 1, 2, 3, 9].as_slice()).len, 4);
     tree.set_hashes(added.node, 4, &hashes[3..]).unwrap().unwrap();
-    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.broken_invariant(), None);
     let at: Vec<_> = [0, 2, 4, 6].iter().map(|&end| tree.hash_at(added.node, end).unwrap()).collect();
     assert_eq!(at, [None, Some(hashes[0]), Some(hashes[1]), Some(hashes[3])]);
     let removed = tree.evict_full(6).removed;

@@ -91,7 +91,7 @@ proptest! {
             space.give_back(2 * at..2 * at + 1).unwrap();
             free[2 * at] = true;
         }
-        prop_assert_eq!(space.fault(), None);
+        prop_assert_eq!(space.broken_invariant(), None);
         // Some become longer, and are found.
         for &at in order.iter().take(200) {
             space.give_back(2 * at + 1..2 * at + 2).unwrap();
@@ -101,7 +101,7 @@ proptest! {
             if let Some(range) = expected {
                 free[range].fill(false);
             }
-            prop_assert_eq!(space.fault(), None);
+            prop_assert_eq!(space.broken_invariant(), None);
         }
     }
 }
@@ -172,7 +172,7 @@ proptest! {
                     free.resize(free.len() + bytes, true);
                 }
             }
-            prop_assert_eq!(space.fault(), None);
+            prop_assert_eq!(space.broken_invariant(), None);
             let used = free.iter().filter(|&&it| !it).count();
             prop_assert_eq!((space.used(), space.capacity()), (used, free.len()));
             let longest = free.split(|&it| !it).map(<[bool]>::len).max().unwrap_or(0);
@@ -191,7 +191,7 @@ proptest! {
         let mut vast = AddressSpace::new(1 << 62, 1).unwrap();
         prop_assert!(vast.take_many(1, 1 << 61).is_err());
         prop_assert_eq!(vast.used(), 0);
-        prop_assert_eq!((space.capacity(), space.fault()), (capacity, None));
+        prop_assert_eq!((space.capacity(), space.broken_invariant()), (capacity, None));
     }
 
     #[test]
@@ -212,7 +212,7 @@ proptest! {
         let extension = slots.extend::<i32>(&prefix, &seq, LastLoc::Known(&last)).unwrap().unwrap();
         let mut undone = slots.clone();
         undone.undo(&extension.slots, &extension.continued);
-        prop_assert_eq!(undone.fault(), None);
+        prop_assert_eq!(undone.broken_invariant(), None);
         prop_assert_eq!(undone.available(), before.available());
         for held in &held {
             let held = IndexVec::I32(held.clone());
@@ -299,7 +299,7 @@ proptest! {
             given.extend(given.first().copied());
             let answer = slots.free(&IndexVec::I32(given.clone()), OnBadFree::of(is_strict));
             prop_assert_eq!(answer.is_err(), is_strict && !given.is_empty());
-            prop_assert_eq!(slots.fault(), None);
+            prop_assert_eq!(slots.broken_invariant(), None);
             if answer.is_ok() {
                 given.pop();
                 let gone: BTreeSet<i32> = given.iter().copied().collect();
@@ -364,7 +364,7 @@ proptest! {
                     }
                 }
             }
-            prop_assert_eq!(slots.fault(), None);
+            prop_assert_eq!(slots.broken_invariant(), None);
             let free = owners[1..].iter().filter(|&&owners| owners == 0).count();
             prop_assert_eq!(slots.available(), free * page_size);
         }

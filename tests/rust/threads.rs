@@ -196,7 +196,7 @@ fn chunks_are_copied_freed_and_taken_at_once() {
             let _ = pool.free(chunk).expect("it is ours");
         }
     });
-    assert_eq!(pool.counts(|chunks, _| (chunks.in_use(), chunks.fault())), (0, None));
+    assert_eq!(pool.counts(|chunks, _| (chunks.in_use(), chunks.broken_invariant())), (0, None));
 }
 
 #[test]

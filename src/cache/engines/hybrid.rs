@@ -13,7 +13,7 @@
 //!
 //! *Invariant.* Every node except the root has slots for full attention, one a token; a window has one a
 //! token or none; a node is in the list of a part exactly while it has a value of that part; leaves without
-//! locks are queued by the rank of the eviction order. [`HybridTree::fault`] checks all of it.
+//! locks are queued by the rank of the eviction order. [`HybridTree::broken_invariant`] checks all of them.
 //!
 //! *Cost.* Finding and inserting cost one comparison of the tokens and one look-up a node. Evicting costs
 //! what is evicted and a logarithm of the number of leaves. Locking costs the nodes on the path.
@@ -21,10 +21,10 @@
 //! It owns no slot, depends on no device, and is not synchronised.
 
 mod evict;
-mod fault;
 mod find;
 mod fingerprints;
 mod insert;
+mod invariants;
 mod lists;
 mod lock;
 mod namespaces;

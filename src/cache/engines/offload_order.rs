@@ -343,7 +343,7 @@ impl<P> OffloadOrder<P> {
 
     /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
+    pub fn broken_invariant(&self) -> Option<String> {
         let entries = || self.entries.iter().flatten();
         let lost = entries().find(|entry| {
             let number = self.by_key.get(&entry.key).map(|&number| widen(number));

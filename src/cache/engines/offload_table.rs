@@ -477,8 +477,8 @@ impl OffloadTable {
 
     /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
-        if let Some(fault) = self.order.fault() {
+    pub fn broken_invariant(&self) -> Option<String> {
+        if let Some(fault) = self.order.broken_invariant() {
             return Some(fault);
         }
         let mut places: Vec<OffloadSlot> =

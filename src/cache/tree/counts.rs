@@ -1,6 +1,6 @@
 //! Sums over the nodes of a tree, kept as these change so that no call has to visit every node.
 
-/// The sums over all nodes of a tree. [`Tree::fault`](super::Tree::fault) checks them.
+/// The sums over all nodes of a tree. [`Tree::broken_invariant`](super::Tree::broken_invariant) checks them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     /// Pages of all nodes.

@@ -302,7 +302,7 @@ impl Records {
     }
 
     /// Describes a broken invariant, if there is one.
-    pub(super) fn fault(&self) -> Option<String> {
+    pub(super) fn broken_invariant(&self) -> Option<String> {
         let mut space = Mask::of_range(self.space.clone()).peekable();
         let mut counts = [0; 3];
         for ((word, record), fenced) in (0..).zip(&self.sets).zip(&self.fenced) {

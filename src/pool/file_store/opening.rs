@@ -258,6 +258,6 @@ mod tests {
             (FileSlot::new(5), FileSlot::new(7), FileSlot::new(999_999)),
             "free ones, and then that used least recently"
         );
-        assert_eq!(found.slots.fault(), None);
+        assert_eq!(found.slots.broken_invariant(), None);
     }
 }

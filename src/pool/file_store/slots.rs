@@ -260,7 +260,7 @@ impl Slots {
     }
 
     /// The first disagreement between the parts, in words.
-    pub(super) fn fault(&self) -> Option<String> {
+    pub(super) fn broken_invariant(&self) -> Option<String> {
         let mut seen = 0;
         for slot in self.order.iter_oldest() {
             let place = self.place(slot);

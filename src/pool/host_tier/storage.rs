@@ -378,12 +378,12 @@ impl Storage {
         keys
     }
 
-    pub(super) fn fault(&self) -> Option<String> {
+    pub(super) fn broken_invariant(&self) -> Option<String> {
         let resident = self.resident();
         let in_use = self.chunks.counts(|chunks, _| chunks.in_use());
         let used = resident.in_use();
         resident
-            .fault()
+            .broken_invariant()
             .or_else(|| (in_use != used).then(|| format!("{in_use} places are taken, {used} are used")))
     }
 }

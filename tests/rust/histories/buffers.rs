@@ -204,7 +204,7 @@ fn batch(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
 
 fn check(pool: &mut BufferPool, model: &mut Model) {
     let buckets = pool.buckets();
-    assert_eq!(buckets.fault(), None);
+    assert_eq!(buckets.broken_invariant(), None);
     let bytes = |capacities: &mut dyn Iterator<Item = usize>| capacities.sum::<usize>();
     assert_eq!((buckets.in_use_count(), buckets.free_count()), (model.live.len(), model.free.len()));
     assert_eq!(buckets.in_use_bytes(), bytes(&mut model.live.iter().map(|live| live.capacity)));

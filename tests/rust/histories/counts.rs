@@ -90,7 +90,7 @@ fn in_use(model: &Model) -> usize {
 }
 
 fn check(counts: &RefCounts<ChunkId>, model: &Model) {
-    assert_eq!(counts.fault(), None);
+    assert_eq!(counts.broken_invariant(), None);
     assert_eq!(counts.capacity(), size(model.capacity));
     assert_eq!(counts.in_use(), in_use(model));
     assert_eq!(counts.available() + counts.in_use(), counts.capacity());

@@ -129,6 +129,6 @@ fn check(pool: &GdnPool, model: &Model) {
     }
     agree(pool.layer_state(layers), false);
     let tracks = pool.tracks();
-    assert_eq!((tracks.rows().fault(), tracks.dropped_frees()), (None, model.dropped));
+    assert_eq!((tracks.rows().broken_invariant(), tracks.dropped_frees()), (None, model.dropped));
     assert_eq!(tracks.rows().available(), model.free.len());
 }

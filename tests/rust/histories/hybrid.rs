@@ -766,7 +766,11 @@ impl Hybrid {
     }
 
     fn check(&self) {
-        assert!(self.has_refused || self.tree.fault().is_none(), "{:?}", self.tree.fault());
+        assert!(
+            self.has_refused || self.tree.broken_invariant().is_none(),
+            "{:?}",
+            self.tree.broken_invariant()
+        );
         for part in Part::ALL {
             let mut expected = Sizes::default();
             let mut values = Vec::new();

@@ -90,7 +90,7 @@ fn step(source: &mut Source<'_>, pool: &mut PagePool, model: &mut Model) {
 
 fn check(pool: &PagePool, model: &Model) {
     let counts = pool.pages();
-    assert_eq!(counts.fault(), None);
+    assert_eq!(counts.broken_invariant(), None);
     assert_eq!(counts.capacity(), model.pages.len());
     assert_eq!(counts.available(), model.free.len());
     assert_eq!(counts.dropped_frees(), model.dropped);

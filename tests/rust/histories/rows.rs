@@ -221,7 +221,7 @@ impl Rows {
 
     fn check(&self) {
         let rows = self.pool.rows();
-        assert_eq!(rows.rows().fault(), None);
+        assert_eq!(rows.rows().broken_invariant(), None);
         assert_eq!(self.pool.available_size(), self.model.free.len());
         assert_eq!(rows.dropped_frees(), self.model.dropped);
         let free = rows.rows().free_indices().expect("memory");

@@ -59,7 +59,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     while source.next_step() {
         step(source, &mut world);
         let store = world.store.as_ref().expect("an open store");
-        assert_eq!(store.fault(), None);
+        assert_eq!(store.broken_invariant(), None);
         assert_eq!(store.len().expect("an open store"), world.model.pages.len());
         assert!(world.model.pages.len() <= world.model.slots);
     }

@@ -1,4 +1,4 @@
-//! The invariants of a hybrid tree, looked up node by node.
+//! Checks of the invariants of a hybrid tree, node by node. Tests and debugging use them.
 
 use std::collections::HashMap;
 
@@ -8,26 +8,26 @@ use super::{HybridTree, NodeId, Part, ROOT, Sizes};
 use crate::base::{Id, widen};
 
 impl HybridTree {
-    /// The first broken invariant, in words.
+    /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
+    pub fn broken_invariant(&self) -> Option<String> {
         let of_node = |id: NodeId| {
-            let fault = self.fault_of_contents(id).or_else(|| self.fault_of_place(id));
-            let fault = fault.or_else(|| self.fault_of_parts(id));
+            let fault = self.broken_contents(id).or_else(|| self.broken_place(id));
+            let fault = fault.or_else(|| self.broken_parts(id));
             fault.map(|fault| {
                 format!("node {} at {} tokens {fault}", self.handle(id).number(), self.node(id).end)
             })
         };
         let mut parts = [Part::Window, Part::State].into_iter();
         (self.runs().find_map(of_node))
-            .or_else(|| self.fault_of_children())
-            .or_else(|| self.fault_of_namespaces())
-            .or_else(|| parts.find_map(|part| self.fault_of_list(part)))
-            .or_else(|| self.fault_of_sizes())
+            .or_else(|| self.broken_children())
+            .or_else(|| self.broken_namespaces())
+            .or_else(|| parts.find_map(|part| self.broken_list(part)))
+            .or_else(|| self.broken_sizes())
     }
 
     /// Tokens and values of a node that do not fit each other.
-    fn fault_of_contents(&self, id: NodeId) -> Option<String> {
+    fn broken_contents(&self, id: NodeId) -> Option<String> {
         let (node, page_size) = (self.node(id), self.config.page_size);
         let (tokens, slots) = (node.tokens.len(), node.value(Part::Full).len());
         let windows = node.value(Part::Window).len();
@@ -50,7 +50,7 @@ impl HybridTree {
     }
 
     /// A node that is not where it is looked for.
-    fn fault_of_place(&self, id: NodeId) -> Option<String> {
+    fn broken_place(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let mut page = vec![0; self.config.page_size];
         node.tokens.read(&mut page);
@@ -62,7 +62,7 @@ impl HybridTree {
     }
 
     /// A part of a node with locks, or in a list, that do not fit its value.
-    fn fault_of_parts(&self, id: NodeId) -> Option<String> {
+    fn broken_parts(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let full_locks = node.locks[Part::Full.index()];
         Part::ALL.into_iter().find_map(|part| {
@@ -76,7 +76,7 @@ impl HybridTree {
     }
 
     /// A number of children, or of leaves, that is wrong.
-    fn fault_of_children(&self) -> Option<String> {
+    fn broken_children(&self) -> Option<String> {
         let mut children = vec![0_u32; self.nodes.numbers()];
         for id in self.runs() {
             children[widen(self.node(id).parent.number())] += 1;
@@ -90,7 +90,7 @@ impl HybridTree {
     }
 
     /// Namespaces that are not those of the children of the root.
-    fn fault_of_namespaces(&self) -> Option<String> {
+    fn broken_namespaces(&self) -> Option<String> {
         let mut found: HashMap<_, usize> = HashMap::new();
         for id in self.runs() {
             let node = self.node(id);
@@ -104,7 +104,7 @@ impl HybridTree {
     }
 
     /// A list whose two directions differ.
-    fn fault_of_list(&self, part: Part) -> Option<String> {
+    fn broken_list(&self, part: Part) -> Option<String> {
         let List { last, len, .. } = *self.list(part);
         let forth: Vec<_> = self.listed(part);
         let mut back: Vec<_> = std::iter::successors(last, |&id| self.later(part, id)).collect();
@@ -115,7 +115,7 @@ impl HybridTree {
     }
 
     /// Sizes that are not the sums over the nodes.
-    fn fault_of_sizes(&self) -> Option<String> {
+    fn broken_sizes(&self) -> Option<String> {
         let mut sizes = [Sizes::default(); 3];
         for id in self.runs() {
             let node = self.node(id);

@@ -1,4 +1,4 @@
-//! The invariants of a tree, looked up node by node.
+//! Checks of the invariants of a tree, node by node. Tests and debugging use them.
 
 use std::collections::{HashMap, HashSet};
 
@@ -17,23 +17,23 @@ struct Children {
 impl Tree {
     /// Describes a broken invariant, if there is one.
     #[must_use]
-    pub fn fault(&self) -> Option<String> {
+    pub fn broken_invariant(&self) -> Option<String> {
         let ids: Vec<_> = self.nodes.ids().collect();
         let is_run = |id: &NodeId| self.node(*id).kind == Kind::Run;
         let listed: HashSet<_> = self.roots.listed().collect();
-        let fault_of_run = |id: NodeId| {
+        let broken_run = |id: NodeId| {
             let is_found = self.node(self.node(id).root).kind == Kind::Root;
             if is_found && !listed.contains(&(self.node(id).root, id)) {
                 return Some(format!("{id:?} is not listed with its namespace"));
             }
-            self.fault_of_state(id).or_else(|| self.fault_of_contents(id))
+            self.broken_state(id).or_else(|| self.broken_contents(id))
         };
         let mut runs = ids.iter().copied().filter(is_run);
-        runs.find_map(fault_of_run).or_else(|| self.fault_of_pages(&ids)).or_else(|| self.fault_of_sums(&ids))
+        runs.find_map(broken_run).or_else(|| self.broken_pages(&ids)).or_else(|| self.broken_sums(&ids))
     }
 
     /// A node that is queued, or has a snapshot, other than it says.
-    fn fault_of_state(&self, id: NodeId) -> Option<String> {
+    fn broken_state(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let is_leaf = (node.locks, node.children) == (0, 0);
         // A leaf that a lock covers since it was queued is set aside when its turn comes.
@@ -48,7 +48,7 @@ impl Tree {
     }
 
     /// A node whose tokens, pages and place do not fit each other.
-    fn fault_of_contents(&self, id: NodeId) -> Option<String> {
+    fn broken_contents(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let (pages, tokens) = (node.pages.len(), node.tokens.len());
         if pages == 0 || tokens != pages * self.page_size {
@@ -64,14 +64,14 @@ impl Tree {
     }
 
     /// A page that two nodes have.
-    fn fault_of_pages(&self, ids: &[NodeId]) -> Option<String> {
+    fn broken_pages(&self, ids: &[NodeId]) -> Option<String> {
         let mut seen = HashSet::new();
         let mut pages = ids.iter().flat_map(|&id| self.node(id).pages.iter());
         pages.find(|page| !seen.insert(**page)).map(|page| format!("page {page} is cached twice"))
     }
 
     /// A number of a node, or of the tree, that is not the sum of what it counts.
-    fn fault_of_sums(&self, ids: &[NodeId]) -> Option<String> {
+    fn broken_sums(&self, ids: &[NodeId]) -> Option<String> {
         let mut counts = Counts::default();
         let mut children: HashMap<NodeId, Children> = HashMap::new();
         let mut roots = 0;
