@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvpool::base::{ChunkId, DType, Id, IndexVec, Page, Result, widen};
-use kvpool::cache::{KeyTokens, Namespace, PolicyKind, ResumeAt, Tree};
+use kvpool::cache::{BlockTokens, Namespace, PolicyKind, ResumeAt, Tree};
 use kvpool::index::{OnBadFree, Order, SlotAllocator};
 use kvpool::kernels::{
     Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
@@ -78,7 +78,7 @@ fn count_path(counts: &mut [u32], change: i32) {
 /// the longest of them.
 fn parted() -> (Tree, Vec<i32>) {
     let (name, policy) =
-        (Namespace::Unnamed, PolicyKind::Adaptive.policy(1 << 20, KeyTokens::of_page_size(1)));
+        (Namespace::Unnamed, PolicyKind::Adaptive.policy(1 << 20, BlockTokens::of_page_size(1)));
     let mut tree = Tree::new(1, ResumeAt::AnyPage, policy);
     let prompt: Vec<i32> = (0..64 * DEPTH).map(u32::cast_signed).collect();
     let mut pages = (1..).map(Page::new);

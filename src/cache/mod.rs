@@ -17,7 +17,6 @@
 //! | pages for a tier below, and the contents of that tier | [`Tree::offer`], [`Residency`] |
 //! | bookkeeping by the rules of an engine | [`engines`] |
 
-mod chain;
 pub mod engines;
 mod journal;
 mod keys;
@@ -26,6 +25,7 @@ mod node_arena;
 mod policy;
 mod recency_list;
 mod residency;
+mod rolling_hash;
 mod tokens;
 mod tree;
 
@@ -33,7 +33,7 @@ pub use journal::{CacheEvent, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub use node_arena::NodeHandle;
-pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
+pub use policy::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Remembered, Tick};
 pub use recency_list::RecencyList;
 pub use residency::{DevicePresence, EntryId, Residency};
 pub use tokens::Tokens;

@@ -76,13 +76,15 @@ impl Tick {
     }
 }
 
-/// The name of a block of tokens with everything before it: a hash chained from the namespace on. Two blocks
-/// with the same key are taken for the same one; a mistake costs a wrong guess, never a wrong page.
+/// The key of a block of tokens: a hash of the namespace, the tokens before the block, and the block itself.
+///
+/// A policy takes two blocks with the same key for one. If they are not, its estimate is wrong; no request
+/// gets a wrong page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PageKey(u64);
+pub struct BlockKey(u64);
 
-impl PageKey {
-    /// The key with this hash, whose bits must all be well mixed.
+impl BlockKey {
+    /// Creates a key from a hash, all bits of which are well mixed.
     #[must_use]
     pub const fn new(hash: u64) -> Self {
         Self(hash)
@@ -152,42 +154,42 @@ pub trait Policy: fmt::Debug + Send {
 
     /// The blocks `keys` are about to be published. What is known of them is fetched ahead; nothing depends
     /// on it.
-    fn fetch(&self, keys: &mut dyn Iterator<Item = PageKey>) {
+    fn fetch(&self, keys: &mut dyn Iterator<Item = BlockKey>) {
         let _ = keys;
     }
 
     /// The block `key` is new in the cache. Returns what is remembered of an earlier stay; pages whose
     /// answers differ belong into different nodes.
-    fn record_publication(&mut self, key: PageKey, now: Tick) -> Remembered {
+    fn record_publication(&mut self, key: BlockKey, now: Tick) -> Remembered {
         let _ = (key, now);
         Remembered::default()
     }
 
     /// The block `key` was evicted.
-    fn record_eviction(&mut self, key: PageKey, history: &History, now: Tick) {
+    fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {
         let _ = (key, history, now);
     }
 }
 
-/// The number of tokens that a [`PageKey`] stands for: a whole number of pages, about 64 tokens.
+/// The number of tokens in a block, which has one [`BlockKey`]: a whole number of pages, about 64 tokens.
 ///
 /// ```
-/// use kvpool::cache::KeyTokens;
-/// assert_eq!(KeyTokens::of_page_size(1).get(), 64);
-/// assert_eq!(KeyTokens::of_page_size(24).get(), 48);
-/// assert_eq!(KeyTokens::of_page_size(512).get(), 512);
+/// use kvpool::cache::BlockTokens;
+/// assert_eq!(BlockTokens::of_page_size(1).get(), 64);
+/// assert_eq!(BlockTokens::of_page_size(24).get(), 48);
+/// assert_eq!(BlockTokens::of_page_size(512).get(), 512);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KeyTokens(u32);
+pub struct BlockTokens(u32);
 
-impl KeyTokens {
-    /// The tokens of a key at a page size, which is at least 1.
+impl BlockTokens {
+    /// Returns the size of a block for a page size, which is at least 1.
     #[must_use]
     pub const fn of_page_size(page_size: u32) -> Self {
         if page_size >= 64 { Self(page_size) } else { Self(64 / page_size * page_size) }
     }
 
-    /// The number of tokens.
+    /// Returns the number of tokens.
     #[must_use]
     pub const fn get(self) -> u32 {
         self.0
@@ -198,9 +200,9 @@ impl KeyTokens {
 ///
 /// ```
 /// use kvpool::base::Id;
-/// use kvpool::cache::{History, KeyTokens, NodeId, PolicyKind, Tick};
+/// use kvpool::cache::{History, BlockTokens, NodeId, PolicyKind, Tick};
 ///
-/// let mut policy = PolicyKind::parse("lru").unwrap().policy(1024, KeyTokens::of_page_size(16));
+/// let mut policy = PolicyKind::parse("lru").unwrap().policy(1024, BlockTokens::of_page_size(16));
 /// for node in [7, 8] {
 ///     let now = Tick::new(u64::from(node));
 ///     policy.insert(NodeId::new(node), &History { used: now, ..History::default() }, now);
@@ -253,14 +255,14 @@ impl PolicyKind {
 
     /// A policy of this kind for a cache of `capacity` tokens.
     #[must_use]
-    pub fn policy(self, capacity: u64, key_tokens: KeyTokens) -> Box<dyn Policy> {
+    pub fn policy(self, capacity: u64, block_tokens: BlockTokens) -> Box<dyn Policy> {
         match self {
             Self::Lru => Box::new(ranked::Ranked::new(ranked::Lru)),
             Self::Fifo => Box::new(ranked::Ranked::new(ranked::Fifo)),
             Self::Lfu => Box::new(ranked::Ranked::new(ranked::Lfu)),
             Self::Slru => Box::new(ranked::Ranked::new(ranked::Slru)),
             Self::Priority => Box::new(ranked::Ranked::new(ranked::Priority)),
-            Self::Adaptive => Box::new(adaptive::Adaptive::new(capacity, key_tokens)),
+            Self::Adaptive => Box::new(adaptive::Adaptive::new(capacity, block_tokens)),
         }
     }
 }

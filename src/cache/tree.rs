@@ -19,10 +19,10 @@ use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{Id, Page, Result, widen};
 
-use super::chain::{Chain, Sum};
 use super::keys::PageHash;
 use super::node_arena::NodeArena;
-use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
+use super::rolling_hash::{RollingHash, RollingHasher};
+use super::{BlockTokens, History, Namespace, NodeId, Policy, Tick, Tokens};
 use counts::Counts;
 pub(super) use edges::Edges;
 use evict::Queues;
@@ -62,8 +62,8 @@ struct Node {
     tokens: ShortVec<i32>,
     /// The pages of the node; not empty, except in a root.
     pages: ShortVec<Page>,
-    /// The sum over all tokens up to the end of the node.
-    sum: Sum,
+    /// The hash of all tokens up to the end of the node.
+    hash: RollingHash,
     /// Tokens up to the end of the node.
     end: u32,
     history: History,
@@ -85,7 +85,7 @@ impl Node {
     }
 
     /// A node without tokens, neighbours and locks.
-    fn new(kind: Kind, sum: Sum) -> Self {
+    fn new(kind: Kind, hash: RollingHash) -> Self {
         Self {
             parent: NodeId::new(0),
             root: NodeId::new(0),
@@ -95,7 +95,7 @@ impl Node {
             leases: 0,
             tokens: ShortVec::new(),
             pages: ShortVec::new(),
-            sum,
+            hash,
             end: 0,
             history: History::default(),
             has_snapshot: false,
@@ -157,9 +157,9 @@ pub struct TreeStats {
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
-/// use kvpool::cache::{ResumeAt, KeyTokens, Namespace, PolicyKind, Tree};
+/// use kvpool::cache::{ResumeAt, BlockTokens, Namespace, PolicyKind, Tree};
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
-/// let policy = PolicyKind::Lru.policy(1024, KeyTokens::of_page_size(2));
+/// let policy = PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2));
 /// let mut tree = Tree::new(2, ResumeAt::AnyPage, policy);
 /// let mut hold = tree.match_prefix(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
@@ -182,7 +182,7 @@ pub struct Tree {
     roots: Roots,
     /// The hasher, seeded at random: callers cannot choose tokens that collide.
     hasher: RandomState,
-    chain: Chain,
+    rolling: RollingHasher,
     queues: Queues,
     now: Tick,
     counts: Counts,
@@ -219,14 +219,14 @@ impl Tree {
             tails: Tails::default(),
             edges: Edges::new(&hasher),
             roots: Roots::default(),
-            chain: Chain::new(&hasher),
+            rolling: RollingHasher::new(&hasher),
             hasher,
             queues: Queues::new(policy),
             now: Tick::default(),
             counts: Counts::default(),
             is_stateful: resume_at == ResumeAt::Snapshot,
             snapshots: Snapshots::default(),
-            remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
+            remembered_every: widen(BlockTokens::of_page_size(page_tokens).get()),
             evictions: EvictionLog::default(),
             keyed: KeyedPages::default(),
             offers: None,
@@ -268,8 +268,8 @@ impl Tree {
         }
     }
 
-    pub(super) const fn chain(&self) -> &Chain {
-        &self.chain
+    pub(super) const fn rolling(&self) -> &RollingHasher {
+        &self.rolling
     }
 
     pub(super) fn hash_of(&self, namespace: &Namespace) -> u64 {
@@ -349,8 +349,8 @@ impl Tree {
         if let Some(root) = self.root(namespace) {
             return root;
         }
-        let sum = Chain::start(self.hash_of(namespace));
-        let root = self.add(Node::new(Kind::Root, sum));
+        let hash = RollingHasher::start(self.hash_of(namespace));
+        let root = self.add(Node::new(Kind::Root, hash));
         let node = self.node_mut(root);
         (node.parent, node.root) = (root, root);
         self.roots.insert(namespace, root);
@@ -376,7 +376,7 @@ impl Tree {
         if let [token] = page {
             return token.cast_unsigned();
         }
-        let [a, b, c, d, ..] = self.chain.hash(page).to_le_bytes();
+        let [a, b, c, d, ..] = self.rolling.hash(page).to_le_bytes();
         // A checked build has few fingerprints, so that pages share them.
         u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
@@ -442,7 +442,7 @@ impl Tree {
             return place.node;
         }
         let lower = place.node;
-        let sum = self.sum_at(place);
+        let hash = self.hash_at(place);
         self.unlink(lower);
         let (page_size, room, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
@@ -458,7 +458,7 @@ impl Tree {
             end,
             history,
             pins,
-            ..Node::new(Kind::Run, sum)
+            ..Node::new(Kind::Run, hash)
         });
         self.counts.room = self.counts.room - room + self.node(lower).room();
         self.node_mut(lower).parent = upper;
@@ -467,18 +467,18 @@ impl Tree {
         upper
     }
 
-    /// The sum of the tokens up to `place`, in as many steps as the nearer end of its node is away.
-    pub(super) fn sum_at(&self, place: Place) -> Sum {
+    /// Returns the hash of the tokens up to `place`. Costs the distance to the nearer end of its node.
+    pub(super) fn hash_at(&self, place: Place) -> RollingHash {
         let node = self.node(place.node);
         let (front, back) = node.tokens.split_at(place.pages * self.page_size);
         if front.len() < back.len() {
-            let mut cursor = self.chain.cursor(self.node(node.parent).sum, place.len - front.len());
+            let mut cursor = self.rolling.cursor(self.node(node.parent).hash, place.len - front.len());
             cursor.push(front);
-            return cursor.sum();
+            return cursor.hash();
         }
-        let mut cursor = self.chain.cursor(node.sum, widen(node.end));
+        let mut cursor = self.rolling.cursor(node.hash, widen(node.end));
         cursor.pop(back);
-        cursor.sum()
+        cursor.hash()
     }
 
     /// The nodes from `id` to its root, without the root.

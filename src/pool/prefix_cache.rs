@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Device, Error, Id, Result, Slot};
 use crate::cache::{
-    AGE_BUCKETS, CacheEvent, Cause, Digest, KeyTokens, LowerTierContents, Namespace, PolicyKind, Pressure,
+    AGE_BUCKETS, BlockTokens, CacheEvent, Cause, Digest, LowerTierContents, Namespace, PolicyKind, Pressure,
     ResumeAt, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
@@ -546,7 +546,7 @@ fn new_tree(
 ) -> Tree {
     let page_size = crate::base::bounded::narrow(allocator.page_size());
     let capacity = allocator.stats().capacity as u64;
-    let policy = config.policy.policy(capacity, KeyTokens::of_page_size(page_size));
+    let policy = config.policy.policy(capacity, BlockTokens::of_page_size(page_size));
     let mut tree = Tree::new(allocator.page_size(), resume_at, policy);
     if let Some(digest) = config.events {
         tree.keep_journal(digest);

@@ -7,8 +7,8 @@ use std::time::Instant;
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, try_with_capacity};
 use crate::cache::{
-    Cause, Evicted, KeyTokens, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, ResumeAt, Tokens, Tree,
-    TreeStats,
+    BlockTokens, Cause, Evicted, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, ResumeAt, Tokens,
+    Tree, TreeStats,
 };
 use crate::index::{Owner, Run};
 use crate::memory::Stream;
@@ -448,7 +448,7 @@ fn new_tree(config: &PrefixTreeConfig, allocator: Option<&TokenToKvPoolAllocator
     /// The tokens that a policy that learns remembers without an allocator.
     const TOKENS: u64 = 1 << 20;
     let capacity = allocator.map_or(TOKENS, |allocator| allocator.stats().capacity as u64);
-    let policy = config.policy.policy(capacity, KeyTokens::of_page_size(1));
+    let policy = config.policy.policy(capacity, BlockTokens::of_page_size(1));
     Tree::new(1, ResumeAt::AnyPage, policy).in_steps(config.page_size)
 }
 

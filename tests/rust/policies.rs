@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use kvpool::base::{Id, widen};
-use kvpool::cache::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Tick};
+use kvpool::cache::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Tick};
 use proptest::prelude::*;
 
 /// Tokens of a block.
@@ -16,7 +16,7 @@ fn history(published: u64, last: u64, uses: u32, priority: u8) -> History {
 /// The order in which a policy evicts leaves numbered from 0.
 fn order(kind: PolicyKind, leaves: &[History]) -> Vec<u32> {
     let now = Tick::new(1000);
-    let mut policy = kind.policy(1 << 20, KeyTokens::of_page_size(16));
+    let mut policy = kind.policy(1 << 20, BlockTokens::of_page_size(16));
     for (number, history) in (0..).zip(leaves) {
         policy.insert(NodeId::new(number), history, now);
     }
@@ -53,7 +53,7 @@ fn each_policy_has_its_order() {
 #[test]
 fn a_victim_stays_until_it_is_removed() {
     for kind in PolicyKind::ALL {
-        let mut policy = kind.policy(1024, KeyTokens::of_page_size(1));
+        let mut policy = kind.policy(1024, BlockTokens::of_page_size(1));
         let now = Tick::new(5);
         assert_eq!(policy.victim(now), None, "{}", kind.name());
         policy.insert(NodeId::new(3), &history(1, 1, 1, 0), now);
@@ -74,7 +74,7 @@ proptest! {
         capacity in 1..5000u64,
         steps in prop::collection::vec((0..6u8, 0..40u32, 0..3000u64), 1..400),
     ) {
-        let mut policy = kind.policy(capacity, KeyTokens::of_page_size(1));
+        let mut policy = kind.policy(capacity, BlockTokens::of_page_size(1));
         let mut held = BTreeMap::new();
         let mut now = 0;
         for (action, number, value) in steps {
@@ -108,18 +108,18 @@ proptest! {
     }
 }
 
-fn key(block: u32) -> PageKey {
+fn key(block: u32) -> BlockKey {
     // The finalizer of MurmurHash3.
     let mut hash = u64::from(block) + 1;
     for factor in [0xff51_afd7_ed55_8ccd_u64, 0xc4ce_b9fe_1a85_ec53] {
         hash = (hash ^ (hash >> 33)).wrapping_mul(factor);
     }
-    PageKey::new(hash ^ (hash >> 33))
+    BlockKey::new(hash ^ (hash >> 33))
 }
 
 /// A cache of single blocks without a tree. Returns how many of `requests` it finds.
 fn found(kind: PolicyKind, capacity: usize, requests: &[u32]) -> usize {
-    let mut policy = kind.policy(capacity as u64 * u64::from(BLOCK), KeyTokens::of_page_size(BLOCK));
+    let mut policy = kind.policy(capacity as u64 * u64::from(BLOCK), BlockTokens::of_page_size(BLOCK));
     let blocks = requests.iter().max().map_or(0, |&block| widen(block) + 1);
     let mut cached: Vec<Option<History>> = vec![None; blocks];
     let (mut size, mut now, mut found) = (0, 0, 0);

@@ -22,7 +22,7 @@ mod ghosts;
 mod lifetimes;
 mod recency;
 
-use super::{History, KeyTokens, NodeId, PageKey, Policy, Remembered, Tick};
+use super::{BlockKey, BlockTokens, History, NodeId, Policy, Remembered, Tick};
 use ages::Ages;
 use cohorts::Cohorts;
 use ghosts::{Ghost, Ghosts};
@@ -45,20 +45,20 @@ pub(super) struct Adaptive {
     ghosts: Ghosts,
     lifetimes: Lifetimes,
     recency: Recency,
-    key_tokens: u32,
+    block_tokens: u32,
 }
 
 impl Adaptive {
-    pub(super) fn new(capacity: u64, key_tokens: KeyTokens) -> Self {
+    pub(super) fn new(capacity: u64, block_tokens: BlockTokens) -> Self {
         let capacity = capacity.max(1);
         let ages = Ages::new(capacity);
         Self {
             cohorts: Cohorts::new(ages.clone()),
-            ghosts: Ghosts::new(capacity, key_tokens),
+            ghosts: Ghosts::new(capacity, block_tokens),
             lifetimes: Lifetimes::new(capacity, ages.clone()),
             recency: Recency::new(capacity),
             ages,
-            key_tokens: key_tokens.get(),
+            block_tokens: block_tokens.get(),
         }
     }
 }
@@ -100,12 +100,12 @@ impl Policy for Adaptive {
         self.recency.found(history.used, tokens, now);
     }
 
-    fn fetch(&self, keys: &mut dyn Iterator<Item = PageKey>) {
+    fn fetch(&self, keys: &mut dyn Iterator<Item = BlockKey>) {
         keys.for_each(|key| self.ghosts.prefetch(key));
     }
 
-    fn record_publication(&mut self, key: PageKey, now: Tick) -> Remembered {
-        let tokens = self.key_tokens;
+    fn record_publication(&mut self, key: BlockKey, now: Tick) -> Remembered {
+        let tokens = self.block_tokens;
         let Some(ghost) = self.ghosts.take(key, now) else {
             self.lifetimes.begin(class(1), tokens, now);
             self.recency.add(tokens, now);
@@ -117,7 +117,7 @@ impl Policy for Adaptive {
         Remembered { uses: ghost.uses }
     }
 
-    fn record_eviction(&mut self, key: PageKey, history: &History, now: Tick) {
+    fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {
         self.ghosts.put(key, Ghost { used: history.used, uses: history.uses }, now);
     }
 }

@@ -6,7 +6,7 @@ use crate::base::{Page, StateSlot, widen};
 
 use super::roots::retain_listed;
 use super::{Cause, Pressure};
-use super::{Kind, Namespace, NodeId, PageHash, Policy, ShortVec, Sum, Tick, Tree, is_below};
+use super::{Kind, Namespace, NodeId, PageHash, Policy, RollingHash, ShortVec, Tick, Tree, is_below};
 
 /// Number of entries in the histogram of ages: one per power of two of tokens.
 pub const AGE_BUCKETS: usize = 40;
@@ -113,7 +113,7 @@ impl Tree {
         let pages = keep..here.pages.len();
         evicted.ages[age] += pages.len() as u64;
         self.offer_evicted(leaf, pages);
-        let (at, sum) = self.remember_gone(leaf, keep, cause);
+        let (at, hash) = self.remember_gone(leaf, keep, cause);
         if keep == 0 {
             let parent = self.node(leaf).parent;
             self.remove(leaf, evicted);
@@ -132,7 +132,7 @@ impl Tree {
             here.pages.shrink_to_fit();
         }
         let freed = room - here.room();
-        (here.end, here.sum) = (super::narrow(at), sum);
+        (here.end, here.hash) = (super::narrow(at), hash);
         self.counts.room -= freed;
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
@@ -141,32 +141,32 @@ impl Tree {
     }
 
     /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
-    /// their sum if there are any.
-    fn remember_gone(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, Sum) {
+    /// their hash if there are any.
+    fn remember_gone(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, RollingHash) {
         let here = &self.nodes[node];
-        let (history, end, mut sum) = (here.history, widen(here.end), here.sum);
+        let (history, end, mut hash) = (here.history, widen(here.end), here.hash);
         let begin = end - here.tokens.len();
         let until = begin + keep * self.page_size;
         if until < end {
-            self.evictions.record(sum.key(), history.used, self.now, cause);
+            self.evictions.record(hash.key(), history.used, self.now, cause);
         }
         let (mut at, mut key) = (end, end - end % self.remembered_every);
         if keep > 0 || key > until {
-            let mut cursor = self.chain.cursor(sum, end);
+            let mut cursor = self.rolling.cursor(hash, end);
             while key > until {
                 cursor.pop(&here.tokens[key - begin..at - begin]);
                 if cause.pressure != Pressure::Clear {
-                    self.queues.policy.record_eviction(cursor.sum().key(), &history, self.now);
+                    self.queues.policy.record_eviction(cursor.hash().key(), &history, self.now);
                 }
                 if key < end {
-                    self.evictions.record(cursor.sum().key(), history.used, self.now, cause);
+                    self.evictions.record(cursor.hash().key(), history.used, self.now, cause);
                 }
                 (at, key) = (key, key - self.remembered_every);
             }
             cursor.pop(&here.tokens[until - begin..at - begin]);
-            sum = cursor.sum();
+            hash = cursor.hash();
         }
-        (until, sum)
+        (until, hash)
     }
 
     /// Removes a leaf without locks.

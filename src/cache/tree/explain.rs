@@ -8,8 +8,8 @@ use crate::base::Result;
 
 use super::offers::DevicePrefix;
 use super::{LowerTierContents, Namespace, Place, Tick, Tokens, Tree};
-use crate::cache::PageKey;
-use crate::cache::chain::Chain;
+use crate::cache::BlockKey;
+use crate::cache::rolling_hash::RollingHasher;
 
 /// What made the cache evict pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,7 +127,7 @@ pub(super) struct EvictionLog {
 /// An evicted prefix. Its cause is in [`EvictionLog::causes`].
 #[derive(Clone, Copy, Debug)]
 struct LogEntry {
-    key: PageKey,
+    key: BlockKey,
     idle: u64,
 }
 
@@ -137,7 +137,7 @@ const CAPACITY: usize = 1 << 15;
 
 impl EvictionLog {
     /// Records that the prefix `key` was evicted, which was used last at `used`.
-    pub(super) fn record(&mut self, key: PageKey, used: Tick, now: Tick, cause: Cause) {
+    pub(super) fn record(&mut self, key: BlockKey, used: Tick, now: Tick, cause: Cause) {
         if self.causes.back().is_none_or(|&(_, last)| last != cause) {
             self.set_cause(cause);
         }
@@ -161,7 +161,7 @@ impl EvictionLog {
     }
 
     /// Returns the records by key; of several with one key, the latest.
-    fn by_key(&self) -> HashMap<PageKey, EvictionRecord> {
+    fn by_key(&self) -> HashMap<BlockKey, EvictionRecord> {
         let mut records = HashMap::with_capacity(self.entries.len());
         let mut causes = self.causes.iter().copied().peekable();
         let mut cause = None;
@@ -222,14 +222,15 @@ impl Tree {
             add(end + keys.len() * page_size, SegmentState::Host);
         }
         let mut explained = add(cached, SegmentState::NoSnapshot).max(cached);
-        let sum = place.map_or_else(|| Chain::start(self.hash_of(namespace)), |place| self.sum_at(place));
-        let (mut cursor, mut page) = (self.chain().cursor(sum, cached), Vec::new());
+        let hash =
+            place.map_or_else(|| RollingHasher::start(self.hash_of(namespace)), |place| self.hash_at(place));
+        let (mut cursor, mut page) = (self.rolling().cursor(hash, cached), Vec::new());
         let records = if cached < whole { self.evictions.by_key() } else { HashMap::new() };
         for at in (cached..whole).step_by(page_size) {
             page.clear();
             tokens.read(at..at + page_size, &mut page)?;
             cursor.push(&page);
-            if let Some(&record) = records.get(&cursor.sum().key()) {
+            if let Some(&record) = records.get(&cursor.hash().key()) {
                 explained = add(at + page_size, SegmentState::Evicted(record));
             }
         }

@@ -239,12 +239,12 @@ impl Tree {
     /// Adds whole steps behind `node`, a node for each run of pages with the same past. Returns the last one.
     fn add_steps(&mut self, node: NodeId, mut tokens: &[i32], mut pages: &[Page]) -> NodeId {
         let mut last = node;
-        for Segment { pages: count, remembered, sum } in self.segments(node, tokens) {
+        for Segment { pages: count, remembered, hash } in self.segments(node, tokens) {
             let (own_pages, later_pages) = pages.split_at(count);
             let (own_tokens, later_tokens) = tokens.split_at(count * self.page_size);
             (pages, tokens) = (later_pages, later_tokens);
             let history = History::of_new(remembered, self.now);
-            last = self.add_below(last, own_tokens.into(), own_pages, history, sum);
+            last = self.add_below(last, own_tokens.into(), own_pages, history, hash);
         }
         last
     }
@@ -252,10 +252,10 @@ impl Tree {
     /// Adds a tail behind `node`, and its own lock if `node` is a root.
     fn add_tail(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], remembered: Remembered) -> NodeId {
         let parent = self.node(node);
-        let mut cursor = self.chain.cursor(parent.sum, widen(parent.end));
+        let mut cursor = self.rolling.cursor(parent.hash, widen(parent.end));
         cursor.push(tokens);
-        let (sum, history) = (cursor.sum(), History::of_new(remembered, self.now));
-        let tail = self.add_below(node, tokens.into(), pages, history, sum);
+        let (hash, history) = (cursor.hash(), History::of_new(remembered, self.now));
+        let tail = self.add_below(node, tokens.into(), pages, history, hash);
         if self.has_own_lock(tail) {
             self.lock(tail);
         }

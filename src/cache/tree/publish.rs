@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use crate::base::{Page, Result, widen};
 
-use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
+use super::{History, Hold, Kind, Node, NodeId, Place, RollingHash, Tokens, Tree, narrow};
 use crate::cache::Remembered;
 
 /// The part of the tokens behind a hold that others have cached already.
@@ -35,7 +35,7 @@ pub(super) struct Segment {
     pub(super) pages: usize,
     /// The facts that the policy remembers of them.
     pub(super) remembered: Remembered,
-    pub(super) sum: Sum,
+    pub(super) hash: RollingHash,
 }
 
 /// Keys that are asked for together.
@@ -51,11 +51,11 @@ impl Segments {
     }
 
     /// Adds pages.
-    fn add(&mut self, pages: usize, remembered: Remembered, sum: Sum) {
+    fn add(&mut self, pages: usize, remembered: Remembered, hash: RollingHash) {
         match self.0.last_mut().filter(|last| last.remembered == remembered) {
             _ if pages == 0 => (),
-            Some(last) => (last.pages, last.sum) = (last.pages + pages, sum),
-            None => self.0.push(Segment { pages, remembered, sum }),
+            Some(last) => (last.pages, last.hash) = (last.pages + pages, hash),
+            None => self.0.push(Segment { pages, remembered, hash }),
         }
     }
 }
@@ -90,7 +90,7 @@ impl Tree {
         // Most often one, which takes the vector as it is.
         let is_one = segments.len() == 1;
         let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
-        for Segment { pages: count, remembered, sum } in segments {
+        for Segment { pages: count, remembered, hash } in segments {
             let (part, later_pages) = pages.split_at(count);
             let end = begin + count * self.page_size;
             let part_tokens =
@@ -100,9 +100,9 @@ impl Tree {
             let mut first = 0;
             if is_author && self.can_grow(at, &history) {
                 first = self.node(at).pages.len();
-                self.grow(at, &part_tokens, part, sum);
+                self.grow(at, &part_tokens, part, hash);
             } else {
-                at = self.add_below(at, part_tokens, part, history, sum);
+                at = self.add_below(at, part_tokens, part, history, hash);
             }
             self.offer_published(at, first..first + count);
             is_author = true;
@@ -115,7 +115,7 @@ impl Tree {
     pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
         let here = &self.nodes[node];
         let mut at = widen(here.end);
-        let mut cursor = self.chain.cursor(here.sum, at);
+        let mut cursor = self.rolling.cursor(here.hash, at);
         let (mut segments, mut remaining, now) = (Segments::default(), tokens, self.now);
         let mut keyed = Vec::with_capacity(BATCH.min(remaining.len() / self.remembered_every + 2));
         while !remaining.is_empty() {
@@ -125,22 +125,22 @@ impl Tree {
                 // Only the page that ends where a key ends is asked for.
                 let plain = remaining.len().min(to_key - self.page_size);
                 cursor.push(&remaining[..plain]);
-                let plain_sum = cursor.sum();
+                let plain_sum = cursor.hash();
                 let page = remaining[plain..].get(..self.page_size);
                 let end = page.map(|page| {
                     cursor.push(page);
-                    cursor.sum()
+                    cursor.hash()
                 });
                 keyed.push((plain / self.page_size, plain_sum, end));
                 let done = remaining.len().min(to_key);
                 (at, remaining) = (at + done, &remaining[done..]);
             }
             self.queues.policy.fetch(&mut keyed.iter().filter_map(|(.., end)| Some(end.as_ref()?.key())));
-            for &(plain, sum, end) in &keyed {
-                segments.add(plain, segments.last(), sum);
-                if let Some(sum) = end {
-                    let remembered = self.queues.policy.record_publication(sum.key(), now);
-                    segments.add(1, remembered, sum);
+            for &(plain, hash, end) in &keyed {
+                segments.add(plain, segments.last(), hash);
+                if let Some(hash) = end {
+                    let remembered = self.queues.policy.record_publication(hash.key(), now);
+                    segments.add(1, remembered, hash);
                 }
             }
         }
@@ -155,7 +155,7 @@ impl Tree {
         here.kind == Kind::Run && is_alone && is_plain && here.history.uses == history.uses
     }
 
-    fn grow(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], sum: Sum) {
+    fn grow(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], hash: RollingHash) {
         let now = self.now;
         let room = self.node(node).room();
         let here = self.node_mut(node);
@@ -163,7 +163,7 @@ impl Tree {
         here.pages.extend_from_slice(pages);
         here.end += narrow(tokens.len());
         here.history.used = now;
-        here.sum = sum;
+        here.hash = hash;
         self.counts.room += self.node(node).room() - room;
         self.counts.cached += pages.len();
         self.counts.locked += pages.len();
@@ -176,7 +176,7 @@ impl Tree {
         tokens: Cow<'_, [i32]>,
         pages: &[Page],
         history: History,
-        sum: Sum,
+        hash: RollingHash,
     ) -> NodeId {
         self.unqueue(parent);
         let Node { end, root, .. } = *self.node(parent);
@@ -188,7 +188,7 @@ impl Tree {
             pages: Cow::Borrowed(pages).into(),
             end,
             history,
-            ..Node::new(Kind::Run, sum)
+            ..Node::new(Kind::Run, hash)
         });
         self.link(id);
         self.counts.cached += pages.len();

@@ -8,7 +8,7 @@
 //! *Cost.* One set, that is one cache line, for each call; 16 words for each block of the cache's capacity.
 
 use crate::base::prefetch;
-use crate::cache::policy::{KeyTokens, PageKey, Tick};
+use crate::cache::policy::{BlockKey, BlockTokens, Tick};
 
 /// Entries in a set.
 const WAYS: usize = 8;
@@ -42,14 +42,14 @@ impl Ghosts {
         self.sets.capacity() * size_of::<[u64; WAYS]>()
     }
 
-    pub(super) fn new(capacity: u64, key_tokens: KeyTokens) -> Self {
-        let sets = (capacity * TIMES / u64::from(key_tokens.get()) / WAYS as u64).max(8);
+    pub(super) fn new(capacity: u64, block_tokens: BlockTokens) -> Self {
+        let sets = (capacity * TIMES / u64::from(block_tokens.get()) / WAYS as u64).max(8);
         let sets = usize::try_from(sets).expect("keys of a cache fit its host's memory");
         Self { sets: vec![[0; WAYS]; sets], unit: (capacity / 256).max(1), lost_at: None }
     }
 
     /// Remembers a block.
-    pub(super) fn put(&mut self, key: PageKey, ghost: Ghost, now: Tick) {
+    pub(super) fn put(&mut self, key: BlockKey, ghost: Ghost, now: Tick) {
         let time = self.time(ghost.used);
         let entry = tag(key) | time << 8 | u64::from(ghost.uses.clamp(1, 255));
         let clock = self.time(now);
@@ -67,7 +67,7 @@ impl Ghosts {
     }
 
     /// Forgets a block that is in the cache again, and returns what was remembered.
-    pub(super) fn take(&mut self, key: PageKey, now: Tick) -> Option<Ghost> {
+    pub(super) fn take(&mut self, key: BlockKey, now: Tick) -> Option<Ghost> {
         let clock = self.time(now);
         let entry = self.set(key).iter_mut().find(|entry| **entry != 0 && **entry & !REST == tag(key))?;
         let entry = std::mem::take(entry);
@@ -88,16 +88,16 @@ impl Ghosts {
     }
 
     /// Fetches the set of a block, so that it is near when the block is looked for.
-    pub(super) fn prefetch(&self, key: PageKey) {
+    pub(super) fn prefetch(&self, key: BlockKey) {
         prefetch(&self.sets[self.place(key)]);
     }
 
-    fn set(&mut self, key: PageKey) -> &mut [u64; WAYS] {
+    fn set(&mut self, key: BlockKey) -> &mut [u64; WAYS] {
         let place = self.place(key);
         &mut self.sets[place]
     }
 
-    fn place(&self, key: PageKey) -> usize {
+    fn place(&self, key: BlockKey) -> usize {
         // The lower half of the key picks the set, the upper half is the tag.
         let set = ((key.0 & REST) * self.sets.len() as u64) >> 32;
         usize::try_from(set).expect("below the number of sets")
@@ -110,6 +110,6 @@ const TIME: u64 = (1 << 24) - 1;
 /// The bits of an entry that are not of its key.
 const REST: u64 = (1 << 32) - 1;
 
-const fn tag(key: PageKey) -> u64 {
+const fn tag(key: BlockKey) -> u64 {
     key.0 & !REST
 }

@@ -1,12 +1,13 @@
-//! Keys of prefixes: a polynomial over the tokens, which grows and shrinks at its end.
+//! A rolling hash of prefixes: a polynomial over the tokens, to which tokens are added and from which they
+//! are removed at the end.
 //!
-//! A key names a prefix in memories of what was evicted. Two prefixes may have the same key, with a
-//! probability of about `length / 2**61`; nothing that is handed out depends on it.
+//! It names prefixes in the records of evictions. Two prefixes have the same hash with a probability of about
+//! `length / 2**61`. No decision about which pages a request gets depends on it.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
-use super::PageKey;
+use super::BlockKey;
 
 /// 2**61 - 1, a prime for which the remainder of a product is two additions.
 const PRIME: u64 = (1 << 61) - 1;
@@ -40,13 +41,13 @@ fn power(mut base: u64, mut exponent: u64) -> u64 {
     result
 }
 
-/// Powers in one table of this many: exponents have digits of 6 bits.
+/// The number of powers in one table: exponents are written in digits of 6 bits.
 const DIGIT: usize = 64;
 
-/// Digits of the length of a prefix.
+/// The number of digits of the length of a prefix.
 const DIGITS: usize = 6;
 
-/// The powers of a number, by the digits of the exponent.
+/// The powers of a number: one table for each digit of the exponent.
 struct Powers([[u64; DIGIT]; DIGITS]);
 
 impl Powers {
@@ -62,7 +63,7 @@ impl Powers {
         Self(powers)
     }
 
-    /// The power with an exponent of a prefix's length.
+    /// Returns the power whose exponent is the length of a prefix.
     fn get(&self, mut exponent: usize) -> u64 {
         let mut result = self.0[0][exponent % DIGIT];
         for digit in &self.0[1..] {
@@ -76,59 +77,59 @@ impl Powers {
     }
 }
 
-/// The base of the polynomial, random in each cache.
-pub(super) struct Chain {
+/// Computes rolling expected. The base of the polynomial is random in each cache.
+pub(super) struct RollingHasher {
     powers: Powers,
     /// The powers of the inverse of the base.
     inverse: Powers,
 }
 
-/// The sum over the tokens of a prefix.
+/// The hash of a prefix: the value of the polynomial over its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sum(u64);
+pub(super) struct RollingHash(u64);
 
-impl Sum {
-    /// The key of the prefix. A sum has few bits in its ends; the key mixes them.
-    pub(super) const fn key(self) -> PageKey {
+impl RollingHash {
+    /// Returns the key of the block that ends here, in which all bits of the hash are mixed.
+    pub(super) const fn key(self) -> BlockKey {
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        PageKey::new(mixed ^ (mixed >> 31))
+        BlockKey::new(mixed ^ (mixed >> 31))
     }
 }
 
-/// A prefix whose end moves.
+/// The hash of a prefix whose end moves.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cursor<'a> {
-    chain: &'a Chain,
-    sum: u64,
+    hasher: &'a RollingHasher,
+    hash: u64,
     /// The base to the power of the length.
     factor: u64,
 }
 
-impl Chain {
+impl RollingHasher {
     pub(super) fn new(seed: &RandomState) -> Self {
         let base = seed.hash_one(0) % (PRIME - 2) + 2;
         Self { powers: Powers::of(base), inverse: Powers::of(power(base, PRIME - 2)) }
     }
 
-    /// The sum of no tokens, for a namespace.
-    pub(super) const fn start(hash: u64) -> Sum {
-        Sum(hash % PRIME)
+    /// Returns the hash of the empty prefix of a namespace.
+    pub(super) const fn start(hash: u64) -> RollingHash {
+        RollingHash(hash % PRIME)
     }
 
-    /// A cursor at the end of a prefix of `len` tokens.
-    pub(super) fn cursor(&self, sum: Sum, len: usize) -> Cursor<'_> {
-        Cursor { chain: self, sum: sum.0, factor: self.powers.get(len) }
+    /// Creates a cursor at the end of a prefix of `len` tokens.
+    pub(super) fn cursor(&self, hash: RollingHash, len: usize) -> Cursor<'_> {
+        Cursor { hasher: self, hash: hash.0, factor: self.powers.get(len) }
     }
 
-    /// A hash of tokens.
+    /// Returns a hash of `tokens` alone.
     pub(super) fn hash(&self, tokens: &[i32]) -> u64 {
-        let mut cursor = self.cursor(Sum(0), 0);
+        let mut cursor = self.cursor(RollingHash(0), 0);
         cursor.push(tokens);
-        cursor.sum
+        cursor.hash
     }
 
-    /// The sum over fewer tokens than a digit has values.
+    /// Returns the value of the polynomial over fewer than [`DIGIT`] tokens.
     fn block(&self, tokens: &[i32]) -> u64 {
         // 63 products of 61 and 32 bits are below 2**99.
         let products = tokens.iter().zip(&self.powers.0[0][1..]);
@@ -139,31 +140,31 @@ impl Chain {
     }
 }
 
-impl fmt::Debug for Chain {
+impl fmt::Debug for RollingHasher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Chain").finish_non_exhaustive()
+        f.debug_struct("RollingHasher").finish_non_exhaustive()
     }
 }
 
 impl Cursor<'_> {
-    /// Moves past `tokens`.
+    /// Adds `tokens` at the end of the prefix.
     pub(super) fn push(&mut self, tokens: &[i32]) {
         for block in tokens.chunks(DIGIT - 1) {
-            self.sum = plus(self.sum, times(self.factor, self.chain.block(block)));
-            self.factor = times(self.factor, self.chain.powers.0[0][block.len()]);
+            self.hash = plus(self.hash, times(self.factor, self.hasher.block(block)));
+            self.factor = times(self.factor, self.hasher.powers.0[0][block.len()]);
         }
     }
 
-    /// Moves back before `tokens`, the last ones.
+    /// Removes `tokens`, which are the last ones of the prefix.
     pub(super) fn pop(&mut self, tokens: &[i32]) {
         for block in tokens.rchunks(DIGIT - 1) {
-            self.factor = times(self.factor, self.chain.inverse.0[0][block.len()]);
-            self.sum = plus(self.sum, PRIME - times(self.factor, self.chain.block(block)));
+            self.factor = times(self.factor, self.hasher.inverse.0[0][block.len()]);
+            self.hash = plus(self.hash, PRIME - times(self.factor, self.hasher.block(block)));
         }
     }
 
-    pub(super) const fn sum(&self) -> Sum {
-        Sum(self.sum)
+    pub(super) const fn hash(&self) -> RollingHash {
+        RollingHash(self.hash)
     }
 }
 
@@ -172,25 +173,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefix_has_one_sum_however_its_end_moved() {
-        let chain = Chain::new(&RandomState::new());
-        let mut cursor = chain.cursor(Chain::start(7), 0);
+    fn a_prefix_has_one_hash_however_its_end_moved() {
+        let hasher = RollingHasher::new(&RandomState::new());
+        let mut cursor = hasher.cursor(RollingHasher::start(7), 0);
         let tokens: Vec<i32> = (0..500).map(|at| at * at % 3 * 1_000_003).chain([i32::MAX]).collect();
-        let mut sums = vec![cursor.sum()];
+        let mut expected = vec![cursor.hash()];
         for token in &tokens {
             cursor.push(std::slice::from_ref(token));
-            assert!(!sums.contains(&cursor.sum()));
-            sums.push(cursor.sum());
+            assert!(!expected.contains(&cursor.hash()));
+            expected.push(cursor.hash());
         }
         for (from, to) in [(0, 1), (0, 501), (3, 66), (3, 67), (62, 63), (64, 500), (100, 100)] {
-            let mut forward = chain.cursor(sums[from], from);
+            let mut forward = hasher.cursor(expected[from], from);
             forward.push(&tokens[from..to]);
-            assert_eq!(forward.sum(), sums[to]);
-            let mut back = chain.cursor(sums[to], to);
+            assert_eq!(forward.hash(), expected[to]);
+            let mut back = hasher.cursor(expected[to], to);
             back.pop(&tokens[from..to]);
-            assert_eq!(back.sum(), sums[from]);
+            assert_eq!(back.hash(), expected[from]);
             back.push(&tokens[from..to]);
-            assert_eq!(back.sum(), sums[to]);
+            assert_eq!(back.hash(), expected[to]);
         }
     }
 
