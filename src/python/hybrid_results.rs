@@ -145,7 +145,7 @@ impl HybridStep {
     /// start, end): move the windows of the inserted slots to the kept ones, give them to the node, and free
     /// the inserted slots without their windows. ("evict_excess", node): call `evict_excess_states`.
     fn acts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        acts_to_py(py, &self.0.acts)
+        acts_to_py(py, &self.0.actions)
     }
 
     /// Whether the insertion is done. If not, call `advance` when the acts are.

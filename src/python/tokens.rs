@@ -13,7 +13,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyType};
 
 use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, try_with_capacity};
-use crate::cache::engines::hybrid::{self, Keys, SlotSource, TokenBlock, differ};
+use crate::cache::engines::hybrid::{self, SlotSource, TokenBlock, TokenSource, differ};
 use crate::cache::{Tokens, not_a_token};
 use crate::memory::BorrowedTensor;
 
@@ -215,7 +215,7 @@ pub(super) fn with_keys<R>(
     object: &Bound<'_, PyAny>,
     start: usize,
     end: Option<usize>,
-    work: impl FnOnce(&dyn Keys) -> PyResult<R>,
+    work: impl FnOnce(&dyn TokenSource) -> PyResult<R>,
 ) -> PyResult<R> {
     static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let py = object.py();
@@ -269,7 +269,7 @@ impl RawKeys<'_, '_> {
     }
 }
 
-impl Keys for RawKeys<'_, '_> {
+impl TokenSource for RawKeys<'_, '_> {
     fn count(&self) -> usize {
         self.count
     }

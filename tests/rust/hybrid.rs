@@ -30,11 +30,11 @@ fn windows(size: usize) -> HybridConfig {
 fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (InsertResult, Vec<Action>) {
     let (name, values) = (Namespace::Unnamed, slots(begin, tokens.len()));
     let (keys, values): (&[i64], &[EngineSlot]) = (tokens, &values);
-    let mut acts = Vec::new();
+    let mut actions = Vec::new();
     let mut step = tree.begin(&name, &keys, &values, insert).unwrap();
     loop {
-        for act in &step.acts {
-            let (node, windows) = match act {
+        for action in &step.actions {
+            let (node, windows) = match action {
                 Action::Rebuild { node, slots } => (*node, slots.clone()),
                 Action::Recover { node, incoming, .. } => (*node, values[incoming.clone()].to_vec()),
                 _ => continue,
@@ -42,10 +42,10 @@ fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (In
             let windows = windows.iter().map(|slot| EngineSlot::new(slot.number() + 1000)).collect();
             tree.set_value(node, Part::Window, windows).unwrap().unwrap();
         }
-        acts.append(&mut step.acts);
+        actions.append(&mut step.actions);
         if let Some(result) = step.result {
             assert_eq!(tree.broken_invariant(), None);
-            return (result, acts);
+            return (result, actions);
         }
         step = tree.advance(&name, &keys, &values).unwrap();
     }
@@ -60,8 +60,8 @@ fn find(tree: &mut HybridTree, tokens: &[i64]) -> Match {
 #[test]
 fn prefixes_are_found_in_whole_pages() {
     let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..PLAIN });
-    let (first, acts) = put(&mut tree, &[1, 2, 3, 4, 5], 10, Insert::default());
-    assert_eq!((first.found, acts.len()), (0, 0));
+    let (first, actions) = put(&mut tree, &[1, 2, 3, 4, 5], 10, Insert::default());
+    assert_eq!((first.found, actions.len()), (0, 0));
     assert_eq!(tree.slots_between(first.node, tree.root()).unwrap(), at([10, 11, 12, 13]));
     for (tokens, len) in [(&[1, 2, 3, 9][..], 2), (&[1, 2, 3, 4, 9], 4), (&[1], 0), (&[9, 9], 0), (&[], 0)] {
         assert_eq!(find(&mut tree, tokens).len, len, "{tokens:?}");
@@ -120,8 +120,8 @@ fn slots_that_are_there_twice_are_freed() {
     let mut tree = HybridTree::new(PLAIN);
     put(&mut tree, &[1, 2, 3, 4], 10, Insert::default());
     let insert = Insert { found: 2, ..Insert::default() };
-    let (result, acts) = put(&mut tree, &[1, 2, 3, 4, 5], 20, insert);
-    assert_eq!(acts, [Action::Free(2..4)]);
+    let (result, actions) = put(&mut tree, &[1, 2, 3, 4, 5], 20, insert);
+    assert_eq!(actions, [Action::Free(2..4)]);
     assert_eq!(result.found, 4);
     assert!(result.adopted.full.into_iter().eq(std::iter::once(4..5)));
     assert_eq!(tree.slots_between(result.node, tree.root()).unwrap(), at([10, 11, 12, 13, 24]));
@@ -223,8 +223,8 @@ fn a_path_keeps_its_last_states() {
     for end in 1..=5 {
         let state = slots(u32::try_from(end).unwrap(), 1);
         let insert = Insert { found: end - 1, state, ..Insert::default() };
-        let (result, acts) = put(&mut tree, &tokens[..end], 10, insert);
-        assert_eq!(acts, [Action::EvictExcess(result.node)]);
+        let (result, actions) = put(&mut tree, &tokens[..end], 10, insert);
+        assert_eq!(actions, [Action::EvictExcess(result.node)]);
         last = Some(result.node);
     }
     let frees = tree.evict_excess_states(last.unwrap()).unwrap();
@@ -236,9 +236,9 @@ fn a_path_keeps_its_last_states() {
 fn a_window_needs_its_last_stretch() {
     let mut tree = HybridTree::new(windows(4));
     let tokens: Vec<i64> = (0..10).collect();
-    let (result, acts) = put(&mut tree, &tokens, 10, Insert::default());
+    let (result, actions) = put(&mut tree, &tokens, 10, Insert::default());
     // The last window is a node of its own.
-    assert_eq!(acts.len(), 2);
+    assert_eq!(actions.len(), 2);
     assert_eq!(tree.path_to(result.node).unwrap().iter().map(|node| node.end).collect::<Vec<_>>(), [6, 10]);
     assert_eq!(tree.value(result.node, Part::Window).unwrap(), at([1016, 1017, 1018, 1019]));
     assert!(tree.begin_eviction(Part::Window, 1));
@@ -277,10 +277,13 @@ fn a_lost_window_comes_back_with_other_slots() {
     let tokens: Vec<i64> = (0..4).collect();
     let node = put(&mut tree, &tokens, 10, Insert { window_freed: 4, ..Insert::default() }).0.node;
     assert_eq!(find(&mut tree, &tokens).len, 0);
-    let (_, acts) = put(&mut tree, &tokens, 20, Insert { window_freed: 1, ..Insert::default() });
-    assert!(matches!(&acts[0], Action::FreeOld(old) if *old == at([11, 12, 13])), "{acts:?}");
-    assert!(matches!(&acts[1], Action::Rebuild { slots, .. } if *slots == at([21, 22, 23])), "{acts:?}");
-    assert_eq!(acts[2], Action::FreeFull(0..1));
+    let (_, actions) = put(&mut tree, &tokens, 20, Insert { window_freed: 1, ..Insert::default() });
+    assert!(matches!(&actions[0], Action::FreeOld(old) if *old == at([11, 12, 13])), "{actions:?}");
+    assert!(
+        matches!(&actions[1], Action::Rebuild { slots, .. } if *slots == at([21, 22, 23])),
+        "{actions:?}"
+    );
+    assert_eq!(actions[2], Action::FreeFull(0..1));
     assert_eq!(tree.slots_between(node, tree.root()).unwrap(), at([10, 21, 22, 23]));
     assert_eq!(find(&mut tree, &tokens).len, 4);
     // Slots that are locked stay, and get the windows of the others.
@@ -288,11 +291,11 @@ fn a_lost_window_comes_back_with_other_slots() {
     assert!(tree.begin_eviction(Part::Window, 1));
     assert!(matches!(tree.next_victim(Part::Window, 0), Some(Victim::Value(_))));
     assert!(tree.end_eviction(Part::Window));
-    let (_, acts) = put(&mut tree, &tokens, 30, Insert { window_freed: 1, ..Insert::default() });
-    assert_eq!(acts[0], Action::FreeFull(0..1));
+    let (_, actions) = put(&mut tree, &tokens, 30, Insert { window_freed: 1, ..Insert::default() });
+    assert_eq!(actions[0], Action::FreeFull(0..1));
     assert!(
-        matches!(&acts[1], Action::Recover { kept, incoming, .. } if *kept == at([21, 22, 23]) && *incoming == (1..4)),
-        "{acts:?}"
+        matches!(&actions[1], Action::Recover { kept, incoming, .. } if *kept == at([21, 22, 23]) && *incoming == (1..4)),
+        "{actions:?}"
     );
     assert_eq!(tree.value(node, Part::Window).unwrap(), at([1031, 1032, 1033]));
     tree.unlock(node, locked.receipt, WindowRelease::NotYet).unwrap().unwrap();
@@ -331,7 +334,7 @@ fn waiting(tree: &mut HybridTree, name: &Namespace) -> ([i64; 3], [EngineSlot; 3
     let lost = tree.begin(name, &&tokens[..2], &&at([10, 11])[..], insert).unwrap();
     let node = lost.result.unwrap().node;
     let step = tree.begin(name, &&tokens[..], &&values[..], Insert::default()).unwrap();
-    assert_eq!((step.result, step.acts.len()), (None, 2));
+    assert_eq!((step.result, step.actions.len()), (None, 2));
     (tokens, values, node)
 }
 
@@ -532,11 +535,11 @@ fn found_prefixes_are_checked_by_first_pages() {
     longer.extend(0..8);
     let mut there = 4000;
     for found in [0, 3, 4, 1600, 1604, 3996, 4000] {
-        let (result, acts) = put(&mut tree, &longer, 0, Insert { found, ..Insert::default() });
+        let (result, actions) = put(&mut tree, &longer, 0, Insert { found, ..Insert::default() });
         assert_eq!(result.found, there, "{found}");
-        let freed = acts.into_iter().flat_map(|act| match act {
+        let freed = actions.into_iter().flat_map(|action| match action {
             Action::Free(range) => range,
-            act => panic!("{act:?}"),
+            action => panic!("{action:?}"),
         });
         assert!(freed.eq(found..there), "{found}");
         there = longer.len();

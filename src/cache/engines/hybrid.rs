@@ -80,20 +80,21 @@ impl Part {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageDigest(pub [u8; 32]);
 
-/// Tokens of a caller, compared where they lie.
-pub trait Keys {
+/// The tokens of a prompt, which the tree compares and reads in the caller's memory.
+pub trait TokenSource {
     /// The number of tokens.
     fn count(&self) -> usize;
 
-    /// The number of the first tokens of `with`, at most [`BLOCK`], that are the tokens from `at` on. As many
-    /// follow there.
+    /// Returns how many tokens from `at` on equal the first ones of `with`, up to the first difference.
+    ///
+    /// `with` has at most [`BLOCK`] tokens, and the prompt has at least as many from `at` on.
     fn common(&self, at: usize, with: TokenBlock<'_>) -> usize;
 
     /// Appends `count` tokens from `at` on to `out`.
     fn read(&self, at: usize, count: usize, out: &mut Vec<i64>);
 }
 
-impl Keys for &[i64] {
+impl TokenSource for &[i64] {
     fn count(&self) -> usize {
         self.len()
     }
@@ -108,7 +109,7 @@ impl Keys for &[i64] {
     }
 }
 
-/// Slots of a caller, read where they lie.
+/// The slots of a prompt, which the tree reads in the caller's memory.
 pub trait SlotSource {
     /// The slots from `at` on, `count` of them.
     ///

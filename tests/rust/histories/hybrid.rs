@@ -333,7 +333,7 @@ impl Hybrid {
         let (name, (tokens, row)) = (namespace(going.key.0), (going.key.1.clone(), going.row.clone()));
         let mut step = self.tree.begin(&name, &tokens.as_slice(), &row.as_slice(), insert.clone());
         loop {
-            let Ok(Step { acts, result, added }) = step else {
+            let Ok(Step { actions, result, added }) = step else {
                 let again = self.tree.advance(&name, &tokens.as_slice(), &row.as_slice());
                 agree(again, false);
                 for act in self.tree.end_insertion() {
@@ -350,14 +350,14 @@ impl Hybrid {
             }
             let is_free =
                 |act: &Action| matches!(act, Action::Free(_) | Action::FreeFull(_) | Action::FreeOld(_));
-            assert_eq!(result.is_some(), acts.iter().all(is_free), "it goes on when that is done");
-            let reached = acts.iter().rev().find_map(|act| match act {
+            assert_eq!(result.is_some(), actions.iter().all(is_free), "it goes on when that is done");
+            let reached = actions.iter().rev().find_map(|act| match act {
                 Action::Rebuild { node, .. } | Action::Recover { node, .. } | Action::EvictExcess(node) => {
                     Some(*node)
                 }
                 Action::Free(_) | Action::FreeFull(_) | Action::FreeOld(_) => None,
             });
-            for act in acts {
+            for act in actions {
                 self.act(act, going);
             }
             if result.is_some() {

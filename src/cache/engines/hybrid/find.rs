@@ -1,6 +1,6 @@
 //! Finding prefixes.
 
-use super::{BLOCK, HybridTree, Keys, NamespaceId, NodeHandle, NodeId, Part, ROOT};
+use super::{BLOCK, HybridTree, NamespaceId, NodeHandle, NodeId, Part, ROOT, TokenSource};
 use crate::cache::Namespace;
 
 /// A prefix that every part accepts.
@@ -38,9 +38,9 @@ pub(super) struct WalkEnd {
 }
 
 impl HybridTree {
-    /// The whole pages of `keys`, in tokens.
-    pub(super) fn whole_pages(&self, keys: &dyn Keys) -> usize {
-        keys.count() / self.config.page_size * self.config.page_size
+    /// The whole pages of `prompt`, in tokens.
+    pub(super) fn whole_pages(&self, prompt: &dyn TokenSource) -> usize {
+        prompt.count() / self.config.page_size * self.config.page_size
     }
 
     /// The child of `node` that the tokens from `at` on lead to, and how many whole pages of it, in tokens,
@@ -50,20 +50,20 @@ impl HybridTree {
         &self,
         node: NodeId,
         namespace: NamespaceId,
-        keys: &dyn Keys,
+        prompt: &dyn TokenSource,
         at: usize,
         found: usize,
         page: &mut Vec<i64>,
     ) -> Option<(NodeId, usize)> {
         let page_size = self.config.page_size;
         page.clear();
-        keys.read(at, page_size, page);
+        prompt.read(at, page_size, page);
         let child = self.child(node, namespace, page)?;
         let tokens = &self.node(child).tokens;
-        let common_from = |begin| begin + tokens.common(begin, keys, at + begin);
+        let common_from = |begin| begin + tokens.common(begin, prompt, at + begin);
         // Tokens that were found are compared at their end alone, where a caller that is wrong about them is
         // likely to be so. The first page is equal.
-        let known = found.saturating_sub(at).min(tokens.len()).min(keys.count() - at);
+        let known = found.saturating_sub(at).min(tokens.len()).min(prompt.count() - at);
         let mut common = common_from(known.saturating_sub(BLOCK).max(page_size));
         if common < known {
             common = common_from(page_size);
@@ -76,16 +76,16 @@ impl HybridTree {
     pub(super) fn walk(
         &self,
         name: &Namespace,
-        keys: &dyn Keys,
+        prompt: &dyn TokenSource,
         end: usize,
         mut visit: impl FnMut(NodeId, usize, usize),
     ) -> WalkEnd {
         let mut reached = WalkEnd { node: ROOT, len: 0, part_of: None };
         let Some(namespace) = self.namespaces.number(name) else { return reached };
-        let limit = self.whole_pages(keys);
+        let limit = self.whole_pages(prompt);
         let mut page = Vec::with_capacity(self.config.page_size);
         while reached.len < limit.min(end) {
-            let Some((child, common)) = self.step(reached.node, namespace, keys, reached.len, 0, &mut page)
+            let Some((child, common)) = self.step(reached.node, namespace, prompt, reached.len, 0, &mut page)
             else {
                 break;
             };
@@ -101,11 +101,11 @@ impl HybridTree {
 
     /// Finds the longest prefix that every part accepts, and refreshes it. Cuts a node in two if the tokens
     /// differ within it.
-    pub fn find(&mut self, name: &Namespace, keys: &dyn Keys) -> Match {
+    pub fn find(&mut self, name: &Namespace, prompt: &dyn TokenSource) -> Match {
         let mut best = (ROOT, 0);
         let mut coverage = Coverage { len: 0, has_gap: false };
         let mut path = Vec::new();
-        let end = self.walk(name, keys, usize::MAX, |node, _, _| path.push(node));
+        let end = self.walk(name, prompt, usize::MAX, |node, _, _| path.push(node));
         let mut full_len = end.len;
         if let Some((node, common)) = end.part_of {
             full_len += common;
@@ -174,8 +174,8 @@ impl HybridTree {
     /// Finds how many tokens have slots for full attention, whatever the other parts say: the tokens, the
     /// deepest node with some of them, and the tokens up to its end. Changes nothing.
     #[must_use]
-    pub fn peek(&self, name: &Namespace, keys: &dyn Keys) -> Peek {
-        let end = self.walk(name, keys, usize::MAX, |_, _, _| ());
+    pub fn peek(&self, name: &Namespace, prompt: &dyn TokenSource) -> Peek {
+        let end = self.walk(name, prompt, usize::MAX, |_, _, _| ());
         let (node, common) = end.part_of.unwrap_or((end.node, 0));
         Peek { len: end.len + common, node: self.handle(node), end: self.node(node).end }
     }

@@ -1,6 +1,6 @@
 //! Inserting, in steps: where the engine must act before the tree goes on, a step ends.
 
-use super::{HybridTree, Keys, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun};
+use super::{HybridTree, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun, TokenSource};
 use crate::base::{EngineSlot, Error, Result};
 use crate::cache::Namespace;
 
@@ -101,7 +101,7 @@ pub struct InsertResult {
 #[must_use]
 pub struct Step {
     /// The actions to take, in this order.
-    pub acts: Vec<Action>,
+    pub actions: Vec<Action>,
     /// The result, in the last step. Without it, call [`HybridTree::advance`].
     pub result: Option<InsertResult>,
     /// The tokens that this step has added.
@@ -154,7 +154,7 @@ pub(super) struct Insertion {
     is_new: bool,
     result: InsertResult,
     /// The actions that were not handed out yet.
-    acts: Vec<Action>,
+    actions: Vec<Action>,
     /// The tokens added, if they were not handed out yet.
     added: Option<AddedTokens>,
 }
@@ -163,13 +163,13 @@ impl Insertion {
     /// Adds an action for slots that are there twice, if there are any.
     fn free(&mut self, slots: PositionRange, action: impl FnOnce(PositionRange) -> Action) {
         if !slots.is_empty() {
-            self.acts.push(action(slots));
+            self.actions.push(action(slots));
         }
     }
 }
 
 impl HybridTree {
-    /// Inserts the whole pages of `keys` with their `slots`, up to the first step that the engine must act
+    /// Inserts the whole pages of `prompt` with their `slots`, up to the first step that the engine must act
     /// on.
     ///
     /// # Errors
@@ -180,14 +180,14 @@ impl HybridTree {
     pub fn begin(
         &mut self,
         name: &Namespace,
-        keys: &dyn Keys,
+        prompt: &dyn TokenSource,
         slots: &dyn SlotSource,
         insert: Insert,
     ) -> Result<Step> {
         if self.insertion.is_some() {
             return Err(Error::config("an insertion is going on; advance or end it first"));
         }
-        let limit = self.whole_pages(keys);
+        let limit = self.whole_pages(prompt);
         if self.config.state.is_some() && insert.state.is_empty() && limit > 0 {
             return Err(Error::config("tokens are inserted with a state where nodes have states"));
         }
@@ -201,7 +201,7 @@ impl HybridTree {
             adopted: AdoptedRanges::default(),
         };
         if limit == 0 {
-            return Ok(Step { acts: Vec::new(), result: Some(result), added: None });
+            return Ok(Step { actions: Vec::new(), result: Some(result), added: None });
         }
         let walk = Box::new(Insertion {
             phase: Phase::Walk,
@@ -213,10 +213,10 @@ impl HybridTree {
             len: 0,
             is_new: false,
             result,
-            acts: Vec::new(),
+            actions: Vec::new(),
             added: None,
         });
-        self.take_step(walk, keys, slots)
+        self.take_step(walk, prompt, slots)
     }
 
     /// Goes on with an insertion of the same tokens and slots, when the actions of the step before are taken.
@@ -225,7 +225,12 @@ impl HybridTree {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) without an insertion that is going on, after one
     /// that has failed, for other tokens than those that it began with, and if the node that it has reached
     /// was evicted since the step before; nothing is changed. The error of `slots`, as [`HybridTree::begin`].
-    pub fn advance(&mut self, name: &Namespace, keys: &dyn Keys, slots: &dyn SlotSource) -> Result<Step> {
+    pub fn advance(
+        &mut self,
+        name: &Namespace,
+        prompt: &dyn TokenSource,
+        slots: &dyn SlotSource,
+    ) -> Result<Step> {
         let walk = match self.insertion.take() {
             None => return Err(Error::config("no insertion is going on")),
             Some(PendingInsertion::Waiting(walk)) => walk,
@@ -234,22 +239,22 @@ impl HybridTree {
                 return Err(Error::config("the insertion has failed; end it first"));
             }
         };
-        if let Err(error) = self.check_resumable(&walk, name, keys) {
+        if let Err(error) = self.check_resumable(&walk, name, prompt) {
             self.insertion = Some(PendingInsertion::Waiting(walk));
             return Err(error);
         }
-        self.take_step(walk, keys, slots)
+        self.take_step(walk, prompt, slots)
     }
 
     /// Checks that an insertion can go on, and that it goes on with the tokens that it began with.
-    fn check_resumable(&self, walk: &Insertion, name: &Namespace, keys: &dyn Keys) -> Result<()> {
+    fn check_resumable(&self, walk: &Insertion, name: &Namespace, prompt: &dyn TokenSource) -> Result<()> {
         if !self.contains(walk.reached) {
             return Err(Error::config(format!(
                 "node {}, which the insertion has reached, was evicted before it went on; end the insertion",
                 walk.reached.number()
             )));
         }
-        if self.namespaces.number(name) != Some(walk.namespace) || self.whole_pages(keys) != walk.limit {
+        if self.namespaces.number(name) != Some(walk.namespace) || self.whole_pages(prompt) != walk.limit {
             return Err(Error::config(format!(
                 "an insertion goes on with the namespace and the {} tokens that it began with",
                 walk.limit
@@ -262,31 +267,31 @@ impl HybridTree {
     fn take_step(
         &mut self,
         mut walk: Box<Insertion>,
-        keys: &dyn Keys,
+        prompt: &dyn TokenSource,
         slots: &dyn SlotSource,
     ) -> Result<Step> {
         let mut page = Vec::with_capacity(self.config.page_size);
         loop {
-            let earlier = walk.acts.len();
+            let earlier = walk.actions.len();
             let progress = match walk.phase {
-                Phase::Walk => self.insert_over(&mut walk, keys, slots, &mut page),
-                Phase::Commit => self.insert_rest(&mut walk, keys, slots),
+                Phase::Walk => self.insert_over(&mut walk, prompt, slots, &mut page),
+                Phase::Commit => self.insert_rest(&mut walk, prompt, slots),
                 Phase::Tail => {
                     self.end_insertion_at(&walk);
-                    return Ok(Step { acts: walk.acts, result: Some(walk.result), added: walk.added });
+                    return Ok(Step { actions: walk.actions, result: Some(walk.result), added: walk.added });
                 }
             };
             if let Err(error) = progress {
                 self.namespaces.forget_unused(walk.namespace);
                 // Slots that were found to be there twice are free all the same.
-                self.insertion = Some(PendingInsertion::Failed(walk.acts));
+                self.insertion = Some(PendingInsertion::Failed(walk.actions));
                 return Err(error);
             }
-            if walk.acts[earlier..].iter().any(Action::ends_step) {
-                let (acts, added) = (std::mem::take(&mut walk.acts), walk.added.take());
+            if walk.actions[earlier..].iter().any(Action::ends_step) {
+                let (actions, added) = (std::mem::take(&mut walk.actions), walk.added.take());
                 walk.reached = self.handle(walk.node);
                 self.insertion = Some(PendingInsertion::Waiting(walk));
-                return Ok(Step { acts, result: None, added });
+                return Ok(Step { actions, result: None, added });
             }
         }
     }
@@ -302,8 +307,8 @@ impl HybridTree {
     pub fn end_insertion(&mut self) -> Vec<Action> {
         match self.insertion.take() {
             None => Vec::new(),
-            Some(PendingInsertion::Waiting(walk)) => walk.acts,
-            Some(PendingInsertion::Failed(acts)) => acts,
+            Some(PendingInsertion::Waiting(walk)) => walk.actions,
+            Some(PendingInsertion::Failed(actions)) => actions,
         }
     }
 
@@ -311,14 +316,14 @@ impl HybridTree {
     fn insert_over(
         &mut self,
         walk: &mut Insertion,
-        keys: &dyn Keys,
+        prompt: &dyn TokenSource,
         slots: &dyn SlotSource,
         page: &mut Vec<i64>,
     ) -> Result<()> {
         let child = if walk.len == walk.limit {
             None
         } else {
-            self.step(walk.node, walk.namespace, keys, walk.len, walk.insert.found, page)
+            self.step(walk.node, walk.namespace, prompt, walk.len, walk.insert.found, page)
         };
         let Some((child, common)) = child else {
             walk.phase = Phase::Commit;
@@ -374,13 +379,13 @@ impl HybridTree {
         let handle = self.handle(node);
         if is_locked {
             let kept = self.node(node).value(Part::Full).to_vec();
-            walk.acts.push(Action::Recover { node: handle, kept, incoming: live..range.end });
+            walk.actions.push(Action::Recover { node: handle, kept, incoming: live..range.end });
         } else {
             walk.result.adopted.add(Part::Full, live..range.end);
             let full = &mut self.node_mut(node).values[Part::Full.index()];
             let old = std::mem::replace(full, incoming.clone());
-            walk.acts.push(Action::FreeOld(old));
-            walk.acts.push(Action::Rebuild { node: handle, slots: incoming });
+            walk.actions.push(Action::FreeOld(old));
+            walk.actions.push(Action::Rebuild { node: handle, slots: incoming });
         }
         Ok(live)
     }
@@ -397,13 +402,18 @@ impl HybridTree {
     }
 
     /// Adds the tokens behind those that are there, and gives the parts their values.
-    fn insert_rest(&mut self, walk: &mut Insertion, keys: &dyn Keys, slots: &dyn SlotSource) -> Result<()> {
+    fn insert_rest(
+        &mut self,
+        walk: &mut Insertion,
+        prompt: &dyn TokenSource,
+        slots: &dyn SlotSource,
+    ) -> Result<()> {
         let (start, end) = (walk.len, walk.limit);
         let mut target = walk.node;
         if start < end {
             self.window_start(&walk.insert)?;
             let values = slots.read(start, end - start)?;
-            let tokens = TokenRun::of(keys, start, end - start);
+            let tokens = TokenRun::of(prompt, start, end - start);
             walk.result.adopted.add(Part::Full, start..end);
             target = self.add_leaf(walk.node, walk.namespace, tokens, values, walk.insert.priority);
             walk.is_new = true;
@@ -412,7 +422,7 @@ impl HybridTree {
         walk.node = target;
         (walk.result.found, walk.result.node) = (start, self.handle(target));
         if self.config.window.is_some() {
-            walk.result.reached_branch = walk.insert.branch.is_some_and(|branch| keys.count() >= branch);
+            walk.result.reached_branch = walk.insert.branch.is_some_and(|branch| prompt.count() >= branch);
             if walk.is_new {
                 self.add_window(walk, target, start..end)?;
             }
@@ -425,7 +435,7 @@ impl HybridTree {
             } else {
                 self.attach(target, Part::State, std::mem::take(&mut walk.insert.state));
                 if state.max_per_path.is_some() {
-                    walk.acts.push(Action::EvictExcess(walk.result.node));
+                    walk.actions.push(Action::EvictExcess(walk.result.node));
                 }
             }
             if !walk.is_new {
@@ -452,9 +462,9 @@ impl HybridTree {
         let len = range.end - live;
         if len > last {
             let front = self.cut(leaf, len - last);
-            walk.acts.push(self.rebuild(front));
+            walk.actions.push(self.rebuild(front));
         }
-        walk.acts.push(self.rebuild(leaf));
+        walk.actions.push(self.rebuild(leaf));
         walk.result.adopted.add(Part::Window, live..range.end);
         Ok(())
     }

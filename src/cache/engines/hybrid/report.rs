@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{HybridTree, Keys, NodeHandle, NodeId, PageDigest, Part, ROOT};
+use super::{HybridTree, NodeHandle, NodeId, PageDigest, Part, ROOT, TokenSource};
 use crate::base::{EngineSlot, Error, Result, widen};
 use crate::cache::Namespace;
 
@@ -181,12 +181,12 @@ impl HybridTree {
     pub fn window_gaps(
         &self,
         name: &Namespace,
-        keys: &dyn Keys,
+        prompt: &dyn TokenSource,
         start: usize,
         end: usize,
     ) -> Vec<std::ops::Range<usize>> {
         let mut gaps: Vec<std::ops::Range<usize>> = Vec::new();
-        let _ = self.walk(name, keys, end, |id, at, common| {
+        let _ = self.walk(name, prompt, end, |id, at, common| {
             let gap = start.max(at)..end.min(at + common);
             if self.node(id).has(Part::Window) || gap.is_empty() {
                 return;
@@ -208,7 +208,7 @@ impl HybridTree {
     pub fn attach_window(
         &mut self,
         name: &Namespace,
-        keys: &dyn Keys,
+        prompt: &dyn TokenSource,
         start: usize,
         values: &[EngineSlot],
     ) -> Result<()> {
@@ -220,11 +220,11 @@ impl HybridTree {
         if !start.is_multiple_of(page_size) || !values.len().is_multiple_of(page_size) {
             return Err(Error::config(format!("tokens {start}..{end} are no whole pages of {page_size}")));
         }
-        if !self.window_gaps(name, keys, start, end).into_iter().eq(std::iter::once(start..end)) {
+        if !self.window_gaps(name, prompt, start, end).into_iter().eq(std::iter::once(start..end)) {
             return Err(Error::config(format!("tokens {start}..{end} are not all there without a window")));
         }
         let mut nodes = Vec::new();
-        let _ = self.walk(name, keys, end, |id, at, common| {
+        let _ = self.walk(name, prompt, end, |id, at, common| {
             let span = start.max(at)..end.min(at + common);
             if !span.is_empty() {
                 nodes.push((id, at, span));

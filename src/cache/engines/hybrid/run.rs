@@ -1,6 +1,6 @@
 //! The tokens of a node, in half the space where they fit.
 
-use super::Keys;
+use super::TokenSource;
 
 /// Compared at a time: still in the nearest cache when a difference is looked for.
 pub const BLOCK: usize = 512;
@@ -87,15 +87,15 @@ impl Default for TokenRun {
 
 impl TokenRun {
     /// The tokens `at..at + count` of a caller.
-    pub(super) fn of(keys: &dyn Keys, at: usize, count: usize) -> Self {
+    pub(super) fn of(prompt: &dyn TokenSource, at: usize, count: usize) -> Self {
         let mut narrow = Vec::with_capacity(count);
         let mut block = Vec::with_capacity(BLOCK);
         while narrow.len() < count {
             block.clear();
-            keys.read(at + narrow.len(), BLOCK.min(count - narrow.len()), &mut block);
+            prompt.read(at + narrow.len(), BLOCK.min(count - narrow.len()), &mut block);
             if block.iter().fold(0, |all, &token| all | token) >> u32::BITS != 0 {
                 let mut wide = Vec::with_capacity(count);
-                keys.read(at, count, &mut wide);
+                prompt.read(at, count, &mut wide);
                 return Self::Wide(wide);
             }
             let low = |&token: &i64| u32::try_from(token & i64::from(u32::MAX)).expect("32 bits");
@@ -124,13 +124,13 @@ impl TokenRun {
         }
     }
 
-    /// The number of tokens from `at` on that are those of `keys` from `keys_at` on.
-    pub(super) fn common(&self, at: usize, keys: &dyn Keys, keys_at: usize) -> usize {
-        let count = (self.len() - at).min(keys.count().saturating_sub(keys_at));
+    /// The number of tokens from `at` on that are those of `prompt` from `prompt_at` on.
+    pub(super) fn common(&self, at: usize, prompt: &dyn TokenSource, prompt_at: usize) -> usize {
+        let count = (self.len() - at).min(prompt.count().saturating_sub(prompt_at));
         let mut done = 0;
         while done < count {
             let block = self.block(at + done, BLOCK.min(count - done));
-            let common = keys.common(keys_at + done, block);
+            let common = prompt.common(prompt_at + done, block);
             done += common;
             if common < block.len() {
                 break;
