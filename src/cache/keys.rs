@@ -24,7 +24,7 @@ pub type Digest = fn(&[&[u8]]) -> PageHash;
 /// };
 /// let mut chain = KeyChain::at_root(digest, &Namespace::Unnamed, 2);
 /// let (first, second) = (chain.next(&[1, 2]), chain.next(&[3, 4]));
-/// assert_eq!(KeyChain::behind(digest, first).next(&[3, 4]), second);
+/// assert_eq!(KeyChain::after(digest, first).next(&[3, 4]), second);
 /// ```
 #[derive(Clone, Debug)]
 pub struct KeyChain {
@@ -38,7 +38,7 @@ pub struct KeyChain {
 impl KeyChain {
     /// A chain that goes on from the page with this key.
     #[must_use]
-    pub const fn behind(digest: Digest, previous: PageHash) -> Self {
+    pub const fn after(digest: Digest, previous: PageHash) -> Self {
         Self { digest, previous, has_page: true, bytes: Vec::new() }
     }
 
@@ -138,7 +138,7 @@ impl PageKeys {
     ) -> Vec<PageHash> {
         let page_size = tokens.len() / pages.len();
         let mut chain = match parent {
-            Some(parent) => KeyChain::behind(self.digest, parent),
+            Some(parent) => KeyChain::after(self.digest, parent),
             None => KeyChain::at_root(self.digest, namespace, page_size),
         };
         let keys: Vec<_> = tokens.chunks(page_size).map(|tokens| chain.next(tokens)).collect();

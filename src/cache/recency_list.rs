@@ -18,7 +18,7 @@ const NONE: u32 = u32::MAX;
 ///     list.push(block);
 /// }
 /// list.remove(three);
-/// list.insert_behind(three, Some(two));
+/// list.insert_older_than(three, Some(two));
 /// assert_eq!(list.iter_oldest().collect::<Vec<_>>(), [one, three, two]);
 /// ```
 #[derive(Clone, Debug)]
@@ -45,16 +45,16 @@ impl<I> Default for RecencyList<I> {
 impl<I: Id> RecencyList<I> {
     /// Adds an index that is not in the list, as the one used last.
     pub fn push(&mut self, index: I) {
-        self.insert_behind(index, None);
+        self.insert_older_than(index, None);
     }
 
     /// Adds an index that is not in the list, as the one that was not used for longest.
     pub fn push_oldest(&mut self, index: I) {
-        self.insert_behind(index, self.oldest());
+        self.insert_older_than(index, self.oldest());
     }
 
     /// Adds an index that is not in the list behind `newer`, or as the one used last.
-    pub fn insert_behind(&mut self, index: I, newer: Option<I>) {
+    pub fn insert_older_than(&mut self, index: I, newer: Option<I>) {
         let (number, newer) = (index.number(), newer.map_or(NONE, I::number));
         let older = if newer == NONE { self.newest } else { self.links[widen(newer)].older };
         if widen(number) >= self.links.len() {

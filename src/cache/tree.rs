@@ -79,9 +79,9 @@ struct Node {
 const _: () = assert!(size_of::<Node>() == 128, "a node fills two cache lines");
 
 impl Node {
-    /// The room for tokens and pages outside of the node.
-    fn room(&self) -> usize {
-        self.tokens.room() + self.pages.room()
+    /// Returns the capacity for tokens and pages outside of the node, in elements.
+    fn heap_capacity(&self) -> usize {
+        self.tokens.heap_capacity() + self.pages.heap_capacity()
     }
 
     /// A node without tokens, neighbours and locks.
@@ -173,8 +173,9 @@ pub struct TreeStats {
 pub struct Tree {
     /// The number of tokens in a page, at least 1.
     page_size: usize,
-    /// Tokens that are found together: a whole number of pages.
-    step: usize,
+    /// The number of tokens that are matched together, a whole number of pages: see
+    /// [`Tree::with_match_unit`].
+    match_unit: usize,
     /// A node without pages is a root, or not in use.
     nodes: NodeArena<Node>,
     tails: Tails,
@@ -214,7 +215,7 @@ impl Tree {
         let hasher = RandomState::new();
         Self {
             page_size,
-            step: page_size,
+            match_unit: page_size,
             nodes: NodeArena::new(),
             tails: Tails::default(),
             edges: Edges::new(&hasher),
@@ -255,7 +256,7 @@ impl Tree {
             locked: tokens(self.counts.locked),
             nodes: self.nodes.len() - self.roots.len(),
             snapshots: self.snapshots.len(),
-            bytes: self.counts.room * size_of::<u32>()
+            bytes: self.counts.heap_capacity * size_of::<u32>()
                 + self.nodes.bytes()
                 + self.tails_bytes()
                 + self.edges.bytes()
@@ -330,7 +331,7 @@ impl Tree {
     }
 
     fn add(&mut self, node: Node) -> NodeId {
-        self.counts.room += node.room();
+        self.counts.heap_capacity += node.heap_capacity();
         let (kind, root) = (node.kind, node.root);
         let id = self.nodes.add(node);
         if kind == Kind::Run {
@@ -365,13 +366,13 @@ impl Tree {
         }
         match node.kind {
             Kind::Root => drop(self.roots.remove(root)),
-            Kind::Detached => self.roots.count_detached_gone(),
+            Kind::Detached => self.roots.forget_detached(),
             Kind::Run => return,
         }
         self.nodes.vacate(root);
     }
 
-    /// The fingerprint of the tokens of a step.
+    /// Returns the fingerprint of the tokens of a match unit.
     fn fingerprint(&self, page: &[i32]) -> u32 {
         if let [token] = page {
             return token.cast_unsigned();
@@ -381,11 +382,11 @@ impl Tree {
         u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
 
-    /// The child of `parent` that begins with `first`, the tokens of a step.
+    /// Returns the child of `parent` that begins with `first`, the tokens of a match unit.
     fn child(&self, parent: NodeId, first: &[i32]) -> Option<NodeId> {
         self.edges.get(parent, self.fingerprint(first)).find(|&id| {
             let node = self.node(id);
-            node.parent == parent && node.tokens[..self.step] == *first
+            node.parent == parent && node.tokens[..self.match_unit] == *first
         })
     }
 
@@ -396,7 +397,7 @@ impl Tree {
         if self.is_tail(id) {
             return self.record_tail(id);
         }
-        let fingerprint = self.fingerprint(&self.node(id).tokens[..self.step]);
+        let fingerprint = self.fingerprint(&self.node(id).tokens[..self.match_unit]);
         self.edges.insert(parent, fingerprint, id);
         self.node_mut(id).fingerprint = fingerprint;
     }
@@ -411,24 +412,25 @@ impl Tree {
         self.edges.remove(parent, fingerprint, id);
     }
 
-    /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, in whole steps and
-    /// over at most `limit` pages.
+    /// Walks down from the end of `node` as far as the nodes have `tokens`, in whole match units and over at
+    /// most `limit` pages. Returns the place where the walk ends.
     fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
         let begin = widen(self.node(node).end);
         let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
-        let (mut first, pages_of_step) = (Vec::with_capacity(self.step), self.step / self.page_size);
-        let limit = limit / pages_of_step * self.step;
+        let (mut first, pages_per_unit) =
+            (Vec::with_capacity(self.match_unit), self.match_unit / self.page_size);
+        let limit = limit / pages_per_unit * self.match_unit;
         loop {
             let at = place.len - begin;
             if at >= limit {
                 return Ok(place);
             }
             first.clear();
-            tokens.read(at..at + self.step, &mut first)?;
+            tokens.read(at..at + self.match_unit, &mut first)?;
             let Some(child) = self.child(place.node, &first) else { return Ok(place) };
             let node = self.node(child);
-            let equal = tokens.common(at + self.step, &node.tokens[self.step..])?;
-            let pages = (1 + equal / self.step).min((limit - at) / self.step) * pages_of_step;
+            let equal = tokens.common(at + self.match_unit, &node.tokens[self.match_unit..])?;
+            let pages = (1 + equal / self.match_unit).min((limit - at) / self.match_unit) * pages_per_unit;
             place = Place { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);
@@ -444,7 +446,8 @@ impl Tree {
         let lower = place.node;
         let hash = self.hash_at(place);
         self.unlink(lower);
-        let (page_size, room, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
+        let (page_size, capacity, node) =
+            (self.page_size, self.node(lower).heap_capacity(), self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
         let pages = split_front(&mut node.pages, place.pages);
         let Node { parent, root, history, pins, .. } = *node;
@@ -460,7 +463,7 @@ impl Tree {
             pins,
             ..Node::new(Kind::Run, hash)
         });
-        self.counts.room = self.counts.room - room + self.node(lower).room();
+        self.counts.heap_capacity = self.counts.heap_capacity - capacity + self.node(lower).heap_capacity();
         self.node_mut(lower).parent = upper;
         self.link(upper);
         self.link(lower);

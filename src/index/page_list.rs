@@ -86,13 +86,13 @@ impl PageList {
     pub fn get(&self, at: usize) -> Page {
         match &self.shared {
             None => self.tail[at],
-            Some(_) => self.get_behind(at),
+            Some(_) => self.get_with_shared(at),
         }
     }
 
     /// Apart, so that the common case stays small.
     #[cold]
-    fn get_behind(&self, at: usize) -> Page {
+    fn get_with_shared(&self, at: usize) -> Page {
         match at.checked_sub(self.shared_len()) {
             Some(at) => self.tail[at],
             None => self.runs(at..at + 1).flatten().next().copied().expect("it is below the length"),

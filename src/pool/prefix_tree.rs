@@ -449,7 +449,7 @@ fn new_tree(config: &PrefixTreeConfig, allocator: Option<&TokenToKvPoolAllocator
     const TOKENS: u64 = 1 << 20;
     let capacity = allocator.map_or(TOKENS, |allocator| allocator.stats().capacity as u64);
     let policy = config.policy.policy(capacity, BlockTokens::of_page_size(1));
-    Tree::new(1, ResumeAt::AnyPage, policy).in_steps(config.page_size)
+    Tree::new(1, ResumeAt::AnyPage, policy).with_match_unit(config.page_size)
 }
 
 #[cold]

@@ -193,7 +193,7 @@ impl Block {
         self.neighbour(py, |queue| {
             let behind = match self.place {
                 BlockPlace::Back => return None,
-                BlockPlace::At(number) => queue.contains(number).then(|| queue.behind(number))?,
+                BlockPlace::At(number) => queue.contains(number).then(|| queue.after(number))?,
                 BlockPlace::Front => queue.front(),
             };
             Some(behind.map_or(BlockPlace::Back, BlockPlace::At))

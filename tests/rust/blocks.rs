@@ -198,7 +198,7 @@ proptest! {
             prop_assert_eq!((queue.front(), queue.back()), (plain.front().copied(), plain.back().copied()));
             prop_assert!(queue.iter().eq(plain.iter().copied()));
             for (&one, &next) in plain.iter().zip(plain.iter().skip(1)) {
-                prop_assert_eq!((queue.behind(one), queue.before(next)), (Some(next), Some(one)));
+                prop_assert_eq!((queue.after(one), queue.before(next)), (Some(next), Some(one)));
             }
         }
     }

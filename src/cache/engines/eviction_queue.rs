@@ -77,9 +77,9 @@ impl EvictionQueue {
         self.order.newest()
     }
 
-    /// The block behind `block`, which is in the queue.
+    /// The block after `block`, which is in the queue.
     #[must_use]
-    pub fn behind(&self, block: BlockId) -> Option<BlockId> {
+    pub fn after(&self, block: BlockId) -> Option<BlockId> {
         self.order.newer(block)
     }
 

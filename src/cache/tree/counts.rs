@@ -9,8 +9,8 @@ pub(super) struct Counts {
     pub(super) locked: usize,
     /// Pages of nodes that are pinned or retained. At most `cached`.
     pub(super) pinned: usize,
-    /// The room for tokens and pages in the vectors of nodes, in elements.
-    pub(super) room: usize,
+    /// The capacity for tokens and pages in the vectors of nodes, in elements.
+    pub(super) heap_capacity: usize,
 }
 
 impl Counts {

@@ -113,7 +113,7 @@ impl Tree {
         let pages = keep..here.pages.len();
         evicted.ages[age] += pages.len() as u64;
         self.offer_evicted(leaf, pages);
-        let (at, hash) = self.remember_gone(leaf, keep, cause);
+        let (at, hash) = self.record_eviction(leaf, keep, cause);
         if keep == 0 {
             let parent = self.node(leaf).parent;
             self.remove(leaf, evicted);
@@ -124,16 +124,16 @@ impl Tree {
         self.drop_snapshot(leaf, evicted);
         let page_size = self.page_size;
         let here = self.node_mut(leaf);
-        let room = here.room();
+        let capacity = here.heap_capacity();
         let trimmed = here.pages.split_off(keep);
         here.tokens.truncate(keep * page_size);
-        if here.tokens.room() > 2 * here.tokens.len() {
+        if here.tokens.heap_capacity() > 2 * here.tokens.len() {
             here.tokens.shrink_to_fit();
             here.pages.shrink_to_fit();
         }
-        let freed = room - here.room();
+        let freed = capacity - here.heap_capacity();
         (here.end, here.hash) = (super::narrow(at), hash);
-        self.counts.room -= freed;
+        self.counts.heap_capacity -= freed;
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
         evicted.keys.extend(self.keyed.record_removed(&trimmed).into_iter().rev());
@@ -142,7 +142,7 @@ impl Tree {
 
     /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
     /// their hash if there are any.
-    fn remember_gone(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, RollingHash) {
+    fn record_eviction(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, RollingHash) {
         let here = &self.nodes[node];
         let (history, end, mut hash) = (here.history, widen(here.end), here.hash);
         let begin = end - here.tokens.len();
@@ -175,7 +175,7 @@ impl Tree {
         self.unlink(leaf);
         self.drop_snapshot(leaf, evicted);
         let is_pinned = self.is_pinned(leaf);
-        self.counts.room -= self.node(leaf).room();
+        self.counts.heap_capacity -= self.node(leaf).heap_capacity();
         let here = self.node_mut(leaf);
         here.tokens = ShortVec::new();
         let pages = std::mem::take(&mut here.pages);
@@ -197,7 +197,7 @@ impl Tree {
         // Children before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
         for &id in &nodes {
-            let _ = self.remember_gone(id, 0, cause);
+            let _ = self.record_eviction(id, 0, cause);
         }
         match namespace {
             Some(_) => self.record_all_removed(&nodes),

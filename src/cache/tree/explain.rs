@@ -218,7 +218,7 @@ impl Tree {
         let usable = place.map(|place| self.usable_place(place));
         let end = add(usable.map_or(0, Place::len), SegmentState::Device);
         if let Some(lower) = lower {
-            let keys = self.keys_behind(namespace, DevicePrefix { usable, cached }, tokens, whole, lower)?;
+            let keys = self.keys_after(namespace, DevicePrefix { usable, cached }, tokens, whole, lower)?;
             add(end + keys.len() * page_size, SegmentState::Host);
         }
         let mut explained = add(cached, SegmentState::NoSnapshot).max(cached);

@@ -54,7 +54,7 @@ impl Tree {
         if pages == 0 || tokens != pages * self.page_size {
             return Some(format!("{id:?} has {pages} pages and {tokens} tokens"));
         }
-        let first = node.tokens.get(..self.step);
+        let first = node.tokens.get(..self.match_unit);
         if first.is_some_and(|first| self.child(node.parent, first) != Some(id)) {
             return Some(format!("{id:?} is not found from its parent"));
         }
@@ -78,7 +78,7 @@ impl Tree {
         for &id in ids {
             let node = self.node(id);
             let pages = node.pages.len();
-            counts.room += node.room();
+            counts.heap_capacity += node.heap_capacity();
             if node.kind != Kind::Run {
                 roots += 1;
                 continue;

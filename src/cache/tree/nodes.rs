@@ -1,10 +1,10 @@
 //! The tree by its nodes, for engines that hold nodes instead of leases.
 //!
-//! Prefixes are found in whole steps ([`Tree::in_steps`]), while pages are kept one by one. What is left of
-//! an insertion behind its last whole step is a *tail*: a leaf that no look-up finds. It stays with those
-//! that inserted it: the next insertion of the same pages takes it over, and it is not evicted while the node
-//! before it is locked, as the lock of its request is on that node. A root has no such lock, so a tail below
-//! a root is locked until its pages are inserted again.
+//! Prefixes are found in whole steps ([`Tree::with_match_unit`]), while pages are kept one by one. What is
+//! left of an insertion behind its last whole step is a *tail*: a leaf that no look-up finds. It stays with
+//! those that inserted it: the next insertion of the same pages takes it over, and it is not evicted while
+//! the node before it is locked, as the lock of its request is on that node. A root has no such lock, so a
+//! tail below a root is locked until its pages are inserted again.
 //!
 //! *Cost.* A tail costs two look-ups in a table. Without tails there are none.
 
@@ -69,12 +69,17 @@ pub(super) struct Siblings {
 }
 
 impl Tree {
-    /// Finds prefixes in steps of `step` tokens, a whole number of pages, from now on. The tree is empty.
+    /// Sets the number of tokens that are matched together, a whole number of pages. By default it is one
+    /// page.
+    ///
+    /// # Panics
+    /// If `tokens` is not a whole number of pages, or the tree has nodes already.
     #[must_use]
-    pub fn in_steps(mut self, step: usize) -> Self {
-        assert!(step > 0 && step.is_multiple_of(self.page_size), "a step is a whole number of pages");
-        assert!(self.nodes.is_new(), "the step of a tree with nodes does not change");
-        self.step = step;
+    pub fn with_match_unit(mut self, tokens: usize) -> Self {
+        let is_whole = tokens > 0 && tokens.is_multiple_of(self.page_size);
+        assert!(is_whole, "a match unit is a whole number of pages");
+        assert!(self.nodes.is_new(), "the match unit of a tree with nodes does not change");
+        self.match_unit = tokens;
         self
     }
 
@@ -226,9 +231,9 @@ impl Tree {
             uses = 1;
         }
         self.record_stored(at, tokens, pages);
-        let (tokens, tail_tokens) = tokens.split_at(tokens.len() / self.step * self.step);
+        let (tokens, tail_tokens) = tokens.split_at(tokens.len() / self.match_unit * self.match_unit);
         let (pages, tail_pages) = pages.split_at(tokens.len() / self.page_size);
-        at = self.add_steps(at, tokens, pages);
+        at = self.add_units(at, tokens, pages);
         if !tail_tokens.is_empty() {
             at = self.add_tail(at, tail_tokens, tail_pages, Remembered { uses });
         }
@@ -237,7 +242,7 @@ impl Tree {
     }
 
     /// Adds whole steps behind `node`, a node for each run of pages with the same past. Returns the last one.
-    fn add_steps(&mut self, node: NodeId, mut tokens: &[i32], mut pages: &[Page]) -> NodeId {
+    fn add_units(&mut self, node: NodeId, mut tokens: &[i32], mut pages: &[Page]) -> NodeId {
         let mut last = node;
         for Segment { pages: count, remembered, hash } in self.segments(node, tokens) {
             let (own_pages, later_pages) = pages.split_at(count);
@@ -315,8 +320,8 @@ impl Tree {
     pub fn info(&self, node: NodeHandle) -> Option<NodeInfo> {
         let id = self.at(node)?;
         let here = self.node(id);
-        let is_behind = |other: NodeId| other == id || self.path(other).any(|before| before == id);
-        let locked = self.all_runs().filter(|&other| self.node(other).leases > 0 && is_behind(other));
+        let is_descendant = |other: NodeId| other == id || self.path(other).any(|before| before == id);
+        let locked = self.all_runs().filter(|&other| self.node(other).leases > 0 && is_descendant(other));
         Some(NodeInfo {
             parent: (here.kind == Kind::Run).then(|| self.handle(here.parent)),
             children: (self.all_runs().filter(|&child| self.node(child).parent == id))
@@ -337,7 +342,7 @@ impl Tree {
     /// Whether a node is a tail: too short to be found.
     pub(super) fn is_tail(&self, id: NodeId) -> bool {
         let node = self.node(id);
-        node.tokens.len() < self.step && node.kind == Kind::Run
+        node.tokens.len() < self.match_unit && node.kind == Kind::Run
     }
 
     /// Whether a node is a tail without locks that the locks of the node before it keep.

@@ -146,7 +146,7 @@ impl Tree {
     ) -> Result<Vec<PageHash>> {
         let pages = self.node(hold.node).pages.len();
         let usable = Some(Place { node: hold.node, pages, len: hold.len });
-        self.keys_behind(namespace, DevicePrefix { usable, cached: hold.found() }, tokens, limit, lower)
+        self.keys_after(namespace, DevicePrefix { usable, cached: hold.found() }, tokens, limit, lower)
     }
 
     /// The continuation of `tokens`, of which the first `limit` are looked at, behind what is found of them;
@@ -164,12 +164,12 @@ impl Tree {
         tokens.check(0..whole)?;
         let place = self.place_of(namespace, tokens, whole)?;
         let (cached, usable) = (place.map_or(0, Place::len), place.map(|place| self.usable_place(place)));
-        let chain = self.chain_behind(namespace, usable);
+        let chain = self.chain_after(namespace, usable);
         Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, Place::len), cached }))
     }
 
     /// The keys of the pages that the tier below could add to `prefix`: of `tokens`, at most `limit`.
-    pub(super) fn keys_behind(
+    pub(super) fn keys_after(
         &self,
         namespace: &Namespace,
         prefix: DevicePrefix,
@@ -178,7 +178,7 @@ impl Tree {
         lower: &dyn LowerTierContents,
     ) -> Result<Vec<PageHash>> {
         let mut keys = Vec::new();
-        let Some(mut chain) = self.chain_behind(namespace, prefix.usable) else { return Ok(keys) };
+        let Some(mut chain) = self.chain_after(namespace, prefix.usable) else { return Ok(keys) };
         let (mut at, mut usable) = (prefix.usable.map_or(0, Place::len), 0);
         let (limit, mut page) = (limit.min(tokens.count()), try_with_capacity(self.page_size)?);
         while at + self.page_size <= limit {
@@ -199,13 +199,13 @@ impl Tree {
     }
 
     /// The chain of keys behind a place, if there are keys and it is found still.
-    fn chain_behind(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
+    fn chain_after(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
         let digest = self.keyed.keys()?.digest();
         let Some(place) = place.filter(|place| place.len > 0) else {
             return Some(KeyChain::at_root(digest, namespace, self.page_size));
         };
         let page = self.pages_up_to(place, place.len - self.page_size);
-        Some(KeyChain::behind(digest, self.key_of(*page.last()?)?))
+        Some(KeyChain::after(digest, self.key_of(*page.last()?)?))
     }
 
     fn keys_of(&self, pages: &[Page]) -> Option<Vec<PageHash>> {

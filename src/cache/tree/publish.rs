@@ -157,14 +157,14 @@ impl Tree {
 
     fn grow(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], hash: RollingHash) {
         let now = self.now;
-        let room = self.node(node).room();
+        let capacity = self.node(node).heap_capacity();
         let here = self.node_mut(node);
         here.tokens.extend_from_slice(tokens);
         here.pages.extend_from_slice(pages);
         here.end += narrow(tokens.len());
         here.history.used = now;
         here.hash = hash;
-        self.counts.room += self.node(node).room() - room;
+        self.counts.heap_capacity += self.node(node).heap_capacity() - capacity;
         self.counts.cached += pages.len();
         self.counts.locked += pages.len();
     }

@@ -82,7 +82,7 @@ impl Roots {
     }
 
     /// Records that a root that was detached is gone.
-    pub(super) const fn count_detached_gone(&mut self) {
+    pub(super) const fn forget_detached(&mut self) {
         self.detached -= 1;
     }
 

@@ -27,8 +27,8 @@ impl<T> ShortVec<T> {
         Self::Long(Vec::new())
     }
 
-    /// Elements in memory of its own, those that it has room for included.
-    pub(super) fn room(&self) -> usize {
+    /// Returns the capacity of the memory of its own, in elements; 0 if the elements are in place.
+    pub(super) fn heap_capacity(&self) -> usize {
         match self {
             Self::Short { .. } => 0,
             Self::Long(items) => items.capacity(),
@@ -151,7 +151,7 @@ mod tests {
             let rest = plain.split_off(at);
             assert_eq!((&*short.split_off(at), &*short), (&*rest, &*plain));
             short.shrink_to_fit();
-            assert_eq!((&*short, short.room() == 0), (&*plain, plain.len() <= SHORT));
+            assert_eq!((&*short, short.heap_capacity() == 0), (&*plain, plain.len() <= SHORT));
             short.truncate(2);
             plain.truncate(2);
             assert_eq!(*short, *plain);

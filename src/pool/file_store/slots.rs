@@ -207,7 +207,7 @@ impl Slots {
         place.written_tick = record.tick;
         place.usage = Use::Stored;
         self.written -= 1;
-        self.order.insert_behind(slot, newer);
+        self.order.insert_older_than(slot, newer);
         self.by_key.insert(record.key, slot);
         self.stored_since_full += 1;
         if self.room < self.count && self.stored_since_full.is_multiple_of(PROBE) {

@@ -45,7 +45,7 @@ impl HybridTree {
     }
 
     /// Puts a node that is not listed behind `later`, or first.
-    fn list_behind(&mut self, part: Part, later: Option<NodeId>, id: NodeId) {
+    fn list_older_than(&mut self, part: Part, later: Option<NodeId>, id: NodeId) {
         let at = number(part);
         debug_assert!(!self.node(id).links[at].is_listed, "a node is listed once");
         let earlier = match later {
@@ -61,11 +61,11 @@ impl HybridTree {
     }
 
     pub(super) fn list_first(&mut self, part: Part, id: NodeId) {
-        self.list_behind(part, None, id);
+        self.list_older_than(part, None, id);
     }
 
     pub(super) fn list_after(&mut self, part: Part, later: NodeId, id: NodeId) {
-        self.list_behind(part, Some(later), id);
+        self.list_older_than(part, Some(later), id);
     }
 
     pub(super) fn unlist(&mut self, part: Part, id: NodeId) {
@@ -100,7 +100,7 @@ impl HybridTree {
         while at != ROOT && covered < reach {
             if self.node(at).has(Part::Window) {
                 self.unlist(Part::Window, at);
-                self.list_behind(Part::Window, later, at);
+                self.list_older_than(Part::Window, later, at);
                 later = Some(at);
             }
             covered += self.node(at).tokens.len();
