@@ -24,7 +24,7 @@ pub fn mark_own_thread() {
     IS_OURS.set(true);
 }
 
-/// Whether [`mark_own_thread`] was called on this thread.
+/// Returns whether [`mark_own_thread`] was called on this thread.
 pub(super) fn is_own_thread() -> bool {
     IS_OURS.get()
 }

@@ -3,23 +3,23 @@
 //! Each one panics instead of truncating. No caller can trigger the panic; a truncated number would corrupt
 //! memory.
 
-/// A number of bytes, elements or rows in memory, or of indices in a batch, as tensors and kernels represent
-/// it.
+/// Converts a number of bytes, elements or rows in memory, or of indices in a batch, as tensors and kernels
+/// represent it.
 pub(crate) fn signed(number: usize) -> i64 {
     i64::try_from(number).expect("what lies in memory is counted in 63 bits")
 }
 
-/// An extent of a tensor, which is never negative.
+/// Converts an extent of a tensor, which is never negative.
 pub(crate) fn unsigned(extent: i64) -> usize {
     usize::try_from(extent).expect("an extent is not negative, and an address has 64 bits")
 }
 
-/// The distance between two elements of a tensor, in elements or bytes.
+/// Converts the distance between two elements of a tensor, in elements or bytes.
 pub(crate) fn distance(number: i64) -> isize {
     isize::try_from(number).expect("an address has 64 bits")
 }
 
-/// An index or a number of indices, already checked to fit an int32 tensor.
+/// Converts an index or a number of indices, which is already checked to fit an int32 tensor.
 pub(crate) fn narrow(number: usize) -> u32 {
     int32(number).cast_unsigned()
 }

@@ -65,7 +65,7 @@ impl DType {
         Self::Bool,
     ];
 
-    /// Size of one element in bytes.
+    /// Returns the size of one element in bytes.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -76,7 +76,7 @@ impl DType {
         }
     }
 
-    /// The name of this dtype in PyTorch and NumPy (with `ml_dtypes`).
+    /// Returns the name of this dtype in PyTorch and NumPy (with `ml_dtypes`).
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -98,13 +98,13 @@ impl DType {
         }
     }
 
-    /// Whether this is an 8-bit float.
+    /// Returns whether this is an 8-bit float.
     #[must_use]
     pub const fn is_fp8(self) -> bool {
         matches!(self, Self::F8E4M3 | Self::F8E5M2)
     }
 
-    /// Whether elements are integers or booleans.
+    /// Returns whether elements are integers or booleans.
     #[must_use]
     pub const fn is_integer(self) -> bool {
         !matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::BF16 | Self::F8E4M3 | Self::F8E5M2)
@@ -158,7 +158,7 @@ impl IndexDType {
         }
     }
 
-    /// The dtype of the tensors.
+    /// Returns the dtype of the tensors.
     #[must_use]
     pub const fn dtype(self) -> DType {
         match self {

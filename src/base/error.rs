@@ -83,7 +83,7 @@ pub struct Facts {
 }
 
 impl Error {
-    /// An error of `kind` with `message`.
+    /// Creates an error of `kind` with `message`.
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self(Box::new(Inner { kind, message: message.into(), facts: Facts::default(), source: None }))
@@ -150,13 +150,13 @@ impl Error {
         Self::new(ErrorKind::Index, message)
     }
 
-    /// The category of this error.
+    /// Returns the category of this error.
     #[must_use]
     pub const fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// The numbers of this error.
+    /// Returns the numbers of this error.
     #[must_use]
     pub const fn facts(&self) -> Facts {
         self.0.facts

@@ -2,7 +2,7 @@
 
 use super::{Error, ErrorKind, Result};
 
-/// An empty vector with room for `count` elements.
+/// Creates an empty vector with capacity for `count` elements.
 ///
 /// # Errors
 /// [`ErrorKind::OutOfMemory`] when the host cannot allocate it, where `Vec::with_capacity` would abort.
@@ -41,7 +41,7 @@ fn out_of_memory_error(count: usize, size: usize) -> Error {
     Error::new(ErrorKind::OutOfMemory, text).with_asked(bytes)
 }
 
-/// A vector of `count` zeros. Pages of it cost memory only once they are touched.
+/// Creates a vector of `count` zeros. Its pages take up memory only once they are touched.
 ///
 /// # Errors
 /// Same as [`try_with_capacity`].

@@ -19,7 +19,7 @@ pub trait Id: Copy + Eq + Ord + fmt::Debug + fmt::Display {
     /// Makes an index from its number.
     fn new(number: u32) -> Self;
 
-    /// The number of this index.
+    /// Returns the number of this index.
     fn number(self) -> u32;
 }
 
@@ -121,13 +121,13 @@ pub trait IndexNumber: Copy + Default + PartialEq + Into<i64> {
     /// The dtype of its tensors.
     const DTYPE: DType;
 
-    /// An index, which is within `i32`.
+    /// Converts an index, which is within `i32`.
     fn of(index: u32) -> Self;
 
-    /// The index that [`IndexNumber::of`] was given.
+    /// Returns the index that [`IndexNumber::of`] was given.
     fn number(self) -> u32;
 
-    /// Values of this type.
+    /// Wraps values of this type.
     fn values(values: Vec<Self>) -> IndexVec;
 }
 
@@ -179,7 +179,7 @@ pub enum IndexVec {
 }
 
 impl IndexVec {
-    /// The number of values.
+    /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -188,7 +188,7 @@ impl IndexVec {
         }
     }
 
-    /// Whether there are no values.
+    /// Returns whether there are no values.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -259,7 +259,7 @@ impl IndexVec {
         }
     }
 
-    /// The dtype of a tensor of the values.
+    /// Returns the dtype of a tensor of the values.
     #[must_use]
     pub const fn dtype(&self) -> DType {
         match self {

@@ -17,7 +17,7 @@ pub fn set_large_table_hook(hook: fn(addresses: Range<usize>)) {
     let _ = HOOK.set(hook);
 }
 
-/// A table of `count` times `value`.
+/// Creates a table of `count` times `value`.
 ///
 /// ```
 /// use kvpool::base::table_of;

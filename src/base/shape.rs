@@ -57,19 +57,19 @@ impl Dims {
         values.get(..extents.len()).map_or_else(|| Self::new(&vec![0; extents.len()]), Self::new)
     }
 
-    /// The values as a slice.
+    /// Returns the values as a slice.
     #[must_use]
     pub fn as_slice(&self) -> &[i64] {
         &self.values[..self.len]
     }
 
-    /// The number of dimensions.
+    /// Returns the number of dimensions.
     #[must_use]
     pub const fn ndim(&self) -> usize {
         self.len
     }
 
-    /// The size in bytes of a contiguous tensor with these extents.
+    /// Returns the size in bytes of a contiguous tensor with these extents.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](super::ErrorKind::Config) for a negative extent, or for a size beyond `i64`.
@@ -88,14 +88,14 @@ impl Dims {
         bytes.ok_or_else(|| too_many_bytes_error(shape, dtype))
     }
 
-    /// The product of the extents: 1 for a scalar. Negative extents count as 0.
+    /// Returns the product of the extents: 1 for a scalar. Negative extents count as 0.
     #[must_use]
     pub fn numel(&self) -> usize {
         self.as_slice().iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).product()
     }
 }
 
-/// Strides, in elements, of a C-contiguous tensor of `shape`.
+/// Returns the strides, in elements, of a C-contiguous tensor of `shape`.
 ///
 /// ```
 /// use kvpool::base::{Dims, contiguous_strides};
@@ -113,7 +113,8 @@ pub fn contiguous_strides(shape: &Dims) -> Dims {
     strides
 }
 
-/// The size in bytes of a contiguous tensor of `extents`. An overflow error names the argument `what`.
+/// Returns the size in bytes of a contiguous tensor of `extents`. An overflow error names the argument
+/// `what`.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](super::ErrorKind::Config) when the size exceeds `i64`.

@@ -17,7 +17,7 @@ pub enum Tier {
 }
 
 impl Tier {
-    /// The name of this tier.
+    /// Returns the name of this tier.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -73,7 +73,7 @@ pub(super) struct KeyedRun<'a> {
 }
 
 impl CacheEvent {
-    /// The number of its tokens or, if there are more, of its keys.
+    /// Returns the number of its tokens or, if there are more, of its keys.
     fn size(&self) -> usize {
         match self {
             Self::Stored { pages, tokens, .. } => pages.len().max(tokens.len()),

@@ -36,13 +36,13 @@ pub struct KeyChain {
 }
 
 impl KeyChain {
-    /// A chain that goes on from the page with this key.
+    /// Creates a chain that goes on from the page with this key.
     #[must_use]
     pub const fn after(digest: Digest, previous: PageHash) -> Self {
         Self { digest, previous, has_page: true, bytes: Vec::new() }
     }
 
-    /// A chain before the first page of a prompt.
+    /// Creates a chain before the first page of a prompt.
     #[must_use]
     pub fn at_root(digest: Digest, namespace: &Namespace, page_size: usize) -> Self {
         let (kind, name) = match namespace {
@@ -56,13 +56,13 @@ impl KeyChain {
         Self { digest, previous, has_page: false, bytes: Vec::new() }
     }
 
-    /// The key of the page before the next one, if there is one.
+    /// Returns the key of the page before the next one, if there is one.
     #[must_use]
     pub fn last(&self) -> Option<PageHash> {
         self.has_page.then_some(self.previous)
     }
 
-    /// The key of the next page, which has these tokens.
+    /// Returns the key of the next page, which has these tokens.
     pub fn next(&mut self, tokens: &[i32]) -> PageHash {
         self.bytes.clear();
         self.bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
@@ -101,7 +101,7 @@ impl StoreKeys {
         Self { digest, context: digest(&all) }
     }
 
-    /// The name of part `part` of the piece of a page.
+    /// Returns the name of part `part` of the piece of a page.
     #[must_use]
     pub fn piece(&self, page: &PageHash, part: u32) -> PageHash {
         (self.digest)(&[&self.context, page, &part.to_le_bytes()])

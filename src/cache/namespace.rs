@@ -19,7 +19,7 @@ pub enum Namespace {
 }
 
 impl Namespace {
-    /// Bytes of a text, which are not in the value itself.
+    /// Returns the number of bytes of a text, which are not in the value itself.
     #[must_use]
     pub const fn text_bytes(&self) -> usize {
         match self {

@@ -15,13 +15,13 @@ use crate::base::{Id, prefetch, widen};
 pub struct NodeHandle(u64);
 
 impl NodeHandle {
-    /// The handle with this number.
+    /// Returns the handle with this number.
     #[must_use]
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
 
-    /// The number of the handle, below 2**63.
+    /// Returns the number of the handle, below 2**63.
     #[must_use]
     pub const fn number(self) -> u64 {
         self.0
@@ -58,23 +58,23 @@ impl<N> NodeArena<N> {
         }
     }
 
-    /// An empty arena that gives nodes names that `earlier` has not given.
+    /// Creates an empty arena that gives nodes names that `earlier` has not given.
     pub(super) fn after(earlier: &Self) -> Self {
         let last = earlier.generations.iter().copied().max().unwrap_or(earlier.first_generation);
         Self { first_generation: last + 1, ..Self::new() }
     }
 
-    /// Whether there was never a node.
+    /// Returns whether there was never a node.
     pub(super) const fn is_new(&self) -> bool {
         self.nodes.is_empty()
     }
 
-    /// The number of nodes.
+    /// Returns the number of nodes.
     pub(super) const fn len(&self) -> usize {
         self.nodes.len() - self.vacant.len() - self.retired
     }
 
-    /// The number of numbers, those not in use included.
+    /// Returns the number of numbers, those not in use included.
     pub(super) const fn numbers(&self) -> usize {
         self.nodes.len()
     }
@@ -125,14 +125,14 @@ impl<N> NodeArena<N> {
         }
     }
 
-    /// The name of a node.
+    /// Returns the name of a node.
     #[inline]
     pub(super) fn handle(&self, id: NodeId) -> NodeHandle {
         let generation = self.generations[widen(id.number())];
         NodeHandle(u64::from(generation) << 32 | u64::from(id.number()))
     }
 
-    /// The node of this name; `None` once it is gone.
+    /// Returns the node of this name; `None` once it is gone.
     #[inline]
     pub(super) fn at(&self, handle: NodeHandle) -> Option<NodeId> {
         let number = u32::try_from(handle.0 & u64::from(u32::MAX)).expect("32 bits");
@@ -140,23 +140,23 @@ impl<N> NodeArena<N> {
         (generation == handle.0 >> 32).then(|| NodeId::new(number))
     }
 
-    /// The nodes by number, the blank ones included.
+    /// Returns the nodes by number, the blank ones included.
     pub(super) fn iter(&self) -> impl Iterator<Item = (NodeId, &N)> + '_ {
         (0..).map(NodeId::new).zip(&self.nodes)
     }
 
-    /// All nodes, the blank ones included.
+    /// Returns all nodes, the blank ones included.
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut N> + '_ {
         self.nodes.iter_mut()
     }
 
-    /// The numbers that are in use, at the cost of a visit of every number.
+    /// Returns the numbers that are in use, at the cost of a visit of every number.
     pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
         let vacant: HashSet<_> = self.vacant.iter().copied().collect();
         self.iter().map(|(id, _)| id).filter(move |&id| !vacant.contains(&id) && !self.is_retired(id))
     }
 
-    /// Whether a number is not used again.
+    /// Returns whether a number is not used again.
     fn is_retired(&self, id: NodeId) -> bool {
         self.generations[widen(id.number())] >= END_OF_GENERATIONS
     }
@@ -173,7 +173,7 @@ impl<N> NodeArena<N> {
         prefetch(&self.generations[widen(id.number())]);
     }
 
-    /// The size in bytes, without what the nodes refer to.
+    /// Returns the size in bytes, without what the nodes refer to.
     pub(super) const fn bytes(&self) -> usize {
         self.nodes.capacity() * size_of::<N>()
             + self.generations.capacity() * size_of::<u32>()

@@ -57,19 +57,19 @@ impl fmt::Display for NodeId {
 pub struct Tick(u64);
 
 impl Tick {
-    /// The moment after `tokens` tokens were looked up.
+    /// Returns the moment after `tokens` tokens were looked up.
     #[must_use]
     pub const fn new(tokens: u64) -> Self {
         Self(tokens)
     }
 
-    /// The number of tokens looked up until this moment.
+    /// Returns the number of tokens looked up until this moment.
     #[must_use]
     pub const fn tokens(self) -> u64 {
         self.0
     }
 
-    /// The tokens looked up since `earlier`, or 0 if that moment is still to come.
+    /// Returns the tokens looked up since `earlier`, or 0 if that moment is still to come.
     #[must_use]
     pub const fn since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
@@ -106,7 +106,7 @@ pub struct History {
 }
 
 impl History {
-    /// The history of new pages, of which the policy remembers `before`.
+    /// Returns the history of new pages, of which the policy remembers `before`.
     #[must_use]
     pub const fn of_new(remembered: Remembered, now: Tick) -> Self {
         Self { published: now, used: now, uses: remembered.uses.saturating_add(1), priority: 0 }
@@ -134,7 +134,7 @@ pub trait Policy: fmt::Debug + Send {
     /// Forgets a leaf that was inserted: it is locked again, got a child, or is gone.
     fn remove(&mut self, leaf: NodeId);
 
-    /// The leaf to evict next, or `None` when there is none. It stays until it is removed.
+    /// Returns the leaf to evict next, or `None` when there is none. It stays until it is removed.
     fn victim(&mut self, now: Tick) -> Option<NodeId>;
 
     /// A guess which leaf is the victim after `leaf`, which was inserted and perhaps removed since. What it
@@ -144,7 +144,7 @@ pub trait Policy: fmt::Debug + Send {
         None
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     fn bytes(&self) -> usize;
 
     /// A request found `tokens` tokens with the history `before`.
@@ -229,7 +229,7 @@ impl PolicyKind {
     /// Every policy, the default last.
     pub const ALL: [Self; 6] = [Self::Lru, Self::Fifo, Self::Lfu, Self::Slru, Self::Priority, Self::Adaptive];
 
-    /// The name of this policy.
+    /// Returns the name of this policy.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -242,7 +242,7 @@ impl PolicyKind {
         }
     }
 
-    /// The policy called `name`.
+    /// Returns the policy called `name`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an unknown name.
@@ -253,7 +253,7 @@ impl PolicyKind {
         })
     }
 
-    /// A policy of this kind for a cache of `capacity` tokens.
+    /// Creates a policy of this kind for a cache of `capacity` tokens.
     #[must_use]
     pub fn policy(self, capacity: u64, block_tokens: BlockTokens) -> Box<dyn Policy> {
         match self {

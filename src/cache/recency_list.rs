@@ -80,36 +80,36 @@ impl<I: Id> RecencyList<I> {
         }
     }
 
-    /// The index that was not used for longest.
+    /// Returns the index that was not used for longest.
     #[must_use]
     pub fn oldest(&self) -> Option<I> {
         index_of(self.oldest)
     }
 
-    /// The index used last.
+    /// Returns the index used last.
     #[must_use]
     pub fn newest(&self) -> Option<I> {
         index_of(self.newest)
     }
 
-    /// The index used after one that is in the list.
+    /// Returns the index used after one that is in the list.
     #[must_use]
     pub fn newer(&self, index: I) -> Option<I> {
         index_of(self.links[widen(index.number())].newer)
     }
 
-    /// The index used before one that is in the list.
+    /// Returns the index used before one that is in the list.
     #[must_use]
     pub fn older(&self, index: I) -> Option<I> {
         index_of(self.links[widen(index.number())].older)
     }
 
-    /// The indices, the one used last at the end.
+    /// Returns the indices, the one used last at the end.
     pub fn iter_oldest(&self) -> impl Iterator<Item = I> + '_ {
         std::iter::successors(self.oldest(), |&index| self.newer(index))
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.links.capacity() * size_of::<Link>()

@@ -91,25 +91,25 @@ impl<P> Default for Residency<P> {
 }
 
 impl<P: Copy> Residency<P> {
-    /// Pages that can be found.
+    /// Returns the number of pages that can be found.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.ready
     }
 
-    /// Whether there are none.
+    /// Returns whether there are none.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.ready == 0
     }
 
-    /// Pages that are on their way here.
+    /// Returns the number of pages that are on their way here.
     #[must_use]
     pub fn arriving(&self) -> usize {
         self.by_key.len() - self.ready
     }
 
-    /// Whether a page is here, or on its way from the device.
+    /// Returns whether a page is here, or on its way from the device.
     #[must_use]
     pub fn contains(&self, key: &PageHash) -> bool {
         self.by_key.get(key).is_some_and(|&entry| self.entry(entry).stage != Stage::Fetched)
@@ -125,32 +125,32 @@ impl<P: Copy> Residency<P> {
         }
     }
 
-    /// The entry of a page that is complete.
+    /// Returns the entry of a page that is complete.
     #[must_use]
     pub fn find(&self, key: &PageHash) -> Option<EntryId> {
         let &entry = self.by_key.get(key)?;
         (self.entry(entry).stage == Stage::Ready).then_some(entry)
     }
 
-    /// The place of an entry that is held, or was just found.
+    /// Returns the place of an entry that is held, or was just found.
     #[must_use]
     pub fn place(&self, entry: EntryId) -> P {
         self.entry(entry).place
     }
 
-    /// The key of an entry that is held, or was just found.
+    /// Returns the key of an entry that is held, or was just found.
     #[must_use]
     pub fn key(&self, entry: EntryId) -> &PageHash {
         &self.entry(entry).key
     }
 
-    /// The number of calls of [`Self::clear`].
+    /// Returns the number of calls of [`Self::clear`].
     #[must_use]
     pub const fn clears(&self) -> u64 {
         self.clears
     }
 
-    /// Places that pages have, those that are given up but held included.
+    /// Returns the number of places that pages have, those that are given up but held included.
     #[must_use]
     pub fn in_use(&self) -> usize {
         self.entries.len() - self.vacant.len()
@@ -280,7 +280,7 @@ impl<P: Copy> Residency<P> {
         (keys, places)
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.entries.capacity() * size_of::<Entry<P>>()

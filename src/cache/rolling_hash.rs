@@ -16,7 +16,7 @@ fn times(a: u64, b: u64) -> u64 {
     reduced(u128::from(a) * u128::from(b))
 }
 
-/// The remainder of a number below 2**122.
+/// Returns the remainder of a number below 2**122.
 fn reduced(number: u128) -> u64 {
     let low = u64::try_from(number & u128::from(PRIME)).expect("61 bits");
     let high = u64::try_from(number >> 61).expect("122 bits less 61");

@@ -14,11 +14,11 @@ use crate::base::{Error, Result, try_with_capacity};
 /// assert!([3, -1_i32].as_slice().check(0..2).is_err());
 /// ```
 pub trait Tokens: fmt::Debug {
-    /// The number of tokens.
+    /// Returns the number of tokens.
     fn count(&self) -> usize;
 
-    /// The number of tokens from `at` on that equal those of `with`, up to the first difference or the end of
-    /// either.
+    /// Returns the number of tokens from `at` on that equal those of `with`, up to the first difference or
+    /// the end of either.
     ///
     /// # Errors
     /// The error of an element that cannot be read.
@@ -38,7 +38,7 @@ pub trait Tokens: fmt::Debug {
     fn check(&self, range: Range<usize>) -> Result<()>;
 }
 
-/// The error for `number` at `position`, which is no token id.
+/// Returns the error for `number` at `position`, which is no token id.
 #[cold]
 pub(crate) fn not_a_token(number: i64, position: usize) -> Error {
     Error::config(format!("token {number} at position {position} is outside [0, 2**31)")).with_index(number)
@@ -111,7 +111,7 @@ impl Tokens for &[i64] {
 }
 
 impl dyn Tokens + '_ {
-    /// The tokens of `range`.
+    /// Returns the tokens of `range`.
     ///
     /// # Errors
     /// See [`Tokens::read`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory).

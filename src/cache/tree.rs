@@ -84,7 +84,7 @@ impl Node {
         self.tokens.heap_capacity() + self.pages.heap_capacity()
     }
 
-    /// A node without tokens, neighbours and locks.
+    /// Creates a node without tokens, neighbours and locks.
     fn new(kind: Kind, hash: RollingHash) -> Self {
         Self {
             parent: NodeId::new(0),
@@ -208,7 +208,7 @@ pub enum ResumeAt {
 }
 
 impl Tree {
-    /// An empty tree of pages of `page_size` tokens.
+    /// Creates an empty tree of pages of `page_size` tokens.
     #[must_use]
     pub fn new(page_size: usize, resume_at: ResumeAt, policy: Box<dyn Policy>) -> Self {
         let page_tokens = u32::try_from(page_size).expect("a page fits int32");
@@ -234,19 +234,19 @@ impl Tree {
         }
     }
 
-    /// Whether a prefix is of use only with a snapshot of the state at its end.
+    /// Returns whether a prefix is of use only with a snapshot of the state at its end.
     #[must_use]
     pub const fn is_stateful(&self) -> bool {
         self.is_stateful
     }
 
-    /// Tokens in a page.
+    /// Returns the number of tokens in a page.
     #[must_use]
     pub const fn page_size(&self) -> usize {
         self.page_size
     }
 
-    /// The current numbers.
+    /// Returns the current numbers.
     #[must_use]
     pub fn stats(&self) -> TreeStats {
         let tokens = |pages: usize| pages * self.page_size;
@@ -281,7 +281,7 @@ impl Tree {
         self.roots.names()
     }
 
-    /// The place that the first `len` of `tokens` lead to, a whole number of pages.
+    /// Returns the place that the first `len` of `tokens` lead to, a whole number of pages.
     pub(super) fn place_of(
         &self,
         namespace: &Namespace,
@@ -292,7 +292,7 @@ impl Tree {
         root.map(|root| self.descend(root, tokens, len / self.page_size)).transpose()
     }
 
-    /// The last place up to `place` that a request can go on from.
+    /// Returns the last place up to `place` that a request can go on from.
     pub(super) fn usable_place(&self, place: Place) -> Place {
         if !self.is_stateful {
             return place;
@@ -301,19 +301,19 @@ impl Tree {
         Place { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
     }
 
-    /// Tokens that no lease holds.
+    /// Returns the number of tokens that no lease holds.
     #[must_use]
     pub const fn evictable(&self) -> usize {
         self.counts.evictable() * self.page_size
     }
 
-    /// Tokens that leases hold.
+    /// Returns the number of tokens that leases hold.
     #[must_use]
     pub const fn locked(&self) -> usize {
         self.counts.locked * self.page_size
     }
 
-    /// The pages that leases hold, at the cost of a visit of every node.
+    /// Returns the pages that leases hold, at the cost of a visit of every node.
     #[must_use]
     pub fn locked_pages(&self) -> Vec<Page> {
         let locked = self.all_runs().filter(|&id| self.node(id).locks > 0 || self.is_covered(id));
@@ -341,7 +341,7 @@ impl Tree {
         id
     }
 
-    /// The root of a namespace, if it has one.
+    /// Returns the root of a namespace, if it has one.
     fn root(&self, namespace: &Namespace) -> Option<NodeId> {
         self.roots.get(namespace)
     }
@@ -438,7 +438,7 @@ impl Tree {
         }
     }
 
-    /// The node that ends at `place`; cuts one in two if none does.
+    /// Returns the node that ends at `place`; cuts one in two if none does.
     fn cut(&mut self, place: Place) -> NodeId {
         if place.pages == self.node(place.node).pages.len() {
             return place.node;
@@ -484,7 +484,7 @@ impl Tree {
         cursor.hash()
     }
 
-    /// The nodes from `id` to its root, without the root.
+    /// Returns the nodes from `id` to its root, without the root.
     fn path(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         let mut at = id;
         std::iter::from_fn(move || {
@@ -494,7 +494,7 @@ impl Tree {
     }
 }
 
-/// Whether a node, which may be gone, is one below `root`.
+/// Returns whether a node, which may be gone, is one below `root`.
 fn is_below(node: &Node, root: NodeId) -> bool {
     node.root == root && !node.pages.is_empty()
 }
@@ -507,7 +507,7 @@ fn split_front<T: Copy>(all: &mut ShortVec<T>, count: usize) -> ShortVec<T> {
     front
 }
 
-/// A number of tokens on a path, which are at most the tokens of all pages.
+/// Converts a number of tokens on a path, which is at most that of all pages.
 fn narrow(tokens: usize) -> u32 {
     crate::base::bounded::narrow(tokens)
 }

@@ -41,7 +41,7 @@ pub struct AddressSpace {
 }
 
 impl AddressSpace {
-    /// A space of `capacity` bytes, all of them free.
+    /// Creates a space of `capacity` bytes, all of them free.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if `alignment` is no power of two, or an address
@@ -56,25 +56,25 @@ impl AddressSpace {
         Ok(space)
     }
 
-    /// All bytes, taken or free.
+    /// Returns the number of bytes, taken or free.
     #[must_use]
     pub const fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// The number of bytes that lengths are rounded up to a multiple of.
+    /// Returns the number of bytes that lengths are rounded up to a multiple of.
     #[must_use]
     pub const fn alignment(&self) -> usize {
         self.alignment
     }
 
-    /// Bytes taken, in whole alignments.
+    /// Returns the number of bytes taken, in whole alignments.
     #[must_use]
     pub const fn used(&self) -> usize {
         self.used
     }
 
-    /// The most bytes taken at once.
+    /// Returns the largest number of bytes taken at once.
     #[must_use]
     pub const fn high_water(&self) -> usize {
         self.high_water
@@ -86,7 +86,7 @@ impl AddressSpace {
         self.dropped_frees
     }
 
-    /// Bytes of the longest gap.
+    /// Returns the number of bytes of the longest gap.
     #[must_use]
     pub fn longest(&self) -> usize {
         self.gaps.longest()
@@ -161,7 +161,7 @@ impl AddressSpace {
         bad
     }
 
-    /// Why a range cannot be freed.
+    /// Returns why a range cannot be freed.
     fn check(&self, range: &Range<usize>) -> std::result::Result<(), BadFree> {
         if range.is_empty() || range.end > self.capacity {
             return Err(BadFree::OutOfRange);

@@ -38,37 +38,37 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// An arena of `capacity` bytes whose ranges are aligned to `alignment`, a power of two.
+    /// Creates an arena of `capacity` bytes whose ranges are aligned to `alignment`, a power of two.
     #[must_use]
     pub fn new(capacity: usize, alignment: usize) -> Self {
         Self { capacity, alignment, end: 0, gaps: Gaps::default(), used: 0, high_water: 0 }
     }
 
-    /// The size of the arena in bytes.
+    /// Returns the size of the arena in bytes.
     #[must_use]
     pub const fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Bytes taken, in whole alignments.
+    /// Returns the number of bytes taken, in whole alignments.
     #[must_use]
     pub const fn used(&self) -> usize {
         self.used
     }
 
-    /// The most bytes taken at once.
+    /// Returns the largest number of bytes taken at once.
     #[must_use]
     pub const fn high_water(&self) -> usize {
         self.high_water
     }
 
-    /// Bytes of the largest range that [`Arena::take`] could return.
+    /// Returns the number of bytes of the largest range that [`Arena::take`] could return.
     #[must_use]
     pub fn largest(&self) -> usize {
         self.gaps.longest().max((self.capacity - self.end) / self.alignment * self.alignment)
     }
 
-    /// All bytes in order, as ranges that are taken (`true`) or free (`false`).
+    /// Returns all bytes in order, as ranges that are taken (`true`) or free (`false`).
     ///
     /// ```
     /// use kvpool::index::Arena;

@@ -61,24 +61,24 @@ pub struct BadFrees {
 }
 
 impl BadFrees {
-    /// A report of one invalid index.
+    /// Creates a report of one invalid index.
     pub fn of(index: i64, reason: BadFree) -> Self {
         Self { dropped: 1, first: vec![(index, reason)], histories: Vec::new() }
     }
 
-    /// The number of indices that were not freed.
+    /// Returns the number of indices that were not freed.
     #[must_use]
     pub const fn dropped(&self) -> usize {
         self.dropped
     }
 
-    /// The first invalid indices, at most eight.
+    /// Returns the first invalid indices, at most eight.
     #[must_use]
     pub fn first(&self) -> &[(i64, BadFree)] {
         &self.first
     }
 
-    /// Whether another invalid index would be listed, so that finding its reason pays.
+    /// Returns whether another invalid index would be listed, so that finding its reason pays.
     #[must_use]
     pub(super) const fn has_room(&self) -> bool {
         self.first.len() < NAMED
@@ -113,7 +113,7 @@ impl BadFrees {
         }
     }
 
-    /// The report in words: how many of `given` were invalid, and the first ones with their reasons.
+    /// Returns the report in words: how many of `given` were invalid, and the first ones with their reasons.
     #[must_use]
     pub fn describe(&self, noun: &str, given: usize) -> String {
         let mut text = format!("{} of {given} freed {noun}s: ", self.dropped);

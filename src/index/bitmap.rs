@@ -31,8 +31,8 @@ pub struct Bitmap {
     len: usize,
 }
 
-/// The number of set bits. Most words change as a whole or by one bit, so these cases come first: not every
-/// target has an instruction that counts bits.
+/// Returns the number of set bits. Most words change as a whole or by one bit, so these cases come first: not
+/// every target has an instruction that counts bits.
 const fn population(bits: u64) -> usize {
     if bits & bits.wrapping_sub(1) == 0 {
         (bits != 0) as usize
@@ -43,7 +43,7 @@ const fn population(bits: u64) -> usize {
     }
 }
 
-/// The words that `start..start + len` touches, each with the touched bits.
+/// Returns the words that `start..start + len` touches, each with the touched bits.
 fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
     let end = start + len;
     let mut at = start;
@@ -58,7 +58,7 @@ fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
 }
 
 impl Bitmap {
-    /// The empty set of integers below `bound`.
+    /// Returns the empty set of integers below `bound`.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
@@ -73,37 +73,37 @@ impl Bitmap {
         Ok(Self { words, summaries, len: 0 })
     }
 
-    /// The number of members.
+    /// Returns the number of members.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no members.
+    /// Returns whether it has no members.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The size of the words in bytes.
+    /// Returns the size of the words in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let summaries: usize = self.summaries.iter().map(Vec::len).sum();
         (self.words.len() + summaries) * size_of::<u64>()
     }
 
-    /// The bound, rounded up to whole words.
+    /// Returns the bound, rounded up to whole words.
     pub(super) const fn room(&self) -> usize {
         self.words.len() * 64
     }
 
-    /// Whether `member` is in the set. Integers at or above the bound are not.
+    /// Returns whether `member` is in the set. Integers at or above the bound are not.
     #[must_use]
     pub fn contains(&self, member: usize) -> bool {
         self.words.get(member / 64).is_some_and(|word| word >> (member % 64) & 1 == 1)
     }
 
-    /// Membership of `64 * word..64 * (word + 1)`, as bits.
+    /// Returns the membership of `64 * word..64 * (word + 1)`, as bits.
     pub(super) fn word(&self, word: usize) -> u64 {
         self.words[word]
     }
@@ -206,7 +206,7 @@ impl Bitmap {
         }
     }
 
-    /// The first word with members, at or after word `from`.
+    /// Returns the first word with members, at or after word `from`.
     pub(super) fn next_word(&self, from: usize) -> Option<usize> {
         if *self.words.get(from)? != 0 {
             return Some(from);
@@ -228,7 +228,7 @@ impl Bitmap {
         None
     }
 
-    /// The first run of members at or after `from`, as (start, length), cut to `limit` members.
+    /// Returns the first run of members at or after `from`, as (start, length), cut to `limit` members.
     #[must_use]
     pub fn next_run(&self, from: usize, limit: usize) -> Option<(usize, usize)> {
         let here = self.words.get(from / 64)? >> (from % 64);
@@ -251,7 +251,7 @@ impl Bitmap {
         Some((start, (end - start).min(limit)))
     }
 
-    /// The maximal runs of members, lowest first, as (start, length).
+    /// Returns the maximal runs of members, lowest first, as (start, length).
     pub fn runs(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         let mut from = 0;
         std::iter::from_fn(move || {
@@ -261,7 +261,7 @@ impl Bitmap {
         })
     }
 
-    /// Whether the summaries and the count agree with the words.
+    /// Returns whether the summaries and the count agree with the words.
     #[must_use]
     pub fn is_consistent(&self) -> bool {
         let counted: usize = self.words.iter().map(|word| word.count_ones() as usize).sum();

@@ -23,7 +23,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// The size of each buffer in this bucket.
+    /// Returns the size of each buffer in this bucket.
     #[must_use]
     pub const fn bytes(self) -> usize {
         self.bytes
@@ -42,7 +42,7 @@ impl Rounding {
             .ok_or_else(|| Error::config(format!("unknown rounding '{name}'; use 'pow2' or 'fine'")))
     }
 
-    /// The name that [`Rounding::parse`] accepts.
+    /// Returns the name that [`Rounding::parse`] accepts.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -51,7 +51,7 @@ impl Rounding {
         }
     }
 
-    /// The smallest bucket that holds `bytes`, which is at least one byte.
+    /// Returns the smallest bucket that holds `bytes`, which is at least one byte.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the rounded size overflows.
@@ -149,49 +149,49 @@ impl<L> Default for Buckets<L> {
 }
 
 impl<L: Copy + PartialEq> Buckets<L> {
-    /// Every buffer: its index, whether it is taken, and its size in bytes.
+    /// Returns every buffer: its index, whether it is taken, and its size in bytes.
     pub(super) fn buffers(&self) -> impl Iterator<Item = (u32, bool, usize)> + '_ {
         let known = (0..).zip(&self.entries).filter(|(index, _)| !self.vacant.contains(index));
         known.map(|(index, entry)| (index, entry.live_at.is_some(), entry.bucket.bytes))
     }
 
-    /// The number of free buffers.
+    /// Returns the number of free buffers.
     #[must_use]
     pub const fn free_count(&self) -> usize {
         self.free_count
     }
 
-    /// The size of all free buffers in bytes.
+    /// Returns the size of all free buffers in bytes.
     #[must_use]
     pub const fn free_bytes(&self) -> usize {
         self.free_bytes
     }
 
-    /// The number of taken buffers.
+    /// Returns the number of taken buffers.
     #[must_use]
     pub const fn in_use_count(&self) -> usize {
         self.live.len()
     }
 
-    /// The size of all taken buffers in bytes.
+    /// Returns the size of all taken buffers in bytes.
     #[must_use]
     pub const fn in_use_bytes(&self) -> usize {
         self.in_use_bytes
     }
 
-    /// The most buffers taken at once.
+    /// Returns the largest number of buffers taken at once.
     #[must_use]
     pub const fn high_water(&self) -> usize {
         self.high_water
     }
 
-    /// The most bytes taken at once.
+    /// Returns the largest number of bytes taken at once.
     #[must_use]
     pub const fn high_water_bytes(&self) -> usize {
         self.high_water_bytes
     }
 
-    /// The most buffers and bytes taken at once, for [`Buckets::set_marks`].
+    /// Returns the largest numbers of buffers and of bytes taken at once, for [`Buckets::set_marks`].
     #[must_use]
     pub const fn marks(&self) -> [usize; 2] {
         [self.high_water, self.high_water_bytes]
@@ -242,7 +242,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
         Ticket::new(BufferId::new(index), entry.generation)
     }
 
-    /// Whether the take of `ticket` is still live.
+    /// Returns whether the take of `ticket` is still live.
     #[must_use]
     pub fn is_live(&self, ticket: Ticket<BufferId>) -> bool {
         let entry = self.entries.get(widen(ticket.index().number()));

@@ -19,7 +19,7 @@ impl LastLoc<'_> {
         }
     }
 
-    /// The last slot of a request; of one that only a device has, a value that has no next slot.
+    /// Returns the last slot of a request; of one that only a device has, a value that has no next slot.
     fn of(self, request: usize) -> i64 {
         match self {
             Self::Known(slots) => slots[request],
@@ -48,18 +48,19 @@ pub(super) struct ExtendedRequest {
 }
 
 impl ExtendedRequest {
-    /// Whether the next token goes into an existing page.
+    /// Returns whether the next token goes into an existing page.
     pub(super) const fn continues(&self, page_size: usize) -> bool {
         !self.prefix.is_multiple_of(page_size) && self.seq > self.prefix
     }
 
-    /// The slot after `last_loc`, or the padding slot, which has no owner, when there is no such slot.
+    /// Returns the slot after `last_loc`, or the padding slot, which has no owner, when there is no such
+    /// slot.
     pub(super) fn next_slot(&self) -> u32 {
         let next = self.last_loc.checked_add(1).and_then(|next| i32::try_from(next).ok());
         next.and_then(|next| u32::try_from(next).ok()).unwrap_or(PADDING)
     }
 
-    /// Free slots in the last page.
+    /// Returns the number of free slots in the last page.
     pub(super) const fn open_slots(&self, page_size: usize) -> usize {
         self.prefix.next_multiple_of(page_size) - self.prefix
     }

@@ -46,7 +46,7 @@ impl<I: Id> Run<I> {
         self.start.number() + self.len
     }
 
-    /// The numbers of the indices.
+    /// Returns the numbers of the indices.
     #[must_use]
     pub fn range(self) -> Range<u32> {
         self.start.number()..self.end()
@@ -123,7 +123,7 @@ pub struct FreeList<I> {
 }
 
 impl<I: Id> FreeList<I> {
-    /// A list of `first..first + count`, all free.
+    /// Creates a list of `first..first + count`, all free.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the end of the range does not fit a `u32`,
@@ -148,7 +148,7 @@ impl<I: Id> FreeList<I> {
         Ok(list)
     }
 
-    /// The order in which freed indices are handed out again.
+    /// Returns the order in which freed indices are handed out again.
     pub(super) const fn order(&self) -> Order {
         self.order
     }
@@ -164,73 +164,73 @@ impl<I: Id> FreeList<I> {
         self.reached = self.first;
     }
 
-    /// The number of indices, as `u32`.
+    /// Returns the number of indices, as `u32`.
     #[must_use]
     pub const fn count(&self) -> u32 {
         self.count
     }
 
-    /// The number of indices.
+    /// Returns the number of indices.
     #[must_use]
     pub fn capacity(&self) -> usize {
         widen(self.count)
     }
 
-    /// The number of indices that could be handed out now.
+    /// Returns the number of indices that could be handed out now.
     #[must_use]
     pub const fn available(&self) -> usize {
         self.records.count(Set::Free) + self.records.count(Set::Released)
     }
 
-    /// The number of live and fenced indices.
+    /// Returns the number of live and fenced indices.
     #[must_use]
     pub fn in_use(&self) -> usize {
         self.capacity() - self.available()
     }
 
-    /// The most indices in use at once.
+    /// Returns the largest number of indices in use at once.
     #[must_use]
     pub const fn high_water(&self) -> usize {
         self.high_water
     }
 
-    /// The number of available indices that wait for a merge.
+    /// Returns the number of available indices that wait for a merge.
     #[must_use]
     pub const fn released(&self) -> usize {
         self.records.count(Set::Released)
     }
 
-    /// The number of freed indices that wait for a fence.
+    /// Returns the number of freed indices that wait for a fence.
     #[must_use]
     pub const fn fenced(&self) -> usize {
         self.records.count(Set::Fenced)
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.records.bytes() + self.queue.capacity() * size_of::<Run<I>>()
     }
 
-    /// Whether `index` belongs to this space.
+    /// Returns whether `index` belongs to this space.
     #[must_use]
     pub fn contains(&self, index: I) -> bool {
         (self.first..self.first + self.count).contains(&index.number())
     }
 
-    /// Whether `index` is live or fenced.
+    /// Returns whether `index` is live or fenced.
     #[must_use]
     pub fn is_in_use(&self, index: I) -> bool {
         self.records.is_live(index.number()) || self.records.is(index.number(), Set::Fenced)
     }
 
-    /// Whether `index` may be freed: it is in use and not fenced.
+    /// Returns whether `index` may be freed: it is in use and not fenced.
     #[must_use]
     pub fn is_live(&self, index: I) -> bool {
         self.records.is_live(index.number())
     }
 
-    /// Whether all of `mask`, which lies in this space, may be freed.
+    /// Returns whether all of `mask`, which lies in this space, may be freed.
     pub(super) fn are_live(&self, mask: Mask) -> bool {
         self.records.are_live(mask)
     }
@@ -387,7 +387,7 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// The set of freed indices.
+    /// Returns the set of freed indices.
     const fn set_of(&self, timing: FreeTiming) -> Set {
         match (timing, self.order) {
             (FreeTiming::AfterFence, _) => Set::Fenced,
@@ -396,12 +396,12 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// The indices that the last batch freed.
+    /// Returns the indices that the last batch freed.
     pub(super) fn last_freed(&self) -> &[Mask] {
         &self.marked
     }
 
-    /// The range of all indices.
+    /// Returns the range of all indices.
     pub(super) fn indices(&self) -> Range<u32> {
         self.first..self.first + self.count
     }
@@ -448,7 +448,7 @@ impl<I: Id> FreeList<I> {
         self.queue(fenced.masks());
     }
 
-    /// Why `index`, which is not live, cannot be freed.
+    /// Returns why `index`, which is not live, cannot be freed.
     #[must_use]
     pub fn reason(&self, index: I) -> BadFree {
         if !self.contains(index) {
@@ -460,7 +460,7 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// The free indices, in the order in which they would be handed out without a merge.
+    /// Returns the free indices, in the order in which they would be handed out without a merge.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
@@ -474,7 +474,7 @@ impl<I: Id> FreeList<I> {
         Ok(free)
     }
 
-    /// The released indices, lowest first.
+    /// Returns the released indices, lowest first.
     ///
     /// # Errors
     /// Same as [`FreeList::free_indices`].

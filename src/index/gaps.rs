@@ -35,18 +35,18 @@ impl Group {
 }
 
 impl Gaps {
-    /// The ranges in order.
+    /// Returns the ranges in order.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Range<usize>> {
         self.groups.iter().flat_map(|group| &group.ranges)
     }
 
-    /// The length of the longest range; 0 without one.
+    /// Returns the length of the longest range; 0 without one.
     pub(super) fn longest(&self) -> usize {
         self.groups.iter().map(|group| group.longest).max().unwrap_or(0)
     }
 
-    /// The number of pieces of `bytes`, which is not 0, that can be cut from the ranges; not more than
-    /// `limit`.
+    /// Returns the number of pieces of `bytes`, which is not 0, that can be cut from the ranges; not more
+    /// than `limit`.
     pub(super) fn fitting(&self, bytes: usize, limit: usize) -> usize {
         let mut found = 0;
         for group in self.groups.iter().filter(|group| group.longest >= bytes) {
@@ -83,7 +83,7 @@ impl Gaps {
         Some(taken)
     }
 
-    /// Whether a range has bytes in common with one of them.
+    /// Returns whether a range has bytes in common with one of them.
     pub(super) fn overlap(&self, range: &Range<usize>) -> bool {
         let (at, place) = self.place(range.end);
         self.before(at, place).is_some_and(|(at, place)| self.groups[at].ranges[place].end > range.start)
@@ -127,8 +127,8 @@ impl Gaps {
         self.groups.clear();
     }
 
-    /// The group and the place in it of the first range that begins at `start` or behind it. Behind the last
-    /// group when there is none.
+    /// Returns the group and the place in it of the first range that begins at `start` or behind it. Behind
+    /// the last group when there is none.
     fn place(&self, start: usize) -> (usize, usize) {
         let at =
             self.groups.partition_point(|group| group.ranges.last().is_some_and(|last| last.start < start));
@@ -137,7 +137,7 @@ impl Gaps {
         (at, place)
     }
 
-    /// The place before a place.
+    /// Returns the place before a place.
     fn before(&self, at: usize, place: usize) -> Option<(usize, usize)> {
         match place.checked_sub(1) {
             Some(place) => Some((at, place)),

@@ -133,7 +133,7 @@ pub enum IndexState {
 }
 
 impl IndexState {
-    /// The name of this state.
+    /// Returns the name of this state.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -12,12 +12,12 @@ pub(super) struct Mask {
 }
 
 impl Mask {
-    /// A single index.
+    /// Creates a single index.
     pub(super) const fn of(index: u32) -> Self {
         Self { word: index / 64, bits: 1 << (index % 64) }
     }
 
-    /// The masks of a range, lowest first.
+    /// Returns the masks of a range, lowest first.
     pub(super) fn of_range(range: Range<u32>) -> impl Iterator<Item = Self> + Clone {
         let mut at = range.start;
         std::iter::from_fn(move || {
@@ -30,22 +30,22 @@ impl Mask {
         })
     }
 
-    /// The number of indices.
+    /// Returns the number of indices.
     pub(super) const fn len(self) -> usize {
         widen(self.bits.count_ones())
     }
 
-    /// The index of bit 0.
+    /// Returns the index of bit 0.
     pub(super) const fn base(self) -> u32 {
         self.word * 64
     }
 
-    /// Whether it contains `index`.
+    /// Returns whether it contains `index`.
     pub(super) const fn contains(self, index: u32) -> bool {
         self.word == index / 64 && self.bits >> (index % 64) & 1 == 1
     }
 
-    /// The maximal ranges, lowest first.
+    /// Returns the maximal ranges, lowest first.
     pub(super) fn ranges(self) -> impl Iterator<Item = Range<u32>> {
         let mut bits = self.bits;
         std::iter::from_fn(move || {
@@ -59,7 +59,7 @@ impl Mask {
         })
     }
 
-    /// The indices, lowest first.
+    /// Returns the indices, lowest first.
     pub(super) fn indices(self) -> impl Iterator<Item = u32> {
         self.ranges().flatten()
     }

@@ -67,7 +67,8 @@ pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
     plan
 }
 
-/// Whether no row is written twice, or both read and written: then the order of the moves has no effect.
+/// Returns whether no row is written twice, or both read and written: then the order of the moves has no
+/// effect.
 fn are_apart(dst: &[u32], src: &[u32]) -> bool {
     /// Up to here comparing all rows is faster than sorting them.
     const FEW: usize = 16;
@@ -86,7 +87,7 @@ fn are_apart(dst: &[u32], src: &[u32]) -> bool {
     written.is_sorted_by(|a, b| a < b) && src.iter().all(|row| written.binary_search(row).is_err())
 }
 
-/// The rows that `source` writes, once each, in the order of their last occurrence in `dst`.
+/// Returns the rows that `source` writes, once each, in the order of their last occurrence in `dst`.
 fn written_order(dst: &[u32], source: &HashMap<u32, u32>) -> Vec<u32> {
     let mut seen = std::collections::HashSet::with_capacity(source.len());
     let mut order: Vec<u32> =

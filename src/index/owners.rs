@@ -38,24 +38,24 @@ impl Owners {
         Ok(Self { more, shared: 0, pending, removed, cached: Bitmap::new(0)? })
     }
 
-    /// Whether every page has one owner, and no removal is pending.
+    /// Returns whether every page has one owner, and no removal is pending.
     pub(super) fn is_trivial(&self) -> bool {
         self.shared == 0 && self.pending.is_empty() && self.cached.is_empty()
     }
 
-    /// Whether each of `pages` has one owner, which is not the cache, and no removal is pending. May be
-    /// `false` if there are such pages elsewhere.
+    /// Returns whether each of `pages` has one owner, which is not the cache, and no removal is pending. May
+    /// be Returns `false` if there are such pages elsewhere.
     pub(super) fn is_trivial_for(&self, pages: Mask) -> bool {
         let is_uncached = || self.cached.word(widen(pages.word)) & pages.bits == 0;
         self.shared == 0 && self.pending.is_empty() && (self.cached.is_empty() || is_uncached())
     }
 
-    /// The number of pages that have more than one owner.
+    /// Returns the number of pages that have more than one owner.
     pub(super) const fn shared(&self) -> usize {
         self.shared
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.more.capacity() * size_of::<u32>() + self.cached.bytes()
     }
@@ -68,29 +68,29 @@ impl Owners {
         if self.pending.is_empty() { 0 } else { self.pending.get(&page.number()).copied().unwrap_or(0) }
     }
 
-    /// Whether `page`, which is live, has or had more than one owner, or belongs to the cache:
+    /// Returns whether `page`, which is live, has or had more than one owner, or belongs to the cache:
     /// [`RemovalBatch::remove`] handles such pages.
     pub(super) fn counts_page(&self, page: Page) -> bool {
         self.more(page) > 0 || self.pending(page) > 0 || self.is_cached(page)
     }
 
-    /// Whether the cache is an owner of `page`.
+    /// Returns whether the cache is an owner of `page`.
     pub(super) fn is_cached(&self, page: Page) -> bool {
         self.cached.contains(widen(page.number()))
     }
 
-    /// Whether the cache is an owner of all of `pages`.
+    /// Returns whether the cache is an owner of all of `pages`.
     pub(super) fn are_cached(&self, pages: Mask) -> bool {
         self.cached.room() > widen(pages.word) * 64
             && self.cached.word(widen(pages.word)) & pages.bits == pages.bits
     }
 
-    /// The number of pages that the cache owns.
+    /// Returns the number of pages that the cache owns.
     pub(super) const fn cached(&self) -> usize {
         self.cached.len()
     }
 
-    /// Whether `page`, which is live, has an owner beside the cache whose removal is not pending.
+    /// Returns whether `page`, which is live, has an owner beside the cache whose removal is not pending.
     pub(super) fn is_in_use(&self, page: Page) -> bool {
         self.more(page) + 1 > self.pending(page) + u32::from(self.is_cached(page))
     }
@@ -152,12 +152,12 @@ impl Owners {
         }
     }
 
-    /// Whether `page`, which is live, has an owner whose removal is not pending.
+    /// Returns whether `page`, which is live, has an owner whose removal is not pending.
     pub(super) fn is_owned(&self, page: Page) -> bool {
         self.more(page) + 1 > self.pending(page)
     }
 
-    /// The number of pages that only fences keep.
+    /// Returns the number of pages that only fences keep.
     pub(super) fn unowned(&self) -> usize {
         self.pending.keys().filter(|page| !self.is_owned(Page::new(**page))).count()
     }
@@ -198,7 +198,7 @@ impl Owners {
         RemovalBatch { owners: self, timing, is_committed: false }
     }
 
-    /// The pages from which the last batch removed an owner, once per owner.
+    /// Returns the pages from which the last batch removed an owner, once per owner.
     pub(super) fn last_removed(&self) -> &[Page] {
         &self.removed
     }
@@ -221,7 +221,7 @@ impl Owners {
         self.cached.clear();
     }
 
-    /// The pages with more than one owner, lowest first.
+    /// Returns the pages with more than one owner, lowest first.
     pub(super) fn pages(&self) -> impl Iterator<Item = Page> + '_ {
         (0..).zip(&self.more).filter(|(_, more)| **more > 0).map(|(page, _)| Page::new(page))
     }
@@ -237,7 +237,7 @@ pub(super) struct RemovalBatch<'a> {
 }
 
 impl RemovalBatch<'_> {
-    /// The owners without the removed ones.
+    /// Returns the owners without the removed ones.
     pub(super) const fn owners(&self) -> &Owners {
         self.owners
     }
@@ -256,7 +256,7 @@ impl RemovalBatch<'_> {
         true
     }
 
-    /// The pages from which an owner was removed, once per owner.
+    /// Returns the pages from which an owner was removed, once per owner.
     pub(super) fn pages(&self) -> &[Page] {
         &self.owners.removed
     }

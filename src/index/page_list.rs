@@ -40,20 +40,20 @@ struct SharedRuns {
 }
 
 impl PageList {
-    /// The number of pages.
+    /// Returns the number of pages.
     #[must_use]
     #[inline]
     pub fn len(&self) -> usize {
         self.shared_len() + self.tail.len()
     }
 
-    /// Whether there are no pages.
+    /// Returns whether there are no pages.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The number of shared pages.
+    /// Returns the number of shared pages.
     #[inline]
     fn shared_len(&self) -> usize {
         self.shared.as_ref().map_or(0, |shared| shared.len)
@@ -80,7 +80,7 @@ impl PageList {
         self.tail.extend(pages);
     }
 
-    /// The page at position `at`, which is below the length.
+    /// Returns the page at position `at`, which is below the length.
     #[must_use]
     #[inline]
     pub fn get(&self, at: usize) -> Page {
@@ -99,14 +99,14 @@ impl PageList {
         }
     }
 
-    /// All pages, unless some of them are shared.
+    /// Returns all pages, unless some of them are shared.
     #[must_use]
     #[inline]
     pub fn unshared(&self) -> Option<&[Page]> {
         self.shared.is_none().then_some(&self.tail)
     }
 
-    /// The pages of positions `range`, which are below the length, as they lie.
+    /// Returns the pages of positions `range`, which are below the length, as they lie.
     #[must_use]
     #[inline]
     pub fn runs(&self, range: Range<usize>) -> Runs<'_> {
@@ -119,12 +119,12 @@ impl PageList {
         Runs { shared: shared.runs.iter(), skip, left, tail: Some(tail) }
     }
 
-    /// The pages from position `from` on, one by one.
+    /// Returns the pages from position `from` on, one by one.
     pub fn iter_from(&self, from: usize) -> impl Iterator<Item = Page> + '_ {
         self.runs(from..self.len()).flatten().copied()
     }
 
-    /// A copy of the pages of positions `range`, which are below the length.
+    /// Returns a copy of the pages of positions `range`, which are below the length.
     #[must_use]
     pub fn to_vec(&self, range: Range<usize>) -> Vec<Page> {
         let mut pages = Vec::with_capacity(range.len());
@@ -132,7 +132,7 @@ impl PageList {
         pages
     }
 
-    /// The first `len` pages, with room for `room` more. Runs stay shared.
+    /// Returns the first `len` pages, with room for `room` more. Runs stay shared.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
@@ -150,7 +150,7 @@ impl PageList {
         Ok(first)
     }
 
-    /// Whether the first pages are those of `other`.
+    /// Returns whether the first pages are those of `other`.
     #[must_use]
     pub fn starts_with(&self, other: &Self) -> bool {
         let mut at = 0;

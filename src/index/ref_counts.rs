@@ -21,7 +21,7 @@ impl<I: Id> Ticket<I> {
         Self { index, generation }
     }
 
-    /// The index.
+    /// Returns the index.
     #[must_use]
     pub const fn index(self) -> I {
         self.index
@@ -31,7 +31,7 @@ impl<I: Id> Ticket<I> {
         self.generation
     }
 
-    /// The index as a range of one number, for a ledger.
+    /// Returns the index as a range of one number, for a ledger.
     pub(super) fn range(self) -> Range<u32> {
         self.index.number()..self.index.number() + 1
     }
@@ -43,7 +43,7 @@ impl<I: Id> Ticket<I> {
 pub struct Returning<I>(I);
 
 impl<I: Id> Returning<I> {
-    /// The index.
+    /// Returns the index.
     pub const fn index(&self) -> I {
         self.0
     }
@@ -103,12 +103,12 @@ impl<I> Default for RefCounts<I> {
 }
 
 impl<I: Id> RefCounts<I> {
-    /// All indices.
+    /// Returns all indices.
     pub(super) const fn indices(&self) -> Range<u32> {
         0..self.count
     }
 
-    /// Whether each index is free or withheld.
+    /// Returns whether each index is free or withheld.
     pub(super) fn free_flags(&self) -> Vec<bool> {
         let mut flags: Vec<bool> =
             self.entries.iter().map(|entry| entry.generation == 0 && entry.references == 0).collect();
@@ -142,37 +142,37 @@ impl<I: Id> RefCounts<I> {
         }
     }
 
-    /// The number of indices.
+    /// Returns the number of indices.
     #[must_use]
     pub const fn capacity(&self) -> usize {
         self.entries.len()
     }
 
-    /// The number of indices that are not in use, those that are withheld included.
+    /// Returns the number of indices that are not in use, those that are withheld included.
     #[must_use]
     pub const fn available(&self) -> usize {
         self.capacity() - self.in_use
     }
 
-    /// The number of indices that could be taken now.
+    /// Returns the number of indices that could be taken now.
     #[must_use]
     pub fn ready(&self) -> usize {
         self.stack.len() + self.fresh.iter().map(ExactSizeIterator::len).sum::<usize>()
     }
 
-    /// The number of indices that are taken or returning.
+    /// Returns the number of indices that are taken or returning.
     #[must_use]
     pub const fn in_use(&self) -> usize {
         self.in_use
     }
 
-    /// The most that were in use at once.
+    /// Returns the largest number that was in use at once.
     #[must_use]
     pub const fn high_water(&self) -> usize {
         self.high_water
     }
 
-    /// The number of frees that were dropped so far.
+    /// Returns the number of frees that were dropped so far.
     #[must_use]
     pub const fn dropped_frees(&self) -> usize {
         self.dropped_frees
@@ -206,7 +206,7 @@ impl<I: Id> RefCounts<I> {
         Some(I::new(index))
     }
 
-    /// The number of references to what `ticket` names; 0 once it was freed.
+    /// Returns the number of references to what `ticket` names; 0 once it was freed.
     #[must_use]
     pub fn references(&self, ticket: Ticket<I>) -> u32 {
         self.entries
@@ -215,14 +215,14 @@ impl<I: Id> RefCounts<I> {
             .map_or(0, |entry| entry.references)
     }
 
-    /// The current take of an index, or `None` while it is not taken.
+    /// Returns the current take of an index, or `None` while it is not taken.
     #[must_use]
     pub fn ticket(&self, index: I) -> Option<Ticket<I>> {
         let entry = self.entries.get(widen(index.number())).filter(|entry| entry.references > 0)?;
         Some(Ticket::new(index, entry.generation))
     }
 
-    /// Adds a reference. `false` if it was freed, or has as many as can be counted.
+    /// Adds a reference. Returns `false` if it was freed, or has as many as can be counted.
     pub fn retain(&mut self, ticket: Ticket<I>) -> bool {
         let more = match self.references(ticket) {
             0 => None,
@@ -251,7 +251,8 @@ impl<I: Id> RefCounts<I> {
         Ok(Some(Returning(ticket.index)))
     }
 
-    /// Why `index` cannot be freed, if it cannot: outside, never taken, free, or referred to more than once.
+    /// Returns why `index` cannot be freed, if it cannot: outside, never taken, free, or referred to more
+    /// than once.
     #[must_use]
     pub fn reason(&self, index: i64) -> Option<BadFree> {
         let entry = usize::try_from(index).ok().and_then(|index| self.entries.get(index));

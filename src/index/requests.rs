@@ -27,13 +27,14 @@ impl PageSize {
         Self { size, shift: size.is_power_of_two().then(|| size.trailing_zeros()) }
     }
 
-    /// The number of slots in a page.
+    /// Returns the number of slots in a page.
     #[must_use]
     pub const fn slots(self) -> u32 {
         self.size
     }
 
-    /// The page of a request that contains position `at`, which is the number of full pages in `at` tokens.
+    /// Returns the page of a request that contains position `at`, which is the number of full pages in `at`
+    /// tokens.
     #[must_use]
     #[inline]
     pub const fn page(self, at: u32) -> u32 {
@@ -43,21 +44,21 @@ impl PageSize {
         }
     }
 
-    /// The offset of position `at` within its page.
+    /// Returns the offset of position `at` within its page.
     #[must_use]
     #[inline]
     pub const fn offset(self, at: u32) -> u32 {
         at - self.page(at) * self.size
     }
 
-    /// The number of tokens in the last page of `tokens` tokens; 0 for none.
+    /// Returns the number of tokens in the last page of `tokens` tokens; 0 for none.
     #[inline]
     #[must_use]
     pub const fn last_page_len(self, tokens: u32) -> u32 {
         if tokens == 0 { 0 } else { self.offset(tokens - 1) + 1 }
     }
 
-    /// The number of pages that `tokens` tokens need.
+    /// Returns the number of pages that `tokens` tokens need.
     #[must_use]
     #[inline]
     pub const fn pages(self, tokens: u32) -> u32 {
@@ -85,7 +86,7 @@ struct Request {
 impl Request {
     const WRITTEN: u32 = u32::MAX;
 
-    /// A request without tokens.
+    /// Creates a request without tokens.
     fn new(generation: u32, batch: u64) -> Self {
         Self { generation, len: 0, unwritten: Self::WRITTEN, leased: 0, pages: PageList::default(), batch }
     }
@@ -124,14 +125,14 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// A request of the padding row with `tokens` new tokens, which takes no pages.
+    /// Creates a request of the padding row with `tokens` new tokens, which takes no pages.
     #[must_use]
     pub fn padding(tokens: u32) -> Self {
         let row = RequestRow::new(PADDING);
         Self { row, had: 0, start: 0, prefix: 0, seq: tokens, new_pages: 0, is_leased: false }
     }
 
-    /// The number of tokens to compute.
+    /// Returns the number of tokens to compute.
     #[must_use]
     pub const fn new_tokens(self) -> usize {
         widen(self.seq - self.prefix)
@@ -173,7 +174,7 @@ impl Requests {
         Self { by_row: vec![Request::new(0, 0); rows], page_size, batches: 0 }
     }
 
-    /// The number of slots in a page.
+    /// Returns the number of slots in a page.
     #[must_use]
     pub const fn page_size(&self) -> PageSize {
         self.page_size
@@ -187,25 +188,25 @@ impl Requests {
         &mut self.by_row[widen(row.number())]
     }
 
-    /// The number of tokens of a request that have slots.
+    /// Returns the number of tokens of a request that have slots.
     #[must_use]
     pub fn len(&self, row: RequestRow) -> u32 {
         self.request(row).len
     }
 
-    /// The number of leading tokens that a cache keeps for a request.
+    /// Returns the number of leading tokens that a cache keeps for a request.
     #[must_use]
     pub fn leased(&self, row: RequestRow) -> u32 {
         self.request(row).leased * self.page_size.slots()
     }
 
-    /// The pages of a request.
+    /// Returns the pages of a request.
     #[must_use]
     pub fn pages(&self, row: RequestRow) -> &PageList {
         &self.request(row).pages
     }
 
-    /// The number of requests with tokens, and the number of their tokens.
+    /// Returns the number of requests with tokens, and the number of their tokens.
     #[must_use]
     pub fn totals(&self, rows: &RowTable<RequestRow>) -> (usize, usize) {
         let live = (0..).map(RequestRow::new).zip(&self.by_row).filter(|&(row, request)| {
@@ -244,15 +245,15 @@ impl Requests {
         Ok(resolved)
     }
 
-    /// The growth of a request of the batch from `prefix` to `seq` tokens. `None` when it does not have
-    /// exactly `prefix` tokens, or `seq` is less: see [`Requests::growth_error`].
+    /// Returns the growth of a request of the batch from `prefix` to `seq` tokens. Returns `None` when it
+    /// does not have exactly `prefix` tokens, or `seq` is less: see [`Requests::growth_error`].
     #[inline]
     #[must_use]
     pub fn growth(&self, row: RequestRow, prefix: i64, seq: i64) -> Option<Growth> {
         self.lengths(row, prefix, seq).filter(|growth| growth.prefix == self.len(row))
     }
 
-    /// The growth of a request, as far as its lengths determine it.
+    /// Returns the growth of a request, as far as its lengths determine it.
     #[inline]
     fn lengths(&self, row: RequestRow, prefix: i64, seq: i64) -> Option<Growth> {
         if prefix < 0 || prefix > seq || seq > i64::from(i32::MAX) {
@@ -264,7 +265,7 @@ impl Requests {
         Some(Growth { row, had: prefix, start, prefix, seq, new_pages, is_leased: false })
     }
 
-    /// The error for invalid lengths of the request at `position` of a batch.
+    /// Returns the error for invalid lengths of the request at `position` of a batch.
     #[cold]
     #[must_use]
     pub fn growth_error(&self, GrowthRequest { position, row, prefix, seq }: GrowthRequest) -> Error {
@@ -327,7 +328,7 @@ impl Requests {
         Ok((growth, pages.into()))
     }
 
-    /// The growth of a request without tokens.
+    /// Returns the growth of a request without tokens.
     fn growth_of_new(&self, asked: GrowthRequest) -> Result<Growth> {
         let GrowthRequest { position, row, prefix, seq } = asked;
         let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.growth_error(asked)) };

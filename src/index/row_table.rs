@@ -58,19 +58,19 @@ impl<I: Id> RowTable<I> {
         })
     }
 
-    /// The free list of the rows.
+    /// Returns the free list of the rows.
     #[must_use]
     pub const fn rows(&self) -> &FreeList<I> {
         &self.rows
     }
 
-    /// The number of frees dropped so far.
+    /// Returns the number of frees dropped so far.
     #[must_use]
     pub const fn dropped_frees(&self) -> usize {
         self.dropped_frees
     }
 
-    /// The number of calls that freed rows so far: as long as it is the same, none was.
+    /// Returns the number of calls that freed rows so far: as long as it is the same, none was.
     #[must_use]
     pub const fn frees(&self) -> u64 {
         self.frees

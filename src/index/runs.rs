@@ -14,7 +14,7 @@ pub(super) trait RawIndex: Copy + PartialEq + Into<i64> {
     /// `self + n`, or `None` on overflow.
     fn plus(self, n: i8) -> Option<Self>;
 
-    /// Whether `block` is `first, first + 1, ...`, without a branch per element.
+    /// Returns whether `block` is `first, first + 1, ...`, without a branch per element.
     fn continues(block: &[Self; BLOCK], first: Self) -> bool;
 }
 
@@ -41,7 +41,7 @@ macro_rules! raw_index {
 raw_index!(i32);
 raw_index!(i64);
 
-/// The number of leading values that ascend by one each. `values` is not empty.
+/// Returns the number of leading values that ascend by one each. `values` is not empty.
 pub(super) fn run_len<T: RawIndex>(values: &[T]) -> usize {
     let mut end = 1;
     let mut expected = values[0].plus(1);
@@ -69,7 +69,7 @@ impl BlockMasks {
         Self([Mask { word: 0, bits: 0 }; BLOCK])
     }
 
-    /// The masks of up to [`BLOCK`] values, or `None` when one of them lies outside of `space`.
+    /// Returns the masks of up to [`BLOCK`] values, or `None` when one of them lies outside of `space`.
     #[inline]
     pub(super) fn of<T: RawIndex>(&mut self, values: &[T], space: &Range<u32>) -> Option<&[Mask]> {
         // A value that fits no index becomes the padding index, which lies in no space.

@@ -101,7 +101,7 @@ struct Group {
 }
 
 impl SlotAllocator {
-    /// An allocator with all of `size / page_size` pages free.
+    /// Creates an allocator with all of `size / page_size` pages free.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when `size` or `page_size` is 0, or when slots would not fit int32.
@@ -131,37 +131,37 @@ impl SlotAllocator {
         })
     }
 
-    /// The size asked for at construction; a last partial page is never handed out.
+    /// Returns the size asked for at construction; a last partial page is never handed out.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
     }
 
-    /// The order in which freed pages are handed out again.
+    /// Returns the order in which freed pages are handed out again.
     #[must_use]
     pub const fn order(&self) -> Order {
         self.pages.order()
     }
 
-    /// The number of slots in a page.
+    /// Returns the number of slots in a page.
     #[must_use]
     pub const fn page_size(&self) -> usize {
         widen(self.page_size)
     }
 
-    /// The number of slots that could be handed out now, in whole pages.
+    /// Returns the number of slots that could be handed out now, in whole pages.
     #[must_use]
     pub fn available(&self) -> usize {
         self.pages.available() * self.page_size()
     }
 
-    /// The number of slots that can be in use at once.
+    /// Returns the number of slots that can be in use at once.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.pages.capacity() * self.page_size()
     }
 
-    /// The free list of the pages.
+    /// Returns the free list of the pages.
     #[must_use]
     pub const fn pages(&self) -> &FreeList<Page> {
         &self.pages
@@ -172,7 +172,7 @@ impl SlotAllocator {
         self.page_size
     }
 
-    /// The current numbers.
+    /// Returns the current numbers.
     #[must_use]
     pub fn stats(&self) -> SlotStats {
         SlotStats {
@@ -212,7 +212,7 @@ impl SlotAllocator {
         Ok(Some(slots))
     }
 
-    /// Whether taking `count` slots would first merge the released ones into the free ones.
+    /// Returns whether taking `count` slots would first merge the released ones into the free ones.
     #[must_use]
     pub fn merges_for(&self, count: usize) -> bool {
         count.div_ceil(self.page_size()) > self.pages.available() - self.pages.released()
@@ -285,7 +285,7 @@ impl SlotAllocator {
         Ok(Some(Extension { slots, continued }))
     }
 
-    /// The pages that `requests` continue, each checked to be live and continued only once.
+    /// Returns the pages that `requests` continue, each checked to be live and continued only once.
     fn continued(&mut self, requests: &[ExtendedRequest]) -> Result<Vec<Page>> {
         let page_size = self.page_size();
         let mut fault = None;
@@ -402,17 +402,17 @@ impl SlotAllocator {
         }
     }
 
-    /// Whether `page` is live and has an owner whose removal is not pending.
+    /// Returns whether `page` is live and has an owner whose removal is not pending.
     pub(super) fn is_owned(&self, page: Page) -> bool {
         self.pages.is_live(page) && self.owners.is_owned(page)
     }
 
-    /// Whether the cache is the only owner of `page`.
+    /// Returns whether the cache is the only owner of `page`.
     pub(super) fn is_only_cached(&self, page: Page) -> bool {
         self.owners.is_cached(page) && !self.owners.is_in_use(page)
     }
 
-    /// Whether `page` has another owner, or had one that was removed behind a fence.
+    /// Returns whether `page` has another owner, or had one that was removed behind a fence.
     pub(super) fn is_shared(&self, page: Page) -> bool {
         self.owners.counts_page(page)
     }
@@ -435,7 +435,7 @@ impl SlotAllocator {
         self.pages.alloc(count, emit)
     }
 
-    /// Whether each slot is in use; `false` for values that are not slots.
+    /// Returns whether each slot is in use; `false` for values that are not slots.
     pub fn is_allocated<'a>(&'a self, given: &'a IndexVec) -> impl Iterator<Item = bool> + 'a {
         given.iter().map(|slot| {
             u32::try_from(slot).is_ok_and(|slot| self.pages.is_in_use(Page::new(slot / self.page_size)))

@@ -149,14 +149,14 @@ pub struct ExchangeApi {
 }
 
 impl ExchangeApi {
-    /// Whether this table has the layout and the functions that kvpool uses.
+    /// Returns whether this table has the layout and the functions that kvpool uses.
     #[must_use]
     pub const fn is_usable(&self) -> bool {
         self.version.major == 1 && self.object_from_managed.is_some() && self.describe_object.is_some()
     }
 }
 
-/// The DLPack code of `dtype`.
+/// Returns the DLPack code of `dtype`.
 #[must_use]
 pub const fn raw_dtype(dtype: DType) -> RawDType {
     let (code, bits) = match dtype {
@@ -326,7 +326,7 @@ pub fn export_index<T: IndexNumber>(index: T) -> NonNull<Versioned> {
     export.cast()
 }
 
-/// A leaked box with a versioned managed tensor, `tensor` without its shape and strides.
+/// Leaks a box with a versioned managed tensor, which is `tensor` without its shape and strides.
 fn new_versioned<D, O>(tensor: RawTensor, dims: [D; 2], owner: O) -> NonNull<Export<Versioned, D, O>> {
     let managed = Versioned {
         version: VERSION,
@@ -370,7 +370,7 @@ pub enum Import {
 }
 
 impl Import {
-    /// Whether the producer allows writes, and they reach its memory.
+    /// Returns whether the producer allows writes, and they reach its memory.
     #[must_use]
     pub fn is_writable(&self) -> bool {
         match self {
@@ -380,7 +380,7 @@ impl Import {
         }
     }
 
-    /// The tensor that it describes.
+    /// Returns the tensor that it describes.
     ///
     /// # Errors
     /// Same as [`borrow`], and [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
@@ -390,7 +390,7 @@ impl Import {
         unsafe { borrow(&tensor, PhantomData) }
     }
 
-    /// A copy of the description, whose shape and strides are valid for as long as `self`.
+    /// Returns a copy of the description, whose shape and strides are valid for as long as `self`.
     ///
     /// # Errors
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
@@ -435,8 +435,8 @@ impl Drop for Import {
     }
 }
 
-/// The tensor that a `DLTensor` describes. Generic over the error, so that converting one does not copy the
-/// tensor.
+/// Returns the tensor that a `DLTensor` describes. Generic over the error, so that converting one does not
+/// copy the tensor.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config)
@@ -476,8 +476,8 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     Ok(unsafe { BorrowedTensor::new(address, dtype, device, shape, strides) })
 }
 
-/// The index of a 1-D tensor in host memory that has only one. `None` for all others, which [`borrow`]
-/// describes.
+/// Returns the index of a 1-D tensor in host memory that has only one. Returns `None` for all others, which
+/// [`borrow`] describes.
 ///
 /// # Safety
 /// Same as [`borrow`].
@@ -510,14 +510,14 @@ fn too_many_dimensions(ndim: i32) -> Error {
     Error::config(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
 }
 
-/// The address of element 0 of a tensor.
+/// Returns the address of element 0 of a tensor.
 #[inline]
 fn first_element(raw: &RawTensor) -> *mut u8 {
     let offset = usize::try_from(raw.byte_offset).expect("an address has 64 bits");
     raw.data.cast::<u8>().wrapping_add(offset)
 }
 
-/// Whether a `DLTensor` describes the same elements as `view`, in the same shape.
+/// Returns whether a `DLTensor` describes the same elements as `view`, in the same shape.
 ///
 /// # Safety
 /// Same as [`borrow`].
@@ -541,7 +541,7 @@ pub unsafe fn is_view(raw: &RawTensor, view: &TensorView) -> bool {
     extents == shape && steps == strides
 }
 
-/// The address of a tensor's elements. An empty tensor may have none, since it is never dereferenced.
+/// Returns the address of a tensor's elements. An empty tensor may have none, since it is never dereferenced.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are elements but no address, as for

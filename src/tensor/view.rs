@@ -45,7 +45,7 @@ pub struct DimIndex {
 }
 
 impl TensorView {
-    /// A C-contiguous tensor that begins at byte `offset` of `region`.
+    /// Creates a C-contiguous tensor that begins at byte `offset` of `region`.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when it is not within the region.
@@ -68,21 +68,21 @@ impl TensorView {
         Ok(Self { region, offset, dtype, shape, strides })
     }
 
-    /// A 1-D tensor on the host that takes over `indices`, in their dtype.
+    /// Creates a 1-D tensor on the host that takes over `indices`, in their dtype.
     #[must_use]
     pub fn from_indices(indices: IndexVec) -> Self {
         let len = signed(indices.len());
         Self::over(indices, &[len])
     }
 
-    /// A 2-D int32 tensor `[pairs.len() / 2, 2]` on the host that takes over `pairs`.
+    /// Creates a 2-D int32 tensor `[pairs.len() / 2, 2]` on the host that takes over `pairs`.
     #[must_use]
     pub fn from_pairs(pairs: Vec<i32>) -> Self {
         let rows = signed(pairs.len() / 2);
         Self::over(IndexVec::I32(pairs), &[rows, 2])
     }
 
-    /// A 1-D bool tensor on the host.
+    /// Creates a 1-D bool tensor on the host.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
@@ -159,7 +159,7 @@ impl TensorView {
         Ok(Self { region: Arc::new(self.region.try_clone()?), ..self.clone() })
     }
 
-    /// Bytes from element 0 to the end of the farthest one.
+    /// Returns the number of bytes from element 0 to the end of the farthest one.
     #[must_use]
     pub fn span_bytes(&self) -> usize {
         if self.shape.numel() == 0 {
@@ -192,7 +192,7 @@ impl TensorView {
         }
     }
 
-    /// Whether `other` has the same elements in the same order.
+    /// Returns whether `other` has the same elements in the same order.
     #[must_use]
     pub fn is_same_view(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.region, &other.region)
@@ -200,49 +200,49 @@ impl TensorView {
                 == (other.offset, other.dtype, other.shape, other.strides)
     }
 
-    /// The region of the elements.
+    /// Returns the region of the elements.
     #[must_use]
     pub const fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// Bytes from the start of the region to element 0.
+    /// Returns the number of bytes from the start of the region to element 0.
     #[must_use]
     pub const fn offset(&self) -> usize {
         self.offset
     }
 
-    /// The element type.
+    /// Returns the element type.
     #[must_use]
     pub const fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The device of the memory.
+    /// Returns the device of the memory.
     #[must_use]
     pub fn device(&self) -> Device {
         self.region.device()
     }
 
-    /// The extents.
+    /// Returns the extents.
     #[must_use]
     pub const fn shape(&self) -> &Dims {
         &self.shape
     }
 
-    /// The strides, in elements.
+    /// Returns the strides, in elements.
     #[must_use]
     pub const fn strides(&self) -> &Dims {
         &self.strides
     }
 
-    /// The address of element 0.
+    /// Returns the address of element 0.
     #[must_use]
     pub fn address(&self) -> *mut u8 {
         self.region.address().as_ptr().wrapping_add(self.offset)
     }
 
-    /// The same tensor, for a call that reads or writes its elements.
+    /// Returns the same tensor, for a call that reads or writes its elements.
     #[expect(clippy::missing_panics_doc, reason = "a view was checked against its region when it was made")]
     #[must_use]
     pub fn borrow(&self) -> BorrowedTensor<'_> {

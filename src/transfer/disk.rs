@@ -21,7 +21,7 @@ pub enum DiskFile {
 /// A process that is killed leaves behind what its calls have written, in their order; the last may be cut
 /// short.
 pub trait Disk: Debug + Send + Sync {
-    /// Bytes of a file.
+    /// Returns the bytes of a file.
     ///
     /// # Errors
     /// The errors of the system.
@@ -46,12 +46,12 @@ pub trait Disk: Debug + Send + Sync {
     /// The errors of the system.
     fn write_at(&self, file: DiskFile, bytes: &[u8], offset: u64) -> Result<usize>;
 
-    /// Whether reads and writes of pages bypass the page cache.
+    /// Returns whether reads and writes of pages bypass the page cache.
     fn is_direct(&self) -> bool {
         false
     }
 
-    /// Whether another process could still find the files.
+    /// Returns whether another process could still find the files.
     ///
     /// # Errors
     /// The errors of the system.
@@ -60,7 +60,7 @@ pub trait Disk: Debug + Send + Sync {
     }
 }
 
-/// The part of a call that counts as done: whole blocks, unless all is.
+/// Returns the part of a call that counts as done: whole blocks, unless all is.
 fn progress(disk: &dyn Disk, file: DiskFile, done: usize, asked: usize) -> usize {
     let whole = if disk.is_direct() && file == DiskFile::Pages { BLOCK } else { 1 };
     if done == asked { done } else { done / whole * whole }
@@ -105,7 +105,7 @@ pub fn write_whole(disk: &dyn Disk, file: DiskFile, bytes: &[u8], offset: u64) -
     Ok(())
 }
 
-/// Bytes as a number of 64 bits, of which an address is one.
+/// Converts a number of bytes to 64 bits, which an address fits.
 pub(crate) fn to_u64(bytes: usize) -> u64 {
     u64::try_from(bytes).expect("an address has 64 bits")
 }
@@ -129,7 +129,7 @@ impl AlignedBytes {
         Ok(Self { bytes, begin, len })
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.bytes[self.begin..self.begin + self.len]
     }

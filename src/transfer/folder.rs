@@ -77,7 +77,7 @@ const DIRECT: i32 = libc::O_DIRECT;
 #[cfg(not(target_os = "linux"))]
 const DIRECT: i32 = 0;
 
-/// Whether a block can be read: some file systems refuse that only, and not the flag.
+/// Returns whether a block can be read: some file systems refuse that only, and not the flag.
 fn takes_blocks(file: &File) -> bool {
     AlignedBytes::new(BLOCK).is_ok_and(|mut block| file.read_at(block.as_mut_slice(), 0).is_ok())
 }

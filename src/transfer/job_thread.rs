@@ -30,7 +30,7 @@ pub struct JobThread {
 type Job = Box<dyn FnOnce() + Send>;
 
 impl JobThread {
-    /// A thread with a name, which is not started yet.
+    /// Creates a thread with a name, which is not started yet.
     #[must_use]
     pub const fn new(name: &'static str) -> Self {
         Self { name, thread: Mutex::new(None) }

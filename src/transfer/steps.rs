@@ -50,7 +50,7 @@ impl Transfer {
         Self { process: std::process::id(), runner }
     }
 
-    /// The number of steps.
+    /// Returns the number of steps.
     #[must_use]
     pub const fn steps(&self) -> usize {
         match &self.runner {
@@ -63,7 +63,7 @@ impl Transfer {
         self.process != std::process::id()
     }
 
-    /// Whether the copies are over, complete or not.
+    /// Returns whether the copies are over, complete or not.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when the device has failed.
@@ -75,7 +75,7 @@ impl Transfer {
         }
     }
 
-    /// Whether every step was done.
+    /// Returns whether every step was done.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].
@@ -87,7 +87,7 @@ impl Transfer {
         }
     }
 
-    /// Whether every step is done before the work that is enqueued on `stream` from now on.
+    /// Returns whether every step is done before the work that is enqueued on `stream` from now on.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].
@@ -198,7 +198,7 @@ impl Transfer {
         }
     }
 
-    /// Whether the thread should run the next step.
+    /// Returns whether the thread should run the next step.
     pub(super) fn should_continue(&self) -> bool {
         match &self.runner {
             Runner::Thread { steps, progress, .. } => {

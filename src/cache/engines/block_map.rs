@@ -20,7 +20,7 @@ enum Bytes {
 }
 
 impl BlockHash {
-    /// The bytes of the hash.
+    /// Returns the bytes of the hash.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         match &self.0 {
@@ -127,25 +127,25 @@ impl<V> Default for BlockMap<V> {
 }
 
 impl<V> BlockMap<V> {
-    /// The number of hashes.
+    /// Returns the number of hashes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.first.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.first.is_empty()
     }
 
-    /// The value of the block that has had the hash for longest.
+    /// Returns the value of the block that has had the hash for longest.
     #[must_use]
     pub fn first(&self, hash: &[u8]) -> Option<&V> {
         self.first.get(hash).map(|(_, value)| value)
     }
 
-    /// Whether the block has the hash.
+    /// Returns whether the block has the hash.
     #[must_use]
     pub fn contains(&self, hash: &[u8], block: i64) -> bool {
         self.first.get(hash).is_some_and(|(first, _)| {
@@ -153,13 +153,13 @@ impl<V> BlockMap<V> {
         })
     }
 
-    /// The blocks of a hash with their values, in the order in which they came.
+    /// Returns the blocks of a hash with their values, in the order in which they came.
     pub fn blocks(&self, hash: &[u8]) -> impl Iterator<Item = (i64, &V)> {
         let later = self.later.get(hash).into_iter().flat_map(|later| later.by_arrival.values());
         self.first.get(hash).into_iter().chain(later).map(|(block, value)| (*block, value))
     }
 
-    /// The hashes, in no order.
+    /// Returns the hashes, in no order.
     pub fn hashes(&self) -> impl Iterator<Item = &BlockHash> {
         self.first.keys()
     }

@@ -61,7 +61,7 @@ impl<'a> TakenBlocks<'a> {
         Ok(Self { table, blocks: lock(table).take(count)? })
     }
 
-    /// The blocks.
+    /// Returns the blocks.
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
@@ -112,24 +112,24 @@ struct BlockState {
 }
 
 impl BlockTable {
-    /// A table of `count` blocks, all of them free, the lowest in front.
+    /// Creates a table of `count` blocks, all of them free, the lowest in front.
     #[must_use]
     pub fn new(count: u32) -> Self {
         Self { queue: EvictionQueue::full(count), blocks: vec![BlockState::default(); widen(count)] }
     }
 
-    /// The free blocks.
+    /// Returns the free blocks.
     #[must_use]
     pub const fn queue(&self) -> &EvictionQueue {
         &self.queue
     }
 
-    /// The free blocks, for an engine that drives the queue.
+    /// Returns the free blocks, for an engine that drives the queue.
     pub const fn queue_mut(&mut self) -> &mut EvictionQueue {
         &mut self.queue
     }
 
-    /// The number of uses of a block.
+    /// Returns the number of uses of a block.
     #[must_use]
     pub fn uses(&self, block: BlockId) -> i64 {
         self.state(block).uses
@@ -140,7 +140,7 @@ impl BlockTable {
         self.state_mut(block).uses = uses;
     }
 
-    /// Whether a block stands for no memory.
+    /// Returns whether a block stands for no memory.
     #[must_use]
     pub fn is_null(&self, block: BlockId) -> bool {
         self.state(block).is_null
@@ -151,7 +151,7 @@ impl BlockTable {
         self.state_mut(block).is_null = is_null;
     }
 
-    /// The hash of a block.
+    /// Returns the hash of a block.
     #[must_use]
     pub fn hashed(&self, block: BlockId) -> Option<&HashedTokens> {
         self.state(block).hashed.as_ref()

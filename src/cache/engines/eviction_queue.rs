@@ -37,7 +37,7 @@ pub enum QueueEnd {
 }
 
 impl EvictionQueue {
-    /// A queue of the blocks below `count`, the lowest in front.
+    /// Creates a queue of the blocks below `count`, the lowest in front.
     #[must_use]
     pub fn full(count: u32) -> Self {
         let mut queue = Self { order: RecencyList::default(), waits: vec![false; widen(count)], len: 0 };
@@ -47,49 +47,49 @@ impl EvictionQueue {
         queue
     }
 
-    /// Blocks in the queue.
+    /// Returns the number of blocks in the queue.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether there are none.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether a block is in the queue.
+    /// Returns whether a block is in the queue.
     #[must_use]
     pub fn contains(&self, block: BlockId) -> bool {
         self.waits[widen(block.number())]
     }
 
-    /// The block in front.
+    /// Returns the block in front.
     #[must_use]
     pub fn front(&self) -> Option<BlockId> {
         self.order.oldest()
     }
 
-    /// The block at the end.
+    /// Returns the block at the end.
     #[must_use]
     pub fn back(&self) -> Option<BlockId> {
         self.order.newest()
     }
 
-    /// The block after `block`, which is in the queue.
+    /// Returns the block after `block`, which is in the queue.
     #[must_use]
     pub fn after(&self, block: BlockId) -> Option<BlockId> {
         self.order.newer(block)
     }
 
-    /// The block before `block`, which is in the queue.
+    /// Returns the block before `block`, which is in the queue.
     #[must_use]
     pub fn before(&self, block: BlockId) -> Option<BlockId> {
         self.order.older(block)
     }
 
-    /// The blocks from the front on.
+    /// Returns the blocks from the front on.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.order.iter_oldest()
     }

@@ -82,7 +82,7 @@ pub struct PageDigest(pub [u8; 32]);
 
 /// The tokens of a prompt, which the tree compares and reads in the caller's memory.
 pub trait TokenSource {
-    /// The number of tokens.
+    /// Returns the number of tokens.
     fn count(&self) -> usize;
 
     /// Returns how many tokens from `at` on equal the first ones of `with`, up to the first difference.
@@ -111,7 +111,7 @@ impl TokenSource for &[i64] {
 
 /// The slots of a prompt, which the tree reads in the caller's memory.
 pub trait SlotSource {
-    /// The slots from `at` on, `count` of them.
+    /// Returns the slots from `at` on, `count` of them.
     ///
     /// # Errors
     /// The error of values that cannot be read or are no slots.
@@ -156,7 +156,7 @@ pub struct HybridConfig {
 }
 
 impl HybridConfig {
-    /// Whether nodes may have values of a part.
+    /// Returns whether nodes may have values of a part.
     #[must_use]
     pub const fn has(&self, part: Part) -> bool {
         match part {
@@ -176,7 +176,7 @@ struct Moment(u64);
 const MOMENTS_OF_PATH: u64 = 1 << 24;
 
 impl Moment {
-    /// The moment `steps` nodes nearer to the root than this one.
+    /// Returns the moment `steps` nodes nearer to the root than this one.
     const fn before(self, steps: u64) -> Self {
         let steps = if steps < MOMENTS_OF_PATH { steps } else { MOMENTS_OF_PATH - 1 };
         Self(self.0 - steps)
@@ -307,7 +307,7 @@ pub struct HybridTree {
 const ROOT: NodeId = NodeId::FIRST;
 
 impl HybridTree {
-    /// An empty tree.
+    /// Creates an empty tree.
     ///
     /// # Panics
     /// For a `page_size` of 0.
@@ -334,7 +334,7 @@ impl HybridTree {
         tree
     }
 
-    /// The settings of the tree.
+    /// Returns the settings of the tree.
     #[must_use]
     pub const fn config(&self) -> &HybridConfig {
         &self.config
@@ -355,26 +355,26 @@ impl HybridTree {
         debug_assert_eq!(root, ROOT);
     }
 
-    /// The node at the end of no tokens.
+    /// Returns the node at the end of no tokens.
     #[must_use]
     pub fn root(&self) -> NodeHandle {
         self.handle(ROOT)
     }
 
-    /// Whether a node exists.
+    /// Returns whether a node exists.
     #[must_use]
     pub fn contains(&self, node: NodeHandle) -> bool {
         self.at(node).is_some()
     }
 
-    /// The numbers of a part.
+    /// Returns the numbers of a part.
     #[must_use]
     pub const fn sizes(&self, part: Part) -> Sizes {
         self.sizes[part.index()]
     }
 
     /// Changes what a part counts on a node, whose values the engine backs with more or less than one row a
-    /// value. `None` if the node is gone.
+    /// value. Returns `None` if the node is gone.
     ///
     /// # Errors
     /// [`NegativeSize`] if less than nothing would be counted; nothing is changed.
@@ -413,30 +413,30 @@ impl HybridTree {
         &mut self.nodes[id]
     }
 
-    /// The name of a node.
+    /// Returns the name of a node.
     #[inline]
     fn handle(&self, id: NodeId) -> NodeHandle {
         self.nodes.handle(id)
     }
 
-    /// The node of this name; `None` once it is gone.
+    /// Returns the node of this name; `None` once it is gone.
     #[inline]
     fn at(&self, handle: NodeHandle) -> Option<NodeId> {
         self.nodes.at(handle)
     }
 
-    /// The next moment.
+    /// Returns the next moment.
     const fn tick(&mut self) -> Moment {
         self.now += 1;
         Moment(self.now * MOMENTS_OF_PATH)
     }
 
-    /// The nodes from `id` up to the root, without it.
+    /// Returns the nodes from `id` up to the root, without it.
     fn path(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         std::iter::successors(Some(id), |&id| Some(self.node(id).parent)).take_while(|&id| id != ROOT)
     }
 
-    /// The child of `parent` that begins with `page`.
+    /// Returns the child of `parent` that begins with `page`.
     fn child(&self, parent: NodeId, namespace: NamespaceId, page: &[i64]) -> Option<NodeId> {
         let is_match = |id: &NodeId| {
             let node = self.node(*id);
@@ -495,7 +495,8 @@ impl HybridTree {
         front
     }
 
-    /// The node of the first `len` tokens of a node, which keeps the others. No other node refers to it yet.
+    /// Returns the node of the first `len` tokens of a node, which keeps the others. No other node refers to
+    /// it yet.
     fn split_front(&mut self, id: NodeId, len: usize, used: Moment) -> Node {
         let pages = len / self.config.page_size;
         let node = self.node_mut(id);
@@ -539,7 +540,7 @@ impl HybridTree {
         }
     }
 
-    /// Whether a node may be evicted as a whole.
+    /// Returns whether a node may be evicted as a whole.
     fn is_leaf(&self, id: NodeId) -> bool {
         let node = self.node(id);
         id != ROOT && node.children == 0 && !node.is_locked()

@@ -101,53 +101,53 @@ impl<P> Default for OffloadOrder<P> {
 }
 
 impl<P> OffloadOrder<P> {
-    /// The number of chunks.
+    /// Returns the number of chunks.
     #[must_use]
     pub fn len(&self) -> usize {
         self.by_key.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.by_key.is_empty()
     }
 
-    /// Chunks that may be evicted.
+    /// Returns the number of chunks that may be evicted.
     #[must_use]
     pub const fn evictable(&self) -> usize {
         self.evictable
     }
 
-    /// The chunk of a key.
+    /// Returns the chunk of a key.
     #[must_use]
     pub fn find(&self, key: &[u8]) -> Option<OffloadId> {
         self.by_key.get(key).copied().map(OffloadId)
     }
 
-    /// The value of a chunk.
+    /// Returns the value of a chunk.
     #[must_use]
     pub fn get(&self, chunk: OffloadId) -> &P {
         &self.entry(chunk.0).value
     }
 
-    /// The value of a chunk, to change it.
+    /// Returns the value of a chunk, to change it.
     pub fn get_mut(&mut self, chunk: OffloadId) -> &mut P {
         &mut self.entry_mut(chunk.0).value
     }
 
-    /// The values of all chunks.
+    /// Returns the values of all chunks.
     pub fn values(&self) -> impl Iterator<Item = &P> {
         self.entries.iter().flatten().map(|entry| &entry.value)
     }
 
-    /// The key of a chunk.
+    /// Returns the key of a chunk.
     #[must_use]
     pub fn key(&self, chunk: OffloadId) -> &OffloadKey {
         &self.entry(chunk.0).key
     }
 
-    /// Whether the rank was given by this order, since it was cleared last.
+    /// Returns whether the rank was given by this order, since it was cleared last.
     #[must_use]
     pub fn gave(&self, rank: &RequestRank) -> bool {
         rank.of == Some(self.owner)
@@ -332,7 +332,7 @@ impl<P> OffloadOrder<P> {
         self.entries[widen(number)].as_mut().expect("the chunk is here")
     }
 
-    /// The size of the bookkeeping in bytes, without that of the keys.
+    /// Returns the size of the bookkeeping in bytes, without that of the keys.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.entries.capacity() * size_of::<Option<Entry<P>>>()

@@ -34,8 +34,8 @@ struct Used {
 }
 
 impl OffloadRequest {
-    /// The keys in the order of the prompt: by their positions if all are known; otherwise group by group,
-    /// each by its positions if they are known, or as the chunks were used first.
+    /// Returns the keys in the order of the prompt: by their positions if all are known; otherwise group by
+    /// group, each by its positions if they are known, or as the chunks were used first.
     fn in_order(&self) -> Vec<&Used> {
         let mut groups: BTreeMap<&[u8], Vec<&Used>> = BTreeMap::new();
         for used in &self.used {
@@ -167,7 +167,7 @@ pub struct OffloadTable {
 }
 
 impl OffloadTable {
-    /// A table without chunks.
+    /// Creates a table without chunks.
     #[must_use]
     pub fn new(config: OffloadConfig) -> Self {
         Self {
@@ -183,19 +183,19 @@ impl OffloadTable {
         }
     }
 
-    /// The chunk of a key.
+    /// Returns the chunk of a key.
     #[must_use]
     pub fn find(&self, key: &[u8]) -> Option<OffloadedChunk> {
         self.order.find(key).map(|chunk| *self.order.get(chunk))
     }
 
-    /// The number of times that a chunk was offered lately; 0 for a chunk that is not counted.
+    /// Returns the number of times that a chunk was offered lately; 0 for a chunk that is not counted.
     #[must_use]
     pub fn offers_of(&self, key: &[u8]) -> usize {
         self.offers.as_ref().map_or(0, |offers| offers.count(key))
     }
 
-    /// Numbers of chunks.
+    /// Returns the numbers of chunks.
     #[must_use]
     pub fn counts(&self) -> OffloadCounts {
         let idle = self.order.evictable();
@@ -247,7 +247,7 @@ impl OffloadTable {
         Ok(Some(plan))
     }
 
-    /// The positions of offered chunks to store, and the offered chunks that the request uses.
+    /// Returns the positions of offered chunks to store, and the offered chunks that the request uses.
     fn choose<'a>(
         &mut self,
         chunks: &[NamedChunk<'a>],
@@ -426,13 +426,13 @@ impl OffloadTable {
         events
     }
 
-    /// The numbers of chunks that were to be stored, one for each call since the last time.
+    /// Returns the numbers of chunks that were to be stored, one for each call since the last time.
     pub fn take_asked(&mut self) -> Vec<usize> {
         std::mem::take(&mut self.asked)
     }
 
-    /// The number of chunks that were not stored since they were not offered often enough, since the last
-    /// time.
+    /// Returns the number of chunks that were not stored since they were not offered often enough, since the
+    /// last time.
     pub const fn take_skipped(&mut self) -> usize {
         std::mem::replace(&mut self.skipped, 0)
     }

@@ -32,7 +32,7 @@ use recency::Recency;
 /// Blocks are classed by their number of uses: 1, 2, 3 to 4, 5 to 8, and so on.
 const CLASSES: usize = 8;
 
-/// The class of a block that was used `uses` times.
+/// Returns the class of a block that was used `uses` times.
 fn class(uses: u32) -> usize {
     (uses.max(1).next_power_of_two().trailing_zeros() as usize).min(CLASSES - 1)
 }

@@ -13,7 +13,8 @@ use crate::base::{Id, widen};
 pub(super) struct Rank(u64);
 
 impl Rank {
-    /// The rank of a level and a moment; levels from 65,535 on are one, and so are moments from 2^48 on.
+    /// Returns the rank of a level and a moment; levels from 65,535 on are one, and so are moments from 2^48
+    /// on.
     pub(super) fn new(level: u32, at: Tick) -> Self {
         let level = u64::from(level.min(u32::from(u16::MAX)));
         Self(level << 48 | at.tokens().min((1 << 48) - 1))
@@ -44,18 +45,18 @@ impl Queue {
         self.order.remove(&(self.ranks[widen(leaf.number())], leaf));
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.order.len() * size_of::<(Rank, NodeId)>() + self.ranks.capacity() * size_of::<Rank>()
     }
 
-    /// The leaf that follows `leaf`.
+    /// Returns the leaf that follows `leaf`.
     pub(super) fn after(&self, leaf: NodeId) -> Option<NodeId> {
         let this = (self.ranks[widen(leaf.number())], leaf);
         self.order.range((Bound::Excluded(this), Bound::Unbounded)).next().map(|&(_, next)| next)
     }
 
-    /// The leaf of the lowest rank.
+    /// Returns the leaf of the lowest rank.
     pub(super) fn first(&self) -> Option<NodeId> {
         self.order.first().map(|&(_, leaf)| leaf)
     }

@@ -7,7 +7,7 @@ use super::{History, NodeId, Policy, Tick};
 
 /// An order of histories.
 pub(super) trait Ranking: fmt::Debug + Send {
-    /// The rank of a leaf: the lowest goes first.
+    /// Returns the rank of a leaf: the lowest goes first.
     fn rank(&self, history: &History) -> Rank;
 }
 

@@ -14,7 +14,7 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    /// Pages that no lock keeps.
+    /// Returns the number of pages that no lock keeps.
     #[inline]
     pub(super) const fn evictable(&self) -> usize {
         self.cached - self.locked

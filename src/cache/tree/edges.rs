@@ -53,7 +53,7 @@ impl Edges {
         Self { buckets: Vec::new(), len: 0, plus, times: times | 1 }
     }
 
-    /// The children of `parent` whose first page has this fingerprint, and perhaps others.
+    /// Returns the children of `parent` whose first page has this fingerprint, and perhaps others.
     pub(in crate::cache) fn get(
         &self,
         parent: NodeId,
@@ -104,12 +104,12 @@ impl Edges {
         (self.buckets, self.len) = (Vec::new(), 0);
     }
 
-    /// The size of the table in bytes.
+    /// Returns the size of the table in bytes.
     pub(in crate::cache) const fn bytes(&self) -> usize {
         self.buckets.capacity() * size_of::<Bucket>()
     }
 
-    /// The buckets in which words of a hash lie.
+    /// Returns the buckets in which words of a hash lie.
     fn reach(&self, hash: Word) -> impl Iterator<Item = usize> + '_ {
         let mut next = (!self.buckets.is_empty()).then(|| self.home(hash));
         std::iter::from_fn(move || {
@@ -145,25 +145,25 @@ impl Edges {
         (at + 1) & (self.buckets.len() - 1)
     }
 
-    /// The number of buckets that `to` lies behind `from`.
+    /// Returns the number of buckets that `to` lies behind `from`.
     const fn steps(&self, from: usize, to: usize) -> usize {
         to.wrapping_sub(from) & (self.buckets.len() - 1)
     }
 
-    /// The bucket that the upper bits of a word name. The table is not empty.
+    /// Returns the bucket that the upper bits of a word name. The table is not empty.
     fn home(&self, word: Word) -> usize {
         let bits = self.buckets.len().trailing_zeros();
         usize::try_from(word >> (u64::BITS - bits)).expect("there is no bit of the child in it")
     }
 
-    /// The hash in the upper half of a word. Multiplied once, fingerprints that follow each other, as those
-    /// of new tokens may, would crowd in a few buckets under one multiplier of twenty.
+    /// Returns the hash in the upper half of a word. Multiplied once, fingerprints that follow each other, as
+    /// those of new tokens may, would crowd in a few buckets under one multiplier of twenty.
     fn hash(&self, parent: NodeId, fingerprint: u32) -> Word {
         let edge = u64::from(parent.number()) << 32 | u64::from(fingerprint);
         self.mix(self.mix(edge)) >> 32 << 32
     }
 
-    /// The halves of a product, folded.
+    /// Returns the halves of a product, folded.
     fn mix(&self, value: u64) -> u64 {
         let product = u128::from(value ^ self.plus) * u128::from(self.times);
         let [low, high] = [product & u128::from(u64::MAX), product >> 64];
@@ -175,7 +175,7 @@ fn word_of(hash: Word, child: NodeId) -> Word {
     hash | (u64::from(child.number()) + 1)
 }
 
-/// The child of a word.
+/// Returns the child of a word.
 fn child_of(word: Word) -> NodeId {
     let number = u32::try_from(word & u64::from(u32::MAX)).expect("32 bits");
     NodeId::new(number - 1)

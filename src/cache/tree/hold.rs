@@ -26,20 +26,20 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// Tokens of the prefix, in whole pages.
+    /// Returns the number of tokens of the prefix, in whole pages.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Tokens whose pages are cached, in whole pages: more than [`Hold::len`] where the tree is stateful and
-    /// has no snapshot at their end.
+    /// Returns the number of tokens whose pages are cached, in whole pages: more than [`Hold::len`] where the
+    /// tree is stateful and has no snapshot at their end.
     #[must_use]
     pub const fn found(&self) -> usize {
         if self.found > self.len { self.found } else { self.len }
     }
 
-    /// Whether the prefix has no tokens.
+    /// Returns whether the prefix has no tokens.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
@@ -73,7 +73,7 @@ impl Tree {
         Ok(Hold { node, len, found, is_author: false, asked, passing: None })
     }
 
-    /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
+    /// Returns the tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
@@ -82,7 +82,7 @@ impl Tree {
         Ok(place.map_or(0, |place| self.usable_place(place).len))
     }
 
-    /// Another hold, of the first `len` tokens, a whole number of pages.
+    /// Creates another hold, of the first `len` tokens, a whole number of pages.
     pub fn hold_first(&mut self, hold: &Hold, len: usize) -> Hold {
         let len = len.min(hold.len);
         let node = self.cut(self.place_on_path(hold.node, len));
@@ -91,7 +91,7 @@ impl Tree {
         Hold { node, len, found, is_author: false, asked: hold.asked, passing: None }
     }
 
-    /// Another hold of the same prefix.
+    /// Creates another hold of the same prefix.
     pub fn hold_again(&mut self, hold: &Hold) -> Hold {
         self.hold_first(hold, hold.len)
     }
@@ -103,7 +103,7 @@ impl Tree {
         self.prune(hold.node)
     }
 
-    /// The place of position `len` on the way to `node`.
+    /// Returns the place of position `len` on the way to `node`.
     fn place_on_path(&self, node: NodeId, len: usize) -> Place {
         let mut at = node;
         loop {
@@ -116,7 +116,7 @@ impl Tree {
         }
     }
 
-    /// The deepest end of a node up to `place` that has a snapshot, or the root.
+    /// Returns the deepest end of a node up to `place` that has a snapshot, or the root.
     pub(super) fn last_snapshot(&self, place: Place) -> NodeId {
         let is_whole = place.pages == self.node(place.node).pages.len();
         let mut at = if is_whole { place.node } else { self.node(place.node).parent };
@@ -126,14 +126,15 @@ impl Tree {
         at
     }
 
-    /// The pages of a hold from token `from` on, in order.
+    /// Returns the pages of a hold from token `from` on, in order.
     #[must_use]
     pub fn pages(&self, hold: &Hold, from: usize) -> Vec<Page> {
         let pages = self.node(hold.node).pages.len();
         self.pages_up_to(Place { node: hold.node, pages, len: hold.len }, from)
     }
 
-    /// The pages of a hold, in order. Long runs are not copied: the tree and the list share their memory.
+    /// Returns the pages of a hold, in order. Long runs are not copied: the tree and the list share their
+    /// memory.
     pub fn share_pages(&mut self, hold: &Hold) -> PageList {
         let mut pages = PageList::default();
         let path: Vec<_> = self.path(hold.node).collect();
@@ -147,12 +148,12 @@ impl Tree {
         pages
     }
 
-    /// The pages of positions `from..place.len`.
+    /// Returns the pages of positions `from..place.len`.
     pub(super) fn pages_up_to(&self, place: Place, from: usize) -> Vec<Page> {
         self.runs_up_to(place, from).concat()
     }
 
-    /// The pages of positions `from..place.len` as they lie, in order.
+    /// Returns the pages of positions `from..place.len` as they lie, in order.
     fn runs_up_to(&self, place: Place, from: usize) -> Vec<&[Page]> {
         let mut parts = Vec::new();
         let mut begin = place.len;

@@ -32,7 +32,7 @@ impl Tree {
         runs.find_map(broken_run).or_else(|| self.broken_pages(&ids)).or_else(|| self.broken_sums(&ids))
     }
 
-    /// A node that is queued, or has a snapshot, other than it says.
+    /// Looks for a node that is queued, or has a snapshot, other than it says.
     fn broken_state(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let is_leaf = (node.locks, node.children) == (0, 0);
@@ -47,7 +47,7 @@ impl Tree {
             .then(|| format!("{id:?} has no entry for its snapshot"))
     }
 
-    /// A node whose tokens, pages and place do not fit each other.
+    /// Looks for a node whose tokens, pages and place do not fit each other.
     fn broken_contents(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let (pages, tokens) = (node.pages.len(), node.tokens.len());
@@ -63,14 +63,14 @@ impl Tree {
             .then(|| format!("{id:?} ends at {}, not behind its parent", node.end))
     }
 
-    /// A page that two nodes have.
+    /// Looks for a page that two nodes have.
     fn broken_pages(&self, ids: &[NodeId]) -> Option<String> {
         let mut seen = HashSet::new();
         let mut pages = ids.iter().flat_map(|&id| self.node(id).pages.iter());
         pages.find(|page| !seen.insert(**page)).map(|page| format!("page {page} is cached twice"))
     }
 
-    /// A number of a node, or of the tree, that is not the sum of what it counts.
+    /// Looks for a number of a node, or of the tree, that is not the sum of what it counts.
     fn broken_sums(&self, ids: &[NodeId]) -> Option<String> {
         let mut counts = Counts::default();
         let mut children: HashMap<NodeId, Children> = HashMap::new();

@@ -86,12 +86,12 @@ impl Tree {
         }
     }
 
-    /// The events since the last call, in order.
+    /// Returns the events since the last call, in order.
     pub fn take_events(&mut self) -> Vec<CacheEvent> {
         self.keyed.journal.as_mut().map_or(Vec::new(), Journal::take)
     }
 
-    /// The key of a page, if there are keys and it is found still.
+    /// Returns the key of a page, if there are keys and it is found still.
     #[must_use]
     pub fn key_of(&self, page: Page) -> Option<PageHash> {
         self.keyed.keys()?.get(page)

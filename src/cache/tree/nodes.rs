@@ -32,7 +32,7 @@ pub struct Insertion {
 }
 
 impl Insertion {
-    /// Tokens that are cached already, in whole steps.
+    /// Returns the number of tokens that are cached already, in whole steps.
     #[must_use]
     pub fn found(&self) -> usize {
         self.place.map_or(0, |place| place.len)
@@ -91,7 +91,7 @@ impl Tree {
         self
     }
 
-    /// The root of prefixes without a namespace, which stays until the tree ends.
+    /// Returns the root of prefixes without a namespace, which stays until the tree ends.
     pub fn keep_root(&mut self) -> NodeHandle {
         let root = self.root_or_new(&Namespace::Unnamed);
         self.lock(root);
@@ -99,18 +99,18 @@ impl Tree {
         self.handle(root)
     }
 
-    /// The name of a node.
+    /// Returns the name of a node.
     fn handle(&self, id: NodeId) -> NodeHandle {
         self.nodes.handle(id)
     }
 
-    /// The node of this name; `None` once it is gone.
+    /// Returns the node of this name; `None` once it is gone.
     fn at(&self, handle: NodeHandle) -> Option<NodeId> {
         self.nodes.at(handle)
     }
 
     /// Finds the longest cached prefix of `tokens`, in whole steps and of at most `limit` tokens, and
-    /// refreshes it. Cuts a node if none ends there. `None` if nothing is found.
+    /// refreshes it. Cuts a node if none ends there. Returns `None` if nothing is found.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none. Nothing is changed.
@@ -137,13 +137,13 @@ impl Tree {
         self.queue(node);
     }
 
-    /// Tokens up to the end of a node; `None` if it is gone.
+    /// Returns the tokens up to the end of a node; `None` if it is gone.
     #[must_use]
     pub fn end_of(&self, node: NodeHandle) -> Option<usize> {
         self.at(node).map(|id| widen(self.node(id).end))
     }
 
-    /// The pages up to the end of a node, from token `from` on; `None` if it is gone.
+    /// Returns the pages up to the end of a node, from token `from` on; `None` if it is gone.
     #[must_use]
     pub fn pages_of(&self, node: NodeHandle, from: usize) -> Option<Vec<Page>> {
         let id = self.at(node)?;
@@ -188,13 +188,13 @@ impl Tree {
         Ok(plan)
     }
 
-    /// The pages that go back to the caller, who has others for their tokens in the tree now.
+    /// Returns the pages that go back to the caller, who has others for their tokens in the tree now.
     #[must_use]
     pub fn returned_pages(&self, plan: &Insertion) -> Vec<Page> {
         plan.returned.iter().flat_map(|&tail| self.node(tail).pages.iter().copied()).collect()
     }
 
-    /// The first of the inserted pages that the tree does not have yet.
+    /// Returns the position of the first inserted page that the tree does not have yet.
     #[must_use]
     pub fn first_new_page(&self, plan: &Insertion) -> usize {
         plan.found() / self.page_size + plan.continued.map_or(0, |tail| self.node(tail).pages.len())
@@ -267,14 +267,14 @@ impl Tree {
         tail
     }
 
-    /// Locks a node and those before it. `None` if it is gone.
+    /// Locks a node and those before it. Returns `None` if it is gone.
     pub fn lock_node(&mut self, node: NodeHandle) -> Option<()> {
         let id = self.at(node)?;
         self.lock(id);
         Some(())
     }
 
-    /// Undoes [`Tree::lock_node`]. `None` if the node is gone or has no such lock.
+    /// Undoes [`Tree::lock_node`]. Returns `None` if the node is gone or has no such lock.
     pub fn unlock_node(&mut self, node: NodeHandle) -> Option<()> {
         let id = self.at(node).filter(|&id| self.has_foreign_locks(id))?;
         self.unlock(id);
@@ -305,7 +305,7 @@ impl Tree {
         }
     }
 
-    /// The names of all nodes, without roots.
+    /// Returns the names of all nodes, without roots.
     #[must_use]
     pub fn handles(&self) -> Vec<NodeHandle> {
         self.all_runs().map(|id| self.handle(id)).collect()
@@ -315,7 +315,7 @@ impl Tree {
         self.nodes.iter().filter(|(_, node)| !node.pages.is_empty()).map(|(id, _)| id)
     }
 
-    /// A node as it is now; `None` if it is gone. Costs a visit of every node.
+    /// Returns a node as it is now; `None` if it is gone. Costs a visit of every node.
     #[must_use]
     pub fn info(&self, node: NodeHandle) -> Option<NodeInfo> {
         let id = self.at(node)?;
@@ -339,13 +339,13 @@ impl Tree {
         self.tails.capacity() * size_of::<(NodeId, Siblings)>() + siblings.sum::<usize>()
     }
 
-    /// Whether a node is a tail: too short to be found.
+    /// Returns whether a node is a tail: too short to be found.
     pub(super) fn is_tail(&self, id: NodeId) -> bool {
         let node = self.node(id);
         node.tokens.len() < self.match_unit && node.kind == Kind::Run
     }
 
-    /// Whether a node is a tail without locks that the locks of the node before it keep.
+    /// Returns whether a node is a tail without locks that the locks of the node before it keep.
     pub(super) fn is_covered(&self, id: NodeId) -> bool {
         self.is_tail(id) && self.node(id).locks == 0 && self.covers(self.node(id).parent)
     }
@@ -426,13 +426,14 @@ impl Tree {
         }
     }
 
-    /// Whether the tail has the lock that those below a root have until their pages are inserted again.
+    /// Returns whether the tail has the lock that those below a root have until their pages are inserted
+    /// again.
     fn has_own_lock(&self, id: NodeId) -> bool {
         let node = self.node(id);
         self.is_tail(id) && self.node(node.parent).kind == Kind::Root && node.history.uses == 1
     }
 
-    /// Whether a node has locks of [`Tree::lock_node`].
+    /// Returns whether a node has locks of [`Tree::lock_node`].
     fn has_foreign_locks(&self, id: NodeId) -> bool {
         let node = self.node(id);
         let is_kept = self.roots.is_kept(id) || self.has_own_lock(id);

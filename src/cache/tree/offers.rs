@@ -21,10 +21,10 @@ pub enum WritePolicy {
 
 /// The contents of a tier below.
 pub trait LowerTierContents {
-    /// Whether a page is complete there.
+    /// Returns whether a page is complete there.
     fn has_page(&self, key: &PageHash) -> bool;
 
-    /// Whether a snapshot of the state behind a page is complete there.
+    /// Returns whether a snapshot of the state behind a page is complete there.
     fn has_state(&self, key: &PageHash) -> bool;
 }
 
@@ -64,7 +64,7 @@ pub struct OfferedPages {
 }
 
 impl OfferedPages {
-    /// Some of the pages.
+    /// Returns some of the pages.
     ///
     /// # Panics
     /// For pages that there are not.
@@ -102,7 +102,7 @@ pub struct OfferedPieces {
 }
 
 impl OfferedPieces {
-    /// Whether it is nothing.
+    /// Returns whether it is nothing.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.pages.is_empty() && self.states.is_empty()
@@ -131,7 +131,7 @@ impl Tree {
         self.offers.as_mut().map_or_else(OfferedPieces::default, |offers| std::mem::take(&mut offers.list))
     }
 
-    /// The keys of the pages that the tier below could add to a hold: of `tokens`, at most `limit`. A
+    /// Returns the keys of the pages that the tier below could add to a hold: of `tokens`, at most `limit`. A
     /// stateful tree needs a snapshot at their end.
     ///
     /// # Errors
@@ -149,8 +149,8 @@ impl Tree {
         self.keys_after(namespace, DevicePrefix { usable, cached: hold.found() }, tokens, limit, lower)
     }
 
-    /// The continuation of `tokens`, of which the first `limit` are looked at, behind what is found of them;
-    /// `None` if there are no keys.
+    /// Returns the continuation of `tokens`, of which the first `limit` are looked at, behind what is found
+    /// of them; Returns `None` if there are no keys.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none.
@@ -168,7 +168,7 @@ impl Tree {
         Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, Place::len), cached }))
     }
 
-    /// The keys of the pages that the tier below could add to `prefix`: of `tokens`, at most `limit`.
+    /// Returns the keys of the pages that the tier below could add to `prefix`: of `tokens`, at most `limit`.
     pub(super) fn keys_after(
         &self,
         namespace: &Namespace,
@@ -198,7 +198,7 @@ impl Tree {
         Ok(keys)
     }
 
-    /// The chain of keys behind a place, if there are keys and it is found still.
+    /// Returns the chain of keys behind a place, if there are keys and it is found still.
     fn chain_after(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
         let digest = self.keyed.keys()?.digest();
         let Some(place) = place.filter(|place| place.len > 0) else {
@@ -286,7 +286,7 @@ impl Tree {
         }
     }
 
-    /// The size of the list in bytes.
+    /// Returns the size of the list in bytes.
     pub(super) fn offer_bytes(&self) -> usize {
         let Some(Offers { list, .. }) = &self.offers else { return 0 };
         list.pages.capacity() * size_of::<OfferedPages>() + list.states.capacity() * size_of::<OfferedState>()

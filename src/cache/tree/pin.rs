@@ -4,7 +4,7 @@ use super::evict::Evicted;
 use super::{Hold, Kind, NodeId, Tree};
 
 impl Tree {
-    /// Tokens that would be pinned, were this hold pinned too.
+    /// Returns the number of tokens that would be pinned, were this hold pinned too.
     #[must_use]
     pub fn pinned_with(&self, hold: &Hold) -> usize {
         let newly_pinned: usize =
@@ -12,7 +12,7 @@ impl Tree {
         (self.counts.pinned + newly_pinned) * self.page_size
     }
 
-    /// Whether the prefix can still be found: its namespace was not cleared.
+    /// Returns whether the prefix can still be found: its namespace was not cleared.
     #[must_use]
     pub fn is_attached(&self, hold: &Hold) -> bool {
         self.node(self.node(hold.node).root).kind != Kind::Detached

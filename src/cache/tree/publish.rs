@@ -17,13 +17,13 @@ pub struct FoundPrefix {
 }
 
 impl FoundPrefix {
-    /// Tokens behind the hold that are cached already.
+    /// Returns the number of tokens behind the hold that are cached already.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.place.len - self.begin
     }
 
-    /// Whether none are.
+    /// Returns whether none are.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
@@ -45,7 +45,7 @@ const BATCH: usize = 32;
 struct Segments(Vec<Segment>);
 
 impl Segments {
-    /// The facts that are remembered of the last page.
+    /// Returns the facts that are remembered of the last page.
     fn last(&self) -> Remembered {
         self.0.last().map_or(Remembered::default(), |last| last.remembered)
     }
@@ -70,7 +70,7 @@ impl Tree {
         Ok(FoundPrefix { place, begin: hold.len })
     }
 
-    /// The cached pages that were found.
+    /// Returns the cached pages that were found.
     #[must_use]
     pub fn found_pages(&self, found: &FoundPrefix) -> Vec<Page> {
         self.pages_up_to(found.place, found.begin)
@@ -147,7 +147,7 @@ impl Tree {
         segments.0
     }
 
-    /// Whether the author of a node may append pages to it.
+    /// Returns whether the author of a node may append pages to it.
     fn can_grow(&self, node: NodeId, history: &History) -> bool {
         let here = self.node(node);
         let is_alone = (here.children, here.locks) == (0, 1);

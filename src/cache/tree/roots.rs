@@ -30,7 +30,7 @@ struct Space {
 }
 
 impl Roots {
-    /// The number of roots, whether they can be found or not.
+    /// Returns the number of roots, whether they can be found or not.
     pub(super) fn len(&self) -> usize {
         self.ids.len() + self.detached
     }
@@ -102,7 +102,7 @@ impl Roots {
         self.listed = self.listed + nodes.capacity() - capacity;
     }
 
-    /// Every node below a root, with that, and some that are gone.
+    /// Returns every node below a root with that root, and some nodes that no longer exist.
     pub(super) fn listed(&self) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
         self.spaces.iter().flat_map(|(&root, space)| space.nodes.iter().map(move |&node| (root, node)))
     }

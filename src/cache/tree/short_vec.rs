@@ -38,7 +38,7 @@ impl<T> ShortVec<T> {
 }
 
 impl<T: Copy> ShortVec<T> {
-    /// The elements in memory that is shared with the caller, if they are many.
+    /// Returns the elements in memory that is shared with the caller, if they are many.
     pub(super) fn share(&mut self) -> Option<Arc<Vec<T>>> {
         match self {
             Self::Long(items) if items.len() >= MANY => {

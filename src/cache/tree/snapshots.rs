@@ -80,8 +80,8 @@ impl Snapshots {
         self.unused.first().is_some_and(|&(rank, ..)| rank == SnapshotRank::Superseded)
     }
 
-    /// The unused snapshot that goes next. Nodes on the way to others are used without a note here, so that
-    /// `last_use` is asked.
+    /// Returns the unused snapshot that goes next. Nodes on the way to others are used without a note here,
+    /// so that `last_use` is asked.
     fn next(&mut self, last_use: impl Fn(NodeId) -> Tick) -> Option<NodeId> {
         loop {
             let &(rank, since, node) = self.unused.first()?;
@@ -97,7 +97,7 @@ impl Snapshots {
 }
 
 impl Tree {
-    /// The snapshot at the end of a hold.
+    /// Returns the snapshot at the end of a hold.
     #[must_use]
     pub fn snapshot(&self, hold: &Hold) -> Option<StateSlot> {
         self.snapshot_at(hold.node)
@@ -138,14 +138,15 @@ impl Tree {
         self.remove_snapshot(node)
     }
 
-    /// Whether there is a snapshot at `node`, on the way to the end of `hold`, that no other lease ends at.
+    /// Returns whether there is a snapshot at `node`, on the way to the end of `hold`, that no other lease
+    /// ends at.
     fn is_alone_at(&self, node: NodeId, hold: &Hold) -> bool {
         let leases = u32::from(node == hold.node);
         self.node(node).has_snapshot && self.node(node).leases == leases
     }
 
-    /// Whether a prefix that ends `len` tokens behind its hold, of which `found` are cached, has tokens and
-    /// no snapshot at its end.
+    /// Returns whether a prefix that ends `len` tokens behind its hold, of which `found` are cached, has
+    /// tokens and no snapshot at its end.
     #[must_use]
     pub fn lacks_snapshot(&self, found: &FoundPrefix, len: usize) -> bool {
         let (place, end) = (found.place, found.begin + len);
@@ -165,7 +166,7 @@ impl Tree {
         self.snapshots.remove(node)
     }
 
-    /// All snapshots, which the tree has no more.
+    /// Returns all snapshots, which the tree has no more.
     pub(super) fn take_snapshots(&mut self) -> Vec<StateSlot> {
         let all = std::mem::take(&mut self.snapshots);
         all.by_node.into_values().map(|snapshot| snapshot.slot).collect()

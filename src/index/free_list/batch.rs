@@ -28,12 +28,12 @@ pub(crate) struct FencedIndices<I> {
 }
 
 impl<I> FencedIndices<I> {
-    /// The indices, in the order in which they were freed.
+    /// Returns the indices, in the order in which they were freed.
     pub(crate) fn masks(&self) -> &[Mask] {
         &self.masks
     }
 
-    /// The number of indices.
+    /// Returns the number of indices.
     pub(crate) fn len(&self) -> usize {
         self.masks.iter().map(|mask| mask.len()).sum()
     }
@@ -45,7 +45,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
         Self { to: list.set_of(timing), list, is_committed: false }
     }
 
-    /// The list. The indices in this batch are not live in it.
+    /// Returns the list. The indices in this batch are not live in it.
     pub(crate) fn list(&self) -> &FreeList<I> {
         self.list
     }
@@ -69,12 +69,12 @@ impl<'a, I: Id> FreeBatch<'a, I> {
         done
     }
 
-    /// The added indices, in the order in which they were added.
+    /// Returns the added indices, in the order in which they were added.
     pub(crate) fn masks(&self) -> &[Mask] {
         &self.list.marked
     }
 
-    /// Whether `index` was added.
+    /// Returns whether `index` was added.
     pub(crate) fn contains(&self, index: I) -> bool {
         self.list.marked.iter().any(|mask| mask.contains(index.number()))
     }
@@ -95,7 +95,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
         });
     }
 
-    /// The added indices as a fence has to keep them, for [`FreeList::unfence`].
+    /// Returns the added indices as a fence has to keep them, for [`FreeList::unfence`].
     pub(crate) fn fenced(&self) -> FencedIndices<I> {
         FencedIndices { masks: self.list.marked.clone(), space: PhantomData }
     }

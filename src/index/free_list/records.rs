@@ -58,12 +58,12 @@ impl Records {
         Ok(made)
     }
 
-    /// The number of indices in a set.
+    /// Returns the number of indices in a set.
     pub(super) const fn count(&self, set: Set) -> usize {
         self.counts[set as usize]
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.sets.len() * (size_of::<Record>() + size_of::<u64>())
             + self.with_free.bytes()
@@ -74,7 +74,7 @@ impl Records {
         if self.count(Set::Fenced) == 0 { 0 } else { self.fenced[at] }
     }
 
-    /// Whether `index`, any number, is in a set.
+    /// Returns whether `index`, any number, is in a set.
     pub(super) fn is(&self, index: u32, set: Set) -> bool {
         let at = widen(index / 64);
         self.space.contains(&index) && {
@@ -87,7 +87,7 @@ impl Records {
         }
     }
 
-    /// Whether `index`, any number, is live.
+    /// Returns whether `index`, any number, is live.
     pub(super) fn is_live(&self, index: u32) -> bool {
         let at = widen(index / 64);
         self.space.contains(&index) && {
@@ -96,7 +96,7 @@ impl Records {
         }
     }
 
-    /// Whether all of `mask`, which lies in the space, is live.
+    /// Returns whether all of `mask`, which lies in the space, is live.
     pub(super) fn are_live(&self, mask: Mask) -> bool {
         let at = widen(mask.word);
         let Record { free, released } = self.sets[at];
@@ -273,13 +273,13 @@ impl Records {
         self.counts[Set::Free as usize] += released;
     }
 
-    /// The free or the released indices, lowest first.
+    /// Returns the free or the released indices, lowest first.
     pub(super) fn indices(&self, set: Set) -> impl Iterator<Item = u32> + '_ {
         let of = move |record: &Record| if set == Set::Free { record.free } else { record.released };
         (0..).zip(&self.sets).flat_map(move |(word, record)| Mask { word, bits: of(record) }.indices())
     }
 
-    /// The first run of free indices at or after `from`, cut to `limit`.
+    /// Returns the first run of free indices at or after `from`, cut to `limit`.
     pub(super) fn next_free_run(&self, from: u32, limit: u32) -> Option<Range<u32>> {
         let here = self.sets.get(widen(from / 64))?.free >> (from % 64);
         let start = if here == 0 {
@@ -333,8 +333,8 @@ impl Records {
     }
 }
 
-/// The first word, at or after `from`, of the summary that has a record with a free index or, with `MERGE`, a
-/// released one.
+/// Returns the first word, at or after `from`, of the summary that has a record with a free index or, with
+/// `MERGE`, a released one.
 fn next_block<const MERGE: bool>(with_free: &Bitmap, with_released: &Bitmap, from: usize) -> Option<usize> {
     let free = with_free.next_word(from);
     match with_released.next_word(from).filter(|_| MERGE) {

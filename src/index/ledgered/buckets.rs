@@ -6,7 +6,7 @@ use crate::index::ledger::{IndexState, Span, spans};
 use crate::index::{Bucket, Buckets, Reuse, Ticket};
 
 impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
-    /// Every buffer with its state, its holders and its size in bytes, one span each.
+    /// Returns every buffer with its state, its holders and its size in bytes, one span each.
     #[must_use]
     pub fn spans(&self) -> Vec<(Span, usize)> {
         let span_of = |(index, is_live, bytes): (u32, bool, usize)| {

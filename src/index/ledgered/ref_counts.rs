@@ -8,7 +8,7 @@ use crate::index::ledger::{IndexState, Span, spans};
 use crate::index::{BadFree, BadFrees, RefCounts, Returning, Ticket};
 
 impl<I: Id> Ledgered<RefCounts<I>> {
-    /// All indices by state and holders. A returning index counts as fenced, a withheld one as free.
+    /// Returns all indices by state and holders. A returning index counts as fenced, a withheld one as free.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
         let is_free = self.inner.free_flags();
@@ -23,7 +23,7 @@ impl<I: Id> Ledgered<RefCounts<I>> {
         })
     }
 
-    /// A report of `index`, which could not be freed, with its history.
+    /// Returns a report of `index`, which could not be freed, with its history.
     pub fn bad_free(&self, index: i64, reason: BadFree) -> BadFrees {
         let mut bad = BadFrees::of(index, reason);
         self.ledger.explain(&mut bad, |index| index);

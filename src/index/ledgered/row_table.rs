@@ -6,7 +6,7 @@ use crate::index::ledger::{IndexState, Span, spans};
 use crate::index::{BadFrees, OnBadFree, RowExtent, RowTable};
 
 impl<I: Id> Ledgered<RowTable<I>> {
-    /// All rows by state and holders.
+    /// Returns all rows by state and holders.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
         spans(self.inner.rows().indices(), self.ledger.get(), |row| {

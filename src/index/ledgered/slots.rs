@@ -11,7 +11,7 @@ use crate::index::{
 };
 
 impl Ledgered<SlotAllocator> {
-    /// All pages by state and holders. Those of a cache are locked if `is_locked` says so.
+    /// Returns all pages by state and holders. Those of a cache are locked if `is_locked` says so.
     #[must_use]
     pub fn spans(&self, is_locked: impl Fn(Page) -> bool) -> Vec<Span> {
         let slots = &self.inner;
@@ -309,7 +309,7 @@ impl Ledgered<SlotAllocator> {
     }
 }
 
-/// The call in progress, in the name of `owner`.
+/// Returns the call in progress, in the name of `owner`.
 fn call_of(owner: &Owner) -> Arc<CallRecord> {
     Arc::new(CallRecord { owner: Some(owner.clone()), ..CallRecord::clone(&CallRecord::current()) })
 }

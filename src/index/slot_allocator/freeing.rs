@@ -42,7 +42,7 @@ impl Freeing<'_> {
         }
     }
 
-    /// The range of all slots.
+    /// Returns the range of all slots.
     fn space(&self) -> Range<u32> {
         self.page_size..self.page_size * (self.batch.list().count() + 1)
     }
@@ -105,7 +105,7 @@ impl Freeing<'_> {
         self.bad.add(remaining.start, BadFree::OutOfRange, remaining.len);
     }
 
-    /// Whether each of `pages` has one owner at this point of the call, which is not the cache.
+    /// Returns whether each of `pages` has one owner at this point of the call, which is not the cache.
     #[inline]
     fn is_plain(&self, pages: impl IntoIterator<Item = Mask>) -> bool {
         let is_trivial = self.owners.owners().is_trivial() || self.is_plain_beside_others(pages);
@@ -189,7 +189,7 @@ impl Freeing<'_> {
         }
     }
 
-    /// Why `page` cannot be freed.
+    /// Returns why `page` cannot be freed.
     fn reason(&self, page: Page) -> BadFree {
         if self.bad.has_room() && self.batch.contains(page) {
             return BadFree::NamedTwice;
@@ -220,7 +220,7 @@ impl Numbers {
         split
     }
 
-    /// The numbers as indices, if all of them are and there is at least one.
+    /// Returns the numbers as indices, if all of them are and there is at least one.
     fn range(&self) -> Option<Range<u32>> {
         let start = u32::try_from(self.start).ok()?;
         let len = u32::try_from(self.len).ok().filter(|&len| len > 0)?;

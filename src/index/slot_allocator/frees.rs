@@ -32,7 +32,7 @@ impl SlotAllocator {
         self.free_explained(given, None, on_bad, |_| ())
     }
 
-    /// A new fence, different from every other one.
+    /// Creates a fence, different from every other one.
     pub const fn new_fence(&mut self) -> FenceId {
         self.next_fence += 1;
         FenceId(self.next_fence)
@@ -75,12 +75,12 @@ impl SlotAllocator {
         }
     }
 
-    /// The pages from which the last free removed an owner that was not the last.
+    /// Returns the pages from which the last free removed an owner that was not the last.
     pub(in crate::index) fn last_removed(&self) -> &[Page] {
         self.owners.last_removed()
     }
 
-    /// Whether slots wait for this fence.
+    /// Returns whether slots wait for this fence.
     #[must_use]
     pub fn is_awaited(&self, id: FenceId) -> bool {
         self.fences.iter().any(|(fence, _)| *fence == id)
@@ -135,8 +135,8 @@ impl SlotAllocator {
         Ok(bad)
     }
 
-    /// The page of the only slot of a free, if it is live and no page has more owners: the most frequent
-    /// free, which needs no list.
+    /// Returns the page of the only slot of a free, if it is live and no page has more owners: the most
+    /// frequent free, which needs no list.
     #[inline]
     fn only_page(&self, given: &IndexVec) -> Option<Page> {
         let slot = match given {
@@ -180,12 +180,12 @@ impl SlotAllocator {
         }
     }
 
-    /// The number of values that the open group has collected.
+    /// Returns the number of values that the open group has collected.
     pub(in crate::index) fn grouped(&self) -> usize {
         self.group.as_ref().map_or(0, |group| group.given.len())
     }
 
-    /// Whether a group is open.
+    /// Returns whether a group is open.
     #[must_use]
     pub const fn in_group(&self) -> bool {
         self.group.is_some()

@@ -135,7 +135,7 @@ impl SlotAllocator {
     }
 }
 
-/// The maximal ascending runs of pages, in their order.
+/// Returns the maximal ascending runs of pages, in their order.
 fn runs_of(pages: &[Page]) -> impl Iterator<Item = Run<Page>> + '_ {
     let mut remaining = pages;
     std::iter::from_fn(move || {
@@ -146,7 +146,7 @@ fn runs_of(pages: &[Page]) -> impl Iterator<Item = Run<Page>> + '_ {
     })
 }
 
-/// The number of leading pages that ascend by one each. `pages` is not empty.
+/// Returns the number of leading pages that ascend by one each. `pages` is not empty.
 fn run_len(pages: &[Page]) -> usize {
     let mut next = pages[0].number();
     let mut len = 0;
@@ -166,7 +166,7 @@ fn run_len(pages: &[Page]) -> usize {
     len
 }
 
-/// The pages of runs that lie in the space.
+/// Returns the pages of runs that lie in the space.
 fn masks_of(runs: &[Run<Page>]) -> impl Iterator<Item = Mask> + Clone + '_ {
     runs.iter().flat_map(|run| Mask::of_range(run.range()))
 }

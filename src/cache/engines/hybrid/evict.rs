@@ -30,13 +30,13 @@ pub struct RemovedNode {
 }
 
 impl Frees {
-    /// Whether there is nothing to free.
+    /// Returns whether there is nothing to free.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.full.is_empty() && self.window.is_empty() && self.state.is_empty()
     }
 
-    /// Values of a part that were given up.
+    /// Returns the number of values of a part that were given up.
     #[must_use]
     pub const fn count(&self, part: Part) -> usize {
         self.counts[part.index()]
@@ -68,7 +68,7 @@ struct Eviction {
 pub(super) struct Evictions([Option<Eviction>; 3]);
 
 impl HybridTree {
-    /// Begins to evict `wanted` values of a part. `false` if it has begun already.
+    /// Begins to evict `wanted` values of a part. Returns `false` if it has begun already.
     #[must_use]
     pub fn begin_eviction(&mut self, part: Part, wanted: usize) -> bool {
         if self.evictions.0[part.index()].is_some() {
@@ -84,7 +84,7 @@ impl HybridTree {
         true
     }
 
-    /// Ends [`HybridTree::begin_eviction`]. `false` if it has not begun.
+    /// Ends [`HybridTree::begin_eviction`]. Returns `false` if it has not begun.
     #[must_use]
     pub fn end_eviction(&mut self, part: Part) -> bool {
         let Some(eviction) = self.evictions.0[part.index()].take() else { return false };
@@ -96,8 +96,8 @@ impl HybridTree {
         true
     }
 
-    /// The next step, when `evicted` values of the part were evicted until now. `None` if no eviction of the
-    /// part has begun.
+    /// Returns the next step, when `evicted` values of the part were evicted until now. Returns `None` if no
+    /// eviction of the part has begun.
     pub fn next_victim(&mut self, part: Part, evicted: usize) -> Option<Victim> {
         match part {
             Part::Full => self.next_leaf(evicted),
@@ -155,8 +155,8 @@ impl HybridTree {
         }
     }
 
-    /// Evicts a leaf with all its values. `None` if the node is gone; `Some(None)` if it is no leaf or has
-    /// locks.
+    /// Evicts a leaf with all its values. Returns `None` if the node is gone; `Some(None)` if it is no leaf
+    /// or has locks.
     pub fn evict_leaf(&mut self, leaf: NodeHandle) -> Option<Option<Frees>> {
         let id = self.at(leaf)?;
         if !self.is_leaf(id) {
@@ -211,7 +211,7 @@ impl HybridTree {
     }
 
     /// Gives up states of the nodes before `tail` beyond the number that a path keeps, those nearest to the
-    /// root first. Forks, locked nodes and leaves keep theirs. `None` if the node is gone.
+    /// root first. Forks, locked nodes and leaves keep theirs. Returns `None` if the node is gone.
     pub fn evict_excess_states(&mut self, tail: NodeHandle) -> Option<Frees> {
         let tail = self.at(tail)?;
         let mut frees = Frees::default();

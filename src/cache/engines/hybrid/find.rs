@@ -38,14 +38,14 @@ pub(super) struct WalkEnd {
 }
 
 impl HybridTree {
-    /// The whole pages of `prompt`, in tokens.
+    /// Returns the whole pages of `prompt`, in tokens.
     pub(super) fn whole_pages(&self, prompt: &dyn TokenSource) -> usize {
         prompt.count() / self.config.page_size * self.config.page_size
     }
 
-    /// The child of `node` that the tokens from `at` on lead to, and how many whole pages of it, in tokens,
-    /// are equal. The first `found` tokens are known to be in the tree: as no two children of a node have the
-    /// same first page, those alone lead to them. `page` is room for a page.
+    /// Returns the child of `node` that the tokens from `at` on lead to, and how many whole pages of it, in
+    /// tokens, are equal. The first `found` tokens are known to be in the tree: as no two children of a node
+    /// have the same first page, those alone lead to them. `page` is room for a page.
     pub(super) fn step(
         &self,
         node: NodeId,
@@ -136,7 +136,7 @@ impl HybridTree {
         }
     }
 
-    /// Whether a request may go on from the end of a node.
+    /// Returns whether a request may go on from the end of a node.
     fn accepts(&self, id: NodeId, coverage: &mut Coverage) -> bool {
         let node = self.node(id);
         let mut is_accepted = true;

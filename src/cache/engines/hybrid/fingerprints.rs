@@ -17,7 +17,7 @@ impl Fingerprints {
         Self { secrets: [3_u64, 4, 5].map(|number| seed.hash_one(number) | 1) }
     }
 
-    /// The fingerprint of a first page in a namespace.
+    /// Returns the fingerprint of a first page in a namespace.
     pub(super) fn of_page(&self, namespace: NamespaceId, page: &[i64]) -> u32 {
         let [plus, times, other] = self.secrets;
         let mut hash = plus ^ u64::from(namespace.number());
@@ -33,7 +33,7 @@ impl Fingerprints {
         u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
 
-    /// The fingerprint of the first page of `tokens`, which are at least that page.
+    /// Returns the fingerprint of the first page of `tokens`, which are at least that page.
     pub(super) fn of_run(&self, namespace: NamespaceId, tokens: &TokenRun, page_size: usize) -> u32 {
         let mut page = vec![0; page_size];
         tokens.read(&mut page);
@@ -41,7 +41,7 @@ impl Fingerprints {
     }
 }
 
-/// The halves of a product, folded.
+/// Returns the halves of a product, folded.
 #[inline]
 fn fold(a: u64, b: u64) -> u64 {
     let product = u128::from(a) * u128::from(b);

@@ -53,7 +53,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// Whether the tree goes on only when it is done.
+    /// Returns whether the tree goes on only when it is done.
     const fn ends_step(&self) -> bool {
         matches!(self, Self::Rebuild { .. } | Self::Recover { .. } | Self::EvictExcess(_))
     }
@@ -296,7 +296,7 @@ impl HybridTree {
         }
     }
 
-    /// Whether an insertion is going on, or has failed and is to be ended.
+    /// Returns whether an insertion is going on, or has failed and is to be ended.
     #[must_use]
     pub const fn is_inserting(&self) -> bool {
         self.insertion.is_some()
@@ -390,7 +390,7 @@ impl HybridTree {
         Ok(live)
     }
 
-    /// The position where the windows of inserted slots begin.
+    /// Returns the position where the windows of inserted slots begin.
     fn window_start(&self, insert: &Insert) -> Result<usize> {
         if insert.window_freed.is_multiple_of(self.config.page_size) {
             return Ok(insert.window_freed);

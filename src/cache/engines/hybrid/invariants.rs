@@ -26,7 +26,7 @@ impl HybridTree {
             .or_else(|| self.broken_sizes())
     }
 
-    /// Tokens and values of a node that do not fit each other.
+    /// Looks for tokens and values of a node that do not fit each other.
     fn broken_contents(&self, id: NodeId) -> Option<String> {
         let (node, page_size) = (self.node(id), self.config.page_size);
         let (tokens, slots) = (node.tokens.len(), node.value(Part::Full).len());
@@ -49,7 +49,7 @@ impl HybridTree {
         (node.reach < node.end).then(|| format!("was reached up to {} tokens", node.reach))
     }
 
-    /// A node that is not where it is looked for.
+    /// Looks for a node that is not where it is looked for.
     fn broken_place(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let mut page = vec![0; self.config.page_size];
@@ -61,7 +61,7 @@ impl HybridTree {
         (node.queued != rank).then(|| format!("is queued as {:?}", node.queued))
     }
 
-    /// A part of a node with locks, or in a list, that do not fit its value.
+    /// Looks for a part of a node with locks, or in a list, that do not fit its value.
     fn broken_parts(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let full_locks = node.locks[Part::Full.index()];
@@ -75,7 +75,7 @@ impl HybridTree {
         })
     }
 
-    /// A number of children, or of leaves, that is wrong.
+    /// Looks for a number of children, or of leaves, that is wrong.
     fn broken_children(&self) -> Option<String> {
         let mut children = vec![0_u32; self.nodes.numbers()];
         for id in self.runs() {
@@ -103,7 +103,7 @@ impl HybridTree {
             .then(|| format!("namespaces of the children of the root are {found:?}, counted {counted:?}"))
     }
 
-    /// A list whose two directions differ.
+    /// Looks for a list whose two directions differ.
     fn broken_list(&self, part: Part) -> Option<String> {
         let List { last, len, .. } = *self.list(part);
         let forth: Vec<_> = self.listed(part);

@@ -21,7 +21,7 @@ pub(super) struct List {
     pub(super) len: usize,
 }
 
-/// The list of a part. Full attention has none: its nodes are queued instead.
+/// Returns the list of a part. Full attention has none: its nodes are queued instead.
 fn number(part: Part) -> usize {
     match part {
         Part::Full => unreachable!("full attention has no list"),
@@ -39,7 +39,7 @@ impl HybridTree {
         self.node(id).links[number(part)].is_listed
     }
 
-    /// The node used before `id`.
+    /// Returns the node used before `id`.
     pub(super) fn earlier(&self, part: Part, id: NodeId) -> Option<NodeId> {
         self.node(id).links[number(part)].earlier
     }
@@ -108,7 +108,7 @@ impl HybridTree {
         }
     }
 
-    /// The node used longest ago that has no lock of the part, from `from` on.
+    /// Returns the node used longest ago that has no lock of the part, from `from` on.
     pub(super) fn unlocked_from(&self, part: Part, from: Option<NodeId>) -> Option<NodeId> {
         let mut at = from;
         while let Some(id) = at
@@ -119,7 +119,7 @@ impl HybridTree {
         at
     }
 
-    /// The node used after `id`.
+    /// Returns the node used after `id`.
     pub(super) fn later(&self, part: Part, id: NodeId) -> Option<NodeId> {
         self.node(id).links[number(part)].later
     }

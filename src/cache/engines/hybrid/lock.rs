@@ -8,13 +8,13 @@ use super::{HybridTree, NodeHandle, NodeId, Part, ROOT};
 pub struct Boundary(u64);
 
 impl Boundary {
-    /// The boundary with this number.
+    /// Returns the boundary with this number.
     #[must_use]
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
 
-    /// The number of the boundary, from 1 on.
+    /// Returns the number of the boundary, from 1 on.
     #[must_use]
     pub const fn number(self) -> u64 {
         self.0
@@ -35,7 +35,7 @@ pub struct Receipt {
 pub struct SkippedParts([bool; 3]);
 
 impl SkippedParts {
-    /// A lock that leaves these parts out.
+    /// Creates a lock that leaves these parts out.
     #[must_use]
     pub fn of(parts: impl IntoIterator<Item = Part>) -> Self {
         let mut skipped = Self::default();
@@ -45,7 +45,7 @@ impl SkippedParts {
         skipped
     }
 
-    /// Whether a part is left out.
+    /// Returns whether a part is left out.
     #[must_use]
     pub const fn has(self, part: Part) -> bool {
         self.0[part.index()]
@@ -81,14 +81,14 @@ impl HybridTree {
         Some(locked)
     }
 
-    /// Locks only the slots for full attention up to the end of a node. `None` if the node is gone.
+    /// Locks only the slots for full attention up to the end of a node. Returns `None` if the node is gone.
     pub fn pin(&mut self, node: NodeHandle) -> Option<()> {
         let id = self.at(node)?;
         self.lock_path(id);
         Some(())
     }
 
-    /// Undoes [`HybridTree::pin`]. `None` if the node is gone.
+    /// Undoes [`HybridTree::pin`]. Returns `None` if the node is gone.
     ///
     /// # Errors
     /// [`NotLocked`]; nothing is changed.
@@ -98,7 +98,7 @@ impl HybridTree {
     }
 
     /// Undoes [`HybridTree::lock`]. `released` says what [`HybridTree::unlock_window`] has released of it
-    /// before. `None` if the node is gone.
+    /// before. Returns `None` if the node is gone.
     ///
     /// # Errors
     /// [`NotLocked`] for a lock that the node does not have; nothing is changed.
@@ -141,7 +141,7 @@ impl HybridTree {
     }
 
     /// Releases the window of a lock early, when the request has moved on, and as `state` says the state with
-    /// it. Windows of nodes that nothing locks any more are freed. `None` if the node is gone.
+    /// it. Windows of nodes that nothing locks any more are freed. Returns `None` if the node is gone.
     ///
     /// # Errors
     /// [`NotLocked`]; nothing is changed.
@@ -232,7 +232,7 @@ impl HybridTree {
         None
     }
 
-    /// The nodes from `id` to the one with the boundary, or to the root.
+    /// Returns the nodes from `id` to the one with the boundary, or to the root.
     fn window_nodes(&self, id: NodeId, boundary: Option<Boundary>) -> Vec<NodeId> {
         let mut is_inside = true;
         let nodes = self.path(id).take_while(|&at| {

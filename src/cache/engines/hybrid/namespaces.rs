@@ -39,7 +39,7 @@ struct Numbered {
 }
 
 impl Namespaces {
-    /// The number of a namespace, if it has one.
+    /// Returns the number of a namespace, if it has one.
     pub(super) fn number(&self, name: &Namespace) -> Option<NamespaceId> {
         // The usual one costs no look-up.
         if *name == Namespace::Unnamed { Some(NamespaceId::UNNAMED) } else { self.numbers.get(name).copied() }
@@ -90,7 +90,7 @@ impl Namespaces {
         self.by_number.clear();
     }
 
-    /// The numbers that are given, with the children of the root that were counted.
+    /// Returns the numbers that are given, with the children of the root that were counted.
     pub(super) fn counts(&self) -> impl Iterator<Item = (NamespaceId, usize)> + '_ {
         self.by_number.iter().map(|(&number, numbered)| (number, numbered.children))
     }

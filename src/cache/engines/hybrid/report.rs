@@ -61,21 +61,21 @@ pub struct SlotRuns<'a> {
 }
 
 impl SlotRuns<'_> {
-    /// The number of slots.
+    /// Returns the number of slots.
     #[must_use]
     pub const fn count(&self) -> usize {
         self.count
     }
 
-    /// The slots of one node after the other.
+    /// Returns the slots of one node after the other.
     pub fn iter(&self) -> impl Iterator<Item = &[EngineSlot]> {
         self.nodes.iter().rev().map(|&id| self.tree.node(id).value(Part::Full))
     }
 }
 
 impl HybridTree {
-    /// The slots for full attention behind `until` up to the end of `from`, run by run. `None` if a node is
-    /// gone or `until` is not on the way to `from`.
+    /// Returns the slots for full attention behind `until` up to the end of `from`, run by run. Returns
+    /// `None` if a node is gone or `until` is not on the way to `from`.
     #[must_use]
     pub fn slot_runs(&self, from: NodeHandle, until: NodeHandle) -> Option<SlotRuns<'_>> {
         let (from, until) = (self.at(from)?, self.at(until)?);
@@ -91,14 +91,14 @@ impl HybridTree {
         Some(SlotRuns { tree: self, nodes, count: self.node(from).end - self.node(until).end })
     }
 
-    /// The slots of [`HybridTree::slot_runs`].
+    /// Returns the slots of [`HybridTree::slot_runs`].
     #[must_use]
     pub fn slots_between(&self, from: NodeHandle, until: NodeHandle) -> Option<Vec<EngineSlot>> {
         Some(self.slot_runs(from, until)?.iter().flatten().copied().collect())
     }
 
-    /// The hash of the page that ends at `end` tokens on the way to a node, if it has one. `None` if the node
-    /// is gone.
+    /// Returns the hash of the page that ends at `end` tokens on the way to a node, if it has one. Returns
+    /// `None` if the node is gone.
     #[must_use]
     pub fn hash_at(&self, node: NodeHandle, end: usize) -> Option<Option<PageDigest>> {
         let id = self.at(node)?;
@@ -111,7 +111,8 @@ impl HybridTree {
         Some(page)
     }
 
-    /// Names the pages from `start` up to the end of a node, on the way to it. `None` if the node is gone.
+    /// Names the pages from `start` up to the end of a node, on the way to it. Returns `None` if the node is
+    /// gone.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless there is one hash for each page, and
@@ -143,14 +144,14 @@ impl HybridTree {
         Some(Ok(()))
     }
 
-    /// The value of a node: `None` if the node is gone, empty if it has none.
+    /// Returns the value of a node: `None` if the node is gone, empty if it has none.
     #[must_use]
     pub fn value(&self, node: NodeHandle, part: Part) -> Option<&[EngineSlot]> {
         self.at(node).map(|id| self.node(id).value(part))
     }
 
-    /// Gives a node a window or a state that it does not have, as its most recent use. `None` if the node is
-    /// gone.
+    /// Gives a node a window or a state that it does not have, as its most recent use. Returns `None` if the
+    /// node is gone.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, a part that nodes
@@ -176,7 +177,7 @@ impl HybridTree {
         Some(Ok(()))
     }
 
-    /// The ranges within `start..end` of the tokens that have no window.
+    /// Returns the ranges within `start..end` of the tokens that have no window.
     #[must_use]
     pub fn window_gaps(
         &self,
@@ -241,7 +242,7 @@ impl HybridTree {
         Ok(())
     }
 
-    /// A node as it is now; `None` if it is gone.
+    /// Returns a node as it is now; `None` if it is gone.
     #[must_use]
     pub fn state(&self, node: NodeHandle) -> Option<NodeState> {
         let id = self.at(node)?;
@@ -257,14 +258,14 @@ impl HybridTree {
         })
     }
 
-    /// All nodes, the root first.
+    /// Returns all nodes, the root first.
     #[must_use]
     pub fn handles(&self) -> Vec<NodeHandle> {
         std::iter::once(ROOT).chain(self.runs()).map(|id| self.handle(id)).collect()
     }
 
-    /// The nodes directly behind a node, in the order in which they came. `None` if the node is gone. Looks
-    /// at every node.
+    /// Returns the nodes directly behind a node, in the order in which they came. Returns `None` if the node
+    /// is gone. Looks at every node.
     #[must_use]
     pub fn children(&self, node: NodeHandle) -> Option<Vec<NodeHandle>> {
         let id = self.at(node)?;
@@ -273,20 +274,20 @@ impl HybridTree {
         Some(children.into_iter().map(|child| self.handle(child)).collect())
     }
 
-    /// The nodes with a value of a part, the most recent first.
+    /// Returns the nodes with a value of a part, the most recent first.
     #[must_use]
     pub fn listed(&self, part: Part) -> Vec<NodeHandle> {
         let first = self.list(part).first;
         std::iter::successors(first, |&id| self.earlier(part, id)).map(|id| self.handle(id)).collect()
     }
 
-    /// All values of a part.
+    /// Returns all values of a part.
     #[must_use]
     pub fn values(&self, part: Part) -> Vec<EngineSlot> {
         self.runs().flat_map(|id| self.node(id).value(part)).copied().collect()
     }
 
-    /// The path to a node, the root left out; `None` if the node is gone.
+    /// Returns the path to a node, the root left out; `None` if the node is gone.
     #[must_use]
     pub fn path_to(&self, node: NodeHandle) -> Option<Vec<PathNode>> {
         let id = self.at(node)?;
@@ -341,8 +342,8 @@ impl HybridTree {
         Some(order)
     }
 
-    /// The slots for full attention of all nodes that `wanted` accepts, by its locks and whether it has a
-    /// window.
+    /// Returns the slots for full attention of all nodes that `wanted` accepts, by its locks and whether it
+    /// has a window.
     #[must_use]
     pub fn slot_rows(&self, wanted: impl Fn(&[u32; 3], bool) -> bool) -> Vec<SlotRow> {
         let mut rows = Vec::new();
@@ -361,7 +362,7 @@ impl HybridTree {
         rows
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let contents = self.runs().map(|id| {

@@ -23,7 +23,7 @@ pub enum TokenBlock<'a> {
     Wide(&'a [i64]),
 }
 
-/// Whether one of the tokens is not the one that `theirs` gives for its place.
+/// Returns whether one of the tokens is not the one that `theirs` gives for its place.
 #[inline]
 pub fn differ(ours: &[u32], theirs: impl Fn(usize) -> i64) -> bool {
     const LANES: usize = 32;
@@ -43,7 +43,7 @@ pub fn differ(ours: &[u32], theirs: impl Fn(usize) -> i64) -> bool {
 }
 
 impl TokenBlock<'_> {
-    /// Whether `tokens`, as many, are the same.
+    /// Returns whether `tokens`, as many, are the same.
     #[must_use]
     pub fn equals(&self, tokens: &[i64]) -> bool {
         match self {
@@ -52,7 +52,7 @@ impl TokenBlock<'_> {
         }
     }
 
-    /// The number of first tokens that are the same in `tokens`.
+    /// Returns the number of first tokens that are the same in `tokens`.
     #[must_use]
     pub fn common(&self, tokens: &[i64]) -> usize {
         match self {
@@ -63,7 +63,7 @@ impl TokenBlock<'_> {
         }
     }
 
-    /// The number of tokens.
+    /// Returns the number of tokens.
     #[must_use]
     pub const fn len(&self) -> usize {
         match self {
@@ -72,7 +72,7 @@ impl TokenBlock<'_> {
         }
     }
 
-    /// Whether there are none.
+    /// Returns whether there are none.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
@@ -86,7 +86,7 @@ impl Default for TokenRun {
 }
 
 impl TokenRun {
-    /// The tokens `at..at + count` of a caller.
+    /// Returns the tokens `at..at + count` of a caller.
     pub(super) fn of(prompt: &dyn TokenSource, at: usize, count: usize) -> Self {
         let mut narrow = Vec::with_capacity(count);
         let mut block = Vec::with_capacity(BLOCK);
@@ -115,7 +115,7 @@ impl TokenRun {
         self.len() == 0
     }
 
-    /// The tokens from `at` on, at most `count`.
+    /// Returns the tokens from `at` on, at most `count`.
     pub(super) fn block(&self, at: usize, count: usize) -> TokenBlock<'_> {
         let end = self.len().min(at.saturating_add(count));
         match self {
@@ -124,7 +124,7 @@ impl TokenRun {
         }
     }
 
-    /// The number of tokens from `at` on that are those of `prompt` from `prompt_at` on.
+    /// Returns the number of tokens from `at` on that are those of `prompt` from `prompt_at` on.
     pub(super) fn common(&self, at: usize, prompt: &dyn TokenSource, prompt_at: usize) -> usize {
         let count = (self.len() - at).min(prompt.count().saturating_sub(prompt_at));
         let mut done = 0;

@@ -13,7 +13,7 @@ pub(super) struct Ages {
 }
 
 impl Ages {
-    /// The scale for a cache of `capacity` tokens.
+    /// Returns the scale for a cache of `capacity` tokens.
     pub(super) fn new(capacity: u64) -> Self {
         let unit = (capacity / 64).max(1);
         let mut floors = [0; AGES];
@@ -25,17 +25,17 @@ impl Ages {
         Self { unit, floors }
     }
 
-    /// The step of an age.
+    /// Returns the step of an age.
     pub(super) fn of(&self, age: u64) -> usize {
         self.floors.partition_point(|&floor| floor <= age) - 1
     }
 
-    /// The youngest age of a step.
+    /// Returns the youngest age of a step.
     pub(super) const fn floor(&self, step: usize) -> u64 {
         self.floors[step]
     }
 
-    /// The width of the first step.
+    /// Returns the width of the first step.
     pub(super) const fn unit(&self) -> u64 {
         self.unit
     }

@@ -62,7 +62,7 @@ pub(super) struct Cohorts {
 }
 
 impl Cohorts {
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
         let cohorts: usize = self.classes.iter().map(VecDeque::capacity).sum();
         self.links.capacity() * size_of::<CohortLink>() + cohorts * size_of::<Cohort>()
@@ -107,13 +107,13 @@ impl Cohorts {
         self.join(widen(older), widen(younger));
     }
 
-    /// The next leaf of the same cohort.
+    /// Returns the next leaf of the same cohort.
     pub(super) fn younger(&self, leaf: NodeId) -> Option<NodeId> {
         let next = widen(self.links[widen(leaf.number()) + ENDS].younger);
         (next >= ENDS).then(|| id(next))
     }
 
-    /// The leaf used least recently.
+    /// Returns the leaf used least recently.
     pub(super) fn oldest(&mut self) -> Option<NodeId> {
         let mut oldest: Option<usize> = None;
         for class in 0..CLASSES {
@@ -131,7 +131,7 @@ impl Cohorts {
         oldest.map(id)
     }
 
-    /// The oldest leaf of the cohort that is worth least; of those worth the same, of the oldest.
+    /// Returns the oldest leaf of the cohort that is worth least; of those worth the same, of the oldest.
     pub(super) fn least(&mut self, worth: &[[f64; AGES]; CLASSES], now: Tick) -> Option<NodeId> {
         if now < self.due
             && let Some(head) = self.choice.and_then(|choice| self.head(choice.end))
@@ -159,7 +159,7 @@ impl Cohorts {
         self.choice = None;
     }
 
-    /// The end of the cohort for a leaf used at `used`.
+    /// Returns the end of the cohort for a leaf used at `used`.
     fn cohort(&mut self, class: usize, used: Tick, now: Tick) -> usize {
         let after = self.classes[class].partition_point(|cohort| cohort.from <= used);
         let unit = self.ages.unit();
@@ -210,7 +210,7 @@ impl Cohorts {
         self.classes[class].truncate(kept);
     }
 
-    /// The oldest leaf of a list.
+    /// Returns the oldest leaf of a list.
     fn head(&self, end: usize) -> Option<usize> {
         let head = widen(self.links[end].younger);
         (head != end).then_some(head)

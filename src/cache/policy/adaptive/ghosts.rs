@@ -37,7 +37,7 @@ pub(super) struct Ghosts {
 }
 
 impl Ghosts {
-    /// The size of the table in bytes.
+    /// Returns the size of the table in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.sets.capacity() * size_of::<[u64; WAYS]>()
     }
@@ -78,7 +78,7 @@ impl Ghosts {
         Some(Ghost { used: Tick::new((start + self.unit - 1).min(now.tokens())), uses })
     }
 
-    /// Up to what age a block that was not used again is still remembered.
+    /// Returns up to what age a block that was not used again is still remembered.
     pub(super) fn horizon(&self, now: Tick) -> u64 {
         self.lost_at.unwrap_or(now.tokens())
     }

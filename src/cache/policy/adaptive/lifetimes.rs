@@ -92,12 +92,12 @@ impl Lifetimes {
         }
     }
 
-    /// Whether there is enough to judge by.
+    /// Returns whether there is enough to judge by.
     pub(super) const fn is_known(&self) -> bool {
         self.is_known
     }
 
-    /// The worth of a block of each class and age.
+    /// Returns the worth of a block of each class and age.
     pub(super) const fn worth(&self) -> &[[f64; AGES]; CLASSES] {
         &self.worth
     }
@@ -198,7 +198,7 @@ impl Curve {
         self.left *= 1.0 - hazard;
     }
 
-    /// The most hits per unit of time that staying on can bring at each age, over all times to stay.
+    /// Returns the most hits per unit of time that staying on can bring at each age, over all times to stay.
     fn worth(&self, ages: &Ages, steps: usize) -> [f64; AGES] {
         // Hits by time, were every block kept until then: the best time to stay from an age on is where the
         // curve seen from there rises steepest, which is a corner of its upper hull.
@@ -231,7 +231,7 @@ impl Curve {
     }
 }
 
-/// A count of tokens as a real number.
+/// Converts a count of tokens to a real number.
 #[expect(clippy::cast_precision_loss, reason = "tokens are counted far below 2^53")]
 pub(super) const fn real(tokens: u64) -> f64 {
     tokens as f64

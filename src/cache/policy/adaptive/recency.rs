@@ -58,7 +58,7 @@ impl Recency {
         }
     }
 
-    /// Whether the cache finds as much as recency does, but for the allowance.
+    /// Returns whether the cache finds as much as recency does, but for the allowance.
     pub(super) fn trails(&self) -> bool {
         self.recent <= self.own * (1.0 + ALLOWANCE)
     }
