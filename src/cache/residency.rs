@@ -1,4 +1,4 @@
-//! The contents of a tier below the device: the place of each key, and the order of eviction.
+//! The contents of a tier below the device: which page is in which place, and the order of eviction.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -8,29 +8,29 @@ use crate::base::{Id, id, widen};
 use super::{Namespace, PageHash, RecencyList};
 
 id!(
-    /// An entry of a [`Residency`]. It stays that of its page as long as it is held.
+    /// An entry of a [`Residency`]. As long as it is held, it belongs to the same page.
     pub EntryId,
     "entry"
 );
 
-/// Whether the device has a page, too.
+/// Whether the device has a page that the tier has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DevicePresence {
-    /// The device does not have it: the page goes first.
+    /// The device does not have the page, so the tier evicts it before those that the device has.
     Absent,
-    /// The device has it, too.
+    /// The device has the page, too.
     Present,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The page is on its way here from the device, and not to be found.
+    /// A copy from the device is in progress. The page cannot be found yet.
     Arriving,
-    /// The page is on its way here from further below: something else may bring it first.
+    /// A copy from the store is in progress. A copy from the device may replace it.
     Fetched,
     /// The page is complete.
     Ready,
-    /// The page is given up, but held.
+    /// The page was removed, but its place is still held.
     Removed,
     /// The entry is not in use.
     Vacant,
@@ -42,18 +42,20 @@ struct Entry<P> {
     place: P,
     /// A hash of the namespace.
     namespace: u64,
-    /// Copies that use the place.
+    /// The number of copies that use the place.
     holders: u32,
     presence: DevicePresence,
     stage: Stage,
 }
 
-/// The contents of a tier, by key: pages, or snapshots of states.
+/// The contents of a tier by key: pages, or snapshots of states.
 ///
-/// An entry is found when its copy is complete. An entry that copies use keeps its place until the last of
-/// them has ended, even if it is given up meanwhile. Of the others, entries that the device does not have are
-/// evicted first, the least recently used before the rest: entries that the device has are not looked up here
-/// now, and will be needed here when the device evicts them.
+/// An entry can be found once its copy is complete. An entry that copies use keeps its place until the last
+/// copy has ended, even if the entry is removed in the meantime.
+///
+/// Of the entries that no copy uses, those that the device does not have are evicted first, the least
+/// recently used before the others. Entries that the device has are not looked up in the tier at present, and
+/// will be needed when the device evicts them.
 ///
 /// ```
 /// use kvpool::cache::{DevicePresence, Namespace, Residency};
@@ -71,7 +73,8 @@ pub struct Residency<P> {
     entries: Vec<Entry<P>>,
     vacant: Vec<EntryId>,
     by_key: HashMap<PageHash, EntryId>,
-    /// The entries that are ready and not held: pages that the device has not, and pages that it has, too.
+    /// The entries that are ready and not held, in the order of eviction: those that the device does not
+    /// have, then those that it has.
     order: [RecencyList<EntryId>; 2],
     ready: usize,
     clears: u64,
@@ -97,27 +100,27 @@ impl<P: Copy> Residency<P> {
         self.ready
     }
 
-    /// Returns whether there are none.
+    /// Returns whether no page can be found.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.ready == 0
     }
 
-    /// Returns the number of pages that are on their way here.
+    /// Returns the number of pages whose copies are in progress.
     #[must_use]
     pub fn arriving(&self) -> usize {
         self.by_key.len() - self.ready
     }
 
-    /// Returns whether a page is here, or on its way from the device.
+    /// Returns whether the tier has a page, or a copy of it from the device is in progress.
     #[must_use]
     pub fn contains(&self, key: &PageHash) -> bool {
         self.by_key.get(key).is_some_and(|&entry| self.entry(entry).stage != Stage::Fetched)
     }
 
-    /// Gives up a page that is on its way from further below, if it is. Its place stays in use until
+    /// Cancels the copy of a page from the store, if one is in progress. Its place stays in use until
     /// [`Self::arrive`] or [`Self::fail`].
-    pub fn give_up_fetch(&mut self, key: &PageHash) {
+    pub fn cancel_fetch(&mut self, key: &PageHash) {
         if let Some(&entry) = self.by_key.get(key)
             && self.entry(entry).stage == Stage::Fetched
         {
@@ -150,25 +153,25 @@ impl<P: Copy> Residency<P> {
         self.clears
     }
 
-    /// Returns the number of places that pages have, those that are given up but held included.
+    /// Returns the number of places in use, including those of removed pages that are held.
     #[must_use]
     pub fn in_use(&self) -> usize {
         self.entries.len() - self.vacant.len()
     }
 
-    /// Lets a page begin to arrive from the device, which [contains](Self::contains) says is not here.
+    /// Begins the copy of a page from the device. The tier must not [contain](Self::contains) the page.
     pub fn begin(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
         self.add(key, namespace, place, Stage::Arriving)
     }
 
-    /// Lets a page begin to arrive from further below. If it begins to arrive from the device meanwhile, that
-    /// takes the place of this.
+    /// Begins the copy of a page from the store. If a copy from the device begins in the meantime, it
+    /// replaces this one.
     pub fn begin_fetch(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
         self.add(key, namespace, place, Stage::Fetched)
     }
 
     fn add(&mut self, key: PageHash, namespace: &Namespace, place: P, stage: Stage) -> EntryId {
-        self.give_up_fetch(&key);
+        self.cancel_fetch(&key);
         let namespace = hash_of(namespace);
         let entry = Entry { key, place, namespace, holders: 1, presence: DevicePresence::Absent, stage };
         let id = if let Some(id) = self.vacant.pop() {
@@ -184,8 +187,8 @@ impl<P: Copy> Residency<P> {
         id
     }
 
-    /// Makes a page that was arriving complete, as the one used last; `presence` says whether the device has
-    /// it still. Returns its place if it was given up meanwhile.
+    /// Completes the copy of a page, and makes the page the most recently used one. `presence` says whether
+    /// the device still has the page. Returns the place if the page was removed in the meantime.
     pub fn arrive(&mut self, entry: EntryId, presence: DevicePresence) -> Option<P> {
         let here = self.entry_mut(entry);
         if matches!(here.stage, Stage::Arriving | Stage::Fetched) {
@@ -195,8 +198,8 @@ impl<P: Copy> Residency<P> {
         self.release(entry)
     }
 
-    /// Records that the device has pages, or has them no more, which is a use: the last is evicted last.
-    /// Those that are not complete here are left out.
+    /// Records that the device has pages, or no longer has them. This counts as a use, the last page being
+    /// the most recent one. Pages that are not complete in the tier are left out.
     pub fn set_device_presence<'a>(
         &mut self,
         keys: impl IntoIterator<Item = &'a PageHash>,
@@ -213,7 +216,7 @@ impl<P: Copy> Residency<P> {
         }
     }
 
-    /// Records that the device has none of the pages any more.
+    /// Records that the device no longer has any of the pages.
     pub fn set_none_on_device(&mut self) {
         let [lone, present] = &mut self.order;
         present.iter_oldest().for_each(|entry| lone.push(entry));
@@ -221,7 +224,7 @@ impl<P: Copy> Residency<P> {
         self.entries.iter_mut().for_each(|entry| entry.presence = DevicePresence::Absent);
     }
 
-    /// Gives up a page that was arriving. Returns its place.
+    /// Abandons the copy of a page. Returns its place.
     pub fn fail(&mut self, entry: EntryId) -> Option<P> {
         self.remove(entry);
         self.release(entry)
@@ -237,7 +240,7 @@ impl<P: Copy> Residency<P> {
         }
     }
 
-    /// Ends a hold, which is a use. Returns the place if it was the last one of a page that was given up.
+    /// Ends a hold, which counts as a use. Returns the place if this was the last hold of a removed page.
     pub fn release(&mut self, entry: EntryId) -> Option<P> {
         let here = self.entry_mut(entry);
         here.holders -= 1;
@@ -251,7 +254,8 @@ impl<P: Copy> Residency<P> {
         (stage == Stage::Removed).then(|| self.vacate(entry))
     }
 
-    /// Gives up the page that goes first. Returns its key and its place; `None` if all are in use.
+    /// Evicts the first page in the order of eviction. Returns its key and its place; `None` if all pages are
+    /// in use.
     pub fn evict(&mut self) -> Option<(PageHash, P)> {
         let oldest = self.order.iter().find_map(RecencyList::oldest)?;
         let key = self.entry(oldest).key;
@@ -259,8 +263,8 @@ impl<P: Copy> Residency<P> {
         Some((key, self.vacate(oldest)))
     }
 
-    /// Gives up the pages of a namespace, or all: they are found no more. Returns their keys, and the places
-    /// of those that nothing uses.
+    /// Removes the pages of a namespace, or all pages, so that they can no longer be found. Returns their
+    /// keys, and the places that nothing uses.
     pub fn clear(&mut self, namespace: Option<&Namespace>) -> (Vec<PageHash>, Vec<P>) {
         self.clears += 1;
         let name = namespace.map(hash_of);
@@ -297,7 +301,7 @@ impl<P: Copy> Residency<P> {
         &mut self.entries[widen(entry.number())]
     }
 
-    /// Lets a page be found no more.
+    /// Removes a page, so that it can no longer be found.
     fn remove(&mut self, entry: EntryId) {
         let here = self.entry(entry);
         let (key, stage, is_held) = (here.key, here.stage, here.holders > 0);

@@ -1,4 +1,4 @@
-//! The pages of tokens: a radix tree whose edges are runs of whole pages.
+//! A radix tree that maps tokens to pages. Its edges are runs of whole pages.
 
 mod counts;
 mod edges;
@@ -41,37 +41,38 @@ pub use nodes::{Insertion, NodeInfo};
 pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, WritePolicy};
 pub use publish::FoundPrefix;
 
-/// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
-/// there.
+/// A run of whole pages that every prompt with these tokens has used as a whole: the prompts differ only
+/// after its last page, or one of them ends there.
 #[derive(Clone, Debug)]
-// Two lines of the processor's cache.
+// The node fills two cache lines.
 #[repr(align(64))]
 struct Node {
-    /// The node before; a root is its own parent.
+    /// The parent node. A root is its own parent.
     parent: NodeId,
-    /// The root of the node; a root is its own.
+    /// The root that the node is below. A root is its own root.
     root: NodeId,
-    /// The fingerprint of the first page. With pages of one token, it is that token.
+    /// The fingerprint of the first page; with pages of one token, that token.
     fingerprint: u32,
     children: u32,
-    /// Leases that end here, and children that have locks. While there are any, nothing here is evicted.
+    /// The number of leases that end at this node, plus the number of its children that have locks. A node
+    /// with locks is not evicted.
     locks: u32,
-    /// Leases that end here.
+    /// The number of leases that end at this node.
     leases: u32,
-    /// `pages.len() * page_size` tokens.
+    /// The tokens of the pages: `page_size` for each page.
     tokens: ShortVec<i32>,
     /// The pages of the node; not empty, except in a root.
     pages: ShortVec<Page>,
     /// The hash of all tokens up to the end of the node.
     hash: RollingHash,
-    /// Tokens up to the end of the node.
+    /// The number of tokens from the root to the end of the node.
     end: u32,
     history: History,
-    /// Whether there is a snapshot of the state at its end.
+    /// Whether there is a snapshot of the state at the end of the node.
     has_snapshot: bool,
-    /// Whether it is among the evictable leaves.
+    /// Whether the node is in the queue of evictable leaves.
     is_queued: bool,
-    /// Pins that go through it.
+    /// The number of pins of prefixes that contain the node.
     pins: u32,
     kind: Kind,
 }
@@ -111,7 +112,8 @@ impl Node {
 enum Kind {
     /// The root of a namespace.
     Root,
-    /// The root of prefixes that are found no more, and go with their leases.
+    /// The root of prefixes that can no longer be found, because their namespace was cleared. It is removed
+    /// with their last lease.
     Detached,
     /// A run of pages.
     Run,
@@ -122,7 +124,7 @@ enum Kind {
 pub struct Place {
     node: NodeId,
     pages: usize,
-    /// Tokens up to the place.
+    /// The number of tokens from the root to the place.
     len: usize,
 }
 
@@ -132,28 +134,29 @@ impl Place {
     }
 }
 
-/// The numbers of a [`Tree`], in tokens unless the name says otherwise.
+/// Statistics of a [`Tree`], in tokens unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TreeStats {
-    /// Tokens that are cached: evictable and locked.
+    /// The number of cached tokens: the evictable and the locked ones.
     pub cached: usize,
-    /// Tokens that no lease holds.
+    /// The number of tokens that no lease holds.
     pub evictable: usize,
-    /// Tokens that leases hold.
+    /// The number of tokens that leases hold.
     pub locked: usize,
-    /// Nodes, without roots.
+    /// The number of nodes, not counting roots.
     pub nodes: usize,
-    /// Snapshots of states.
+    /// The number of snapshots of states.
     pub snapshots: usize,
     /// The size of the bookkeeping in bytes.
     pub bytes: usize,
 }
 
-/// Cached prefixes.
+/// A radix tree of cached prefixes.
 ///
-/// A node is evictable when no lease holds it or a node below. Only leaves are evicted, from their end, so
-/// that a prefix stays as long as those that it begins. Finding a prefix costs one comparison of its tokens
-/// and one look-up for each node; adding to it costs the new tokens; evicting costs the evicted tokens.
+/// A node is evictable when no lease holds it or one of its descendants. Only leaves are evicted, and from
+/// their end, so a prefix stays as long as any longer prefix that begins with it. Finding a prefix costs one
+/// comparison of its tokens and one look-up for each node; adding to a prefix costs the new tokens; evicting
+/// costs the evicted tokens.
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
@@ -164,8 +167,8 @@ pub struct TreeStats {
 /// let mut hold = tree.match_prefix(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
 /// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
-/// let gone = tree.release(hold);
-/// assert!(gone.pages.is_empty());
+/// let removed = tree.release(hold);
+/// assert!(removed.pages.is_empty());
 /// assert_eq!(tree.match_prefix(&name, &prompt, 3).unwrap().len(), 2);
 /// assert_eq!((tree.stats().evictable, tree.stats().locked), (2, 2));
 /// ```
@@ -176,25 +179,25 @@ pub struct Tree {
     /// The number of tokens that are matched together, a whole number of pages: see
     /// [`Tree::with_match_unit`].
     match_unit: usize,
-    /// A node without pages is a root, or not in use.
+    /// The nodes. One without pages is a root, or its number is not in use.
     nodes: NodeArena<Node>,
     tails: Tails,
     edges: Edges,
     roots: Roots,
-    /// The hasher, seeded at random: callers cannot choose tokens that collide.
+    /// A hasher with a random seed, so that callers cannot choose tokens that collide.
     hasher: RandomState,
     rolling: RollingHasher,
     queues: Queues,
     now: Tick,
     counts: Counts,
-    /// Whether a prefix is of use only with a snapshot of the state at its end.
+    /// Whether a request can use a prefix only if there is a snapshot of the state at its end.
     is_stateful: bool,
     snapshots: Snapshots,
-    /// Evicted prefixes are remembered by their lengths in this number of tokens.
+    /// Records of evictions are kept for every prefix whose length is a multiple of this number of tokens.
     remembered_every: usize,
     evictions: EvictionLog,
     keyed: KeyedPages,
-    /// The pages and snapshots that are offered to the tier below, if there is one.
+    /// The pages and snapshots to copy to the tier below, if there is a tier.
     offers: Option<Offers>,
 }
 
@@ -208,7 +211,7 @@ pub enum ResumeAt {
 }
 
 impl Tree {
-    /// Creates an empty tree of pages of `page_size` tokens.
+    /// Creates an empty tree whose pages have `page_size` tokens.
     #[must_use]
     pub fn new(page_size: usize, resume_at: ResumeAt, policy: Box<dyn Policy>) -> Self {
         let page_tokens = u32::try_from(page_size).expect("a page fits int32");
@@ -234,7 +237,7 @@ impl Tree {
         }
     }
 
-    /// Returns whether a prefix is of use only with a snapshot of the state at its end.
+    /// Returns whether a request can use a prefix only if there is a snapshot of the state at its end.
     #[must_use]
     pub const fn is_stateful(&self) -> bool {
         self.is_stateful
@@ -246,7 +249,7 @@ impl Tree {
         self.page_size
     }
 
-    /// Returns the current numbers.
+    /// Returns the current statistics.
     #[must_use]
     pub fn stats(&self) -> TreeStats {
         let tokens = |pages: usize| pages * self.page_size;
@@ -281,7 +284,8 @@ impl Tree {
         self.roots.names()
     }
 
-    /// Returns the place that the first `len` of `tokens` lead to, a whole number of pages.
+    /// Returns the place where the cached part of the first `len` tokens ends. `len` is a whole number of
+    /// pages.
     pub(super) fn place_of(
         &self,
         namespace: &Namespace,
@@ -292,7 +296,7 @@ impl Tree {
         root.map(|root| self.descend(root, tokens, len / self.page_size)).transpose()
     }
 
-    /// Returns the last place up to `place` that a request can go on from.
+    /// Returns the last place, at or before `place`, from which a request can resume.
     pub(super) fn usable_place(&self, place: Place) -> Place {
         if !self.is_stateful {
             return place;
@@ -313,7 +317,7 @@ impl Tree {
         self.counts.locked * self.page_size
     }
 
-    /// Returns the pages that leases hold, at the cost of a visit of every node.
+    /// Returns the pages that leases hold. Visits every node.
     #[must_use]
     pub fn locked_pages(&self) -> Vec<Page> {
         let locked = self.all_runs().filter(|&id| self.node(id).locks > 0 || self.is_covered(id));
@@ -378,7 +382,7 @@ impl Tree {
             return token.cast_unsigned();
         }
         let [a, b, c, d, ..] = self.rolling.hash(page).to_le_bytes();
-        // A checked build has few fingerprints, so that pages share them.
+        // A debug build has few fingerprints, so that tests see pages that share one.
         u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
 
@@ -390,7 +394,7 @@ impl Tree {
         })
     }
 
-    /// Makes `id`, whose parent and tokens are set, a child of its parent.
+    /// Enters a node, whose parent and tokens are set, among the children of its parent.
     fn link(&mut self, id: NodeId) {
         let parent = self.node(id).parent;
         self.node_mut(parent).children += 1;
@@ -438,7 +442,7 @@ impl Tree {
         }
     }
 
-    /// Returns the node that ends at `place`; cuts one in two if none does.
+    /// Returns the node that ends at `place`. If no node ends there, splits one in two.
     fn cut(&mut self, place: Place) -> NodeId {
         if place.pages == self.node(place.node).pages.len() {
             return place.node;
@@ -484,7 +488,7 @@ impl Tree {
         cursor.hash()
     }
 
-    /// Returns the nodes from `id` to its root, without the root.
+    /// Returns the nodes from `id` up to its root, not including the root.
     fn path(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         let mut at = id;
         std::iter::from_fn(move || {
@@ -494,12 +498,12 @@ impl Tree {
     }
 }
 
-/// Returns whether a node, which may be gone, is one below `root`.
+/// Returns whether a node is below `root`. The node may have been removed since.
 fn is_below(node: &Node, root: NodeId) -> bool {
     node.root == root && !node.pages.is_empty()
 }
 
-/// Splits off the first `count` elements. The others do not keep their memory.
+/// Splits off and returns the first `count` elements, and frees the memory that the others do not need.
 fn split_front<T: Copy>(all: &mut ShortVec<T>, count: usize) -> ShortVec<T> {
     let back = all.split_off(count);
     let mut front = std::mem::replace(all, back);

@@ -1,24 +1,24 @@
-//! The way from a node to its children, by the fingerprint of their first page.
+//! A hash table that finds the children of a node by the fingerprint of their first page.
 //!
-//! One open table for all nodes, of words that are half a hash and a child. A look-up, an insertion and a
-//! removal touch one line of the processor's cache, or a few where many words belong. Children of equal hash
-//! have a word each; the tree compares their pages.
+//! One table with open addressing serves all nodes. Its words are half a hash and the number of a child. A
+//! look-up, an insertion and a removal touch one cache line, or a few where many words share a bucket.
+//! Children with equal hashes have a word each; the tree compares their pages.
 
 use std::hash::{BuildHasher, RandomState};
 
 use super::NodeId;
 use crate::base::{Id, prefetch, table_of};
 
-/// Words of a bucket.
+/// The number of words in a bucket.
 const WORDS: usize = 8;
 
-/// Buckets of a table that is not empty, at least; a power of two.
+/// The smallest number of buckets of a table that is not empty; a power of two.
 const LEAST: usize = 2;
 
-/// A hash in the upper half, and the number of a child plus 1 in the lower one; 0 is no word.
+/// A hash in the upper half, and the number of a child plus 1 in the lower half. 0 is an empty place.
 type Word = u64;
 
-/// A line of the processor's cache.
+/// A bucket of words, which is one cache line.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(align(64))]
 struct Bucket([Word; WORDS]);
@@ -36,13 +36,14 @@ impl Bucket {
 /// The children of all nodes.
 #[derive(Debug)]
 pub(in crate::cache) struct Edges {
-    /// A word lies in the bucket that the upper bits of its hash name or, if that is full, in the next one
-    /// that is not. The length is a power of two, or 0.
+    /// The buckets. A word is in the bucket that the upper bits of its hash name or, if that is full, in the
+    /// next bucket with an empty place. The length is a power of two, or 0.
     buckets: Vec<Bucket>,
-    /// Words that are not 0: at most 3.5 in a bucket, on average. Full ones are rare then, behind which a
-    /// removal has to look.
+    /// The number of words that are not 0: on average at most 3.5 in a bucket. Full buckets are rare then; a
+    /// removal has to look into the bucket after a full one.
     len: usize,
-    /// Secret: callers choose tokens, and with them fingerprints, but cannot choose ones that collide.
+    /// Random and secret: callers choose tokens and thereby fingerprints, but cannot choose fingerprints that
+    /// collide.
     plus: u64,
     times: u64,
 }
@@ -53,7 +54,7 @@ impl Edges {
         Self { buckets: Vec::new(), len: 0, plus, times: times | 1 }
     }
 
-    /// Returns the children of `parent` whose first page has this fingerprint, and perhaps others.
+    /// Returns the children of `parent` whose first page has this fingerprint. Others may be among them.
     pub(in crate::cache) fn get(
         &self,
         parent: NodeId,
@@ -64,7 +65,7 @@ impl Edges {
         words.filter(move |word| *word != 0 && word >> 32 == hash >> 32).map(child_of)
     }
 
-    /// Fetches the place of an edge, so that it is near when the edge is looked for.
+    /// Prefetches the bucket of an edge that will be looked up soon.
     pub(in crate::cache) fn prefetch(&self, parent: NodeId, fingerprint: u32) {
         if !self.buckets.is_empty() {
             prefetch(&self.buckets[self.home(self.hash(parent, fingerprint))]);
@@ -86,7 +87,8 @@ impl Edges {
         let places = |at: usize| Some((at, self.buckets[at].place_of(word)?));
         let (mut at, mut place) = self.reach(hash).find_map(places).expect("a child is linked");
         self.len -= 1;
-        // A word of an earlier bucket moves up, for as long as the bucket was full.
+        // The gap is filled with a word that a full bucket has displaced, until the chain of full buckets
+        // ends.
         let mut full = at;
         while self.buckets[full].is_full() {
             full = self.next(full);
@@ -109,7 +111,7 @@ impl Edges {
         self.buckets.capacity() * size_of::<Bucket>()
     }
 
-    /// Returns the buckets in which words of a hash lie.
+    /// Returns the buckets that may contain words with this hash.
     fn reach(&self, hash: Word) -> impl Iterator<Item = usize> + '_ {
         let mut next = (!self.buckets.is_empty()).then(|| self.home(hash));
         std::iter::from_fn(move || {
@@ -119,7 +121,7 @@ impl Edges {
         })
     }
 
-    /// Writes a word to the first gap where it belongs.
+    /// Writes a word to the first empty place where it may be.
     fn place(&mut self, word: Word) {
         let mut at = self.home(word);
         let gap = loop {
@@ -131,7 +133,7 @@ impl Edges {
         self.buckets[at].0[gap] = word;
     }
 
-    /// Doubles the table.
+    /// Doubles the number of buckets.
     fn grow(&mut self) {
         let buckets = table_of((self.buckets.len() * 2).max(LEAST), Bucket::default());
         for word in std::mem::replace(&mut self.buckets, buckets).into_iter().flat_map(|bucket| bucket.0) {
@@ -145,7 +147,7 @@ impl Edges {
         (at + 1) & (self.buckets.len() - 1)
     }
 
-    /// Returns the number of buckets that `to` lies behind `from`.
+    /// Returns the number of buckets from `from` on to `to`.
     const fn steps(&self, from: usize, to: usize) -> usize {
         to.wrapping_sub(from) & (self.buckets.len() - 1)
     }
@@ -156,14 +158,14 @@ impl Edges {
         usize::try_from(word >> (u64::BITS - bits)).expect("there is no bit of the child in it")
     }
 
-    /// Returns the hash in the upper half of a word. Multiplied once, fingerprints that follow each other, as
-    /// those of new tokens may, would crowd in a few buckets under one multiplier of twenty.
+    /// Returns the hash, in the upper half of a word. It is mixed twice: mixed once, consecutive
+    /// fingerprints, which new tokens may have, would crowd into a few buckets for one multiplier in twenty.
     fn hash(&self, parent: NodeId, fingerprint: u32) -> Word {
         let edge = u64::from(parent.number()) << 32 | u64::from(fingerprint);
         self.mix(self.mix(edge)) >> 32 << 32
     }
 
-    /// Returns the halves of a product, folded.
+    /// Multiplies and folds the halves of the product.
     fn mix(&self, value: u64) -> u64 {
         let product = u128::from(value ^ self.plus) * u128::from(self.times);
         let [low, high] = [product & u128::from(u64::MAX), product >> 64];
@@ -208,7 +210,7 @@ mod tests {
         let mut state = 1_u32;
         for child in 0..4000 {
             state = state.wrapping_mul(1_103_515_245).wrapping_add(12345);
-            // Few fingerprints, so that children share them.
+            // There are few fingerprints, so that children share them.
             let (parent, fingerprint) = (NodeId::new(state >> 16 & 3), state >> 20 & 63);
             edges.insert(parent, fingerprint, NodeId::new(child));
             known.push((parent, fingerprint, NodeId::new(child)));

@@ -1,4 +1,4 @@
-//! Giving up prefixes: by the policy, by namespace, and detached ones with their last lease.
+//! Eviction of prefixes: in the order of the policy, by namespace, or with their last lease.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -8,21 +8,21 @@ use super::roots::retain_listed;
 use super::{Cause, Pressure};
 use super::{Kind, Namespace, NodeId, PageHash, Policy, RollingHash, ShortVec, Tick, Tree, is_below};
 
-/// Number of entries in the histogram of ages: one per power of two of tokens.
+/// The number of entries in the histogram of ages: one for each power of two of tokens.
 pub const AGE_BUCKETS: usize = 40;
 
-/// The pages and snapshots that the tree gave up, to be freed by the caller.
+/// Pages and snapshots that a tree has removed, for the caller to free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Evicted {
-    /// Numbers of pages in the allocator.
+    /// The numbers of the pages in the allocator.
     pub pages: Vec<Page>,
-    /// Track slots of snapshots.
+    /// The track slots of the snapshots.
     pub states: Vec<StateSlot>,
-    /// The keys of the pages, if there are keys: those worth least first.
+    /// The keys of the pages, if the tree keeps keys, those of the least valuable pages first.
     pub keys: Vec<PageHash>,
-    /// Numbers of pages by age, if they were evicted: below 1, 2, 4, ... tokens were looked up since their
-    /// last use.
+    /// The numbers of evicted pages by age: entry `n` counts those since whose last use fewer than `2**n`
+    /// tokens were looked up.
     pub ages: [u64; AGE_BUCKETS],
 }
 
@@ -32,14 +32,15 @@ impl Default for Evicted {
     }
 }
 
-/// The evictable leaves.
+/// The evictable leaves, in the order of their eviction.
 #[derive(Debug)]
 pub(super) struct Queues {
     pub(super) policy: Box<dyn Policy>,
-    /// The leaves with a priority, which go when there are no others: the lowest priority first, then the
-    /// least recently used.
+    /// The leaves with a priority, which are evicted only when the policy has none: the lowest priority
+    /// first, then the least recently used.
     retained: BTreeSet<(u8, Tick, NodeId)>,
-    /// The leaf that was evicted last, and those that were fetched since they probably follow, in this order.
+    /// The leaf that was evicted last, and the leaves after it that were prefetched because they will
+    /// probably be evicted next, in this order.
     upcoming: VecDeque<NodeId>,
 }
 
@@ -53,15 +54,15 @@ impl Queues {
     }
 }
 
-/// The number of evictions that nodes are fetched ahead: as many as it takes, and few enough that all of them
-/// stay near.
+/// How many evictions ahead nodes are prefetched: enough to hide the latency, and few enough that all of them
+/// stay in the cache.
 const NODES_AHEAD: usize = 24;
 
-/// The number of evictions that edges are fetched ahead, for which the node must have come.
+/// How many evictions ahead edges are prefetched. The node must have arrived by then.
 const EDGES_AHEAD: usize = 12;
 
 impl Tree {
-    /// Evicts at least `pages` pages, or all that are evictable.
+    /// Evicts at least `pages` pages, or all evictable ones if there are fewer.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut evicted = Evicted::default();
         evicted.pages.reserve(pages.min(self.counts.evictable()));
@@ -70,7 +71,7 @@ impl Tree {
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
             let of_policy = self.queues.policy.victim(now);
             let Some(leaf) = of_policy.or_else(|| retained(&self.queues)) else { break };
-            // The policy does not have those that are retained.
+            // Retained leaves are not in the policy, which cannot guess what follows them.
             if of_policy.is_some() {
                 self.fetch_after(leaf);
             }
@@ -79,11 +80,11 @@ impl Tree {
         evicted
     }
 
-    /// Fetches the memory that the eviction of `leaf` and those that probably follow will touch: first the
-    /// nodes, and a few evictions later the generations and edges of these.
+    /// Prefetches the memory that the evictions after that of `leaf` will touch: first the nodes and, a few
+    /// evictions later, their generations and edges.
     pub(super) fn fetch_after(&mut self, leaf: NodeId) {
         let Queues { policy, upcoming, .. } = &mut self.queues;
-        // A leaf of which a part was evicted is still the first.
+        // A leaf that was evicted in part is still the first one.
         if upcoming.front() != Some(&leaf) {
             upcoming.pop_front();
         }
@@ -140,8 +141,8 @@ impl Tree {
         evicted.pages.extend_from_slice(&trimmed);
     }
 
-    /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
-    /// their hash if there are any.
+    /// Records the eviction of the prefixes that end in a node after its first `keep` pages. Returns the
+    /// length of the prefix that remains, and its hash if a part of the node remains.
     fn record_eviction(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, RollingHash) {
         let here = &self.nodes[node];
         let (history, end, mut hash) = (here.history, widen(here.end), here.hash);
@@ -186,15 +187,15 @@ impl Tree {
         evicted.pages.extend_from_slice(&pages);
     }
 
-    /// Gives up the prefixes of a namespace, or all. Those in use are found no more, and are given up with
-    /// their last lease.
+    /// Removes the prefixes of a namespace, or all of them. Prefixes in use can no longer be found, and are
+    /// removed with their last lease.
     pub fn clear(&mut self, namespace: Option<&Namespace>, cause: Cause) -> Evicted {
         let roots: Vec<_> = match namespace {
             Some(name) => self.root(name).into_iter().collect(),
             None => self.roots.ids().collect(),
         };
         let mut nodes: Vec<_> = roots.iter().flat_map(|&root| self.detach(root)).collect();
-        // Children before their parents.
+        // Children are removed before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
         for &id in &nodes {
             let _ = self.record_eviction(id, 0, cause);
@@ -215,7 +216,7 @@ impl Tree {
         evicted
     }
 
-    /// Makes the prefixes below `root` be found no more, and returns their nodes.
+    /// Detaches the prefixes below `root`, so that they can no longer be found, and returns their nodes.
     fn detach(&mut self, root: NodeId) -> Vec<NodeId> {
         let mut nodes = self.roots.detach(root);
         retain_listed(&mut nodes, |id| is_below(self.node(id), root));
@@ -223,7 +224,7 @@ impl Tree {
         nodes
     }
 
-    /// Records that the pages of `nodes`, with leases or without, are found no more.
+    /// Records that the pages of `nodes`, with or without leases, can no longer be found.
     fn record_all_removed(&mut self, nodes: &[NodeId]) {
         for &id in nodes {
             let pages = std::mem::take(&mut self.node_mut(id).pages);
@@ -232,7 +233,7 @@ impl Tree {
         }
     }
 
-    /// Gives up everything, with or without leases. The tree must not be used any more.
+    /// Removes everything, whether there are leases or not. The tree must not be used after this call.
     pub fn take_all(&mut self) -> Evicted {
         let mut pages = Vec::new();
         for node in self.nodes.iter_mut() {
@@ -241,7 +242,7 @@ impl Tree {
         Evicted { pages, states: self.take_snapshots(), ..Evicted::default() }
     }
 
-    /// Gives up `node` and those before it, if they are detached and have neither locks nor children.
+    /// Removes `node` and its ancestors as far as they are detached and have neither locks nor children.
     pub(super) fn prune(&mut self, node: NodeId) -> Evicted {
         let mut evicted = Evicted::default();
         if self.node(self.node(node).root).kind != Kind::Detached {
@@ -257,7 +258,7 @@ impl Tree {
         evicted
     }
 
-    /// Adds a node to the evictable leaves, if it is one.
+    /// Adds a node to the queue of evictable leaves, if it is such a leaf.
     pub(super) fn queue(&mut self, id: NodeId) {
         let (history, now) = (self.node(id).history, self.now);
         let here = self.node_mut(id);
@@ -275,7 +276,7 @@ impl Tree {
         }
     }
 
-    /// Removes a node from the evictable leaves, if it is one.
+    /// Removes a node from the queue of evictable leaves, if it is in it.
     pub(super) fn unqueue(&mut self, id: NodeId) {
         let history = self.node(id).history;
         let here = self.node_mut(id);

@@ -1,4 +1,4 @@
-//! Leases: finding a prefix, and keeping it.
+//! Finding a prefix, and locking it while it is in use.
 
 use crate::base::{Page, Result, widen};
 use crate::index::PageList;
@@ -6,22 +6,22 @@ use crate::index::PageList;
 use super::evict::Evicted;
 use super::{Kind, Namespace, NodeId, Place, Tick, Tokens, Tree, narrow};
 
-/// A use of a prefix, which is not evicted until [`Tree::release`].
+/// A lock of a prefix: until [`Tree::release`] the prefix is not evicted.
 ///
-/// Not a guard: dropping it keeps the prefix locked. [`pool`](crate::pool) makes a guard of it.
+/// It is not a guard: if it is dropped, the prefix stays locked. [`pool`](crate::pool) makes a guard of it.
 #[derive(Debug)]
 #[must_use]
 pub struct Hold {
     pub(super) node: NodeId,
-    /// Tokens of the prefix, in whole pages.
+    /// The number of tokens of the prefix, in whole pages.
     pub(super) len: usize,
-    /// Tokens whose pages were found, whether or not a snapshot of the state was.
+    /// The number of tokens whose pages were found, whether or not there was a snapshot of the state.
     found: usize,
-    /// Whether the last node was published through this hold, so that it may grow.
+    /// Whether the last node was published through this hold, so that more pages may be appended to it.
     pub(super) is_author: bool,
-    /// Tokens that were looked up: those of a prompt.
+    /// The number of tokens that were looked up: the length of the prompt.
     pub(super) asked: usize,
-    /// The node of the last snapshot behind them that was kept through this hold.
+    /// The node of the last snapshot that was made through this hold after the tokens of the prompt.
     pub(super) passing: Option<NodeId>,
 }
 
@@ -32,7 +32,7 @@ impl Hold {
         self.len
     }
 
-    /// Returns the number of tokens whose pages are cached, in whole pages: more than [`Hold::len`] where the
+    /// Returns the number of tokens whose pages are cached, in whole pages. It exceeds [`Hold::len`] if the
     /// tree is stateful and has no snapshot at their end.
     #[must_use]
     pub const fn found(&self) -> usize {
@@ -47,11 +47,11 @@ impl Hold {
 }
 
 impl Tree {
-    /// Locks the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and
-    /// refreshes it.
+    /// Locks the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and records
+    /// its use.
     ///
     /// # Errors
-    /// The error of tokens that cannot be read or are none. Nothing is changed.
+    /// Returns an error if a token cannot be read or is not a token id. Nothing is changed then.
     pub fn match_prefix(&mut self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Hold> {
         let limit = limit.min(tokens.count());
         let place = match self.root(namespace) {
@@ -59,7 +59,7 @@ impl Tree {
             Some(root) => Some(self.descend(root, tokens, limit / self.page_size)?),
         };
         tokens.check(place.map_or(0, |place| place.len)..tokens.count())?;
-        // Also an empty prompt is a lookup of its own.
+        // An empty prompt counts as a look-up, too.
         self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
         let node = match place {
             None => self.root_or_new(namespace),
@@ -73,16 +73,16 @@ impl Tree {
         Ok(Hold { node, len, found, is_author: false, asked, passing: None })
     }
 
-    /// Returns the tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
+    /// Returns the length of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
     ///
     /// # Errors
-    /// The error of tokens that cannot be read.
+    /// Returns an error if a token cannot be read.
     pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens) -> Result<usize> {
         let place = self.place_of(namespace, tokens, tokens.count())?;
         Ok(place.map_or(0, |place| self.usable_place(place).len))
     }
 
-    /// Creates another hold, of the first `len` tokens, a whole number of pages.
+    /// Creates another hold of the first `len` tokens, which are a whole number of pages.
     pub fn hold_first(&mut self, hold: &Hold, len: usize) -> Hold {
         let len = len.min(hold.len);
         let node = self.cut(self.place_on_path(hold.node, len));
@@ -96,14 +96,14 @@ impl Tree {
         self.hold_first(hold, hold.len)
     }
 
-    /// Ends a use. Returns the pages and snapshots that cannot be found any more.
+    /// Ends a use of a prefix. Returns the pages and snapshots that were detached and had no other use.
     #[expect(clippy::needless_pass_by_value, reason = "a hold ends here")]
     pub fn release(&mut self, hold: Hold) -> Evicted {
         self.unlock(hold.node);
         self.prune(hold.node)
     }
 
-    /// Returns the place of position `len` on the way to `node`.
+    /// Returns the place of position `len` on the path to `node`.
     fn place_on_path(&self, node: NodeId, len: usize) -> Place {
         let mut at = node;
         loop {
@@ -116,7 +116,8 @@ impl Tree {
         }
     }
 
-    /// Returns the deepest end of a node up to `place` that has a snapshot, or the root.
+    /// Returns the deepest node that ends at or before `place` and has a snapshot. If there is none, returns
+    /// the root.
     pub(super) fn last_snapshot(&self, place: Place) -> NodeId {
         let is_whole = place.pages == self.node(place.node).pages.len();
         let mut at = if is_whole { place.node } else { self.node(place.node).parent };
@@ -133,8 +134,8 @@ impl Tree {
         self.pages_up_to(Place { node: hold.node, pages, len: hold.len }, from)
     }
 
-    /// Returns the pages of a hold, in order. Long runs are not copied: the tree and the list share their
-    /// memory.
+    /// Returns the pages of a hold, in order. Long runs are not copied: the list shares their memory with the
+    /// tree.
     pub fn share_pages(&mut self, hold: &Hold) -> PageList {
         let mut pages = PageList::default();
         let path: Vec<_> = self.path(hold.node).collect();
@@ -153,7 +154,7 @@ impl Tree {
         self.runs_up_to(place, from).concat()
     }
 
-    /// Returns the pages of positions `from..place.len` as they lie, in order.
+    /// Returns the pages of positions `from..place.len` as slices of the nodes, in order.
     fn runs_up_to(&self, place: Place, from: usize) -> Vec<&[Page]> {
         let mut parts = Vec::new();
         let mut begin = place.len;
@@ -170,7 +171,7 @@ impl Tree {
         parts
     }
 
-    /// Moves a hold to the end of `node`, behind it.
+    /// Moves a hold to the end of `node`, which follows it.
     pub(super) fn move_hold(&mut self, hold: &mut Hold, node: NodeId) {
         if node != hold.node {
             self.lock(node);
@@ -180,7 +181,8 @@ impl Tree {
         hold.len = widen(self.node(node).end);
     }
 
-    /// Refreshes the way to `node`, behind `previous` if that is given. The node has a lock.
+    /// Records a use of the nodes on the path to `node`; only of those after `previous`, if it is given. The
+    /// node has a lock.
     pub(super) fn touch(&mut self, node: NodeId, previous: Option<NodeId>) {
         let now = self.now;
         let path: Vec<_> = self.path(node).take_while(|&id| previous != Some(id)).collect();

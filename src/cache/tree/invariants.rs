@@ -6,11 +6,11 @@ use super::counts::Counts;
 use super::{Kind, NodeId, Tree};
 use crate::base::widen;
 
-/// The children of a node, as they name it.
+/// The children of a node, counted from their parent fields.
 #[derive(Clone, Copy, Debug, Default)]
 struct Children {
     count: u32,
-    /// Children that have locks.
+    /// The number of children that have locks.
     locked: u32,
 }
 
@@ -32,11 +32,11 @@ impl Tree {
         runs.find_map(broken_run).or_else(|| self.broken_pages(&ids)).or_else(|| self.broken_sums(&ids))
     }
 
-    /// Looks for a node that is queued, or has a snapshot, other than it says.
+    /// Checks that a node is queued, and has a snapshot, exactly if it says so.
     fn broken_state(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let is_leaf = (node.locks, node.children) == (0, 0);
-        // A leaf that a lock covers since it was queued is set aside when its turn comes.
+        // A tail that became covered after it was queued is set aside only when it would be evicted.
         if node.is_queued != is_leaf && (node.is_queued || !self.is_covered(id)) {
             return Some(format!(
                 "{id:?} is queued: {}, and a leaf without locks: {is_leaf}",
@@ -47,7 +47,7 @@ impl Tree {
             .then(|| format!("{id:?} has no entry for its snapshot"))
     }
 
-    /// Looks for a node whose tokens, pages and place do not fit each other.
+    /// Checks that the tokens, the pages and the place of a node fit each other.
     fn broken_contents(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let (pages, tokens) = (node.pages.len(), node.tokens.len());
@@ -63,14 +63,14 @@ impl Tree {
             .then(|| format!("{id:?} ends at {}, not behind its parent", node.end))
     }
 
-    /// Looks for a page that two nodes have.
+    /// Checks that no two nodes have the same page.
     fn broken_pages(&self, ids: &[NodeId]) -> Option<String> {
         let mut seen = HashSet::new();
         let mut pages = ids.iter().flat_map(|&id| self.node(id).pages.iter());
         pages.find(|page| !seen.insert(**page)).map(|page| format!("page {page} is cached twice"))
     }
 
-    /// Looks for a number of a node, or of the tree, that is not the sum of what it counts.
+    /// Checks that the counts of each node and of the tree are what they count.
     fn broken_sums(&self, ids: &[NodeId]) -> Option<String> {
         let mut counts = Counts::default();
         let mut children: HashMap<NodeId, Children> = HashMap::new();

@@ -1,5 +1,5 @@
-//! The keys of the pages of a tree for other processes and other tiers, and the events that report changes to
-//! them.
+//! The keys by which other processes and other tiers know the pages of a tree, and the events that report
+//! changes.
 
 use super::{NodeId, OfferedPages, Tree};
 use crate::base::Page;
@@ -7,18 +7,18 @@ use crate::cache::journal::{Journal, KeyedRun};
 use crate::cache::keys::PageKeys;
 use crate::cache::{CacheEvent, Digest, Namespace, PageHash, Tier};
 
-/// The pages that can be found, by their keys. A tree without tiers and readers of events has neither keys
-/// nor events.
+/// The keys of the pages that can be found, and the journal of events. A tree without tiers and without
+/// readers of events has neither.
 #[derive(Debug, Default)]
 pub(super) struct KeyedPages {
-    /// The key of each page that can be found, if something needs them.
+    /// The key of each page that can be found, if a tier or a journal needs keys.
     keys: Option<PageKeys>,
-    /// The events since they were taken last, if they are wanted. With these there are keys.
+    /// The events that have not been taken yet, if the tree keeps a journal. A tree with a journal has keys.
     journal: Option<Journal>,
 }
 
 impl KeyedPages {
-    /// Makes keys from now on.
+    /// Starts to keep keys, which `digest` makes.
     pub(super) fn keep_keys(&mut self, digest: Digest) {
         self.keys.get_or_insert_with(|| PageKeys::new(digest));
     }
@@ -31,7 +31,7 @@ impl KeyedPages {
         self.journal.is_some()
     }
 
-    /// Records new pages for `tokens` behind the page `previous`.
+    /// Records new pages for `tokens`, which follow the page `previous`.
     fn record_stored(
         &mut self,
         namespace: &Namespace,
@@ -47,7 +47,7 @@ impl KeyedPages {
         }
     }
 
-    /// Records pages that are found no more. Returns the keys of those that were.
+    /// Records that `pages` can no longer be found. Returns the keys of those that could.
     pub(super) fn record_removed(&mut self, pages: &[Page]) -> Vec<PageHash> {
         let Some(keys) = &mut self.keys else { return Vec::new() };
         let keys = keys.remove(pages);
@@ -57,7 +57,7 @@ impl KeyedPages {
         keys
     }
 
-    /// Records that no page is found any more.
+    /// Records that no page can be found any more.
     pub(super) fn record_cleared(&mut self) {
         let Some(keys) = &mut self.keys else { return };
         keys.clear();
@@ -72,13 +72,13 @@ impl KeyedPages {
 }
 
 impl Tree {
-    /// Lists the changes of the cache from now on, for [`Tree::take_events`].
+    /// Starts to keep a journal of changes, for [`Tree::take_events`].
     pub fn keep_journal(&mut self, digest: Digest) {
         self.keyed.keep_keys(digest);
         self.keyed.journal.get_or_insert_with(Journal::default);
     }
 
-    /// Goes on with the journal of `earlier`, of which nothing is cached any more.
+    /// Takes over the journal of `earlier`, none of whose pages is cached any more.
     pub fn keep_journal_of(&mut self, earlier: &mut Self) {
         self.keyed.journal = earlier.keyed.journal.take();
         if let Some(journal) = &mut self.keyed.journal {
@@ -86,18 +86,18 @@ impl Tree {
         }
     }
 
-    /// Returns the events since the last call, in order.
+    /// Takes the events since the last call, in order.
     pub fn take_events(&mut self) -> Vec<CacheEvent> {
         self.keyed.journal.as_mut().map_or(Vec::new(), Journal::take)
     }
 
-    /// Returns the key of a page, if there are keys and it is found still.
+    /// Returns the key of a page, if the tree keeps keys and the page can be found.
     #[must_use]
     pub fn key_of(&self, page: Page) -> Option<PageHash> {
         self.keyed.keys()?.get(page)
     }
 
-    /// Records new pages behind `node`, unless they are found by no one.
+    /// Records new pages after the end of `node`, unless the node is detached.
     pub(super) fn record_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
         if self.keyed.keys.is_none() || pages.is_empty() {
             return;
@@ -109,7 +109,7 @@ impl Tree {
         }
     }
 
-    /// Records that pages that were offered are in the tier below.
+    /// Records that the tier below has a copy of pages that were offered.
     pub fn record_copied(&mut self, offered: &OfferedPages) {
         let OfferedPages { keys, namespace, parent, tokens, .. } = offered;
         if let Some(journal) = &mut self.keyed.journal {
@@ -117,7 +117,7 @@ impl Tree {
         }
     }
 
-    /// Records that pages are in the tier below no more.
+    /// Records that the tier below has dropped pages.
     pub fn record_dropped_below(&mut self, keys: Vec<PageHash>) {
         if let Some(journal) = &mut self.keyed.journal {
             journal.removed(Tier::Host, keys);

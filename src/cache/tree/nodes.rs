@@ -1,12 +1,12 @@
-//! The tree by its nodes, for engines that hold nodes instead of leases.
+//! An interface to the nodes of a tree, for engines that hold nodes instead of leases.
 //!
-//! Prefixes are found in whole steps ([`Tree::with_match_unit`]), while pages are kept one by one. What is
-//! left of an insertion behind its last whole step is a *tail*: a leaf that no look-up finds. It stays with
-//! those that inserted it: the next insertion of the same pages takes it over, and it is not evicted while
-//! the node before it is locked, as the lock of its request is on that node. A root has no such lock, so a
-//! tail below a root is locked until its pages are inserted again.
+//! Prefixes are matched in units of several pages ([`Tree::with_match_unit`]), while pages are kept one by
+//! one. The tokens of an insertion after its last whole unit become a *tail*: a leaf that no look-up finds.
+//! It belongs to the request that inserted it. The next insertion of the same pages takes the tail over, and
+//! it is not evicted while its parent is locked, because a request locks the parent. A root is never locked
+//! by a request, so a tail below a root has a lock of its own until its pages are inserted again.
 //!
-//! *Cost.* A tail costs two look-ups in a table. Without tails there are none.
+//! *Cost.* Two look-ups in a table for each tail, and nothing in a tree without tails.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -19,51 +19,51 @@ use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
 use crate::cache::node_arena::NodeArena;
 use crate::cache::{NodeHandle, Remembered};
 
-/// The place of an insertion, and the tails that it meets.
+/// Where an insertion takes place, and the tails that it meets.
 #[derive(Debug)]
 #[must_use]
 pub struct Insertion {
     /// `None` for a namespace without a root.
     place: Option<Place>,
-    /// Tails of the caller within what is cached: others have inserted these tokens meanwhile.
+    /// The tails of the caller whose tokens others have inserted in the meantime.
     returned: Vec<NodeId>,
-    /// The tail of the caller behind what is cached.
+    /// The tail of the caller that continues the cached tokens.
     continued: Option<NodeId>,
 }
 
 impl Insertion {
-    /// Returns the number of tokens that are cached already, in whole steps.
+    /// Returns the number of tokens that are cached already, in whole match units.
     #[must_use]
     pub fn found(&self) -> usize {
         self.place.map_or(0, |place| place.len)
     }
 }
 
-/// A node as it is now.
+/// The current state of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeInfo {
-    /// The node before; `None` for a root.
+    /// The parent; `None` for a root.
     pub parent: Option<NodeHandle>,
-    /// The nodes behind, tails included.
+    /// The children, including tails.
     pub children: Vec<NodeHandle>,
-    /// The tokens of the node, without those of the nodes before.
+    /// The tokens of the node itself, without those of its ancestors.
     pub tokens: Vec<i32>,
     /// The pages of these tokens.
     pub pages: Vec<Page>,
-    /// Locks of the node and of all nodes behind.
+    /// The number of locks of the node and of all its descendants.
     pub locks: usize,
 }
 
-/// The tails by the nodes before them.
+/// The tails, by their parents.
 pub(super) type Tails = HashMap<NodeId, Siblings>;
 
-/// The tails behind one node.
+/// The tails of one parent.
 #[derive(Debug, Default)]
 pub(super) struct Siblings {
     by_first_page: HashMap<Page, NodeId>,
-    /// Pages of those without locks of their own.
+    /// The number of pages of tails without locks of their own.
     unlocked: usize,
-    /// The tails that are to be queued when the node before them is unlocked.
+    /// The tails to queue when the parent is unlocked.
     set_aside: BTreeSet<NodeId>,
     count: usize,
 }
@@ -83,7 +83,7 @@ impl Tree {
         self
     }
 
-    /// Gives nodes names that `earlier` has not given. The tree is empty.
+    /// Makes the handles of nodes differ from those of `earlier`. The tree is empty.
     #[must_use]
     pub fn after(mut self, earlier: &Self) -> Self {
         assert!(self.nodes.is_new(), "the nodes of a tree keep their names");
@@ -91,7 +91,7 @@ impl Tree {
         self
     }
 
-    /// Returns the root of prefixes without a namespace, which stays until the tree ends.
+    /// Returns the root of prefixes without a namespace, and keeps it as long as the tree exists.
     pub fn keep_root(&mut self) -> NodeHandle {
         let root = self.root_or_new(&Namespace::Unnamed);
         self.lock(root);
@@ -99,18 +99,18 @@ impl Tree {
         self.handle(root)
     }
 
-    /// Returns the name of a node.
+    /// Returns the handle of a node.
     fn handle(&self, id: NodeId) -> NodeHandle {
         self.nodes.handle(id)
     }
 
-    /// Returns the node of this name; `None` once it is gone.
+    /// Returns the node with this handle; `None` if it no longer exists.
     fn at(&self, handle: NodeHandle) -> Option<NodeId> {
         self.nodes.at(handle)
     }
 
-    /// Finds the longest cached prefix of `tokens`, in whole steps and of at most `limit` tokens, and
-    /// refreshes it. Cuts a node if none ends there. Returns `None` if nothing is found.
+    /// Finds the longest cached prefix of `tokens`, in whole match units and of at most `limit` tokens, and
+    /// records its use. Splits a node if none ends there. Returns `None` if nothing is found.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none. Nothing is changed.
@@ -130,20 +130,20 @@ impl Tree {
         Ok(Some(self.handle(node)))
     }
 
-    /// Counts a use of a node and of those before it, with locks or without.
+    /// Records a use of a node and its ancestors, whether they have locks or not.
     fn refresh(&mut self, node: NodeId) {
         self.unqueue(node);
         self.touch(node, None);
         self.queue(node);
     }
 
-    /// Returns the tokens up to the end of a node; `None` if it is gone.
+    /// Returns the number of tokens up to the end of a node; `None` if it no longer exists.
     #[must_use]
     pub fn end_of(&self, node: NodeHandle) -> Option<usize> {
         self.at(node).map(|id| widen(self.node(id).end))
     }
 
-    /// Returns the pages up to the end of a node, from token `from` on; `None` if it is gone.
+    /// Returns the pages of positions from `from` on up to the end of a node; `None` if it no longer exists.
     #[must_use]
     pub fn pages_of(&self, node: NodeHandle, from: usize) -> Option<Vec<Page>> {
         let id = self.at(node)?;
@@ -151,7 +151,7 @@ impl Tree {
         Some(self.pages_up_to(Place { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
     }
 
-    /// Finds out where `tokens` with `pages` go. Changes nothing.
+    /// Determines where `tokens` and their `pages` would be inserted. Changes nothing.
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
@@ -188,7 +188,7 @@ impl Tree {
         Ok(plan)
     }
 
-    /// Returns the pages that go back to the caller, who has others for their tokens in the tree now.
+    /// Returns the pages that the caller gets back, because the tree has other pages for their tokens now.
     #[must_use]
     pub fn returned_pages(&self, plan: &Insertion) -> Vec<Page> {
         plan.returned.iter().flat_map(|&tail| self.node(tail).pages.iter().copied()).collect()
@@ -200,8 +200,8 @@ impl Tree {
         plan.found() / self.page_size + plan.continued.map_or(0, |tail| self.node(tail).pages.len())
     }
 
-    /// Adds `tokens`, which follow the tokens that were found, with `pages`. Returns the node at their end.
-    /// Adds the tails that ceased to exist to `removed`.
+    /// Adds `tokens`, which follow the tokens that were found, and their `pages`. Returns the node at their
+    /// end, and adds the tails that no longer exist to `removed`.
     pub fn insert(
         &mut self,
         namespace: &Namespace,
@@ -219,7 +219,7 @@ impl Tree {
         };
         self.now = Tick::new(self.now.tokens() + 1);
         self.refresh(at);
-        // The uses of the tail that is continued.
+        // The number of uses of the tail that is continued.
         let mut uses = 0;
         if let Some(tail) = plan.continued {
             if self.node(tail).tokens.len() == tokens.len() {
@@ -241,7 +241,8 @@ impl Tree {
         self.handle(at)
     }
 
-    /// Adds whole steps behind `node`, a node for each run of pages with the same past. Returns the last one.
+    /// Adds whole match units after `node`, with one node for each run of pages that have the same history.
+    /// Returns the last node.
     fn add_units(&mut self, node: NodeId, mut tokens: &[i32], mut pages: &[Page]) -> NodeId {
         let mut last = node;
         for Segment { pages: count, remembered, hash } in self.segments(node, tokens) {
@@ -254,7 +255,7 @@ impl Tree {
         last
     }
 
-    /// Adds a tail behind `node`, and its own lock if `node` is a root.
+    /// Adds a tail after `node`. If `node` is a root, the tail gets a lock of its own.
     fn add_tail(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], remembered: Remembered) -> NodeId {
         let parent = self.node(node);
         let mut cursor = self.rolling.cursor(parent.hash, widen(parent.end));
@@ -267,22 +268,22 @@ impl Tree {
         tail
     }
 
-    /// Locks a node and those before it. Returns `None` if it is gone.
+    /// Locks a node and its ancestors. Returns `None` if the node no longer exists.
     pub fn lock_node(&mut self, node: NodeHandle) -> Option<()> {
         let id = self.at(node)?;
         self.lock(id);
         Some(())
     }
 
-    /// Undoes [`Tree::lock_node`]. Returns `None` if the node is gone or has no such lock.
+    /// Undoes [`Tree::lock_node`]. Returns `None` if the node no longer exists or has no such lock.
     pub fn unlock_node(&mut self, node: NodeHandle) -> Option<()> {
         let id = self.at(node).filter(|&id| self.has_foreign_locks(id))?;
         self.unlock(id);
         Some(())
     }
 
-    /// Evicts whole leaves, and nodes that become leaves by that, until `evicted` has at least `pages` pages
-    /// or nothing is evictable. Adds their former names to `leaves`.
+    /// Evicts whole leaves, and their parents when these become leaves, until `evicted` has at least `pages`
+    /// pages or nothing is evictable. Adds the former handles of the evicted nodes to `leaves`.
     pub fn evict_leaves(
         &mut self,
         pages: usize,
@@ -305,7 +306,7 @@ impl Tree {
         }
     }
 
-    /// Returns the names of all nodes, without roots.
+    /// Returns the handles of all nodes except roots.
     #[must_use]
     pub fn handles(&self) -> Vec<NodeHandle> {
         self.all_runs().map(|id| self.handle(id)).collect()
@@ -315,7 +316,7 @@ impl Tree {
         self.nodes.iter().filter(|(_, node)| !node.pages.is_empty()).map(|(id, _)| id)
     }
 
-    /// Returns a node as it is now; `None` if it is gone. Costs a visit of every node.
+    /// Returns the current state of a node; `None` if it no longer exists. Visits every node.
     #[must_use]
     pub fn info(&self, node: NodeHandle) -> Option<NodeInfo> {
         let id = self.at(node)?;
@@ -339,13 +340,14 @@ impl Tree {
         self.tails.capacity() * size_of::<(NodeId, Siblings)>() + siblings.sum::<usize>()
     }
 
-    /// Returns whether a node is a tail: too short to be found.
+    /// Returns whether a node is a tail, which is too short to be found.
     pub(super) fn is_tail(&self, id: NodeId) -> bool {
         let node = self.node(id);
         node.tokens.len() < self.match_unit && node.kind == Kind::Run
     }
 
-    /// Returns whether a node is a tail without locks that the locks of the node before it keep.
+    /// Returns whether a node is *covered*: a tail without locks that is protected by the locks of its
+    /// parent.
     pub(super) fn is_covered(&self, id: NodeId) -> bool {
         self.is_tail(id) && self.node(id).locks == 0 && self.covers(self.node(id).parent)
     }
@@ -383,21 +385,21 @@ impl Tree {
         }
     }
 
-    /// Sets a covered tail aside until the node before it is unlocked.
+    /// Sets a covered tail aside until its parent is unlocked.
     pub(super) fn set_aside(&mut self, id: NodeId) {
         let parent = self.node(id).parent;
         self.tails.get_mut(&parent).expect("the tail was recorded").set_aside.insert(id);
     }
 
-    /// Counts as locked the pages of tails that the first lock of a node keeps. The locks of the nodes before
-    /// it have not changed yet.
+    /// Counts the pages of tails as locked that the first lock of their parent protects. The locks of its
+    /// ancestors have not changed yet.
     pub(super) fn cover_tails(&mut self, id: NodeId) {
         if self.tails.is_empty() {
             return;
         }
         if self.is_tail(id) {
             let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
-            // It was counted with those that its parent covers.
+            // The tail was counted with those that its parent covers.
             self.counts.locked -= if self.covers(parent) { pages } else { 0 };
             let siblings = self.tails.get_mut(&parent).expect("the tail was recorded");
             siblings.unlocked -= pages;
@@ -426,8 +428,7 @@ impl Tree {
         }
     }
 
-    /// Returns whether the tail has the lock that those below a root have until their pages are inserted
-    /// again.
+    /// Returns whether a tail has the lock that a tail below a root has until its pages are inserted again.
     fn has_own_lock(&self, id: NodeId) -> bool {
         let node = self.node(id);
         self.is_tail(id) && self.node(node.parent).kind == Kind::Root && node.history.uses == 1
@@ -446,7 +447,7 @@ impl Tree {
         }
     }
 
-    /// Removes a tail whose pages another node or the caller gets.
+    /// Removes a tail, whose pages go to another node or to the caller.
     fn take_tail(&mut self, tail: NodeId, removed: &mut Vec<NodeHandle>) {
         self.unlock_tail(tail);
         removed.push(self.handle(tail));

@@ -1,4 +1,4 @@
-//! Pages and snapshots that are offered to the tier below, for a copy there.
+//! Pages and snapshots that a tree offers to the tier below, which copies them.
 
 use std::ops::Range;
 
@@ -21,34 +21,34 @@ pub enum WritePolicy {
 
 /// The contents of a tier below.
 pub trait LowerTierContents {
-    /// Returns whether a page is complete there.
+    /// Returns whether the tier has a complete copy of a page.
     fn has_page(&self, key: &PageHash) -> bool;
 
-    /// Returns whether a snapshot of the state behind a page is complete there.
+    /// Returns whether the tier has a complete copy of the snapshot of the state at the end of a page.
     fn has_state(&self, key: &PageHash) -> bool;
 }
 
 /// The part of a prompt that the device has.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DevicePrefix {
-    /// The end of the part that a request could use; `None` for none of a namespace without a root.
+    /// The end of the part that a request can use; `None` if the namespace has no root, and no part is there.
     pub(super) usable: Option<Place>,
-    /// Tokens whose pages are there: more than are usable where a snapshot is missing.
+    /// The number of tokens whose pages are there. It exceeds the usable number if a snapshot is missing.
     pub(super) cached: usize,
 }
 
-/// The continuation of a prompt behind the part that the device has.
+/// The rest of a prompt after the part that the device has.
 #[derive(Clone, Debug)]
 pub struct Continuation {
-    /// Makes the keys of the pages from `usable` on.
+    /// Makes the keys of the pages after the first `usable` tokens.
     pub chain: KeyChain,
-    /// Tokens that a request could use.
+    /// The number of tokens that a request can use.
     pub usable: usize,
-    /// Tokens whose pages are there: more than `usable` where a snapshot is missing.
+    /// The number of tokens whose pages are there. It exceeds `usable` if a snapshot is missing.
     pub cached: usize,
 }
 
-/// Pages that follow each other, offered to the tier below.
+/// Consecutive pages of a prefix that are offered to the tier below.
 #[derive(Clone, Debug)]
 pub struct OfferedPages {
     /// The numbers of the pages in the allocator.
@@ -64,10 +64,10 @@ pub struct OfferedPages {
 }
 
 impl OfferedPages {
-    /// Returns some of the pages.
+    /// Returns the pages of a range.
     ///
     /// # Panics
-    /// For pages that there are not.
+    /// If the range is out of bounds.
     #[must_use]
     pub fn part(&self, range: Range<usize>) -> Self {
         let page_size = self.tokens.len() / self.pages.len();
@@ -84,7 +84,7 @@ impl OfferedPages {
 /// A snapshot of a state, offered to the tier below.
 #[derive(Clone, Debug)]
 pub struct OfferedState {
-    /// The track slot that has it.
+    /// The track slot with the state.
     pub slot: StateSlot,
     /// The key of the last page before it.
     pub key: PageHash,
@@ -102,7 +102,7 @@ pub struct OfferedPieces {
 }
 
 impl OfferedPieces {
-    /// Returns whether it is nothing.
+    /// Returns whether nothing is offered.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.pages.is_empty() && self.states.is_empty()
@@ -131,11 +131,11 @@ impl Tree {
         self.offers.as_mut().map_or_else(OfferedPieces::default, |offers| std::mem::take(&mut offers.list))
     }
 
-    /// Returns the keys of the pages that the tier below could add to a hold: of `tokens`, at most `limit`. A
-    /// stateful tree needs a snapshot at their end.
+    /// Returns the keys of the pages with which the tier below can continue a hold, for at most the first
+    /// `limit` of `tokens`. In a stateful tree they end at a snapshot.
     ///
     /// # Errors
-    /// The error of tokens that cannot be read.
+    /// Returns an error if a token cannot be read.
     pub fn keys_below(
         &self,
         namespace: &Namespace,
@@ -149,11 +149,11 @@ impl Tree {
         self.keys_after(namespace, DevicePrefix { usable, cached: hold.found() }, tokens, limit, lower)
     }
 
-    /// Returns the continuation of `tokens`, of which the first `limit` are looked at, behind what is found
-    /// of them; Returns `None` if there are no keys.
+    /// Looks up the first `limit` of `tokens`, and returns what follows the cached part; `None` if the tree
+    /// keeps no keys.
     ///
     /// # Errors
-    /// The error of tokens that cannot be read or are none.
+    /// Returns an error if a token cannot be read or is not a token id.
     pub fn continuation(
         &self,
         namespace: &Namespace,
@@ -168,7 +168,8 @@ impl Tree {
         Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, Place::len), cached }))
     }
 
-    /// Returns the keys of the pages that the tier below could add to `prefix`: of `tokens`, at most `limit`.
+    /// Returns the keys of the pages with which the tier below can continue `prefix`, for at most the first
+    /// `limit` of `tokens`.
     pub(super) fn keys_after(
         &self,
         namespace: &Namespace,
@@ -198,7 +199,7 @@ impl Tree {
         Ok(keys)
     }
 
-    /// Returns the chain of keys behind a place, if there are keys and it is found still.
+    /// Returns a chain that makes the keys after a place, if the tree keeps keys and the place can be found.
     fn chain_after(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
         let digest = self.keyed.keys()?.digest();
         let Some(place) = place.filter(|place| place.len > 0) else {
@@ -217,7 +218,7 @@ impl Tree {
         self.key_of(*self.node(node).pages.last()?)
     }
 
-    /// Offers pages of a node that were published.
+    /// Offers pages of a node that were published, if the policy asks for that.
     pub(super) fn offer_published(&mut self, node: NodeId, pages: Range<usize>) {
         let Some(offers) = &self.offers else { return };
         if match offers.policy {
@@ -229,7 +230,7 @@ impl Tree {
         }
     }
 
-    /// Offers a node that has been used once more.
+    /// Offers a node whose use was recorded, if the policy asks for that.
     pub(super) fn offer_used(&mut self, node: NodeId) {
         let Some(offers) = &self.offers else { return };
         let here = self.node(node);
@@ -242,14 +243,14 @@ impl Tree {
         }
     }
 
-    /// Offers pages of a node that are about to be evicted.
+    /// Offers pages of a node that are about to be evicted, if the policy asks for that.
     pub(super) fn offer_evicted(&mut self, node: NodeId, pages: Range<usize>) {
         if self.offers.as_ref().is_some_and(|offers| offers.policy == WritePolicy::Back) {
             self.offer_pages(node, pages);
         }
     }
 
-    /// Offers a snapshot that was made at the end of a node.
+    /// Offers a snapshot that was made at the end of a node, if the policy asks for that.
     pub(super) fn offer_snapshot(&mut self, node: NodeId) {
         let Some(offers) = &self.offers else { return };
         if offers.policy != WritePolicy::Selective || self.node(node).history.uses > 1 {

@@ -1,10 +1,10 @@
-//! Retention: prefixes that are evicted last, or not before a given time.
+//! Retention of prefixes: evicting them last, or not at all for a time.
 
 use super::evict::Evicted;
 use super::{Hold, Kind, NodeId, Tree};
 
 impl Tree {
-    /// Returns the number of tokens that would be pinned, were this hold pinned too.
+    /// Returns the number of tokens that would be pinned if this hold were pinned, too.
     #[must_use]
     pub fn pinned_with(&self, hold: &Hold) -> usize {
         let newly_pinned: usize =
@@ -23,7 +23,8 @@ impl Tree {
         node.pins > 0 || node.history.priority > 0
     }
 
-    /// Retains a prefix: it is evicted after those that are not retained, and after those of lower priority.
+    /// Retains a prefix: it is evicted after all prefixes that are not retained, and after those of lower
+    /// priority.
     pub fn retain(&mut self, hold: &Hold, priority: u8) {
         let priority = priority.saturating_add(1);
         self.change_path(hold.node, |tree, id| {
@@ -44,7 +45,8 @@ impl Tree {
         self.release(pinned)
     }
 
-    /// Changes every node on the way to `node`, all of them locked, and counts the pinned ones anew.
+    /// Changes every node on the path to `node`, all of which are locked, and updates the count of pinned
+    /// pages.
     fn change_path(&mut self, node: NodeId, change: impl Fn(&mut Self, NodeId)) {
         let path: Vec<_> = self.path(node).collect();
         for id in path {

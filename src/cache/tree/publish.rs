@@ -1,4 +1,4 @@
-//! Adding to a prefix.
+//! Adding pages to a prefix.
 
 use std::borrow::Cow;
 
@@ -7,23 +7,23 @@ use crate::base::{Page, Result, widen};
 use super::{History, Hold, Kind, Node, NodeId, Place, RollingHash, Tokens, Tree, narrow};
 use crate::cache::Remembered;
 
-/// The part of the tokens behind a hold that others have cached already.
+/// The tokens after a hold that others have cached already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct FoundPrefix {
     pub(super) place: Place,
-    /// Tokens of the hold.
+    /// The number of tokens of the hold.
     pub(super) begin: usize,
 }
 
 impl FoundPrefix {
-    /// Returns the number of tokens behind the hold that are cached already.
+    /// Returns the number of tokens after the hold that are cached already.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.place.len - self.begin
     }
 
-    /// Returns whether none are.
+    /// Returns whether no token is.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
@@ -33,24 +33,24 @@ impl FoundPrefix {
 /// New pages that share a history.
 pub(super) struct Segment {
     pub(super) pages: usize,
-    /// The facts that the policy remembers of them.
+    /// What the policy remembers of an earlier stay of the pages in the cache.
     pub(super) remembered: Remembered,
     pub(super) hash: RollingHash,
 }
 
-/// Keys that are asked for together.
+/// The number of keys that the policy gets together.
 const BATCH: usize = 32;
 
 #[derive(Default)]
 struct Segments(Vec<Segment>);
 
 impl Segments {
-    /// Returns the facts that are remembered of the last page.
+    /// Returns what is remembered of the last page.
     fn last(&self) -> Remembered {
         self.0.last().map_or(Remembered::default(), |last| last.remembered)
     }
 
-    /// Adds pages.
+    /// Adds pages, to the last segment if the policy remembers the same of them.
     fn add(&mut self, pages: usize, remembered: Remembered, hash: RollingHash) {
         match self.0.last_mut().filter(|last| last.remembered == remembered) {
             _ if pages == 0 => (),
@@ -61,7 +61,7 @@ impl Segments {
 }
 
 impl Tree {
-    /// Finds out how much of `tokens`, which follow the hold, is cached already.
+    /// Looks up how many of `tokens`, which follow the hold, are cached already.
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
@@ -76,7 +76,7 @@ impl Tree {
         self.pages_up_to(found.place, found.begin)
     }
 
-    /// Adds `pages` for `tokens`, which follow what was found, and moves the hold to their end.
+    /// Adds `pages` for `tokens`, which follow the tokens that were found, and moves the hold to their end.
     pub fn publish(&mut self, hold: &mut Hold, found: FoundPrefix, tokens: Vec<i32>, pages: &[Page]) {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.cut(found.place);
@@ -87,7 +87,7 @@ impl Tree {
         }
         self.record_stored(at, &tokens, pages);
         let segments = self.segments(at, &tokens);
-        // Most often one, which takes the vector as it is.
+        // There is usually one segment, which takes over the vector without a copy.
         let is_one = segments.len() == 1;
         let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
         for Segment { pages: count, remembered, hash } in segments {
@@ -111,7 +111,7 @@ impl Tree {
         hold.is_author = is_author;
     }
 
-    /// Divides new tokens behind `node` by what is remembered of them.
+    /// Divides new tokens after `node` into segments by what the policy remembers of them.
     pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
         let here = &self.nodes[node];
         let mut at = widen(here.end);
@@ -122,7 +122,7 @@ impl Tree {
             keyed.clear();
             while !remaining.is_empty() && keyed.len() < BATCH {
                 let to_key = self.remembered_every - at % self.remembered_every;
-                // Only the page that ends where a key ends is asked for.
+                // The policy is asked only for the page at the end of a block.
                 let plain = remaining.len().min(to_key - self.page_size);
                 cursor.push(&remaining[..plain]);
                 let plain_sum = cursor.hash();

@@ -1,4 +1,4 @@
-//! The roots of a tree: that of each namespace with its nodes, and those that are found no more.
+//! The roots of a tree: one for each namespace with the nodes below it, and the detached ones.
 
 use std::collections::HashMap;
 
@@ -9,15 +9,15 @@ use super::{Namespace, NodeId};
 pub(super) struct Roots {
     /// The roots that can be found.
     ids: HashMap<Namespace, NodeId>,
-    /// The namespaces of the same roots.
+    /// The namespaces of these roots.
     spaces: HashMap<NodeId, Space>,
-    /// Roots that are found no more, and stay until the leases below them end.
+    /// The number of detached roots, which stay until the leases below them end.
     detached: usize,
-    /// The root of [`Tree::keep_root`](super::Tree::keep_root), with a lock of its own.
+    /// The root that [`Tree::keep_root`](super::Tree::keep_root) keeps, with a lock of its own.
     kept: Option<NodeId>,
-    /// Bytes behind the names.
+    /// The number of bytes that the names take up on the heap.
     texts: usize,
-    /// The room in the lists of nodes.
+    /// The capacity of the lists of nodes.
     listed: usize,
 }
 
@@ -25,12 +25,12 @@ pub(super) struct Roots {
 #[derive(Debug)]
 struct Space {
     name: Namespace,
-    /// Every node below the root, and some that are gone.
+    /// Every node below the root, and some nodes that no longer exist.
     nodes: Vec<NodeId>,
 }
 
 impl Roots {
-    /// Returns the number of roots, whether they can be found or not.
+    /// Returns the number of roots, including detached ones.
     pub(super) fn len(&self) -> usize {
         self.ids.len() + self.detached
     }
@@ -66,7 +66,8 @@ impl Roots {
         self.spaces.insert(root, Space { name: name.clone(), nodes: Vec::new() });
     }
 
-    /// Removes a root, if it can be found, and returns the list of its nodes, of which some are gone.
+    /// Removes a root, if it can be found, and returns the list of its nodes, some of which may no longer
+    /// exist.
     pub(super) fn remove(&mut self, root: NodeId) -> Vec<NodeId> {
         let Some(Space { name, nodes }) = self.spaces.remove(&root) else { return Vec::new() };
         self.ids.remove(&name);
@@ -75,26 +76,27 @@ impl Roots {
         nodes
     }
 
-    /// Makes a root be found no more, and returns the list of its nodes, of which some are gone.
+    /// Detaches a root, so that it can no longer be found, and returns the list of its nodes, some of which
+    /// may no longer exist.
     pub(super) fn detach(&mut self, root: NodeId) -> Vec<NodeId> {
         self.detached += 1;
         self.remove(root)
     }
 
-    /// Records that a root that was detached is gone.
+    /// Records that a detached root was removed.
     pub(super) const fn forget_detached(&mut self) {
         self.detached -= 1;
     }
 
-    /// Lists a new node below `root`, unless that is found no more. Removals leave the list as it is: when it
-    /// is full, the nodes that are gone, which are not below `root` by `is_below`, are dropped from it. So a
-    /// node costs the same at any size.
+    /// Lists a new node below `root`, unless the root is detached. Removals of nodes do not change the list.
+    /// When it is full, the nodes that are no longer below `root`, as `is_below` tells, are dropped from it,
+    /// so the cost of a node does not depend on the size of the tree.
     pub(super) fn list(&mut self, root: NodeId, node: NodeId, is_below: impl Fn(NodeId) -> bool) {
         let Some(Space { nodes, .. }) = self.spaces.get_mut(&root) else { return };
         let capacity = nodes.capacity();
         if nodes.len() == capacity {
             retain_listed(nodes, is_below);
-            // As many again are listed before the next time.
+            // The list can double before the next time.
             nodes.shrink_to(2 * nodes.len() + 2);
             nodes.reserve_exact(nodes.len() + 2);
         }
@@ -108,7 +110,7 @@ impl Roots {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        /// The bytes of a table for each entry, in addition to the entry itself.
+        /// The bytes that a hash table needs for each entry in addition to the entry itself.
         const CONTROL: usize = 1;
         let ids = self.ids.capacity() * (size_of::<(Namespace, NodeId)>() + CONTROL);
         let spaces = self.spaces.capacity() * (size_of::<(NodeId, Space)>() + CONTROL);
@@ -116,7 +118,7 @@ impl Roots {
     }
 }
 
-/// Removes the nodes that are gone, and repeated ones: the number of a node that is gone may be used again.
+/// Removes nodes that no longer exist, and duplicates: the number of a removed node may be used again.
 pub(super) fn retain_listed(nodes: &mut Vec<NodeId>, is_below: impl Fn(NodeId) -> bool) {
     nodes.retain(|&node| is_below(node));
     nodes.sort_unstable();

@@ -1,24 +1,24 @@
-//! A vector that lies in place while it is short: a leaf of few pages needs no memory of its own. A long one
-//! can be shared with those that read it.
+//! A vector that is stored inline while it is short: a leaf with few pages needs no allocation. A long one
+//! can be shared with its readers.
 
 use std::borrow::Cow;
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Elements that fit in place of a `Vec`.
+/// The number of elements that fit in the place of a `Vec`.
 const SHORT: usize = 3;
 
-/// Elements from which on sharing costs less than a copy. A checked build shares all that are not short.
+/// The length from which on sharing costs less than a copy. A debug build shares all that are not short.
 const MANY: usize = if cfg!(debug_assertions) { SHORT + 1 } else { 1024 };
 
-/// A vector as large as a `Vec`, without memory of its own up to three elements.
+/// A vector of the size of a `Vec` that needs no allocation for up to three elements.
 #[derive(Clone, Debug)]
 pub(super) enum ShortVec<T> {
     /// The first `len` of `items`.
     Short { len: u8, items: [T; SHORT] },
     /// Other lengths, and vectors that have become short.
     Long(Vec<T>),
-    /// Many elements, which others may read as long as they want. They are not changed meanwhile.
+    /// Many elements, which readers may keep as long as they want. They do not change meanwhile.
     Shared(Arc<Vec<T>>),
 }
 
@@ -27,7 +27,7 @@ impl<T> ShortVec<T> {
         Self::Long(Vec::new())
     }
 
-    /// Returns the capacity of the memory of its own, in elements; 0 if the elements are in place.
+    /// Returns the capacity of its allocation, in elements; 0 if the elements are inline.
     pub(super) fn heap_capacity(&self) -> usize {
         match self {
             Self::Short { .. } => 0,
@@ -38,7 +38,7 @@ impl<T> ShortVec<T> {
 }
 
 impl<T: Copy> ShortVec<T> {
-    /// Returns the elements in memory that is shared with the caller, if they are many.
+    /// Shares the elements with the caller, if they are many.
     pub(super) fn share(&mut self) -> Option<Arc<Vec<T>>> {
         match self {
             Self::Long(items) if items.len() >= MANY => {

@@ -1,4 +1,4 @@
-//! Snapshots of states at the ends of nodes, and the order in which they are given up.
+//! Snapshots of states at the ends of nodes, and the order of their eviction.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -11,7 +11,7 @@ use super::{FoundPrefix, Hold, NodeId, Tick, Tree};
 #[derive(Debug, Default)]
 pub(super) struct Snapshots {
     by_node: HashMap<NodeId, Snapshot>,
-    /// The snapshots at whose node no lease ends, in the order in which they go.
+    /// The snapshots at whose node no lease ends, in the order of their eviction.
     unused: BTreeSet<(SnapshotRank, Tick, NodeId)>,
 }
 
@@ -19,16 +19,16 @@ pub(super) struct Snapshots {
 struct Snapshot {
     slot: StateSlot,
     rank: SnapshotRank,
-    /// The last use of its node when the snapshot became unused, if it is.
+    /// If the snapshot is unused, the last use of its node when it became so.
     since: Option<Tick>,
 }
 
-/// The order in which snapshots go.
+/// The rank of a snapshot in the order of eviction, the first to go first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum SnapshotRank {
-    /// A later snapshot of the same request took its place.
+    /// A later snapshot of the same request supersedes it.
     Superseded,
-    /// No later one did: it goes after those.
+    /// It is the last snapshot of its request.
     Last,
 }
 
@@ -50,7 +50,7 @@ impl Snapshots {
         Some(slot)
     }
 
-    /// Records that a lease ends at `node`: what another request goes on from is not superseded.
+    /// Records that a lease ends at `node`. A snapshot from which another request resumes is not superseded.
     pub(super) fn set_used(&mut self, node: NodeId) {
         let Some(snapshot) = self.by_node.get_mut(&node) else { return };
         if let Some(since) = snapshot.since.take() {
@@ -59,14 +59,14 @@ impl Snapshots {
         snapshot.rank = SnapshotRank::Last;
     }
 
-    /// Records that no lease ends at `node` any more, which was used last at `used`.
+    /// Records that no lease ends at `node` any more, whose last use was at `used`.
     pub(super) fn set_unused(&mut self, node: NodeId, used: Tick) {
         let Some(snapshot) = self.by_node.get_mut(&node) else { return };
         snapshot.since = Some(used);
         self.unused.insert((snapshot.rank, used, node));
     }
 
-    /// Lets the snapshot at `node` go before others, if no lease ends there.
+    /// Makes the snapshot at `node` superseded, so that it is evicted before others, if no lease ends there.
     fn supersede(&mut self, node: NodeId) {
         let Some(snapshot) = self.by_node.get_mut(&node) else { return };
         if let Some(since) = snapshot.since {
@@ -80,8 +80,8 @@ impl Snapshots {
         self.unused.first().is_some_and(|&(rank, ..)| rank == SnapshotRank::Superseded)
     }
 
-    /// Returns the unused snapshot that goes next. Nodes on the way to others are used without a note here,
-    /// so that `last_use` is asked.
+    /// Returns the unused snapshot to evict next. Uses of inner nodes are not recorded here, so `last_use` is
+    /// asked for the last use of a node.
     fn next(&mut self, last_use: impl Fn(NodeId) -> Tick) -> Option<NodeId> {
         loop {
             let &(rank, since, node) = self.unused.first()?;
@@ -107,8 +107,9 @@ impl Tree {
         self.snapshots.by_node.get(&node).map(|snapshot| snapshot.slot)
     }
 
-    /// Keeps a snapshot of the state at the end of a hold that has tokens and no snapshot. It supersedes the
-    /// one that was kept through this hold before, if both are behind the tokens that were looked up.
+    /// Adds a snapshot of the state at the end of a hold, which has tokens and no snapshot there. It
+    /// supersedes the previous snapshot that was added through this hold, if both are after the tokens of the
+    /// prompt.
     pub fn set_snapshot(&mut self, hold: &mut Hold, slot: StateSlot) {
         let snapshot = Snapshot { slot, rank: SnapshotRank::Last, since: None };
         let previous = self.snapshots.by_node.insert(hold.node, snapshot);
@@ -122,9 +123,9 @@ impl Tree {
         }
     }
 
-    /// Gives up a snapshot for one at a later end of `hold`: one that is superseded, or the one that it will
-    /// supersede, or else the least recently used, at last the one at the end. Those that other leases end at
-    /// stay.
+    /// Evicts a snapshot, to make place for a later one of `hold`. In this order: a superseded one, the one
+    /// that the later one will supersede, the least recently used one, and finally the one at the end of the
+    /// hold. Snapshots at which other leases end are not evicted.
     pub fn evict_snapshot(&mut self, hold: &mut Hold) -> Option<StateSlot> {
         if !self.snapshots.has_superseded()
             && let Some(own) = hold.passing.filter(|&own| self.is_alone_at(own, hold))
@@ -138,15 +139,15 @@ impl Tree {
         self.remove_snapshot(node)
     }
 
-    /// Returns whether there is a snapshot at `node`, on the way to the end of `hold`, that no other lease
-    /// ends at.
+    /// Returns whether there is a snapshot at `node`, which is on the path to the end of `hold`, and no other
+    /// lease ends there.
     fn is_alone_at(&self, node: NodeId, hold: &Hold) -> bool {
         let leases = u32::from(node == hold.node);
         self.node(node).has_snapshot && self.node(node).leases == leases
     }
 
-    /// Returns whether a prefix that ends `len` tokens behind its hold, of which `found` are cached, has
-    /// tokens and no snapshot at its end.
+    /// Returns whether a prefix that ends `len` tokens after its hold, of which `found` are cached, has
+    /// tokens and lacks a snapshot at its end.
     #[must_use]
     pub fn lacks_snapshot(&self, found: &FoundPrefix, len: usize) -> bool {
         let (place, end) = (found.place, found.begin + len);
@@ -166,7 +167,7 @@ impl Tree {
         self.snapshots.remove(node)
     }
 
-    /// Returns all snapshots, which the tree has no more.
+    /// Removes and returns all snapshots.
     pub(super) fn take_snapshots(&mut self) -> Vec<StateSlot> {
         let all = std::mem::take(&mut self.snapshots);
         all.by_node.into_values().map(|snapshot| snapshot.slot).collect()

@@ -138,7 +138,7 @@ impl IncomingPieces {
 
     /// Lets others bring them. Their places stay in use as long as this lives: they may be written still.
     pub(in crate::pool) fn give_up(&self) {
-        self.storage().iter().for_each(|storage| storage.give_up_fetch(&self.keys));
+        self.storage().iter().for_each(|storage| storage.cancel_fetch(&self.keys));
     }
 }
 

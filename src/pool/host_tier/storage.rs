@@ -269,10 +269,10 @@ impl Storage {
     }
 
     /// Gives up fetches in flight. Their places stay in use.
-    pub(super) fn give_up_fetch(&self, keys: &[PageHash]) {
+    pub(super) fn cancel_fetch(&self, keys: &[PageHash]) {
         let mut resident = self.resident();
         for key in keys {
-            resident.give_up_fetch(key);
+            resident.cancel_fetch(key);
         }
     }
 
