@@ -1,8 +1,8 @@
 //! Bookkeeping for engines that decide by themselves when a block is taken, which node is evicted and what is
-//! offloaded. The types here move no page.
+//! offloaded. The types here move no data.
 //!
-//! They share small parts with the prefix cache of this crate, [`Tree`](super::Tree), which uses none of
-//! them.
+//! The prefix cache of this crate, [`Tree`](super::Tree), uses none of these types. They share some building
+//! blocks with it.
 //!
 //! | for | use | engine |
 //! |---|---|---|

@@ -1,13 +1,13 @@
-//! Changes of a cache, as events that another process can index, such as a router that sends a prompt to the
-//! machine with most of it.
+//! Events that report the changes of a cache to another process, such as a router that sends each prompt to
+//! the machine that has most of it.
 //!
-//! Pages are named by their [keys](super::keys).
+//! Events name pages by their [keys](super::keys).
 
 use std::collections::VecDeque;
 
 use super::{Namespace, PageHash};
 
-/// The memory that pages are in.
+/// A memory in which pages are cached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
     /// The pages of an allocator.
@@ -27,42 +27,42 @@ impl Tier {
     }
 }
 
-/// A change of what is cached.
+/// A change of the contents of a cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
-    /// Pages that follow each other were stored.
+    /// Consecutive pages of a prefix were stored.
     Stored {
-        /// The keys of the pages, the first page's first.
+        /// The keys of the pages, in order.
         pages: Vec<PageHash>,
         /// The key of the page before them, if there is one.
         parent: Option<PageHash>,
-        /// The token ids of the pages, equally many for each page.
+        /// The token ids of the pages, the same number for each page.
         tokens: Vec<i32>,
         /// The namespace of their prefix.
         namespace: Namespace,
-        /// The memory that has them now.
+        /// The memory that has the pages now.
         tier: Tier,
     },
     /// Pages were removed.
     Removed {
         /// The keys of the pages.
         pages: Vec<PageHash>,
-        /// The memory that has them no more.
+        /// The memory that no longer has the pages.
         tier: Tier,
     },
-    /// Nothing is cached any more, or events were lost: what follows is not all that is cached.
+    /// The cache was cleared, or events were lost: later events do not describe everything that is cached.
     Cleared,
 }
 
-/// The events that were not taken yet.
+/// The events that no reader has taken yet.
 #[derive(Debug, Default)]
 pub(super) struct Journal {
     events: VecDeque<CacheEvent>,
-    /// The sizes of the events together.
+    /// The sum of the sizes of the events.
     tokens: usize,
 }
 
-/// Pages that follow each other, by their keys.
+/// Consecutive pages of a prefix with their keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyedRun<'a> {
     pub(super) namespace: &'a Namespace,
@@ -73,7 +73,7 @@ pub(super) struct KeyedRun<'a> {
 }
 
 impl CacheEvent {
-    /// Returns the number of its tokens or, if there are more, of its keys.
+    /// Returns the size of the event: its number of tokens or, if that is larger, of keys.
     fn size(&self) -> usize {
         match self {
             Self::Stored { pages, tokens, .. } => pages.len().max(tokens.len()),
@@ -83,21 +83,22 @@ impl CacheEvent {
     }
 }
 
-/// Events that are kept for a reader. One that is later begins anew.
+/// The number of events that are kept for a reader. If there are more, all are dropped, and the reader starts
+/// over.
 const MAX_EVENTS: usize = 1 << 16;
 
-/// Tokens of these events, some 100 MB with their keys in pages of one token.
+/// The size of the events that are kept together: some 100 MB with their keys, if pages have one token.
 const MAX_TOKENS: usize = 1 << 21;
 
 impl Journal {
-    /// Records that a tier has pages that follow each other.
+    /// Records that a tier has consecutive pages of a prefix.
     pub(super) fn stored(&mut self, tier: Tier, run: KeyedRun<'_>) {
         let KeyedRun { namespace, parent, tokens, keys } = run;
         let (pages, tokens, namespace) = (keys.to_vec(), tokens.to_vec(), namespace.clone());
         self.push(CacheEvent::Stored { pages, parent, tokens, namespace, tier });
     }
 
-    /// Records that pages are found no more in a tier.
+    /// Records that pages can no longer be found in a tier.
     pub(super) fn removed(&mut self, tier: Tier, keys: Vec<PageHash>) {
         let all = self.tokens + keys.len();
         match self.events.back_mut() {
@@ -110,7 +111,7 @@ impl Journal {
         }
     }
 
-    /// Records that nothing is found any more.
+    /// Records that nothing can be found any more.
     pub(super) fn cleared(&mut self) {
         self.begin_anew();
     }

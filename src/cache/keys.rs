@@ -1,6 +1,6 @@
-//! Names of pages that are the same in every process: for the events of a cache, and for the tiers below it.
+//! Keys of pages that are the same in every process: for the events of a cache, and for the tiers below it.
 //!
-//! A key is made once, when its page is published or looked for below the device.
+//! A key is computed once, when its page is published or looked up below the device.
 
 use std::collections::HashMap;
 
@@ -8,14 +8,15 @@ use crate::base::Page;
 
 use super::Namespace;
 
-/// The key of a page: a hash of its tokens and of the key before it, which begins with the namespace and the
-/// page size.
+/// The key of a page: a hash of its tokens and of the key of the page before it. The hash of the namespace
+/// and the page size takes the place of a key before the first page.
 pub type PageHash = [u8; 32];
 
-/// A hash of the concatenation of parts: BLAKE3, as far as keys shall be those of other processes.
+/// Returns a hash of the concatenation of the given parts. It is BLAKE3 where other processes have to compute
+/// the same keys.
 pub type Digest = fn(&[&[u8]]) -> PageHash;
 
-/// The keys of pages that follow each other.
+/// Computes the keys of consecutive pages.
 ///
 /// ```
 /// use kvpool::cache::{KeyChain, Namespace};
@@ -30,19 +31,19 @@ pub type Digest = fn(&[&[u8]]) -> PageHash;
 pub struct KeyChain {
     digest: Digest,
     previous: PageHash,
-    /// Whether that is the key of a page.
+    /// Whether `previous` is the key of a page.
     has_page: bool,
     bytes: Vec<u8>,
 }
 
 impl KeyChain {
-    /// Creates a chain that goes on from the page with this key.
+    /// Creates a chain that continues after the page with this key.
     #[must_use]
     pub const fn after(digest: Digest, previous: PageHash) -> Self {
         Self { digest, previous, has_page: true, bytes: Vec::new() }
     }
 
-    /// Creates a chain before the first page of a prompt.
+    /// Creates a chain that begins with the first page of a prompt.
     #[must_use]
     pub fn at_root(digest: Digest, namespace: &Namespace, page_size: usize) -> Self {
         let (kind, name) = match namespace {
@@ -56,13 +57,13 @@ impl KeyChain {
         Self { digest, previous, has_page: false, bytes: Vec::new() }
     }
 
-    /// Returns the key of the page before the next one, if there is one.
+    /// Returns the key of the previous page, if there is one.
     #[must_use]
     pub fn last(&self) -> Option<PageHash> {
         self.has_page.then_some(self.previous)
     }
 
-    /// Returns the key of the next page, which has these tokens.
+    /// Returns the key of the next page, whose tokens are given.
     pub fn next(&mut self, tokens: &[i32]) -> PageHash {
         self.bytes.clear();
         self.bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
@@ -72,8 +73,8 @@ impl KeyChain {
     }
 }
 
-/// The names of pieces in stores that many caches use, also those of other models: hashes of the key of a
-/// page and of all else that the bytes depend on.
+/// The names of pieces in a store that several caches share, also caches of other models: hashes of the key
+/// of a page and of everything else that the bytes depend on.
 ///
 /// ```
 /// use kvpool::cache::StoreKeys;
@@ -91,10 +92,10 @@ pub struct StoreKeys {
 }
 
 impl StoreKeys {
-    /// Names that depend on `parts`, which say of what the pieces are and how they lie in memory.
+    /// Creates names that depend on `parts`, which describe the model and the layout of the pieces in memory.
     #[must_use]
     pub fn new(digest: Digest, parts: &[&[u8]]) -> Self {
-        // Lengths, so that no two lists of parts are one.
+        // The lengths distinguish lists of parts whose concatenations are equal.
         let lengths: Vec<u8> = parts.iter().flat_map(|part| (part.len() as u64).to_le_bytes()).collect();
         let mut all: Vec<&[u8]> = vec![b"kvpool pieces 1", &lengths];
         all.extend(parts);
@@ -128,7 +129,7 @@ impl PageKeys {
         self.by_page.get(&page).copied()
     }
 
-    /// Makes the keys of `pages` for `tokens`, which follow the page with the key `parent`.
+    /// Computes the keys of `pages` with `tokens`, which follow the page with the key `parent`.
     pub(super) fn add(
         &mut self,
         namespace: &Namespace,
@@ -146,7 +147,7 @@ impl PageKeys {
         keys
     }
 
-    /// Forgets pages that are found no more, and returns their keys. Those without a key are left out.
+    /// Removes pages that can no longer be found, and returns their keys. Pages without a key are left out.
     pub(super) fn remove(&mut self, pages: &[Page]) -> Vec<PageHash> {
         pages.iter().filter_map(|page| self.by_page.remove(page)).collect()
     }

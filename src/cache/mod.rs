@@ -1,8 +1,8 @@
-//! The contents of a prefix cache: the tokens that have pages, their users, and the order of eviction.
+//! The bookkeeping of a prefix cache: which tokens have pages, who uses them, and what is evicted first.
 //!
-//! [`Tree`] maps tokens to pages. It decides which pages are cached, not which are free: their ownership lies
-//! with [`index`](crate::index), and [`pool`](crate::pool) moves both together. It deals with no address, no
-//! device and no clock, and is not synchronised.
+//! [`Tree`] maps tokens to pages. It decides which pages are cached. Which pages are free is decided by
+//! [`index`](crate::index), and [`pool`](crate::pool) keeps the two consistent. This layer has no addresses,
+//! no devices and no clock, and is not synchronised.
 //!
 //! | for | use |
 //! |---|---|

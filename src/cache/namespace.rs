@@ -1,8 +1,9 @@
-//! Names that keep the prefixes of two users apart.
+//! Namespaces, which keep the prefixes of different users apart.
 
 use std::fmt;
 
-/// The name of a set of prefixes, such as an adapter, a tenant or a model. Two different names share nothing.
+/// The name of a set of prefixes, such as an adapter, a tenant or a model. Prefixes in different namespaces
+/// share nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Namespace {
     /// No name.
@@ -19,7 +20,7 @@ pub enum Namespace {
 }
 
 impl Namespace {
-    /// Returns the number of bytes of a text, which are not in the value itself.
+    /// Returns the number of bytes that the name takes up on the heap.
     #[must_use]
     pub const fn text_bytes(&self) -> usize {
         match self {

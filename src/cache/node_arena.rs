@@ -1,7 +1,7 @@
-//! The nodes of a tree by number, and the names by which callers hold them.
+//! The nodes of a tree by number, and the handles by which callers refer to them.
 //!
-//! The number of a node that is gone is used again, so that the arena stays as small as the tree was large. A
-//! [`NodeHandle`] distinguishes the nodes of one number.
+//! The number of a removed node is used again, so the arena is as large as the tree was at most. A
+//! [`NodeHandle`] tells apart the nodes that had the same number.
 
 use std::collections::HashSet;
 use std::ops::{Index, IndexMut};
@@ -9,8 +9,8 @@ use std::ops::{Index, IndexMut};
 use super::NodeId;
 use crate::base::{Id, prefetch, widen};
 
-/// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part
-/// keeps the name, the end and the locks.
+/// A handle of a node. No other node of the tree ever has it. When a node is split in two, the deeper part
+/// keeps the handle, the end and the locks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeHandle(u64);
 
@@ -28,22 +28,23 @@ impl NodeHandle {
     }
 }
 
-/// The generation that no node has: a number that reaches it is not used again, so that handles are signed
-/// 64-bit numbers.
+/// The generation at which a number is retired. Handles are signed 64-bit numbers, so a number is not used in
+/// later generations.
 const END_OF_GENERATIONS: u32 = u32::MAX >> 1;
 
 /// The nodes of a tree.
 #[derive(Debug)]
 pub(super) struct NodeArena<N> {
-    /// The nodes by number. A number that is not in use has a blank node, which the tree makes.
+    /// The nodes by number. A number that is not in use has a blank node, which the tree provides.
     nodes: Vec<N>,
-    /// The number of times that each number was in use before; as many as there are numbers.
+    /// How often each number was in use before; one entry for each number.
     generations: Vec<u32>,
     /// The generation of numbers that were never in use.
     first_generation: u32,
-    /// The numbers that may be used again: of blank nodes, below [`END_OF_GENERATIONS`], each once.
+    /// The numbers that may be used again. Their nodes are blank, their generations are below
+    /// [`END_OF_GENERATIONS`], and each is listed once.
     vacant: Vec<NodeId>,
-    /// The number of numbers that may not be used again.
+    /// How many numbers are retired: they may not be used again.
     retired: usize,
 }
 
@@ -58,13 +59,13 @@ impl<N> NodeArena<N> {
         }
     }
 
-    /// Creates an empty arena that gives nodes names that `earlier` has not given.
+    /// Creates an empty arena whose handles differ from those of `earlier`.
     pub(super) fn after(earlier: &Self) -> Self {
         let last = earlier.generations.iter().copied().max().unwrap_or(earlier.first_generation);
         Self { first_generation: last + 1, ..Self::new() }
     }
 
-    /// Returns whether there was never a node.
+    /// Returns whether no node was ever added.
     pub(super) const fn is_new(&self) -> bool {
         self.nodes.is_empty()
     }
@@ -74,12 +75,12 @@ impl<N> NodeArena<N> {
         self.nodes.len() - self.vacant.len() - self.retired
     }
 
-    /// Returns the number of numbers, those not in use included.
+    /// Returns how many numbers there are, including those that are not in use.
     pub(super) const fn numbers(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Adds a node, under a number that no other one has now.
+    /// Adds a node, under a number that no other node has at present.
     #[inline]
     pub(super) fn add(&mut self, node: N) -> NodeId {
         if let Some(id) = self.vacant.pop() {
@@ -88,7 +89,7 @@ impl<N> NodeArena<N> {
         }
         let number = u32::try_from(self.nodes.len()).expect("a node has slots or pages, which fit int32");
         if self.nodes.len() == self.nodes.capacity() {
-            // Doubling would cost up to another node for each one.
+            // Doubling the capacity would waste up to one node for each node.
             self.nodes.reserve_exact(self.nodes.len() / 8 + 8);
             self.generations.reserve_exact(self.nodes.capacity() - self.generations.len());
         }
@@ -97,7 +98,7 @@ impl<N> NodeArena<N> {
         NodeId::new(number)
     }
 
-    /// Makes the number of a node that is blank now available under another name.
+    /// Makes a number, whose node is blank now, available for another node, which will have another handle.
     #[inline]
     pub(super) fn vacate(&mut self, id: NodeId) {
         let generation = &mut self.generations[widen(id.number())];
@@ -109,7 +110,7 @@ impl<N> NodeArena<N> {
         }
     }
 
-    /// Removes every node. The next one gets the first number, under another name.
+    /// Removes every node. The next node gets the first number, with another handle.
     pub(super) fn reset(&mut self, blank: impl FnMut() -> N) {
         self.nodes.fill_with(blank);
         self.vacant.clear();
@@ -125,14 +126,14 @@ impl<N> NodeArena<N> {
         }
     }
 
-    /// Returns the name of a node.
+    /// Returns the handle of a node.
     #[inline]
     pub(super) fn handle(&self, id: NodeId) -> NodeHandle {
         let generation = self.generations[widen(id.number())];
         NodeHandle(u64::from(generation) << 32 | u64::from(id.number()))
     }
 
-    /// Returns the node of this name; `None` once it is gone.
+    /// Returns the node with this handle; `None` if it no longer exists.
     #[inline]
     pub(super) fn at(&self, handle: NodeHandle) -> Option<NodeId> {
         let number = u32::try_from(handle.0 & u64::from(u32::MAX)).expect("32 bits");
@@ -140,40 +141,40 @@ impl<N> NodeArena<N> {
         (generation == handle.0 >> 32).then(|| NodeId::new(number))
     }
 
-    /// Returns the nodes by number, the blank ones included.
+    /// Returns the nodes by number, including blank ones.
     pub(super) fn iter(&self) -> impl Iterator<Item = (NodeId, &N)> + '_ {
         (0..).map(NodeId::new).zip(&self.nodes)
     }
 
-    /// Returns all nodes, the blank ones included.
+    /// Returns all nodes, including blank ones.
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut N> + '_ {
         self.nodes.iter_mut()
     }
 
-    /// Returns the numbers that are in use, at the cost of a visit of every number.
+    /// Returns the numbers that are in use. Visits every number.
     pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
         let vacant: HashSet<_> = self.vacant.iter().copied().collect();
         self.iter().map(|(id, _)| id).filter(move |&id| !vacant.contains(&id) && !self.is_retired(id))
     }
 
-    /// Returns whether a number is not used again.
+    /// Returns whether a number is retired.
     fn is_retired(&self, id: NodeId) -> bool {
         self.generations[widen(id.number())] >= END_OF_GENERATIONS
     }
 
-    /// Fetches a node, so that it is near when it is looked at.
+    /// Prefetches a node that will be read soon.
     #[inline]
     pub(super) fn prefetch(&self, id: NodeId) {
         prefetch(&self[id]);
     }
 
-    /// Fetches what [`NodeArena::vacate`] changes.
+    /// Prefetches what [`NodeArena::vacate`] changes.
     #[inline]
     pub(super) fn prefetch_generation(&self, id: NodeId) {
         prefetch(&self.generations[widen(id.number())]);
     }
 
-    /// Returns the size in bytes, without what the nodes refer to.
+    /// Returns the size in bytes, without the memory that the nodes refer to.
     pub(super) const fn bytes(&self) -> usize {
         self.nodes.capacity() * size_of::<N>()
             + self.generations.capacity() * size_of::<u32>()

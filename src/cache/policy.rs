@@ -1,21 +1,22 @@
-//! The choice of what to evict next: the trait [`Policy`], the record of a node that it gets ([`History`]),
-//! and the policies.
+//! The order of eviction: the trait [`Policy`], the history of a node that it gets ([`History`]), and the
+//! policies.
 //!
 //! A policy owns the order of the evictable leaves and what it has learned; the tree owns the nodes. The tree
-//! names every leaf that becomes evictable ([`Policy::insert`]) or ceases to be ([`Policy::remove`]) and asks
-//! for the one to evict next ([`Policy::victim`]). Uses, publications and evictions are reported as they
-//! happen, so that a policy can learn; by default a policy ignores them.
+//! tells the policy when a leaf becomes evictable ([`Policy::insert`]) or is no longer ([`Policy::remove`]),
+//! and asks for the leaf to evict next ([`Policy::victim`]). It reports uses, publications and evictions as
+//! they happen, so that a policy can learn; by default a policy ignores them.
 //!
 //! *Invariant.* A policy holds exactly the leaves that were inserted and not removed since, and `victim`
-//! names one of them.
+//! returns one of them.
 //!
-//! *Cost.* No call depends on how many leaves there are: `lru`, `fifo`, `lfu`, `slru` and `priority` keep one
-//! ordered set (logarithmic, a fraction of a microsecond at a million leaves), `adaptive` linked lists.
+//! *Cost.* `lru`, `fifo`, `lfu`, `slru` and `priority` keep one ordered set: a call is logarithmic in the
+//! number of leaves, a fraction of a microsecond at a million. `adaptive` keeps linked lists, and its calls
+//! do not depend on the number of leaves.
 //!
-//! *Determinism.* The order depends on the calls alone: time is counted in tokens, and nothing is drawn at
-//! random.
+//! *Determinism.* The order depends on the calls alone: time is counted in tokens, and there are no random
+//! numbers.
 //!
-//! It decides nothing about locks, pins or pages: a leaf that must stay is simply not inserted.
+//! A policy decides nothing about locks, pins or pages: a leaf that must stay is not inserted.
 
 mod adaptive;
 mod queue;
@@ -25,7 +26,7 @@ use std::fmt;
 
 use crate::base::{Error, Id, Result};
 
-/// A node of the tree. The numbers of nodes that are gone may be used again.
+/// The number of a node of the tree. The number of a removed node may be used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(u32);
 
@@ -52,24 +53,24 @@ impl fmt::Display for NodeId {
     }
 }
 
-/// A moment: the number of prompt tokens looked up in the cache until then. It never goes back.
+/// A logical time: the number of prompt tokens that were looked up in the cache so far. It never decreases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tick(u64);
 
 impl Tick {
-    /// Returns the moment after `tokens` tokens were looked up.
+    /// Creates the time at which `tokens` tokens were looked up.
     #[must_use]
     pub const fn new(tokens: u64) -> Self {
         Self(tokens)
     }
 
-    /// Returns the number of tokens looked up until this moment.
+    /// Returns the number of tokens that were looked up by this time.
     #[must_use]
     pub const fn tokens(self) -> u64 {
         self.0
     }
 
-    /// Returns the tokens looked up since `earlier`, or 0 if that moment is still to come.
+    /// Returns the number of tokens that were looked up since `earlier`; 0 if that is a later time.
     #[must_use]
     pub const fn since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
@@ -91,54 +92,56 @@ impl BlockKey {
     }
 }
 
-/// The facts about the pages of one node, which share it.
+/// The history of the pages of one node, which is the same for all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct History {
-    /// The moment when the pages came.
+    /// When the pages were published.
     pub published: Tick,
-    /// The moment when a request used them last.
+    /// When a request used the pages last.
     pub used: Tick,
-    /// The number of requests that used them, the one that published them included, and those of an earlier
-    /// stay that the policy remembers.
+    /// The number of requests that have used the pages, including the one that published them and, if the
+    /// policy remembers an earlier stay in the cache, those of that stay.
     pub uses: u32,
-    /// The priority that the caller asked for with a pin: higher goes later. 0 is the default.
+    /// The priority that a caller has given the pages by retaining them: pages of higher priority are evicted
+    /// later. 0 is the default.
     pub priority: u8,
 }
 
 impl History {
-    /// Returns the history of new pages, of which the policy remembers `before`.
+    /// Creates the history of new pages. `remembered` is what the policy knows of an earlier stay.
     #[must_use]
     pub const fn of_new(remembered: Remembered, now: Tick) -> Self {
         Self { published: now, used: now, uses: remembered.uses.saturating_add(1), priority: 0 }
     }
 
-    /// Counts a use. Call [`Policy::record_use`] first, which needs the history before.
+    /// Counts a use. Call [`Policy::record_use`] first: it needs the history before the use.
     pub const fn touch(&mut self, now: Tick) {
         self.used = now;
         self.uses = self.uses.saturating_add(1);
     }
 }
 
-/// The facts that a policy remembers of evicted pages. By default it remembers nothing.
+/// What a policy remembers of evicted pages; by default nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
-    /// [`History::uses`] when they were evicted.
+    /// The value of [`History::uses`] when the pages were evicted.
     pub uses: u32,
 }
 
-/// Decides which leaf goes next.
+/// Decides which leaf is evicted next.
 pub trait Policy: fmt::Debug + Send {
-    /// Takes in a leaf that became evictable. Its history stays as it is until it is removed.
+    /// Adds a leaf that has become evictable. Its history does not change until it is removed.
     fn insert(&mut self, leaf: NodeId, history: &History, now: Tick);
 
-    /// Forgets a leaf that was inserted: it is locked again, got a child, or is gone.
+    /// Removes a leaf that was inserted, because it is locked again, has a child now, or was evicted.
     fn remove(&mut self, leaf: NodeId);
 
-    /// Returns the leaf to evict next, or `None` when there is none. It stays until it is removed.
+    /// Returns the leaf to evict next, or `None` if there is none. The leaf stays in the policy until it is
+    /// removed.
     fn victim(&mut self, now: Tick) -> Option<NodeId>;
 
-    /// A guess which leaf is the victim after `leaf`, which was inserted and perhaps removed since. What it
-    /// names is fetched ahead; nothing depends on it.
+    /// Guesses which leaf will be the victim after `leaf`, which was inserted and may have been removed
+    /// since. The tree prefetches the leaf; nothing else depends on the guess.
     fn guess_after(&self, leaf: NodeId) -> Option<NodeId> {
         let _ = leaf;
         None
@@ -147,25 +150,25 @@ pub trait Policy: fmt::Debug + Send {
     /// Returns the size of the bookkeeping in bytes.
     fn bytes(&self) -> usize;
 
-    /// A request found `tokens` tokens with the history `before`.
+    /// Records that a request found `tokens` tokens whose history so far is `history`.
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {
         let _ = (history, tokens, now);
     }
 
-    /// The blocks `keys` are about to be published. What is known of them is fetched ahead; nothing depends
-    /// on it.
+    /// Prefetches what is known of the blocks `keys`, which are about to be published. Nothing else depends
+    /// on this call.
     fn fetch(&self, keys: &mut dyn Iterator<Item = BlockKey>) {
         let _ = keys;
     }
 
-    /// The block `key` is new in the cache. Returns what is remembered of an earlier stay; pages whose
-    /// answers differ belong into different nodes.
+    /// Records that the block `key` was published, and returns what is remembered of an earlier stay. Pages
+    /// of which different things are remembered must be in different nodes.
     fn record_publication(&mut self, key: BlockKey, now: Tick) -> Remembered {
         let _ = (key, now);
         Remembered::default()
     }
 
-    /// The block `key` was evicted.
+    /// Records that the block `key` was evicted.
     fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {
         let _ = (key, history, now);
     }
@@ -196,7 +199,7 @@ impl BlockTokens {
     }
 }
 
-/// The policies by name.
+/// A kind of policy, with its name.
 ///
 /// ```
 /// use kvpool::base::Id;
@@ -211,17 +214,19 @@ impl BlockTokens {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PolicyKind {
-    /// The leaf used least recently.
+    /// Evicts the leaf that was used least recently.
     Lru,
-    /// The leaf published first.
+    /// Evicts the leaf that was published first.
     Fifo,
-    /// The leaf used least often; of those, the one used least recently.
+    /// Evicts the leaf that was used least often; of several, the least recently used one.
     Lfu,
-    /// Leaves used once, then those used again; each least recently used first.
+    /// Evicts leaves that were used once, then those that were used again; each in the order of their last
+    /// use.
     Slru,
-    /// The leaf of lowest priority; of those, the one used least recently.
+    /// Evicts the leaf of the lowest priority; of several, the least recently used one.
     Priority,
-    /// The leaf worth least, as learned from what was evicted and came again.
+    /// Evicts the leaf that is worth least, as learned from blocks that were evicted and then published
+    /// again.
     Adaptive,
 }
 

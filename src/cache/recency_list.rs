@@ -1,13 +1,14 @@
-//! Indices in the order of their last use.
+//! A list of indices in the order of their last use.
 
 use std::marker::PhantomData;
 
 use crate::base::{Id, widen};
 
-/// No index: an end of the order.
+/// The mark for no index, at the ends of the list.
 const NONE: u32 = u32::MAX;
 
-/// A list of small indices, the one used last first. A change costs a few stores, whatever its length.
+/// A doubly linked list of small indices, the most recently used one first. A change costs a few stores,
+/// whatever the length of the list.
 ///
 /// ```
 /// use kvpool::base::{BlockId, Id};
@@ -23,7 +24,7 @@ const NONE: u32 = u32::MAX;
 /// ```
 #[derive(Clone, Debug)]
 pub struct RecencyList<I> {
-    /// The neighbours of each index. Of those not in the list stale.
+    /// The neighbours of each index. The entries of indices that are not in the list are stale.
     links: Vec<Link>,
     newest: u32,
     oldest: u32,
@@ -43,17 +44,18 @@ impl<I> Default for RecencyList<I> {
 }
 
 impl<I: Id> RecencyList<I> {
-    /// Adds an index that is not in the list, as the one used last.
+    /// Adds an index that is not in the list, as the most recently used one.
     pub fn push(&mut self, index: I) {
         self.insert_older_than(index, None);
     }
 
-    /// Adds an index that is not in the list, as the one that was not used for longest.
+    /// Adds an index that is not in the list, as the least recently used one.
     pub fn push_oldest(&mut self, index: I) {
         self.insert_older_than(index, self.oldest());
     }
 
-    /// Adds an index that is not in the list behind `newer`, or as the one used last.
+    /// Adds an index that is not in the list, as the next older one after `newer`. Without `newer`, it
+    /// becomes the most recently used one.
     pub fn insert_older_than(&mut self, index: I, newer: Option<I>) {
         let (number, newer) = (index.number(), newer.map_or(NONE, I::number));
         let older = if newer == NONE { self.newest } else { self.links[widen(newer)].older };
@@ -65,14 +67,14 @@ impl<I: Id> RecencyList<I> {
         self.set_newer(older, number);
     }
 
-    /// Takes out an index that is in the list.
+    /// Removes an index that is in the list.
     pub fn remove(&mut self, index: I) {
         let Link { newer, older } = self.links[widen(index.number())];
         self.set_older(newer, older);
         self.set_newer(older, newer);
     }
 
-    /// Makes an index that is in the list the one used last.
+    /// Makes an index that is in the list the most recently used one.
     pub fn touch(&mut self, index: I) {
         if self.newest != index.number() {
             self.remove(index);
@@ -80,31 +82,31 @@ impl<I: Id> RecencyList<I> {
         }
     }
 
-    /// Returns the index that was not used for longest.
+    /// Returns the least recently used index.
     #[must_use]
     pub fn oldest(&self) -> Option<I> {
         index_of(self.oldest)
     }
 
-    /// Returns the index used last.
+    /// Returns the most recently used index.
     #[must_use]
     pub fn newest(&self) -> Option<I> {
         index_of(self.newest)
     }
 
-    /// Returns the index used after one that is in the list.
+    /// Returns the next more recently used index after one that is in the list.
     #[must_use]
     pub fn newer(&self, index: I) -> Option<I> {
         index_of(self.links[widen(index.number())].newer)
     }
 
-    /// Returns the index used before one that is in the list.
+    /// Returns the next less recently used index after one that is in the list.
     #[must_use]
     pub fn older(&self, index: I) -> Option<I> {
         index_of(self.links[widen(index.number())].older)
     }
 
-    /// Returns the indices, the one used last at the end.
+    /// Returns the indices, the least recently used one first.
     pub fn iter_oldest(&self) -> impl Iterator<Item = I> + '_ {
         std::iter::successors(self.oldest(), |&index| self.newer(index))
     }

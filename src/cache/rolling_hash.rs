@@ -77,7 +77,7 @@ impl Powers {
     }
 }
 
-/// Computes rolling expected. The base of the polynomial is random in each cache.
+/// Computes rolling hashes. The base of the polynomial is random in each cache.
 pub(super) struct RollingHasher {
     powers: Powers,
     /// The powers of the inverse of the base.

@@ -1,4 +1,4 @@
-//! Token ids of a caller, compared in place.
+//! Token ids of a caller, which are compared without a copy.
 
 use std::fmt;
 use std::ops::Range;
@@ -17,18 +17,18 @@ pub trait Tokens: fmt::Debug {
     /// Returns the number of tokens.
     fn count(&self) -> usize;
 
-    /// Returns the number of tokens from `at` on that equal those of `with`, up to the first difference or
-    /// the end of either.
+    /// Returns how many tokens from `at` on equal those of `with`, up to the first difference or the end of
+    /// either.
     ///
     /// # Errors
-    /// The error of an element that cannot be read.
+    /// Returns an error if an element cannot be read.
     fn common(&self, at: usize, with: &[i32]) -> Result<usize>;
 
     /// Appends the tokens of `range` to `out`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is no token id; the error of
-    /// an element that cannot be read.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is not a token id, and an
+    /// error for an element that cannot be read.
     fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()>;
 
     /// Checks that the numbers of `range` are token ids.
@@ -38,13 +38,14 @@ pub trait Tokens: fmt::Debug {
     fn check(&self, range: Range<usize>) -> Result<()>;
 }
 
-/// Returns the error for `number` at `position`, which is no token id.
+/// Returns the error for `number` at `position`, which is not a token id.
 #[cold]
 pub(crate) fn not_a_token(number: i64, position: usize) -> Error {
     Error::config(format!("token {number} at position {position} is outside [0, 2**31)")).with_index(number)
 }
 
-/// Tokens of a comparison in one go: fast to compare as bytes, and still in the cache when they differ.
+/// The number of tokens that are compared at a time: fast to compare as bytes, and still in the processor's
+/// cache if they differ.
 const BLOCK: usize = 256;
 
 impl Tokens for &[i32] {

@@ -1,20 +1,24 @@
-//! The default policy: evicts the leaf that is worth least, as learned from what was evicted and came again.
+//! The default policy, which evicts the leaf that is worth least, as learned from blocks that were evicted
+//! and then published again.
 //!
-//! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the block's class
-//! (how often it was used) and by their length, whether the block was still cached when it was used again or
-//! only remembered ([`Ghosts`]). From the counts follows the *worth* of a block of a class and age: the most
-//! hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves lie in cohorts of equal
-//! class and about equal age ([`Cohorts`]); the oldest leaf of the cohort that is worth least is evicted.
+//! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the class of the
+//! block (how often it was used) and by their length, whether the block was still cached at the next use or
+//! only remembered ([`Ghosts`]). From these counts follows the *worth* of a block of a class and age: the
+//! most hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves are grouped into
+//! cohorts of the same class and about the same age ([`Cohorts`]). The oldest leaf of the cohort that is
+//! worth least is evicted.
 //!
-//! Beside it runs a ledger of what eviction by recency would have found ([`Recency`]). While the cache finds
-//! less than that, an allowance aside, and until enough is learned, the leaf used least recently is evicted
-//! instead. So the cache finds at least about 0.98 of what recency finds, whatever the requests are.
+//! At the same time the policy estimates what least-recently-used eviction would have found ([`Recency`]).
+//! While the cache finds less than that, apart from a small allowance, and until the policy has learned
+//! enough, the least recently used leaf is evicted instead. So the cache finds at least about 0.98 of what
+//! least-recently-used eviction finds, for any sequence of requests.
 //!
-//! *Invariant.* All state follows from the calls: times are counted in tokens, nothing is drawn at random.
+//! *Invariant.* All state follows from the calls: times are counted in tokens, and there are no random
+//! numbers.
 //!
-//! *Cost.* Constant for each call but for learning, some microseconds once in an eighth of the capacity
-//! looked up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity (16 remembered
-//! blocks of 8 bytes for each block), and some 30 KiB.
+//! *Cost.* Each call takes constant time, except that learning takes some microseconds whenever an eighth of
+//! the capacity was looked up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity
+//! (16 remembered blocks of 8 bytes for each block), and some 30 KiB.
 
 mod ages;
 mod cohorts;
@@ -29,7 +33,7 @@ use ghosts::{Ghost, Ghosts};
 use lifetimes::Lifetimes;
 use recency::Recency;
 
-/// Blocks are classed by their number of uses: 1, 2, 3 to 4, 5 to 8, and so on.
+/// The number of classes of blocks, by the number of uses: 1, 2, 3 to 4, 5 to 8, and so on.
 const CLASSES: usize = 8;
 
 /// Returns the class of a block that was used `uses` times.

@@ -1,6 +1,6 @@
-//! Leaves in the order of a rank.
+//! A queue of leaves in the order of their ranks.
 //!
-//! *Cost.* Logarithmic in the number of leaves, and 3 words a leaf.
+//! *Cost.* A call is logarithmic in the number of leaves. Each leaf takes 3 words.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
@@ -8,12 +8,12 @@ use std::ops::Bound;
 use super::{NodeId, Tick};
 use crate::base::{Id, widen};
 
-/// The order of leaves: by level, and within it by moment.
+/// The rank of a leaf: its level, and within a level a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank(u64);
 
 impl Rank {
-    /// Returns the rank of a level and a moment; levels from 65,535 on are one, and so are moments from 2^48
+    /// Creates the rank of a level and a time. Levels from 65,535 on count as one, and so do times from 2^48
     /// on.
     pub(super) fn new(level: u32, at: Tick) -> Self {
         let level = u64::from(level.min(u32::from(u16::MAX)));
@@ -21,11 +21,11 @@ impl Rank {
     }
 }
 
-/// A set of leaves, lowest rank first; of equal ranks the lowest number.
+/// A set of leaves, the lowest rank first; of equal ranks, the lowest number.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Queue {
     order: BTreeSet<(Rank, NodeId)>,
-    /// The rank of each leaf in `order`, by number. Stale where the leaf is not in it.
+    /// The rank of each leaf in `order`, by number. The entries of leaves that are not in it are stale.
     ranks: Vec<Rank>,
 }
 
@@ -40,7 +40,7 @@ impl Queue {
         self.order.insert((rank, leaf));
     }
 
-    /// Takes a leaf out.
+    /// Removes a leaf.
     pub(super) fn remove(&mut self, leaf: NodeId) {
         self.order.remove(&(self.ranks[widen(leaf.number())], leaf));
     }

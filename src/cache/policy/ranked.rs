@@ -1,13 +1,13 @@
-//! Policies that are an order of histories and learn nothing.
+//! Policies that order leaves by their histories and learn nothing.
 
 use std::fmt;
 
 use super::queue::{Queue, Rank};
 use super::{History, NodeId, Policy, Tick};
 
-/// An order of histories.
+/// A ranking of leaves by their histories.
 pub(super) trait Ranking: fmt::Debug + Send {
-    /// Returns the rank of a leaf: the lowest goes first.
+    /// Returns the rank of a leaf: the leaf of the lowest rank is evicted first.
     fn rank(&self, history: &History) -> Rank;
 }
 

@@ -1,9 +1,9 @@
-//! A scale of ages: two steps an octave, from a 64th of the capacity on.
+//! A logarithmic scale of ages: two steps for each doubling, from a 64th of the capacity on.
 
-/// The number of steps. The last one is open: older than 900 times the capacity.
+/// The number of steps. The last one has no upper end: it is for ages above 900 times the capacity.
 pub(super) const AGES: usize = 32;
 
-/// Ages of blocks, in tokens looked up since their last use.
+/// The scale of the ages of blocks. An age is the number of tokens that were looked up since the last use.
 #[derive(Clone, Debug)]
 pub(super) struct Ages {
     /// The width of the first step, in tokens.
@@ -13,7 +13,7 @@ pub(super) struct Ages {
 }
 
 impl Ages {
-    /// Returns the scale for a cache of `capacity` tokens.
+    /// Creates the scale for a cache of `capacity` tokens.
     pub(super) fn new(capacity: u64) -> Self {
         let unit = (capacity / 64).max(1);
         let mut floors = [0; AGES];
@@ -25,7 +25,7 @@ impl Ages {
         Self { unit, floors }
     }
 
-    /// Returns the step of an age.
+    /// Returns the step that an age is in.
     pub(super) fn of(&self, age: u64) -> usize {
         self.floors.partition_point(|&floor| floor <= age) - 1
     }

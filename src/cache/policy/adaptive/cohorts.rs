@@ -1,13 +1,15 @@
-//! Leaves by class and time of their last use.
+//! Leaves grouped by their class and the time of their last use.
 //!
-//! Leaves of one class that were used at about the same time are a cohort: a linked list, the leaf used least
-//! recently first. Leaves grow older without being touched, since age belongs to the cohort. As cohorts grow
-//! older, neighbours are joined, so that a cohort spans about a third of its age and a class has a few dozen.
+//! Leaves of one class that were used at about the same time form a cohort: a linked list, the least recently
+//! used leaf first. The age belongs to the cohort, so leaves grow older without being touched. As cohorts
+//! grow older, neighbours are joined, so that a cohort spans about a third of its age and a class has a few
+//! dozen cohorts.
 //!
 //! *Invariant.* The cohorts of a class are in the order of their times, which do not overlap.
 //!
-//! *Cost.* Constant in the number of leaves. Choosing visits each cohort once, and only when the chosen
-//! cohort is used up, time has passed or something was learned. 16 bytes for each node number.
+//! *Cost.* A call does not depend on the number of leaves. A choice visits each cohort once; it is made only
+//! when the chosen cohort is used up, time has passed or the policy has learned. Memory: 16 bytes for each
+//! node number.
 
 use std::collections::VecDeque;
 
@@ -16,10 +18,10 @@ use super::ages::{AGES, Ages};
 use crate::base::{Id, widen};
 use crate::cache::policy::{NodeId, Tick};
 
-/// Cohorts of a class, at most.
+/// The largest number of cohorts of a class.
 const COHORTS: usize = 64;
 
-/// The ends of all lists lie before the leaves.
+/// The number of members that are the ends of lists. They come before the leaves.
 const ENDS: usize = CLASSES * COHORTS;
 
 /// A member of a circular list: its end, or a leaf.
@@ -31,7 +33,7 @@ struct CohortLink {
     used: Tick,
 }
 
-/// Leaves of a class used between two moments, both included.
+/// Leaves of a class that were used between two times, both included.
 #[derive(Clone, Copy, Debug)]
 struct Cohort {
     from: Tick,
@@ -55,9 +57,9 @@ pub(super) struct Cohorts {
     classes: [VecDeque<Cohort>; CLASSES],
     /// Ends without a cohort.
     free: Vec<usize>,
-    /// The cohort that is worth least, while that holds.
+    /// The cohort that is worth least, as long as that is known.
     choice: Option<Choice>,
-    /// The moment when the choice is made anew.
+    /// The time at which the choice is made again.
     due: Tick,
 }
 
@@ -89,7 +91,7 @@ impl Cohorts {
         self.links[at].used = used;
         let end = self.cohort(class, used, now);
         let CohortLink { older, younger, .. } = self.links[end];
-        // A parent that outlived its children can be older than the leaves that are there already.
+        // A parent whose children were evicted can be older than the leaves that are there already.
         if widen(younger) != end && used <= self.links[widen(younger)].used {
             self.join(end, at);
             self.join(at, widen(younger));
@@ -131,7 +133,8 @@ impl Cohorts {
         oldest.map(id)
     }
 
-    /// Returns the oldest leaf of the cohort that is worth least; of those worth the same, of the oldest.
+    /// Returns the oldest leaf of the cohort that is worth least. If several cohorts are worth the same,
+    /// takes the oldest.
     pub(super) fn least(&mut self, worth: &[[f64; AGES]; CLASSES], now: Tick) -> Option<NodeId> {
         if now < self.due
             && let Some(head) = self.choice.and_then(|choice| self.head(choice.end))
@@ -154,7 +157,7 @@ impl Cohorts {
         self.choice.and_then(|choice| self.head(choice.end)).map(id)
     }
 
-    /// Makes the choice anew, since what leaves are worth has changed.
+    /// Makes the choice again, because what leaves are worth has changed.
     pub(super) fn reconsider(&mut self) {
         self.choice = None;
     }
@@ -175,7 +178,7 @@ impl Cohorts {
         }
         let after = self.classes[class].partition_point(|cohort| cohort.from <= used);
         if self.classes[class].len() == COHORTS {
-            // Still full: the neighbours share it.
+            // There are still too many cohorts: the leaf joins a neighbour.
             let cohort = &mut self.classes[class][after.saturating_sub(1)];
             cohort.from = cohort.from.min(used);
             cohort.to = cohort.to.max(used);
@@ -186,7 +189,7 @@ impl Cohorts {
         end
     }
 
-    /// Drops the empty cohorts of a class and joins those that are close together for their age.
+    /// Removes the empty cohorts of a class, and joins cohorts that are close together for their age.
     fn tidy(&mut self, class: usize, now: Tick) {
         let mut kept = 0_usize;
         for at in 0..self.classes[class].len() {

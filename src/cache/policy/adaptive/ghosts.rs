@@ -1,38 +1,38 @@
 //! A record of evicted blocks.
 //!
-//! A table of sets of 8 entries; a new entry takes the place of the oldest in its set. An entry is one word:
-//! 32 bits of the key, when the block was used last, and how often.
+//! The record is a table of sets of 8 entries, in which a new entry replaces the oldest of its set. An entry
+//! is one word: 32 bits of the key, the time of the last use of the block, and the number of its uses.
 //!
-//! *Invariant.* An entry is a block that is not in the cache, unless two keys share 32 bits and a set.
+//! *Invariant.* The block of an entry is not in the cache, unless two keys share 32 bits and a set.
 //!
-//! *Cost.* One set, that is one cache line, for each call; 16 words for each block of the cache's capacity.
+//! *Cost.* A call touches one set, which is one cache line. Memory: 16 words for each block of the capacity.
 
 use crate::base::prefetch;
 use crate::cache::policy::{BlockKey, BlockTokens, Tick};
 
-/// Entries in a set.
+/// The number of entries in a set.
 const WAYS: usize = 8;
 
-/// Remembered blocks for each block of the capacity.
+/// The number of remembered blocks for each block of the capacity.
 const TIMES: u64 = 16;
 
-/// The facts that are remembered of a block.
+/// What is remembered of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ghost {
-    /// The moment when a request used it last.
+    /// When a request used the block last.
     pub(super) used: Tick,
-    /// The number of requests that used it.
+    /// The number of requests that have used the block.
     pub(super) uses: u32,
 }
 
-/// The table.
+/// The table of evicted blocks.
 #[derive(Debug)]
 pub(super) struct Ghosts {
-    /// An empty entry is 0: no block has no uses.
+    /// An empty entry is 0. Every block has been used, so no other entry is 0.
     sets: Vec<[u64; WAYS]>,
     /// The resolution of the times, in tokens.
     unit: u64,
-    /// The mean age, in tokens, of the entries that made place for others of late. `None` before the first.
+    /// The mean age, in tokens, of the entries that were replaced recently. `None` before the first.
     lost_at: Option<u64>,
 }
 
@@ -66,7 +66,7 @@ impl Ghosts {
         }
     }
 
-    /// Forgets a block that is in the cache again, and returns what was remembered.
+    /// Removes a block that is in the cache again, and returns what was remembered of it.
     pub(super) fn take(&mut self, key: BlockKey, now: Tick) -> Option<Ghost> {
         let clock = self.time(now);
         let entry = self.set(key).iter_mut().find(|entry| **entry != 0 && **entry & !REST == tag(key))?;
@@ -74,11 +74,11 @@ impl Ghosts {
         let age = clock.wrapping_sub(entry >> 8) & TIME;
         let start = (now.tokens() / self.unit).saturating_sub(age) * self.unit;
         let uses = u32::try_from(entry & 255).expect("8 bits");
-        // The end of the unit that the time was in.
+        // The end of the unit of time in which the block was used.
         Some(Ghost { used: Tick::new((start + self.unit - 1).min(now.tokens())), uses })
     }
 
-    /// Returns up to what age a block that was not used again is still remembered.
+    /// Returns the age up to which a block is remembered if it is not used again.
     pub(super) fn horizon(&self, now: Tick) -> u64 {
         self.lost_at.unwrap_or(now.tokens())
     }
@@ -87,7 +87,7 @@ impl Ghosts {
         (at.tokens() / self.unit) & TIME
     }
 
-    /// Fetches the set of a block, so that it is near when the block is looked for.
+    /// Prefetches the set of a block that will be looked up soon.
     pub(super) fn prefetch(&self, key: BlockKey) {
         prefetch(&self.sets[self.place(key)]);
     }

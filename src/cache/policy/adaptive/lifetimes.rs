@@ -1,9 +1,9 @@
-//! The times between two uses of blocks of a class, and the worth that follows from them.
+//! Counts of the times between two uses of blocks, and the worth of blocks that follows from them.
 //!
-//! Counts fade with time, so that what is learned follows what happens.
+//! Counts decay with time, so that the policy follows changes in the requests.
 //!
-//! *Cost.* A few additions for each call; learning anew, a few ten thousand multiplications, happens once in
-//! an eighth of the capacity at most.
+//! *Cost.* A few additions for each call. Learning takes a few ten thousand multiplications, at most once
+//! each time that an eighth of the capacity was looked up.
 
 use std::collections::VecDeque;
 
@@ -11,25 +11,25 @@ use super::CLASSES;
 use super::ages::{AGES, Ages};
 use crate::cache::policy::Tick;
 
-/// Counts halve in the time in which the capacity is looked up so many times.
+/// The counts halve each time that this many times the capacity was looked up.
 const HALF_LIFE: f64 = 64.0;
 
-/// The hazards of all classes together weigh like so many lookups of the class itself.
+/// The weight of the hazards of all classes together, in look-ups of the class itself.
 const PRIOR_LOOKUPS: f64 = 64.0;
 
-/// The ratio of a class to all classes is taken for 1 with the weight of so many lookups.
+/// The weight of the assumption that a class is like all classes together, in look-ups.
 const PRIOR_RATIO: f64 = 4.0;
 
-/// Nothing is judged before so many lookups.
+/// The number of look-ups before which blocks are not judged.
 const FEWEST_LOOKUPS: u32 = 128;
 
-/// Nothing is judged before lifetimes are counted up to so many times the capacity.
+/// Blocks are not judged before lifetimes are counted up to this many times the capacity.
 const MIN_HORIZON: f64 = 2.0;
 
-/// Snapshots of beginnings, at most.
+/// The largest number of entries of `earlier`.
 const SNAPSHOTS: usize = 64;
 
-/// The beginnings until a moment.
+/// The number of lifetimes that had begun by a time.
 #[derive(Clone, Debug)]
 struct Snapshot {
     at: Tick,
@@ -41,19 +41,19 @@ struct Snapshot {
 pub(super) struct Lifetimes {
     ages: Ages,
     capacity: f64,
-    /// Lifetimes that ended with a use, by class and age.
+    /// The lifetimes that ended with a use, by class and age.
     ended: [[f64; AGES]; CLASSES],
-    /// Lifetimes that began, by class.
+    /// The lifetimes that began, by class.
     begun: [f64; CLASSES],
-    /// `begun` at earlier moments, sparser the longer ago.
+    /// The values of `begun` at earlier times; the longer ago, the fewer there are.
     snapshots: VecDeque<Snapshot>,
-    /// Lookups, that is moments with a beginning. They fade like the counts.
+    /// The number of look-ups: times at which a lifetime began. It decays like the counts.
     lookups: f64,
-    /// Lookups in all: they do not fade.
+    /// The number of all look-ups, which does not decay.
     total: u32,
     last: Tick,
     learned: Tick,
-    /// The time between two learnings.
+    /// The time between two rounds of learning.
     pause: u64,
     worth: Box<[[f64; AGES]; CLASSES]>,
     is_known: bool,
@@ -77,12 +77,12 @@ impl Lifetimes {
         }
     }
 
-    /// A lifetime of `tokens` tokens ended with a use.
+    /// Records that a lifetime of `tokens` tokens ended with a use.
     pub(super) fn end(&mut self, class: usize, age: usize, tokens: u32) {
         self.ended[class][age] += f64::from(tokens);
     }
 
-    /// A lifetime of `tokens` tokens began.
+    /// Records that a lifetime of `tokens` tokens began.
     pub(super) fn begin(&mut self, class: usize, tokens: u32, now: Tick) {
         self.begun[class] += f64::from(tokens);
         if now != self.last {
@@ -92,17 +92,18 @@ impl Lifetimes {
         }
     }
 
-    /// Returns whether there is enough to judge by.
+    /// Returns whether enough is known to judge blocks.
     pub(super) const fn is_known(&self) -> bool {
         self.is_known
     }
 
-    /// Returns the worth of a block of each class and age.
+    /// Returns the worth of blocks, by class and age.
     pub(super) const fn worth(&self) -> &[[f64; AGES]; CLASSES] {
         &self.worth
     }
 
-    /// Learns anew, if it is time, and returns whether it did. Lifetimes are counted fully up to `horizon`.
+    /// Learns from the counts, if it is time, and returns whether it did. Lifetimes are counted completely up
+    /// to the age `horizon`.
     pub(super) fn learn(&mut self, horizon: u64, now: Tick) -> bool {
         let passed = now.since(self.learned);
         if passed < self.pause {
@@ -116,7 +117,7 @@ impl Lifetimes {
         self.is_known =
             self.total >= FEWEST_LOOKUPS && real(now.tokens().min(horizon)) >= MIN_HORIZON * self.capacity;
 
-        // Lifetimes that began long enough ago to have reached each age.
+        // The lifetimes that began long enough ago to have reached each age.
         let mut reached = [[0.0; CLASSES]; AGES];
         let mut steps = 0;
         for (age, reached) in reached.iter_mut().enumerate() {
@@ -135,7 +136,7 @@ impl Lifetimes {
             all.add(age, ended, reached[age].iter().sum(), 0.0, 0.0);
         }
         for (class, (ended, worth)) in self.ended.iter().zip(self.worth.iter_mut()).enumerate() {
-            // How much more likely a use is than for all classes, whatever the age.
+            // How much more likely a use is in this class than in all classes, at any age.
             let (mut found, mut expected) = (PRIOR_RATIO * lookup, PRIOR_RATIO * lookup);
             let mut alone = Curve::default();
             for age in 0..steps {
@@ -156,7 +157,7 @@ impl Lifetimes {
 
     fn remember(&mut self, now: Tick) {
         if self.snapshots.len() == SNAPSHOTS {
-            // The one whose neighbours are closest together, relative to how long ago they are.
+            // The entry whose neighbours are closest together, relative to how long ago they are.
             let gap = |at: &usize| {
                 let [before, after] = [at - 1, at + 1].map(|at| now.since(self.snapshots[at].at));
                 real(before - after) / real(before + self.pause)
@@ -168,12 +169,12 @@ impl Lifetimes {
     }
 }
 
-/// The survival of lifetimes by age.
+/// A survival curve: how many lifetimes reach each age.
 #[derive(Debug)]
 struct Curve {
-    /// The share that ends at an age, of the lifetimes that reach it.
+    /// The share of the lifetimes that end at an age, of those that reach it.
     hazard: [f64; AGES],
-    /// The share that reaches an age.
+    /// The share of the lifetimes that reach an age.
     survival: [f64; AGES],
     left: f64,
 }
@@ -189,7 +190,8 @@ impl Curve {
         self.left
     }
 
-    /// Adds the next age: `ended` of `begun` lifetimes, and `weight` more with the hazard `prior`.
+    /// Adds the next age, at which `ended` of `begun` lifetimes ended. `weight` further lifetimes are assumed
+    /// to have had the hazard `prior`.
     fn add(&mut self, age: usize, ended: f64, begun: f64, weight: f64, prior: f64) {
         let reached = begun * self.left + weight;
         let hazard = if reached > 0.0 { ((ended + weight * prior) / reached).min(0.99) } else { 0.0 };
@@ -198,22 +200,24 @@ impl Curve {
         self.left *= 1.0 - hazard;
     }
 
-    /// Returns the most hits per unit of time that staying on can bring at each age, over all times to stay.
+    /// Returns for each age the most hits per unit of time that keeping a block longer can bring, over all
+    /// times to keep it.
     fn worth(&self, ages: &Ages, steps: usize) -> [f64; AGES] {
-        // Hits by time, were every block kept until then: the best time to stay from an age on is where the
-        // curve seen from there rises steepest, which is a corner of its upper hull.
+        // The points are the expected hits by time if every block is kept until then. From an age on, the
+        // best time to keep a block is where the line from there to a later point is steepest, which is a
+        // corner of the upper hull.
         let mut hits = [0.0; AGES];
         let mut time = [0.0; AGES];
         let last = steps.min(AGES - 1);
         for age in 0..last {
             let width = real(ages.floor(age + 1) - ages.floor(age));
             hits[age + 1] = hits[age] + self.survival[age] * self.hazard[age];
-            // Lifetimes that end do so in the middle, on average.
+            // Lifetimes that end at an age end in the middle of its step, on average.
             time[age + 1] = time[age] + self.survival[age] * width * (1.0 - self.hazard[age] / 2.0);
         }
         let slope = |from: usize, to: usize| {
             let spent = time[to] - time[from];
-            // So few survive that no time passes, within the precision of numbers.
+            // So few lifetimes survive that the time is 0 within the precision of floating-point numbers.
             if spent > 0.0 { (hits[to] - hits[from]) / spent } else { 0.0 }
         };
         let mut worth = [0.0; AGES];

@@ -1,9 +1,10 @@
-//! The tokens that eviction by recency would have found.
+//! An estimate of what least-recently-used eviction would have found.
 //!
-//! Such a cache holds exactly the tokens used most recently, up to the capacity. So it is enough to know how
+//! Such a cache holds exactly the most recently used tokens, up to its capacity. So it is enough to know how
 //! many tokens were used last at which time, and from which time on they fill the capacity.
 //!
-//! Beginnings stay longest in a tree, so of the oldest tokens the first of a prompt are held.
+//! A tree keeps the beginnings of prompts longest. So of the tokens that were used at the oldest time, those
+//! at the beginning of a prompt are held.
 //!
 //! *Cost.* A binary search among a few hundred spans for each call.
 
@@ -12,33 +13,33 @@ use std::collections::VecDeque;
 use super::lifetimes::real;
 use crate::cache::policy::Tick;
 
-/// The capacity is divided into so many spans.
+/// The number of spans into which the capacity is divided.
 const SPANS: usize = 256;
 
-/// The share of what recency finds that may be lost while something else is tried.
+/// The share of what least-recently-used eviction finds that may be lost while another order is tried.
 const ALLOWANCE: f64 = 0.01;
 
-/// Tokens that were found count half after the capacity was looked up so many times.
+/// The counts of found tokens halve each time that this many times the capacity was looked up.
 const HALF_LIFE: f64 = 256.0;
 
-/// The tokens used last from a time on, until the next span begins.
+/// The tokens that were used last from a time on, until the next span begins.
 #[derive(Clone, Copy, Debug)]
 struct Span {
     from: Tick,
     tokens: u64,
 }
 
-/// The ledger.
+/// The estimate.
 #[derive(Debug)]
 pub(super) struct Recency {
     capacity: u64,
-    /// The spans of the tokens that recency would hold, oldest first.
+    /// The spans of the tokens that such a cache would hold, oldest first.
     spans: VecDeque<Span>,
     tokens_held: u64,
-    /// The moment of the last call, and by how much `tokens_held` has grown since it began.
+    /// The time of the last call, and by how much `tokens_held` has grown since that time began.
     now: Tick,
     fresh: u64,
-    /// Tokens found by the cache and by recency, fading.
+    /// The tokens found by the cache and by least-recently-used eviction, which decay.
     own: f64,
     recent: f64,
     faded: Tick,
@@ -58,12 +59,12 @@ impl Recency {
         }
     }
 
-    /// Returns whether the cache finds as much as recency does, but for the allowance.
+    /// Returns whether the cache finds as much as least-recently-used eviction, apart from the allowance.
     pub(super) fn trails(&self) -> bool {
         self.recent <= self.own * (1.0 + ALLOWANCE)
     }
 
-    /// Lets what was found fade.
+    /// Lets the counts of found tokens decay.
     pub(super) fn fade(&mut self, now: Tick) {
         let halves = real(now.since(self.faded)) / (HALF_LIFE * real(self.capacity));
         self.faded = now;
@@ -71,25 +72,26 @@ impl Recency {
         self.recent *= (-halves).exp2();
     }
 
-    /// Tokens used last at `used` were found.
+    /// Records that tokens were found whose last use was at `used`.
     pub(super) fn found(&mut self, used: Tick, tokens: u32, now: Tick) {
         self.own += f64::from(tokens);
         self.missed(used, tokens, now);
     }
 
-    /// Tokens used last at `used` were not found.
+    /// Records that tokens were not found whose last use was at `used`.
     pub(super) fn missed(&mut self, used: Tick, tokens: u32, now: Tick) {
         self.settle(now);
         let mut unmatched = u64::from(tokens);
         let over = (self.tokens_held - self.fresh).saturating_sub(self.capacity);
         let mut at = self.spans.partition_point(|span| span.from <= used);
-        // Times of remembered blocks are coarse: what is not in one span is in the one before.
+        // The times of remembered blocks are coarse: tokens that are not in one span are in the span before
+        // it.
         while unmatched > 0 && at > 0 {
             at -= 1;
             let over = if at == 0 { over.min(self.spans[0].tokens) } else { 0 };
             let span = &mut self.spans[at];
             let removed = span.tokens.min(unmatched);
-            // The beginnings of the oldest span are held; they are also what is looked up first.
+            // The beginnings in the oldest span are held; they are also looked up first.
             self.recent += real(removed.min(span.tokens - over));
             span.tokens -= removed;
             unmatched -= removed;
@@ -99,7 +101,7 @@ impl Recency {
         self.append(tokens, now);
     }
 
-    /// Tokens are new.
+    /// Records that tokens are new.
     pub(super) fn add(&mut self, tokens: u32, now: Tick) {
         self.settle(now);
         self.tokens_held += u64::from(tokens);
@@ -107,7 +109,7 @@ impl Recency {
         self.append(tokens, now);
     }
 
-    /// Drops what a new request pushes out. All of one request is looked up before.
+    /// Removes the tokens that a new request displaces. All tokens of a request are looked up before that.
     fn settle(&mut self, now: Tick) {
         if now == self.now {
             return;
@@ -135,7 +137,7 @@ impl Recency {
         }
     }
 
-    /// Joins spans that were mostly used again since.
+    /// Joins spans most of whose tokens were used again.
     fn merge(&mut self, width: u64) {
         let mut merged: VecDeque<Span> = VecDeque::with_capacity(self.spans.len());
         for &span in &self.spans {
@@ -152,7 +154,7 @@ impl Recency {
 mod tests {
     use super::*;
 
-    /// A cache of single tokens, most recently used last.
+    /// A cache of single tokens, the most recently used one last.
     #[test]
     fn finds_what_recency_would() {
         let mut used = [None; 40];
