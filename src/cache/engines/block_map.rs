@@ -1,4 +1,5 @@
-//! An engine's blocks by hashes that the engine makes: several blocks may hold the same tokens.
+//! The blocks of an engine by hashes that the engine computes. Several blocks may have the same hash, because
+//! they hold the same tokens.
 
 use std::borrow::Borrow;
 use std::collections::hash_map::Entry;
@@ -6,10 +7,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-/// Bytes that are kept without an allocation: a hash of 32 and a group of layers.
+/// The longest hash that needs no allocation: 32 bytes, and a group of layers.
 const SHORT: usize = 38;
 
-/// The hash of a block, of any length. Hashes are compared whole.
+/// The hash of a block, of any length. Hashes are compared in full.
 #[derive(Clone)]
 pub struct BlockHash(Bytes);
 
@@ -70,7 +71,7 @@ impl fmt::Debug for BlockHash {
     }
 }
 
-/// The blocks that got a hash after its first one, in the order in which they came.
+/// The blocks that were given a hash after its first block, in the order of arrival.
 #[derive(Debug)]
 struct Later<V> {
     by_arrival: BTreeMap<u64, (i64, V)>,
@@ -101,8 +102,8 @@ impl<V> Later<V> {
     }
 }
 
-/// Values of blocks, by the hash of a block and its number. Of several blocks with one hash the first is
-/// found.
+/// A map from the hash and the number of a block to a value. Of several blocks with one hash, the first to
+/// arrive is found.
 ///
 /// ```
 /// use kvpool::cache::engines::BlockMap;
@@ -116,7 +117,7 @@ impl<V> Later<V> {
 #[derive(Debug)]
 pub struct BlockMap<V> {
     first: HashMap<BlockHash, (i64, V)>,
-    /// The later values of each hash that more than one block has.
+    /// The later blocks of each hash that more than one block has.
     later: HashMap<BlockHash, Later<V>>,
 }
 
@@ -133,13 +134,13 @@ impl<V> BlockMap<V> {
         self.first.len()
     }
 
-    /// Returns whether there are none.
+    /// Returns whether no block has a hash.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.first.is_empty()
     }
 
-    /// Returns the value of the block that has had the hash for longest.
+    /// Returns the value of the block that has had the hash longest.
     #[must_use]
     pub fn first(&self, hash: &[u8]) -> Option<&V> {
         self.first.get(hash).map(|(_, value)| value)
@@ -153,7 +154,7 @@ impl<V> BlockMap<V> {
         })
     }
 
-    /// Returns the blocks of a hash with their values, in the order in which they came.
+    /// Returns the blocks of a hash with their values, in the order of arrival.
     pub fn blocks(&self, hash: &[u8]) -> impl Iterator<Item = (i64, &V)> {
         let later = self.later.get(hash).into_iter().flat_map(|later| later.by_arrival.values());
         self.first.get(hash).into_iter().chain(later).map(|(block, value)| (*block, value))
@@ -164,7 +165,7 @@ impl<V> BlockMap<V> {
         self.first.keys()
     }
 
-    /// Gives a block a hash, and returns the value that it had with it.
+    /// Gives a block a hash with a value, and returns the previous value if it had the hash already.
     pub fn insert(&mut self, hash: &[u8], block: i64, value: V) -> Option<V> {
         match self.first.entry(hash.into()) {
             Entry::Vacant(place) => {
@@ -176,7 +177,7 @@ impl<V> BlockMap<V> {
         }
     }
 
-    /// Takes a hash from a block, and returns the value.
+    /// Removes a hash from a block, and returns the value.
     pub fn remove(&mut self, hash: &[u8], block: i64) -> Option<V> {
         let Entry::Occupied(mut first) = self.first.entry(hash.into()) else { return None };
         let Some(later) = self.later.get_mut(hash) else {
@@ -193,7 +194,7 @@ impl<V> BlockMap<V> {
         removed
     }
 
-    /// Takes all hashes from all blocks.
+    /// Removes all hashes from all blocks.
     pub fn clear(&mut self) {
         self.first.clear();
         self.later.clear();

@@ -1,5 +1,5 @@
-//! An engine's blocks by their numbers: how often each is used, its hash, and in which order free ones are
-//! used again.
+//! The blocks of an engine by their numbers: the number of uses and the hash of each, and the order in which
+//! free ones are used again.
 
 use std::sync::Mutex;
 
@@ -9,37 +9,37 @@ use crate::index::{BadFree, BadFrees};
 
 use super::{BlockHash, EvictionQueue};
 
-/// The hash of a block.
+/// The hash of a block, and what it covers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HashedTokens {
     /// The hash, with the group of layers.
     pub hash: BlockHash,
-    /// The number of tokens of the prompt it covers, if that is known.
+    /// The number of tokens of the prompt that the hash covers, if it is known.
     pub tokens: Option<u64>,
 }
 
-/// The place where blocks with a hash go when they are no longer used.
+/// Where blocks with a hash are queued when they are no longer used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HashedBlocks {
-    /// They go behind all others, since they may be found again.
+    /// At the end of the queue, because they may be found again.
     Last,
-    /// They go in front, as blocks without a hash do.
+    /// At the front, like blocks without a hash.
     First,
 }
 
 /// Why blocks were not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NotTaken {
-    /// Fewer blocks are free than were asked for.
+    /// Fewer blocks are free than were requested.
     Short {
-        /// Blocks in the queue.
+        /// The number of blocks in the queue.
         free: usize,
     },
-    /// A free one is counted as used.
+    /// A block in the queue is counted as used.
     InUse {
         /// The block.
         block: BlockId,
-        /// The block's count of uses, which is not 0.
+        /// The number of uses of the block, which is not 0.
         uses: i64,
     },
 }
@@ -81,10 +81,10 @@ impl Drop for TakenBlocks<'_> {
     }
 }
 
-/// The number of uses of each block, its hash, and the queue of free blocks.
+/// The number of uses and the hash of each block, and the queue of free blocks.
 ///
-/// An engine may set counts and drive the queue itself: what disagrees with the rest is refused where it
-/// matters.
+/// An engine may set counts and change the queue itself. Calls refuse blocks whose count and place in the
+/// queue contradict each other.
 ///
 /// ```
 /// use kvpool::base::{BlockId, Id};
@@ -112,19 +112,19 @@ struct BlockState {
 }
 
 impl BlockTable {
-    /// Creates a table of `count` blocks, all of them free, the lowest in front.
+    /// Creates a table of `count` blocks, all of them free, the lowest at the front.
     #[must_use]
     pub fn new(count: u32) -> Self {
         Self { queue: EvictionQueue::full(count), blocks: vec![BlockState::default(); widen(count)] }
     }
 
-    /// Returns the free blocks.
+    /// Returns the queue of free blocks.
     #[must_use]
     pub const fn queue(&self) -> &EvictionQueue {
         &self.queue
     }
 
-    /// Returns the free blocks, for an engine that drives the queue.
+    /// Returns the queue of free blocks, for an engine that changes it itself.
     pub const fn queue_mut(&mut self) -> &mut EvictionQueue {
         &mut self.queue
     }
@@ -135,18 +135,18 @@ impl BlockTable {
         self.state(block).uses
     }
 
-    /// Sets how often a block is used, for an engine that counts itself.
+    /// Sets the number of uses of a block, for an engine that counts itself.
     pub fn set_uses(&mut self, block: BlockId, uses: i64) {
         self.state_mut(block).uses = uses;
     }
 
-    /// Returns whether a block stands for no memory.
+    /// Returns whether a block is a null block, which stands for no memory.
     #[must_use]
     pub fn is_null(&self, block: BlockId) -> bool {
         self.state(block).is_null
     }
 
-    /// Lets a block stand for no memory, or for memory again.
+    /// Makes a block a null block, or an ordinary one again.
     pub fn set_null(&mut self, block: BlockId, is_null: bool) {
         self.state_mut(block).is_null = is_null;
     }
@@ -157,7 +157,7 @@ impl BlockTable {
         self.state(block).hashed.as_ref()
     }
 
-    /// Gives a block a hash, unless it has one, and says whether it had none.
+    /// Sets the hash of a block, unless it has one. Returns whether it had none.
     pub fn set_hash(&mut self, block: BlockId, hashed: HashedTokens) -> bool {
         let place = &mut self.state_mut(block).hashed;
         let is_new = place.is_none();
@@ -165,15 +165,15 @@ impl BlockTable {
         is_new
     }
 
-    /// Takes the hash from a block.
+    /// Removes the hash of a block, and returns it.
     pub fn take_hash(&mut self, block: BlockId) -> Option<HashedTokens> {
         self.state_mut(block).hashed.take()
     }
 
-    /// Takes the first free blocks for one user.
+    /// Takes the first `count` free blocks. Each has one use then.
     ///
     /// # Errors
-    /// Why not; nothing is taken then.
+    /// [`NotTaken`] says why no block was taken.
     pub fn take(&mut self, count: usize) -> Result<Vec<BlockId>, NotTaken> {
         let free = self.queue.len();
         if count > free {
@@ -189,7 +189,7 @@ impl BlockTable {
         Ok(taken)
     }
 
-    /// Gives back what [`BlockTable::take`] has returned, as if it had not been taken.
+    /// Gives back the blocks that [`BlockTable::take`] returned, as if they had not been taken.
     fn undo_take(&mut self, taken: &[BlockId]) {
         for &block in taken.iter().rev() {
             self.set_uses(block, 0);
@@ -197,8 +197,8 @@ impl BlockTable {
         }
     }
 
-    /// Gives back one use of each block, null blocks left out. Those that are no longer used are free, in the
-    /// order given. One that is not used is dropped and reported.
+    /// Removes one use of each block, except null blocks. Blocks that are no longer used become free, in the
+    /// given order. Blocks without a use are dropped and reported.
     pub fn release(&mut self, blocks: &[BlockId], hashed: HashedBlocks) -> BadFrees {
         let (mut first, mut bad) = (Vec::new(), BadFrees::default());
         for &block in blocks {
@@ -226,10 +226,10 @@ impl BlockTable {
         bad
     }
 
-    /// Adds one use of each block, null blocks left out, and takes those that were free out of the queue.
+    /// Adds one use of each block, except null blocks, and removes the free ones from the queue.
     ///
     /// # Errors
-    /// One that is neither used nor free; nothing is changed then.
+    /// The first block that is neither used nor free. Nothing is changed then.
     pub fn retain(&mut self, blocks: &[BlockId]) -> Result<(), BlockId> {
         let is_lost =
             |&&block: &&BlockId| !self.is_null(block) && self.uses(block) <= 0 && !self.queue.contains(block);

@@ -1,10 +1,10 @@
-//! Free blocks of an engine, in an order that the engine decides.
+//! The free blocks of an engine, in an order that the engine determines.
 
 use crate::base::{BlockId, Id, widen};
 use crate::cache::RecencyList;
 
-/// A queue of blocks, each at most once: taken from the front, added at either end, and taken out of the
-/// middle at the same cost.
+/// A queue of blocks, each at most once. Blocks are taken from the front, added at either end, and removed
+/// from the middle, all at the same cost.
 ///
 /// ```
 /// use kvpool::base::{BlockId, Id};
@@ -30,14 +30,14 @@ pub struct EvictionQueue {
 /// An end of an [`EvictionQueue`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueEnd {
-    /// The end with the block that is taken next.
+    /// The end with the block that will be taken next.
     Front,
-    /// The end with the block that is taken last.
+    /// The end with the block that will be taken last.
     Back,
 }
 
 impl EvictionQueue {
-    /// Creates a queue of the blocks below `count`, the lowest in front.
+    /// Creates a queue of the blocks below `count`, the lowest at the front.
     #[must_use]
     pub fn full(count: u32) -> Self {
         let mut queue = Self { order: RecencyList::default(), waits: vec![false; widen(count)], len: 0 };
@@ -53,7 +53,7 @@ impl EvictionQueue {
         self.len
     }
 
-    /// Returns whether there are none.
+    /// Returns whether the queue is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
@@ -65,7 +65,7 @@ impl EvictionQueue {
         self.waits[widen(block.number())]
     }
 
-    /// Returns the block in front.
+    /// Returns the block at the front.
     #[must_use]
     pub fn front(&self) -> Option<BlockId> {
         self.order.oldest()
@@ -94,14 +94,14 @@ impl EvictionQueue {
         self.order.iter_oldest()
     }
 
-    /// Takes the block in front.
+    /// Removes and returns the block at the front.
     pub fn pop_front(&mut self) -> Option<BlockId> {
         let block = self.front()?;
         self.remove(block);
         Some(block)
     }
 
-    /// Takes a block out, and says whether it was there.
+    /// Removes a block, and returns whether it was in the queue.
     pub fn remove(&mut self, block: BlockId) -> bool {
         let was = std::mem::replace(&mut self.waits[widen(block.number())], false);
         if was {
@@ -111,20 +111,20 @@ impl EvictionQueue {
         was
     }
 
-    /// Adds a block at the end, unless it is in the queue, and says whether it was not.
+    /// Adds a block at the end, unless it is in the queue. Returns whether it was added.
     pub fn push_back(&mut self, block: BlockId) -> bool {
         self.add(block, RecencyList::push)
     }
 
-    /// Adds a block in front, unless it is in the queue, and says whether it was not.
+    /// Adds a block at the front, unless it is in the queue. Returns whether it was added.
     pub fn push_front(&mut self, block: BlockId) -> bool {
         self.add(block, RecencyList::push_oldest)
     }
 
-    /// Adds blocks in their order at an end, all or none.
+    /// Adds blocks at an end one after the other, either all of them or none.
     ///
     /// # Errors
-    /// The first block that is in the queue already, or is listed twice; nothing is changed.
+    /// The first block that is in the queue already or listed twice. Nothing is changed then.
     pub fn push_all(&mut self, blocks: &[BlockId], end: QueueEnd) -> Result<(), BlockId> {
         for (at, &block) in blocks.iter().enumerate() {
             let is_new = match end {

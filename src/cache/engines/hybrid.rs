@@ -1,24 +1,26 @@
-//! A radix tree whose nodes carry values of several kinds of attention, for engines that drive it node by
+//! A radix tree whose nodes have values for several kinds of attention, for engines that drive it node by
 //! node.
 //!
-//! Every node has the slots of its tokens for full attention ([`Part::Full`]). Beside them it may have slots
-//! for sliding-window attention ([`Part::Window`]) and a state of linear attention ([`Part::State`]), which
-//! come and go on their own. A prefix is found up to the deepest node that every part accepts: a window needs
-//! its whole last stretch, a state only the node itself.
+//! Every node has the slots of its tokens for full attention ([`Part::Full`]). It may also have slots for
+//! sliding-window attention ([`Part::Window`]) and a state of linear attention ([`Part::State`]), which are
+//! added and evicted independently. A prefix is found up to the deepest node that all parts accept:
+//! sliding-window attention needs the slots of the whole last window, linear attention only the state of the
+//! node itself. SGLang calls the parts components.
 //!
-//! The engine drives it: it names nodes by [`NodeHandle`], applies the [`Action`]s of an insertion to its
-//! allocators between two [`HybridTree::advance`]s, and frees what an eviction hands out ([`Frees`]). The
-//! tree decides everything else: which node goes next, what goes with it, what is locked, and what may be
-//! found.
+//! The engine refers to nodes by [`NodeHandle`], applies the [`Action`]s of an insertion to its allocators
+//! between two calls of [`HybridTree::advance`], and frees what an eviction returns ([`Frees`]). The tree
+//! decides everything else: which node is evicted next and what is evicted with it, what is locked, and what
+//! can be found.
 //!
-//! *Invariant.* Every node except the root has slots for full attention, one a token; a window has one a
-//! token or none; a node is in the list of a part exactly while it has a value of that part; leaves without
-//! locks are queued by the rank of the eviction order. [`HybridTree::broken_invariant`] checks all of them.
+//! *Invariant.* Every node except the root has one slot for full attention for each token, and either one
+//! window slot for each token or none. A node is in the list of a part exactly if it has a value of that
+//! part. Leaves without locks are queued by their rank in the eviction order.
+//! [`HybridTree::broken_invariant`] checks all of them.
 //!
-//! *Cost.* Finding and inserting cost one comparison of the tokens and one look-up a node. Evicting costs
-//! what is evicted and a logarithm of the number of leaves. Locking costs the nodes on the path.
+//! *Cost.* Finding and inserting cost one comparison of the tokens, and one look-up for each node. Evicting
+//! costs the evicted values, and a logarithm of the number of leaves. Locking costs the nodes on the path.
 //!
-//! It owns no slot, depends on no device, and is not synchronised.
+//! The tree owns no slots, depends on no device, and is not synchronised.
 
 mod evict;
 mod find;
@@ -52,14 +54,14 @@ pub use order::EvictionOrder;
 pub use report::{NodeState, PathNode, SlotRow, SlotRuns};
 pub use run::{BLOCK, TokenBlock, TokenRun, differ};
 
-/// The kinds of values of a node.
+/// A kind of attention, for which nodes have values. SGLang calls it a component.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Part {
-    /// One slot a token, for full attention.
+    /// Full attention: one slot for each token.
     Full,
-    /// One slot a token, for sliding-window attention.
+    /// Sliding-window attention: one slot for each token.
     Window,
-    /// One state a node, for linear attention.
+    /// Linear attention: one state for each node.
     State,
 }
 
@@ -76,7 +78,7 @@ impl Part {
     }
 }
 
-/// The name of a page in the reports of an engine: a digest of its tokens and of all before it.
+/// The hash of a page in the reports of an engine: a digest of its tokens and of all tokens before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageDigest(pub [u8; 32]);
 
@@ -111,10 +113,10 @@ impl TokenSource for &[i64] {
 
 /// The slots of a prompt, which the tree reads in the caller's memory.
 pub trait SlotSource {
-    /// Returns the slots from `at` on, `count` of them.
+    /// Returns `count` slots from position `at` on.
     ///
     /// # Errors
-    /// The error of values that cannot be read or are no slots.
+    /// Returns an error if a value cannot be read or is not a slot.
     fn read(&self, at: usize, count: usize) -> Result<Vec<EngineSlot>>;
 }
 
@@ -124,34 +126,34 @@ impl SlotSource for &[EngineSlot] {
     }
 }
 
-/// The behaviour of a window part.
+/// Settings for sliding-window attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowConfig {
-    /// Tokens of history that must be there.
+    /// The size of the window in tokens.
     pub size: usize,
-    /// Whether a prefix is found only with its window.
+    /// Whether a prefix can be found only if the slots of its last window are there.
     pub gates: bool,
 }
 
-/// The behaviour of a state part.
+/// Settings for linear attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateConfig {
-    /// States can be taken at multiples of this number of tokens.
+    /// Requests can take states at multiples of this number of tokens.
     pub grid: usize,
-    /// The maximum number of states that one path keeps.
+    /// The largest number of states on one path.
     pub max_per_path: Option<usize>,
 }
 
 /// Settings of a [`HybridTree`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HybridConfig {
-    /// Tokens that are found together, at least 1.
+    /// The number of tokens that are matched together, at least 1.
     pub page_size: usize,
     /// The order of evictions.
     pub order: EvictionOrder,
     /// The sliding window, if the model has one.
     pub window: Option<WindowConfig>,
-    /// The states, if the model has some.
+    /// The states, if the model has linear attention.
     pub state: Option<StateConfig>,
 }
 
@@ -167,45 +169,45 @@ impl HybridConfig {
     }
 }
 
-/// A moment: later ones are larger. A path is refreshed at one moment, its nodes the earlier the nearer to
-/// the root they are.
+/// A logical time. All nodes of a path are used at one time; the times of nodes nearer to the root are a
+/// little earlier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Moment(u64);
 
-/// Moments within a refresh of a path.
+/// The number of times that a use of a path takes up.
 const MOMENTS_OF_PATH: u64 = 1 << 24;
 
 impl Moment {
-    /// Returns the moment `steps` nodes nearer to the root than this one.
+    /// Returns the time for the node `steps` nodes nearer to the root.
     const fn before(self, steps: u64) -> Self {
         let steps = if steps < MOMENTS_OF_PATH { steps } else { MOMENTS_OF_PATH - 1 };
         Self(self.0 - steps)
     }
 }
 
-/// A run of tokens that one prompt after another used as a whole.
+/// A run of tokens that every prompt with these tokens has used as a whole.
 #[derive(Debug)]
 struct Node {
     parent: NodeId,
     /// The fingerprint of the first page and the namespace.
     fingerprint: u32,
     children: u32,
-    /// The place among the children of its parent: those that came earlier have lower numbers.
+    /// The order among the children of the parent: those that were added earlier have lower numbers.
     place: u64,
     namespace: NamespaceId,
-    /// A whole number of pages.
+    /// The tokens: a whole number of pages.
     tokens: TokenRun,
-    /// Tokens up to its end.
+    /// The number of tokens from the root to the end of the node.
     end: usize,
-    /// Tokens of the longest prompt that went through it, evicted since or not.
+    /// The length of the longest prompt that contained the node, whether the rest was evicted since or not.
     reach: usize,
-    /// The digests of its pages, if the engine has named them.
+    /// The hashes of the pages, if the engine has set them.
     hashes: Vec<PageDigest>,
-    /// The slots and states by part; empty where there is none.
+    /// The slots and states by part; empty if the node has none.
     values: [Vec<EngineSlot>; 3],
-    /// Numbers of locks, by part.
+    /// The numbers of locks, by part.
     locks: [u32; 3],
-    /// The name of the window locks that end here.
+    /// The boundary of the window locks that end at this node.
     boundary: Option<Boundary>,
     /// The links in the lists of windows and states.
     links: [ListLink; 2],
@@ -254,20 +256,20 @@ impl Node {
     }
 }
 
-/// Values of a part, by whether they are locked.
+/// The numbers of values of a part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sizes {
-    /// Values of nodes without locks of the part.
+    /// The number of values of nodes without locks of the part.
     pub evictable: usize,
-    /// Values of nodes with such locks.
+    /// The number of values of nodes with such locks.
     pub locked: usize,
 }
 
-/// A size that would become negative, and what it would become.
+/// The value that a size would have had, which is negative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NegativeSize(pub i64);
 
-/// The tree. See the [module](self).
+/// A radix tree with values for several kinds of attention: see the [module](self).
 ///
 /// ```
 /// use kvpool::base::{EngineSlot, Id};
@@ -288,7 +290,7 @@ pub struct NegativeSize(pub i64);
 #[derive(Debug)]
 pub struct HybridTree {
     config: HybridConfig,
-    /// A node without tokens is the root, or not in use.
+    /// The nodes. One without tokens is the root, or its number is not in use.
     nodes: NodeArena<Node>,
     edges: Edges,
     namespaces: Namespaces,
@@ -297,7 +299,7 @@ pub struct HybridTree {
     fingerprints: Fingerprints,
     now: u64,
     sizes: [Sizes; 3],
-    /// The lists of windows and states, the value used last first.
+    /// The lists of nodes with window slots and with states, the most recently used first.
     lists: [List; 2],
     queue: Queue,
     evictions: evict::Evictions,
@@ -310,7 +312,7 @@ impl HybridTree {
     /// Creates an empty tree.
     ///
     /// # Panics
-    /// For a `page_size` of 0.
+    /// If `page_size` is 0.
     #[must_use]
     pub fn new(config: HybridConfig) -> Self {
         assert!(config.page_size > 0, "page_size is 0; a page has at least one token");
@@ -340,7 +342,7 @@ impl HybridTree {
         &self.config
     }
 
-    /// Forgets everything, locked or not. No later node has the name of an earlier one.
+    /// Removes everything, whether it is locked or not. No later node has the handle of an earlier one.
     pub fn reset(&mut self) {
         self.nodes.reset(Node::new);
         self.edges.clear();
@@ -355,7 +357,7 @@ impl HybridTree {
         debug_assert_eq!(root, ROOT);
     }
 
-    /// Returns the node at the end of no tokens.
+    /// Returns the root, which is the end of the empty prefix.
     #[must_use]
     pub fn root(&self) -> NodeHandle {
         self.handle(ROOT)
@@ -367,17 +369,18 @@ impl HybridTree {
         self.at(node).is_some()
     }
 
-    /// Returns the numbers of a part.
+    /// Returns the numbers of values of a part.
     #[must_use]
     pub const fn sizes(&self, part: Part) -> Sizes {
         self.sizes[part.index()]
     }
 
-    /// Changes what a part counts on a node, whose values the engine backs with more or less than one row a
-    /// value. Returns `None` if the node is gone.
+    /// Adjusts the number of values of a part by what a node contributes, for an engine that backs the values
+    /// of the node with more or fewer rows than there are values. Returns `None` if the node no longer
+    /// exists.
     ///
     /// # Errors
-    /// [`NegativeSize`] if less than nothing would be counted; nothing is changed.
+    /// [`NegativeSize`] if the number would become negative. Nothing is changed then.
     pub fn adjust(
         &mut self,
         node: NodeHandle,
@@ -413,25 +416,25 @@ impl HybridTree {
         &mut self.nodes[id]
     }
 
-    /// Returns the name of a node.
+    /// Returns the handle of a node.
     #[inline]
     fn handle(&self, id: NodeId) -> NodeHandle {
         self.nodes.handle(id)
     }
 
-    /// Returns the node of this name; `None` once it is gone.
+    /// Returns the node with this handle; `None` if it no longer exists.
     #[inline]
     fn at(&self, handle: NodeHandle) -> Option<NodeId> {
         self.nodes.at(handle)
     }
 
-    /// Returns the next moment.
+    /// Returns the next time.
     const fn tick(&mut self) -> Moment {
         self.now += 1;
         Moment(self.now * MOMENTS_OF_PATH)
     }
 
-    /// Returns the nodes from `id` up to the root, without it.
+    /// Returns the nodes from `id` up to the root, not including the root.
     fn path(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         std::iter::successors(Some(id), |&id| Some(self.node(id).parent)).take_while(|&id| id != ROOT)
     }
@@ -440,14 +443,14 @@ impl HybridTree {
     fn child(&self, parent: NodeId, namespace: NamespaceId, page: &[i64]) -> Option<NodeId> {
         let is_match = |id: &NodeId| {
             let node = self.node(*id);
-            // The others are there because of their hash alone.
+            // Other nodes may have the same hash.
             let is_child = *id != ROOT && node.parent == parent && node.namespace == namespace;
             is_child && node.tokens.block(0, page.len()).equals(page)
         };
         self.edges.get(parent, self.fingerprints.of_page(namespace, page)).find(is_match)
     }
 
-    /// Makes `id`, whose parent, namespace and tokens are set, a child of its parent.
+    /// Enters a node, whose parent, namespace and tokens are set, among the children of its parent.
     fn link(&mut self, id: NodeId) {
         let node = self.node(id);
         let (parent, namespace) = (node.parent, node.namespace);
@@ -470,7 +473,7 @@ impl HybridTree {
         self.edges.remove(parent, fingerprint, id);
     }
 
-    /// Cuts the first `len` tokens off a node, as a node of their own before it, and returns that.
+    /// Splits the first `len` tokens off a node, as a node of their own before it, and returns the new node.
     fn cut(&mut self, id: NodeId, len: usize) -> NodeId {
         let used = self.tick();
         let front = self.split_front(id, len, used);
@@ -495,7 +498,7 @@ impl HybridTree {
         front
     }
 
-    /// Returns the node of the first `len` tokens of a node, which keeps the others. No other node refers to
+    /// Creates the node of the first `len` tokens of a node, which keeps the others. No other node refers to
     /// it yet.
     fn split_front(&mut self, id: NodeId, len: usize, used: Moment) -> Node {
         let pages = len / self.config.page_size;
@@ -517,7 +520,7 @@ impl HybridTree {
             let back = node.hashes.split_off(pages);
             hashes = std::mem::replace(&mut node.hashes, back);
         }
-        // A boundary is the older edge of its node.
+        // A boundary is at the beginning of its node.
         let boundary = node.boundary.take();
         let Node { parent, fingerprint, place, namespace, reach, created, hits, priority, .. } = *node;
         Node {
@@ -546,7 +549,7 @@ impl HybridTree {
         id != ROOT && node.children == 0 && !node.is_locked()
     }
 
-    /// Brings the queue up to date with a node.
+    /// Updates the place of a node in the queue.
     fn requeue(&mut self, id: NodeId) {
         let rank = self.is_leaf(id).then(|| self.config.order.rank(self.node(id)));
         let previous = std::mem::replace(&mut self.node_mut(id).queued, rank);
@@ -561,7 +564,7 @@ impl HybridTree {
         }
     }
 
-    /// Gives a node a value of a part that it does not have, the most recent one of its list.
+    /// Gives a node a value of a part for which it has none, and makes it the most recent one of its list.
     fn attach(&mut self, id: NodeId, part: Part, value: Vec<EngineSlot>) {
         debug_assert!(!self.node(id).has(part) && !value.is_empty(), "a value for a node without");
         let (len, is_locked) = (value.len(), self.node(id).locks[part.index()] > 0);
@@ -573,7 +576,7 @@ impl HybridTree {
         }
     }
 
-    /// Adds a leaf behind `parent`.
+    /// Adds a leaf below `parent`.
     fn add_leaf(
         &mut self,
         parent: NodeId,
@@ -605,18 +608,18 @@ impl HybridTree {
         id
     }
 
-    /// Records that a prompt has gone to the end of a node.
+    /// Records that a prompt contained a node up to its end.
     fn raise_reach(&mut self, id: NodeId) {
         let end = self.node(id).end;
         let mut at = id;
-        // The nodes before it are no leaves, so that none is queued by it.
+        // The ancestors are not leaves, so their places in the queue do not change.
         while at != ROOT && self.node(at).reach < end {
             self.node_mut(at).reach = end;
             at = self.node(at).parent;
         }
     }
 
-    /// Removes a node without children and values.
+    /// Removes a node that has no children and no values.
     fn remove(&mut self, id: NodeId) {
         let parent = self.node(id).parent;
         self.unlink(id);

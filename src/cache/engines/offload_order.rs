@@ -1,5 +1,5 @@
-//! The order in which an engine's offloaded chunks are evicted: those of the request used longest ago first,
-//! and of a request the end before the beginning.
+//! The order in which the offloaded chunks of an engine are evicted: the chunks of the least recently active
+//! request first and, of one request, the end of the prompt before its beginning.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -8,30 +8,30 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::base::widen;
 
-/// The name of a chunk, of any length. Names are compared whole, never by a hash.
+/// The key of a chunk, of any length. Keys are compared in full.
 pub type OffloadKey = Arc<[u8]>;
 
-/// A chunk of an [`OffloadOrder`], until it is removed.
+/// The number of a chunk of an [`OffloadOrder`], valid until the chunk is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadId(u32);
 
-/// The rank of a chunk by the time of its use: the lower goes first.
+/// The rank of a chunk: the chunk of the lowest rank is evicted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct OffloadRank {
     at: u64,
-    /// The position of the chunk in the prompt of the request at work.
+    /// The position of the chunk in the prompt of the request that used it.
     position: Reverse<i64>,
 }
 
-/// The rank that all chunks of a request at work share, so that batches of one request are one use.
+/// The rank that all chunks of an active request share, so that the batches of one request count as one use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RequestRank {
-    /// The order that gave it, as it was then.
+    /// The order that gave the rank, and how often it had been cleared.
     of: Option<Epoch>,
     at: Option<u64>,
 }
 
-/// An order since it was cleared last.
+/// An order between two clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Epoch {
     order: u64,
@@ -44,11 +44,11 @@ struct Entry<P> {
     value: P,
     rank: OffloadRank,
     is_evictable: bool,
-    /// The eviction that spares it.
+    /// The number of the last eviction that had to spare the chunk.
     spared_by: u64,
 }
 
-/// An entry of the heap: outdated unless the chunk is evictable and still has the rank.
+/// An entry of the heap. It is outdated unless the chunk is evictable and still has this rank.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     rank: OffloadRank,
@@ -56,9 +56,9 @@ struct Candidate {
     number: u32,
 }
 
-/// Chunks by their keys, each with a value, and the order in which they go.
+/// Chunks by their keys, each with a value, in the order of their eviction.
 ///
-/// A chunk keeps its rank while transfers use it: when they end is no use of it.
+/// Transfers do not change the rank of a chunk: their end does not count as a use.
 ///
 /// ```
 /// use kvpool::cache::engines::{OffloadOrder, RequestRank};
@@ -107,7 +107,7 @@ impl<P> OffloadOrder<P> {
         self.by_key.len()
     }
 
-    /// Returns whether there are none.
+    /// Returns whether there are no chunks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.by_key.is_empty()
@@ -119,7 +119,7 @@ impl<P> OffloadOrder<P> {
         self.evictable
     }
 
-    /// Returns the chunk of a key.
+    /// Returns the chunk with a key.
     #[must_use]
     pub fn find(&self, key: &[u8]) -> Option<OffloadId> {
         self.by_key.get(key).copied().map(OffloadId)
@@ -131,7 +131,7 @@ impl<P> OffloadOrder<P> {
         &self.entry(chunk.0).value
     }
 
-    /// Returns the value of a chunk, to change it.
+    /// Works like [`OffloadOrder::get`], but mutable.
     pub fn get_mut(&mut self, chunk: OffloadId) -> &mut P {
         &mut self.entry_mut(chunk.0).value
     }
@@ -147,7 +147,7 @@ impl<P> OffloadOrder<P> {
         &self.entry(chunk.0).key
     }
 
-    /// Returns whether the rank was given by this order, since it was cleared last.
+    /// Returns whether this order gave the rank, and has not been cleared since.
     #[must_use]
     pub fn gave(&self, rank: &RequestRank) -> bool {
         rank.of == Some(self.owner)
@@ -159,8 +159,8 @@ impl<P> OffloadOrder<P> {
         RequestRank { of: Some(self.owner), at: None }
     }
 
-    /// Adds a chunk, which may not be evicted yet. With a position it has the rank of the request; without,
-    /// it is the one used last. A chunk that had the key makes way for it.
+    /// Adds a chunk, which is not evictable yet. With a position it has the rank of the request; without one
+    /// it is the most recently used chunk. It replaces a chunk with the same key.
     pub fn insert(
         &mut self,
         key: &[u8],
@@ -189,12 +189,12 @@ impl<P> OffloadOrder<P> {
         OffloadId(number)
     }
 
-    /// Takes a chunk out.
+    /// Removes a chunk, and returns its value.
     pub fn remove(&mut self, chunk: OffloadId) -> P {
         self.take(chunk.0).1
     }
 
-    /// Lets a chunk be evicted, or keeps it from it.
+    /// Sets whether a chunk may be evicted.
     pub fn set_evictable(&mut self, chunk: OffloadId, is_evictable: bool) {
         let entry = self.entry_mut(chunk.0);
         let was_evictable = std::mem::replace(&mut entry.is_evictable, is_evictable);
@@ -208,7 +208,7 @@ impl<P> OffloadOrder<P> {
         }
     }
 
-    /// Makes a chunk the one used last.
+    /// Makes a chunk the most recently used one.
     pub fn touch(&mut self, chunk: OffloadId) {
         let rank = self.next_rank();
         self.set_rank(chunk.0, rank);
@@ -219,7 +219,8 @@ impl<P> OffloadOrder<P> {
         self.rank_of(request);
     }
 
-    /// Records that a request at work uses a chunk, at a position in its prompt. A later use stays.
+    /// Records that an active request uses a chunk, at a position in its prompt. If the chunk has a later
+    /// rank already, it keeps it.
     pub fn access(&mut self, chunk: OffloadId, position: i64, request: &mut RequestRank) {
         let rank = OffloadRank { at: self.rank_of(request), position: Reverse(position) };
         if self.entry(chunk.0).rank < rank {
@@ -227,8 +228,8 @@ impl<P> OffloadOrder<P> {
         }
     }
 
-    /// Takes out the chunks that go first, but for those that are `spared`. Returns their keys and values;
-    /// `None`, and nothing is changed, if there are not so many.
+    /// Evicts the first `count` chunks in the order, except those that are `spared`. Returns their keys and
+    /// values. If there are too few, returns `None` and changes nothing.
     pub fn evict<'a>(
         &mut self,
         count: usize,
@@ -263,7 +264,7 @@ impl<P> OffloadOrder<P> {
         Some(evicted)
     }
 
-    /// Takes all chunks out, and returns their values. Requests at work begin anew.
+    /// Removes all chunks, and returns their values. The ranks of active requests become invalid.
     pub fn drain(&mut self) -> impl Iterator<Item = P> + use<P> {
         let owner = Epoch { clears: self.owner.clears + 1, ..self.owner };
         let earlier = std::mem::replace(self, Self { owner, ..Self::default() });
@@ -297,7 +298,7 @@ impl<P> OffloadOrder<P> {
     fn push(&mut self, number: u32) {
         let candidate = self.candidate(number);
         self.heap.push(candidate);
-        // Outdated candidates are as many as the others at most.
+        // There are at most as many outdated candidates as others.
         if self.heap.len() > 64 + 2 * self.by_key.len() {
             let entries = self.entries.iter().zip(0..);
             let current = entries.filter(|(entry, _)| entry.as_ref().is_some_and(|entry| entry.is_evictable));
@@ -332,7 +333,7 @@ impl<P> OffloadOrder<P> {
         self.entries[widen(number)].as_mut().expect("the chunk is here")
     }
 
-    /// Returns the size of the bookkeeping in bytes, without that of the keys.
+    /// Returns the size of the bookkeeping in bytes, without the keys.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.entries.capacity() * size_of::<Option<Entry<P>>>()

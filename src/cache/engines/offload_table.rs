@@ -1,4 +1,4 @@
-//! The chunks that an engine has offloaded to host memory: their places, and those that transfers use.
+//! The chunks that an engine has offloaded to host memory: where they are, and which of them transfers use.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -8,17 +8,17 @@ use crate::base::{Error, ErrorKind, Id, OffloadSlot, Result, id, widen};
 use super::offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 use crate::cache::RecencyList;
 
-/// A chunk that an engine offers or asks for.
+/// A chunk that an engine stores or loads.
 #[derive(Clone, Copy, Debug)]
 pub struct NamedChunk<'a> {
-    /// The name of the chunk. The last four bytes are its group of layers, as vLLM's `OffloadKey` has it.
+    /// The key of the chunk. Its last four bytes are the group of layers, as in vLLM's `OffloadKey`.
     pub key: &'a [u8],
-    /// The position of its end in the prompt of the request, if that is known.
+    /// The position of the end of the chunk in the prompt of the request, if it is known.
     pub position: Option<i64>,
 }
 
-/// The chunks that a request has used. It belongs to the first table that it is given to, until that is
-/// cleared; with another it begins anew.
+/// The chunks that a request has used. They belong to the first table that gets them, until that is cleared.
+/// Given to another table, the request starts over.
 #[derive(Debug, Default)]
 pub struct OffloadRequest {
     rank: RequestRank,
@@ -34,8 +34,9 @@ struct Used {
 }
 
 impl OffloadRequest {
-    /// Returns the keys in the order of the prompt: by their positions if all are known; otherwise group by
-    /// group, each by its positions if they are known, or as the chunks were used first.
+    /// Returns the chunks in the order of the prompt: by their positions, if all are known. Otherwise the
+    /// groups of layers follow each other, each ordered by position if all of its positions are known, or by
+    /// first use.
     fn in_order(&self) -> Vec<&Used> {
         let mut groups: BTreeMap<&[u8], Vec<&Used>> = BTreeMap::new();
         for used in &self.used {
@@ -57,34 +58,34 @@ fn sort_if_known(chunks: &mut [&Used]) {
     }
 }
 
-/// Chunks that are to be stored.
+/// What to store: the result of [`OffloadTable::begin_store`].
 #[derive(Debug, Default)]
 pub struct StorePlan {
-    /// The positions of the chosen chunks among those offered.
+    /// The positions of the chunks to store among those that were offered.
     pub chosen: Vec<usize>,
-    /// The place of each.
+    /// The place for each of these chunks.
     pub places: Vec<OffloadSlot>,
-    /// The chunks that make way for them.
+    /// The chunks that were evicted for them.
     pub evicted: Vec<OffloadKey>,
 }
 
-/// The way in which chunks came or went.
+/// What has happened to chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadChange {
-    /// The chunks can be found.
+    /// The chunks were stored and can be found.
     Stored,
     /// The chunks were evicted.
     Evicted,
-    /// The chunks were to be stored, and that failed.
+    /// Storing the chunks failed.
     Failed,
 }
 
-/// Chunks that came or went together.
+/// A change of several chunks at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OffloadEvent {
-    /// The change of these chunks.
+    /// What has happened to the chunks.
     pub change: OffloadChange,
-    /// The chunks.
+    /// The keys of the chunks.
     pub keys: Vec<OffloadKey>,
 }
 
@@ -97,25 +98,25 @@ pub enum OffloadStage {
     Ready,
 }
 
-/// A chunk as it is now.
+/// The current state of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadedChunk {
-    /// The place of the chunk, below the capacity.
+    /// The place of the chunk, a number below the capacity.
     pub place: OffloadSlot,
-    /// Whether it can be read.
+    /// Whether the chunk can be read.
     pub stage: OffloadStage,
-    /// Loads that read it.
+    /// The number of loads that read the chunk.
     pub loads: u32,
 }
 
 /// The settings of an [`OffloadTable`].
 #[derive(Clone, Copy, Debug)]
 pub struct OffloadConfig {
-    /// Places, one for each chunk.
+    /// The number of places, one for each chunk.
     pub capacity: u32,
-    /// The number of times that a chunk is offered until it is stored. Up to 1, each is stored at once.
+    /// How often a chunk has to be offered before it is stored. With 0 and 1, each chunk is stored at once.
     pub store_threshold: usize,
-    /// Chunks whose offers are counted.
+    /// The largest number of chunks whose offers are counted.
     pub max_tracked: usize,
     /// Whether to record events.
     pub events: bool,
@@ -124,20 +125,20 @@ pub struct OffloadConfig {
 /// Numbers of chunks in an [`OffloadTable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffloadCounts {
-    /// Chunks that there is room for.
+    /// The number of places.
     pub capacity: u32,
-    /// Chunks that are being stored.
+    /// The number of chunks that are being stored.
     pub arriving: usize,
-    /// Chunks that are being loaded.
+    /// The number of chunks that are being loaded.
     pub loading: usize,
-    /// Chunks that nothing uses.
+    /// The number of chunks that no transfer uses.
     pub idle: usize,
 }
 
-/// Keeps which chunk is in which place of host memory.
+/// A table of the chunks in host memory and their places.
 ///
-/// A stored chunk is found when its transfer is complete. A chunk that transfers use keeps its place. Other
-/// chunks are evicted in the order of [`OffloadOrder`], except those that the same call stores.
+/// A chunk can be found once the transfer that stores it is complete. A chunk that transfers use keeps its
+/// place. The others are evicted in the order of [`OffloadOrder`], except those that the same call stores.
 ///
 /// ```
 /// use kvpool::base::{Id, OffloadSlot};
@@ -157,7 +158,7 @@ pub struct OffloadTable {
     capacity: u32,
     order: OffloadOrder<OffloadedChunk>,
     arriving: usize,
-    /// Places from here on were never used.
+    /// The number of the first place that was never used; neither were those after it.
     fresh: u32,
     free: Vec<OffloadSlot>,
     offers: Option<OfferCounts>,
@@ -183,13 +184,13 @@ impl OffloadTable {
         }
     }
 
-    /// Returns the chunk of a key.
+    /// Returns the state of the chunk with a key.
     #[must_use]
     pub fn find(&self, key: &[u8]) -> Option<OffloadedChunk> {
         self.order.find(key).map(|chunk| *self.order.get(chunk))
     }
 
-    /// Returns the number of times that a chunk was offered lately; 0 for a chunk that is not counted.
+    /// Returns how often a chunk was offered recently; 0 for a chunk whose offers are not counted.
     #[must_use]
     pub fn offers_of(&self, key: &[u8]) -> usize {
         self.offers.as_ref().map_or(0, |offers| offers.count(key))
@@ -203,12 +204,13 @@ impl OffloadTable {
         OffloadCounts { capacity: self.capacity, arriving: self.arriving, loading, idle }
     }
 
-    /// Takes places for those of the chunks that are not here, evicting others where none are free. `None`,
-    /// and nothing is evicted, if there are not enough. The request has used them in any case, and those that
-    /// can be read.
+    /// Takes places for the chunks that are not stored yet, and evicts others where no places are free.
+    /// Returns `None`, and evicts nothing, if there are too few places.
+    ///
+    /// In either case the request has used these chunks and those that are stored already.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] if the request is finished, and has not used one of them before.
+    /// [`ErrorKind::State`] if the request is finished and has not used one of the chunks before.
     pub fn begin_store(
         &mut self,
         chunks: &[NamedChunk<'_>],
@@ -247,7 +249,7 @@ impl OffloadTable {
         Ok(Some(plan))
     }
 
-    /// Returns the positions of offered chunks to store, and the offered chunks that the request uses.
+    /// Returns the positions of the offered chunks to store, and the offered chunks that the request uses.
     fn choose<'a>(
         &mut self,
         chunks: &[NamedChunk<'a>],
@@ -271,8 +273,8 @@ impl OffloadTable {
         (chosen, used)
     }
 
-    /// Evicts chunks, but none of `chunks`, until there are `count` places. Returns the keys of those that
-    /// went; `None`, and nothing is changed, if too few can go.
+    /// Evicts chunks until `count` places are free, but none of `chunks`. Returns the keys of the evicted
+    /// chunks. If too few chunks can be evicted, returns `None` and changes nothing.
     fn make_room(&mut self, count: usize, chunks: &[NamedChunk<'_>]) -> Option<Vec<OffloadKey>> {
         let short = count.saturating_sub(self.free.len() + widen(self.capacity - self.fresh));
         if short == 0 {
@@ -288,7 +290,7 @@ impl OffloadTable {
         Some(keys)
     }
 
-    /// Takes one of the free places, of which there are some.
+    /// Takes a free place. There must be one.
     fn take_place(&mut self) -> OffloadSlot {
         if self.fresh < self.capacity {
             self.fresh += 1;
@@ -297,7 +299,7 @@ impl OffloadTable {
         self.free.pop().expect("callers have counted the free places")
     }
 
-    /// Makes chunks complete that are being stored. Others are left as they are.
+    /// Completes the storing of chunks. Chunks that are not being stored do not change.
     pub fn end_store<'a>(&mut self, keys: impl IntoIterator<Item = &'a [u8]>) {
         let mut stored = Vec::new();
         for key in keys {
@@ -311,7 +313,7 @@ impl OffloadTable {
         self.record_event(OffloadChange::Stored, stored);
     }
 
-    /// Gives up chunks that are being stored. Others are left as they are.
+    /// Abandons the storing of chunks. Chunks that are not being stored do not change.
     pub fn fail_store<'a>(&mut self, keys: impl IntoIterator<Item = &'a [u8]>) {
         let mut failed = Vec::new();
         for key in keys {
@@ -325,10 +327,11 @@ impl OffloadTable {
         self.record_event(OffloadChange::Failed, failed);
     }
 
-    /// Keeps chunks until [`end_load`](Self::end_load). Returns their places. With a request, it uses them.
+    /// Keeps chunks in their places until [`end_load`](Self::end_load), and returns these places. If a
+    /// request is given, it has used the chunks.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] if a chunk is not here, or not complete; [`ErrorKind::State`] as for
+    /// [`ErrorKind::StaleBuffer`] if a chunk is not in the table or not complete; [`ErrorKind::State`] as for
     /// [`begin_store`](Self::begin_store). Nothing is changed then.
     pub fn begin_load(
         &mut self,
@@ -365,7 +368,7 @@ impl OffloadTable {
     /// Ends a load of chunks.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`] if a chunk is not loaded so often. Nothing is changed then.
+    /// [`ErrorKind::IndexOwnership`] if fewer loads of a chunk are in progress. Nothing is changed then.
     pub fn end_load(&mut self, keys: &[&[u8]]) -> Result<()> {
         for (at, key) in keys.iter().enumerate() {
             let id = self.order.find(key).filter(|&id| self.order.get(id).loads > 0);
@@ -388,7 +391,7 @@ impl OffloadTable {
         Ok(())
     }
 
-    /// Records that chunks are used: the first of them is the one used last.
+    /// Records a use of chunks. The first of them becomes the most recently used one.
     pub fn touch(&mut self, keys: &[&[u8]]) {
         for key in keys.iter().rev() {
             if let Some(id) = self.order.find(key) {
@@ -397,7 +400,8 @@ impl OffloadTable {
         }
     }
 
-    /// Ends a request: what it used counts as used now, its beginning last. Does nothing the second time.
+    /// Ends a request: all chunks that it used count as used now, the beginning of the prompt last. A second
+    /// call does nothing.
     pub fn finish(&mut self, request: &mut OffloadRequest) {
         if !self.order.gave(&request.rank) || std::mem::replace(&mut request.is_finished, true) {
             return;
@@ -409,14 +413,15 @@ impl OffloadTable {
         }
     }
 
-    /// Gives up all chunks, also those that transfers use.
+    /// Removes all chunks, including those that transfers use.
     pub fn clear(&mut self) {
         drop(self.order.drain());
         (self.arriving, self.fresh) = (0, 0);
         self.free.clear();
     }
 
-    /// Takes the events since the last call. Chunks that failed are in them only if they are not here again.
+    /// Takes the events since the last call. A chunk whose storing failed is left out if it is in the table
+    /// again.
     pub fn take_events(&mut self) -> Vec<OffloadEvent> {
         let mut events = self.events.as_mut().map(std::mem::take).unwrap_or_default();
         for event in events.iter_mut().filter(|event| event.change == OffloadChange::Failed) {
@@ -426,18 +431,19 @@ impl OffloadTable {
         events
     }
 
-    /// Returns the numbers of chunks that were to be stored, one for each call since the last time.
+    /// Takes the numbers of chunks to store, one for each call of [`begin_store`](Self::begin_store) since
+    /// the last time.
     pub fn take_asked(&mut self) -> Vec<usize> {
         std::mem::take(&mut self.asked)
     }
 
-    /// Returns the number of chunks that were not stored since they were not offered often enough, since the
-    /// last time.
+    /// Takes the number of chunks that were not stored because they had not been offered often enough, since
+    /// the last time.
     pub const fn take_skipped(&mut self) -> usize {
         std::mem::replace(&mut self.skipped, 0)
     }
 
-    /// Lets a request of another table begin anew.
+    /// Starts a request over that belongs to another table.
     fn adopt(&self, request: &mut OffloadRequest) {
         if !self.order.gave(&request.rank) {
             *request = OffloadRequest { rank: self.order.rank_of_request(), ..OffloadRequest::default() };
@@ -510,12 +516,12 @@ fn expect_unfinished<'a>(
 }
 
 id!(
-    /// A chunk that was offered.
+    /// The number of a chunk whose offers are counted.
     OfferId,
     "offer"
 );
 
-/// Counts the offers of the chunks that were offered lately.
+/// The numbers of offers of recently offered chunks.
 #[derive(Debug)]
 struct OfferCounts {
     threshold: usize,
@@ -550,7 +556,7 @@ impl OfferCounts {
         self.count(key) >= self.threshold
     }
 
-    /// Counts an offer. To make room, only chunks that are not offered now are forgotten.
+    /// Counts an offer of chunks. If there are too many, forgets chunks that are not offered now.
     fn record(&mut self, chunks: &[NamedChunk<'_>]) {
         let mut counted: Vec<OfferId> = Vec::new();
         for chunk in chunks {

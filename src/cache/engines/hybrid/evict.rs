@@ -1,26 +1,26 @@
-//! Evicting, step by step: the engine frees the values of one step before it asks for the next.
+//! Eviction in steps: the engine frees the values of one step before it asks for the next.
 
 use super::{HybridTree, NodeHandle, NodeId, PageDigest, Part, ROOT};
 use crate::base::EngineSlot;
 use crate::cache::Namespace;
 
-/// Slots and states that the tree gave up, to be freed by the engine.
+/// Slots and states that the tree has removed, for the engine to free.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub struct Frees {
-    /// Slots for full attention.
+    /// The slots for full attention.
     pub full: Vec<EngineSlot>,
-    /// Slots for full attention whose windows go.
+    /// The slots for full attention whose window slots were removed.
     pub window: Vec<EngineSlot>,
-    /// Slots of states.
+    /// The slots of states.
     pub state: Vec<EngineSlot>,
-    /// Values given up, by part.
+    /// The numbers of removed values, by part.
     pub counts: [usize; 3],
-    /// The nodes that are gone, of those whose pages have hashes.
+    /// The removed nodes whose pages have hashes.
     pub removed: Vec<RemovedNode>,
 }
 
-/// A node that is gone.
+/// A removed node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemovedNode {
     /// The namespace of its prefix.
@@ -36,7 +36,7 @@ impl Frees {
         self.full.is_empty() && self.window.is_empty() && self.state.is_empty()
     }
 
-    /// Returns the number of values of a part that were given up.
+    /// Returns the number of removed values of a part.
     #[must_use]
     pub const fn count(&self, part: Part) -> usize {
         self.counts[part.index()]
@@ -46,21 +46,22 @@ impl Frees {
 /// A step of an eviction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Victim {
-    /// A leaf, which goes as a whole: see [`HybridTree::evict_leaf`].
+    /// A leaf, to evict as a whole with [`HybridTree::evict_leaf`].
     Leaf(NodeHandle),
-    /// A value of a node that stays. It is gone already.
+    /// A value of a node that stays. The tree has removed it already.
     Value(Frees),
     /// Enough was evicted, or nothing evictable is left.
     Nothing,
 }
 
-/// An eviction of a part that is going on.
+/// An eviction of a part in progress.
 #[derive(Debug)]
 struct Eviction {
     wanted: usize,
     /// The node to visit next, for windows and states.
     next: Option<NodeHandle>,
-    /// The leaves that were proposed and not queued again since, the last one last, for full attention.
+    /// For full attention, the leaves that were proposed and have not been queued again since, the last one
+    /// last.
     proposed: Vec<NodeHandle>,
 }
 
@@ -68,7 +69,8 @@ struct Eviction {
 pub(super) struct Evictions([Option<Eviction>; 3]);
 
 impl HybridTree {
-    /// Begins to evict `wanted` values of a part. Returns `false` if it has begun already.
+    /// Begins to evict `wanted` values of a part. Returns `false` if an eviction of the part is in progress
+    /// already.
     #[must_use]
     pub fn begin_eviction(&mut self, part: Part, wanted: usize) -> bool {
         if self.evictions.0[part.index()].is_some() {
@@ -84,7 +86,7 @@ impl HybridTree {
         true
     }
 
-    /// Ends [`HybridTree::begin_eviction`]. Returns `false` if it has not begun.
+    /// Ends the eviction of a part. Returns `false` if none is in progress.
     #[must_use]
     pub fn end_eviction(&mut self, part: Part) -> bool {
         let Some(eviction) = self.evictions.0[part.index()].take() else { return false };
@@ -96,8 +98,8 @@ impl HybridTree {
         true
     }
 
-    /// Returns the next step, when `evicted` values of the part were evicted until now. Returns `None` if no
-    /// eviction of the part has begun.
+    /// Returns the next step of an eviction in which `evicted` values were evicted so far. Returns `None` if
+    /// no eviction of the part is in progress.
     pub fn next_victim(&mut self, part: Part, evicted: usize) -> Option<Victim> {
         match part {
             Part::Full => self.next_leaf(evicted),
@@ -125,7 +127,7 @@ impl HybridTree {
         let (wanted, next) = (eviction.wanted, eviction.next);
         let Some(next) = next else { return Some(Victim::Nothing) };
         let is_evictable = |&id: &NodeId| self.is_listed(part, id) && self.node(id).locks[part.index()] == 0;
-        // A change in between may have taken the node away, or locked it: begin again.
+        // A call in between may have removed or locked the node. Then the eviction starts over.
         let at =
             self.at(next).filter(is_evictable).or_else(|| self.unlocked_from(part, self.list(part).last));
         let Some(id) = at.filter(|_| evicted < wanted) else {
@@ -141,7 +143,7 @@ impl HybridTree {
         self.free_part(id, part, &mut frees);
         let node = self.node(id);
         if part == Part::Window && node.has(Part::State) && node.locks[Part::State.index()] == 0 {
-            // Without its window a state is found no more.
+            // A state cannot be found without its window.
             self.free_part(id, Part::State, &mut frees);
         }
         self.requeue(id);
@@ -155,8 +157,8 @@ impl HybridTree {
         }
     }
 
-    /// Evicts a leaf with all its values. Returns `None` if the node is gone; `Some(None)` if it is no leaf
-    /// or has locks.
+    /// Evicts a leaf with all its values. Returns `None` if the node no longer exists, and `Some(None)` if it
+    /// is not a leaf or has locks.
     pub fn evict_leaf(&mut self, leaf: NodeHandle) -> Option<Option<Frees>> {
         let id = self.at(leaf)?;
         if !self.is_leaf(id) {
@@ -167,8 +169,8 @@ impl HybridTree {
         Some(Some(frees))
     }
 
-    /// Evicts leaves in the order of the eviction, until at least `wanted` slots for full attention were
-    /// given up or nothing evictable is left.
+    /// Evicts leaves in the eviction order, until at least `wanted` slots for full attention were removed or
+    /// nothing evictable is left.
     pub fn evict_full(&mut self, wanted: usize) -> Frees {
         let mut frees = Frees::default();
         while frees.count(Part::Full) < wanted
@@ -193,7 +195,7 @@ impl HybridTree {
         self.remove(id);
     }
 
-    /// Takes a value without locks away from a node.
+    /// Removes a value without locks from a node.
     pub(super) fn free_part(&mut self, id: NodeId, part: Part, frees: &mut Frees) {
         debug_assert!(id != ROOT && self.node(id).locks[part.index()] == 0, "nothing uses the value");
         let value = std::mem::take(&mut self.node_mut(id).values[part.index()]);
@@ -201,7 +203,7 @@ impl HybridTree {
         frees.counts[part.index()] += value.len();
         match part {
             Part::Full => append(&mut frees.full, value),
-            // The engine finds the window of a slot by that slot.
+            // The engine finds the window slot by the slot for full attention.
             Part::Window => frees.window.extend_from_slice(self.node(id).value(Part::Full)),
             Part::State => append(&mut frees.state, value),
         }
@@ -210,8 +212,10 @@ impl HybridTree {
         }
     }
 
-    /// Gives up states of the nodes before `tail` beyond the number that a path keeps, those nearest to the
-    /// root first. Forks, locked nodes and leaves keep theirs. Returns `None` if the node is gone.
+    /// Evicts the states on the path to `tail` that exceed
+    /// [`StateConfig::max_per_path`](super::StateConfig::max_per_path), those nearest to the root first.
+    /// Nodes with several children, locked nodes and leaves keep their states. Returns `None` if the node no
+    /// longer exists.
     pub fn evict_excess_states(&mut self, tail: NodeHandle) -> Option<Frees> {
         let tail = self.at(tail)?;
         let mut frees = Frees::default();

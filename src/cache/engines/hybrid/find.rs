@@ -6,46 +6,49 @@ use crate::cache::Namespace;
 /// A prefix that every part accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Match {
-    /// Tokens of the prefix.
+    /// The number of tokens of the prefix.
     pub len: usize,
-    /// The node at its end; the root for none.
+    /// The node at the end of the prefix; the root if nothing was found.
     pub node: NodeHandle,
-    /// The deepest node with tokens of the prompt, whether the parts accept it or not.
+    /// The deepest node with tokens of the prompt, whether or not the parts accept it.
     pub visited: Option<NodeHandle>,
-    /// Tokens with slots for full attention.
+    /// The number of tokens with slots for full attention.
     pub full_len: usize,
-    /// The position where a window would make more of the prompt usable: the end of its whole pages with
-    /// slots for full attention, if it is behind the prefix.
+    /// The position at which window slots would make more of the prompt usable: the end of the whole pages
+    /// with slots for full attention, if that is after the prefix.
     pub window_branch: Option<usize>,
-    /// The position where a state would do so: the last place of the grid with slots for full attention, if
-    /// it is behind the prefix.
+    /// The position at which a state would make more of the prompt usable: the last multiple of the grid that
+    /// has slots for full attention, if that is after the prefix.
     pub state_branch: Option<usize>,
 }
 
-/// The part of the last window that is there, on the way down.
+/// How much of the last window has slots, during a walk down.
 struct Coverage {
-    /// Tokens since the last gap; before the first gap everything is covered.
+    /// The number of tokens since the last gap. Before the first gap everything is covered.
     len: usize,
     has_gap: bool,
 }
 
-/// The node and the tokens where a walk down ended.
+/// Where a walk down ended.
 pub(super) struct WalkEnd {
     pub(super) node: NodeId,
     pub(super) len: usize,
-    /// Tokens of the last node that are common, if it is not all of them.
+    /// The node in which the tokens differ, and how many of its tokens are equal; `None` if the walk ended at
+    /// the end of a node.
     pub(super) part_of: Option<(NodeId, usize)>,
 }
 
 impl HybridTree {
-    /// Returns the whole pages of `prompt`, in tokens.
+    /// Returns the number of tokens in the whole pages of `prompt`.
     pub(super) fn whole_pages(&self, prompt: &dyn TokenSource) -> usize {
         prompt.count() / self.config.page_size * self.config.page_size
     }
 
-    /// Returns the child of `node` that the tokens from `at` on lead to, and how many whole pages of it, in
-    /// tokens, are equal. The first `found` tokens are known to be in the tree: as no two children of a node
-    /// have the same first page, those alone lead to them. `page` is room for a page.
+    /// Returns the child of `node` to which the tokens from `at` on lead, and how many of its tokens are
+    /// equal, in whole pages.
+    ///
+    /// The first `found` tokens are known to be in the tree. No two children of a node have the same first
+    /// page, so the first pages suffice to find them. `page` is a buffer for a page.
     pub(super) fn step(
         &self,
         node: NodeId,
@@ -61,8 +64,8 @@ impl HybridTree {
         let child = self.child(node, namespace, page)?;
         let tokens = &self.node(child).tokens;
         let common_from = |begin| begin + tokens.common(begin, prompt, at + begin);
-        // Tokens that were found are compared at their end alone, where a caller that is wrong about them is
-        // likely to be so. The first page is equal.
+        // Of the tokens that were found, only the last ones are compared again: if a caller is wrong about
+        // them, it is likely to be there. The first page is equal.
         let known = found.saturating_sub(at).min(tokens.len()).min(prompt.count() - at);
         let mut common = common_from(known.saturating_sub(BLOCK).max(page_size));
         if common < known {
@@ -71,8 +74,8 @@ impl HybridTree {
         Some((child, common / page_size * page_size))
     }
 
-    /// Walks down as far as the tokens are the same, and calls `visit` with each node on the way, the tokens
-    /// before it and those common with it. Changes nothing.
+    /// Walks down as far as the tokens are equal, and calls `visit` with each node on the way, the number of
+    /// tokens before it, and the number of its tokens that are equal. Changes nothing.
     pub(super) fn walk(
         &self,
         name: &Namespace,
@@ -99,8 +102,8 @@ impl HybridTree {
         reached
     }
 
-    /// Finds the longest prefix that every part accepts, and refreshes it. Cuts a node in two if the tokens
-    /// differ within it.
+    /// Finds the longest prefix that all parts accept, and records its use. Splits a node in two if the
+    /// tokens differ within it.
     pub fn find(&mut self, name: &Namespace, prompt: &dyn TokenSource) -> Match {
         let mut best = (ROOT, 0);
         let mut coverage = Coverage { len: 0, has_gap: false };
@@ -136,7 +139,7 @@ impl HybridTree {
         }
     }
 
-    /// Returns whether a request may go on from the end of a node.
+    /// Returns whether a request can resume at the end of a node.
     fn accepts(&self, id: NodeId, coverage: &mut Coverage) -> bool {
         let node = self.node(id);
         let mut is_accepted = true;
@@ -155,7 +158,7 @@ impl HybridTree {
         is_accepted
     }
 
-    /// Counts a use of a node and of all before it: the deepest one was used last.
+    /// Records a use of a node and its ancestors, the node itself being used last.
     fn touch_path(&mut self, id: NodeId) {
         let now = self.tick();
         let (mut at, mut steps) = (id, 0);
@@ -171,8 +174,8 @@ impl HybridTree {
         self.requeue(id);
     }
 
-    /// Finds how many tokens have slots for full attention, whatever the other parts say: the tokens, the
-    /// deepest node with some of them, and the tokens up to its end. Changes nothing.
+    /// Looks up how many tokens have slots for full attention, regardless of the other parts. Changes
+    /// nothing.
     #[must_use]
     pub fn peek(&self, name: &Namespace, prompt: &dyn TokenSource) -> Peek {
         let end = self.walk(name, prompt, usize::MAX, |_, _, _| ());
@@ -181,13 +184,13 @@ impl HybridTree {
     }
 }
 
-/// See [`HybridTree::peek`].
+/// The result of [`HybridTree::peek`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peek {
-    /// Tokens in common.
+    /// The number of tokens with slots for full attention.
     pub len: usize,
-    /// The deepest node with some of them.
+    /// The deepest node with some of these tokens.
     pub node: NodeHandle,
-    /// Tokens up to the end of that node.
+    /// The number of tokens up to the end of that node.
     pub end: usize,
 }

@@ -1,11 +1,11 @@
-//! Fingerprints of first pages, by which the children of a node are found.
+//! Fingerprints of first pages, by which a tree finds the children of a node.
 
 use std::hash::{BuildHasher, RandomState};
 
 use super::namespaces::NamespaceId;
 use super::run::TokenRun;
 
-/// Makes fingerprints.
+/// Computes fingerprints.
 #[derive(Debug)]
 pub(super) struct Fingerprints {
     /// Random and secret: callers cannot choose tokens that collide.
@@ -29,11 +29,11 @@ impl Fingerprints {
             hash = fold(hash ^ last.cast_unsigned(), other);
         }
         let [a, b, c, d, ..] = fold(hash, times).to_le_bytes();
-        // A checked build has few fingerprints, so that pages share them.
+        // A debug build has few fingerprints, so that tests see pages that share one.
         u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
 
-    /// Returns the fingerprint of the first page of `tokens`, which are at least that page.
+    /// Returns the fingerprint of the first page of `tokens`, which have at least one page.
     pub(super) fn of_run(&self, namespace: NamespaceId, tokens: &TokenRun, page_size: usize) -> u32 {
         let mut page = vec![0; page_size];
         tokens.read(&mut page);
@@ -41,7 +41,7 @@ impl Fingerprints {
     }
 }
 
-/// Returns the halves of a product, folded.
+/// Multiplies and folds the halves of the product.
 #[inline]
 fn fold(a: u64, b: u64) -> u64 {
     let product = u128::from(a) * u128::from(b);

@@ -1,51 +1,54 @@
-//! Inserting, in steps: where the engine must act before the tree goes on, a step ends.
+//! Insertion in steps. A step ends where the engine has to act before the tree can continue.
 
 use super::{HybridTree, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun, TokenSource};
 use crate::base::{EngineSlot, Error, Result};
 use crate::cache::Namespace;
 
-/// The facts about tokens to insert.
+/// What the tree needs to know about the tokens to insert.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Insert {
-    /// Tokens that the request had found in the tree, and has locked since: their slots are the tree's
-    /// already. They are looked for by the first pages of nodes, and only the last tokens are compared again.
+    /// The number of tokens that the request had found in the tree and has locked since: their slots belong
+    /// to the tree already. They are looked up by the first pages of nodes, and only the last ones are
+    /// compared again.
     pub found: usize,
-    /// Tokens that the request has inserted before: they do not count as used again.
+    /// The number of tokens that the request has inserted before. Inserting them again does not count as a
+    /// use.
     pub inserted: usize,
-    /// Tokens whose windows are freed already, a whole number of pages.
+    /// The number of tokens whose window slots are freed already, a whole number of pages.
     pub window_freed: usize,
-    /// Nodes with a higher one go later, with [`EvictionOrder::Priority`](super::EvictionOrder::Priority).
+    /// The priority of new nodes. Nodes of higher priority are evicted later, with
+    /// [`EvictionOrder::Priority`](super::EvictionOrder::Priority).
     pub priority: i64,
-    /// The state at the end of the tokens. Not empty where nodes have states.
+    /// The state at the end of the tokens. It must not be empty if the model has linear attention.
     pub state: Vec<EngineSlot>,
-    /// The number of tokens at which the request branches off from a window.
+    /// The number of tokens at which the request branches off from a prefix whose window is missing.
     pub branch: Option<usize>,
 }
 
-/// An action for the engine. Ranges are of the slots that are inserted.
+/// An action for the engine. Ranges are positions of inserted slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Free slots with their windows.
+    /// Free the slots together with their window slots.
     Free(PositionRange),
-    /// Free slots whose windows are free already, or have gone elsewhere.
+    /// Free the slots only: their window slots are free already, or were moved.
     FreeFull(PositionRange),
-    /// Free slots that were in the tree. Their windows are free.
+    /// Free slots that were in the tree. Their window slots are free already.
     FreeOld(Vec<EngineSlot>),
-    /// Find the window of `slots`, and give it to the node with [`HybridTree::set_value`].
+    /// Find the window slots of `slots`, and give them to the node with [`HybridTree::set_value`].
     Rebuild {
-        /// The node that gets it.
+        /// The node that gets the window slots.
         node: NodeHandle,
         /// The slots of the node for full attention.
         slots: Vec<EngineSlot>,
     },
-    /// Move the windows of inserted slots to slots that are locked, and give them to the node with
-    /// [`HybridTree::set_value`]. Free the inserted slots without their windows.
+    /// Move the window slots of inserted slots to slots that are locked, and give them to the node with
+    /// [`HybridTree::set_value`]. Free the inserted slots without window slots.
     Recover {
-        /// The node that gets them.
+        /// The node that gets the window slots.
         node: NodeHandle,
         /// The slots of the node for full attention.
         kept: Vec<EngineSlot>,
-        /// The inserted slots, whose windows are moved.
+        /// The inserted slots, whose window slots are moved.
         incoming: PositionRange,
     },
     /// Call [`HybridTree::evict_excess_states`] with the node.
@@ -53,21 +56,21 @@ pub enum Action {
 }
 
 impl Action {
-    /// Returns whether the tree goes on only when it is done.
+    /// Returns whether the tree can continue only after this action.
     const fn ends_step(&self) -> bool {
         matches!(self, Self::Rebuild { .. } | Self::Recover { .. } | Self::EvictExcess(_))
     }
 }
 
-/// Positions from `start` up to `end`, without it.
+/// A range of positions in a prompt.
 pub type PositionRange = std::ops::Range<usize>;
 
-/// The inserted values that the tree has taken over.
+/// The inserted slots that the tree has taken over.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AdoptedRanges {
     /// Slots for full attention.
     pub full: Vec<PositionRange>,
-    /// Slots whose windows are the tree's now.
+    /// Slots whose window slots belong to the tree now.
     pub window: Vec<PositionRange>,
 }
 
@@ -84,11 +87,11 @@ impl AdoptedRanges {
 /// The result of an insertion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InsertResult {
-    /// Tokens that were there before, in whole pages.
+    /// The number of tokens that were in the tree before, in whole pages.
     pub found: usize,
     /// The node at the end of the inserted tokens.
     pub node: NodeHandle,
-    /// Whether the node had a state already: the inserted one is the caller's still.
+    /// Whether the node had a state already. Then the inserted state still belongs to the caller.
     pub had_state: bool,
     /// Whether the tokens reach the branch.
     pub reached_branch: bool,
@@ -102,13 +105,13 @@ pub struct InsertResult {
 pub struct Step {
     /// The actions to take, in this order.
     pub actions: Vec<Action>,
-    /// The result, in the last step. Without it, call [`HybridTree::advance`].
+    /// The result, if this is the last step. Otherwise call [`HybridTree::advance`] after the actions.
     pub result: Option<InsertResult>,
     /// The tokens that this step has added.
     pub added: Option<AddedTokens>,
 }
 
-/// Tokens that were not there before.
+/// Tokens that an insertion has added.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AddedTokens {
     /// The node at their end.
@@ -119,48 +122,48 @@ pub struct AddedTokens {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Goes down the nodes that the tokens have.
+    /// Walks down the nodes that have the tokens already.
     Walk,
     /// Adds the tokens that have no node, and the values of the parts.
     Commit,
-    /// Counts the use.
+    /// Records the use.
     Tail,
 }
 
 /// An insertion between two calls.
 #[derive(Debug)]
 pub(super) enum PendingInsertion {
-    /// It goes on with [`HybridTree::advance`].
+    /// It continues with [`HybridTree::advance`].
     Waiting(Box<Insertion>),
-    /// It cannot go on. The actions are those of the failed step that the engine is to take all the same.
+    /// It has failed. The engine has to take the actions of the failed step all the same.
     Failed(Vec<Action>),
 }
 
-/// An insertion that is going on.
+/// An insertion in progress.
 #[derive(Debug)]
 pub(super) struct Insertion {
     phase: Phase,
     insert: Insert,
     namespace: NamespaceId,
-    /// Tokens to insert, in whole pages.
+    /// The number of tokens to insert, in whole pages.
     limit: usize,
-    /// The node that the insertion has reached, while a step is taken.
+    /// The node that the insertion has reached, during a step.
     node: NodeId,
-    /// The name of that node between two steps, when the engine may evict it.
+    /// The handle of that node, for the time between two steps, in which the engine may evict it.
     reached: NodeHandle,
-    /// Tokens up to the end of that node.
+    /// The number of tokens up to the end of that node.
     len: usize,
-    /// Whether tokens were added behind those that were there.
+    /// Whether the insertion has added tokens.
     is_new: bool,
     result: InsertResult,
-    /// The actions that were not handed out yet.
+    /// The actions that were not returned yet.
     actions: Vec<Action>,
-    /// The tokens added, if they were not handed out yet.
+    /// The added tokens, if they were not returned yet.
     added: Option<AddedTokens>,
 }
 
 impl Insertion {
-    /// Adds an action for slots that are there twice, if there are any.
+    /// Adds an action that frees duplicate slots, if there are any.
     fn free(&mut self, slots: PositionRange, action: impl FnOnce(PositionRange) -> Action) {
         if !slots.is_empty() {
             self.actions.push(action(slots));
@@ -169,14 +172,14 @@ impl Insertion {
 }
 
 impl HybridTree {
-    /// Inserts the whole pages of `prompt` with their `slots`, up to the first step that the engine must act
-    /// on.
+    /// Inserts the whole pages of `prompt` with their `slots`, up to the first step after which the engine
+    /// has to act.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) while another insertion is going on, and without
-    /// a state where nodes have states; the error of `slots`. An insertion that has failed is to be ended
-    /// with [`HybridTree::end_insertion`]. Tokens that earlier steps have added stay, and no others are
-    /// added.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if another insertion is in progress, or if the
+    /// model has linear attention and no state is given; the error of `slots`. End an insertion that has
+    /// failed with [`HybridTree::end_insertion`]. The tokens that its earlier steps have added stay in the
+    /// tree.
     pub fn begin(
         &mut self,
         name: &Namespace,
@@ -219,12 +222,13 @@ impl HybridTree {
         self.take_step(walk, prompt, slots)
     }
 
-    /// Goes on with an insertion of the same tokens and slots, when the actions of the step before are taken.
+    /// Continues an insertion of the same tokens and slots, after the actions of the previous step were
+    /// taken.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) without an insertion that is going on, after one
-    /// that has failed, for other tokens than those that it began with, and if the node that it has reached
-    /// was evicted since the step before; nothing is changed. The error of `slots`, as [`HybridTree::begin`].
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if no insertion is in progress, it has failed,
+    /// it began with other tokens, or the node that it had reached was evicted since the previous step.
+    /// Nothing is changed then. The error of `slots`, as for [`HybridTree::begin`].
     pub fn advance(
         &mut self,
         name: &Namespace,
@@ -246,7 +250,7 @@ impl HybridTree {
         self.take_step(walk, prompt, slots)
     }
 
-    /// Checks that an insertion can go on, and that it goes on with the tokens that it began with.
+    /// Checks that an insertion can continue, and that the tokens are those with which it began.
     fn check_resumable(&self, walk: &Insertion, name: &Namespace, prompt: &dyn TokenSource) -> Result<()> {
         if !self.contains(walk.reached) {
             return Err(Error::config(format!(
@@ -283,7 +287,7 @@ impl HybridTree {
             };
             if let Err(error) = progress {
                 self.namespaces.forget_unused(walk.namespace);
-                // Slots that were found to be there twice are free all the same.
+                // The engine has to free the duplicate slots that were found all the same.
                 self.insertion = Some(PendingInsertion::Failed(walk.actions));
                 return Err(error);
             }
@@ -296,14 +300,14 @@ impl HybridTree {
         }
     }
 
-    /// Returns whether an insertion is going on, or has failed and is to be ended.
+    /// Returns whether an insertion is in progress, or has failed and was not ended yet.
     #[must_use]
     pub const fn is_inserting(&self) -> bool {
         self.insertion.is_some()
     }
 
-    /// Gives up an insertion that is going on, if there is one, and returns the actions that are still to be
-    /// taken.
+    /// Ends an insertion, if one is in progress or has failed, and returns the actions that the engine still
+    /// has to take.
     pub fn end_insertion(&mut self) -> Vec<Action> {
         match self.insertion.take() {
             None => Vec::new(),
@@ -312,7 +316,7 @@ impl HybridTree {
         }
     }
 
-    /// Goes over one node that is there.
+    /// Handles one node that is in the tree already.
     fn insert_over(
         &mut self,
         walk: &mut Insertion,
@@ -333,7 +337,7 @@ impl HybridTree {
         self.node_mut(child).used = now;
         let node = if common < self.node(child).tokens.len() { self.cut(child, common) } else { child };
         let (start, end) = (walk.len, walk.len + common);
-        // Before a cut, whose parts have it both.
+        // This precedes a split, so both parts get the priority.
         let here = self.node_mut(node);
         here.priority = here.priority.max(walk.insert.priority);
         let recovered = self.recover_window(walk, node, start..end, slots);
@@ -353,8 +357,8 @@ impl HybridTree {
         Ok(())
     }
 
-    /// Takes the windows of inserted slots for a node that has lost its own. Returns from where on the slots
-    /// are taken.
+    /// Takes the window slots of inserted slots for a node that has lost its own. Returns the position from
+    /// which on the slots are taken.
     fn recover_window(
         &mut self,
         walk: &mut Insertion,
@@ -390,7 +394,7 @@ impl HybridTree {
         Ok(live)
     }
 
-    /// Returns the position where the windows of inserted slots begin.
+    /// Returns the position from which on inserted slots have window slots.
     fn window_start(&self, insert: &Insert) -> Result<usize> {
         if insert.window_freed.is_multiple_of(self.config.page_size) {
             return Ok(insert.window_freed);
@@ -401,7 +405,7 @@ impl HybridTree {
         )))
     }
 
-    /// Adds the tokens behind those that are there, and gives the parts their values.
+    /// Adds the tokens that are not in the tree yet, and gives the parts their values.
     fn insert_rest(
         &mut self,
         walk: &mut Insertion,
@@ -448,7 +452,8 @@ impl HybridTree {
         Ok(())
     }
 
-    /// Asks for the window of a new leaf. The last window is a node of its own, so that a lock keeps no more.
+    /// Requests the window slots of a new leaf. The last window becomes a node of its own, so that a lock
+    /// protects no more than that.
     fn add_window(&mut self, walk: &mut Insertion, leaf: NodeId, range: PositionRange) -> Result<()> {
         let Some(window) = self.config.window else { return Ok(()) };
         let live = range.start.max(self.window_start(&walk.insert)?);

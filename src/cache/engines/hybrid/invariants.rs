@@ -26,7 +26,7 @@ impl HybridTree {
             .or_else(|| self.broken_sizes())
     }
 
-    /// Looks for tokens and values of a node that do not fit each other.
+    /// Checks that the tokens and values of a node fit each other.
     fn broken_contents(&self, id: NodeId) -> Option<String> {
         let (node, page_size) = (self.node(id), self.config.page_size);
         let (tokens, slots) = (node.tokens.len(), node.value(Part::Full).len());
@@ -49,7 +49,7 @@ impl HybridTree {
         (node.reach < node.end).then(|| format!("was reached up to {} tokens", node.reach))
     }
 
-    /// Looks for a node that is not where it is looked for.
+    /// Checks that a node is found from its parent, and has its place in the queue.
     fn broken_place(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let mut page = vec![0; self.config.page_size];
@@ -61,7 +61,7 @@ impl HybridTree {
         (node.queued != rank).then(|| format!("is queued as {:?}", node.queued))
     }
 
-    /// Looks for a part of a node with locks, or in a list, that do not fit its value.
+    /// Checks that the locks of the parts of a node, and its places in their lists, fit its values.
     fn broken_parts(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let full_locks = node.locks[Part::Full.index()];
@@ -75,7 +75,7 @@ impl HybridTree {
         })
     }
 
-    /// Looks for a number of children, or of leaves, that is wrong.
+    /// Checks the numbers of children of each node and of queued leaves.
     fn broken_children(&self) -> Option<String> {
         let mut children = vec![0_u32; self.nodes.numbers()];
         for id in self.runs() {
@@ -89,7 +89,7 @@ impl HybridTree {
         (leaves != self.queue.len()).then(|| format!("{leaves} leaves, {} queued", self.queue.len()))
     }
 
-    /// Namespaces that are not those of the children of the root.
+    /// Checks that the namespaces are those of the children of the root.
     fn broken_namespaces(&self) -> Option<String> {
         let mut found: HashMap<_, usize> = HashMap::new();
         for id in self.runs() {
@@ -103,7 +103,7 @@ impl HybridTree {
             .then(|| format!("namespaces of the children of the root are {found:?}, counted {counted:?}"))
     }
 
-    /// Looks for a list whose two directions differ.
+    /// Checks that a list has the same nodes in both directions.
     fn broken_list(&self, part: Part) -> Option<String> {
         let List { last, len, .. } = *self.list(part);
         let forth: Vec<_> = self.listed(part);
@@ -114,7 +114,7 @@ impl HybridTree {
             .then(|| format!("the list of {part:?} is broken: {} of {len} nodes", forth.len()))
     }
 
-    /// Sizes that are not the sums over the nodes.
+    /// Checks that the sizes are the sums over the nodes.
     fn broken_sizes(&self) -> Option<String> {
         let mut sizes = [Sizes::default(); 3];
         for id in self.runs() {

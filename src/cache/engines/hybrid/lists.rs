@@ -1,27 +1,27 @@
-//! The nodes with a value of a part, the one used last first.
+//! Lists of the nodes with a value of a part, the most recently used node first.
 
 use super::{HybridTree, NodeId, Part, ROOT};
 
 /// The neighbours of a node in a list.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ListLink {
-    /// The node used after it.
+    /// The node that was used next after it.
     later: Option<NodeId>,
-    /// The node used before it.
+    /// The node that was used last before it.
     earlier: Option<NodeId>,
     is_listed: bool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct List {
-    /// The node used last.
+    /// The most recently used node.
     pub(super) first: Option<NodeId>,
-    /// The node used longest ago.
+    /// The least recently used node.
     pub(super) last: Option<NodeId>,
     pub(super) len: usize,
 }
 
-/// Returns the list of a part. Full attention has none: its nodes are queued instead.
+/// Returns the number of the list of a part. Full attention has no list: its nodes are queued instead.
 fn number(part: Part) -> usize {
     match part {
         Part::Full => unreachable!("full attention has no list"),
@@ -39,12 +39,13 @@ impl HybridTree {
         self.node(id).links[number(part)].is_listed
     }
 
-    /// Returns the node used before `id`.
+    /// Returns the node that was used last before `id`.
     pub(super) fn earlier(&self, part: Part, id: NodeId) -> Option<NodeId> {
         self.node(id).links[number(part)].earlier
     }
 
-    /// Puts a node that is not listed behind `later`, or first.
+    /// Adds a node that is not listed, as the next older one after `later`. Without `later`, it becomes the
+    /// first.
     fn list_older_than(&mut self, part: Part, later: Option<NodeId>, id: NodeId) {
         let at = number(part);
         debug_assert!(!self.node(id).links[at].is_listed, "a node is listed once");
@@ -83,7 +84,7 @@ impl HybridTree {
         self.lists[at].len -= 1;
     }
 
-    /// Counts a use of the value of a node.
+    /// Records a use of the value of a node.
     pub(super) fn refresh(&mut self, part: Part, id: NodeId) {
         if self.list(part).first != Some(id) {
             self.unlist(part, id);
@@ -91,8 +92,8 @@ impl HybridTree {
         }
     }
 
-    /// Counts a use of the windows that a request at the end of `id` may read: those of the nodes of the last
-    /// window and a page. The deepest one becomes the most recent.
+    /// Records a use of the window slots that a request at the end of `id` may read: those of the last window
+    /// and a page. The deepest node becomes the most recent one.
     pub(super) fn refresh_window(&mut self, id: NodeId) {
         let Some(window) = self.config.window else { return };
         let reach = window.size + self.config.page_size;
@@ -108,7 +109,7 @@ impl HybridTree {
         }
     }
 
-    /// Returns the node used longest ago that has no lock of the part, from `from` on.
+    /// Returns the least recently used node without a lock of the part, from `from` on.
     pub(super) fn unlocked_from(&self, part: Part, from: Option<NodeId>) -> Option<NodeId> {
         let mut at = from;
         while let Some(id) = at
@@ -119,7 +120,7 @@ impl HybridTree {
         at
     }
 
-    /// Returns the node used after `id`.
+    /// Returns the node that was used next after `id`.
     pub(super) fn later(&self, part: Part, id: NodeId) -> Option<NodeId> {
         self.node(id).links[number(part)].later
     }

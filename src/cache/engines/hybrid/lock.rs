@@ -1,41 +1,41 @@
-//! Locks of nodes that requests use.
+//! Locks of the nodes that requests use.
 
 use super::evict::Frees;
 use super::{HybridTree, NodeHandle, NodeId, Part, ROOT};
 
-/// The name of the older edge of a window that is locked. It stays with that edge when nodes are cut.
+/// The beginning of a locked window. It stays at its position when nodes are split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Boundary(u64);
 
 impl Boundary {
-    /// Returns the boundary with this number.
+    /// Creates the boundary with this number.
     #[must_use]
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
 
-    /// Returns the number of the boundary, from 1 on.
+    /// Returns the number of the boundary, which is at least 1.
     #[must_use]
     pub const fn number(self) -> u64 {
         self.0
     }
 }
 
-/// The record of what a lock took, by which it is released.
+/// What a lock has locked, which is needed to release it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Receipt {
     /// The parts that are not locked.
     pub skipped: SkippedParts,
-    /// The end of the window's lock; `None` at the root.
+    /// The beginning of the locked window; `None` if it begins at the root.
     pub boundary: Option<Boundary>,
 }
 
-/// Parts that a lock leaves out.
+/// The parts that a lock leaves out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SkippedParts([bool; 3]);
 
 impl SkippedParts {
-    /// Creates a lock that leaves these parts out.
+    /// Creates the set of these parts.
     #[must_use]
     pub fn of(parts: impl IntoIterator<Item = Part>) -> Self {
         let mut skipped = Self::default();
@@ -52,19 +52,18 @@ impl SkippedParts {
     }
 }
 
-/// A lock that a node does not have.
+/// The error that a node does not have a lock that was to be released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotLocked {
-    /// The node, which may lie before the one that was to be unlocked.
+    /// The node, which may be an ancestor of the one that was to be unlocked.
     pub node: NodeHandle,
-    /// The part of which it has no lock.
+    /// The part of which the node has no lock.
     pub part: Part,
 }
 
 impl HybridTree {
-    /// Locks a node: the slots for full attention up to its end, those of its last window, and its state.
-    /// Returns what to release it with and how many slots for full attention were without locks; `None` if
-    /// the node is gone.
+    /// Locks a node: the slots for full attention up to its end, the window slots of its last window, and its
+    /// state. Returns `None` if the node no longer exists.
     pub fn lock(&mut self, node: NodeHandle, skipped: SkippedParts) -> Option<LockResult> {
         let id = self.at(node)?;
         let mut locked = LockResult { receipt: Receipt { skipped, boundary: None }, newly: 0 };
@@ -81,27 +80,28 @@ impl HybridTree {
         Some(locked)
     }
 
-    /// Locks only the slots for full attention up to the end of a node. Returns `None` if the node is gone.
+    /// Locks only the slots for full attention up to the end of a node. Returns `None` if the node no longer
+    /// exists.
     pub fn pin(&mut self, node: NodeHandle) -> Option<()> {
         let id = self.at(node)?;
         self.lock_path(id);
         Some(())
     }
 
-    /// Undoes [`HybridTree::pin`]. Returns `None` if the node is gone.
+    /// Undoes [`HybridTree::pin`]. Returns `None` if the node no longer exists.
     ///
     /// # Errors
-    /// [`NotLocked`]; nothing is changed.
+    /// [`NotLocked`]. Nothing is changed then.
     pub fn unpin(&mut self, node: NodeHandle) -> Option<Result<(), NotLocked>> {
         let id = self.at(node)?;
         Some(self.unlock_path(id))
     }
 
-    /// Undoes [`HybridTree::lock`]. `released` says what [`HybridTree::unlock_window`] has released of it
-    /// before. Returns `None` if the node is gone.
+    /// Undoes [`HybridTree::lock`]. `released` tells which part of it [`HybridTree::unlock_window`] has
+    /// released already. Returns `None` if the node no longer exists.
     ///
     /// # Errors
-    /// [`NotLocked`] for a lock that the node does not have; nothing is changed.
+    /// [`NotLocked`] for a lock that the node does not have. Nothing is changed then.
     pub fn unlock(
         &mut self,
         node: NodeHandle,
@@ -109,7 +109,7 @@ impl HybridTree {
         released: WindowRelease,
     ) -> Option<Result<(), NotLocked>> {
         let id = self.at(node)?;
-        // Without windows there was nothing to release before.
+        // Without windows nothing can have been released before.
         let released = if self.config.window.is_some() { released } else { WindowRelease::NotYet };
         let takes = |part| self.config.has(part) && !receipt.skipped.has(part);
         let window = takes(Part::Window) && released == WindowRelease::NotYet;
@@ -140,11 +140,12 @@ impl HybridTree {
         Some(Ok(()))
     }
 
-    /// Releases the window of a lock early, when the request has moved on, and as `state` says the state with
-    /// it. Windows of nodes that nothing locks any more are freed. Returns `None` if the node is gone.
+    /// Releases the window of a lock early, because the request has moved past it, and with it the state, if
+    /// `state` says so. Frees the window slots of leaves that nothing locks any more. Returns `None` if the
+    /// node no longer exists.
     ///
     /// # Errors
-    /// [`NotLocked`]; nothing is changed.
+    /// [`NotLocked`]. Nothing is changed then.
     pub fn unlock_window(
         &mut self,
         node: NodeHandle,
@@ -209,7 +210,7 @@ impl HybridTree {
         }
         let sizes = &mut self.sizes[Part::Full.index()];
         (sizes.evictable, sizes.locked) = (sizes.evictable + freed, sizes.locked - freed);
-        // Nodes before it have children.
+        // The ancestors have children, so they are not queued.
         self.requeue(id);
         Ok(())
     }
@@ -232,7 +233,7 @@ impl HybridTree {
         None
     }
 
-    /// Returns the nodes from `id` to the one with the boundary, or to the root.
+    /// Returns the nodes from `id` up to the one with the boundary, or up to the root.
     fn window_nodes(&self, id: NodeId, boundary: Option<Boundary>) -> Vec<NodeId> {
         let mut is_inside = true;
         let nodes = self.path(id).take_while(|&at| {
@@ -277,26 +278,26 @@ impl HybridTree {
 pub struct LockResult {
     /// The receipt that releases the lock.
     pub receipt: Receipt,
-    /// Slots for full attention that were without locks.
+    /// The number of slots for full attention that had no locks before.
     pub newly: usize,
 }
 
-/// The part of a lock that [`HybridTree::unlock_window`] has released before the rest.
+/// Which part of a lock [`HybridTree::unlock_window`] has released already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowRelease {
-    /// Nothing was released: the lock is as it was taken.
+    /// Nothing was released.
     NotYet,
-    /// The window was released, and the state was kept: [`StateRelease::Keep`].
+    /// The window was released and the state was kept, by [`StateRelease::Keep`].
     WindowOnly,
-    /// The window was released, and the state with it: [`StateRelease::Release`].
+    /// The window and the state were released, by [`StateRelease::Release`].
     WithState,
 }
 
-/// Whether the state is released with a window.
+/// Whether the state is released together with the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateRelease {
-    /// The state stays locked until [`HybridTree::unlock`] with [`WindowRelease::WindowOnly`].
+    /// The state stays locked. Call [`HybridTree::unlock`] with [`WindowRelease::WindowOnly`] later.
     Keep,
-    /// The state is released, too: [`HybridTree::unlock`] gets [`WindowRelease::WithState`].
+    /// The state is released, too. Call [`HybridTree::unlock`] with [`WindowRelease::WithState`] later.
     Release,
 }

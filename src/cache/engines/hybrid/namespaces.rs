@@ -1,4 +1,4 @@
-//! The numbers of namespaces, which nodes have in place of names.
+//! Numbers of namespaces, which nodes store instead of names.
 
 use std::collections::HashMap;
 
@@ -17,7 +17,7 @@ impl NamespaceId {
     }
 }
 
-/// The namespaces of a tree. That of prefixes without a name always has its number, and is not listed.
+/// The namespaces of a tree. The unnamed namespace always has its number, and is not listed.
 ///
 /// *Invariant.* Between calls, the listed namespaces are those of the children of the root. Within a call, an
 /// insertion numbers its namespace before it adds the first node.
@@ -26,7 +26,7 @@ pub(super) struct Namespaces {
     /// The inverse of `by_number`.
     numbers: HashMap<Namespace, NamespaceId>,
     by_number: HashMap<NamespaceId, Numbered>,
-    /// The largest number that was given, so that none is given twice.
+    /// The last number that was given, so that no number is given twice.
     last: u32,
 }
 
@@ -34,14 +34,14 @@ pub(super) struct Namespaces {
 #[derive(Debug)]
 struct Numbered {
     name: Namespace,
-    /// The children of the root that are of this namespace.
+    /// The number of children of the root in this namespace.
     children: usize,
 }
 
 impl Namespaces {
     /// Returns the number of a namespace, if it has one.
     pub(super) fn number(&self, name: &Namespace) -> Option<NamespaceId> {
-        // The usual one costs no look-up.
+        // The most frequent namespace needs no look-up.
         if *name == Namespace::Unnamed { Some(NamespaceId::UNNAMED) } else { self.numbers.get(name).copied() }
     }
 
@@ -67,7 +67,7 @@ impl Namespaces {
         }
     }
 
-    /// Undoes [`Namespaces::add_child`]. The number ends with the last child.
+    /// Undoes [`Namespaces::add_child`]. The number is dropped with the last child.
     pub(super) fn remove_child(&mut self, number: NamespaceId) {
         if let Some(numbered) = self.by_number.get_mut(&number) {
             numbered.children -= 1;
@@ -75,7 +75,7 @@ impl Namespaces {
         }
     }
 
-    /// Ends a number that no node has.
+    /// Drops a number that no node has.
     pub(super) fn forget_unused(&mut self, number: NamespaceId) {
         if self.by_number.get(&number).is_some_and(|numbered| numbered.children == 0)
             && let Some(Numbered { name, .. }) = self.by_number.remove(&number)
@@ -84,13 +84,13 @@ impl Namespaces {
         }
     }
 
-    /// Ends all numbers. Later ones differ from them.
+    /// Drops all numbers. Later numbers differ from them.
     pub(super) fn clear(&mut self) {
         self.numbers.clear();
         self.by_number.clear();
     }
 
-    /// Returns the numbers that are given, with the children of the root that were counted.
+    /// Returns the numbers of the namespaces, each with its number of children of the root.
     pub(super) fn counts(&self) -> impl Iterator<Item = (NamespaceId, usize)> + '_ {
         self.by_number.iter().map(|(&number, numbered)| (number, numbered.children))
     }

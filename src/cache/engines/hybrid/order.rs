@@ -4,29 +4,30 @@ use std::collections::BTreeSet;
 
 use super::{Moment, Node, NodeId};
 
-/// The order of leaves: by level, and within it by moment. The lowest goes first.
+/// The rank of a leaf: its level, and within a level a time. The leaf of the lowest rank is evicted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct EvictionRank(i64, u64);
 
-/// The order in which leaves are evicted, by the leaf that goes first.
+/// The order in which leaves are evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvictionOrder {
-    /// The leaf used longest ago.
+    /// The least recently used leaf first.
     Lru,
-    /// The leaf used last.
+    /// The most recently used leaf first.
     Mru,
-    /// The leaf that came first.
+    /// The leaf that was added first.
     Fifo,
-    /// The leaf that came last.
+    /// The leaf that was added last.
     Filo,
-    /// The leaf used least often; of those, the one used longest ago.
+    /// The least often used leaf first; of several, the least recently used one.
     Lfu,
-    /// The leaf of lowest priority; of those, the one used longest ago.
+    /// The leaf of the lowest priority first; of several, the least recently used one.
     Priority,
-    /// Leaves used fewer times than this, then the others; each used longest ago first.
+    /// First the leaves that were used fewer times than this, then the others; both by least recent use.
     Slru(u32),
-    /// Leaves within this many tokens of the end of the longest prompt that went through them, evicted or
-    /// not: what a prompt loses there is soon computed again. Then the others; each used longest ago first.
+    /// First the leaves within this many tokens of the end of the longest prompt that contained them, because
+    /// what a prompt loses there is soon computed again; then the others. Both by least recent use. It does
+    /// not matter whether the end of the prompt is still cached.
     Tlru(usize),
 }
 

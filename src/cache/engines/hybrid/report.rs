@@ -1,4 +1,4 @@
-//! Reports of the tree, and changes of single values.
+//! Reports of the contents of the tree, and changes of single values.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,34 +9,34 @@ use crate::cache::Namespace;
 /// A node on a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathNode {
-    /// The name of the node.
+    /// The handle of the node.
     pub node: NodeHandle,
-    /// The node before it.
+    /// The parent.
     pub parent: NodeHandle,
-    /// Tokens of the prompt before its first.
+    /// The number of tokens before the node.
     pub start: usize,
-    /// Tokens up to its end.
+    /// The number of tokens up to the end of the node.
     pub end: usize,
-    /// Nodes directly behind it.
+    /// The number of children.
     pub children: usize,
 }
 
-/// A node as it is now.
+/// The current state of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeState {
-    /// The node before it; `None` for the root.
+    /// The parent; `None` for the root.
     pub parent: Option<NodeHandle>,
-    /// The tokens of the node, without those of the nodes before.
+    /// The tokens of the node itself, without those of its ancestors.
     pub tokens: Vec<i64>,
-    /// Tokens up to its end.
+    /// The number of tokens up to the end of the node.
     pub end: usize,
-    /// Locks by part.
+    /// The numbers of locks, by part.
     pub locks: [u32; 3],
     /// The number of times that the node was inserted.
     pub hits: u32,
-    /// Whether it may be evicted as a whole.
+    /// Whether the node may be evicted as a whole.
     pub is_leaf: bool,
-    /// Whether it is in the list of a part.
+    /// Whether the node is in the list of each part.
     pub listed: [bool; 3],
 }
 
@@ -47,15 +47,15 @@ pub struct SlotRow {
     pub slot: EngineSlot,
     /// The token's position in the prompt, from 0 on.
     pub position: usize,
-    /// The slot before; `None` for the first.
+    /// The slot of the token before; `None` for the first token.
     pub before: Option<EngineSlot>,
 }
 
-/// Slots of the nodes on a way. See [`HybridTree::slot_runs`].
+/// The slots of the nodes on a path. See [`HybridTree::slot_runs`].
 #[derive(Debug)]
 pub struct SlotRuns<'a> {
     tree: &'a HybridTree,
-    /// The deepest one first.
+    /// The nodes, the deepest one first.
     nodes: Vec<NodeId>,
     count: usize,
 }
@@ -67,15 +67,15 @@ impl SlotRuns<'_> {
         self.count
     }
 
-    /// Returns the slots of one node after the other.
+    /// Returns the slots, node by node.
     pub fn iter(&self) -> impl Iterator<Item = &[EngineSlot]> {
         self.nodes.iter().rev().map(|&id| self.tree.node(id).value(Part::Full))
     }
 }
 
 impl HybridTree {
-    /// Returns the slots for full attention behind `until` up to the end of `from`, run by run. Returns
-    /// `None` if a node is gone or `until` is not on the way to `from`.
+    /// Returns the slots for full attention after the end of `until` up to the end of `from`, node by node.
+    /// Returns `None` if one of the nodes no longer exists, or `until` is not an ancestor of `from`.
     #[must_use]
     pub fn slot_runs(&self, from: NodeHandle, until: NodeHandle) -> Option<SlotRuns<'_>> {
         let (from, until) = (self.at(from)?, self.at(until)?);
@@ -91,14 +91,14 @@ impl HybridTree {
         Some(SlotRuns { tree: self, nodes, count: self.node(from).end - self.node(until).end })
     }
 
-    /// Returns the slots of [`HybridTree::slot_runs`].
+    /// Works like [`HybridTree::slot_runs`], but returns the slots in one vector.
     #[must_use]
     pub fn slots_between(&self, from: NodeHandle, until: NodeHandle) -> Option<Vec<EngineSlot>> {
         Some(self.slot_runs(from, until)?.iter().flatten().copied().collect())
     }
 
-    /// Returns the hash of the page that ends at `end` tokens on the way to a node, if it has one. Returns
-    /// `None` if the node is gone.
+    /// Returns the hash of the page that ends at `end` tokens on the path to a node, if it has one. Returns
+    /// `None` if the node no longer exists.
     #[must_use]
     pub fn hash_at(&self, node: NodeHandle, end: usize) -> Option<Option<PageDigest>> {
         let id = self.at(node)?;
@@ -111,12 +111,12 @@ impl HybridTree {
         Some(page)
     }
 
-    /// Names the pages from `start` up to the end of a node, on the way to it. Returns `None` if the node is
-    /// gone.
+    /// Sets the hashes of the pages from `start` up to the end of a node. Returns `None` if the node no
+    /// longer exists.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless there is one hash for each page, and
-    /// `start` is where a node begins. Nothing is changed.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless there is one hash for each page and a
+    /// node on the path begins at `start`. Nothing is changed then.
     pub fn set_hashes(
         &mut self,
         node: NodeHandle,
@@ -144,18 +144,20 @@ impl HybridTree {
         Some(Ok(()))
     }
 
-    /// Returns the value of a node: `None` if the node is gone, empty if it has none.
+    /// Returns the value of a node for a part, which is empty if it has none. Returns `None` if the node no
+    /// longer exists.
     #[must_use]
     pub fn value(&self, node: NodeHandle, part: Part) -> Option<&[EngineSlot]> {
         self.at(node).map(|id| self.node(id).value(part))
     }
 
-    /// Gives a node a window or a state that it does not have, as its most recent use. Returns `None` if the
-    /// node is gone.
+    /// Gives a node window slots or a state, which it must not have, and makes it the most recently used node
+    /// with such a value. Returns `None` if the node no longer exists.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, a part that nodes
-    /// do not have, a node that has a value, the root, and a value of a wrong length.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, for a part that
+    /// the model does not have, for the root, for a node that has a value already, and for a value of a wrong
+    /// length.
     pub fn set_value(&mut self, node: NodeHandle, part: Part, value: Vec<EngineSlot>) -> Option<Result<()>> {
         let id = self.at(node)?;
         let tokens = self.node(id).tokens.len();
@@ -177,7 +179,7 @@ impl HybridTree {
         Some(Ok(()))
     }
 
-    /// Returns the ranges within `start..end` of the tokens that have no window.
+    /// Returns the ranges within `start..end` whose tokens have no window slots.
     #[must_use]
     pub fn window_gaps(
         &self,
@@ -200,12 +202,12 @@ impl HybridTree {
         gaps
     }
 
-    /// Gives the tokens `start..end`, whole pages that have no window, the windows `values`. Cuts nodes at
-    /// the ends.
+    /// Gives the tokens from `start` on, which are whole pages without window slots, the window slots
+    /// `values`. Splits nodes at the ends of the range.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for tokens that are no whole pages, that are not
-    /// there, or that have a window. Nothing is changed.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for tokens that are not whole pages, that are
+    /// not in the tree, or that have window slots. Nothing is changed then.
     pub fn attach_window(
         &mut self,
         name: &Namespace,
@@ -242,7 +244,7 @@ impl HybridTree {
         Ok(())
     }
 
-    /// Returns a node as it is now; `None` if it is gone.
+    /// Returns the current state of a node; `None` if it no longer exists.
     #[must_use]
     pub fn state(&self, node: NodeHandle) -> Option<NodeState> {
         let id = self.at(node)?;
@@ -258,14 +260,14 @@ impl HybridTree {
         })
     }
 
-    /// Returns all nodes, the root first.
+    /// Returns the handles of all nodes, the root first.
     #[must_use]
     pub fn handles(&self) -> Vec<NodeHandle> {
         std::iter::once(ROOT).chain(self.runs()).map(|id| self.handle(id)).collect()
     }
 
-    /// Returns the nodes directly behind a node, in the order in which they came. Returns `None` if the node
-    /// is gone. Looks at every node.
+    /// Returns the children of a node, in the order in which they were added. Returns `None` if the node no
+    /// longer exists. Visits every node.
     #[must_use]
     pub fn children(&self, node: NodeHandle) -> Option<Vec<NodeHandle>> {
         let id = self.at(node)?;
@@ -274,7 +276,7 @@ impl HybridTree {
         Some(children.into_iter().map(|child| self.handle(child)).collect())
     }
 
-    /// Returns the nodes with a value of a part, the most recent first.
+    /// Returns the nodes with a value of a part, the most recently used first.
     #[must_use]
     pub fn listed(&self, part: Part) -> Vec<NodeHandle> {
         let first = self.list(part).first;
@@ -287,7 +289,7 @@ impl HybridTree {
         self.runs().flat_map(|id| self.node(id).value(part)).copied().collect()
     }
 
-    /// Returns the path to a node, the root left out; `None` if the node is gone.
+    /// Returns the path to a node, without the root; `None` if the node no longer exists.
     #[must_use]
     pub fn path_to(&self, node: NodeHandle) -> Option<Vec<PathNode>> {
         let id = self.at(node)?;
@@ -309,7 +311,7 @@ impl HybridTree {
     }
 
     /// Orders nodes so that those with common prefixes are next to each other, larger groups first. Returns
-    /// positions in `nodes`; `None` if a node is gone.
+    /// positions in `nodes`; `None` if a node no longer exists.
     #[must_use]
     pub fn by_common_prefix(&self, nodes: &[NodeHandle]) -> Option<Vec<usize>> {
         let mut positions: HashMap<NodeId, Vec<usize>> = HashMap::new();
@@ -342,8 +344,8 @@ impl HybridTree {
         Some(order)
     }
 
-    /// Returns the slots for full attention of all nodes that `wanted` accepts, by its locks and whether it
-    /// has a window.
+    /// Returns the slots for full attention of all nodes that `wanted` accepts, which gets the locks of a
+    /// node and whether it has window slots.
     #[must_use]
     pub fn slot_rows(&self, wanted: impl Fn(&[u32; 3], bool) -> bool) -> Vec<SlotRow> {
         let mut rows = Vec::new();

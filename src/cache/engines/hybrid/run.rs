@@ -1,16 +1,17 @@
-//! The tokens of a node, in half the space where they fit.
+//! The tokens of a node, stored in 32 bits each if all of them fit.
 
 use super::TokenSource;
 
-/// Compared at a time: still in the nearest cache when a difference is looked for.
+/// The number of tokens that are compared at a time: few enough to be still in the first-level cache when the
+/// position of a difference is looked for.
 pub const BLOCK: usize = 512;
 
-/// Tokens that follow each other. Ids of a vocabulary have 32 bits; engines make up longer ones for images.
+/// Consecutive tokens. The ids of a vocabulary fit 32 bits; engines make up longer ids for images.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenRun {
     /// All tokens are below 2**32.
     Narrow(Vec<u32>),
-    /// Any 64-bit ids.
+    /// Some token is not below 2**32.
     Wide(Vec<i64>),
 }
 
@@ -23,11 +24,12 @@ pub enum TokenBlock<'a> {
     Wide(&'a [i64]),
 }
 
-/// Returns whether one of the tokens is not the one that `theirs` gives for its place.
+/// Returns whether a token of `ours` differs from the one that `theirs` returns for its position.
 #[inline]
 pub fn differ(ours: &[u32], theirs: impl Fn(usize) -> i64) -> bool {
     const LANES: usize = 32;
-    // Lanes do not wait for each other, and without an exit several tokens are taken at a time.
+    // The lanes do not depend on each other. Without an early exit the compiler compares several tokens at a
+    // time.
     let (chunks, remainder) = ours.as_chunks::<LANES>();
     let mut different = 0;
     for (chunk, tokens) in chunks.iter().enumerate() {
@@ -43,7 +45,7 @@ pub fn differ(ours: &[u32], theirs: impl Fn(usize) -> i64) -> bool {
 }
 
 impl TokenBlock<'_> {
-    /// Returns whether `tokens`, as many, are the same.
+    /// Returns whether `tokens`, of the same number, are equal.
     #[must_use]
     pub fn equals(&self, tokens: &[i64]) -> bool {
         match self {
@@ -52,7 +54,7 @@ impl TokenBlock<'_> {
         }
     }
 
-    /// Returns the number of first tokens that are the same in `tokens`.
+    /// Returns how many of the first tokens are equal in `tokens`.
     #[must_use]
     pub fn common(&self, tokens: &[i64]) -> usize {
         match self {
@@ -72,7 +74,7 @@ impl TokenBlock<'_> {
         }
     }
 
-    /// Returns whether there are none.
+    /// Returns whether there are no tokens.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
@@ -86,7 +88,7 @@ impl Default for TokenRun {
 }
 
 impl TokenRun {
-    /// Returns the tokens `at..at + count` of a caller.
+    /// Copies the tokens `at..at + count` of a prompt.
     pub(super) fn of(prompt: &dyn TokenSource, at: usize, count: usize) -> Self {
         let mut narrow = Vec::with_capacity(count);
         let mut block = Vec::with_capacity(BLOCK);
@@ -124,7 +126,7 @@ impl TokenRun {
         }
     }
 
-    /// Returns the number of tokens from `at` on that are those of `prompt` from `prompt_at` on.
+    /// Returns how many tokens from `at` on equal those of `prompt` from `prompt_at` on.
     pub(super) fn common(&self, at: usize, prompt: &dyn TokenSource, prompt_at: usize) -> usize {
         let count = (self.len() - at).min(prompt.count().saturating_sub(prompt_at));
         let mut done = 0;
@@ -139,7 +141,7 @@ impl TokenRun {
         done
     }
 
-    /// Cuts off the tokens before `at`, and returns them.
+    /// Splits off and returns the tokens before `at`.
     pub(super) fn cut(&mut self, at: usize) -> Self {
         match self {
             Self::Narrow(tokens) => {
@@ -160,7 +162,7 @@ impl TokenRun {
         }
     }
 
-    /// The first ones, into room for them.
+    /// Copies the first tokens to `out`, as many as it holds.
     pub(super) fn read(&self, out: &mut [i64]) {
         match self {
             Self::Narrow(tokens) => {
