@@ -11,7 +11,9 @@ import numpy.typing as npt
 import torch
 from typing_extensions import Self, disjoint_base
 
-from kvpool._typing import (
+from kvpool.observe.leaks import ExpectBalanced, Leak
+from kvpool.store import Store
+from kvpool.typing import (
     BlockLike,
     BufferStats,
     ChunkStats,
@@ -34,8 +36,6 @@ from kvpool._typing import (
     TierStats,
     UnitStats,
 )
-from kvpool.observe.leaks import ExpectBalanced, Leak
-from kvpool.store import Store
 
 _T = TypeVar("_T")
 

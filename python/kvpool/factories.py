@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvpool._kvpool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 
 if TYPE_CHECKING:
-    from kvpool._typing import DeviceLike, DTypeLike
+    from kvpool.typing import DeviceLike, DTypeLike
 
 
 def make_full_attention_net_mem_pool(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from software import Driver
 
-    from kvpool._typing import DTypeLike
+    from kvpool.typing import DTypeLike
 
 DTYPES = [*STORAGE, torch.float64, torch.int32, torch.int64, torch.bool]
 

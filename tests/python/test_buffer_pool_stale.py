@@ -15,7 +15,7 @@ from kvpool import Buffer, BufferPool, ConfigError, IndexOwnershipError, StaleBu
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvpool._typing import DTypeLike
+    from kvpool.typing import DTypeLike
 
 pytestmark = pytest.mark.usefixtures("device")
 

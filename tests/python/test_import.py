@@ -121,7 +121,7 @@ def test_works_with_numpy_hidden_and_torch_present(run_snippet: RunSnippet) -> N
 def test_import_loads_no_other_package(run_snippet: RunSnippet) -> None:
     loaded = run_snippet(
         """
-        import kvpool
+        import kvpool, kvpool.typing
         tools = {"rich", "typer", "matplotlib", "blake3", "msgspec", "zmq"}
         print(*{"torch", "numpy", "ml_dtypes", *tools} & {*sys.modules}, end="")
         """

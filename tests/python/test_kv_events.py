@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from conftest import RunSnippet
 
-    from kvpool._typing import Namespace
+    from kvpool.typing import Namespace
 
 FUZZ = Path(__file__).parent.parent / "fuzz"
 KEPT = sorted(FUZZ.glob("corpus/kv_events/*")) + sorted(FUZZ.glob("findings/kv_events/*"))

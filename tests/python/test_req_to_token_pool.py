@@ -16,7 +16,7 @@ from kvpool import ConfigError, DriverError, ReqToTokenPool, make_req_to_token_p
 if TYPE_CHECKING:
     from software import Driver
 
-    from kvpool._typing import CountedStats
+    from kvpool.typing import CountedStats
 
 
 pytestmark = pytest.mark.usefixtures("device")

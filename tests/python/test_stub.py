@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import kvpool
+import kvpool.typing
 from kvpool import _kvpool, errors
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 DEVICES = {
     kvpool.BufferPool: "cuda",
@@ -61,10 +68,22 @@ def test_signatures_can_be_read(cls: type) -> None:
     assert inspect.signature(cls).parameters["device"].default == DEVICES[cls]
 
 
-def test_all_names_what_is_there() -> None:
-    assert sorted(kvpool.__all__) == kvpool.__all__
-    for name in kvpool.__all__:
-        assert hasattr(kvpool, name)
+@pytest.mark.parametrize("module", [kvpool, kvpool.typing], ids=lambda module: module.__name__)
+def test_all_names_what_is_there(module: ModuleType) -> None:
+    assert sorted(module.__all__) == module.__all__
+    for name in module.__all__:
+        assert hasattr(module, name)
+
+
+def test_types_of_public_signatures_are_public() -> None:
+    """Those that the stub imports are among those that `kvpool.typing` lists."""
+    text = Path(kvpool.__file__).with_name("_kvpool.pyi").read_text(encoding="utf-8")
+    [names] = [
+        {alias.name for alias in node.names}
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ImportFrom) and node.module == "kvpool.typing"
+    ]
+    assert names <= {*kvpool.typing.__all__}
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpool._kvpool import GDNPool, KVPool
-    from kvpool._typing import IndicesLike
     from kvpool.remote.agent import Agent, Blocks, Indices
+    from kvpool.typing import IndicesLike
 
 _logger = logging.getLogger("kvpool")
 

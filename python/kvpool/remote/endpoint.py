@@ -19,11 +19,11 @@ from kvpool.remote.messages import Offered, RemoteSlots
 
 if TYPE_CHECKING:
     from kvpool._kvpool import GDNPool, KVPool
-    from kvpool._typing import IndicesLike
     from kvpool.remote.core import EndpointStats, NewAgent
     from kvpool.remote.leases import Lease
     from kvpool.remote.messages import Introduction
     from kvpool.remote.reads import Read
+    from kvpool.typing import IndicesLike
 
 
 class SlotLease:

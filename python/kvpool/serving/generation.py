@@ -11,7 +11,7 @@ from kvpool.serving.sampling import Sampling
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvpool._typing import Namespace
+    from kvpool.typing import Namespace
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvpool._kvpool import Lease, PrefixCache
-    from kvpool._typing import Namespace
     from kvpool.serving.slot_supply import SlotSupply
+    from kvpool.typing import Namespace
 
 _WORTH_WAITING = 32
 """Tokens that a running request computes, for which one that begins alike waits to find them cached."""

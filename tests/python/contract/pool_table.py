@@ -14,7 +14,7 @@ import torch
 from common import some
 
 import kvpool
-from kvpool import _typing
+import kvpool.typing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -251,7 +251,7 @@ CASES = {
                 "v_head_dim": 4,
                 "page_size": 1,
             },
-            _typing.KVStats,
+            kvpool.typing.KVStats,
             dtype="float16",
             too_large={"size": 1 << 30, "layer_num": 1 << 12, "k_head_num": 1 << 6, "k_head_dim": 1 << 8},
             big={"size": 1 << 14, "k_head_dim": 32, "v_head_dim": 32},
@@ -262,7 +262,7 @@ CASES = {
         Case(
             kvpool.TokenToKVPoolAllocator,
             {"size": 64, "page_size": 1},
-            _typing.SlotStats,
+            kvpool.typing.SlotStats,
             big={"size": 1 << 18},
             use=_take_slots,
             take=lambda pool: pool.alloc(1),
@@ -273,7 +273,7 @@ CASES = {
         Case(
             kvpool.ReqToTokenPool,
             {"max_reqs": 4, "max_context_len": 8},
-            _typing.CountedStats,
+            kvpool.typing.CountedStats,
             too_large={"max_reqs": 1 << 28, "max_context_len": 1 << 28},
             big={"max_reqs": 64, "max_context_len": 1 << 14},
             unit="row",
@@ -297,7 +297,7 @@ CASES = {
                 "conv_kernel_size": 4,
                 "max_track_slots": 3,
             },
-            _typing.CountedStats,
+            kvpool.typing.CountedStats,
             may_be_zero=("max_track_slots",),
             dtype="bfloat16",
             too_large={
@@ -318,7 +318,7 @@ CASES = {
         Case(
             kvpool.PagePool,
             {"page_size": 4, "initial_pages": 3, "grow": 0},
-            _typing.CountedStats,
+            kvpool.typing.CountedStats,
             may_be_zero=("initial_pages", "grow"),
             dtype="float32",
             too_large={"page_size": 1 << 24, "initial_pages": 1 << 26},
@@ -334,7 +334,7 @@ CASES = {
         Case(
             kvpool.ChunkPool,
             {"num_chunks": 3, "chunk_shape": 12},
-            _typing.ChunkStats,
+            kvpool.typing.ChunkStats,
             dtype="",
             too_large={"num_chunks": 1 << 26, "chunk_shape": 1 << 24},
             big={"num_chunks": 16, "chunk_shape": 1 << 16},
@@ -349,7 +349,7 @@ CASES = {
         Case(
             kvpool.BufferPool,
             {},
-            _typing.BufferStats,
+            kvpool.typing.BufferStats,
             unit="buffer",
             tensors=lambda pool: [pool.alloc(100, "float32").tensor, pool.alloc(9, "float32").tensor],
             use=_use_buffers,
@@ -361,7 +361,7 @@ CASES = {
         Case(
             kvpool.Workspace,
             {"arena_bytes": 1 << 16},
-            _typing.UnitStats,
+            kvpool.typing.UnitStats,
             too_large={"arena_bytes": 1 << 52},
             big={"arena_bytes": 1 << 21},
             unit="byte",
@@ -372,7 +372,7 @@ CASES = {
         Case(
             kvpool.PrefixCache,
             {},
-            _typing.PrefixStats,
+            kvpool.typing.PrefixStats,
             below=_below_a_cache,
             big={"slots": 1 << 18},
             use=_cache_prompts,
@@ -381,7 +381,7 @@ CASES = {
         Case(
             kvpool.HostTier,
             {"size": 16, "max_states": 2},
-            _typing.TierStats,
+            kvpool.typing.TierStats,
             below=_below_a_tier,
             too_large={"max_states": (1 << 31) - 1},
             big={"size": 1 << 9},

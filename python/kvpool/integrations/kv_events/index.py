@@ -20,8 +20,8 @@ from kvpool.integrations.kv_events.messages import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvpool._typing import IndicesLike, Namespace
     from kvpool.integrations.kv_events.messages import Event, EventBatch
+    from kvpool.typing import IndicesLike, Namespace
 
 _KEY_BYTES: Final = 32
 _MASK: Final = (1 << 64) - 1  # SGLang's ints are signed

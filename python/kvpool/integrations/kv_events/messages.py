@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvpool._kvpool import Cleared
-    from kvpool._typing import Namespace
+    from kvpool.typing import Namespace
 
 MAX_BYTES: Final = 16 << 20
 """The largest payload that is decoded by default."""

@@ -16,7 +16,7 @@ from kvpool._kvpool import Chunk, ChunkPool
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvpool._typing import ChunkStats, DeviceLike
+    from kvpool.typing import ChunkStats, DeviceLike
 
 __all__ = [
     "BasePool",

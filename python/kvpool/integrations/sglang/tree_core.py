@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from kvpool._kvpool import HybridFrees, HybridStep
-    from kvpool._typing import HybridAct, Namespace
+    from kvpool.typing import HybridAct, Namespace
 
     Action: TypeAlias = (
         FreeDeviceKV

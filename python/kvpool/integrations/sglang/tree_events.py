@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from kvpool._kvpool import HybridTree
-    from kvpool._typing import Namespace
+    from kvpool.typing import Namespace
 
 __all__ = ["TreeEvents"]
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvpool._kvpool import BatchPlan, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-    from kvpool._typing import DTypeLike
+    from kvpool.typing import DTypeLike
 
 __all__ = ["PooledCache"]
 

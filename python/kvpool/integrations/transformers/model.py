@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvpool._kvpool import BatchPlan, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-    from kvpool._typing import DTypeLike
     from kvpool.serving.attention import AttentionGroup
+    from kvpool.typing import DTypeLike
 
     # Arguments: a module, its query, key and value, and the options of an attention function.
     Attend = Callable[..., torch.Tensor]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpool._kvpool import Block
-    from kvpool._typing import BlockLike
+    from kvpool.typing import BlockLike
 
 __all__ = ["KvpoolBlockPool"]
 

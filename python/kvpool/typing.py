@@ -1,4 +1,7 @@
-"""Types of arguments and results, without an import of PyTorch or NumPy."""
+"""Types of arguments and results, for annotations of your own.
+
+Importing the module imports neither PyTorch nor NumPy.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,32 @@ if TYPE_CHECKING:
 
     import numpy as np
     import torch
+
+__all__ = [
+    "ArrayLike",
+    "BlockLike",
+    "BufferStats",
+    "ChunkStats",
+    "CountedStats",
+    "DTypeLike",
+    "DeviceLike",
+    "Fence",
+    "HybridAct",
+    "IndicesLike",
+    "KVStats",
+    "KeysLike",
+    "Namespace",
+    "PoolStats",
+    "PrefixStats",
+    "SlotStats",
+    "StoreStats",
+    "StreamLike",
+    "SupportsCudaStream",
+    "TableIndex",
+    "TensorLike",
+    "TierStats",
+    "UnitStats",
+]
 
 
 class Fence(Protocol):
@@ -57,35 +86,35 @@ class BlockLike(Protocol):
         ...
 
 
-# Integers of 16 to 64 bits.
 IndicesLike: TypeAlias = "TensorLike | ArrayLike | Sequence[SupportsIndex]"
+"""Integers of 16 to 64 bits: slots, rows, pages or lengths."""
 
-# `(row, slice)`, `(row, column)`, or `(rows, columns)`.
 TableIndex: TypeAlias = (
     "tuple[SupportsIndex, slice] | tuple[SupportsIndex | IndicesLike, SupportsIndex | IndicesLike]"
 )
+"""A place in a request table: `(row, slice)`, `(row, column)`, or `(rows, columns)`."""
 
-# `bytes` objects of 32 bytes, or a uint8 array of shape [n, 32].
 KeysLike: TypeAlias = "TensorLike | Sequence[bytes]"
+"""Keys of pages: `bytes` objects of 32 bytes, or a uint8 array of shape `[n, 32]`."""
 
-# What keeps prefixes apart.
 Namespace: TypeAlias = "str | bytes | int | None"
+"""The name that keeps cached prefixes apart, such as that of an adapter or a tenant."""
 
-# "cpu", "cuda", "cuda:1", or a `torch.device`.
 DeviceLike: TypeAlias = "str | torch.device"
+"""A name such as "cpu", "cuda" or "cuda:1", or a `torch.device`."""
 
-# A `torch.dtype`, a NumPy dtype, or the name of one.
 DTypeLike: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[np.generic]"
+"""A `torch.dtype`, a NumPy dtype, or the name of one."""
 
-# A `torch.cuda.Stream`, or the handle of a CUDA stream.
 StreamLike: TypeAlias = "SupportsCudaStream | int"
+"""A `torch.cuda.Stream`, or the handle of a CUDA stream."""
 
-# The act of an engine for a step of a `HybridTree`.
 HybridAct: TypeAlias = (
     "tuple[Literal['free', 'free_full'], int, int] | tuple[Literal['free_old'], torch.Tensor] "
     "| tuple[Literal['rebuild'], int, torch.Tensor] | tuple[Literal['recover'], int, torch.Tensor, int, int] "
     "| tuple[Literal['evict_excess'], int]"
 )
+"""The act of an engine for a step of a `HybridTree`. It changes with that class."""
 
 
 class PoolStats(TypedDict):
