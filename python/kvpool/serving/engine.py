@@ -10,14 +10,11 @@ the cache, evicted pages are loaded from there, layer by layer, where that is ch
 from __future__ import annotations
 
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import GEN_SUSPENDED, getgeneratorstate, signature
-from itertools import islice
-from operator import length_hint
+from functools import partial
+from inspect import signature
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
-from weakref import ref
 
 import torch
 
@@ -25,12 +22,13 @@ from kvpool._kvpool import BatchPlanner, PrefixCache
 from kvpool.errors import ConfigError
 from kvpool.serving.generation import Generation
 from kvpool.serving.held import Held
+from kvpool.serving.interrupts import ChangeGuard, Delivery
 from kvpool.serving.sampling import Sampling, sample
 from kvpool.serving.scheduler import Scheduler
 from kvpool.serving.swap import Arrivals, LoadError, Swap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from kvpool._kvpool import (
@@ -96,12 +94,10 @@ class Request(Generation):
     retractions: int = 0
     prefix_len: int = 0
     held: Held = field(default_factory=Held, init=False, repr=False)
-    # The tokens that `on_token` was not called with.
-    _undelivered: Iterator[int] = field(init=False, repr=False)
+    _delivery: Delivery[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._undelivered = iter(self.tokens)
-        deque(islice(self._undelivered, len(self.tokens)), maxlen=0)
+        self._delivery = Delivery(self.tokens)
 
     @property
     def is_over(self) -> bool:
@@ -110,11 +106,9 @@ class Request(Generation):
 
     def _deliver_next(self) -> bool:
         """Call `on_token` with the next token that it was not called with. Returns whether there was one."""
-        if self.on_token is None or self.state == "aborted" or not length_hint(self._undelivered):
+        if self.on_token is None or self.state == "aborted":
             return False
-        # One call, so that no interrupt comes between taking the token and the callback.
-        next(map(self.on_token, [self], self._undelivered))
-        return True
+        return self._delivery.deliver_next(partial(self.on_token, self))
 
     def between(self, begin: int, end: int) -> list[int]:
         """Prompt and generated tokens from position `begin` to `end`."""
@@ -176,9 +170,7 @@ class Engine:
         self._overlaps = "wait_layer" in signature(model.forward).parameters
         self._capacity = model.allocator.stats()["capacity"]
         self._undelivered: deque[Request] = deque()  # those that may have tokens not yet passed to callbacks
-        self._is_changing = False  # whether a change of the scheduler has begun and not ended
-        # That change, as long as its `with` is left neither regularly nor by an exception.
-        self._change: Callable[[], Generator[None] | None] = lambda: None
+        self._guard = ChangeGuard(self._retract)
         self._counts = dict.fromkeys(
             ("aborted", "steps", "computed_tokens", "found_tokens", "loaded_tokens", "generated_tokens"), 0
         )
@@ -428,28 +420,14 @@ class Engine:
                 self._undelivered.popleft()
 
     def _changing(self) -> AbstractContextManager[None]:
-        """Guard a change of the scheduler: if an exception ends it, the running requests are retracted.
-
-        If another exception comes while they are, the next call retracts them.
-        """
-        earlier = self._change()
-        if earlier is not None and getgeneratorstate(earlier) == GEN_SUSPENDED:
+        """Guard a change of the scheduler: if an exception ends it, the running requests are retracted."""
+        if self._guard.is_changing:
             raise ConfigError(
                 "the engine is in the middle of a step: its model cannot step it or abort requests"
             )
-        change = self._begin()
-        self._change = ref(change)
-        return contextmanager(lambda: change)()
+        return self._guard.change()
 
-    def _begin(self) -> Generator[None]:
-        if self._is_changing:
-            self._scheduler.retract_all()
-        self._is_changing = True
-        try:
-            yield
-        except BaseException:
-            self._swap.drop_open()
-            self._scheduler.retract_all()
-            self._is_changing = False
-            raise
-        self._is_changing = False
+    def _retract(self) -> None:
+        """Retract all that runs, after an exception."""
+        self._swap.drop_open()
+        self._scheduler.retract_all()

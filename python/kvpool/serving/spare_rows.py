@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from kvpool.errors import IndexOwnershipError
+from kvpool.serving.interrupts import append_result, call_with_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpool._kvpool import BatchPlanner
-
-T = TypeVar("T")
 
 
 class _AllocRows(Protocol):
@@ -22,9 +21,8 @@ class _AllocRows(Protocol):
 class SpareRows:
     """Lists rows that are allocated and that no request has: of one that starts, or of some that have ended.
 
-    An interrupt comes between two instructions of Python and not within one that calls the extension. What
-    takes a row from the table, or frees some, is one such call together with the change of the list: a row is
-    allocated exactly as long as a request has it or it is listed here.
+    No interrupt comes between a call that takes a row from the table, or frees some, and the change of the
+    list: a row is allocated exactly as long as a request has it or it is listed here.
 
     Args:
         planner: The planner, which has the table.
@@ -46,7 +44,7 @@ class SpareRows:
 
     def take(self, owner: str | int | None) -> None:
         """Take one row of the table, if there is one."""
-        _append_result(self.groups, partial(self.alloc, owner=owner), 1)
+        append_result(self.groups, partial(self.alloc, owner=owner), 1)
 
     def hand_out(self) -> int:
         """The row that was taken. It is listed until `forget`, when a request has it."""
@@ -67,7 +65,7 @@ class SpareRows:
         while self.groups:
             rows = self.groups[-1]
             try:
-                _pop_into(self.finish, self.groups)
+                call_with_last(self.finish, self.groups)
             except BaseException:
                 # It frees nothing when it fails, such as by the error of a fence.
                 if rows not in self.groups and self._is_allocated(rows[0]):
@@ -80,13 +78,3 @@ class SpareRows:
         except IndexOwnershipError:
             return False
         return True
-
-
-def _append_result(items: list[T], call: Callable[[int], T | None], argument: int) -> None:
-    """Append what a call returns, unless that is empty, with no interrupt between the two."""
-    items.extend(filter(None, map(call, [argument])))
-
-
-def _pop_into(call: Callable[[T], object], items: list[T]) -> None:
-    """Pop the last item and call with it, with no interrupt between the two."""
-    next(map(call, map(items.pop, [-1])))

@@ -1,0 +1,100 @@
+"""Changes that an interrupt leaves either undone or done.
+
+Ctrl-C raises `KeyboardInterrupt` between two instructions of Python, never within a function of CPython or of
+the extension. So two steps that belong together are one call of such a function here, `next` or `list.extend`
+over a `map`. A change of more steps is guarded, and repaired if an exception has left it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from inspect import GEN_SUSPENDED, getgeneratorstate
+from itertools import islice
+from operator import length_hint
+from typing import TYPE_CHECKING, Generic, TypeVar
+from weakref import ref
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+def append_result(items: list[T], call: Callable[[S], T | None], argument: S) -> None:
+    """Append what a call returns, unless that is empty, with no interrupt between the two."""
+    items.extend(filter(None, map(call, [argument])))
+
+
+def call_with_last(call: Callable[[T], object], items: list[T]) -> None:
+    """Pop the last item and call with it, with no interrupt between the two."""
+    next(map(call, map(items.pop, [-1])))
+
+
+class Delivery(Generic[T]):
+    """Passes each item that is appended to a list to a callback, once and in order.
+
+    Args:
+        items: The list. Its present items are not passed.
+    """
+
+    def __init__(self, items: list[T]) -> None:
+        self._rest = iter(items)
+        deque(islice(self._rest, len(items)), maxlen=0)
+
+    def deliver_next(self, callback: Callable[[T], object]) -> bool:
+        """Call `callback` with the next item.
+
+        An interrupt comes before the item is taken, or within the callback, never in between.
+
+        Returns:
+            Whether there was an item.
+        """
+        # An iterator that has been asked beyond the end of its list does not see later items.
+        if not length_hint(self._rest):
+            return False
+        next(map(callback, self._rest))
+        return True
+
+
+class ChangeGuard:
+    """Guards changes that take several calls: if an exception ends one, its remains are repaired.
+
+    If another exception comes during the repair, the next change begins with it.
+
+    Args:
+        repair: Repairs what a change has left in the middle, or a repair.
+    """
+
+    def __init__(self, repair: Callable[[], object]) -> None:
+        self._repair = repair
+        self._is_broken = False  # whether a change has begun, and neither ended nor been repaired
+        # The last change, as long as a `with` holds it. An interrupt on the way into a `with` drops the
+        # generator, which Python then closes: a flag would stay set.
+        self._last: Callable[[], Generator[None] | None] = lambda: None
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change is going on: the caller is called by it."""
+        last = self._last()
+        return last is not None and getgeneratorstate(last) == GEN_SUSPENDED
+
+    def change(self) -> AbstractContextManager[None]:
+        """Make a context for one change, when none is going on."""
+        change = self._change()
+        self._last = ref(change)
+        return contextmanager(lambda: change)()
+
+    def _change(self) -> Generator[None]:
+        if self._is_broken:
+            self._repair()
+        self._is_broken = True
+        try:
+            yield
+        except BaseException:
+            self._repair()
+            self._is_broken = False
+            raise
+        self._is_broken = False
