@@ -103,7 +103,7 @@ def _types(module: griffe.Object | griffe.Alias) -> str:
     lines = [f"## `{module.path}`", "", module.docstring.value if module.docstring else "", ""]
     for name in sorted(map(str, module.exports or ()), key=str.lower):
         thing = module[name]
-        text = thing.docstring.value if thing.docstring else ""
+        text = thing.docstring.value.partition("\n\n")[0] if thing.docstring else ""
         classes = [*reversed(thing.mro()), thing] if isinstance(thing, griffe.Class) else []
         keys = [
             f"`{key}`" for each in classes for key, member in each.members.items() if not member.docstring

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from kvpool.typing import EndpointStats
+
 
 class Moving(NamedTuple):
     """Slots of one pool that are under transfer.
@@ -49,8 +51,8 @@ class Observed(Protocol):
         """Whether the endpoint is closed."""
         ...
 
-    def stats(self) -> Mapping[str, object]:
-        """Return counters, which are numbers."""
+    def stats(self) -> EndpointStats:
+        """Return counters."""
         ...
 
     def read_times(self) -> list[int]:

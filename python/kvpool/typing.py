@@ -21,6 +21,7 @@ __all__ = [
     "CountedStats",
     "DTypeLike",
     "DeviceLike",
+    "EndpointStats",
     "Fence",
     "HybridAct",
     "IndicesLike",
@@ -226,3 +227,37 @@ class StoreStats(TypedDict):
     errors: int
     read_bytes: int
     written_bytes: int
+
+
+class EndpointStats(TypedDict):
+    """Statistics of an endpoint of `kvpool.remote`.
+
+    Attributes:
+        peers: Endpoints that are connected.
+        leases: That last.
+        running: Reads that run.
+        returned: Leases that peers have returned, or filled.
+        expired: Leases whose time was over.
+        completed: Reads that brought their rows.
+        failed: Reads that did not.
+        cuts: Connections that were ended to end reads that failed.
+        refused: Notes of peers that could not be used.
+        rows: Slots and states that completed reads brought.
+        runs: Pieces in which they came, over all buffers.
+        bytes: The bytes of these rows.
+        seconds: The sum of the times of completed reads.
+    """
+
+    peers: int
+    leases: int
+    running: int
+    returned: int
+    expired: int
+    completed: int
+    failed: int
+    cuts: int
+    refused: int
+    rows: int
+    runs: int
+    bytes: int
+    seconds: float

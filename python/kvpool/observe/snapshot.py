@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from kvpool.observe.spans import Span, occupancy
-from kvpool.observe.units import unit_bytes
+from kvpool.observe.units import counts, unit_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,7 +134,7 @@ def take(pool: Pool) -> Snapshot:
         debug=pool.debug,
         spans=spans,
         lifetimes=lifetimes,
-        stats=cast("dict[str, int]", pool.stats()),
+        stats=counts(pool.stats()),
     )
 
 

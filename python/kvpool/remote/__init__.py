@@ -1,10 +1,10 @@
 """Slots that move between processes: what is lent to whom, until when, and what may still arrive."""
 
 from kvpool.remote.agent import Agent, Blocks, Indices, Memory, Reading
-from kvpool.remote.core import EndpointStats
 from kvpool.remote.endpoint import Endpoint, Peer, SlotLease, Transfer
 from kvpool.remote.errors import TransferError
 from kvpool.remote.messages import RemoteSlots
+from kvpool.typing import EndpointStats
 
 __all__ = [
     "Agent",

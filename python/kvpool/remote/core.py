@@ -7,7 +7,7 @@ import math
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import GDNPool, KVPool
     from kvpool.remote.agent import Agent, Blocks, Indices
-    from kvpool.typing import IndicesLike
+    from kvpool.typing import EndpointStats, IndicesLike
 
 _logger = logging.getLogger("kvpool")
 
@@ -35,40 +35,6 @@ _MAX_POLL_S = 0.001
 
 PAUSE_S = 0.0005
 """Queries of fences within this time share a poll: an allocator queries all that it has, one by one."""
-
-
-class EndpointStats(TypedDict):
-    """The counters of an endpoint.
-
-    Attributes:
-        peers: Endpoints that are connected.
-        leases: That last.
-        running: Reads that run.
-        returned: Leases that peers have returned, or filled.
-        expired: Leases whose time was over.
-        completed: Reads that brought their rows.
-        failed: Reads that did not.
-        cuts: Connections that were ended to end reads that failed.
-        refused: Notes of peers that could not be used.
-        rows: Slots and states that completed reads brought.
-        runs: Pieces in which they came, over all buffers.
-        bytes: The bytes of these rows.
-        seconds: The sum of the times of completed reads.
-    """
-
-    peers: int
-    leases: int
-    running: int
-    returned: int
-    expired: int
-    completed: int
-    failed: int
-    cuts: int
-    refused: int
-    rows: int
-    runs: int
-    bytes: int
-    seconds: float
 
 
 class NewAgent(Protocol):

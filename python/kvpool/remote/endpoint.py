@@ -19,11 +19,11 @@ from kvpool.remote.messages import Offered, RemoteSlots
 
 if TYPE_CHECKING:
     from kvpool._kvpool import GDNPool, KVPool
-    from kvpool.remote.core import EndpointStats, NewAgent
+    from kvpool.remote.core import NewAgent
     from kvpool.remote.leases import Lease
     from kvpool.remote.messages import Introduction
     from kvpool.remote.reads import Read
-    from kvpool.typing import IndicesLike
+    from kvpool.typing import EndpointStats, IndicesLike
 
 
 class SlotLease:

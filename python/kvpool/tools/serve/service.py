@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 from statistics import median
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
@@ -332,7 +332,7 @@ class Service:
         self._settle()
         result.stats = self.server.stats()
         if self.pools is not None:
-            _note_tiers(self.pools, result)
+            _record_tiers(self.pools, result)
         if self._first_tokens_s:
             result.first_token_s = median(self._first_tokens_s)
         return result
@@ -347,7 +347,7 @@ class Service:
     def _moving(self) -> int:
         if self.pools is None or self.pools.tier is None:
             return 0
-        stats = cast("dict[str, int]", self.pools.tier.stats())
+        stats = self.pools.tier.stats()
         return stats["arriving"] + stats["storing"]
 
     def check(self, result: ServeResult, update: Callable[[], object] | None = None) -> None:
@@ -380,10 +380,10 @@ class Service:
             yield Difference(number, position, float(behind[position]))
 
 
-def _note_tiers(pools: Pools, result: ServeResult) -> None:
-    """Completes a result with what is below the cache."""
+def _record_tiers(pools: Pools, result: ServeResult) -> None:
+    """Complete a result with what is below the cache."""
     if pools.tier is not None:
-        tier = cast("dict[str, int]", pools.tier.stats())
+        tier = pools.tier.stats()
         result.host_pages, result.host_capacity = tier["pages"], tier["capacity"]
     if pools.store is not None:
         # What is in host memory only is put, too.
