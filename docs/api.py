@@ -31,7 +31,7 @@ INHERITED = {None, *(getattr(object, name).__doc__ for name in dir(object))}
 
 
 def documented_stub(text: str, module: object) -> str:
-    """`text` of a stub, with the docstrings of `module`."""
+    """Return `text` of a stub with the docstrings of `module`."""
     lines = text.splitlines()
     edits: list[tuple[int, int, list[str]]] = []
 
@@ -59,7 +59,7 @@ def _docstring(thing: object) -> str | None:
 def _edit(
     node: ast.ClassDef | ast.FunctionDef, docstring: str | None, lines: list[str], indent: int
 ) -> list[tuple[int, int, list[str]]]:
-    """Lines to replace, counted from 0, so that `node` has `docstring`."""
+    """Return lines to replace, counted from 0, so that `node` has `docstring`."""
     space = " " * indent
     new = []
     if docstring is not None:
@@ -80,7 +80,7 @@ def _edit(
 
 
 def api() -> str:
-    """The reference, as Markdown."""
+    """Return the reference as Markdown."""
     package = griffe.load(
         "kvpool",
         search_paths=[str(ROOT / "python")],
@@ -99,7 +99,7 @@ def api() -> str:
 
 
 def _types(module: griffe.Object | griffe.Alias) -> str:
-    """The section of a module of types: what each stands for, and the keys of those that are dicts."""
+    """Return the section of a module of types: what each stands for, and the keys of those that are dicts."""
     lines = [f"## `{module.path}`", "", module.docstring.value if module.docstring else "", ""]
     for name in sorted(map(str, module.exports or ()), key=str.lower):
         thing = module[name]
@@ -113,7 +113,7 @@ def _types(module: griffe.Object | griffe.Alias) -> str:
 
 
 def _entry(thing: griffe.Object | griffe.Alias, name: str) -> str:
-    """The section of a class or a function, or the part of a method in that of its class."""
+    """Return the section of a class or a function, or the part of a method in that of its class."""
     in_class = thing.is_function and thing.parent is not None and thing.parent.is_class
     lines = [f"{'###' if in_class else '##'} `{name}`", ""]
     call = thing if thing.is_function else thing.members.get("__new__")

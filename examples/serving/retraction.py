@@ -22,7 +22,7 @@ RESERVE = 4  # free slots for each running request before another begins, lest i
 
 
 def next_token(keys: torch.Tensor) -> int:
-    """What the model says after tokens with these K."""
+    """Return what the model says after tokens with these K."""
     return (31 * int(keys.sum()) + len(keys)) % 1000
 
 

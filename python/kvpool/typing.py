@@ -45,7 +45,7 @@ class Fence(Protocol):
     """A point in work in flight, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the work is done."""
+        """Return whether the work is done."""
         ...
 
 
@@ -53,11 +53,11 @@ class TensorLike(Protocol):
     """A `torch.Tensor`, a NumPy array, a `kvpool.Tensor`, or any other tensor that supports DLPack."""
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - frameworks differ in what they take
-        """A DLPack capsule."""
+        """Return a DLPack capsule."""
         ...
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        """The DLPack device: its type and number."""
+        """Return the DLPack device: its type and number."""
         ...
 
 
@@ -74,7 +74,7 @@ class ArrayLike(Protocol):
     """An object that NumPy makes an array of: a series of Polars or pandas, an array of Arrow in chunks."""
 
     def __array__(self, *args: Any, **options: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - as above
-        """An array of the values."""
+        """Return an array of the values."""
         ...
 
 

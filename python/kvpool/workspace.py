@@ -158,7 +158,7 @@ class Workspace(_Workspace):
 
 @cache
 def _allocator() -> CUDAPluggableAllocator:
-    """PyTorch's view of the functions that the extension module exports."""
+    """Return PyTorch's view of the functions that the extension module exports."""
     import torch  # noqa: PLC0415 - only needed here
 
     return torch.cuda.memory.CUDAPluggableAllocator(
@@ -180,7 +180,7 @@ def _expect_fixed_segments() -> None:
 
 
 def _has_tensors(mem_pool: MemPool) -> bool:
-    """Whether tensors of a memory pool are alive, or streams still use memory of dropped ones."""
+    """Return whether tensors of a memory pool are alive, or streams still use memory of dropped ones."""
     import torch  # noqa: PLC0415 - only needed here
 
     pool_id = tuple(mem_pool.id)

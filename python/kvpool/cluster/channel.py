@@ -256,7 +256,7 @@ class _Tags:
         self._next = 0
 
     def of(self, payload: bytes) -> bytes:
-        """The HMAC of the next payload."""
+        """Return the HMAC of the next payload."""
         number = _NUMBER.pack(self._next)
         self._next += 1
         return hmac.digest(self._key, number + payload, hashlib.sha256)

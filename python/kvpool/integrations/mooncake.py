@@ -259,7 +259,7 @@ class MooncakeStore(Store):
             self._regions = _Regions(starts, [regions[start] for start in starts])
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key is there.
+        """Return whether each key is there.
 
         The master does not evict what was found for some seconds, its `-default_kv_lease_ttl`.
 
@@ -467,7 +467,7 @@ class MooncakeStore(Store):
 def _arguments(
     trailers: _Trailers, values: list[_Value]
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """The names, addresses and sizes of what Mooncake is to move: each value and its trailer."""
+    """Return the names, addresses and sizes of what Mooncake is to move: each value and its trailer."""
     addresses = [[value.address, trailers.address(i)] for i, value in enumerate(values)]
     return (
         [_name(value.key) for value in values],
@@ -514,7 +514,7 @@ def _endpoint(master: str) -> tuple[str, int]:
 
 
 def _connect(endpoint: tuple[str, int]) -> str:
-    """The address of this machine as the endpoint sees it. An `OSError` if it does not answer."""
+    """Return this machine's address as the endpoint sees it, or raise `OSError` if it does not answer."""
     with socket.create_connection(endpoint, timeout=_CONNECT_S) as connection:
         return cast("str", connection.getsockname()[0])
 
@@ -530,7 +530,7 @@ def _name(key: bytes) -> str:
 
 
 def _calls(values: Sequence[_Value]) -> Iterator[list[int]]:
-    """The numbers of all values, in parts for one call each.
+    """Yield the numbers of all values, in parts for one call each.
 
     Of a key that is twice in one call, Mooncake reads one value and says that it read both.
     """

@@ -41,7 +41,7 @@ _LOOK_US = 10_000
 
 @contextmanager
 def _ucx(devices: str) -> Iterator[None]:
-    """Settings of UCX that are not made already."""
+    """Set the variables of UCX that the environment has not set."""
     wanted = {"UCX_NET_DEVICES": devices, "UCX_TCP_TX_SEG_SIZE": _SEGMENT, "UCX_TCP_RX_SEG_SIZE": _SEGMENT}
     with _environment:
         mine = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -55,7 +55,7 @@ def _ucx(devices: str) -> Iterator[None]:
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """NIXL's exceptions have one base for each build of its extension module."""
+    """Raise exceptions of NIXL as `TransferError`. Each build of its extension has a base of its own."""
     try:
         yield
     except Exception as error:
@@ -155,7 +155,7 @@ def _kind(device: int | None) -> str:
 
 
 def _sleeping(nixl: _Nixl, name: str) -> _Nixl:
-    """An agent whose thread sleeps while nothing moves: NIXL's class has no argument for that."""
+    """Return an agent whose thread sleeps while nothing moves: NIXL's class has no argument for that."""
     made = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
     config = nixl.nixlAgentConfig()
     config.useProgThread = True

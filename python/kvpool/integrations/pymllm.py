@@ -262,7 +262,7 @@ def _parameters(thing: Any) -> list[str]:  # noqa: ANN401 - a class or a functio
 
 
 def _originals() -> list[tuple[str, Any, Any]]:
-    """The name, the object and the replacement of each seam.
+    """Return the name, the object and the replacement of each seam.
 
     Raises:
         RuntimeError: If one is missing, or takes other arguments than its replacement.

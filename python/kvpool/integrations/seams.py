@@ -38,7 +38,7 @@ class Engine(NamedTuple):
     tested: tuple[str, ...]
 
     def require(self, seams: Mapping[str, Mapping[str, str]]) -> None:
-        """Compares the installed engine with `seams`, and warns once about a version that was not tested.
+        """Compare the installed engine with `seams`, and warn once about a version that was not tested.
 
         Raises:
             EngineMismatchError: If a class or a signature differs. The message has what was found and
@@ -65,13 +65,13 @@ def _warn_if_untested(engine: Engine, found: str) -> None:
 
 
 def signature(function: Any) -> str:  # noqa: ANN401 - a function of an engine
-    """The signature of a function, without annotations."""
+    """Return the signature of a function, without annotations."""
     parameters = inspect.signature(function).parameters.values()
     return str(inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters]))
 
 
 def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Compares the installed engine with `seams`: by class or imported module, functions and signatures.
+    """Compare the installed engine with `seams`: by class or imported module, functions and signatures.
 
     Of a function, that under the name "" is its own.
 

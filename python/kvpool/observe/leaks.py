@@ -114,11 +114,11 @@ class ExpectBalanced:
 
 
 def _records_owners(pool: Pool) -> bool:
-    """Whether the pool can record owners."""
+    """Return whether the pool can record owners."""
     return not isinstance(pool, _Workspace)
 
 
 def _live_count(pool: Pool) -> int:
-    """Number of live units. With debugging, a unit counts once for each owner."""
+    """Return the number of live units. With debugging, a unit counts once for each owner."""
     spans, _ = occupancy(pool)
     return sum((span.end - span.first) * max(1, len(span.holders)) for span in spans if span.state == "live")

@@ -254,7 +254,7 @@ def _read(name: object, stats: Callable[[], Mapping[str, object]]) -> dict[str, 
 
 
 def _table(pool: Pool) -> _Table:
-    """The metrics of a pool."""
+    """Return the metrics of a pool."""
     own = _BY_CLASS.get(type(pool))
     if own is not None:
         return own
@@ -263,7 +263,7 @@ def _table(pool: Pool) -> _Table:
 
 
 def _of_units(unit: str) -> _Table:
-    """The metrics of units with a name."""
+    """Return the metrics of units with a name."""
     if unit == "byte":
         return {
             key: _gauge(f"kvpool_arena_{key}_bytes", f"Bytes of an arena {text}")
@@ -274,7 +274,7 @@ def _of_units(unit: str) -> _Table:
 
 
 def _buckets(bounds: Iterable[float], numbers: Sequence[int]) -> list[tuple[str, float]]:
-    """The buckets of a histogram: their upper bounds, and how many values are at most that large.
+    """Return the buckets of a histogram: their upper bounds, and how many values are at most that large.
 
     Args:
         bounds: The upper bounds of all numbers but the last, which has none.

@@ -20,6 +20,6 @@ def pools() -> list[Pool]:
 
 
 def _order(name: str) -> tuple[str, int]:
-    """Sort key with the number apart, so that the tenth pool comes after the ninth."""
+    """Return the sort key with the number apart, so that the tenth pool comes after the ninth."""
     stem, _, number = name.rpartition("-")
     return (stem, int(number)) if number.isdecimal() else (name, 0)

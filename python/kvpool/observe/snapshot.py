@@ -119,7 +119,7 @@ class Snapshot:
 
 
 def _filled(counts: Counter[int]) -> dict[int, int]:
-    """Counts from the least key to the greatest, without gaps."""
+    """Return counts from the least key to the greatest, without gaps."""
     return {key: counts[key] for key in range(min(counts), max(counts) + 1)} if counts else {}
 
 
@@ -157,7 +157,7 @@ def take_endpoint(endpoint: Observed) -> list[Snapshot]:
 
 
 def _under_transfer(rows: int, moving: Sequence[Moving]) -> Iterator[Span]:
-    """Slots `[1, rows)`: those that move, and the idle ones between them."""
+    """Yield the slots `[1, rows)`: those that move, and the idle ones between them."""
     found: dict[int, list[Moving]] = {}
     for one in moving:
         for slot in one.slots.tolist():
@@ -182,7 +182,7 @@ def _under_transfer(rows: int, moving: Sequence[Moving]) -> Iterator[Span]:
 
 
 def owners(one: Snapshot) -> list[tuple[str, int]]:
-    """Owners of live units, or whom they move for, and their numbers of units, largest first."""
+    """Return the owners of live units, or whom they move for, and their numbers of units, largest first."""
     counts: Counter[str] = Counter()
     for span in one.spans:
         if span.state in _OWNED:
@@ -191,7 +191,7 @@ def owners(one: Snapshot) -> list[tuple[str, int]]:
 
 
 def owner_of(span: Span) -> str:
-    """The label of the owner of a span: strings in quotes, as they may look like numbers or source lines."""
+    """Return the label of a span's owner: strings in quotes, as they may look like other labels."""
     if not span.holders:
         return "in use"
     owner, site, *_ = span.holders[0]

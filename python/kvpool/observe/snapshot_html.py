@@ -44,7 +44,7 @@ def to_html(taken: list[Snapshot]) -> str:
 
 
 def _as_json(one: Snapshot) -> dict[str, Json]:
-    """A snapshot for the page: holders and source lines by number, so that each is stored once."""
+    """Return a snapshot for the page: holders and source lines by number, so that each is stored once."""
     totals = _totals(one)
     numbers: dict[Holder, int] = {}
     sites: dict[str, int] = {}
@@ -79,7 +79,7 @@ def _as_json(one: Snapshot) -> dict[str, Json]:
 
 
 def _span(group: Sequence[Span], numbers: dict[Holder, int]) -> list[Json]:
-    """A span, or a group of spans that are merged. Holders that have no number yet get one."""
+    """Return a span, or a group of spans that are merged, and number its holders that have no number yet."""
     first, end = group[0].first, group[-1].end
     if len(group) > 1:
         sizes = [span.n_bytes for span in group if span.n_bytes is not None]
@@ -93,14 +93,14 @@ def _span(group: Sequence[Span], numbers: dict[Holder, int]) -> list[Json]:
 
 
 def _holder(holder: Holder, total: tuple[int, float], sites: dict[str, int]) -> list[Json]:
-    """A holder with its number of units and the age of the oldest. A site that has no number yet gets one."""
+    """Return a holder with its units and the age of the oldest, and number its site, if it is new."""
     (owner, site), (count, oldest_s) = holder, total
     name = owner if owner is None else repr(owner)
     return [name, sites.setdefault(site, len(sites)), count, round(oldest_s, 6)]
 
 
 def _totals(one: Snapshot) -> dict[Holder, tuple[int, float]]:
-    """Number of units and age of the oldest in seconds, by holder."""
+    """Return the number of units and age of the oldest in seconds, by holder."""
     totals: dict[Holder, tuple[int, float]] = {}
     for span in one.spans:
         for owner, site, age_s, _ in span.holders:
@@ -110,7 +110,7 @@ def _totals(one: Snapshot) -> dict[Holder, tuple[int, float]]:
 
 
 def _groups(spans: list[Span], per_cell: int) -> Iterable[Sequence[Span]]:
-    """Single spans or, if there are many, groups of small spans that begin in the same cell."""
+    """Return single spans or, if there are many, groups of small spans that begin in the same cell."""
     if len(spans) <= 2 * _CELLS:
         return ([span] for span in spans)
 
@@ -121,7 +121,7 @@ def _groups(spans: list[Span], per_cell: int) -> Iterable[Sequence[Span]]:
 
 
 def _parts(group: Sequence[Span], numbers: dict[Holder, int]) -> list[list[Json]]:
-    """Units by state and first holder, largest first, with the oldest age; unnamed ones last."""
+    """Return the units by state and first holder, largest first, with the oldest age; unnamed ones last."""
     held: dict[tuple[str, Holder], tuple[int, float]] = {}
     others: Counter[str] = Counter()
     for span in group:

@@ -127,7 +127,7 @@ def _add_legend(axes: Axes, one: Snapshot, counts: list[tuple[str, int]], colour
 
 
 def _cells(one: Snapshot, colours: dict[str, str], per_cell: int) -> npt.NDArray[np.uint8]:
-    """The colour of each cell: red, green and blue, as the mean of its units."""
+    """Return the colour of each cell: red, green and blue, as the mean of its units."""
     first = one.spans[0].first if one.spans else 0
     ends = np.array([0, *(span.end - first for span in one.spans)], dtype=np.float64)
     shown = [_STATES.get(span.state) or colours.get(owner_of(span), _OTHER) for span in one.spans]

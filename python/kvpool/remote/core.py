@@ -367,7 +367,7 @@ def _introduce(name: str, kv: KVPool, states: GDNPool | None, words: np.ndarray)
 
 
 def _shapes(kv: KVPool, states: GDNPool | None) -> dict[str, dict[str, int | str] | None]:
-    """The properties that rows of both sides must have in common."""
+    """Return the properties that rows of both sides must have in common."""
     names = ("layer_num", "k_head_num", "k_head_dim", "v_head_num", "v_head_dim")
     state_names = (
         "num_gdn_layers",

@@ -50,7 +50,7 @@ class Lease:
     notify: bytes | None = None
 
     def is_over(self) -> bool:
-        """Whether the slots may have another use."""
+        """Return whether the slots may have another use."""
         return self.state != "open" and self.filled_by is None
 
 

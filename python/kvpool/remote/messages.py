@@ -231,7 +231,7 @@ def introduced(message: bytes) -> Introduction:
 
 
 def _too_many_rows(who: Introduction) -> str | None:
-    """The reason why the rows of all buffers cannot be numbered; `None` if they can."""
+    """Return the reason why the rows of all buffers cannot be numbered; `None` if they can."""
     total = sum(who.rows[pool] * len(who.buffers[pool]) for pool in POOLS)
     return f"{total} rows in all buffers are more than int32 numbers" if total >= 1 << 31 else None
 

@@ -66,7 +66,7 @@ class Read:
     error: TransferError | None = None
 
     def is_over(self) -> bool:
-        """Whether no byte arrives any more."""
+        """Return whether no byte arrives any more."""
         return self.step == "over"
 
     def give_up(self, why: str) -> None:

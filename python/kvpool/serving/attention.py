@@ -222,7 +222,7 @@ class AttentionGroup:
         return out.reshape(n * self.extend_len, heads, -1)
 
     def _mask(self, sliding_window: int | None) -> torch.Tensor:
-        """The keys that each query attends to: bool `[n, 1, extend_len, kv_len]`."""
+        """Return the keys that each query attends to: bool `[n, 1, extend_len, kv_len]`."""
         if sliding_window not in self._masks:
             device = self._slots.device
             query = self._seq_lens - self.extend_len + torch.arange(self.extend_len, device=device)
@@ -278,7 +278,7 @@ def plain_attention(  # noqa: PLR0913 - the terms of the formula
 
 
 def _group(plan: BatchPlan) -> list[list[int]]:
-    """Positions of the requests that are computed together, ascending in each group."""
+    """Return the positions of the requests that are computed together, ascending in each group."""
     batched: dict[int, list[int]] = {}  # by the number of new tokens
     groups: list[list[int]] = []
     for request, tokens in enumerate((plan.host.qo_indptr[1:] - plan.host.qo_indptr[:-1]).tolist()):

@@ -66,7 +66,7 @@ class Model(Protocol):
         """Reset the state of these request rows, for requests that start at their first token."""
 
     def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """Logits `[B, vocab_size]` after the last of each request's new tokens, int64 `[T]`.
+        """Return the logits `[B, vocab_size]` after the last of each request's new tokens, int64 `[T]`.
 
         It may have a third parameter, `wait_layer: Callable[[int], object] | None = None`, to call with each
         layer of the pool of K and V before that is read (`PoolAttention` takes it). Then the later layers of
@@ -111,7 +111,7 @@ class Request(Generation):
         return self._delivery.deliver_next(partial(self.on_token, self))
 
     def between(self, begin: int, end: int) -> list[int]:
-        """Prompt and generated tokens from position `begin` to `end`."""
+        """Return the prompt and generated tokens from position `begin` to `end`."""
         split = len(self.prompt)
         if (begin, end) == (0, split):
             return self.prompt

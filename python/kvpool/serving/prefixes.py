@@ -79,7 +79,7 @@ class Prefixes(Generic[R]):
         return True
 
     def is_computed_soon(self, request: R, running: Iterable[R]) -> bool:
-        """Whether a running request is about to compute what a matched request would compute, too."""
+        """Return whether a running request is about to compute what a matched request would compute, too."""
         end = self._slots.pages(request.prefix_len + _WORTH_WAITING) * self._slots.page_size
         # A prefix with states ends at a snapshot, which need not be where two requests part.
         if self._cache is None or self._cache.states is not None or end >= request.seq_len:

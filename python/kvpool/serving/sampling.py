@@ -81,6 +81,6 @@ def sample(logits: torch.Tensor, picks: Sequence[tuple[Sampling, int]]) -> list[
 
 
 def _random(seed: int, place: int) -> float:
-    """A pseudo-random number in [0, 1)."""
+    """Return a pseudo-random number in [0, 1)."""
     digest = hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53

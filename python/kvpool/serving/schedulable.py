@@ -44,22 +44,22 @@ class Schedulable(Protocol):
         """Namespace of its tokens in the prefix cache."""
 
     def between(self, begin: int, end: int) -> Sequence[int]:
-        """Known tokens from position `begin` to `end`, for the prefix cache."""
+        """Return the known tokens from position `begin` to `end`, for the prefix cache."""
 
 
 R = TypeVar("R", bound=Schedulable)
 
 
 def is_open(request: Schedulable) -> bool:
-    """Whether a request has not ended."""
+    """Return whether a request has not ended."""
     return request.state in {"waiting", "running"}
 
 
 def has_rows_elsewhere(request: Schedulable) -> bool:
-    """Whether rows of a request come from another process."""
+    """Return whether rows of a request come from another process."""
     return request.held.move is not None and request.held.move.brings
 
 
 def has_begun_to_move(request: Schedulable) -> bool:
-    """Whether rows of a request may be on their way."""
+    """Return whether rows of a request may be on their way."""
     return request.held.move is not None and request.held.move.has_begun

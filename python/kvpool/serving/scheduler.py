@@ -347,7 +347,7 @@ class Scheduler(Generic[R]):
         return False
 
     def _promised_pages(self) -> int:
-        """Pages that admitted requests will take, and one for each, so that none is retracted at once."""
+        """Return pages that admitted requests will take, and one each, so that none is retracted at once."""
         pages = self._slots.pages
         missing = sum(pages(request.seq_len) - pages(request.held.cached) + 1 for request in self.running)
         return missing + sum(map(has_rows_elsewhere, self.moving))

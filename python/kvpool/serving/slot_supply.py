@@ -51,15 +51,15 @@ class SlotSupply:
         return 0 if self.tier is None else self._allocator.stats()["fenced"]
 
     def whole(self, tokens: int) -> int:
-        """The largest multiple of the page size that is at most `tokens`."""
+        """Return the largest multiple of the page size that is at most `tokens`."""
         return tokens // self.page_size * self.page_size
 
     def pages(self, tokens: int) -> int:
-        """The number of pages that `tokens` need."""
+        """Return the number of pages that `tokens` need."""
         return -(-tokens // self.page_size)
 
     def has_room(self, pages: int) -> bool:
-        """Whether so many pages can be obtained, at the latest when copies are over."""
+        """Return whether so many pages can be obtained, at the latest when copies are over."""
         return pages * self.page_size <= self.coming + self.obtainable()
 
     def attempt(self, call: Callable[[], T | None]) -> T | None:

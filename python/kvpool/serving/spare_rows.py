@@ -47,7 +47,7 @@ class SpareRows:
         append_result(self.groups, partial(self.alloc, owner=owner), 1)
 
     def hand_out(self) -> int:
-        """The row that was taken. It is listed until `forget`, when a request has it."""
+        """Return the row that was taken. It is listed until `forget`, when a request has it."""
         [row] = self.groups[0]
         return row
 

@@ -102,11 +102,11 @@ class Line:
         return self._sums[1] > 0
 
     def slope(self, fixed: float | None = None) -> float:
-        """Seconds of a token; the fixed part may be known."""
+        """Return the seconds of a token; the fixed part may be known."""
         return self._fit(fixed)[1]
 
     def at(self, tokens: int, fixed: float | None = None) -> float:
-        """Seconds of so many tokens; the fixed part may be known."""
+        """Return the seconds of so many tokens; the fixed part may be known."""
         fixed, slope = self._fit(fixed)
         return fixed + slope * tokens
 
@@ -116,7 +116,7 @@ class Line:
         self._sums = [_FADE * total + more for total, more in zip(self._sums, new, strict=True)]
 
     def _fit(self, fixed: float | None) -> tuple[float, float]:
-        """The fixed part and the slope of least squares, neither below 0."""
+        """Return the fixed part and the slope of least squares, neither below 0."""
         weight, x, y, xx, xy = self._sums
         if not self.is_known:
             return fixed or 0.0, 0.0

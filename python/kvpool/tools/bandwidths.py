@@ -43,7 +43,7 @@ class Bandwidth:
 
 
 def as_json(lines: Iterable[Bandwidth]) -> dict[str, Any]:
-    """The content of a file with these lines."""
+    """Return the content of a file with these lines."""
     return {_MARK: VERSION, "lines": [asdict(line) for line in lines]}
 
 

@@ -43,12 +43,12 @@ _EXTRAS = {
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """The packages among these that are not installed."""
+    """Return the packages among these that are not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def remedy(packages: Iterable[str]) -> str:
-    """The command that installs these packages."""
+    """Return the command that installs these packages."""
     extras = {_EXTRAS[name] for name in packages}
     if "transformers" in extras:
         extras -= {"torch"}  # it brings PyTorch
@@ -56,7 +56,7 @@ def remedy(packages: Iterable[str]) -> str:
 
 
 def lack(what: str, packages: Iterable[str]) -> str:
-    """One line on those of these packages that are not installed; empty if all are."""
+    """Return one line on those of these packages that are not installed; empty if all are."""
     absent = missing(packages)
     if not absent:
         return ""

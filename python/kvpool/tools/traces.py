@@ -75,7 +75,7 @@ class Trace:
         return self.input_lens + self.output_lens
 
     def take(self, kept: NDArray[np.intp]) -> Trace:
-        """The requests with these indices, ascending; their arrivals stay what they are."""
+        """Return the requests with these indices, ascending; their arrivals stay what they are."""
         return replace(
             self,
             arrival_s=self.arrival_s[kept],
@@ -85,7 +85,7 @@ class Trace:
         )
 
     def head(self, requests: int | None) -> Trace:
-        """The first `requests` requests; all of them for None, or if there are fewer."""
+        """Return the first `requests` requests; all of them for None, or if there are fewer."""
         return self.take(np.arange(len(self))[:requests])
 
     def all_blocks(self) -> list[NDArray[np.int64]]:
@@ -103,7 +103,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a Mooncake JSONL or Azure CSV trace; requests are sorted by arrival, ties in file order.
+    """Read a Mooncake JSONL or Azure CSV trace; requests are sorted by arrival, ties in file order.
 
     The block size of `hash_ids` follows from their number and the length of the prompts: `BLOCK_SIZE` if it
     fits. A prompt without them is like no other.
@@ -172,7 +172,7 @@ def synthetic_trace(requests: int, seed: int) -> Trace:
 def _synthetic_blocks(
     input_lens: NDArray[np.int64], generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], ...]:
-    """Half of the prompts share whole blocks with one of the last prompts."""
+    """Return blocks of prompts, half of which share whole blocks with one of the last prompts."""
     shares = generator.random(len(input_lens)) < _SHARING
     back = generator.integers(1, _SHARED_BEFORE, len(input_lens), endpoint=True)
     blocks: list[NDArray[np.int64]] = []
@@ -212,7 +212,7 @@ def _from_rows(name: str, rows: list[_Row], block_size: int = BLOCK_SIZE) -> Tra
 
 
 def _numbered(hash_ids: Iterable[Sequence[int]]) -> tuple[NDArray[np.int64], ...]:
-    """Numbers blocks; two have the same number exactly if they and everything before them are equal."""
+    """Return numbers for blocks: equal ones exactly if they and everything before them are equal."""
     numbers: dict[tuple[int, int], int] = {}
 
     def chain(ids: Sequence[int]) -> Iterator[int]:
@@ -231,14 +231,14 @@ class _BlockSize:
         self._least, self._most = 1, 2**31
 
     def fits(self, input_len: int, blocks: int) -> bool:
-        """Adds a prompt; returns whether there is a size for all prompts so far."""
+        """Add a prompt, and return whether there is a size for all prompts so far."""
         self._least = max(self._least, -(-input_len // blocks))
         if blocks > 1:
             self._most = min(self._most, (input_len - 1) // (blocks - 1))
         return self._least <= self._most
 
     def size(self) -> int:
-        """The usual size if it fits, or the least power of two, or the least size."""
+        """Return the usual size if it fits, or the least power of two, or the least size."""
         power = 1 << (self._least - 1).bit_length()
         usual = (size for size in (BLOCK_SIZE, power) if self._least <= size <= self._most)
         return next(usual, self._least)
@@ -287,7 +287,7 @@ def _azure_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[_Row]:
 
 
 def _azure_ticks(path: Path, number: int, text: str) -> int:
-    """A time stamp in units of 100 ns since 1970, the resolution the files have (7 digits)."""
+    """Return a time stamp in units of 100 ns since 1970, the resolution the files have (7 digits)."""
     match = _AZURE_TIME.fullmatch(text)
     zone = match[3] if match and match[3] not in {None, "Z"} else "+00:00"
     whole = f"{match[1]}{zone}" if match else text
@@ -300,7 +300,7 @@ def _azure_ticks(path: Path, number: int, text: str) -> int:
 
 
 def _length(path: Path, number: int, name: str, value: object, least: int) -> int:
-    """A token count of at least `least`, from an int or its decimal text."""
+    """Return a token count of at least `least`, from an int or its decimal text."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,10}", value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:

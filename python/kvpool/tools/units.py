@@ -49,14 +49,14 @@ def bandwidth_text(bytes_per_s: float) -> str:
 
 
 def _number(text: str, units: dict[str, int]) -> Fraction | None:
-    """A number with one of the units, in the least unit; None if the text is something else."""
+    """Return a number with one of the units, in the least unit; None if the text is something else."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?) ?([A-Za-z]*)", text.strip())
     unit = units.get(match[2].lower()) if match else None
     return None if match is None or unit is None else Fraction(match[1]) * unit
 
 
 def _short(number: float) -> str:
-    """Three digits, and the prefix of a unit."""
+    """Return three digits, and the prefix of a unit."""
     scale, prefix = next((pair for pair in _PREFIXES if number >= pair[0]), (1.0, ""))
     digits = number / scale
     return f"{digits:,.0f} {prefix}" if digits >= 100 else f"{digits:.3g} {prefix}"  # noqa: PLR2004

@@ -152,7 +152,7 @@ class Feed:
             self.applied += 1
 
     def _begin_anew(self) -> None:
-        """The worker counts from 0 again."""
+        """Begin anew with a worker that counts from 0 again."""
         self.restarts += 1
         self._index.clear(self._worker)
         self._last = -1 if self._can_replay else None

@@ -172,7 +172,7 @@ class _Pages:
         self.tiers: dict[bytes | int, int] = {}
 
     def apply(self, event: Event, max_pages: int) -> int:
-        """Returns how many pages were left out."""
+        """Return how many pages were left out."""
         if isinstance(event, AllBlocksCleared):
             self.kind = None
             self.tiers.clear()
@@ -208,7 +208,7 @@ def _normal(key: bytes | int) -> bytes | int:
 
 
 def _check(event: Event, kind: tuple[int, bool] | None) -> tuple[int, bool] | None:
-    """The kind of a worker's pages after an event, which is refused if it does not fit."""
+    """Return the kind of a worker's pages after an event, or raise if the event does not fit."""
     if isinstance(event, AllBlocksCleared):
         return None
     for key in event.block_hashes:
@@ -230,7 +230,7 @@ def _check(event: Event, kind: tuple[int, bool] | None) -> tuple[int, bool] | No
 
 
 def _bytes_of(tokens: IndicesLike) -> bytes:
-    """Token ids as int32 in little endian."""
+    """Return the token ids as int32 in little endian."""
     values: Any = tokens
     if not hasattr(tokens, "tolist") and hasattr(tokens, "__array__"):  # an array of Arrow
         values = tokens.__array__()
@@ -248,7 +248,7 @@ def _bytes_of(tokens: IndicesLike) -> bytes:
 
 
 def _root(page_size: int, namespace: Namespace) -> bytes:
-    """The bytes that stand for the key before the first page."""
+    """Return the bytes that stand for the key before the first page."""
     if namespace is None:
         kind, name = 0, b""
     elif isinstance(namespace, int):

@@ -158,7 +158,7 @@ def batches(
 def _parts(
     event: Stored | Removed | Cleared, page_size: int, *, int_hashes: bool
 ) -> Iterator[tuple[Event, int]]:
-    """An event in pieces that fit into a batch, and the size of each."""
+    """Yield the pieces of an event that fit into a batch, and the size of each."""
     if not isinstance(event, Stored | Removed):
         yield AllBlocksCleared(), 1
         return
@@ -184,5 +184,5 @@ def _parts(
 
 
 def _salt(namespace: Namespace) -> Namespace:
-    """A namespace as MessagePack can have it."""
+    """Return a namespace in a form that MessagePack has."""
     return str(namespace) if isinstance(namespace, int) and namespace not in _INTS else namespace

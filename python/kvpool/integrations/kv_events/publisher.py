@@ -277,7 +277,7 @@ class _Replays:
             self._sockets = opened.pop_all()
 
     def close(self) -> None:
-        """Ends the thread, and closes the sockets but for the router."""
+        """End the thread, and close the sockets but for the router."""
         self._stop.send(b"")
         if threading.current_thread() is not self._thread:  # which may collect garbage
             self._thread.join()

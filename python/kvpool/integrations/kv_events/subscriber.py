@@ -225,7 +225,7 @@ class _Sockets:
             self._opened = opened.pop_all()
 
     def replay(self) -> zmq.Socket[bytes]:
-        """The socket of replays."""
+        """Return the socket of replays."""
         if self._replay is None:
             assert self._replay_endpoint is not None  # noqa: S101 - for the type checker
             self._replay = self._replays.enter_context(open_socket(zmq.DEALER, self._options))
@@ -233,7 +233,7 @@ class _Sockets:
         return self._replay
 
     def drop_replay(self) -> None:
-        """Closes the socket of replays, and with it what a replay may still bring."""
+        """Close the socket of replays, and with it what a replay may still bring."""
         self._replays.close()
         self._replay = None
 
@@ -256,17 +256,17 @@ class _Worker:
         self._ends: float | None = None  # of the replay under way
 
     def awaited(self) -> list[zmq.Socket[bytes]]:
-        """The sockets whose messages are for now."""
+        """Return the sockets to take messages from now."""
         now = self.sockets.messages if self._ends is None else self.sockets.replay()
         return [self.sockets.monitor, now]
 
     def left_s(self) -> float:
-        """Until there is something to do without a message."""
+        """Return the seconds until there is something to do without a message."""
         ends = self._heard + self._check_s if self._ends is None else self._ends
         return ends - time.monotonic()
 
     def step(self) -> int:
-        """Takes what has come, and returns how many batches were applied."""
+        """Take what has come, and return how many batches were applied."""
         before = self.feed.applied
         self._watch()
         if self._ends is None and self.left_s() <= 0:
@@ -280,7 +280,7 @@ class _Worker:
         return self.feed.applied - before
 
     def _watch(self) -> None:
-        """Takes note of what happened to the connection."""
+        """Take note of what happened to the connection."""
         while self.sockets.monitor.poll(0):
             event = recv_monitor_message(self.sockets.monitor)["event"]
             self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -51,7 +51,7 @@ _PAGED = "lmcache.v1.memory_allocators.paged_tensor_memory_allocator"
 
 
 def is_switched_on() -> bool:
-    """Whether the environment asks for kvpool: `KVPOOL_LMCACHE` is 1.
+    """Return whether the environment asks for kvpool: `KVPOOL_LMCACHE` is 1.
 
     LMCache loads every installed plugin, so that to be installed is not enough.
     """
@@ -80,7 +80,7 @@ class _Replacing(MetaPathFinder):
 
 
 def _import_paged() -> None:
-    """Has names replaced, unless the other module is being imported, after which they are."""
+    """Replace the names, unless the other module is being imported: they are replaced after that."""
     if _PAGED not in sys.modules:
         import_module(_PAGED)
 
@@ -98,7 +98,7 @@ def _replace() -> None:
 
 
 def register() -> None:
-    """Has LMCache's names replaced when it is imported.
+    """Have LMCache's names replaced when it is imported.
 
     Does nothing unless it is switched on, nor the second time. LMCache calls this in each of its processes,
     through the entry point `kvpool` of `lmcache.device_plugins`. The import of its allocators then raises

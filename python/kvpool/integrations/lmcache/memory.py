@@ -45,7 +45,7 @@ _Size, _DType = torch.Size, torch.dtype
 
 
 def _is_strict() -> bool:
-    """Whether an invalid free raises."""
+    """Return whether an invalid free raises."""
     return os.environ.get("KVPOOL_LMCACHE_STRICT") == "1"
 
 
@@ -193,7 +193,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
             page.invalidate()
 
     def _know(self, page: Any) -> weakref.ref[Any]:
-        """A reference that identifies a page's object, and shows when it is gone."""
+        """Return a reference that identifies a page's object, and shows when it is gone."""
         return weakref.ref(page, partial(_renew, weakref.WeakMethod(self._replace_lost), page.meta.address))
 
     def _number_of(self, memory_obj: Any) -> int:
@@ -217,7 +217,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         return [*map(self._number_of, memory_objs)]
 
     def _replace_lost(self, number: int) -> None:
-        """Makes the object of a page anew whose owner dropped it, and frees the page."""
+        """Make the object of a page anew whose owner dropped it, and free the page."""
         meta = MemoryObjMetadata(
             self.shapes[0], self.dtypes[0], number, self.align_bytes, 1, 0, self.fmt,
             shapes=self.shapes, dtypes=self.dtypes,
@@ -349,7 +349,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         self._note()
 
     def _note(self) -> None:
-        """Reports to LMCache what is in use."""
+        """Report to LMCache what is in use."""
         count = self._space.in_use
         used = count * self.align_bytes
         self.num_active_allocations: int = count
@@ -363,7 +363,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
 
 
 def _renew(replace_lost: weakref.WeakMethod[Callable[[int], None]], number: int, _: object) -> None:
-    """Called when the object of a page is gone."""
+    """Replace the object of a page, which is gone."""
     replace = replace_lost()
     if replace is not None:  # its allocator lives
         replace(number)
@@ -426,7 +426,7 @@ def free_cpu_memory(
 
 
 def replace() -> None:
-    """Replaces LMCache's names. To be called before another module imports them."""
+    """Replace LMCache's names, before another module imports them."""
     memory_management.AddressManager = AddressManager
     memory_management._allocate_cpu_memory = allocate_cpu_memory  # noqa: SLF001
     memory_management._free_cpu_memory = free_cpu_memory  # noqa: SLF001

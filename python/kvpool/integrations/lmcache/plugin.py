@@ -21,5 +21,5 @@ class NoDevice(DeviceSpec):  # type: ignore[misc]
     device_type = backend_name = torch_module_name = "kvpool"
 
     def is_available(self) -> bool:
-        """Whether LMCache can use it: never."""
+        """Return whether LMCache can use it: never."""
         return False

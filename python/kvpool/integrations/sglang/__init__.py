@@ -32,7 +32,7 @@ _logger = logging.getLogger("kvpool")
 
 
 def is_switched_on() -> bool:
-    """Whether the environment asks for kvpool: `SGLANG_PLUGINS` names it, or `KVPOOL_SGLANG` is 1.
+    """Return whether the environment asks for kvpool: `SGLANG_PLUGINS` names it, or `KVPOOL_SGLANG` is 1.
 
     SGLang loads every installed plugin where `SGLANG_PLUGINS` is not set, so that to be installed is not
     enough.
@@ -42,7 +42,7 @@ def is_switched_on() -> bool:
 
 
 def register_tree_core() -> None:
-    """Registers the tree core and the radix cache "kvpool" with SGLang, where they can be chosen.
+    """Register the tree core and the radix cache "kvpool" with SGLang, where they can be chosen.
 
     Does nothing the second time. What they need of SGLang is imported when they are made: the pools
     are replaced first.
@@ -71,7 +71,7 @@ def _make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 def register() -> None:
-    """Registers the replacements with SGLang, which calls this in each of its processes.
+    """Register the replacements with SGLang, which calls this in each of its processes.
 
     Does nothing unless it is switched on. With `KVPOOL_SGLANG_STRICT=1` an invalid free raises.
 

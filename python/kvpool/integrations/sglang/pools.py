@@ -47,7 +47,7 @@ class _StandIn(ABCMeta):
         return type.__subclasscheck__(replaced, subclass) if replaced else super().__subclasscheck__(subclass)
 
     def __call__(cls, *args: object, **options: object) -> object:
-        """An instance, or one of the original if memory has to come from PyTorch. Logs which."""
+        """Return an instance, or one of the original if memory has to come from PyTorch, and log which."""
         replaced: type | None = cls.__dict__.get("replaced")
         if replaced is None:
             return super().__call__(*args, **options)
@@ -60,7 +60,7 @@ class _StandIn(ABCMeta):
 
 
 def _to_pool(name: str) -> Callable[..., object]:
-    """A method that calls method `name` of the pool."""
+    """Return a method that calls method `name` of the pool."""
 
     def method(self: _Slots, *args: object, **options: object) -> object:
         call: Callable[..., object] = getattr(self._pool, name)
@@ -93,7 +93,7 @@ class _Slots:
     _pool: TokenToKVPoolAllocator
 
     def clear(self) -> None:
-        """Frees every slot. `size` may have changed."""
+        """Free every slot. `size` may have changed."""
         pool: TokenToKVPoolAllocator | None = getattr(self, "_pool", None)
         if pool is not None:
             if self.size != pool.size:
@@ -110,7 +110,7 @@ class _Slots:
                 setattr(self, call, getattr(self._pool, method))
 
     def get_all_free_pages(self) -> torch.Tensor:
-        """The free pages in no order, for SGLang's checks."""
+        """Return the free pages in no order, for SGLang's checks."""
         return torch.cat((self._pool.free_slots, self._pool.release_slots))
 
 
@@ -140,14 +140,14 @@ class _PagedSlots(_Slots, paged.PagedTokenToKVPoolAllocator, metaclass=_StandIn)
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Takes the slots of a prefill; the numbers on the host say how many."""
+        """Take the slots of a prefill; the numbers on the host say how many."""
         return self._pool.alloc_extend(prefix_lens_cpu, seq_lens_cpu, last_loc)
 
     @override
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """Takes one slot for each request; the numbers on the host say where pages begin."""
+        """Take one slot for each request; the numbers on the host say where pages begin."""
         return self._pool.alloc_decode(seq_lens_cpu, last_loc)
 
 
@@ -158,11 +158,11 @@ class _StateSlots(_Slots, mamba.MambaSlotAllocator, metaclass=_StandIn):  # type
 
     @override
     def alloc_group_begin(self, num_reqs: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     @override
     def alloc_group_end(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     @property
     def free_slots(self) -> torch.Tensor:
@@ -212,7 +212,7 @@ class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[mis
 
     @override
     def alloc_rows(self, need_size: int) -> list[int] | None:
-        """Takes rows, and passes them to SGLang's hook."""
+        """Take rows, and pass them to SGLang's hook."""
         rows: list[int] | None
         if self._pool is None:
             rows = super().alloc_rows(need_size)  # a subclass with a constructor of its own
@@ -224,7 +224,7 @@ class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[mis
 
     @override
     def free_rows(self, indices: list[int]) -> None:
-        """Frees rows, and what SGLang keeps beside them."""
+        """Free rows, and what SGLang keeps beside them."""
         if self._pool is None:
             super().free_rows(indices)
             return
@@ -235,7 +235,7 @@ class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[mis
 
     @override
     def clear(self) -> None:
-        """Frees every row. Their generations go on."""
+        """Free every row. Their generations go on."""
         if self._pool is None:
             super().clear()
             return
@@ -280,7 +280,7 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
         self.v_buffer = [buffer[:rows] for buffer in self.kvpool.v_buffer]
 
     def _why_not(self) -> str:
-        """The reason why the buffers must be SGLang's own; empty if they need not."""
+        """Return the reason why the buffers must be SGLang's own; empty if they need not."""
         if self.memory_saver_adapter.enabled or self.enable_custom_mem_pool:
             return "memory has to come from PyTorch"
         if self.kv_cache_layout != "nhd":
@@ -296,7 +296,7 @@ REPLACEMENTS: dict[str, type] = {
 
 
 def check_replaced(*_: object, **__: object) -> None:
-    """Runs before SGLang's scheduler is made, when hooks of every plugin are in place.
+    """Run before SGLang's scheduler is made, when hooks of every plugin are in place.
 
     Raises:
         EngineMismatchError: If a stand-in is not where SGLang looks for it: SGLang only logs a hook that it

@@ -48,7 +48,7 @@ _logger = logging.getLogger("kvpool")
 
 
 def check_tree_core() -> list[str]:
-    """Compares what SGLang calls with what the tree core has. Returns a line for each difference."""
+    """Compare what SGLang calls with what the tree core has, and return a line for each difference."""
     differences = [
         f"UnifiedTreeCoreInterface.{name} is new" for name in sorted(KvTreeCore.__abstractmethods__)
     ]
@@ -69,7 +69,7 @@ def check_tree_core() -> list[str]:
 
 
 def reason_to_delegate(params: CacheInitParams) -> str | None:
-    """The reason why SGLang's own tree core must be used, or `None` if kvpool's can be.
+    """Return the reason why SGLang's own tree core must be used, or `None` if kvpool's can be.
 
     Args:
         params: The parameters that SGLang makes the cache of.
@@ -100,7 +100,7 @@ def reason_to_delegate(params: CacheInitParams) -> str | None:
 def make_tree_core(
     params: CacheInitParams, components: dict[ComponentType, object]
 ) -> UnifiedTreeCoreInterface:
-    """Makes kvpool's tree core, or SGLang's own one where only that can do what is asked for.
+    """Make kvpool's tree core, or SGLang's own one where only that can do what is asked for.
 
     Args:
         params: The parameters that SGLang makes the cache of.
@@ -157,7 +157,7 @@ class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's 
 
 
 def make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
-    """Makes the cache for `--radix-cache-backend kvpool`: SGLang's own for everything that it does otherwise.
+    """Make the cache for `--radix-cache-backend kvpool`: SGLang's own for everything that it does otherwise.
 
     Args:
         ctx: The parameters that SGLang makes the cache of.

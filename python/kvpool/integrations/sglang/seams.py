@@ -74,5 +74,5 @@ class EngineMismatchError(BaseException):
 
 
 def check_seams() -> list[str]:
-    """Compares the installed SGLang with `SEAMS`. Returns a line for each difference."""
+    """Compare the installed SGLang with `SEAMS`, and return a line for each difference."""
     return differences(SEAMS)

@@ -147,7 +147,7 @@ class _Insertion:
 
 
 def eviction_policy(params: CacheInitParams) -> EvictionPolicy | None:
-    """The eviction policy as `HybridTree` names it, or `None` if it has none that is the same."""
+    """Return the eviction policy as `HybridTree` names it, or `None` if it has none that is the same."""
     name = params.eviction_policy.lower()
     # SGLang says itself what is wrong with one.
     strategy = get_eviction_strategy(name, params.eviction_policy_config)
@@ -178,7 +178,7 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
 
 
 def _whole(key: RadixKey) -> tuple[Sequence[int], int, int, Namespace | tuple[Namespace, ...]]:
-    """Tokens, the first and the end of those that count, and the namespace."""
+    """Return the tokens, the first and the end of those that count, and the namespace."""
     tokens, limit = key.token_ids, key.limit
     end = len(tokens)
     if limit is not None and limit < end:
@@ -248,16 +248,16 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     # The tree.
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._insertion = None
         self._tree.reset()
 
     def root_node_handle(self, extra_key: str | None = None) -> int:
-        """Returns the node before every prompt: one for all namespaces."""
+        """Return the node before every prompt: one for all namespaces."""
         return self._tree.root()
 
     def is_root(self, node_id: int) -> bool:
-        """Whether a node is the one before every prompt."""
+        """Return whether a node is the one before every prompt."""
         return node_id == self._tree.root()
 
     @property
@@ -267,11 +267,11 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return MatchResult(0, root, root, root, cache_actions=[])
 
     def supports_fast_match_prefix(self) -> bool:
-        """Whether the scheduler may match all waiting requests."""
+        """Return whether the scheduler may match all waiting requests."""
         return True
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Finds the longest prefix that all components accept, and refreshes it."""
+        """Find the longest prefix that all components accept, and refresh it."""
         key = params.key
         if self.is_eagle:
             key, _ = key.maybe_to_bigram_view(True)
@@ -293,19 +293,19 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         )
 
     def match_full_device_prefix(self, key: RadixKey) -> tuple[int, int, int]:
-        """Returns tokens with slots for full attention, the deepest node with some, and its end."""
+        """Return tokens with slots for full attention, the deepest node with some, and its end."""
         key, _ = key.maybe_to_bigram_view(self.is_eagle)
         tokens, start, end, namespace = _whole(key)
         return self._tree.peek(tokens, start, end, namespace)
 
     def collect_full_device_indices(self, from_node_id: int, until_node_id: int) -> torch.Tensor:
-        """Returns the slots behind `until_node_id` up to the end of `from_node_id`."""
+        """Return the slots behind `until_node_id` up to the end of `from_node_id`."""
         if from_node_id == until_node_id:
             return self._empty
         return self._to_device(self._tree.slots(from_node_id, until_node_id))
 
     def begin_insert(self, params: InsertParams) -> InsertStepResult:
-        """Inserts tokens, up to the first step that the cache must act on."""
+        """Insert tokens, up to the first step that the cache must act on."""
         if self._insertion is not None:
             message = "concurrent insert walks"
             raise RuntimeError(message)
@@ -333,7 +333,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return self._step(step, insertion)
 
     def resume_insert(self) -> InsertStepResult:
-        """Goes on with an insertion, after what the step before asked for is done."""
+        """Go on with an insertion, after what the step before asked for is done."""
         on = self._insertion
         if on is None:
             message = "no in-flight insert"
@@ -342,11 +342,11 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return self._step(step, on)
 
     def has_ongoing_insert(self) -> bool:
-        """Whether an insertion is going on."""
+        """Return whether an insertion is going on."""
         return self._insertion is not None
 
     def end_insert(self) -> list[Action]:
-        """Ends an insertion, if one is going on, and returns what is still to be done."""
+        """End an insertion, if one is going on, and return what is still to be done."""
         if self._insertion is None:
             return []
         slots = self._insertion.slots
@@ -376,7 +376,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return InsertStepResult(actions, result)
 
     def _action(self, act: HybridAct, slots: torch.Tensor) -> Action:
-        """An act of the tree as an action of SGLang's cache: ranges are of the inserted slots."""
+        """Return an act of the tree as an action of SGLang's cache: ranges are of the inserted slots."""
         if act[0] == "free":
             _, begin, end = act
             return FreeDeviceKV([slots[begin:end]])
@@ -400,7 +400,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def inc_lock_ref(
         self, node_id: int, skip_lock_components: Sequence[ComponentType] = ()
     ) -> IncLockRefResult:
-        """Locks a node, and returns what it is released with."""
+        """Lock a node, and return what it is released with."""
         newly, boundary = self._tree.lock_node(node_id, skip_lock_components)
         skipped = tuple(skip_lock_components)
         result = IncLockRefResult(
@@ -413,7 +413,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def dec_lock_ref(
         self, node_id: int, params: DecLockRefParams, skip_swa: bool = False
     ) -> DecLockRefResult:
-        """Releases a lock."""
+        """Release a lock."""
         _expect_anchor(node_id, params)
         skipped = params.skipped_lock_components
         boundary = None
@@ -426,7 +426,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return DecLockRefResult()
 
     def dec_swa_lock_only(self, node_id: int, params: DecLockRefParams) -> DecSwaLockOnlyResult:
-        """Releases the window of a lock early, and its Mamba state with it."""
+        """Release the window of a lock early, and its Mamba state with it."""
         _expect_anchor(node_id, params)
         result = DecSwaLockOnlyResult()
         if self._has_swa and not self.is_root(node_id):
@@ -436,7 +436,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def dec_window_lock_only(
         self, node_id: int, component_type: ComponentType, params: DecLockRefParams
     ) -> DecSwaLockOnlyResult:
-        """Releases the window of a lock early."""
+        """Release the window of a lock early."""
         _expect_anchor(node_id, params)
         result = DecSwaLockOnlyResult()
         if not self.is_root(node_id) and component_type not in params.skipped_lock_components:
@@ -457,11 +457,11 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         result.tracker.clear()
 
     def inc_full_pin(self, node_id: int) -> None:
-        """Locks only the slots for full attention up to a node."""
+        """Lock only the slots for full attention up to a node."""
         self._tree.pin(node_id)
 
     def dec_full_pin(self, node_id: int) -> None:
-        """Releases `inc_full_pin`."""
+        """Release `inc_full_pin`."""
         try:
             self._tree.unpin(node_id)
         except IndexOwnershipError as error:
@@ -470,13 +470,13 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     # Eviction.
 
     def evict_device_start(self, component_type: ComponentType, request_cnt: int) -> None:
-        """Begins to evict values of a component."""
+        """Begin to evict values of a component."""
         self._tree.begin_eviction(component_type, request_cnt)
 
     def evict_device_next_node(
         self, component_type: ComponentType, tracker: dict[ComponentType, int]
     ) -> EvictDeviceNextNodeResult:
-        """Names the next leaf to evict, or evicts a value of a node that stays."""
+        """Name the next leaf to evict, or evict a value of a node that stays."""
         result = EvictDeviceNextNodeResult()
         victim = self._tree.next_victim(component_type, tracker.get(component_type, 0))
         if victim is None:
@@ -489,7 +489,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return result
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
-        """Evicts a leaf with all its values."""
+        """Evict a leaf with all its values."""
         result = EvictDeviceLeafResult()
         try:
             frees = self._tree.evict_leaf(node_id)
@@ -500,11 +500,11 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return result
 
     def evict_device_end(self, component_type: ComponentType) -> None:
-        """Ends `evict_device_start`."""
+        """End `evict_device_start`."""
         self._tree.end_eviction(component_type)
 
     def evict_many(self, tokens: int) -> BaseEvictionResult:
-        """Evicts leaves with at least `tokens` slots for full attention in one call, or all leaves."""
+        """Evict leaves with at least `tokens` slots for full attention in one call, or all leaves."""
         result = BaseEvictionResult()
         self._hand_out(self._tree.evict(tokens), result)
         return result
@@ -516,7 +516,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         host_frees: dict[ComponentType, list[torch.Tensor]],
         cache_actions: list[Action],
     ) -> None:
-        """Evicts Mamba states of a path beyond the number that it keeps."""
+        """Evict Mamba states of a path beyond the number that it keeps."""
         frees = self._tree.evict_excess_states(tail_node_id)
         if frees.state is not None:
             device_frees[_MAMBA].append(self._to_device(frees.state))
@@ -545,49 +545,49 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         component_type: ComponentType,
         num_tokens: int,
     ) -> DriveHostEvictionResult:
-        """Evicts nothing: there is no host tier."""
+        """Evict nothing: there is no host tier."""
         return DriveHostEvictionResult()
 
     # Sizes.
 
     def evictable_size(self) -> int:
-        """Returns the slots for full attention without locks."""
+        """Return the slots for full attention without locks."""
         return self._tree.evictable_size(0)
 
     full_evictable_size = evictable_size
 
     def protected_size(self) -> int:
-        """Returns the slots for full attention with locks."""
+        """Return the slots for full attention with locks."""
         return self._tree.locked_size(0)
 
     full_protected_size = protected_size
 
     def swa_evictable_size(self) -> int:
-        """Returns the windows without locks."""
+        """Return the windows without locks."""
         return self._tree.evictable_size(1)
 
     def swa_protected_size(self) -> int:
-        """Returns the windows with locks."""
+        """Return the windows with locks."""
         return self._tree.locked_size(1)
 
     def mamba_evictable_size(self) -> int:
-        """Returns the Mamba states without locks."""
+        """Return the Mamba states without locks."""
         return self._tree.evictable_size(2)
 
     def mamba_protected_size(self) -> int:
-        """Returns the Mamba states with locks."""
+        """Return the Mamba states with locks."""
         return self._tree.locked_size(2)
 
     def component_evictable_size(self, component_type: ComponentType) -> int:
-        """Returns the values of a component without locks; 0 for one that is absent."""
+        """Return the values of a component without locks; 0 for one that is absent."""
         return self._tree.evictable_size(component_type) if component_type in self._parts else 0
 
     def component_protected_size(self, component_type: ComponentType) -> int:
-        """Returns the values of a component with locks; 0 for one that is absent."""
+        """Return the values of a component with locks; 0 for one that is absent."""
         return self._tree.locked_size(component_type) if component_type in self._parts else 0
 
     def adjust_component_size(self, node_id: int, component_type: ComponentType, delta: int) -> None:
-        """Changes what a component counts on a node."""
+        """Change what a component counts on a node."""
         if component_type not in self._parts:
             message = f"component is not enabled: {component_type}"
             raise ValueError(message)
@@ -597,37 +597,37 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             raise ValueError(str(error)) from error
 
     def total_size(self) -> tuple[int, int]:
-        """Returns all slots for full attention, and all other values."""
+        """Return all slots for full attention, and all other values."""
         full, swa, mamba = (self._tree.evictable_size(part) + self._tree.locked_size(part) for part in PARTS)
         return full, swa + mamba
 
     # Values.
 
     def get_component_device_value(self, node_id: int, component_type: ComponentType) -> torch.Tensor | None:
-        """Returns the value of a node; `None` if it has none."""
+        """Return the value of a node; `None` if it has none."""
         value = self._tree.value(node_id, component_type)
         return None if value is None else self._to_device(value)
 
     def set_component_device_value(
         self, node_id: int, component_type: ComponentType, value: torch.Tensor
     ) -> None:
-        """Gives a node a window or a state."""
+        """Give a node a window or a state."""
         self._tree.set_value(node_id, component_type, value)
 
     def is_full_device_evicted(self, node_id: int) -> bool:
-        """Whether a node is without slots: never, as long as it exists."""
+        """Return whether a node is without slots: never, as long as it exists."""
         self._expect(node_id)
         return False
 
     def component_has_host_value_only(self, node_id: int, component_type: ComponentType) -> bool:
-        """Whether a value is on the host alone: never."""
+        """Return whether a value is on the host alone: never."""
         self._expect(node_id)
         return False
 
     def swa_tombstone_ranges(
         self, key: RadixKey, start: int, end: int, component_type: ComponentType = _SWA
     ) -> list[tuple[int, int]]:
-        """Returns the ranges of tokens that are there without a window."""
+        """Return the ranges of tokens that are there without a window."""
         _expect_swa(component_type)
         tokens, first, last, namespace = _whole(key)
         return self._tree.window_gaps(tokens, start, end, first, last, namespace)
@@ -640,7 +640,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         swa_values: torch.Tensor,
         component_type: ComponentType = _SWA,
     ) -> list[Action]:
-        """Gives tokens that are there without a window one."""
+        """Give a window to tokens that are there without one."""
         _expect_swa(component_type)
         if len(swa_values) != window_end - window_start:
             message = f"{len(swa_values)} windows for tokens {window_start}..{window_end}"
@@ -653,15 +653,15 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return []
 
     def all_values_flatten(self) -> torch.Tensor:
-        """Returns all slots for full attention."""
+        """Return all slots for full attention."""
         return self._to_device(self._tree.values(0))
 
     def all_mamba_values_flatten(self) -> torch.Tensor:
-        """Returns all Mamba states."""
+        """Return all Mamba states."""
         return self._to_device(self._tree.values(2))
 
     def walk_for_kv_canary(self, unlocked_only: bool, swa_resident_only: bool) -> RadixCacheWalkResult:
-        """Returns the slots for full attention, the positions of their tokens, and the slots before them."""
+        """Return the slots for full attention, the positions of their tokens, and the slots before them."""
         windows = swa_resident_only and self._has_swa
         slots, positions, before = self._tree.slot_rows(unlocked=unlocked_only, windows=windows)
         return RadixCacheWalkResult(slot_indices=slots, positions=positions, prev_slot_indices=before)
@@ -669,11 +669,11 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     # Looking.
 
     def dfs_weight_order(self, node_ids: Sequence[int]) -> list[int]:
-        """Returns positions, those of nodes with common prefixes next to each other, larger groups first."""
+        """Return positions, those of nodes with common prefixes next to each other, larger groups first."""
         return self._tree.by_common_prefix(node_ids)
 
     def collect_path_info(self, end_node_ids: Sequence[int]) -> tuple[tuple[TreePathNodeInfo, ...], ...]:
-        """Returns the paths to nodes."""
+        """Return the paths to nodes."""
         return tuple(
             tuple(
                 TreePathNodeInfo(node, parent, start, end, end - start, children)
@@ -683,21 +683,21 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         )
 
     def is_backuped(self, node_id: int) -> bool:
-        """Whether a node is on the host: never."""
+        """Return whether a node is on the host: never."""
         self._expect(node_id)
         return False
 
     def is_write_through_compatible(self) -> bool:
-        """Whether what is on the host follows the rules of writing through: nothing is."""
+        """Return whether what is on the host follows the rules of writing through: nothing is."""
         return True
 
     def get_last_hash_value(self, node_id: int) -> str | None:
-        """Returns the hash of the last page: no page has one."""
+        """Return the hash of the last page: no page has one."""
         self._expect(node_id)
         return None
 
     def get_prefix_hash_values(self, node_id: int) -> list[str]:
-        """Returns the hashes of the pages before a node: no page has one."""
+        """Return the hashes of the pages before a node: no page has one."""
         self._expect(node_id)
         return []
 
@@ -710,7 +710,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def sanity_check(
         self, ongoing_write_through: list[tuple[int, int]], ongoing_load_back: list[tuple[int, int]]
     ) -> None:
-        """Checks every invariant. Raises `AssertionError` with the first that is broken."""
+        """Check every invariant, and raise `AssertionError` with the first that is broken."""
         try:
             self._tree.verify()
         except IndexOwnershipError as error:
@@ -720,7 +720,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             raise AssertionError(message)
 
     def pretty_print(self) -> None:
-        """Prints the nodes."""
+        """Print the nodes."""
         for node in self._tree.nodes():
             info = self._tree.info(node)
             parts = ", ".join(

@@ -80,5 +80,5 @@ class _PagesOfEvent:
         return self.key.extra_key is not None or self.key.cache_salt is not None
 
     def name(self, hashes: list[str]) -> None:
-        """Sets the hashes, by both names."""
+        """Set the hashes, by both names."""
         self.hash_value = self.event_hash_value = hashes

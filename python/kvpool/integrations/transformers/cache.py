@@ -149,7 +149,7 @@ class PooledCache(Cache, Closing):
         self._batch.release()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """A cache of the same pools with the same sequences: whole pages are shared, a part of one is copied.
+        """Return a cache with the same pools and sequences: whole pages are shared, a part of one is copied.
 
         Raises:
             OutOfMemoryError: If there are not enough rows or slots. Nothing is changed.
@@ -239,7 +239,7 @@ class PooledCache(Cache, Closing):
 
 
 def _kinds(model: PreTrainedModel) -> list[int | None]:
-    """For each layer its sliding window, 0 for full attention, None for states: as in a `DynamicCache`."""
+    """Return the sliding window of each layer, 0 for full attention, None for states: as a `DynamicCache`."""
     config: Any = model.config.get_text_config(decoder=True)
     layers: list[Any] = DynamicCache(config=config).layers
     foreign = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
@@ -260,7 +260,7 @@ def _kind_of(layer: Any) -> int | None:  # noqa: ANN401 - a cache layer of `tran
 
 
 def _shape_of(layer: Any) -> tuple[int, int, int, int]:  # noqa: ANN401 - a cache layer of `transformers`
-    """Heads and elements of keys and values, as a cache has them: latent attention compresses them."""
+    """Return the heads and elements of cached keys and values: latent attention compresses them."""
     keys, values = layer.keys.shape, layer.values.shape
     return (keys[1], keys[3], values[1], values[3])
 
@@ -393,7 +393,7 @@ class _Batch:
         self.lengths[layer_id] = self.length
 
     def read(self, layer_id: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the last `length` tokens of all sequences: `[n, heads, length, elements]`.
+        """Return K and V of the last `length` tokens of all sequences: `[n, heads, length, elements]`.
 
         A view of the pool where the slots allow it, otherwise of a buffer that the next call overwrites.
         """
@@ -411,7 +411,7 @@ class _Batch:
         return keys, values
 
     def _find(self, length: int) -> _Run | torch.Tensor:
-        """The places of the last `length` tokens: a run for each sequence, or int32 slots `[n, length]`."""
+        """Return the places of the last `length` tokens: a run per sequence, or int32 slots `[n, length]`."""
         first, page_size = self.length - length, self._pools.planner.page_size
         table = None if self._plan is None else self._plan.host.block_table
         if table is not None:
@@ -469,7 +469,7 @@ class _Batch:
         self.with_states = {*other.with_states}
 
     def _fork(self, sources: list[int]) -> list[int]:
-        """New rows that begin with the tokens of others. All or nothing."""
+        """Make rows that begin with the tokens of others: all of them or none."""
         pools, rows = self._pools, self._alloc(len(sources))
         try:
             for source, row in zip(sources, rows, strict=True):
@@ -508,7 +508,7 @@ class _Batch:
 
 
 def _run_of(buffer: torch.Tensor, run: _Run, n: int, length: int) -> torch.Tensor:
-    """The runs of all sequences in the buffer of a layer, without a copy: `[n, heads, length, elements]`."""
+    """Return the runs of all sequences in a layer's buffer, a view `[n, heads, length, elements]`."""
     row, head, element = buffer.stride()
     return buffer.as_strided(
         (n, buffer.shape[1], length, buffer.shape[2]),

@@ -365,7 +365,7 @@ def _probe(model: PreTrainedModel) -> _Shapes:
 
 
 def run_two_tokens(model: PreTrainedModel) -> _RecordingCache:
-    """The cache of a model after two tokens, one after the other."""
+    """Return the cache of a model after two tokens, one after the other."""
     cache = _RecordingCache(model.config.get_text_config())
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
@@ -376,12 +376,12 @@ def run_two_tokens(model: PreTrainedModel) -> _RecordingCache:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name of a model's argument for its cache, which changed in `transformers` 5.24."""
+    """Return the name of a model's argument for its cache, which changed in `transformers` 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def only_shape(config: Any, kept: str, shapes: Iterable[Shape]) -> Shape:  # noqa: ANN401 - of `transformers`
-    """The shape of what all layers of a kind keep, where it is the same."""
+    """Return the shape of what all layers of a kind keep, where it is the same."""
     found = {*shapes}
     if len(found) != 1:
         raise ConfigError(
@@ -395,7 +395,7 @@ def gdn_shape(
     cache: _RecordingCache,
     layers: list[int],
 ) -> tuple[int, int, int, int, int] | None:
-    """The shape of states for `GDNPool`; None without linear layers."""
+    """Return the shape of states for `GDNPool`; None without linear layers."""
     shapes = [_state_shape(cache.layers[layer]) for layer in layers]
     if cache.returned != {*layers}:
         raise ConfigError(
@@ -406,7 +406,7 @@ def gdn_shape(
 
 
 def _state_shape(layer: Any) -> tuple[int, int, int, int, int]:  # noqa: ANN401 - a cache layer of `transformers`
-    """Value heads, their K and V dimensions, channels and taps of the convolution, as for `GDNPool`."""
+    """Return value heads, their K and V dimensions, channels and taps of the convolution for a `GDNPool`."""
     conv_state, recurrent_state = layer.conv_states[0], layer.recurrent_states[0]
     if layer.number_of_states != 1 or recurrent_state is None or recurrent_state.ndim != 4:  # noqa: PLR2004
         raise ConfigError("a linear-attention layer has other states than Gated DeltaNet")
@@ -443,7 +443,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **options: Any,  # noqa: ANN401 - passed on by the model
 ) -> tuple[torch.Tensor, None]:
-    """The attention function "kvpool": over the pool while a `PooledModel` runs, PyTorch's otherwise."""
+    """Compute the attention "kvpool": over the pool while a `PooledModel` runs, else PyTorch's."""
     attend = _ATTEND.get()
     if attend is None:
         return _dense_attention(module, query, key, value, attention_mask, **options)
@@ -458,7 +458,7 @@ def _dense_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,  # noqa: ANN401 - passed on by the model
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the tensors that the model passes."""
+    """Compute attention over the tensors that the model passes."""
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     if softcap is None and sinks is None:
         output: torch.Tensor
@@ -470,7 +470,7 @@ def _dense_attention(
 
 
 def _mask(*args: Any, **options: Any) -> torch.Tensor | None:  # noqa: ANN401 - those of `sdpa_mask`
-    """The mask of "kvpool": none while a `PooledModel` runs, as the plan determines it."""
+    """Return the mask of "kvpool": none while a `PooledModel` runs, as the plan determines it."""
     return sdpa_mask(*args, **options) if _ATTEND.get() is None else None
 
 

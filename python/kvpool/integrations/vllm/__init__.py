@@ -15,7 +15,7 @@ __all__ = ["is_switched_on", "register"]
 
 
 def is_switched_on() -> bool:
-    """Whether the environment asks for kvpool: `VLLM_PLUGINS` names it, or `KVPOOL_VLLM` is 1.
+    """Return whether the environment asks for kvpool: `VLLM_PLUGINS` names it, or `KVPOOL_VLLM` is 1.
 
     vLLM loads every installed plugin where `VLLM_PLUGINS` is not set, so that to be installed is not enough.
     """
@@ -24,7 +24,7 @@ def is_switched_on() -> bool:
 
 
 def register() -> None:
-    """Has vLLM make its pools of blocks as `block_pool.KvpoolBlockPool`.
+    """Have vLLM make its pools of blocks as `block_pool.KvpoolBlockPool`.
 
     vLLM calls this in each of its processes. Does nothing unless it is switched on, or the second time.
 

@@ -66,7 +66,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         self._cached = BlockMap()
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[BlockLike] | None:
-        """vLLM's: a block of each group that has the hash, or None."""
+        """Return a block of each group that has the hash, or None."""
         return self._cached.find(block_hash, kv_cache_group_ids)
 
     def cache_full_blocks(
@@ -79,7 +79,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        """vLLM's: give full blocks the hashes of a request."""
+        """Give full blocks the hashes of a request."""
         new = slice(num_cached_blocks, num_full_blocks)
         if num_cached_blocks < num_full_blocks and not self.enable_kv_cache_events:
             hashes: Any = resolve_block_hashes(request.block_hashes, self.hash_block_size, block_size)
@@ -93,7 +93,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         )
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
-        """vLLM's: take blocks, which lose their hashes."""
+        """Take blocks, which lose their hashes."""
         queue = self.free_block_queue
         if self.metrics_collector or self._reuse_watchers or num_blocks > queue.num_free_blocks:
             return super().get_new_blocks(num_blocks)  # type: ignore[no-any-return]
@@ -108,13 +108,13 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         return blocks
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """vLLM's: use blocks once more."""
+        """Use blocks once more."""
         others = blocks if self.metrics_collector else self.free_block_queue.retain(blocks)
         if others:
             super().touch(others)
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """vLLM's: use blocks once less. Those of other pools go to these."""
+        """Use blocks once less. Those of other pools go to these."""
         others = self.free_block_queue.free(ordered_blocks, keep_hashed=self.enable_caching)
         if others:
             super().free_blocks(others)

@@ -72,7 +72,7 @@ _FOUND = {None: LookupResult.MISS, False: LookupResult.HIT_PENDING, True: Lookup
 
 
 def _state(req_context: ReqContext, kind: type[Any]) -> Any:
-    """The object of the class `kind` that vLLM keeps with a request; made at the first use."""
+    """Return the object of the class `kind` that vLLM keeps with a request; made at the first use."""
     state = req_context.get_state(kind)
     if state is None:
         state = kind()
@@ -195,7 +195,7 @@ class KvpoolPrimaryTier(KvpoolOffloadingManager):
         self.complete_write = self.complete_store
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        """Keeps chunks for a copy to a tier below, which is no use of them."""
+        """Keep chunks for a copy to a tier below, which is no use of them."""
         return CPULoadStoreSpec(self._table.begin_load(keys))
 
     def get_kv_memoryview(self) -> memoryview:

@@ -100,7 +100,7 @@ def _version(root: Path, version: int) -> Finding:
 
 
 def _where(root: Path) -> str:
-    """The file of the loaded library."""
+    """Return the file of the loaded library."""
     try:
         lines = (root / "proc/self/maps").read_text().splitlines()
     except OSError:
@@ -119,7 +119,7 @@ def _kernel_module(root: Path) -> Iterator[Finding]:
 
 
 def _no_library(root: Path, reason: str) -> Finding:
-    """The reason why the library is missing: no GPU, no driver, or a container without it."""
+    """Return the reason why the library is missing: no GPU, no driver, or a container without it."""
     if reason:
         return Finding(SECTION, LIBRARY, BROKEN, f"it cannot be loaded: {reason}", _INSTALL)
     text = "not found by the dynamic loader"
@@ -138,7 +138,7 @@ def _no_library(root: Path, reason: str) -> Finding:
 
 
 def _nvidia_gpus(root: Path) -> Iterator[str]:
-    """NVIDIA's PCI devices that are displays or 3D controllers."""
+    """Yield NVIDIA's PCI devices that are displays or 3D controllers."""
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         try:
             vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))

@@ -110,7 +110,7 @@ def _verdicts(cpu: Outcome, gpus: dict[str, Outcome], torch: TorchState) -> list
 
 
 def _command_problem(name: str, cpu: Outcome, torch: TorchState) -> tuple[str, str]:
-    """The reason why a command cannot be used, and the remedy."""
+    """Return the reason why a command cannot be used, and the remedy."""
     if not cpu.works:
         return 'device="cpu" does not work', ""
     needed = (*COMMAND_LINE, *COMMANDS[name].needs)

@@ -48,7 +48,7 @@ def _read(path: Path) -> str | None:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """Entries of `/proc/meminfo`: bytes, or numbers of pages."""
+    """Return the entries of `/proc/meminfo`: bytes, or numbers of pages."""
     found = {}
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         match = re.fullmatch(r"(\w+):\s+(\d+)( kB)?", line.strip())
@@ -65,7 +65,7 @@ def _memory(memory: dict[str, int]) -> Finding:
 
 
 def _container(root: Path) -> Iterator[Finding]:
-    """The smallest memory limit of the control groups of this process."""
+    """Report the smallest memory limit of the control groups of this process."""
     limit, used = None, None
     for limit_name, used_name, folder in _groups(root, "memory"):
         text = _read(folder / limit_name)
@@ -83,7 +83,7 @@ def _container(root: Path) -> Iterator[Finding]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[str, str, Path]]:
-    """File names of limit and usage, and the folder, of a controller's control groups, innermost first."""
+    """Yield the files of limit and usage, and the folder, of a controller's groups, innermost first."""
     names = {
         "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
         "cpu": (("cpu.max", ""), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
@@ -113,7 +113,7 @@ def _overcommit(root: Path) -> Iterator[Finding]:
 
 
 def _limit(name: str) -> int | None:
-    """A soft limit of this process in bytes; None without one."""
+    """Return a soft limit of this process in bytes; None without one."""
     try:
         import resource  # noqa: PLC0415 - not available on every system
     except ImportError:
@@ -179,7 +179,7 @@ def _count(ranges: str) -> int:
 
 
 def _processors(root: Path, threads: int) -> Finding:
-    """The processors that this process may use, by its affinity and its container."""
+    """Return the processors that this process may use, by its affinity and its container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for quota in (_quota(*group) for group in _groups(root, "cpu")) if quota is not None]
     text = f"{usable} usable"
@@ -194,7 +194,7 @@ def _processors(root: Path, threads: int) -> Finding:
 
 
 def _quota(limit: str, period: str, folder: Path) -> float | None:
-    """CPU quota of a control group in processors; None without a limit."""
+    """Return the CPU quota of a control group in processors; None without a limit."""
     text = _read(folder / limit)
     if text is None:
         return None

@@ -86,7 +86,7 @@ def package(cuda_reason: str) -> list[Finding]:
 
 
 def version_of(name: str) -> str | None:
-    """The version of an installed distribution."""
+    """Return the version of an installed distribution."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -94,7 +94,7 @@ def version_of(name: str) -> str | None:
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version."""
+    """Return the leading numbers of a version."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
@@ -174,7 +174,7 @@ def _torch_cuda(torch: Any, devices: int) -> Finding:  # noqa: ANN401 - a module
 
 
 def _why_not_shared(torch: Any) -> str:  # noqa: ANN401 - a module
-    """The reason why tensors of pools on the CPU do not share memory; empty if they do."""
+    """Return the reason why tensors of pools on the CPU do not share memory; empty if they do."""
     import kvpool  # noqa: PLC0415
 
     try:
@@ -215,7 +215,7 @@ def _ml_dtypes() -> Finding:
 
 
 def transformers_problem() -> str:
-    """The reason why `transformers` cannot be used; empty if it can."""
+    """Return the reason why `transformers` cannot be used; empty if it can."""
     found = version_of("transformers")
     if found is None:
         return "transformers is not installed"
@@ -233,7 +233,7 @@ def _transformers() -> Finding:
 
 
 def _sglang() -> list[Finding]:
-    """Whether an installed SGLang can run on kvpool, and does."""
+    """Return whether an installed SGLang can run on kvpool, and does."""
     found = version_of("sglang")
     if found is None:
         return []

@@ -29,7 +29,7 @@ def slots_of(tokens: int, page: int, seed: int) -> list[int]:
 
 
 def reads(size: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """The name of a way to read slots of another process, how it is done, and a function that does it.
+    """Yield the name of a way to read slots of another process, how it is done, and a function that does.
 
     Args:
         size: Bytes of one call, a multiple of `PAGE * TOKEN_BYTES`.
@@ -71,7 +71,7 @@ def reads(size: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
 
 
 def lend(questions: Connection, tokens: int) -> None:
-    """The other process: lends the slots that it is asked for, until it is ended."""
+    """Lend the slots that are asked for, in the other process, until it is ended."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     from kvpool.integrations.nixl import Endpoint  # noqa: PLC0415 - as above
 
@@ -84,7 +84,7 @@ def lend(questions: Connection, tokens: int) -> None:
 
 
 def _receive(questions: Connection) -> bytes:
-    """The next message of the other process."""
+    """Return the next message of the other process."""
     if not questions.poll(_PATIENCE_S):
         raise TimeoutError(f"the other process has not answered for {_PATIENCE_S:.0f} s")
     try:
@@ -95,7 +95,7 @@ def _receive(questions: Connection) -> bytes:
 
 
 def _pool(tokens: int) -> Any:  # noqa: ANN401 - a `KVPool`
-    """K and V with room for twice the tokens, every byte written once."""
+    """Return the K and V with room for twice the tokens, every byte written once."""
     import kvpool  # noqa: PLC0415 - as above
 
     kv = kvpool.KVPool(2 * tokens + PAGE, LAYERS, HEADS, DIM, "cpu", "bfloat16", page_size=PAGE)

@@ -89,7 +89,7 @@ def _chunks(count: int, job: Job, device: str, *, pin_memory: bool = False) -> l
 
 
 def host(job: Job) -> Iterator[Bandwidth]:
-    """Copies within host memory."""
+    """Measure copies within host memory."""
     source, target = _chunks(2, job, "cpu")
     # Memory that was never written is one page of zeros.
     ctypes.memset(source.tensor().data_ptr(), 1, job.size)
@@ -97,7 +97,7 @@ def host(job: Job) -> Iterator[Bandwidth]:
 
 
 def cuda(job: Job) -> Iterator[Bandwidth]:
-    """Copies to and from a GPU, within it, and to those with a higher number."""
+    """Measure copies to and from a GPU, within it, and to those with a higher number."""
     there, other = _chunks(2, job, job.name)
     yield job.line("copy", "within its memory", lambda: other.copy_from(there.tensor()).wait())
     (here,) = _chunks(1, job, "cpu", pin_memory=True)
@@ -135,7 +135,7 @@ class _Copier:
 
 
 def directory(job: Job) -> Iterator[Bandwidth]:
-    """Pages that a `FileStore` writes and reads one after the other."""
+    """Measure pages that a `FileStore` writes and reads one after the other."""
     import kvpool  # noqa: PLC0415 - as above
 
     page_bytes = min(PAGE_BYTES, job.size)
@@ -172,7 +172,7 @@ def _all_of(store: FileStore, count: int, done: str, transfer: Any) -> None:  # 
 
 
 def nixl(job: Job) -> Iterator[Bandwidth]:
-    """Slots of another process over NIXL."""
+    """Measure slots of another process over NIXL."""
     from kvpool.tools.doctor.loopback import reads  # noqa: PLC0415 - few have NIXL
 
     for name, text, read in reads(job.size):

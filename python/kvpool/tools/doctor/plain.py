@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command with these arguments and returns its exit status."""
+    """Run the command with these arguments and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="kvpool doctor",
         description="Report what works on this machine and, for what does not, the reason and the remedy.",

@@ -74,7 +74,7 @@ class Report:
         ]
 
     def as_text(self) -> str:
-        """The report as lines of text."""
+        """Return the report as lines of text."""
         lines, section = [], ""
         for finding in self.findings:
             if finding.section != section:
@@ -88,7 +88,7 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {
             "findings": [asdict(finding) for finding in self.findings],
             "verdicts": {verdict.name: asdict(verdict) for verdict in self.verdicts},
@@ -96,10 +96,10 @@ class Report:
 
 
 def _entry(status: str, text: str, advice: str) -> list[str]:
-    """One line, and a second line if there is advice."""
+    """Return one line, and a second line if there is advice."""
     return [f"  {status:8}{text}", *([f"          -> {advice}"] if advice else [])]
 
 
 def unmet_text(unmet: list[Verdict]) -> str:
-    """One line about the unmet requirements."""
+    """Return one line about the unmet requirements."""
     return "; ".join(f"{verdict.title} does not work: {verdict.text}" for verdict in unmet)

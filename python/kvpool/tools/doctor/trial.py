@@ -80,7 +80,7 @@ def _numbers(tensor: Any) -> list[int]:  # noqa: ANN401 - of kvpool, or of PyTor
 
 
 def _places(pool: Any, row: int) -> list[tuple[int, int]]:  # noqa: ANN401 - a `KVPool`
-    """Address and bytes of a row in every buffer."""
+    """Return the address and bytes of a row in every buffer."""
     addresses, _, row_bytes = pool.get_contiguous_buf_infos()
     return [(address + row * size, size) for address, size in zip(addresses, row_bytes, strict=True)]
 

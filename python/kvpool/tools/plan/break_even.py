@@ -34,15 +34,15 @@ class BreakEven:
         return self.token_bytes * self.rate
 
     def compute_s(self, tokens: float) -> float:
-        """Seconds for computing so many tokens."""
+        """Return the seconds for computing so many tokens."""
         return tokens / self.rate
 
     def load_s(self, tokens: float, bandwidth: float) -> float:
-        """Seconds for loading so many tokens through a link of `bandwidth` bytes per second."""
+        """Return the seconds for loading so many tokens through a link of `bandwidth` bytes per second."""
         return self.latency_s + (tokens * self.token_bytes + self.state_bytes) / bandwidth
 
     def tokens(self, bandwidth: float) -> float:
-        """The number of tokens beyond which loading is faster; infinite if the link is too slow.
+        """Return the number of tokens beyond which loading is faster; infinite if the link is too slow.
 
         It solves `tokens / rate = latency_s + (tokens * token_bytes + state_bytes) / bandwidth`.
         """

@@ -172,20 +172,20 @@ class _Cache:
         self._cache = PrefixCache(self._allocator, policy=policy)
 
     def _tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Tokens of a prompt: the number of a block names it with all before it."""
+        """Return tokens that stand for a prompt: the number of a block names it with all before it."""
         return np.repeat(blocks.astype(np.int32), self._page_size)
 
     def length(self, blocks: NDArray[np.int64]) -> int:
-        """The number of a prompt's blocks that are cached."""
+        """Return the number of a prompt's blocks that are cached."""
         return self._cache.cached_len(self._tokens(blocks)) // self._page_size
 
     def use(self, blocks: NDArray[np.int64]) -> int:
-        """The same, as a use of it."""
+        """Return the number of a prompt's cached blocks, and count that as a use of them."""
         with self._cache.match(self._tokens(blocks)) as lease:
             return lease.length // self._page_size
 
     def begin(self, blocks: NDArray[np.int64]) -> _Prompt | None:
-        """Takes slots for what is not cached; None if prompts that are not over hold too many."""
+        """Take slots for what is not cached; None if prompts that are not over hold too many."""
         tokens = self._tokens(blocks)
         lease = self._cache.match(tokens)
         slots = self._allocator.alloc(len(tokens) - lease.length)
@@ -195,7 +195,7 @@ class _Cache:
         return _Prompt(lease, slots, tokens[lease.length :], lease.length // self._page_size)
 
     def put(self, blocks: NDArray[np.int64], first: int = 0) -> int:
-        """Adds the blocks from `first` on, as many as there is room for, and returns how many are new.
+        """Add the blocks from `first` on, as many as there is room for, and return how many are new.
 
         None if those before are gone.
         """
@@ -218,7 +218,7 @@ class _Prompt(NamedTuple):
     found: int
 
     def publish(self) -> None:
-        """It is computed: others find it."""
+        """Publish its tokens, which are computed: others find them."""
         if len(self.tokens):
             self.lease.publish(self.tokens, self.slots)
 
@@ -315,7 +315,7 @@ class _Fleet:
         self._next_prompt(machine)
 
     def _seconds(self, request: _Request, cached: int, stored: int) -> tuple[float, bool]:
-        """The time of a prompt on a machine, and whether that loads what the store has."""
+        """Return the time of a prompt on a machine, and whether that loads what the store has."""
         found = self._tokens(request, cached)
         more = self._tokens(request, stored) - found
         rest_s = self._costs.compute_s(request.input_len - max(found, found + more))
@@ -325,11 +325,11 @@ class _Fleet:
         return rest_s + min(load_s, compute_s), load_s < compute_s
 
     def _tokens(self, request: _Request, blocks: int) -> int:
-        """Tokens of a prompt's first blocks. The last token is computed in any case."""
+        """Return the tokens of a prompt's first blocks. The last token is computed in any case."""
         return min(blocks * self._trace.block_size, request.input_len - 1)
 
     def _choose(self, request: _Request, cached: list[int], costs: list[tuple[float, bool]]) -> int:
-        """The number of the prefill machine for a request: the one that is free first."""
+        """Return the number of the prefill machine for a request: the one that is free first."""
         waits = [max(machine.free_at - self._now, 0.0) + machine.waiting_s for machine in self._prefill]
         numbers = range(len(waits))
         if self._config.route == "turns":
@@ -339,7 +339,7 @@ class _Fleet:
         return min(numbers, key=lambda number: (waits[number] + costs[number][0], number))
 
     def _load(self, request: _Request, machine: _Prefill, first: int, end: int) -> None:
-        """Loads blocks from the store into the machine's prefix cache."""
+        """Load blocks from the store into the machine's prefix cache."""
         tokens = self._tokens(request, end) - self._tokens(request, first)
         seconds = self._costs.load_s(tokens, self._config.store_link)
         request.loaded, request.is_ready = (first, end), False
@@ -355,7 +355,7 @@ class _Fleet:
         self._next_prompt(machine)
 
     def _next_prompt(self, machine: _Prefill) -> None:
-        """Begins to compute the prompt that waits longest, once it is loaded and there is room for it."""
+        """Begin to compute the prompt that waits longest, once it is loaded and there is room for it."""
         if machine.is_busy or not machine.queue or not machine.queue[0].is_ready:
             return
         request = machine.queue[0]
@@ -375,7 +375,7 @@ class _Fleet:
         self._plan(machine.free_at, partial(self._compute, request, machine))
 
     def _compute(self, request: _Request, machine: _Prefill) -> None:
-        """A prompt is computed: others find it from now on."""
+        """End the computation of a prompt: others find it from now on."""
         prompt = cast("_Prompt", request.prompt)
         prompt.publish()
         if self._store is not None:
@@ -396,7 +396,7 @@ class _Fleet:
         return tokens * self._machine.token_bytes + self._machine.state_bytes
 
     def _hand_over(self) -> None:
-        """Begins transfers where both links are free, in the order in which prompts were computed.
+        """Begin transfers where both links are free, in the order in which prompts were computed.
 
         The one that is first waits for room, and those behind it do, too: no large prompt waits forever.
         """
@@ -426,7 +426,7 @@ class _Fleet:
         self._plan(self._now + seconds, partial(self._begin_answer, request, prefill, decode))
 
     def _begin_answer(self, request: _Request, prefill: _Prefill, decode: _Decode) -> None:
-        """The prompt has arrived, and its slots are free where it was computed."""
+        """Begin the answer to a prompt that has arrived: its slots are free where it was computed."""
         request.first = self._now
         prefill.is_linked = decode.is_linked = False
         cast("_Prompt", request.prompt).lease.release()
@@ -440,12 +440,12 @@ class _Fleet:
     # Decode machines.
 
     def _settle(self, decode: _Decode) -> None:
-        """Counts what each request has got."""
+        """Count what each request has got."""
         decode.got += (self._now - decode.since) * decode.speed
         decode.since = self._now
 
     def _plan_end(self, decode: _Decode) -> None:
-        """Plans the end of the request that is over first, if none comes or goes before."""
+        """Plan the end of the request that is over first, if none comes or goes before."""
         decode.version += 1
         if not decode.running:
             decode.speed = 0.0

@@ -55,7 +55,7 @@ class FleetOptions:
 
 
 def machine_of(plan: Plan) -> Machine:
-    """The capacity of a machine, all of its GPUs together.
+    """Return the capacity of a machine, all of its GPUs together.
 
     Heads that several GPUs store count for each: each GPU hands over what it has.
     """
@@ -69,7 +69,7 @@ def machine_of(plan: Plan) -> Machine:
 
 
 def fleet_of(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
-    """The fleet that the options describe; `measured` has the bandwidths that they do not.
+    """Return the fleet that the options describe; `measured` has the bandwidths that they do not.
 
     Raises:
         ConfigError: A speed is neither given nor measured, or a value is not one.
@@ -106,7 +106,7 @@ def fleet_of(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
 
 
 def _measured(lines: list[Bandwidth], name: str, option: str) -> float:
-    """The measured bandwidth of a way of bytes."""
+    """Return the measured bandwidth of a way of bytes."""
     line = next((line for line in lines if line.name == name), None)
     if line is not None and line.bytes_per_s is not None:
         return line.bytes_per_s

@@ -35,13 +35,13 @@ _AWAY = (".to_host", ".write")
 
 
 def break_even_of(result: FleetResult) -> BreakEven:
-    """Computing and loading on the machines of a fleet."""
+    """Return how computing compares with loading on the machines of a fleet."""
     machine, config = result.machine, result.config
     return BreakEven(machine.token_bytes, machine.state_bytes, config.prefill_rate, config.latency_s)
 
 
 def fleet_as_json(result: FleetResult, measured: list[Bandwidth]) -> dict[str, Any]:
-    """The result as plain values: seconds, bytes, tokens, shares from 0 to 1."""
+    """Return the result as plain values: seconds, bytes, tokens, shares from 0 to 1."""
     costs, prompt = break_even_of(result), float(np.median(result.input_lens))
     return {
         "trace": result.trace,
@@ -100,7 +100,7 @@ def _share(tokens: NDArray[np.int64], result: FleetResult) -> float:
 
 
 def _token_s(result: FleetResult) -> NDArray[np.float64]:
-    """The time between two tokens of each answer that has two."""
+    """Return the time between two tokens of each answer that has two."""
     several = result.output_lens > 1
     times: NDArray[np.float64] = result.decode_s[several] / (result.output_lens[several] - 1)
     return times
@@ -114,7 +114,7 @@ def _times(seconds: NDArray[np.float64]) -> dict[str, float | None]:
 
 
 def _links(result: FleetResult, measured: list[Bandwidth]) -> list[tuple[str, float]]:
-    """The ways by which a prompt can be loaded: those of the fleet, and measured ones."""
+    """Return the ways by which a prompt can be loaded: those of the fleet, and measured ones."""
     config = result.config
     links = [("link", config.link)]
     if config.store_bytes:

@@ -59,7 +59,7 @@ _WINDOW_OFF = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))
 
 
 def unknown_kinds(listed: list[Any], known: Collection[str]) -> list[str]:
-    """Unknown kinds of layers, for a message."""
+    """Return the unknown kinds of layers, for a message."""
     return sorted({brief(kind) for kind in listed if not isinstance(kind, str) or kind not in known})
 
 
@@ -95,12 +95,12 @@ def _layers(fields: Fields) -> int:
 
 
 def _every(fields: Fields, period: int, others: str) -> list[str]:
-    """Layers of which the last of each `period` attends to all tokens."""
+    """Return layers of which the last of each `period` attends to all tokens."""
     return [others if (layer + 1) % period else FULL for layer in range(_layers(fields))]
 
 
 def _by_window(fields: Fields) -> list[str]:
-    """Attention in every layer, with a window if the configuration has one and does not disable it."""
+    """Return attention in every layer, with a window if the configuration has one and does not disable it."""
     total, values = _layers(fields), fields.values
     if not values.get("sliding_window") or values.get("use_sliding_window") is False:
         return [FULL] * total
@@ -126,7 +126,7 @@ def _by_interval(fields: Fields) -> list[str]:
 
 
 def _llama4(fields: Fields) -> list[str]:
-    """Layers with rotary embeddings attend within a chunk, the others to all tokens."""
+    """Return layers that attend within a chunk, and those without rotary embeddings, to all tokens."""
     rotary = fields.numbers("no_rope_layers", 1)
     if rotary:
         return [WINDOW if flag else FULL for flag in rotary]
@@ -139,7 +139,7 @@ def _jamba(fields: Fields) -> list[str]:
 
 
 def _by_indices(fields: Fields, name: str, kind: str) -> list[str]:
-    """Layers with states, of which the listed ones attend too, or instead."""
+    """Return layers with states, of which the listed ones attend too, or instead."""
     total = _layers(fields)
     listed = fields.numbers(name, total - 1)
     if not listed:

@@ -162,7 +162,7 @@ def parse_model(config: dict[str, Any]) -> Model:
 
 
 def _language_model(config: dict[str, Any]) -> Fields:
-    """The fields of the language model in a configuration."""
+    """Return the fields of the language model in a configuration."""
     whole = config.get("model_type")
     inner = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), None)
     values = config if inner is None else inner
@@ -205,7 +205,7 @@ def _query_heads(fields: Fields) -> int:
 
 
 def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> tuple[KvLayers, ...]:
-    """The layers with keys and values, by shape."""
+    """Return the layers with keys and values, by shape."""
     # The last layers of these models attend to the keys and values of earlier layers.
     shared = fields.optional("num_kv_shared_layers", least=0) or 0
     keeping = tuple(layer for layer in attending if layer < len(kinds) - shared)
@@ -228,7 +228,7 @@ def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> 
 
 
 def _own_shapes(fields: Fields, kinds: list[str], heads: int) -> dict[int, tuple[int, int]]:
-    """KV heads and head dimension of layers that differ from the rest, which have `heads`."""
+    """Return the KV heads and head dimension of layers that differ from the rest, which have `heads`."""
     listed = fields.values.get("per_layer_config")
     if listed is not None:
         return _listed_shapes(fields, listed, len(kinds))
@@ -241,7 +241,7 @@ def _own_shapes(fields: Fields, kinds: list[str], heads: int) -> dict[int, tuple
 
 
 def _listed_shapes(fields: Fields, listed: object, layer_num: int) -> dict[int, tuple[int, int]]:
-    """Shapes from `per_layer_config`, which has the fields that differ in a layer."""
+    """Return the shapes from `per_layer_config`, which has the fields that differ in a layer."""
     if not isinstance(listed, dict):
         raise fields.error(f"has per_layer_config {brief(listed)}; it must be an object")
     own = {}
@@ -282,7 +282,7 @@ def _head_dim(fields: Fields) -> int:
 
 
 def _per_head(fields: Fields, missing: str, name: str, whole: int, heads: int) -> int:
-    """Head dimension if its field is missing: an equal share of the whole."""
+    """Return the head dimension if its field is missing: an equal share of the whole."""
     if whole % heads:
         raise fields.error(f"has no {missing}, and {name} {whole} is not a multiple of its {heads} heads")
     return whole // heads

@@ -94,7 +94,7 @@ class Footprint:
 
 
 def row_bytes(group: KvLayers, dtype: str) -> tuple[int, int]:
-    """Bytes of a row of K and of V in one layer."""
+    """Return the bytes of a row of K and of V in one layer."""
     item_bytes = _STORAGE_DTYPES[dtype]
     return (
         group.k_head_num * group.k_head_dim * item_bytes,
@@ -103,7 +103,7 @@ def row_bytes(group: KvLayers, dtype: str) -> tuple[int, int]:
 
 
 def footprint(shapes: Shapes, size: int, max_reqs: int) -> Footprint:
-    """Bytes of all pools.
+    """Return the bytes of all pools.
 
     Args:
         shapes: Shapes of the pools.

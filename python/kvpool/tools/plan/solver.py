@@ -120,7 +120,7 @@ class Plan:
         return self.config.budget_bytes - self.footprint.total_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain values; bytes and heads are those of one GPU."""
+        """Return the plan as plain values; bytes and heads are those of one GPU."""
         shapes = self.shapes
         return {
             "model_type": self.model.model_type,
@@ -144,7 +144,7 @@ class Plan:
         }
 
     def code(self) -> str:
-        """Python code that creates the pools of one GPU."""
+        """Return Python code that creates the pools of one GPU."""
         shapes, device = self.shapes, f'"{self.config.device}"'
         pages = f"page_size={shapes.page_size}"
         first, *others = shapes.kv
@@ -246,7 +246,7 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
 
 
 def _dtypes(model: Model, config: PlanConfig) -> tuple[str, str, tuple[str, ...]]:
-    """The data types of keys and values and of convolution states, and notes."""
+    """Return the data types of keys and values and of convolution states, and notes."""
     asked = config.dtype and DTYPE_ALIASES.get(config.dtype, config.dtype)
     dtype = asked or model.dtype
     if dtype is None:
@@ -268,7 +268,7 @@ def _dtypes(model: Model, config: PlanConfig) -> tuple[str, str, tuple[str, ...]
 
 
 def _mla_forms(model: Model, tp: int) -> dict[str, tuple[KvLayers, ...]]:
-    """Storage forms of latent attention, on one GPU."""
+    """Return the storage forms of latent attention, on one GPU."""
     if model.mla is None:
         return {}
     mla = model.mla
@@ -301,7 +301,7 @@ def _shard_states(states: States, tp: int) -> States:
 
 
 def _share(heads: int, tp: int, what: str) -> int:
-    """Heads of one GPU: divided, or one head replicated on several GPUs."""
+    """Return the heads of one GPU: divided, or one head replicated on several GPUs."""
     if heads % tp == 0:
         return heads // tp
     if tp % heads == 0:
@@ -310,7 +310,7 @@ def _share(heads: int, tp: int, what: str) -> int:
 
 
 def _solve(shapes: Shapes, config: PlanConfig, mean_pages: int) -> tuple[int, int]:
-    """Token slots and requests; if unspecified, as many requests as fit with `mean_pages` pages each."""
+    """Return token slots and requests: by default as many requests as fit with `mean_pages` pages each."""
     budget, page = config.budget_bytes, config.page_size
     most_pages = (MOST_INT32 - 2 * page) // page
 
@@ -342,7 +342,7 @@ def _solve(shapes: Shapes, config: PlanConfig, mean_pages: int) -> tuple[int, in
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that fits, or 0; `fits` is monotonic."""
+    """Return the largest number from 1 to `most` that fits, or 0; `fits` is monotonic."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -351,7 +351,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """Assumptions and advice."""
+    """Return assumptions and advice."""
     notes: list[str] = []
     model, config, shapes = plan.model, plan.config, plan.shapes
     if model.max_context_len is not None and plan.context_len > model.max_context_len:

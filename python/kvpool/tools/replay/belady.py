@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def belady(requests: Sequence[NDArray[np.int64]], capacity: int) -> int:
-    """The blocks that are found, request after request, if the leaf that is used again last is evicted.
+    """Return the blocks found for each request if the leaf that is used again last is evicted.
 
     Args:
         requests: For each request the numbers of its prompt's blocks, as in `Trace.blocks`.
@@ -38,7 +38,7 @@ class _Cache:
         self._leaves: list[tuple[int, int]] = []
 
     def add(self, path: list[int], next_uses: list[int]) -> int:
-        """Looks up a prompt, adds what is not found, and returns how many blocks are."""
+        """Look up a prompt, adds what is not found, and return how many blocks are."""
         uses, path = self._uses, path[: self._capacity]
         found = next((at for at, block in enumerate(path) if block not in uses), len(path))
         # Their entries in the heap, which name this request, are out of date now.
@@ -72,7 +72,7 @@ class _Cache:
 
 
 def _next_uses(requests: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """For each block of each request the next request with this block, or their number if there is none."""
+    """Return for each block of each request the next request with it, or their number if there is none."""
     lens = [len(path) for path in requests]
     users, blocks = np.repeat(np.arange(len(requests)), lens), np.concatenate(requests)
     order = np.argsort(blocks, kind="stable")

@@ -206,7 +206,7 @@ def _check_plot(plot: Path | None) -> None:
 
 
 def _capacities(text: str) -> list[int]:
-    """Sizes in tokens: `500K,8.2M` is 500,000 and 8,200,000."""
+    """Return the sizes in tokens: `500K,8.2M` is 500,000 and 8,200,000."""
     sizes = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,9})?)([kKmM]?)", part.strip())

@@ -49,6 +49,6 @@ class VerificationError(ReplayError):
 
 
 def _shorten(digits: str) -> str:
-    """At most 16 bytes of a hexadecimal row."""
+    """Return at most 16 bytes of a hexadecimal row."""
     most = 32
     return f"0x{digits}" if len(digits) <= most else f"0x{digits[:most]}... ({len(digits) // 2} bytes)"

@@ -70,7 +70,7 @@ class HitRates:
     rates: list[HitRate]
 
     def share(self, rate: HitRate) -> float:
-        """The share of all blocks that was found."""
+        """Return the share of all blocks that was found."""
         return rate.found_blocks / self.blocks
 
 
@@ -125,7 +125,7 @@ def measure(
 
 
 def _found(prompts: Prompts, trace: Trace, policy: str, capacity: int, page_size: int) -> int:
-    """The blocks that a cache finds."""
+    """Return the blocks that a cache finds."""
     allocator = TokenToKVPoolAllocator(capacity, device="cpu", page_size=page_size, need_sort=False)
     cache = PrefixCache(allocator, policy=policy)
     most = allocator.available_size()

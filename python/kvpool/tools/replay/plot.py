@@ -24,7 +24,7 @@ _POINTS = 2_000  # about the width of the picture
 
 
 def save_plot(result: ReplayResult, path: Path) -> None:
-    """Draws occupancy over time and the latency distribution of each operation.
+    """Draw occupancy over time and the latency distribution of each operation.
 
     Args:
         result: A finished replay.
@@ -39,7 +39,7 @@ def save_plot(result: ReplayResult, path: Path) -> None:
 
 
 def save_rates(rates: HitRates, path: Path) -> None:
-    """Draws the hit rate of each policy over the capacity.
+    """Draw the hit rate of each policy over the capacity.
 
     Args:
         rates: The measured hit rates.

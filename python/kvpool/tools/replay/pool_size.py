@@ -35,7 +35,7 @@ def suggest_pool_size(trace: Trace, config: ReplayConfig) -> int:
 
 
 def _unlimited_peak(trace: Trace, config: ReplayConfig) -> float:
-    """Peak number of slots in use in an unlimited pool, with prompts in whole pages."""
+    """Return the peak number of slots in use in an unlimited pool, with prompts in whole pages."""
     step_s = config.step_ms / 1000.0
     inputs = -(-trace.input_lens // config.page_size) * config.page_size
     prefill_s = trace.input_lens * (step_s / config.prefill_budget)
@@ -59,7 +59,7 @@ def _sums_until(
     values: NDArray[Any],
     side: Literal["left", "right"],
 ) -> NDArray[np.float64]:
-    """For each time the sum of the `values` whose key is below it, or also equal to it for `"right"`."""
+    """Return for each time the sum of `values` whose key is below it, or equal to it, too, for `"right"`."""
     order = np.argsort(keys)
     sums = np.concatenate(([0.0], np.cumsum(values[order])))
     return sums[np.searchsorted(keys[order], times, side)]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def token_ids(prefixes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Token ids, int32 `[n]` and not negative, as a hash of the number of a prefix and the position."""
+    """Return token ids, int32 `[n]`, not negative: a hash of the number of a prefix and the position."""
     words: NDArray[np.uint32] = prefixes.astype(np.uint32) * np.uint32(0x9E37_79B1)
     words += positions.astype(np.uint32) * np.uint32(0x85EB_CA6B)
     words ^= words >> np.uint32(16)
@@ -43,11 +43,11 @@ class Prompts:
         self.prefixes: int = self._first_output + len(trace)
 
     def output(self, request: int) -> int:
-        """The number of the prefix of all positions behind a prompt."""
+        """Return the number of the prefix of all positions behind a prompt."""
         return self._first_output + request
 
     def prefixes_of(self, request: int, begin: int, end: int) -> NDArray[np.int64]:
-        """The numbers of the prefixes, int64 `[end - begin]`, of positions from `begin` to `end`."""
+        """Return the numbers of the prefixes, int64 `[end - begin]`, of positions from `begin` to `end`."""
         prompt_end = min(max(self._input_lens[request], begin), end)
         result = np.full(end - begin, self.output(request), dtype=np.int64)
         positions = np.arange(begin, prompt_end)
@@ -55,10 +55,10 @@ class Prompts:
         return result
 
     def tokens_of(self, request: int, begin: int, end: int) -> NDArray[np.int32]:
-        """Token ids, int32 `[end - begin]`, of positions from `begin` to `end`."""
+        """Return the token ids, int32 `[end - begin]`, of positions from `begin` to `end`."""
         return token_ids(self.prefixes_of(request, begin, end), np.arange(begin, end))
 
     def whole_blocks_of(self, request: int) -> NDArray[np.int32]:
-        """The prompt's token ids, int32 `[blocks * block_size]`, as if its last block were full."""
+        """Return the prompt's token ids, int32 `[blocks * block_size]`, as if its last block were full."""
         prefixes = np.repeat(self._blocks[request], self._block_size)
         return token_ids(prefixes, np.arange(len(prefixes)))

@@ -154,7 +154,7 @@ class _Request:
     held: Held = field(default_factory=Held)
 
     def between(self, begin: int, end: int) -> Sequence[int]:
-        """Tokens from position `begin` to `end`: an array, which the prefix cache reads in place."""
+        """Return tokens from position `begin` to `end`: an array, which the prefix cache reads in place."""
         if self.tokens is None:
             self.tokens = self.prompts.tokens_of(self.index, 0, self.total_len)
         return cast("Sequence[int]", self.tokens[begin:end])
@@ -254,7 +254,7 @@ class Replay:
         self._retracted_s = array("d")
 
     def _make_requests(self, accepted: NDArray[np.int64], prompts: Prompts) -> deque[tuple[float, _Request]]:
-        """The requests that can be served, in order of arrival."""
+        """Return the requests that can be served, in order of arrival."""
         arrival_s = self.trace.arrival_s[accepted] / self.config.speed_up
         inputs = self.trace.input_lens[accepted].tolist()
         totals = self.trace.total_lens[accepted].tolist()
@@ -420,7 +420,7 @@ class Replay:
 
 
 def _sizes(trace: Trace, config: ReplayConfig) -> tuple[int, int]:
-    """The pool size and the longest context: those of the configuration, or those that suit the trace."""
+    """Return the pool size and the longest context: as configured, or those that suit the trace."""
     max_context = config.max_context or int(trace.total_lens.max())
     if config.pool_size is not None:
         return config.pool_size, max_context
@@ -429,7 +429,7 @@ def _sizes(trace: Trace, config: ReplayConfig) -> tuple[int, int]:
 
 
 def _accepted(trace: Trace, max_context: int, capacity: int, page_size: int) -> NDArray[np.int64]:
-    """Positions of the requests in the trace that fit into the request table and the pool alone.
+    """Return the positions of the requests in the trace that fit into the request table and the pool alone.
 
     Raises:
         ConfigError: If there are none.

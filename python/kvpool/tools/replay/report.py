@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def as_json(result: ReplayResult) -> dict[str, Any]:
-    """The result as plain values; everything that depends on the machine's speed is in `"timing"`.
+    """Return the result as plain values; everything that depends on the machine's speed is in `"timing"`.
 
     Operation times are in nanoseconds, and None without calls.
     """
@@ -55,7 +55,7 @@ def print_report(result: ReplayResult, console: Console) -> None:
 
 
 def rates_as_json(rates: HitRates) -> dict[str, Any]:
-    """The hit rates as plain values."""
+    """Return the hit rates as plain values."""
     plain = asdict(rates)
     plain["unlimited_hit_rate"] = rates.repeated_blocks / rates.blocks
     for entry, rate in zip(plain["rates"], rates.rates, strict=True):

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def timed(call: Callable[P, R], nanoseconds: array[int]) -> Callable[P, R]:
-    """Wraps `call` so that each call's duration is appended to `nanoseconds`."""
+    """Wrap `call` so that each call's duration is appended to `nanoseconds`."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         begin = perf_counter_ns()
@@ -28,7 +28,7 @@ def timed(call: Callable[P, R], nanoseconds: array[int]) -> Callable[P, R]:
 
 
 def timer_cost_ns() -> float:
-    """Median nanoseconds that `timed` reports for an empty call."""
+    """Return the median nanoseconds that `timed` reports for an empty call."""
     samples = array("q")
     empty = timed(lambda _: None, samples)
     for _ in range(10_000):

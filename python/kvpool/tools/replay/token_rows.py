@@ -28,7 +28,7 @@ def _hex(words: torch.Tensor) -> str:
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Scrambles int64 words so that every input bit moves every output bit (SplitMix64, modulo 2**64)."""
+    """Scramble int64 words so that every input bit moves every output bit (SplitMix64, modulo 2**64)."""
     words = (words ^ ((words >> 30) & 0x3_FFFF_FFFF)) * -0x40A7_B892_E31B_1A47
     words = (words ^ ((words >> 27) & 0x1F_FFFF_FFFF)) * -0x6B2F_B644_ECCE_EE15
     return words ^ ((words >> 31) & 0x1_FFFF_FFFF)
@@ -70,16 +70,16 @@ class TokenRows:
         self._wide = torch.empty(2, self.chunk, self._words, dtype=torch.int64, device=self._device)
 
     def keys(self, prefix_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token keys, int64 `[n]`, of `positions` `[n]` with `prefix_keys`, int64 `[n]`."""
+        """Return the token keys, int64 `[n]`, of `positions` `[n]` with `prefix_keys`, int64 `[n]`."""
         return _mix(positions.to(torch.int64) * self._STRIDE + prefix_keys)
 
     def prefix_keys_of(self, request: int, begin: int, end: int) -> torch.Tensor:
-        """Keys of the prefixes, int64 `[end - begin]`, of one request's positions from `begin` to `end`."""
+        """Return the prefix keys, int64 `[end - begin]`, of one request's positions from `begin` to `end`."""
         prefixes = torch.from_numpy(self.prompts.prefixes_of(request, begin, end))
         return self.prefix_keys[prefixes.to(self._device)]
 
     def keys_of(self, request: int, begin: int, end: int) -> torch.Tensor:
-        """Token keys, int64 `[end - begin]`, of one request's positions from `begin` to `end`."""
+        """Return the token keys, int64 `[end - begin]`, of one request's positions from `begin` to `end`."""
         positions = torch.arange(begin, end, device=self._device)
         return self.keys(self.prefix_keys_of(request, begin, end), positions)
 
@@ -102,15 +102,15 @@ class TokenRows:
         return narrow.to(self._word)
 
     def as_rows(self, words: torch.Tensor) -> torch.Tensor:
-        """The same memory in the pool's dtype, `[n, heads * head_dim]`."""
+        """Return the same memory in the pool's dtype, `[n, heads * head_dim]`."""
         return words.view(self.dtype)
 
     def as_words(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same memory of contiguous rows `[n, heads, head_dim]` as words `[n, words]`."""
+        """Return the same memory of contiguous rows `[n, heads, head_dim]` as words `[n, words]`."""
         return rows.view(rows.shape[0], -1).view(self._word)
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two uninitialised tensors `[chunk, heads, head_dim]` for gathered K and V."""
+        """Return two uninitialised tensors `[chunk, heads, head_dim]` for gathered K and V."""
         shape = (self.chunk, *self._shape)
         return (
             torch.empty(shape, dtype=self.dtype, device=self._device),
@@ -140,7 +140,7 @@ class KvStore:
         self._k, self._v = self.rows.buffers()
 
     def store(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
-        """Writes the rows of all layers for token keys `[n]` into slots `[n]`."""
+        """Write the rows of all layers for token keys `[n]` into slots `[n]`."""
         for begin in range(0, keys.numel(), self.rows.chunk):
             part = slice(begin, begin + self.rows.chunk)
             for layer in range(self._layers):
@@ -149,7 +149,7 @@ class KvStore:
                 self._set_kv(layer, slots[part], k, v)
 
     def check(self, request: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
-        """Compares K and V of all layers in slots `[n]` with what `store` wrote for token keys `[n]`.
+        """Compare K and V of all layers in slots `[n]` with what `store` wrote for token keys `[n]`.
 
         Args:
             request: Index of the request, for the error.
@@ -181,7 +181,7 @@ class KvStore:
                         )
 
     def _token_of(self, words: torch.Tensor, layer: int, part: int) -> tuple[int, int] | None:
-        """The first (request, position) with this row, if rows are long enough to tell."""
+        """Return the first (request, position) with this row, if rows are long enough to tell."""
         if words.numel() * words.itemsize < _TELLING_BYTES:
             return None
         for request, total_len in enumerate(self.rows.prompts.total_lens):

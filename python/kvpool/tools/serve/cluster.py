@@ -82,7 +82,7 @@ class Options(NamedTuple):
 
 
 def common(config: ServeConfig) -> dict[str, str | int]:
-    """The properties that all processes of a cluster have in common."""
+    """Return the properties that all processes of a cluster have in common."""
     return {"model": revision(config)}
 
 
@@ -115,7 +115,7 @@ def work(config: ServeConfig, options: Options, *, until_stdin_ends: bool) -> No
 
 
 def _wait_for_end(stop: threading.Event) -> None:
-    """The parent holds the other end: it closes when that ends, however it does."""
+    """Wait until stdin is closed, whose other end the parent holds: however the parent ends."""
     sys.stdin.read()
     stop.set()
 
@@ -186,7 +186,7 @@ class Cluster:
 def children(
     config: ServeConfig, options: Options, cluster: Cluster, secret: bytes
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Workers on this machine, as processes of their own. They end with this process.
+    """Run workers on this machine, as processes of their own. They end with this process.
 
     Args:
         config: The configuration of their pools and model.
@@ -252,5 +252,5 @@ def _child(
 
 
 def new_secret() -> bytes:
-    """A random secret."""
+    """Return a random secret."""
     return secrets.token_hex(32).encode()

@@ -46,7 +46,7 @@ def run(config: ServeConfig, options: Options, console: Console) -> ServeResult:
 
 
 def table(workers: tuple[WorkerStatus, ...] | list[WorkerStatus]) -> Table:
-    """The workers with what they do."""
+    """Return the workers with what they do."""
     table = Table(show_edge=False)
     table.add_column("worker")
     for name in ("has", "runs", "moves", "found", "computed", "read", "made", "pool"):

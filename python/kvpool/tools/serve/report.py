@@ -27,7 +27,7 @@ UPDATES_PER_SECOND = 8
 
 
 def as_json(result: ServeResult) -> dict[str, Any]:
-    """The result as plain values."""
+    """Return the result as plain values."""
     values = {
         "config": asdict(result.config),
         **result.stats,
@@ -54,7 +54,7 @@ def as_json(result: ServeResult) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """PyTorch uses one thread meanwhile: the matrices are too small to gain from more."""
+    """Silence advice, and let PyTorch use one thread: the matrices are too small to gain from more."""
     log: Any = logging
     threads, verbosity = torch.get_num_threads(), log.get_verbosity()
     torch.set_num_threads(1)
@@ -149,7 +149,7 @@ def print_report(result: ServeResult, console: Console) -> None:
 
 
 def _rows(result: ServeResult, *, of: ServeResult) -> list[tuple[str, str]]:
-    """Names and values, in the same rows as those of another result."""
+    """Return names and values, in the same rows as those of another result."""
     stats = result.stats
     share = 100 * result.peak_in_use / stats["capacity"]
     ties = sum(found.is_tie for found in result.differences)

@@ -229,7 +229,7 @@ class Pools:
         )
 
     def _make_cache(self, config: ServeConfig, *, events: bool) -> PrefixCache:
-        """A cache, perhaps with host memory below, and a store."""
+        """Return a cache, perhaps with host memory below, and a store."""
         pooled, states = self.pooled, self.pooled.gdn_pool
         if not config.host_tokens:
             if config.store:
@@ -367,7 +367,7 @@ class Service:
         result.differences = tuple(found)
 
     def _difference(self, number: int, request: Generation) -> Iterator[Difference]:
-        """The first token that is not the one which the model alone puts after those before it."""
+        """Yield the first token that is not the one which the model alone puts after those before it."""
         tokens = torch.tensor(request.tokens, device=self.config.device)
         if len(tokens) != request.max_new_tokens:
             yield Difference(number, min(len(tokens), request.max_new_tokens), inf)
@@ -396,12 +396,12 @@ def _tokens(chance: random.Random, count: int) -> list[int]:
 
 
 def default_device() -> str:
-    """A GPU if PyTorch has one, else the CPU."""
+    """Return a GPU if PyTorch has one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def spell(token: int) -> str:
-    """A token as a syllable, some with a leading space."""
+    """Return a token as a syllable, some with a leading space."""
     consonants, vowels = "bdfgklmnprstvz", "aeiou"
     syllable = consonants[token % len(consonants)] + vowels[token // len(consonants) % len(vowels)]
     return f" {syllable}" if token % 3 == 0 else syllable
