@@ -189,14 +189,26 @@ class KvpoolPrimaryTier(KvpoolOffloadingManager):
         super().__init__(num_chunks, **options)
         self._region = mmap_region
         self._view: memoryview = mmap_region.create_kv_memoryview()
-        # The names for copies between this tier and those below.
-        self.complete_read = self.complete_load
-        self.prepare_write = self.prepare_store
-        self.complete_write = self.complete_store
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """Keep chunks for a copy to a tier below, which is no use of them."""
         return CPULoadStoreSpec(self._table.begin_load(keys))
+
+    def complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """End such a copy."""
+        self.complete_load(keys, req_context)
+
+    def prepare_write(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Take chunks for a copy from a tier below."""
+        return self.prepare_store(keys, req_context)
+
+    def complete_write(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """End such a copy."""
+        self.complete_store(keys, req_context, success)
 
     def get_kv_memoryview(self) -> memoryview:
         return self._view
