@@ -36,6 +36,21 @@ class Store(Closing):
 
     A cache lets at most half of the host tier wait to be written. The constructor of a subclass calls that of
     this class at its end, when it can be asked.
+
+    Memory is passed by its address, as a network or another library takes it. Do not use it after the call,
+    or beyond its size: nothing checks that. From Python, use it through a `memoryview`, which refuses a page
+    of another size:
+
+    ```python
+    import ctypes
+
+
+    def view(address: int, size: int) -> memoryview:
+        return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+    ```
+
+    `view(address, size)[:] = page` copies a page to memory in `read`; `bytes(view(address, size))` copies it
+    from there in `write`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +76,8 @@ class Store(Closing):
 
         Args:
             keys: The keys.
-            addresses: The place for the page of each key: in memory that `attach` was called with.
+            addresses: The place for the page of each key, in memory that `attach` was called with. Nothing
+                else uses it until the call returns.
             sizes: Bytes of each page.
 
         Returns:
@@ -71,7 +87,12 @@ class Store(Closing):
 
     @abstractmethod
     def write(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
-        """Copy pages from memory, which does not change during the call. The arguments are those of `read`.
+        """Copy pages from memory, which does not change until the call returns.
+
+        Args:
+            keys: The keys.
+            addresses: The place of the page of each key.
+            sizes: Bytes of each page.
 
         Returns:
             For each page whether it is there now.
