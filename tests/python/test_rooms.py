@@ -41,7 +41,7 @@ PRIVATE = {
     "tools.plan.parameters": {"_STORAGE_DTYPES"},
     "tools.plan.pool_bytes": {"_STORAGE_DTYPES", "_footprint"},
     "tools.plan.solver": {"_STORAGE_DTYPES"},
-    "tools.replay.command": {"_STORAGE_DTYPES"},
+    "tools.replay.parameters": {"_STORAGE_DTYPES"},
     "tools.replay.config": {"_STORAGE_DTYPES"},
     # Parts of one engine's scheduler each: they have the shape of its classes, and change with them.
     "integrations.lmcache.memory": {"AddressSpace"},

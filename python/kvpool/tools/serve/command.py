@@ -1,9 +1,7 @@
 """The command `kvpool serve`."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 from rich.console import Console
@@ -12,6 +10,7 @@ from kvpool.errors import KvPoolError
 from kvpool.tools.devices import check_device
 from kvpool.tools.needs import CLUSTER, COMMANDS
 from kvpool.tools.output import fail, need
+from kvpool.tools.serve import parameters
 
 if TYPE_CHECKING:
     from kvpool.serving.swap import SwapMode
@@ -19,57 +18,31 @@ if TYPE_CHECKING:
 
 def serve(  # noqa: PLR0913 - one parameter per option
     *,
-    model: Annotated[
-        str, typer.Option(help="A small model with random weights: qwen3, llama or qwen3-next.")
-    ] = "qwen3",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the burst.")] = 300,
-    conversations: Annotated[
-        int, typer.Option(min=0, help="In place of the burst: users with a conversation of several turns.")
-    ] = 0,
-    per_step: Annotated[int, typer.Option(min=1, help="Requests or users that arrive in each step.")] = 8,
-    pool_size: Annotated[int, typer.Option(min=1, help="Token slots.")] = 1024,
-    page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = 1,
-    host_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of host memory below the prefix cache; 0 for none.")
-    ] = 0,
-    store: Annotated[
-        str,
-        typer.Option(
-            metavar="DIRECTORY",
-            help="Keep pages in files there, below host memory: a later run with the same model finds them.",
-        ),
-    ] = "",
-    store_mib: Annotated[int, typer.Option(min=1, help="The most MiB of these files.")] = 1024,
-    swap: Annotated[
-        str, typer.Option(help="What happens to evicted prefixes there: auto, load or compute.")
-    ] = "auto",
-    prefill_budget: Annotated[int, typer.Option(min=1, help="New tokens per step.")] = 256,
-    device: Annotated[
-        str | None, typer.Option(help="In PyTorch's notation. Default: a GPU if there is one.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and requests.")] = 0,
-    prefill: Annotated[
-        int, typer.Option(min=0, help="Workers for prompts. Alone, they are started on this machine.")
-    ] = 0,
-    decode: Annotated[int, typer.Option(min=0, help="Workers for what follows.")] = 0,
-    role: Annotated[str, typer.Option(help="Be one process of a cluster: router, prefill or decode.")] = "",
-    listen: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1:0",
-    router: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where a worker finds the router.")] = "",
-    name: Annotated[str, typer.Option(help="Of a worker. Default: its role and process.")] = "",
-    secret_file: Annotated[
-        str, typer.Option(help="Has the secret of the cluster. Default: KVPOOL_SECRET_FILE or KVPOOL_SECRET.")
-    ] = "",
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Other machines are part of the cluster.")
-    ] = False,
-    host: Annotated[str, typer.Option(help="Address at which a worker publishes events.")] = "127.0.0.1",
-    network: Annotated[
-        str, typer.Option(help="Network devices of a worker for rows, as UCX has them.")
-    ] = "lo",
-    until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
-    as_json_object: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and stream nothing.")
-    ] = False,
+    model: parameters.Model = "qwen3",
+    requests: parameters.Requests = 300,
+    conversations: parameters.Conversations = 0,
+    per_step: parameters.PerStep = 8,
+    pool_size: parameters.PoolSize = 1024,
+    page_size: parameters.PageSize = 1,
+    host_tokens: parameters.HostTokens = 0,
+    store: parameters.Store = "",
+    store_mib: parameters.StoreMib = 1024,
+    swap: parameters.Swap = "auto",
+    prefill_budget: parameters.PrefillBudget = 256,
+    device: parameters.Device = None,
+    seed: parameters.Seed = 0,
+    prefill: parameters.Prefill = 0,
+    decode: parameters.Decode = 0,
+    role: parameters.Role = "",
+    listen: parameters.Listen = "127.0.0.1:0",
+    router: parameters.Router = "",
+    name: parameters.Name = "",
+    secret_file: parameters.SecretFile = "",
+    allow_remote: parameters.AllowRemote = False,
+    host: parameters.Host = "127.0.0.1",
+    network: parameters.Network = "lo",
+    until_stdin_ends: parameters.UntilStdinEnds = False,
+    as_json_object: parameters.Json = False,
 ) -> None:
     """Serve a small model through the pools, and check every request against the model alone.
 

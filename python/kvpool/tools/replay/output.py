@@ -1,0 +1,79 @@
+"""The results of a replay, or of a measurement of hit rates: printed, and drawn into a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from kvpool.tools.output import fail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvpool.tools.replay.hit_rates import HitRates
+    from kvpool.tools.replay.replay import ReplayResult
+
+T = TypeVar("T")
+
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class Output:
+    """The form of results.
+
+    Attributes:
+        plot: File of the picture, if there is one.
+        as_json_object: Whether to print one JSON object in place of tables.
+    """
+
+    plot: Path | None
+    as_json_object: bool
+
+    def check(self) -> None:
+        """Exit if the picture cannot be written, before the results are computed."""
+        if self.plot is None:
+            return
+        if not self.plot.parent.is_dir():
+            fail(f"--plot: {self.plot.parent} is not a folder")
+        if self.plot.suffix not in PICTURE_FORMATS:
+            fail(f"--plot: {self.plot.name} must end in {', '.join(PICTURE_FORMATS)}")
+
+    def print_replay(self, result: ReplayResult) -> None:
+        """Print a replay, and draw its occupancy and latencies."""
+        from kvpool.tools.replay.report import as_json, print_report  # noqa: PLC0415 - it needs NumPy
+
+        self._print(result, as_json, print_report)
+        if self.plot is not None:
+            from kvpool.tools.replay.plot import save_plot  # noqa: PLC0415 - Matplotlib loads slowly
+
+            save_plot(result, self.plot)
+            self._print_path(self.plot)
+
+    def print_rates(self, rates: HitRates) -> None:
+        """Print hit rates, and draw them."""
+        from kvpool.tools.replay.report import print_rates, rates_as_json  # noqa: PLC0415 - it needs NumPy
+
+        self._print(rates, rates_as_json, print_rates)
+        if self.plot is not None:
+            from kvpool.tools.replay.plot import save_rates  # noqa: PLC0415 - Matplotlib loads slowly
+
+            save_rates(rates, self.plot)
+            self._print_path(self.plot)
+
+    def _print(
+        self, found: T, as_json: Callable[[T], dict[str, Any]], show: Callable[[T, Console], None]
+    ) -> None:
+        if self.as_json_object:
+            typer.echo(json.dumps(as_json(found)))
+        else:
+            show(found, Console())
+
+    def _print_path(self, plot: Path) -> None:
+        if not self.as_json_object:
+            typer.echo(f"picture: {plot}")
