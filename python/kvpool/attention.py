@@ -1,4 +1,5 @@
 """The public path of `kvpool.serving.attention`."""
 
-from kvpool.serving.attention import *
-from kvpool.serving.attention import __all__ as __all__
+from kvpool.serving.attention import AttentionGroup, PoolAttention, plain_attention
+
+__all__ = ["AttentionGroup", "PoolAttention", "plain_attention"]

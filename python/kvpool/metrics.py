@@ -1,4 +1,5 @@
 """The public path of `kvpool.observe.metrics`."""
 
-from kvpool.observe.metrics import *
-from kvpool.observe.metrics import __all__ as __all__
+from kvpool.observe.metrics import PoolCollector, register
+
+__all__ = ["PoolCollector", "register"]

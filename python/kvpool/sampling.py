@@ -1,4 +1,5 @@
 """The public path of `kvpool.serving.sampling`."""
 
-from kvpool.serving.sampling import *
-from kvpool.serving.sampling import __all__ as __all__
+from kvpool.serving.sampling import Sampling, sample
+
+__all__ = ["Sampling", "sample"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -58,7 +59,7 @@ PRIVATE = {
 }
 
 # Public paths of modules that are in folders: for users. The package imports the modules themselves.
-PUBLIC_PATHS = {"kvpool.attention", "kvpool.lmcache", "kvpool.metrics", "kvpool.sampling"}
+PUBLIC_PATHS = ["kvpool.attention", "kvpool.lmcache", "kvpool.metrics", "kvpool.sampling"]
 
 # The folders that the modules of a folder may import. "" is the public face.
 MAY_IMPORT = {
@@ -117,7 +118,16 @@ def test_folders_import_allowed_folders_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_are_imported_from_where_they_are(name: str) -> None:
-    assert not own_imports(name) & PUBLIC_PATHS
+    assert not own_imports(name) & {*PUBLIC_PATHS}
+
+
+@pytest.mark.parametrize("name", PUBLIC_PATHS)
+def test_public_paths_have_the_public_names_of_their_modules(name: str) -> None:
+    public = importlib.import_module(name)
+    [module] = own_imports(name)
+    own = importlib.import_module(module)
+    assert sorted(public.__all__) == sorted(own.__all__)
+    assert all(getattr(public, each) is getattr(own, each) for each in own.__all__)
 
 
 def test_the_cluster_imports_the_public_names_of_the_events_only() -> None:
