@@ -521,7 +521,7 @@ LOADING = {
     "_forward",
     "wait_layer",
     "wait",
-    "note_computed",
+    "record_computed",
     "release",
 }
 """Functions that load, or that have to do with what is being loaded."""
@@ -584,7 +584,7 @@ class Machine:
         """A step, which takes its time."""
         seconds = self.step + self.token * chunk_tokens
         seconds += (self.load + self.loaded_token * loaded) if loaded else 0.0
-        swap.note_step(seconds, chunk_tokens, loaded, is_over=True)
+        swap.record_step(seconds, chunk_tokens, loaded, is_over=True)
 
     def serve(self, swap: Swap, sizes: Iterable[int]) -> list[bool]:
         """Prefixes of these sizes, loaded or computed as the swap says, among decoding requests."""
@@ -634,17 +634,17 @@ def test_auto_tries_loads_larger_than_any() -> None:
 def test_steps_that_the_host_has_not_waited_for_count_with_the_next() -> None:
     swaps = Swap(), Swap()
     for swap in swaps:
-        swap.note_step(0.02, 0, 0, is_over=True)
-    swaps[0].note_step(0.02 + 0.05, 500, 0, is_over=True)
+        swap.record_step(0.02, 0, 0, is_over=True)
+    swaps[0].record_step(0.02 + 0.05, 500, 0, is_over=True)
     # A device is busy with two chunks that were enqueued at once.
-    swaps[1].note_step(0.001, 250, 0, is_over=False)
-    swaps[1].note_step(0.02 + 0.02 + 0.05 - 0.001, 250, 0, is_over=True)
+    swaps[1].record_step(0.001, 250, 0, is_over=False)
+    swaps[1].record_step(0.02 + 0.02 + 0.05 - 0.001, 250, 0, is_over=True)
     costs = [swap._steps.at(1000, swap._least) for swap in swaps]
     assert costs[0] == pytest.approx(costs[1])
     assert costs[0] == pytest.approx(0.02 + 0.1)
-    swaps[1].note_step(7.0, 250, 0, is_over=False)
+    swaps[1].record_step(7.0, 250, 0, is_over=False)
     swaps[1].drop_open()
-    swaps[1].note_step(0.02, 0, 0, is_over=True)
+    swaps[1].record_step(0.02, 0, 0, is_over=True)
     assert swaps[1]._least == pytest.approx(0.02)
 
 
@@ -652,14 +652,14 @@ def test_steps_that_the_host_has_not_waited_for_count_with_the_next() -> None:
 def test_a_line_follows_what_was_measured() -> None:
     line = Line()
     assert (line.at(100), line.at(100, 2.0), line.slope(), line.is_known) == (0, 2, 0, False)
-    line.note(10, 5.0)
+    line.add(10, 5.0)
     assert (line.at(20), line.slope(), line.slope(2.0)) == pytest.approx((10, 0.5, 0.3))
-    line.note(20, 8.0)
+    line.add(20, 8.0)
     assert (line.at(0), line.slope(), line.at(40)) == pytest.approx((2.0, 0.3, 14.0))
     falling, below_zero = Line(), Line()
     for tokens, low, high in ((10, 5.0, 1.0), (20, 3.0, 8.0)):
-        falling.note(tokens, low)
-        below_zero.note(tokens, high)
+        falling.add(tokens, low)
+        below_zero.add(tokens, high)
     assert falling.slope() == 0
     assert 3 < falling.at(1000) < 5
     assert below_zero.at(0) == 0

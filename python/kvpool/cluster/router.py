@@ -119,14 +119,14 @@ class Router(Closing):
                 4,096 stop tokens, a seed or a namespace is beyond 64 bits, or a namespace has more than 1,000
                 characters or bytes.
         """
-        given = [int(token) for token in prompt]
-        if not 0 < len(given) <= messages.MAX_TOKENS or max_new_tokens < 1:
+        tokens = [int(token) for token in prompt]
+        if not 0 < len(tokens) <= messages.MAX_TOKENS or max_new_tokens < 1:
             raise ConfigError(
-                f"{len(given)} prompt and {max_new_tokens} new tokens; at least one of each is needed, "
+                f"{len(tokens)} prompt and {max_new_tokens} new tokens; at least one of each is needed, "
                 f"and at most {messages.MAX_TOKENS} of a prompt"
             )
         request = ClusterRequest(
-            given,
+            tokens,
             max_new_tokens,
             frozenset(stop_tokens),
             sampling or Sampling(),

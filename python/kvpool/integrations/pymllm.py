@@ -169,9 +169,9 @@ class RadixCache(base.BasePrefixCache):  # type: ignore[misc] # without types
         """Give up everything, locked or not, and free the slots."""
         self._report(self._tree.clear().gone)
 
-    def _report(self, gone: list[int]) -> None:
+    def _report(self, removed: list[int]) -> None:
         if self.on_node_evict is not None:
-            for node in gone:
+            for node in removed:
                 self.on_node_evict(node)
 
     def inc_lock_ref(self, node: TreeNode | None) -> None:

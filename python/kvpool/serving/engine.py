@@ -214,20 +214,20 @@ class Engine:
                 empty, a token is not in the vocabulary, or `tokens` are all that was asked for.
         """
         prompt, tokens = [int(token) for token in prompt], [int(token) for token in tokens]
-        given, vocab_size = len(prompt), self.model.vocab_size
+        prompt_len, vocab_size = len(prompt), self.model.vocab_size
         unknown = [token for token in prompt + tokens if not 0 <= token < vocab_size]
-        if given < 1 or max_new_tokens < 1:
+        if prompt_len < 1 or max_new_tokens < 1:
             raise ConfigError(
-                f"{given} prompt and {max_new_tokens} new tokens; at least one of each is needed"
+                f"{prompt_len} prompt and {max_new_tokens} new tokens; at least one of each is needed"
             )
         if unknown:
             raise ConfigError(f"the request has token {unknown[0]}, the vocabulary is 0 to {vocab_size - 1}")
-        needed = given + max_new_tokens - 1  # the last token is not computed
+        needed = prompt_len + max_new_tokens - 1  # the last token is not computed
         context, capacity = self.model.table.max_context_len, self._capacity
         if needed > min(context, capacity):
             raise ConfigError(
-                f"{given} prompt and {max_new_tokens} new tokens need {needed} slots; a row of the request "
-                f"table has {context}, the pool {capacity}"
+                f"{prompt_len} prompt and {max_new_tokens} new tokens need {needed} slots; a row of the "
+                f"request table has {context}, the pool {capacity}"
             )
         request = Request(
             prompt=prompt,
@@ -312,7 +312,7 @@ class Engine:
                     if self._layers and waits == self._scheduler.waits:
                         seconds = perf_counter() - begin
                         # The host has waited for the logits of those that got a token.
-                        self._swap.note_step(seconds, chunk_tokens, loaded, is_over=bool(tokens))
+                        self._swap.record_step(seconds, chunk_tokens, loaded, is_over=bool(tokens))
         except LoadError:
             # What ran is retracted. The next step computes what did not come.
             return True
@@ -377,7 +377,7 @@ class Engine:
     def _forward(self, step: Step[Request]) -> list[tuple[Request, int]]:
         """Run the model, and sample a token for each request whose tokens are all computed now."""
         batch, ends, loads = step.requests, step.ends, step.loads
-        arrivals = Arrivals(loads, self._layers, self._scheduler.note_load_failed)
+        arrivals = Arrivals(loads, self._layers, self._scheduler.record_failed_load)
         self.model.start([request.held.row for request in step.started if request.held.cached == 0])
         for request in step.started:
             if request.held.lease is not None and self.model.gdn_pool is not None:
@@ -398,7 +398,7 @@ class Engine:
         self._counts["computed_tokens"] += len(new)
         self._counts["found_tokens"] += sum(request.prefix_len for request in step.started)
         self._counts["loaded_tokens"] += sum(load.length for load in loads)
-        self._scheduler.note_computed(step)
+        self._scheduler.record_computed(step)
         return [(batch[i], token) for i, token in zip(ready, picked, strict=True)]
 
     def _extend(self, tokens: list[tuple[Request, int]]) -> None:

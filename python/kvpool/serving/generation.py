@@ -52,10 +52,10 @@ class Generation(ABC):
 
     def follow(self, step: Callable[[], object]) -> Iterator[int]:
         """Yield the tokens as they are generated. Call `step` to generate more."""
-        given = 0
-        while given < len(self.tokens) or not self.is_over:
-            if given < len(self.tokens):
-                given += 1
-                yield self.tokens[given - 1]
+        yielded = 0
+        while yielded < len(self.tokens) or not self.is_over:
+            if yielded < len(self.tokens):
+                yielded += 1
+                yield self.tokens[yielded - 1]
             else:
                 step()

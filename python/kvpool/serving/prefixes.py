@@ -32,7 +32,7 @@ class Prefixes(Generic[R]):
     Attributes:
         match_tokens: Leases the longest cached prefix of tokens; `None` without a cache.
         misfit: The request that was matched last and did not fit. It is matched again when slots are
-            released (`note_released`), since a match has a cost and changes what is evicted next.
+            released (`record_release`), since a match has a cost and changes what is evicted next.
         tries_loads: Whether prefixes are loaded. It is false after a load that has failed or did not get
             slots in time, until a step was computed.
     """
@@ -115,7 +115,7 @@ class Prefixes(Generic[R]):
         request.prefix_len = lease.length
         return True
 
-    def note_released(self) -> None:
+    def record_release(self) -> None:
         """Record that slots were released."""
         self.misfit = None
 

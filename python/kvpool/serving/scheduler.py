@@ -153,7 +153,7 @@ class Scheduler(Generic[R]):
     def plan(self) -> Step[R] | None:
         """Admit requests, and allocate slots for the new tokens of a step.
 
-        When the tokens are computed, call `note_computed`. If that fails, call `retract_all`.
+        When the tokens are computed, call `record_computed`. If that fails, call `retract_all`.
 
         Returns:
             The step; `None` if there is no request, or all wait for rows that move.
@@ -208,7 +208,7 @@ class Scheduler(Generic[R]):
                 "to the scheduler"
             )
 
-    def note_computed(self, step: Step[R]) -> None:
+    def record_computed(self, step: Step[R]) -> None:
         """Record that the new tokens of a step are computed, and publish those of prompts.
 
         Its loads are complete: the current stream, or the host, has waited for their last layer.
@@ -220,7 +220,7 @@ class Scheduler(Generic[R]):
             if is_chunk or (self._has_states and end % self._snapshot_tokens == 0):
                 self.publish(request)
 
-    def note_load_failed(self) -> None:
+    def record_failed_load(self) -> None:
         """Record that a load has failed. Call `retract_all`; its tokens are computed."""
         self._prefixes.tries_loads = False
 
@@ -323,7 +323,7 @@ class Scheduler(Generic[R]):
 
     def _free_spare(self) -> None:
         """Free the rows that no request has, with their slots."""
-        self._prefixes.note_released()
+        self._prefixes.record_release()
         self._rows.free()
 
     def _admit(self) -> bool:

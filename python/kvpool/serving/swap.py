@@ -58,7 +58,7 @@ class Swap:
         self._refusals += 1
         return self._refusals % _REFUSALS == 0
 
-    def note_step(self, seconds: float, chunk_tokens: int, loaded: int, *, is_over: bool) -> None:
+    def record_step(self, seconds: float, chunk_tokens: int, loaded: int, *, is_over: bool) -> None:
         """Record a step.
 
         Args:
@@ -78,11 +78,11 @@ class Swap:
         seconds -= (steps - 1) * (self._least or 0.0)
         if loads:
             self._largest = max(self._largest, loads)
-            self._loads.note(loads, max(seconds - self._steps.at(chunks, self._least), 0.0))
+            self._loads.add(loads, max(seconds - self._steps.at(chunks, self._least), 0.0))
         elif not chunks:
             self._least = seconds if self._least is None else _FADE * self._least + (1 - _FADE) * seconds
         else:
-            self._steps.note(chunks, seconds)
+            self._steps.add(chunks, seconds)
 
     def drop_open(self) -> None:
         """Forget the steps whose end was not waited for: an exception has ended the last one."""
@@ -110,8 +110,8 @@ class Line:
         fixed, slope = self._fit(fixed)
         return fixed + slope * tokens
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """Record a measurement."""
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a measurement."""
         new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
         self._sums = [_FADE * total + more for total, more in zip(self._sums, new, strict=True)]
 
@@ -138,13 +138,13 @@ class Arrivals:
     Args:
         loads: The loads.
         layers: The number of layers.
-        note_failure: Called before `LoadError` is raised.
+        record_failure: Called before `LoadError` is raised.
     """
 
-    def __init__(self, loads: Sequence[Load], layers: int, note_failure: Callable[[], object]) -> None:
+    def __init__(self, loads: Sequence[Load], layers: int, record_failure: Callable[[], object]) -> None:
         self._loads = loads
         self._layers = layers
-        self._note_failure = note_failure
+        self._record_failure = record_failure
 
     def wait_layer(self, layer: int) -> None:
         """Order the current stream, or the calling thread, behind the arrival of a layer and those before.
@@ -158,7 +158,7 @@ class Arrivals:
         except KvPoolError:
             raise
         except RuntimeError as error:
-            self._note_failure()
+            self._record_failure()
             raise LoadError(str(error)) from error
 
     def wait(self) -> None:

@@ -226,7 +226,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         page.invalidate()
         self._known[number], self._free[number] = self._know(page), page
         self._space.give_back(number, 1)
-        self._note()
+        self._report_use()
         _logger.warning("page %d of LMCache was dropped without ref_count_down, and is free again", number)
 
     def allocate(
@@ -264,7 +264,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         if used is not None:
             page.raw_data = page.raw_data[:used]
         page.valid = True
-        self._note()
+        self._report_use()
         return page
 
     def batched_allocate(
@@ -307,7 +307,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
             if used is not None:
                 page.raw_data = page.raw_data[:used]
             page.valid = True
-        self._note()
+        self._report_use()
         return pages
 
     def free(self, memory_obj: Any, allocator_type: str | None = None) -> None:
@@ -318,7 +318,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
             memory_obj.raw_data = self.paged_buffers[number]
         self._free[number] = memory_obj
         self._space.give_back(number, 1)
-        self._note()
+        self._report_use()
 
     def batched_free(
         self, memory_objs: list[Any], allocator_type: str | None = None, update_stats: bool = True
@@ -346,9 +346,9 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
                 if was_valid:
                     free[number] = None
             raise
-        self._note()
+        self._report_use()
 
-    def _note(self) -> None:
+    def _report_use(self) -> None:
         """Report to LMCache what is in use."""
         count = self._space.in_use
         used = count * self.align_bytes

@@ -50,9 +50,9 @@ class TreeEvents:
         """Record that a node is gone."""
         extra_key, cache_salt = namespace[:2] if isinstance(namespace, tuple) else (namespace, None)
         length = len(hashes) // _HASH_BYTES * self._page_size
-        gone = _PagesOfEvent(_KeyOfEvent(length, extra_key, cache_salt))
-        gone.name([hashes[at : at + _HASH_BYTES].hex() for at in range(0, len(hashes), _HASH_BYTES)])
-        self._recorder.record_remove(gone)
+        removed = _PagesOfEvent(_KeyOfEvent(length, extra_key, cache_salt))
+        removed.name([hashes[at : at + _HASH_BYTES].hex() for at in range(0, len(hashes), _HASH_BYTES)])
+        self._recorder.record_remove(removed)
 
 
 class _KeyOfEvent:

@@ -451,15 +451,15 @@ class _Batch:
         wrong = [i for i in indices if not 0 <= i < n]
         if wrong or not indices:
             raise IndexError(f"sequences {wrong} of {n}" if wrong else f"none of {n} sequences is kept")
-        gone = [self.rows[i] for i in sorted({*range(n)} - {*indices})]
+        dropped = [self.rows[i] for i in sorted({*range(n)} - {*indices})]
         again = [i for at, i in enumerate(indices) if i in indices[:at]]
-        # Those that go free the rows, and the partly used pages, that as many new ones need.
-        is_safe = len(gone) >= len(again)
+        # The dropped ones free the rows, and the partly used pages, that as many new ones need.
+        is_safe = len(dropped) >= len(again)
         if is_safe:
-            self._pools.planner.finish(gone)
+            self._pools.planner.finish(dropped)
         more = iter(self._fork([self.rows[i] for i in again]))
         if not is_safe:
-            self._pools.planner.finish(gone)
+            self._pools.planner.finish(dropped)
         self._set_rows([next(more) if i in indices[:at] else self.rows[i] for at, i in enumerate(indices)])
 
     def copy(self, other: _Batch) -> None:

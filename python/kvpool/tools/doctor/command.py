@@ -60,8 +60,8 @@ def doctor(  # noqa: PLR0913 - one parameter per option
             fail("--bandwidth measures, and --require checks: give one of them")
         _measure(directory, size, seconds, as_json_object=as_json_object)
         return
-    given = {"--directory": directory, "--size": size, "--seconds": seconds}
-    for name, value in given.items():
+    of_bandwidth = {"--directory": directory, "--size": size, "--seconds": seconds}
+    for name, value in of_bandwidth.items():
         if value is not None:
             fail(f"{name} is for --bandwidth")
     required = tuple(require or ())

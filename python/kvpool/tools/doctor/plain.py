@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--require", action="append", default=[], choices=VERDICTS, help="what must work")
     parser.add_argument("--bandwidth", action="store_true", help="needs pip install 'kvpool[tools]'")
-    given = parser.parse_args(arguments)
-    if given.bandwidth:
+    options = parser.parse_args(arguments)
+    if options.bandwidth:
         parser.error("--bandwidth needs typer and rich: pip install 'kvpool[tools]'")
-    return run(tuple(given.require), as_json_object=given.json)
+    return run(tuple(options.require), as_json_object=options.json)

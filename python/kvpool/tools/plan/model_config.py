@@ -143,7 +143,7 @@ def parse_model(config: dict[str, Any]) -> Model:
     window = fields.optional("attention_chunk_size", "sliding_window") if windowed else None
     if window is None:
         windowed = ()
-    _note_extras(fields)
+    _add_drafting_note(fields)
     return Model(
         model_type=fields.model_type,
         layer_num=len(kinds),
@@ -336,7 +336,7 @@ def _dtype(fields: Fields, config: dict[str, Any]) -> str | None:
     return None
 
 
-def _note_extras(fields: Fields) -> None:
+def _add_drafting_note(fields: Fields) -> None:
     extra = fields.optional("num_nextn_predict_layers", least=0) or fields.optional("num_mtp_layers", least=0)
     if extra:
         fields.notes.append(

@@ -358,7 +358,7 @@ class Replay:
         ended: list[_Request] = []
         decoding = 0
         counts.found_tokens += sum(request.prefix_len for request in step.started)
-        self.scheduler.note_computed(step)
+        self.scheduler.record_computed(step)
         for request, end in zip(step.requests, step.ends, strict=True):
             if end == request.total_len:
                 ended.append(request)
