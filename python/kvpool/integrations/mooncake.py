@@ -20,7 +20,7 @@ import zlib
 from bisect import bisect_right
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvpool.errors import ConfigError
 from kvpool.store import Store
@@ -215,7 +215,7 @@ class MooncakeStore(Store):
         self._closed = False
         self._abandoning = 0  # calls among them that wait for the client to be closed
         self._left = False
-        self._gone = False
+        self._master_is_lost = False
         self._try_at = 0.0
         self.damaged: int = 0
         """Values that were found and did not fit their keys, and were removed."""
@@ -381,7 +381,7 @@ class MooncakeStore(Store):
         if not healthy:
             self._lost()
         with self._guard:
-            if not self._gone:
+            if not self._master_is_lost:
                 return True
             if time.monotonic() < self._try_at:
                 return False
@@ -391,7 +391,7 @@ class MooncakeStore(Store):
         except OSError:
             healthy = False
         with self._guard:
-            self._gone = not healthy
+            self._master_is_lost = not healthy
             self._try_at = time.monotonic() + _TRY_AGAIN_S
         if healthy:
             _logger.info("the Mooncake master %s is back", self._master)
@@ -399,9 +399,9 @@ class MooncakeStore(Store):
 
     def _lost(self, pause_s: float = 0.0) -> None:
         with self._guard:
-            if self._gone:
+            if self._master_is_lost:
                 return
-            self._gone = True
+            self._master_is_lost = True
             self._try_at = time.monotonic() + pause_s
         _logger.warning("the Mooncake master %s is gone; nothing is shared until it is back", self._master)
 
@@ -488,7 +488,8 @@ def _new_client() -> _Client:
             f"Mooncake cannot be loaded: {error}; Debian has what it needs in libibverbs1, libnl-3-200, "
             "libnl-route-3-200, libnuma1 and libcurl4"
         ) from error
-    return cast("_Client", module.MooncakeDistributedStore())
+    client: _Client = module.MooncakeDistributedStore()
+    return client
 
 
 def _set_timeouts(timeout_s: float) -> None:
@@ -516,7 +517,8 @@ def _endpoint(master: str) -> tuple[str, int]:
 def _connect(endpoint: tuple[str, int]) -> str:
     """Return this machine's address as the endpoint sees it, or raise `OSError` if it does not answer."""
     with socket.create_connection(endpoint, timeout=_CONNECT_S) as connection:
-        return cast("str", connection.getsockname()[0])
+        address: str = connection.getsockname()[0]
+        return address
 
 
 def _check_key(key: bytes) -> None:

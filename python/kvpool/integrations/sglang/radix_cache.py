@@ -24,7 +24,8 @@ from sglang.srt.runtime_context import get_disagg, get_memory
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.seams import signature
-from kvpool.integrations.sglang.tree_core import DELEGATED, PARTS, KvTreeCore, eviction_policy
+from kvpool.integrations.sglang.tree_core import DELEGATED, PARTS, KvTreeCore
+from kvpool.integrations.sglang.tree_policy import eviction_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -14,16 +14,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
-from sglang.srt.mem_cache.evict_policy import (
-    FIFOStrategy,
-    FILOStrategy,
-    LFUStrategy,
-    LRUStrategy,
-    MRUStrategy,
-    PriorityStrategy,
-    SLRUStrategy,
-    TLRUStrategy,
-)
 from sglang.srt.mem_cache.unified_cache.cache_action import (
     FreeDeviceKV,
     FreeDeviceKVFullOnly,
@@ -43,12 +33,12 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     TreePathNodeInfo,
     UnifiedTreeCoreInterface,
 )
-from sglang.srt.mem_cache.utils import get_eviction_strategy
 from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
 
 from kvpool._kvpool import HybridTree
 from kvpool.errors import ConfigError, IndexOwnershipError
 from kvpool.integrations.sglang.tree_events import TreeEvents
+from kvpool.integrations.sglang.tree_policy import eviction_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,12 +63,11 @@ if TYPE_CHECKING:
         | SWARebuild
     )
 
-__all__ = ["DELEGATED", "PARTS", "EvictionPolicy", "KvTreeCore", "eviction_policy"]
+__all__ = ["DELEGATED", "PARTS", "KvTreeCore"]
 
 _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 PARTS = (_FULL, _SWA, _MAMBA)
 """The components of a cache that kvpool has."""
-_STRATEGIES = (LRUStrategy, MRUStrategy, FIFOStrategy, FILOStrategy, LFUStrategy, PriorityStrategy)
 
 DELEGATED = (
     "backfill_missing_hash_values",
@@ -113,14 +102,6 @@ DELEGATED = (
 """The methods that SGLang calls only with a host tier, storage, a linker, or sessions."""
 
 
-class EvictionPolicy(NamedTuple):
-    """The eviction policy of a `HybridTree`: its arguments of these names."""
-
-    policy: str
-    protected_uses: int = 2
-    tail: int = 0
-
-
 @dataclass(slots=True)
 class _Insertion:
     """An insertion that is going on.
@@ -146,34 +127,15 @@ class _Insertion:
     tracks: bool
 
 
-def eviction_policy(params: CacheInitParams) -> EvictionPolicy | None:
-    """Return the eviction policy as `HybridTree` names it, or `None` if it has none that is the same."""
-    name = params.eviction_policy.lower()
-    # SGLang says itself what is wrong with one.
-    strategy = get_eviction_strategy(name, params.eviction_policy_config)
-    policy = EvictionPolicy(name)
-    if type(strategy) is SLRUStrategy:
-        policy = policy._replace(protected_uses=strategy.protected_threshold)
-    elif type(strategy) is TLRUStrategy:
-        # With a longer estimate nothing goes before the others.
-        policy = policy._replace(tail=max(strategy.threshold - strategy.next_prompt_estimate, 0))
-    elif type(strategy) not in _STRATEGIES:
-        return None
-    numbers = (policy.protected_uses, policy.tail)
-    is_exact = all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
-    return policy if is_exact else None
-
-
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def refuse(*_args: object, **_options: object) -> NoReturn:
-        message = (
+        raise NotImplementedError(
             f"{name} belongs to a host tier, storage, a linker or sessions, which kvpool's tree core does "
             "not have; start SGLang with SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=rust to use them"
         )
-        raise NotImplementedError(message)
 
     refuse.__name__ = name
-    refuse.__doc__ = "Raises `NotImplementedError`: see `make_tree_core`."
+    refuse.__doc__ = "Raise `NotImplementedError`: see `make_tree_core`."
     return refuse
 
 
@@ -192,6 +154,22 @@ def _whole(key: RadixKey) -> tuple[Sequence[int], int, int, Namespace | tuple[Na
     return tokens, min(1, end), end, (key.extra_key, key.cache_salt, first)
 
 
+class _AsAssertions:
+    """A context in which misuse is an `AssertionError`, as in SGLang's own tree cores.
+
+    Not a generator, which takes several times as long: each request locks and unlocks.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, IndexOwnershipError):
+            raise AssertionError(str(error)) from error  # noqa: TRY004 - not a type
+
+
+_AS_ASSERTIONS = _AsAssertions()
+
+
 class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's types are not installed
     """SGLang's tree core over `kvpool.HybridTree`.
 
@@ -203,8 +181,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         parts = tuple(params.tree_components)
         policy = eviction_policy(params)
         if policy is None:
-            message = f"the eviction policy {params.eviction_policy} is SGLang's alone"
-            raise ConfigError(message)
+            raise ConfigError(f"the eviction policy {params.eviction_policy} is SGLang's alone")
         states = -1
         if _MAMBA in parts:
             states = get_exec().mamba.mamba_max_states_per_path
@@ -307,8 +284,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def begin_insert(self, params: InsertParams) -> InsertStepResult:
         """Insert tokens, up to the first step that the cache must act on."""
         if self._insertion is not None:
-            message = "concurrent insert walks"
-            raise RuntimeError(message)
+            raise RuntimeError("concurrent insert walks")
         key, values = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
         tokens, start, end, namespace = _whole(key)
         if values is None:
@@ -334,12 +310,13 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def resume_insert(self) -> InsertStepResult:
         """Go on with an insertion, after what the step before asked for is done."""
-        on = self._insertion
-        if on is None:
-            message = "no in-flight insert"
-            raise RuntimeError(message)
-        step = self._tree.advance(on.tokens, on.slots, on.start, on.end, on.namespace)
-        return self._step(step, on)
+        insertion = self._insertion
+        if insertion is None:
+            raise RuntimeError("no in-flight insert")
+        step = self._tree.advance(
+            insertion.tokens, insertion.slots, insertion.start, insertion.end, insertion.namespace
+        )
+        return self._step(step, insertion)
 
     def has_ongoing_insert(self) -> bool:
         """Return whether an insertion is going on."""
@@ -419,10 +396,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         boundary = None
         if self._has_swa and not skip_swa and _SWA not in skipped:
             boundary = params.component_lock_uuids[_SWA]
-        try:
+        with _AS_ASSERTIONS:
             self._tree.unlock_node(node_id, boundary, skipped, window_done=skip_swa)
-        except IndexOwnershipError as error:
-            raise AssertionError(str(error)) from error
         return DecLockRefResult()
 
     def dec_swa_lock_only(self, node_id: int, params: DecLockRefParams) -> DecSwaLockOnlyResult:
@@ -449,10 +424,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     ) -> None:
         boundary = params.component_lock_uuids[_SWA]
         skipped = params.skipped_lock_components
-        try:
+        with _AS_ASSERTIONS:
             frees = self._tree.unlock_window(node_id, boundary, skipped, with_state=with_state)
-        except IndexOwnershipError as error:
-            raise AssertionError(str(error)) from error
         self._hand_out(frees, result)
         result.tracker.clear()
 
@@ -462,10 +435,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def dec_full_pin(self, node_id: int) -> None:
         """Release `inc_full_pin`."""
-        try:
+        with _AS_ASSERTIONS:
             self._tree.unpin(node_id)
-        except IndexOwnershipError as error:
-            raise AssertionError(str(error)) from error
 
     # Eviction.
 
@@ -491,10 +462,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
         """Evict a leaf with all its values."""
         result = EvictDeviceLeafResult()
-        try:
+        with _AS_ASSERTIONS:
             frees = self._tree.evict_leaf(node_id)
-        except IndexOwnershipError as error:
-            raise AssertionError(str(error)) from error
         self._hand_out(frees, result)
         result.unbacked_tokens = frees.counts[0]
         return result
@@ -552,31 +521,31 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def evictable_size(self) -> int:
         """Return the slots for full attention without locks."""
-        return self._tree.evictable_size(0)
+        return self._tree.evictable_size(_FULL)
 
     full_evictable_size = evictable_size
 
     def protected_size(self) -> int:
         """Return the slots for full attention with locks."""
-        return self._tree.locked_size(0)
+        return self._tree.locked_size(_FULL)
 
     full_protected_size = protected_size
 
     def swa_evictable_size(self) -> int:
         """Return the windows without locks."""
-        return self._tree.evictable_size(1)
+        return self._tree.evictable_size(_SWA)
 
     def swa_protected_size(self) -> int:
         """Return the windows with locks."""
-        return self._tree.locked_size(1)
+        return self._tree.locked_size(_SWA)
 
     def mamba_evictable_size(self) -> int:
         """Return the Mamba states without locks."""
-        return self._tree.evictable_size(2)
+        return self._tree.evictable_size(_MAMBA)
 
     def mamba_protected_size(self) -> int:
         """Return the Mamba states with locks."""
-        return self._tree.locked_size(2)
+        return self._tree.locked_size(_MAMBA)
 
     def component_evictable_size(self, component_type: ComponentType) -> int:
         """Return the values of a component without locks; 0 for one that is absent."""
@@ -589,8 +558,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def adjust_component_size(self, node_id: int, component_type: ComponentType, delta: int) -> None:
         """Change what a component counts on a node."""
         if component_type not in self._parts:
-            message = f"component is not enabled: {component_type}"
-            raise ValueError(message)
+            raise ValueError(f"component is not enabled: {component_type}")
         try:
             self._tree.adjust_size(node_id, component_type, delta)
         except ConfigError as error:
@@ -643,8 +611,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         """Give a window to tokens that are there without one."""
         _expect_swa(component_type)
         if len(swa_values) != window_end - window_start:
-            message = f"{len(swa_values)} windows for tokens {window_start}..{window_end}"
-            raise AssertionError(message)
+            raise AssertionError(f"{len(swa_values)} windows for tokens {window_start}..{window_end}")
         tokens, first, last, namespace = _whole(key)
         try:
             self._tree.attach_window(tokens, window_start, swa_values, first, last, namespace)
@@ -654,11 +621,11 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def all_values_flatten(self) -> torch.Tensor:
         """Return all slots for full attention."""
-        return self._to_device(self._tree.values(0))
+        return self._to_device(self._tree.values(_FULL))
 
     def all_mamba_values_flatten(self) -> torch.Tensor:
         """Return all Mamba states."""
-        return self._to_device(self._tree.values(2))
+        return self._to_device(self._tree.values(_MAMBA))
 
     def walk_for_kv_canary(self, unlocked_only: bool, swa_resident_only: bool) -> RadixCacheWalkResult:
         """Return the slots for full attention, the positions of their tokens, and the slots before them."""
@@ -711,13 +678,10 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         self, ongoing_write_through: list[tuple[int, int]], ongoing_load_back: list[tuple[int, int]]
     ) -> None:
         """Check every invariant, and raise `AssertionError` with the first that is broken."""
-        try:
+        with _AS_ASSERTIONS:
             self._tree.verify()
-        except IndexOwnershipError as error:
-            raise AssertionError(str(error)) from error
         if ongoing_write_through or ongoing_load_back:
-            message = "transfers to or from a host tier are going on, but there is no host tier"
-            raise AssertionError(message)
+            raise AssertionError("transfers to or from a host tier are going on, but there is no host tier")
 
     def pretty_print(self) -> None:
         """Print the nodes."""
@@ -732,14 +696,12 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
 def _expect_anchor(node_id: int, params: DecLockRefParams) -> None:
     if params.node_id != node_id:
-        message = f"lock receipt anchored on node {params.node_id} released on node {node_id}"
-        raise AssertionError(message)
+        raise AssertionError(f"lock receipt anchored on node {params.node_id} released on node {node_id}")
 
 
 def _expect_swa(component_type: ComponentType) -> None:
     if component_type != _SWA:
-        message = "kvpool's tree core supports one window"
-        raise NotImplementedError(message)
+        raise NotImplementedError("kvpool's tree core supports one window")
 
 
 for _name in DELEGATED:

@@ -537,7 +537,7 @@ class _PoolLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values to the pool; returns those that attention reads."""
+        """Write new keys and values to the pool, and return those that attention reads."""
         length, _ = self.get_mask_sizes(key_states.shape[2])
         self._batch.write(self._layer_id, key_states, value_states)
         if length == key_states.shape[2]:
