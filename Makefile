@@ -69,7 +69,7 @@ HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
 # The sources that `make mutants` changes, and which part of the changes it tries: 0/4 to 3/4 are quarters.
-MUTATED ?= src/cache/**/*.rs src/index/**/*.rs
+MUTATED ?= src/cache/**/*.rs src/engines/**/*.rs src/index/**/*.rs
 SHARD ?= 0/1
 MUTANTS := $(VENV)/mutants/bin/cargo-mutants
 

@@ -12,6 +12,7 @@
 //! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; locks, blocking sections, the gate for forks | in `prefetch.rs` |
 //! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
 //! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, policies of eviction | no |
+//! | [`engines`] | bookkeeping by the rules of one engine: its tree, its blocks, what it offloads | no |
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |
@@ -50,6 +51,8 @@ compile_error!("kvpool does not run on Windows: it needs mmap, which Linux has; 
 pub mod base;
 #[cfg(not(windows))]
 pub mod cache;
+#[cfg(not(windows))]
+pub mod engines;
 #[cfg(not(windows))]
 pub mod index;
 #[cfg(not(windows))]

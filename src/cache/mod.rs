@@ -15,9 +15,7 @@
 //! | changes of a cache | [`Tree::keep_journal`], [`CacheEvent`] |
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | pages for a tier below, and the contents of that tier | [`Tree::offer`], [`Residency`] |
-//! | bookkeeping by the rules of an engine | [`engines`] |
 
-pub mod engines;
 mod journal;
 mod keys;
 mod namespace;
@@ -32,6 +30,7 @@ mod tree;
 pub use journal::{CacheEvent, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
+pub(crate) use node_arena::NodeArena;
 pub use node_arena::NodeHandle;
 pub use policy::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Remembered, Tick};
 pub use recency_list::RecencyList;
@@ -39,6 +38,7 @@ pub use residency::{DevicePresence, EntryId, Residency};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
+pub(crate) use tree::Edges;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,
     LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Place, Pressure, ResumeAt,

@@ -34,7 +34,7 @@ const END_OF_GENERATIONS: u32 = u32::MAX >> 1;
 
 /// The nodes of a tree.
 #[derive(Debug)]
-pub(super) struct NodeArena<N> {
+pub(crate) struct NodeArena<N> {
     /// The nodes by number. A number that is not in use has a blank node, which the tree provides.
     nodes: Vec<N>,
     /// How often each number was in use before; one entry for each number.
@@ -49,7 +49,7 @@ pub(super) struct NodeArena<N> {
 }
 
 impl<N> NodeArena<N> {
-    pub(super) const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self {
             nodes: Vec::new(),
             generations: Vec::new(),
@@ -60,29 +60,29 @@ impl<N> NodeArena<N> {
     }
 
     /// Creates an empty arena whose handles differ from those of `earlier`.
-    pub(super) fn after(earlier: &Self) -> Self {
+    pub(crate) fn after(earlier: &Self) -> Self {
         let last = earlier.generations.iter().copied().max().unwrap_or(earlier.first_generation);
         Self { first_generation: last + 1, ..Self::new() }
     }
 
     /// Returns whether no node was ever added.
-    pub(super) const fn is_new(&self) -> bool {
+    pub(crate) const fn is_new(&self) -> bool {
         self.nodes.is_empty()
     }
 
     /// Returns the number of nodes.
-    pub(super) const fn len(&self) -> usize {
+    pub(crate) const fn len(&self) -> usize {
         self.nodes.len() - self.vacant.len() - self.retired
     }
 
     /// Returns how many numbers there are, including those that are not in use.
-    pub(super) const fn numbers(&self) -> usize {
+    pub(crate) const fn numbers(&self) -> usize {
         self.nodes.len()
     }
 
     /// Adds a node, under a number that no other node has at present.
     #[inline]
-    pub(super) fn add(&mut self, node: N) -> NodeId {
+    pub(crate) fn add(&mut self, node: N) -> NodeId {
         if let Some(id) = self.vacant.pop() {
             self[id] = node;
             return id;
@@ -100,7 +100,7 @@ impl<N> NodeArena<N> {
 
     /// Makes a number, whose node is blank now, available for another node, which will have another handle.
     #[inline]
-    pub(super) fn vacate(&mut self, id: NodeId) {
+    pub(crate) fn vacate(&mut self, id: NodeId) {
         let generation = &mut self.generations[widen(id.number())];
         *generation += 1;
         if *generation < END_OF_GENERATIONS {
@@ -111,7 +111,7 @@ impl<N> NodeArena<N> {
     }
 
     /// Removes every node. The next node gets the first number, with another handle.
-    pub(super) fn reset(&mut self, blank: impl FnMut() -> N) {
+    pub(crate) fn reset(&mut self, blank: impl FnMut() -> N) {
         self.nodes.fill_with(blank);
         self.vacant.clear();
         self.retired = 0;
@@ -128,31 +128,31 @@ impl<N> NodeArena<N> {
 
     /// Returns the handle of a node.
     #[inline]
-    pub(super) fn handle(&self, id: NodeId) -> NodeHandle {
+    pub(crate) fn handle(&self, id: NodeId) -> NodeHandle {
         let generation = self.generations[widen(id.number())];
         NodeHandle(u64::from(generation) << 32 | u64::from(id.number()))
     }
 
     /// Returns the node with this handle; `None` if it no longer exists.
     #[inline]
-    pub(super) fn at(&self, handle: NodeHandle) -> Option<NodeId> {
+    pub(crate) fn at(&self, handle: NodeHandle) -> Option<NodeId> {
         let number = u32::try_from(handle.0 & u64::from(u32::MAX)).expect("32 bits");
         let generation = u64::from(*self.generations.get(widen(number))?);
         (generation == handle.0 >> 32).then(|| NodeId::new(number))
     }
 
     /// Returns the nodes by number, including blank ones.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (NodeId, &N)> + '_ {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (NodeId, &N)> + '_ {
         (0..).map(NodeId::new).zip(&self.nodes)
     }
 
     /// Returns all nodes, including blank ones.
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut N> + '_ {
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut N> + '_ {
         self.nodes.iter_mut()
     }
 
     /// Returns the numbers that are in use. Visits every number.
-    pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
+    pub(crate) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
         let vacant: HashSet<_> = self.vacant.iter().copied().collect();
         self.iter().map(|(id, _)| id).filter(move |&id| !vacant.contains(&id) && !self.is_retired(id))
     }
@@ -164,18 +164,18 @@ impl<N> NodeArena<N> {
 
     /// Prefetches a node that will be read soon.
     #[inline]
-    pub(super) fn prefetch(&self, id: NodeId) {
+    pub(crate) fn prefetch(&self, id: NodeId) {
         prefetch(&self[id]);
     }
 
     /// Prefetches what [`NodeArena::vacate`] changes.
     #[inline]
-    pub(super) fn prefetch_generation(&self, id: NodeId) {
+    pub(crate) fn prefetch_generation(&self, id: NodeId) {
         prefetch(&self.generations[widen(id.number())]);
     }
 
     /// Returns the size in bytes, without the memory that the nodes refer to.
-    pub(super) const fn bytes(&self) -> usize {
+    pub(crate) const fn bytes(&self) -> usize {
         self.nodes.capacity() * size_of::<N>()
             + self.generations.capacity() * size_of::<u32>()
             + self.vacant.capacity() * size_of::<NodeId>()

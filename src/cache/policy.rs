@@ -32,7 +32,7 @@ pub struct NodeId(u32);
 
 impl NodeId {
     /// The first number.
-    pub(super) const FIRST: Self = Self(0);
+    pub(crate) const FIRST: Self = Self(0);
 }
 
 impl Id for NodeId {

@@ -24,7 +24,7 @@ use super::node_arena::NodeArena;
 use super::rolling_hash::{RollingHash, RollingHasher};
 use super::{BlockTokens, History, Namespace, NodeId, Policy, Tick, Tokens};
 use counts::Counts;
-pub(super) use edges::Edges;
+pub(crate) use edges::Edges;
 use evict::Queues;
 use explain::EvictionLog;
 use keyed_pages::KeyedPages;

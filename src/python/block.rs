@@ -8,7 +8,7 @@ use pyo3::types::PyBytes;
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Error, ErrorKind, Id, widen};
-use crate::cache::engines::{BlockTable, EvictionQueue, HashedTokens};
+use crate::engines::{BlockTable, EvictionQueue, HashedTokens};
 
 use super::args;
 

@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Id};
-use crate::cache::engines::{BlockHash, BlockMap as Map, BlockTable, HashedTokens};
+use crate::engines::{BlockHash, BlockMap as Map, BlockTable, HashedTokens};
 
 use super::block::Block;
 

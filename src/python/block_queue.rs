@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Error, Id, widen};
-use crate::cache::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
+use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
 use super::args;
 use super::block::{Block, BlockPlace, Objects, ownership_error, shown};

@@ -5,7 +5,7 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::base::{EngineSlot, Id, IndexVec, try_with_capacity};
 use crate::cache::NodeHandle;
-use crate::cache::engines::hybrid::{Action, Frees, Match, NodeState, PositionRange, Step};
+use crate::engines::hybrid::{Action, Frees, Match, NodeState, PositionRange, Step};
 use crate::tensor::TensorView;
 
 use super::export::to_tensor;

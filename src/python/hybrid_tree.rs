@@ -12,7 +12,7 @@ use crate::base::bounded::signed;
 use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id};
 use crate::cache::NodeHandle;
-use crate::cache::engines::hybrid::{
+use crate::engines::hybrid::{
     Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, LockResult, NegativeSize, PageDigest,
     Part, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
 };

@@ -11,7 +11,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{Error, Id, OffloadSlot};
-use crate::cache::engines::{
+use crate::engines::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadEvent, OffloadId, OffloadKey, OffloadOrder as Order,
     OffloadRequest as Request, OffloadStage, OffloadTable as Table, RequestRank,
 };

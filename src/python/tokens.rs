@@ -13,8 +13,8 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyType};
 
 use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, try_with_capacity};
-use crate::cache::engines::hybrid::{self, SlotSource, TokenBlock, TokenSource, differ};
 use crate::cache::{Tokens, not_a_token};
+use crate::engines::hybrid::{self, SlotSource, TokenBlock, TokenSource, differ};
 use crate::memory::BorrowedTensor;
 
 use super::args;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 
 use kvpool::base::{BlockId, Id, widen};
-use kvpool::cache::engines::{
+use kvpool::engines::{
     BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken, TakenBlocks,
 };
 use proptest::prelude::*;

@@ -1,12 +1,12 @@
 //! The hybrid tree by its public calls.
 
 use kvpool::base::{EngineSlot, Id};
-use kvpool::cache::engines::hybrid::{
+use kvpool::cache::{Namespace, NodeHandle};
+use kvpool::engines::hybrid::{
     Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
     PageDigest, Part, Receipt, Sizes, SkippedParts, StateConfig, StateRelease, Victim, WindowConfig,
     WindowRelease,
 };
-use kvpool::cache::{Namespace, NodeHandle};
 
 /// Values of the slots `begin..`, one a token.
 fn slots(begin: u32, count: usize) -> Vec<EngineSlot> {

@@ -1,9 +1,7 @@
 //! The chunks that an engine offloads: the order of eviction beside a naive one, places, and misuse.
 
 use kvpool::base::{ErrorKind, Id, OffloadSlot};
-use kvpool::cache::engines::{
-    NamedChunk, OffloadConfig, OffloadOrder, OffloadRequest, OffloadTable, RequestRank,
-};
+use kvpool::engines::{NamedChunk, OffloadConfig, OffloadOrder, OffloadRequest, OffloadTable, RequestRank};
 use proptest::prelude::*;
 
 const CONFIG: OffloadConfig =

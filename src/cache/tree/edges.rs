@@ -35,7 +35,7 @@ impl Bucket {
 
 /// The children of all nodes.
 #[derive(Debug)]
-pub(in crate::cache) struct Edges {
+pub(crate) struct Edges {
     /// The buckets. A word is in the bucket that the upper bits of its hash name or, if that is full, in the
     /// next bucket with an empty place. The length is a power of two, or 0.
     buckets: Vec<Bucket>,
@@ -49,30 +49,26 @@ pub(in crate::cache) struct Edges {
 }
 
 impl Edges {
-    pub(in crate::cache) fn new(seed: &RandomState) -> Self {
+    pub(crate) fn new(seed: &RandomState) -> Self {
         let [plus, times] = [1, 2].map(|number| seed.hash_one(number));
         Self { buckets: Vec::new(), len: 0, plus, times: times | 1 }
     }
 
     /// Returns the children of `parent` whose first page has this fingerprint. Others may be among them.
-    pub(in crate::cache) fn get(
-        &self,
-        parent: NodeId,
-        fingerprint: u32,
-    ) -> impl Iterator<Item = NodeId> + '_ {
+    pub(crate) fn get(&self, parent: NodeId, fingerprint: u32) -> impl Iterator<Item = NodeId> + '_ {
         let hash = self.hash(parent, fingerprint);
         let words = self.reach(hash).flat_map(|at| self.buckets[at].0);
         words.filter(move |word| *word != 0 && word >> 32 == hash >> 32).map(child_of)
     }
 
     /// Prefetches the bucket of an edge that will be looked up soon.
-    pub(in crate::cache) fn prefetch(&self, parent: NodeId, fingerprint: u32) {
+    pub(crate) fn prefetch(&self, parent: NodeId, fingerprint: u32) {
         if !self.buckets.is_empty() {
             prefetch(&self.buckets[self.home(self.hash(parent, fingerprint))]);
         }
     }
 
-    pub(in crate::cache) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
+    pub(crate) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
         if (self.len + 1) * 2 > self.buckets.len() * 7 {
             self.grow();
         }
@@ -81,7 +77,7 @@ impl Edges {
     }
 
     /// Removes a child that was inserted.
-    pub(in crate::cache) fn remove(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
+    pub(crate) fn remove(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
         let hash = self.hash(parent, fingerprint);
         let word = word_of(hash, child);
         let places = |at: usize| Some((at, self.buckets[at].place_of(word)?));
@@ -102,12 +98,12 @@ impl Edges {
         self.buckets[at].0[place] = 0;
     }
 
-    pub(in crate::cache) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         (self.buckets, self.len) = (Vec::new(), 0);
     }
 
     /// Returns the size of the table in bytes.
-    pub(in crate::cache) const fn bytes(&self) -> usize {
+    pub(crate) const fn bytes(&self) -> usize {
         self.buckets.capacity() * size_of::<Bucket>()
     }
 

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 
 use crate::base::{EngineSlot, Error, ErrorKind, IndexVec};
 use crate::cache::NodeHandle;
-use crate::cache::engines::hybrid::{Boundary, NotLocked, Part, Receipt, SkippedParts};
+use crate::engines::hybrid::{Boundary, NotLocked, Part, Receipt, SkippedParts};
 use crate::python::args;
 use crate::python::tokens::slots_of;
 

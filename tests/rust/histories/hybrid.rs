@@ -8,11 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use kvpool::base::{EngineSlot, Id};
-use kvpool::cache::engines::hybrid::{
+use kvpool::cache::{Namespace, NodeHandle};
+use kvpool::engines::hybrid::{
     Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, PageDigest, Part,
     Receipt, Sizes, SkippedParts, StateConfig, StateRelease, Step, Victim, WindowConfig, WindowRelease,
 };
-use kvpool::cache::{Namespace, NodeHandle};
 
 use super::{Source, agree};
 

@@ -8,7 +8,7 @@ use crate::cache::RecencyList;
 ///
 /// ```
 /// use kvpool::base::{BlockId, Id};
-/// use kvpool::cache::engines::{EvictionQueue, QueueEnd};
+/// use kvpool::engines::{EvictionQueue, QueueEnd};
 /// let [a, b, c, d] = [0, 1, 2, 3].map(BlockId::new);
 /// let mut queue = EvictionQueue::full(4);
 /// assert!(queue.remove(c));

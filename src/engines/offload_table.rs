@@ -142,7 +142,7 @@ pub struct OffloadCounts {
 ///
 /// ```
 /// use kvpool::base::{Id, OffloadSlot};
-/// use kvpool::cache::engines::{NamedChunk, OffloadConfig, OffloadRequest, OffloadTable};
+/// use kvpool::engines::{NamedChunk, OffloadConfig, OffloadRequest, OffloadTable};
 /// let config = OffloadConfig { capacity: 1, store_threshold: 0, max_tracked: 0, events: false };
 /// let (mut table, mut request) = (OffloadTable::new(config), OffloadRequest::default());
 /// let [old, new] = [b"old", b"new"].map(|key| [NamedChunk { key, position: None }]);

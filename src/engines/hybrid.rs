@@ -38,8 +38,8 @@ use std::hash::RandomState;
 
 use crate::base::{EngineSlot, Id, Result};
 
-use crate::cache::node_arena::NodeArena;
-use crate::cache::tree::Edges;
+use crate::cache::Edges;
+use crate::cache::NodeArena;
 use crate::cache::{NodeHandle, NodeId};
 use fingerprints::Fingerprints;
 use lists::{List, ListLink};
@@ -274,7 +274,7 @@ pub struct NegativeSize(pub i64);
 /// ```
 /// use kvpool::base::{EngineSlot, Id};
 /// use kvpool::cache::Namespace;
-/// use kvpool::cache::engines::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, Part};
+/// use kvpool::engines::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, Part};
 /// let config =
 ///     HybridConfig { page_size: 2, order: EvictionOrder::Lru, window: None, state: None };
 /// let mut tree = HybridTree::new(config);

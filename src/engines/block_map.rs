@@ -106,7 +106,7 @@ impl<V> Later<V> {
 /// arrive is found.
 ///
 /// ```
-/// use kvpool::cache::engines::BlockMap;
+/// use kvpool::engines::BlockMap;
 /// let mut map = BlockMap::default();
 /// map.insert(b"hash", 7, "seven");
 /// map.insert(b"hash", 3, "three");

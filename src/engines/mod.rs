@@ -1,7 +1,7 @@
 //! Bookkeeping for engines that decide by themselves when a block is taken, which node is evicted and what is
 //! offloaded. The types here move no data.
 //!
-//! The prefix cache of this crate, [`Tree`](super::Tree), uses none of these types. They share some building
+//! The prefix cache of this crate, [`Tree`](crate::cache::Tree), uses none of these types. They share some building
 //! blocks with it.
 //!
 //! | for | use | engine |

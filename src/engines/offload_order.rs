@@ -61,7 +61,7 @@ struct Candidate {
 /// Transfers do not change the rank of a chunk: their end does not count as a use.
 ///
 /// ```
-/// use kvpool::cache::engines::{OffloadOrder, RequestRank};
+/// use kvpool::engines::{OffloadOrder, RequestRank};
 /// let mut order = OffloadOrder::default();
 /// let mut request = RequestRank::default();
 /// for (key, position) in [(b"head", 16), (b"tail", 32)] {

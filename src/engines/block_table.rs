@@ -88,7 +88,7 @@ impl Drop for TakenBlocks<'_> {
 ///
 /// ```
 /// use kvpool::base::{BlockId, Id};
-/// use kvpool::cache::engines::{BlockTable, HashedBlocks, HashedTokens};
+/// use kvpool::engines::{BlockTable, HashedBlocks, HashedTokens};
 /// let [a, b, c, d] = [0, 1, 2, 3].map(BlockId::new);
 /// let mut table = BlockTable::new(4);
 /// assert_eq!(table.take(2).unwrap(), [a, b]);
