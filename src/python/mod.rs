@@ -13,17 +13,14 @@
               arguments arrive by value"
 )]
 
-mod address_space;
 mod args;
 mod base_pool;
 mod batch_planner;
-mod block;
-mod block_map;
-mod block_queue;
 mod buffer_pool;
 mod capsule;
 mod chunk_pool;
 mod debug;
+mod engines;
 mod errors;
 mod export;
 mod fences;
@@ -33,14 +30,10 @@ mod footprint;
 mod framework;
 mod gdn_pool;
 mod host_tier;
-mod hybrid_names;
-mod hybrid_results;
-mod hybrid_tree;
 mod ints;
 mod kv_pool;
 mod logging;
 mod numbers;
-mod offload;
 mod page_keys;
 mod page_pool;
 mod pickling;
@@ -196,21 +189,27 @@ mod _kvpool {
     use crate::memory::prefer_huge_pages;
 
     #[pymodule_export]
-    use super::address_space::AddressSpace;
-    #[pymodule_export]
     use super::base_pool::{_pools, _report_leaks_with, BasePool};
     #[pymodule_export]
     use super::batch_planner::{BatchPlan, BatchPlanner, HostPlan};
     #[pymodule_export]
-    use super::block::Block;
-    #[pymodule_export]
-    use super::block_map::BlockMap;
-    #[pymodule_export]
-    use super::block_queue::BlockQueue;
-    #[pymodule_export]
     use super::buffer_pool::{Buffer, BufferPool, BufferStep};
     #[pymodule_export]
     use super::chunk_pool::{Chunk, ChunkCopy, ChunkPool, PageLocking};
+    #[pymodule_export]
+    use super::engines::address_space::AddressSpace;
+    #[pymodule_export]
+    use super::engines::block::Block;
+    #[pymodule_export]
+    use super::engines::block_map::BlockMap;
+    #[pymodule_export]
+    use super::engines::block_queue::BlockQueue;
+    #[pymodule_export]
+    use super::engines::hybrid_results::{HybridFrees, HybridMatch, HybridNode, HybridStep};
+    #[pymodule_export]
+    use super::engines::hybrid_tree::HybridTree;
+    #[pymodule_export]
+    use super::engines::offload::{_store_keys, OffloadOrder, OffloadRequest, OffloadTable, OffloadTurn};
     #[pymodule_export]
     use super::fetch::Fetch;
     #[pymodule_export]
@@ -222,13 +221,7 @@ mod _kvpool {
     #[pymodule_export]
     use super::host_tier::{HostTier, Load};
     #[pymodule_export]
-    use super::hybrid_results::{HybridFrees, HybridMatch, HybridNode, HybridStep};
-    #[pymodule_export]
-    use super::hybrid_tree::HybridTree;
-    #[pymodule_export]
     use super::kv_pool::KvPool;
-    #[pymodule_export]
-    use super::offload::{_store_keys, OffloadOrder, OffloadRequest, OffloadTable, OffloadTurn};
     #[pymodule_export]
     use super::page_pool::PagePool;
     #[pymodule_export]

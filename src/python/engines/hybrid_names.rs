@@ -5,13 +5,13 @@ use pyo3::types::{PyBytes, PyInt, PyTuple};
 
 use crate::cache::Namespace;
 
-use super::page_keys::namespace_of;
+use crate::python::page_keys::namespace_of;
 
 /// The byte that the bytes of a tuple begin with, and those of bytes that begin so.
 const ESCAPE: u8 = u8::MAX;
 
 /// The namespace that `object` names.
-pub(super) fn name_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
+pub(in crate::python) fn name_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     let Some(parts) = object.and_then(|object| object.cast::<PyTuple>().ok()) else {
         let mut name = namespace_of(object)?;
         if let Namespace::Bytes(bytes) = &mut name
@@ -38,7 +38,7 @@ pub(super) fn name_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> 
 }
 
 /// The object that [`name_of`] was given.
-pub(super) fn object_of<'py>(py: Python<'py>, name: &Namespace) -> PyResult<Bound<'py, PyAny>> {
+pub(in crate::python) fn object_of<'py>(py: Python<'py>, name: &Namespace) -> PyResult<Bound<'py, PyAny>> {
     match name {
         Namespace::Unnamed => Ok(py.None().into_bound(py)),
         Namespace::Number(number) => Ok(number.into_pyobject(py)?.into_any()),

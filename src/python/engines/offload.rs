@@ -16,9 +16,9 @@ use crate::engines::{
     OffloadRequest as Request, OffloadStage, OffloadTable as Table, RequestRank,
 };
 
-use super::args::{self, Arg};
-use super::page_keys::digest;
-use super::with;
+use crate::python::args::{self, Arg};
+use crate::python::page_keys::digest;
+use crate::python::with;
 
 /// Keys of a call. They keep their bytes.
 struct Keys<'py>(Vec<Bound<'py, PyBytes>>);
@@ -69,7 +69,7 @@ fn array(py: Python<'_>, places: Vec<OffloadSlot>) -> PyResult<Bound<'_, PyArray
 /// The chunks that a request has used, for `OffloadTable`. With another table, or when that was cleared, it begins
 /// anew.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadRequest")]
-pub(super) struct OffloadRequest(Mutex<Request>);
+pub(in crate::python) struct OffloadRequest(Mutex<Request>);
 
 #[pymethods]
 impl OffloadRequest {
@@ -97,7 +97,7 @@ impl OffloadRequest {
 /// Raises:
 ///     ConfigError: If `capacity` is 2**31 or more, or a number is negative.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadTable", weakref)]
-pub(super) struct OffloadTable {
+pub(in crate::python) struct OffloadTable {
     table: Mutex<Table>,
 }
 
@@ -300,7 +300,7 @@ const fn name_of(change: OffloadChange) -> &'static str {
 
 /// The turn of a request in an `OffloadOrder`.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadTurn")]
-pub(super) struct OffloadTurn(Mutex<RequestRank>);
+pub(in crate::python) struct OffloadTurn(Mutex<RequestRank>);
 
 #[pymethods]
 impl OffloadTurn {
@@ -315,7 +315,7 @@ impl OffloadTurn {
 ///
 /// Keys and positions are those of `OffloadTable`.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadOrder", weakref)]
-pub(super) struct OffloadOrder {
+pub(in crate::python) struct OffloadOrder {
     order: Mutex<Order<Py<PyAny>>>,
 }
 
@@ -458,7 +458,7 @@ impl OffloadOrder {
 /// Raises:
 ///     TypeError: If one of them is not bytes.
 #[pyfunction]
-pub(super) fn _store_keys<'py>(
+pub(in crate::python) fn _store_keys<'py>(
     py: Python<'py>,
     space: &Bound<'py, PyBytes>,
     keys: &Bound<'py, PyAny>,

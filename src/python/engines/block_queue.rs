@@ -10,11 +10,11 @@ use crate::base::sync::lock;
 use crate::base::{BlockId, Error, Id, widen};
 use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
-use super::args;
 use super::block::{Block, BlockPlace, Objects, ownership_error, shown};
 use super::block_map::BlockMap;
-use super::debug::Debug;
-use super::logging::Reporter;
+use crate::python::args;
+use crate::python::debug::Debug;
+use crate::python::logging::Reporter;
 
 /// Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
 /// the lowest in front.
@@ -29,7 +29,7 @@ use super::logging::Reporter;
 /// Raises:
 ///     ConfigError: If `count` is 0, negative, or too large.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "BlockQueue")]
-pub(super) struct BlockQueue {
+pub(in crate::python) struct BlockQueue {
     table: Arc<Mutex<BlockTable>>,
     objects: Arc<OnceLock<Objects>>,
     debug: Debug,
@@ -301,7 +301,7 @@ fn not_free(block: &Bound<'_, PyAny>) -> PyErr {
 
 /// Free blocks in their order.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "_BlockIterator")]
-pub(super) struct BlockIterator {
+pub(in crate::python) struct BlockIterator {
     here: Mutex<Option<Py<Block>>>,
 }
 

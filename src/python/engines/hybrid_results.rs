@@ -8,11 +8,11 @@ use crate::cache::NodeHandle;
 use crate::engines::hybrid::{Action, Frees, Match, NodeState, PositionRange, Step};
 use crate::tensor::TensorView;
 
-use super::export::to_tensor;
 use super::hybrid_names::object_of;
+use crate::python::export::to_tensor;
 
 /// A 1-D int64 tensor of `count` slots, run by run. Runs no Python code.
-pub(super) fn view_of<'a>(
+pub(in crate::python) fn view_of<'a>(
     count: usize,
     runs: impl Iterator<Item = &'a [EngineSlot]>,
 ) -> PyResult<TensorView> {
@@ -22,11 +22,11 @@ pub(super) fn view_of<'a>(
     Ok(TensorView::from_indices(IndexVec::I64(values)))
 }
 
-pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<Py<PyAny>> {
+pub(in crate::python) fn tensor_of_slots(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<Py<PyAny>> {
     to_tensor(py, &view_of(slots.len(), std::iter::once(slots))?)
 }
 
-pub(super) fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAny>> {
+pub(in crate::python) fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAny>> {
     let mut copy = try_with_capacity(values.len())?;
     copy.extend_from_slice(values);
     to_tensor(py, &TensorView::from_indices(IndexVec::I64(copy)))
@@ -34,7 +34,7 @@ pub(super) fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAn
 
 /// A prefix that was found.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridMatch")]
-pub(super) struct HybridMatch(pub(super) Match);
+pub(in crate::python) struct HybridMatch(pub(in crate::python) Match);
 
 #[pymethods]
 impl HybridMatch {
@@ -79,7 +79,7 @@ impl HybridMatch {
 
 /// Values that the tree gave up, for the engine to free.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridFrees")]
-pub(super) struct HybridFrees(pub(super) Frees);
+pub(in crate::python) struct HybridFrees(pub(in crate::python) Frees);
 
 #[pymethods]
 impl HybridFrees {
@@ -120,18 +120,18 @@ impl HybridFrees {
     }
 }
 
-pub(super) fn tensor_or_none(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<Option<Py<PyAny>>> {
+pub(in crate::python) fn tensor_or_none(py: Python<'_>, slots: &[EngineSlot]) -> PyResult<Option<Py<PyAny>>> {
     (!slots.is_empty()).then(|| tensor_of_slots(py, slots)).transpose()
 }
 
 /// A step of an insertion.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridStep")]
-pub(super) struct HybridStep(pub(super) Step);
+pub(in crate::python) struct HybridStep(pub(in crate::python) Step);
 
 /// Ranges, as Python writes them.
-pub(super) type Pairs = Vec<(usize, usize)>;
+pub(in crate::python) type Pairs = Vec<(usize, usize)>;
 
-pub(super) const fn pair(range: &PositionRange) -> (usize, usize) {
+pub(in crate::python) const fn pair(range: &PositionRange) -> (usize, usize) {
     (range.start, range.end)
 }
 
@@ -196,7 +196,7 @@ impl HybridStep {
     }
 }
 
-pub(super) fn acts_to_py<'py>(py: Python<'py>, acts: &[Action]) -> PyResult<Bound<'py, PyList>> {
+pub(in crate::python) fn acts_to_py<'py>(py: Python<'py>, acts: &[Action]) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for act in acts {
         let act = match act {
@@ -219,7 +219,7 @@ pub(super) fn acts_to_py<'py>(py: Python<'py>, acts: &[Action]) -> PyResult<Boun
 
 /// A node of a `HybridTree` as it was.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridNode")]
-pub(super) struct HybridNode(pub(super) NodeState);
+pub(in crate::python) struct HybridNode(pub(in crate::python) NodeState);
 
 #[pymethods]
 impl HybridNode {

@@ -17,14 +17,14 @@ use crate::engines::hybrid::{
     Part, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
 };
 
-use super::args;
-use super::export::to_tensor;
 use super::hybrid_names::name_of;
 use super::hybrid_results::{
     HybridFrees, HybridMatch, HybridNode, HybridStep, Pairs, acts_to_py, pair, tensor_of_ints,
     tensor_of_slots, tensor_or_none, view_of,
 };
-use super::tokens::{with_keys, with_slots};
+use crate::python::args;
+use crate::python::export::to_tensor;
+use crate::python::tokens::{with_keys, with_slots};
 use arguments::{
     handle_of, node_gone_error, not_begun, not_locked, part_of, receipt_of, skipped_of, slots_in,
 };
@@ -61,7 +61,7 @@ use arguments::{
 /// Raises:
 ///     ConfigError: If `policy` is unknown, or a size is not positive.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridTree")]
-pub(super) struct HybridTree {
+pub(in crate::python) struct HybridTree {
     tree: Mutex<Tree>,
 }
 

@@ -22,7 +22,7 @@ const SHORT: usize = 64;
 /// calls for groups and for many blocks. Calls are atomic and thread-safe.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "BlockMap", subclass)]
 #[derive(Default)]
-pub(super) struct BlockMap {
+pub(in crate::python) struct BlockMap {
     map: Mutex<Map<Py<PyAny>>>,
 }
 
@@ -33,7 +33,7 @@ impl BlockMap {
 
     /// Takes all hashes from blocks of a table, and returns those that the map had of them, by block in their
     /// order. If `more` has what is no hash, nothing is done.
-    pub(super) fn take_hashes(
+    pub(in crate::python) fn take_hashes(
         &self,
         table: &Mutex<BlockTable>,
         blocks: &[BlockId],

@@ -10,9 +10,9 @@ use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::index::{AddressSpace as Space, OnBadFree, on_bad_frees};
 
-use super::debug::Debug;
-use super::logging::Reporter;
-use super::{args, with};
+use crate::python::debug::Debug;
+use crate::python::logging::Reporter;
+use crate::python::{args, with};
 
 /// Keeps which bytes of a memory that others own are taken: the lowest range that is long enough comes first.
 ///
@@ -27,7 +27,7 @@ use super::{args, with};
 /// Raises:
 ///     ConfigError: If `capacity` is negative or too large, or `alignment` is no power of two.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "AddressSpace", weakref)]
-pub(super) struct AddressSpace {
+pub(in crate::python) struct AddressSpace {
     space: Mutex<Space>,
     strict: bool,
     reporter: Reporter,

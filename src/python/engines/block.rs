@@ -10,19 +10,19 @@ use crate::base::sync::lock;
 use crate::base::{BlockId, Error, ErrorKind, Id, widen};
 use crate::engines::{BlockTable, EvictionQueue, HashedTokens};
 
-use super::args;
+use crate::python::args;
 
 /// The objects of all blocks of a queue, and of its ends.
 #[derive(Debug)]
-pub(super) struct Objects {
-    pub(super) blocks: Vec<Py<Block>>,
-    pub(super) front: Py<Block>,
-    pub(super) back: Py<Block>,
+pub(in crate::python) struct Objects {
+    pub(in crate::python) blocks: Vec<Py<Block>>,
+    pub(in crate::python) front: Py<Block>,
+    pub(in crate::python) back: Py<Block>,
 }
 
 /// The position of a block object in its queue.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum BlockPlace {
+pub(in crate::python) enum BlockPlace {
     /// It is one of the blocks of its queue.
     At(BlockId),
     /// It is the end before the first block.
@@ -34,17 +34,17 @@ pub(super) enum BlockPlace {
 /// A block of an engine, by vLLM's names: its number, how many requests use it, and its hash. `BlockQueue` makes it.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "Block")]
 #[derive(Debug)]
-pub(super) struct Block {
-    pub(super) place: BlockPlace,
-    pub(super) table: Arc<Mutex<BlockTable>>,
+pub(in crate::python) struct Block {
+    pub(in crate::python) place: BlockPlace,
+    pub(in crate::python) table: Arc<Mutex<BlockTable>>,
     /// Empty until all are made, and gone with the queue.
-    pub(super) objects: Weak<OnceLock<Objects>>,
+    pub(in crate::python) objects: Weak<OnceLock<Objects>>,
     /// A weak reference to the pool of the engine.
-    pub(super) pool: Option<Py<PyAny>>,
+    pub(in crate::python) pool: Option<Py<PyAny>>,
 }
 
 impl Block {
-    pub(super) const fn number(&self) -> Option<BlockId> {
+    pub(in crate::python) const fn number(&self) -> Option<BlockId> {
         match self.place {
             BlockPlace::At(number) => Some(number),
             BlockPlace::Front | BlockPlace::Back => None,
@@ -52,16 +52,16 @@ impl Block {
     }
 
     /// The number of the block. An end of a queue has none.
-    pub(super) fn own_number(&self) -> PyResult<BlockId> {
+    pub(in crate::python) fn own_number(&self) -> PyResult<BlockId> {
         self.number().ok_or_else(|| ownership_error("the end of a queue is no block".to_owned()))
     }
 
     /// The number of the block in the queue of a table.
-    pub(super) fn number_in(&self, table: &Arc<Mutex<BlockTable>>) -> Option<BlockId> {
+    pub(in crate::python) fn number_in(&self, table: &Arc<Mutex<BlockTable>>) -> Option<BlockId> {
         self.number().filter(|_| Arc::ptr_eq(&self.table, table))
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, BlockTable> {
+    pub(in crate::python) fn lock(&self) -> MutexGuard<'_, BlockTable> {
         lock(&self.table)
     }
 
@@ -79,7 +79,7 @@ impl Block {
 }
 
 impl Objects {
-    pub(super) fn at(&self, place: BlockPlace) -> &Py<Block> {
+    pub(in crate::python) fn at(&self, place: BlockPlace) -> &Py<Block> {
         match place {
             BlockPlace::At(number) => &self.blocks[widen(number.number())],
             BlockPlace::Front => &self.front,
@@ -88,12 +88,12 @@ impl Objects {
     }
 }
 
-pub(super) fn ownership_error(message: String) -> PyErr {
+pub(in crate::python) fn ownership_error(message: String) -> PyErr {
     Error::new(ErrorKind::IndexOwnership, message).into()
 }
 
 /// An object in words, for messages.
-pub(super) fn shown(object: &Bound<'_, PyAny>) -> String {
+pub(in crate::python) fn shown(object: &Bound<'_, PyAny>) -> String {
     object.repr().map_or_else(|_| args::kind_of(object), |text| text.to_string())
 }
 
@@ -101,7 +101,7 @@ pub(super) fn shown(object: &Bound<'_, PyAny>) -> String {
 impl Block {
     /// The number of the block, from 0 on; -1 at the ends of a queue.
     #[getter]
-    pub(super) fn block_id(&self) -> i64 {
+    pub(in crate::python) fn block_id(&self) -> i64 {
         self.number().map_or(-1, i64::from)
     }
 
@@ -189,7 +189,7 @@ impl Block {
 
     /// The free block behind it, or the end of the queue; `None` if it is not free.
     #[getter]
-    pub(super) fn next_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
+    pub(in crate::python) fn next_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
         self.neighbour(py, |queue| {
             let behind = match self.place {
                 BlockPlace::Back => return None,
