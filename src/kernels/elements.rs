@@ -10,7 +10,7 @@ use super::indices::{read, read_indices};
 
 /// The number at an element.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Element {
+pub(crate) enum Element {
     /// The value of an integer.
     Int(i64),
     /// The value of a float of at most 32 bits.
@@ -26,7 +26,7 @@ pub enum Element {
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
-pub fn elements(tensor: &BorrowedTensor<'_>) -> Result<Vec<Element>> {
+pub(crate) fn elements(tensor: &BorrowedTensor<'_>) -> Result<Vec<Element>> {
     tensor.check_on(Device::Cpu, "the tensor")?;
     match tensor.dtype() {
         DType::F64 => each(tensor, Element::Double),

@@ -18,23 +18,7 @@ use super::rows::{LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 use super::store::{StoreRows, store_rows};
 use super::table::{Table, build_kv_indices, part, zero_columns};
 
-/// Runs the operations of a pool on its memory. Threads may share it.
-///
-/// ```
-/// use std::sync::Arc;
-/// use kvpool::base::{DType, IndexVec};
-/// use kvpool::kernels::{Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows};
-/// use kvpool::memory::{Host, Region, Stream};
-/// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4 * 16).unwrap());
-/// let layout = |offset| LayerLayout { offset, step: 64, shape: [4, 1, 16], dtype: DType::U8 };
-/// let rows = LayerRows::new(&region, 1, [layout(0), layout(64)]).unwrap();
-/// let space = IndexSpace { noun: "row", len: 4 };
-/// let executor = Executor::new(&region, 1, IndexSpaces::of_rows(space), 0).unwrap();
-/// let all = Indices::Host(IndexVec::I32(vec![0, 1, 2, 3]));
-/// executor.zero_rows(&rows, &all, Stream::DEFAULT).unwrap();
-/// let none = Indices::Host(IndexVec::I32(vec![4]));
-/// assert!(executor.zero_rows(&rows, &none, Stream::DEFAULT).is_err());
-/// ```
+/// Runs the operations of a pool on its memory. Threads may share it. [`Pieces`] has an example.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one for each pool")]
 pub enum Executor {
@@ -94,7 +78,7 @@ impl Executor {
 
     /// The device of the memory, or `None` on the host.
     #[must_use]
-    pub const fn gpu(&self) -> Option<&Arc<Gpu>> {
+    pub(crate) const fn gpu(&self) -> Option<&Arc<Gpu>> {
         match self {
             Self::Host(_) => None,
             Self::Device(launcher) => Some(launcher.gpu()),
@@ -104,7 +88,7 @@ impl Executor {
     /// A point to wait for before sending more numbers from the host: see
     /// [`Ring::backpressure_event`](crate::memory::Ring::backpressure_event).
     #[must_use]
-    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
+    pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
         match self {
             Self::Host(_) => None,
             Self::Device(launcher) => launcher.backpressure_event(),
@@ -116,7 +100,7 @@ impl Executor {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index outside of its space: it was skipped.
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32.
-    pub fn take_fault(&self) -> Result<()> {
+    pub(crate) fn take_fault(&self) -> Result<()> {
         match self {
             Self::Host(_) => Ok(()),
             Self::Device(launcher) => launcher.take_fault(),
@@ -127,7 +111,7 @@ impl Executor {
     ///
     /// # Errors
     /// Same as [`Gpu::check_process`].
-    pub fn check_process(&self) -> Result<()> {
+    pub(crate) fn check_process(&self) -> Result<()> {
         self.gpu().map_or(Ok(()), |gpu| gpu.check_process())
     }
 
@@ -135,7 +119,7 @@ impl Executor {
     ///
     /// # Errors
     /// Same as [`Gpu::check_not_capturing`].
-    pub fn check_not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
+    pub(crate) fn check_not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
         self.gpu().map_or(Ok(()), |gpu| gpu.check_not_capturing(stream, what))
     }
 
@@ -143,7 +127,7 @@ impl Executor {
     ///
     /// # Errors
     /// Same as [`Gpu::synchronize`].
-    pub fn synchronize(&self, stream: Stream) -> Result<()> {
+    pub(crate) fn synchronize(&self, stream: Stream) -> Result<()> {
         self.gpu().map_or(Ok(()), |gpu| gpu.synchronize(stream))
     }
 
@@ -152,7 +136,7 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
-    pub fn prepare_indices(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
+    pub(crate) fn prepare_indices(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
         match self {
             Self::Host(_) => indices.iter().try_for_each(|indices| indices.host_values().map(drop)),
             Self::Device(launcher) => launcher.prepare_indices(indices, stream),
@@ -169,9 +153,9 @@ impl Executor {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or devices that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written
-    /// then. Otherwise same as [`Executor::take_fault`], which also reports an index of a device tensor
+    /// then. Otherwise same as `Executor::take_fault`, which also reports an index of a device tensor
     /// beyond the rows; it is skipped.
-    pub fn store_rows(
+    pub(crate) fn store_rows(
         &self,
         section: usize,
         stores: &[StoreRows<'_>; 2],
@@ -201,9 +185,9 @@ impl Executor {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when an `out` does not fit,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist; nothing is written
-    /// then. Otherwise same as [`Executor::take_fault`], which also reports an index of a device tensor
+    /// then. Otherwise same as `Executor::take_fault`, which also reports an index of a device tensor
     /// beyond the rows; its row in `out` is zeroed.
-    pub fn gather_rows(
+    pub(crate) fn gather_rows(
         &self,
         section: usize,
         pairs: &[(&RowBuffer, BorrowedTensor<'_>); 2],
@@ -235,8 +219,8 @@ impl Executor {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths, and for more indices than
     /// can be transferred to a device at once; [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows
-    /// that do not exist. Nothing is copied then. Otherwise same as [`Executor::take_fault`].
-    pub fn copy_rows(
+    /// that do not exist. Nothing is copied then. Otherwise same as `Executor::take_fault`.
+    pub(crate) fn copy_rows(
         &self,
         rows: &LayerRows,
         dst: &Indices<'_>,
@@ -278,9 +262,9 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist; nothing is zeroed
-    /// then. Otherwise same as [`Executor::take_fault`], which also reports an index of a device tensor
+    /// then. Otherwise same as `Executor::take_fault`, which also reports an index of a device tensor
     /// beyond the rows; it is skipped.
-    pub fn zero_rows(&self, rows: &LayerRows, indices: &Indices<'_>, stream: Stream) -> Result<()> {
+    pub(crate) fn zero_rows(&self, rows: &LayerRows, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         match self {
             Self::Host(host) => {
                 let numbers = host.rows(indices)?;
@@ -299,7 +283,7 @@ impl Executor {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that do not exist;
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
-    pub fn fill_rows(
+    pub(crate) fn fill_rows(
         &self,
         rows: &LayerRows,
         runs: &[Range<usize>],
@@ -342,7 +326,7 @@ impl Executor {
     /// is named twice; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being
     /// captured. Nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver
     /// call fails: some pages may have been copied. Faults of earlier calls are left to
-    /// [`Executor::take_fault`].
+    /// `Executor::take_fault`.
     pub fn copy_pages<I: Id>(
         &self,
         rows: &LayerRows,
@@ -371,7 +355,7 @@ impl Executor {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for columns outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more rows than can be transferred to a
     /// device at once.
-    pub fn zero_columns(
+    pub(crate) fn zero_columns(
         &self,
         table: &Table<'_>,
         rows: &[RowExtent<RequestRow>],
@@ -388,9 +372,9 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in
-    /// `out`; nothing is written then. Otherwise same as [`Executor::take_fault`], which also reports invalid
+    /// `out`; nothing is written then. Otherwise same as `Executor::take_fault`, which also reports invalid
     /// numbers of device tensors; they are skipped.
-    pub fn build_kv_indices(
+    pub(crate) fn build_kv_indices(
         &self,
         table: &Table<'_>,
         rows: &Indices<'_>,

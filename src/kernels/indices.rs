@@ -137,7 +137,7 @@ pub enum Numbers<'a> {
 /// The error for what is no index: `found` is a dtype or the type of an object.
 #[cold]
 #[must_use]
-pub fn not_indices(found: &str) -> Error {
+pub(crate) fn not_indices(found: &str) -> Error {
     Error::wrong_type(format!(
         "indices must be int16, uint16, int32, uint32, int64 or uint64 in a tensor, an array or a series, or a \
          sequence of ints, not {found}"
@@ -148,7 +148,7 @@ pub fn not_indices(found: &str) -> Error {
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) unless it is int32 or int64.
-pub fn check_ints(dtype: DType) -> Result<()> {
+pub(crate) fn check_ints(dtype: DType) -> Result<()> {
     if matches!(dtype, DType::I32 | DType::I64) {
         return Ok(());
     }

@@ -14,8 +14,8 @@ mod numbers;
 mod params;
 mod plan;
 
-pub use fetch::{Fetcher, PendingFetch, read_now};
-pub use plan::{PlanBatch, PlanFields, PlanRequest};
+pub(crate) use fetch::{Fetcher, PendingFetch, read_now};
+pub(crate) use plan::{PlanBatch, PlanFields, PlanRequest};
 
 use std::collections::HashSet;
 use std::ptr;
@@ -58,7 +58,7 @@ pub(super) enum Copies<'a> {
 
 /// A batch that grows, for [`Launcher::continue_pages`].
 #[derive(Clone, Copy, Debug)]
-pub struct GrowingBatch<'a> {
+pub(crate) struct GrowingBatch<'a> {
     /// The slots of each request that are taken in its last page; 0 if the page is full.
     pub offsets: &'a [i32],
     /// The place where the new slots of each request begin, and the end of all.
@@ -117,13 +117,13 @@ impl Launcher {
 
     /// The device.
     #[must_use]
-    pub const fn gpu(&self) -> &Arc<Gpu> {
+    pub(crate) const fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
 
     /// A point to wait for before sending more numbers from the host: see [`Ring::backpressure_event`].
     #[must_use]
-    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
+    pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.ring.backpressure_event()
     }
 
@@ -448,7 +448,7 @@ impl Launcher {
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
-    pub fn write_points(
+    pub(crate) fn write_points(
         &self,
         table: &Table<'_>,
         [row, column, value]: [Numbers<'_>; 3],
@@ -572,7 +572,7 @@ impl Launcher {
     /// slots behind it as they are, and `Launcher::take_fault` reports it.
     ///
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
-    pub fn continue_pages(
+    pub(crate) fn continue_pages(
         &self,
         out: &BorrowedTensor<'_>,
         last_loc: &BorrowedTensor<'_>,

@@ -5,7 +5,7 @@
 //! their limit.
 //!
 //! The images of the CUDA kernels are loaded once per device, at the first use, and stay loaded. A
-//! [`Fetcher`] copies index values from a device to the host without waiting; [`pack()`] copies tensors with
+//! `Fetcher` copies index values from a device to the host without waiting; `pack` copies tensors with
 //! any strides to and from contiguous memory; [`Executor::copy_pages`] copies pages to and from [`Pieces`] of
 //! host memory. Nothing here decides which indices are in use.
 
@@ -13,6 +13,7 @@ mod convert;
 mod copy_threads;
 #[cfg(all(target_os = "linux", not(loom)))]
 mod cpu_set;
+#[cfg(feature = "python")]
 mod elements;
 mod executor;
 mod indices;
@@ -26,15 +27,19 @@ mod table;
 mod threads;
 
 pub use copy_threads::CopyThreads;
-pub use elements::{Element, elements};
-pub use executor::{Executor, HostExecutor};
-pub use indices::{IndexSpace, IndexSpaces, Indices, Numbers, check_ints, not_indices, read_indices};
-pub use launch::{
-    Fetcher, GrowingBatch, Launcher, PendingFetch, PlanBatch, PlanFields, PlanRequest, read_now,
-};
-pub use pack::{Direction, pack};
+#[cfg(feature = "python")]
+pub(crate) use elements::{Element, elements};
+pub use executor::Executor;
+pub(crate) use indices::Numbers;
+pub use indices::{IndexSpace, IndexSpaces, Indices, read_indices};
+#[cfg(feature = "python")]
+pub(crate) use indices::{check_ints, not_indices};
+pub(crate) use launch::{Fetcher, GrowingBatch, PendingFetch, PlanBatch, PlanFields, PlanRequest, read_now};
+pub use pack::Direction;
+pub(crate) use pack::pack;
 pub use pages::{HostAccess, PageCopy, PagePair, Pieces, layer_bytes, piece_bytes};
-pub use rows::{BufferInfo, LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
-pub use store::{StoreRows, store_rows};
-pub use table::Table;
+pub(crate) use rows::BufferInfo;
+pub use rows::{LayerLayout, LayerRows, RowBuffer};
+pub(crate) use store::StoreRows;
+pub(crate) use table::Table;
 pub use threads::{num_threads, set_num_threads};

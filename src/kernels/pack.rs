@@ -9,7 +9,7 @@ use crate::memory::{BorrowedTensor, Gpu, Stream};
 
 use super::threads::run_in_parts;
 
-/// The direction of [`pack()`].
+/// The direction of a copy between a tensor and contiguous memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Copies from the tensor to contiguous memory.
@@ -30,7 +30,7 @@ pub enum Direction {
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target
 /// overlap; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call
 /// fails.
-pub fn pack(
+pub(crate) fn pack(
     packed: &BorrowedTensor<'_>,
     tensor: &BorrowedTensor<'_>,
     direction: Direction,

@@ -14,7 +14,7 @@ use super::threads::run_in_parts;
 
 /// Values to store into the rows of a buffer.
 #[derive(Clone, Copy, Debug)]
-pub struct StoreRows<'a> {
+pub(crate) struct StoreRows<'a> {
     /// The name of the values in messages.
     pub name: &'static str,
     /// The buffer to store them in.
@@ -54,7 +54,7 @@ struct StorePlan<'a> {
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes that do not fit,
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written then.
-pub fn store_rows(stores: &[StoreRows<'_>], indices: &IndexVec) -> Result<()> {
+pub(super) fn store_rows(stores: &[StoreRows<'_>], indices: &IndexVec) -> Result<()> {
     if let Some(store) = stores.iter().find(|store| store.target.region().device() != Device::Cpu) {
         return Err(Error::config(format!(
             "rows on {} cannot be reached by the host",

@@ -6,7 +6,7 @@ use crate::memory::{BorrowedTensor, Region};
 
 /// The slots of every request, int32 `[rows, columns]`.
 #[derive(Clone, Copy, Debug)]
-pub struct Table<'a> {
+pub(crate) struct Table<'a> {
     region: &'a Region,
     rows: usize,
     columns: usize,
@@ -17,7 +17,7 @@ impl<'a> Table<'a> {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the region is smaller.
-    pub fn new(region: &'a Region, rows: usize, columns: usize) -> Result<Self> {
+    pub(crate) fn new(region: &'a Region, rows: usize, columns: usize) -> Result<Self> {
         region.at(0, bytes_of("the table", &[rows, columns], DType::I32)?)?;
         Ok(Self { region, rows, columns })
     }

@@ -14,8 +14,9 @@ mod probe;
 mod ring;
 
 pub use event::Event;
+pub(crate) use gpu::Function;
 pub(in crate::memory) use gpu::is_forked;
-pub use gpu::{Function, Gpu, SideStream};
+pub use gpu::{Gpu, SideStream};
 pub use memory::{Cuda, Pinned};
 pub use page_lock::PageLock;
 pub use ring::{Reply, Ring};

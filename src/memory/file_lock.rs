@@ -24,7 +24,7 @@ static CLAIMS: LazyLock<Mutex<HashSet<Claim>>> = LazyLock::new(Mutex::default);
 ///
 /// The child of a fork neither inherits the lock nor keeps others from taking it.
 #[derive(Debug)]
-pub struct FileLock {
+pub(crate) struct FileLock {
     /// `None` only during drop.
     file: Option<File>,
     claim: Claim,
@@ -32,7 +32,7 @@ pub struct FileLock {
 
 /// The result of [`FileLock::try_lock`].
 #[derive(Debug)]
-pub enum TryLockResult {
+pub(crate) enum TryLockResult {
     /// This process has the lock now.
     Taken(FileLock),
     /// The process with this number has it; `None` if the system names none, as that has ended since or is on
@@ -46,7 +46,7 @@ impl FileLock {
     ///
     /// # Errors
     /// The errors of the system, where it cannot open or lock the file.
-    pub fn try_lock(path: &Path) -> io::Result<TryLockResult> {
+    pub(crate) fn try_lock(path: &Path) -> io::Result<TryLockResult> {
         let this = process::id();
         let claim_of = |about: Metadata| (this, about.dev(), about.ino());
         if fs::metadata(path).is_ok_and(|about| lock(&CLAIMS).contains(&claim_of(about))) {

@@ -2,7 +2,7 @@
 //!
 //! A [`Backend`] allocates memory on one device; a [`Region`] owns a piece of it and frees it on drop.
 //! [`BorrowedTensor`] describes a tensor of another owner for the length of a call, [`HostRows`] one for as
-//! long as work takes. A [`FileLock`] keeps the files behind memory for one process. Everything here may be
+//! long as work takes. A `FileLock` keeps the files behind memory for one process. Everything here may be
 //! used from any thread.
 //!
 //! | backend | memory |
@@ -35,11 +35,12 @@ mod wrappers;
 
 pub use backend::{ALIGNMENT, Backend, Block, Contents};
 pub use borrowed::BorrowedTensor;
-pub use cuda::{Cuda, Event, Function, Gpu, PageLock, Pinned, Reply, Ring, SideStream};
-pub use file_lock::{FileLock, TryLockResult};
+pub(crate) use cuda::Function;
+pub use cuda::{Cuda, Event, Gpu, PageLock, Pinned, Reply, Ring, SideStream};
+pub(crate) use file_lock::{FileLock, TryLockResult};
 pub use host::{Host, prefer_huge_pages};
 pub use host_rows::HostRows;
-pub use image::Image;
+pub(crate) use image::Image;
 pub use mapped::{MappedHost, PageKind};
 pub use page_locking::{PageLockProgress, PageLocking, Report, Sink, lock_pages, page_lock_steps};
 pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};

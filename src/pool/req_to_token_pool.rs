@@ -5,13 +5,17 @@ mod device;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, try_zeros, widen};
+use crate::base::sync::explored::{Mutex, lock};
+use crate::base::{
+    DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, run_blocking, try_zeros, widen,
+};
 use crate::index::{BadFrees, Ledgered, OnBadFree, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, IndexSpaces, Indices, Table};
 use crate::memory::{Backend, BorrowedTensor, Event, Region, RegionWriter, Stream};
 use crate::tensor::TensorView;
 
 use super::contract::{Occupancy, Pool, Stats};
+use super::mirror::{known_values, values_now};
 use super::table_mirror::TableMirror;
 use super::{Footprint, at_least_one, fits_int32};
 
@@ -416,6 +420,29 @@ impl ReqToTokenPool {
         }
     }
 
+    /// Works like [`Self::write`], for a table that threads share: it waits for arguments that are part of the
+    /// table without the lock.
+    ///
+    /// # Errors
+    /// See [`Self::write`].
+    pub fn write_shared(
+        table: &Mutex<Self>,
+        index: TableIndex<'_>,
+        values: Indices<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        let region = Arc::clone(lock(table).table.region());
+        let read = |numbers| read_part(table, &region, numbers, stream);
+        let values = read(values)?;
+        let index = match index {
+            TableIndex::Points { rows, columns } => {
+                TableIndex::Points { rows: read(rows)?, columns: read(columns)? }
+            }
+            columns @ TableIndex::Columns { .. } => columns,
+        };
+        lock(table).write(&index, &values, stream)
+    }
+
     /// The row and the columns of a slice.
     fn checked_columns(&self, row: i64, start: i64, end: Option<i64>) -> Result<(RequestRow, usize, usize)> {
         let row = self.checked_row(row)?;
@@ -457,8 +484,7 @@ impl ReqToTokenPool {
 
     /// Whether a tensor is part of the table.
     fn has(&self, tensor: &BorrowedTensor<'_>) -> bool {
-        let start = self.table.region().address().as_ptr().addr();
-        (start..start + self.table.region().bytes()).contains(&tensor.address().as_ptr().addr())
+        begins_in(self.table.region(), tensor)
     }
 
     /// Writes `slots` to a row from column `from` on: in host memory directly; on a GPU a launch of the
@@ -639,6 +665,32 @@ impl Pool for ReqToTokenPool {
 
     fn keep_ledger(&mut self) {
         self.keep_ledger();
+    }
+}
+
+/// Whether a tensor begins in `region`.
+fn begins_in(region: &Region, tensor: &BorrowedTensor<'_>) -> bool {
+    let start = region.address().as_ptr().addr();
+    (start..start + region.bytes()).contains(&tensor.address().as_ptr().addr())
+}
+
+/// The values of `numbers` if they are part of the table in `region`, read without its lock; otherwise
+/// `numbers`.
+fn read_part<'a>(
+    table: &Mutex<ReqToTokenPool>,
+    region: &Region,
+    numbers: Indices<'a>,
+    stream: Stream,
+) -> Result<Indices<'a>> {
+    match &numbers {
+        Indices::Device { tensor, version } if begins_in(region, tensor) => {
+            if let Some(known) = known_values(tensor, *version) {
+                return Ok(Indices::Host(known));
+            }
+            lock(table).check_not_capturing(stream)?;
+            run_blocking(|| values_now(numbers, stream)).map(Indices::Host)
+        }
+        _ => Ok(numbers),
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
-use crate::base::{Device, Error, Id, IndexDType, IndexVec, Page, Result, Slot};
+use crate::base::{Device, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking};
 use crate::index::{
     BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats, ascending_runs,
 };
@@ -15,6 +15,7 @@ use crate::tensor::TensorView;
 use super::contract::{Occupancy, Pool, Stats};
 use super::deferred::FreedAs;
 use super::fences::Fence;
+use super::mirror::values_now;
 use super::shortage::Reclaim;
 use super::slot_tensors::{BatchLens, GrantedSlots, LastLocs, SlotTensors};
 use super::stage::stage_bytes;
@@ -288,8 +289,8 @@ impl TokenToKvPoolAllocator {
     /// needed.
     ///
     /// Values that only a device has are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then;
-    /// it is dropped without locks.
+    /// values are in flight than the pool has slots; then the call waits, without locks, for its own values.
+    /// What `keep` returns keeps the tensor alive until then; it is dropped without locks.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
@@ -306,7 +307,14 @@ impl TokenToKvPoolAllocator {
         // Owners that a failed call does not use are dropped when no lock is held.
         let mut keep = Some(keep);
         let keep = || keep.take().and_then(|keep| keep());
-        self.free_with(after, stream, |allocator, id| allocator.free(slots, id, keep, stream))
+        let freed = self.free_with(after, stream, |allocator, id| allocator.free(slots, id, keep, stream))?;
+        if let Some(bad) = freed {
+            return Ok(bad);
+        }
+        let known = read_without_locks(slots, stream)?;
+        let freed =
+            self.free_with(after, stream, |allocator, id| allocator.free(&known, id, || None, stream));
+        Ok(freed?.expect("values on the host need no room"))
     }
 
     /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position of
@@ -324,9 +332,18 @@ impl TokenToKvPoolAllocator {
     ) -> Result<BadFrees> {
         // Dropped without the lock: they may be the last owners of foreign objects.
         let mut abandoned = Vec::new();
-        self.free_with(after, stream, |slots, id| {
+        let freed = self.free_with(after, stream, |slots, id| {
             slots.free_pages(given, freed_as, id, &keep, &mut abandoned, stream)
-        })
+        })?;
+        if let Some(bad) = freed {
+            return Ok(bad);
+        }
+        let known =
+            given.iter().map(|given| read_without_locks(given, stream)).collect::<Result<Vec<_>>>()?;
+        let freed = self.free_with(after, stream, |slots, id| {
+            slots.free_pages(&known, freed_as, id, |_| None, &mut abandoned, stream)
+        });
+        Ok(freed?.expect("values on the host need no room"))
     }
 
     /// Checks that consecutive slots of a request, whose first is that of token `start`, begin a page: every
@@ -633,6 +650,11 @@ impl TokenToKvPoolAllocator {
     pub fn device_bytes(&self) -> usize {
         self.lock().device_bytes()
     }
+}
+
+/// The values of indices on any device. Waits for those that only a device has; the caller must hold no lock.
+fn read_without_locks(indices: &Indices<'_>, stream: Stream) -> Result<Indices<'static>> {
+    run_blocking(|| values_now(indices.clone(), stream)).map(Indices::Host)
 }
 
 impl Pool for TokenToKvPoolAllocator {

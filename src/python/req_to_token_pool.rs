@@ -262,7 +262,7 @@ impl ReqToTokenPool {
         let mut values = args::index_or_indices(values)?;
         let stream = self.stream(py, index_arg.host_len() + values.host_len())?;
         let (index, values) = (index_arg.take()?, values.take()?);
-        with(&self.pool, |pool| pool.write(&index, &values, stream))
+        Ok(Pool::write_shared(&self.pool, index, values, stream)?)
     }
 
     /// Concatenates the slots of requests in the layout of FlashInfer's `kv_indices`.

@@ -70,7 +70,7 @@ fn progress(disk: &dyn Disk, file: DiskFile, done: usize, asked: usize) -> usize
 ///
 /// # Errors
 /// [`ErrorKind::UnexpectedEof`] at the end of the file, and those of the disk.
-pub fn read_whole(disk: &dyn Disk, file: DiskFile, buffer: &mut [u8], offset: u64) -> Result<()> {
+pub(crate) fn read_whole(disk: &dyn Disk, file: DiskFile, buffer: &mut [u8], offset: u64) -> Result<()> {
     let mut at = 0;
     while at < buffer.len() {
         let asked = buffer.len() - at;
@@ -90,7 +90,7 @@ pub fn read_whole(disk: &dyn Disk, file: DiskFile, buffer: &mut [u8], offset: u6
 ///
 /// # Errors
 /// [`ErrorKind::WriteZero`] when the disk takes no more, and its own errors.
-pub fn write_whole(disk: &dyn Disk, file: DiskFile, bytes: &[u8], offset: u64) -> Result<()> {
+pub(crate) fn write_whole(disk: &dyn Disk, file: DiskFile, bytes: &[u8], offset: u64) -> Result<()> {
     let mut at = 0;
     while at < bytes.len() {
         match disk.write_at(file, &bytes[at..], offset + to_u64(at)) {

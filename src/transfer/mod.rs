@@ -16,8 +16,8 @@ mod job_thread;
 mod steps;
 
 pub use copy_queue::CopyQueue;
-pub(crate) use disk::to_u64;
-pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, write_whole};
+pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile};
+pub(crate) use disk::{read_whole, to_u64, write_whole};
 pub use folder::{FileCaching, Folder};
 pub use job_thread::JobThread;
 pub use steps::Transfer;

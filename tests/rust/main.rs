@@ -12,7 +12,6 @@ mod gpu;
 mod histories;
 mod history_runs;
 mod hybrid;
-mod kernels;
 mod layering;
 mod leases;
 mod offload;

@@ -15,7 +15,7 @@ use super::params::ReadParams;
 
 /// Copies index tensors to the host without waiting for them. Threads may share it.
 #[derive(Debug)]
-pub struct Fetcher {
+pub(crate) struct Fetcher {
     gpu: Arc<Gpu>,
     kernels: Arc<Kernels>,
     ring: Ring,
@@ -23,7 +23,7 @@ pub struct Fetcher {
 
 /// Index values in transfer.
 #[derive(Debug)]
-pub struct PendingFetch {
+pub(crate) struct PendingFetch {
     reply: Reply,
     count: usize,
     /// Whether they are copied as int64.
@@ -35,25 +35,19 @@ pub struct PendingFetch {
 impl PendingFetch {
     /// The number of values.
     #[must_use]
-    pub const fn len(&self) -> usize {
+    pub(crate) const fn len(&self) -> usize {
         self.count
-    }
-
-    /// Whether there are no values.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.count == 0
     }
 
     /// The owner that kept the tensor alive. Dropping it may run foreign code: hold no lock then.
     #[must_use]
-    pub fn into_keep(self) -> Option<Keep> {
+    pub(crate) fn into_keep(self) -> Option<Keep> {
         self.keep
     }
 
     /// The point after the copy.
     #[must_use]
-    pub fn done(&self) -> &Arc<Event> {
+    pub(crate) fn done(&self) -> &Arc<Event> {
         self.reply.done()
     }
 }
@@ -64,7 +58,7 @@ impl Fetcher {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) and
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), when memory or the kernels are not available.
-    pub fn new(gpu: &Arc<Gpu>, values: usize) -> Result<Self> {
+    pub(crate) fn new(gpu: &Arc<Gpu>, values: usize) -> Result<Self> {
         let bytes = bytes_of("index values", &[values], DType::I64)?;
         Ok(Self { gpu: Arc::clone(gpu), kernels: Kernels::of(gpu)?, ring: Ring::on_host(gpu, bytes)? })
     }
@@ -89,7 +83,7 @@ impl Fetcher {
 
     /// The device of the tensors that it copies.
     #[must_use]
-    pub const fn gpu(&self) -> &Arc<Gpu> {
+    pub(crate) const fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
 
@@ -100,7 +94,7 @@ impl Fetcher {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or `stream` is being
     /// captured.
-    pub fn fetch(
+    pub(crate) fn fetch(
         &self,
         tensor: &BorrowedTensor<'_>,
         keep: impl FnOnce() -> Option<Keep>,
@@ -117,6 +111,7 @@ impl Fetcher {
             if tensor.is_contiguous() {
                 self.gpu.copy_out(tensor, range, stream)
             } else {
+                tensor.record_stream(stream);
                 read_kernel(&self.gpu, &self.kernels, tensor, range, stream)
             }
         })?;
@@ -128,7 +123,7 @@ impl Fetcher {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
     /// copy.
-    pub fn take(&self, fetch: &PendingFetch) -> Result<IndexVec> {
+    pub(crate) fn take(&self, fetch: &PendingFetch) -> Result<IndexVec> {
         if fetch.is_wide {
             Ok(IndexVec::I64(self.ring.take(&fetch.reply, fetch.count)?))
         } else {
@@ -137,7 +132,7 @@ impl Fetcher {
     }
 
     /// Drops a fetch without reading its values.
-    pub fn abandon(&self, fetch: &PendingFetch) {
+    pub(crate) fn abandon(&self, fetch: &PendingFetch) {
         self.ring.release(&fetch.reply);
     }
 }
@@ -171,7 +166,7 @@ fn read_kernel(
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being captured, or when a driver
 /// call fails.
-pub fn read_now(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<IndexVec> {
+pub(crate) fn read_now(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<IndexVec> {
     gpu.check_not_capturing(stream, "an answer that waits for values that only the device has")?;
     if !tensor.is_contiguous() {
         return read_strided(gpu, tensor, stream);

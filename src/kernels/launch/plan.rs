@@ -13,7 +13,7 @@ use super::params::PlanParams;
 
 /// The fields of a plan on a device, as byte offsets into a region.
 #[derive(Clone, Copy, Debug)]
-pub struct PlanFields<'a> {
+pub(crate) struct PlanFields<'a> {
     /// The device memory that the offsets are in.
     pub region: &'a Region,
     /// int32, one per new token.
@@ -40,8 +40,7 @@ pub struct PlanFields<'a> {
 
 /// One request of a plan: `PlanRequest` of `params.cuh`, which documents the fields.
 #[derive(Clone, Copy, Debug, Default)]
-#[expect(missing_docs, reason = "documented there")]
-pub struct PlanRequest {
+pub(crate) struct PlanRequest {
     pub row: i32,
     pub start: i32,
     pub prefix: i32,
@@ -65,7 +64,7 @@ impl PlanRequest {
 
 /// A step, planned on the host.
 #[derive(Clone, Copy, Debug)]
-pub struct PlanBatch<'a> {
+pub(crate) struct PlanBatch<'a> {
     /// The requests, followed by those that pad a batch of fixed size.
     pub requests: &'a [PlanRequest],
     /// The number of requests without padding.
@@ -85,7 +84,7 @@ pub struct PlanBatch<'a> {
 impl PlanBatch<'_> {
     /// The most bytes that a batch sends to the device, including room for alignment.
     #[must_use]
-    pub fn bytes(requests: usize, pages: usize) -> usize {
+    pub(crate) fn bytes(requests: usize, pages: usize) -> usize {
         const SPARE: usize = 64;
         (requests * REQUEST_NUMBERS + pages) * size_of::<i32>() + SPARE
     }
@@ -99,7 +98,7 @@ impl Launcher {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more numbers than can be transferred at
     /// once, [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
-    pub fn plan(
+    pub(crate) fn plan(
         &self,
         table: &Table<'_>,
         fields: &PlanFields<'_>,

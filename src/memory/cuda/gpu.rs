@@ -123,7 +123,7 @@ impl Gpu {
 
     /// The compute capability, major and minor.
     #[must_use]
-    pub const fn capability(&self) -> (u32, u32) {
+    pub(crate) const fn capability(&self) -> (u32, u32) {
         self.capability
     }
 
@@ -202,7 +202,7 @@ impl Gpu {
     /// # Safety
     /// `function` was loaded on this device and takes a `P`; every address in `params` is valid for what the
     /// kernel does there, until it has run.
-    pub unsafe fn launch<P>(
+    pub(crate) unsafe fn launch<P>(
         &self,
         function: Function,
         grid: [u32; 2],
@@ -257,11 +257,12 @@ impl Gpu {
             return Ok(());
         }
         target.record_stream(stream);
+        source.record_stream(stream);
         let target = target.address();
         let source = DevicePtr::of(source.address().as_ptr());
         let _entered = self.enter_beside_captures()?;
         // SAFETY: the target lies in a live region, and `BorrowedTensor` guarantees the elements of the
-        // source.
+        // source. The memory of both is freed only after the copy, as they have recorded the stream.
         unsafe { self.driver.copy_to_host(target.as_ptr(), source, bytes, stream) }
     }
 
@@ -272,7 +273,7 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Config`] when they are not contiguous or differ in length, [`ErrorKind::Driver`] when a
     /// driver call fails.
-    pub fn copy(
+    pub(crate) fn copy(
         &self,
         target: &BorrowedTensor<'_>,
         source: &BorrowedTensor<'_>,
@@ -296,7 +297,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for other tensors, [`ErrorKind::Driver`] when a driver call fails.
-    pub fn copy_2d(
+    pub(crate) fn copy_2d(
         &self,
         target: &BorrowedTensor<'_>,
         source: &BorrowedTensor<'_>,
@@ -343,7 +344,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.
-    pub fn is_capturing(&self, stream: Stream) -> Result<bool> {
+    pub(crate) fn is_capturing(&self, stream: Stream) -> Result<bool> {
         Ok(self.stream_state(stream)? == StreamState::Captured)
     }
 
@@ -358,7 +359,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] if it is; the message begins with `what`, the operation that cannot be captured.
-    pub fn check_not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
+    pub(crate) fn check_not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
         if self.is_capturing(stream)? {
             let text = format!("{what} cannot be captured into a CUDA graph");
             return Err(Error::new(ErrorKind::Driver, text));
@@ -371,7 +372,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] if one of them is.
-    pub fn check_can_order(&self, others: &[Stream], stream: Stream) -> Result<()> {
+    pub(crate) fn check_can_order(&self, others: &[Stream], stream: Stream) -> Result<()> {
         let mut others = others.iter().filter(|other| **other != stream).peekable();
         if others.peek().is_none() {
             return Ok(());
@@ -421,7 +422,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.
-    pub fn uses_host_pointers(&self) -> Result<bool> {
+    pub(crate) fn uses_host_pointers(&self) -> Result<bool> {
         self.check_process()?;
         self.driver.uses_host_pointers(self.ordinal)
     }

@@ -79,7 +79,7 @@ impl Ring {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than an address can name.
-    pub fn padded_size(bytes: usize) -> Result<usize> {
+    pub(crate) fn padded_size(bytes: usize) -> Result<usize> {
         bytes
             .checked_next_multiple_of(ALIGNMENT)
             .ok_or_else(|| Error::config(format!("a ring of {bytes} bytes is more than an address can name")))
@@ -104,7 +104,7 @@ impl Ring {
     ///
     /// # Errors
     /// Same as [`Ring::new`].
-    pub fn on_host(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+    pub(crate) fn on_host(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         Self::with_twin(gpu, bytes, None, Arc::default())
     }
 
@@ -132,7 +132,7 @@ impl Ring {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they exceed the ring,
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, and the errors of
     /// `work`.
-    pub fn upload<T: Plain>(
+    pub(crate) fn upload<T: Plain>(
         &self,
         arrays: &[&[T]],
         stream: Stream,
@@ -200,7 +200,7 @@ impl Ring {
     /// A point to wait for before the next upload, when more than half of the ring is in use. Waiting for it
     /// beforehand, without the locks that [`Ring::upload`] is called under, avoids a wait there.
     #[must_use]
-    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
+    pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
         let mut pieces = lock(&self.pieces);
         if self.in_use(&pieces) <= self.capacity() / 2 {
             return None;
@@ -222,7 +222,7 @@ impl Ring {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while it is being captured.
-    pub fn check_not_capturing(&self, stream: Stream) -> Result<()> {
+    pub(crate) fn check_not_capturing(&self, stream: Stream) -> Result<()> {
         self.gpu.check_not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")
     }
 
@@ -232,7 +232,7 @@ impl Ring {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, and the errors of
     /// `work`.
-    pub fn receive(
+    pub(crate) fn receive(
         &self,
         bytes: usize,
         stream: Stream,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::base::{Device, Error, IndexVec, Result};
 use crate::index::{BadFrees, FenceId, OnBadFree, SlotAllocator};
-use crate::kernels::{Indices, read_now};
+use crate::kernels::Indices;
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
 use crate::pool::deferred::{FreedAs, Part, Values, abandon, slots_of};
 use crate::pool::fences::{Fence, Fences};
@@ -44,8 +44,9 @@ impl SlotTensors {
 
     /// [`Self::free_values`] for indices on any device.
     ///
-    /// Values that only a device has are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then.
+    /// Values that only a device has are copied in the order of `stream`, without waiting. What `keep`
+    /// returns keeps the tensor alive until then. Returns `None`, and frees nothing, if so many values are in
+    /// flight that there is no room for the copy: read the values without locks, and free those.
     #[inline]
     pub(in crate::pool) fn free(
         &mut self,
@@ -53,16 +54,18 @@ impl SlotTensors {
         fence: Option<FenceId>,
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
-    ) -> Result<BadFrees> {
+    ) -> Result<Option<BadFrees>> {
         if let Indices::Host(values) = given
             && !self.stays_behind(fence)
         {
-            return self.free_values(values, fence);
+            return self.free_values(values, fence).map(Some);
         }
-        match self.values_of(given, keep, stream)? {
+        let Some(values) = self.values_of(given, keep, stream)? else { return Ok(None) };
+        let freed = match values {
             Values::Known(values) if !self.stays_behind(fence) => self.free_values(&values, fence),
             values => self.free_parts(vec![Part { values, freed_as: FreedAs::Slots }], fence),
-        }
+        };
+        freed.map(Some)
     }
 
     /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position
@@ -78,31 +81,32 @@ impl SlotTensors {
         keep: impl Fn(usize) -> Option<Keep>,
         abandoned: &mut Vec<Keep>,
         stream: Stream,
-    ) -> Result<BadFrees> {
+    ) -> Result<Option<BadFrees>> {
         let mut parts = Vec::with_capacity(given.len());
         for (position, given) in given.iter().enumerate() {
             match self.values_of(given, || keep(position), stream) {
-                Ok(values) => parts.push(Part { values, freed_as }),
-                Err(failure) => {
+                Ok(Some(values)) => parts.push(Part { values, freed_as }),
+                answer => {
                     abandoned.extend(abandon(parts));
-                    return Err(failure);
+                    return answer.map(|_| None);
                 }
             }
         }
-        self.free_parts(parts, fence)
+        self.free_parts(parts, fence).map(Some)
     }
 
-    /// The values of indices on any device, or a copy of them in flight.
-    pub(super) fn values_of(
+    /// The values of indices on any device, or a copy of them in flight. `None` if there is no room for the
+    /// copy.
+    fn values_of(
         &mut self,
         given: &Indices<'_>,
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
-    ) -> Result<Values> {
+    ) -> Result<Option<Values>> {
         match given {
-            Indices::Host(values) => Ok(Values::Known(values.clone())),
+            Indices::Host(values) => Ok(Some(Values::Known(values.clone()))),
             Indices::Device { tensor, version } => known_values(tensor, *version)
-                .map_or_else(|| self.fetch(tensor, keep, stream), |values| Ok(Values::Known(values))),
+                .map_or_else(|| self.fetch(tensor, keep, stream), |values| Ok(Some(Values::Known(values)))),
         }
     }
 
@@ -167,20 +171,16 @@ impl SlotTensors {
         answer
     }
 
-    /// Enqueues a copy of the values of `tensor`. Waits for them if there is no room for the copy.
-    pub(super) fn fetch(
+    /// Enqueues a copy of the values of `tensor`. `None` if there is no room for the copy.
+    fn fetch(
         &mut self,
         tensor: &BorrowedTensor<'_>,
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
-    ) -> Result<Values> {
+    ) -> Result<Option<Values>> {
         let gpu = self.gpu_of(tensor.device())?;
         let at_once = fetched_at_once(&self.slots);
-        tensor.record_stream(stream);
-        match self.deferred.fetch(&gpu, at_once, tensor, keep, stream)? {
-            None => read_now(&gpu, tensor, stream).map(Values::Known),
-            Some(values) => Ok(values),
-        }
+        self.deferred.fetch(&gpu, at_once, tensor, keep, stream)
     }
 
     /// The device of a tensor.
