@@ -18,8 +18,8 @@ thread_local! {
     static IS_OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks this thread as one of ours, on which no interpreter runs: its [`run_blocking`] sections need no
-/// hook.
+/// Marks this thread as a thread of kvpool, on which no interpreter runs: its [`run_blocking`] sections need
+/// no hook.
 pub fn mark_own_thread() {
     IS_OURS.set(true);
 }

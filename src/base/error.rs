@@ -48,7 +48,7 @@ impl ErrorKind {
     ];
 }
 
-/// A failed call: its kind, and a message that carries the numbers (asked, available, index, capacity).
+/// A failed call: its kind, and a message that contains the numbers (requested, available, index, capacity).
 ///
 /// ```
 /// use kvpool::base::{Error, ErrorKind};

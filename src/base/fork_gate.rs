@@ -1,5 +1,4 @@
-//! Keeps a process from being forked while a thread of ours holds locks that its child would wait for, for
-//! ever.
+//! A gate that delays a fork while a thread of kvpool holds locks that the child would wait for forever.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -9,27 +8,27 @@ use super::blocking::is_own_thread;
 static GATE: RwLock<()> = RwLock::new(());
 
 thread_local! {
-    /// Entries of this thread, and what the first of them holds.
+    /// The number of times that this thread has entered, and what the first of them holds.
     static ENTRIES: Cell<usize> = const { Cell::new(0) };
     static ENTERED: RefCell<Option<RwLockReadGuard<'static, ()>>> = const { RefCell::new(None) };
     static CLOSED: RefCell<Option<RwLockWriteGuard<'static, ()>>> = const { RefCell::new(None) };
 }
 
-/// A guard: while it lives, [`close_fork_gate`] waits, so that the process is not forked. Threads of ours
-/// take one before they lock anything that callers lock, too.
+/// A guard: as long as it exists, [`close_fork_gate`] waits, so that the process is not forked. Threads of
+/// kvpool take one before they lock anything that callers also lock.
 #[derive(Debug)]
 pub struct ForkGate(());
 
 impl ForkGate {
-    /// Enters on a thread that [is ours](super::mark_own_thread). The others may hold locks that such a
-    /// thread waits for within, and must not wait for the gate.
+    /// Enters on [a thread of kvpool](super::mark_own_thread). Other threads may hold locks that such a
+    /// thread waits for inside the gate, so they must not wait for the gate.
     #[must_use]
     pub fn enter_on_own_thread() -> Option<Self> {
         is_own_thread().then(Self::enter)
     }
 
-    /// Enters, again if this thread has before. Waits while the process is being forked. The caller holds no
-    /// lock.
+    /// Enters the gate; a thread may enter several times. Waits while the process is being forked. The caller
+    /// must hold no lock.
     #[must_use]
     pub fn enter() -> Self {
         if ENTRIES.get() == 0 {

@@ -1,4 +1,4 @@
-//! The vocabulary of every other layer: indices, dtypes, devices, shapes, errors, and blocking sections.
+//! Types that every other layer uses: indices, dtypes, devices, shapes, errors, and blocking sections.
 //!
 //! Nothing here owns an index, allocates memory for tensors, or is `unsafe`, except for a hint to the
 //! processor.

@@ -28,7 +28,7 @@ pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, 
 pub(crate) mod explored {
     pub(crate) use super::{Mutex, MutexGuard};
 
-    /// [`super::lock`] for them.
+    /// Works like [`super::lock`], for these mutexes.
     pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }

@@ -1,7 +1,7 @@
-//! Ranges of any length in one address space, each freed when its owner is done with it.
+//! An allocator of byte ranges in one address space. Each range is freed by itself.
 //!
-//! It deals with offsets, not memory. Use it for memory that others own; [`Arena`](super::Arena) is for what
-//! is freed as a whole.
+//! It manages offsets, not memory. Use it for memory that others own. For memory that is freed as a whole,
+//! use [`Arena`](super::Arena).
 
 use std::ops::Range;
 
@@ -11,12 +11,12 @@ use crate::base::{Error, Result, try_with_capacity};
 use super::gaps::Gaps;
 use super::{BadFree, BadFrees};
 
-/// Ownership of the bytes `0..capacity`: the lowest range that is long enough is taken first.
+/// Ownership of the bytes `0..capacity`. The lowest free range that is long enough is taken first.
 ///
-/// What is freed need not be a range that was taken: several that touch, or a part of one, are freed in one
-/// call. A range with a byte that is free already is refused as a whole.
+/// A free need not match a take: one call can free several adjacent ranges, or a part of one. A range is
+/// refused as a whole if one of its bytes is free already.
 ///
-/// Taking and giving back cost one step for each 64 gaps.
+/// Taking and freeing a range cost one step for each 64 gaps.
 ///
 /// ```
 /// use kvpool::index::{AddressSpace, BadFree};
@@ -31,7 +31,7 @@ use super::{BadFree, BadFrees};
 #[derive(Clone, Debug)]
 pub struct AddressSpace {
     capacity: usize,
-    /// A power of two. Lengths are rounded up to a multiple of it.
+    /// The alignment, a power of two. Lengths are rounded up to a multiple of it.
     alignment: usize,
     /// The free ranges. Their lengths and `used` add up to `capacity`.
     gaps: Gaps,
@@ -62,7 +62,7 @@ impl AddressSpace {
         self.capacity
     }
 
-    /// Returns the number of bytes that lengths are rounded up to a multiple of.
+    /// Returns the alignment in bytes: lengths are rounded up to a multiple of it.
     #[must_use]
     pub const fn alignment(&self) -> usize {
         self.alignment
@@ -80,26 +80,26 @@ impl AddressSpace {
         self.high_water
     }
 
-    /// Frees that were dropped.
+    /// Returns the number of frees that were dropped.
     #[must_use]
     pub const fn dropped_frees(&self) -> usize {
         self.dropped_frees
     }
 
-    /// Returns the number of bytes of the longest gap.
+    /// Returns the length of the longest free range in bytes.
     #[must_use]
     pub fn longest(&self) -> usize {
         self.gaps.longest()
     }
 
-    /// `bytes`, rounded up to the alignment; `None` where that is more than an address can name.
+    /// Rounds `bytes` up to the alignment. Returns `None` if the result does not fit an address.
     #[must_use]
     pub fn rounded(&self, bytes: usize) -> Option<usize> {
         bytes.checked_next_multiple_of(self.alignment)
     }
 
-    /// Takes `bytes`, rounded up to the alignment and at least one of it, or returns `None` when no gap holds
-    /// them.
+    /// Takes a range of `bytes`, rounded up to the alignment and at least one alignment long. Returns `None`
+    /// if no free range is long enough.
     pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
         let taken = self.gaps.cut(self.rounded(bytes.max(1))?, 1)?;
         self.count_taken(taken.len());
@@ -107,7 +107,7 @@ impl AddressSpace {
     }
 
     /// Takes `count` ranges of `bytes`, rounded as in [`AddressSpace::take`], and returns where they begin,
-    /// in order; or returns `None`, and takes none, when the gaps do not hold them.
+    /// in order. If there is not enough room for all, returns `None` and takes none.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for the
@@ -136,7 +136,7 @@ impl AddressSpace {
     /// Frees a range, all bytes of which are taken.
     ///
     /// # Errors
-    /// Why it cannot be freed; nothing is changed then.
+    /// The reason why the range cannot be freed. Nothing is changed then.
     pub fn give_back(&mut self, range: Range<usize>) -> std::result::Result<(), BadFree> {
         self.check(&range)?;
         self.used -= range.len();
@@ -144,10 +144,11 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Reports those of the ranges of `bytes` each that could not be freed one after the other. Frees none.
+    /// Reports which of several ranges, each of `bytes` bytes, could not be freed one after the other. Frees
+    /// none.
     ///
     /// # Panics
-    /// If one of them begins at 2**63 or above.
+    /// If a range begins at 2**63 or above.
     pub fn refused(&self, starts: &[usize], bytes: usize) -> BadFrees {
         let (mut bad, mut freed) = (BadFrees::default(), Gaps::default());
         for &start in starts {
@@ -172,14 +173,15 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Frees ranges of `bytes` each, those that can be. The others are dropped, counted and reported.
+    /// Frees several ranges, each of `bytes` bytes. Ranges that cannot be freed are dropped, counted and
+    /// reported.
     ///
     /// # Panics
-    /// If a dropped one begins at 2**63 or above.
+    /// If a dropped range begins at 2**63 or above.
     pub fn give_back_many(&mut self, starts: &[usize], bytes: usize) -> BadFrees {
         let mut bad = BadFrees::default();
         for &start in starts {
-            // A range whose end is no address lies outside, too.
+            // A range whose end does not fit an address is outside of the space, too.
             if let Err(reason) = self.give_back(start..start.saturating_add(bytes)) {
                 bad.add(signed(start), reason, 1);
             }
@@ -188,7 +190,7 @@ impl AddressSpace {
         bad
     }
 
-    /// Adds `bytes` behind the last one.
+    /// Adds `bytes` bytes at the end of the space.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if an address does not fit 63 bits; nothing is

@@ -1,6 +1,6 @@
-//! A bump allocator of byte ranges. Single ranges can be freed; [`Arena::reset`] frees all of them.
+//! A bump allocator of byte ranges. Ranges can be freed one by one, and [`Arena::reset`] frees all of them.
 //!
-//! Use it for memory that is reset as a whole, such as the temporaries of a step. It deals in offsets, not
+//! Use it for memory that is reset as a whole, such as the temporaries of a step. It manages offsets, not
 //! memory.
 
 use std::iter::once;
@@ -10,8 +10,8 @@ use super::gaps::Gaps;
 
 /// Ownership of the bytes `0..capacity`.
 ///
-/// A range is cut behind the last one. Only when it does not fit there, the first gap that holds it is used:
-/// taking costs one step, or one for each 64 gaps.
+/// A range is taken after the last one. Only if it does not fit there, the first gap that is long enough is
+/// used. Taking costs one step or, in the second case, one for each 64 gaps.
 ///
 /// ```
 /// use kvpool::index::Arena;
@@ -27,11 +27,11 @@ use super::gaps::Gaps;
 #[derive(Clone, Debug)]
 pub struct Arena {
     capacity: usize,
-    /// A power of two. Every range begins at a multiple of it, and its length is one.
+    /// The alignment, a power of two. The beginning and the length of every range are multiples of it.
     alignment: usize,
-    /// Every taken byte is below it.
+    /// The end of the last range: every taken byte is below it.
     end: usize,
-    /// Freed ranges before `end`. None touches it.
+    /// The freed ranges before `end`, none of which touches it.
     gaps: Gaps,
     used: usize,
     high_water: usize,
@@ -62,7 +62,7 @@ impl Arena {
         self.high_water
     }
 
-    /// Returns the number of bytes of the largest range that [`Arena::take`] could return.
+    /// Returns the length in bytes of the largest range that [`Arena::take`] could return.
     #[must_use]
     pub fn largest(&self) -> usize {
         self.gaps.longest().max((self.capacity - self.end) / self.alignment * self.alignment)
@@ -90,8 +90,8 @@ impl Arena {
         pieces
     }
 
-    /// Takes `bytes`, rounded up to the alignment and at least one of it, or returns `None` when no range
-    /// fits.
+    /// Takes a range of `bytes`, rounded up to the alignment and at least one alignment long. Returns `None`
+    /// if no free range is long enough.
     pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
         let bytes = bytes.max(1).checked_next_multiple_of(self.alignment)?;
         let range = if bytes <= self.capacity - self.end {

@@ -12,7 +12,7 @@ const NAMED: usize = 8;
 pub enum BadFree {
     /// The index is outside of the index space.
     OutOfRange,
-    /// The padding index, which has no owner.
+    /// The index is the padding index, which has no owner.
     Padding,
     /// The index was never handed out.
     NotAllocated,
@@ -24,7 +24,7 @@ pub enum BadFree {
     StillReferenced,
     /// The index belongs to another pool.
     Foreign,
-    /// The index belongs to the prefix cache, which gives it up by eviction.
+    /// The index belongs to the prefix cache, which frees it when it evicts the page.
     Cached,
 }
 
@@ -56,7 +56,8 @@ impl BadFree {
 pub struct BadFrees {
     dropped: usize,
     first: Vec<(i64, BadFree)>,
-    /// Histories of indices in `first`, when a ledger is open. Indices with the same history share an entry.
+    /// The histories of the indices in `first`, if there is a ledger. Indices with the same history share an
+    /// entry.
     histories: Vec<(Vec<i64>, String)>,
 }
 
@@ -78,7 +79,7 @@ impl BadFrees {
         &self.first
     }
 
-    /// Returns whether another invalid index would be listed, so that finding its reason pays.
+    /// Returns whether another invalid index would be listed. Otherwise its reason need not be determined.
     #[must_use]
     pub(super) const fn has_room(&self) -> bool {
         self.first.len() < NAMED
@@ -113,7 +114,7 @@ impl BadFrees {
         }
     }
 
-    /// Returns the report in words: how many of `given` were invalid, and the first ones with their reasons.
+    /// Describes the report: how many of `given` indices were invalid, and the first ones with their reasons.
     #[must_use]
     pub fn describe(&self, noun: &str, given: usize) -> String {
         let mut text = format!("{} of {given} freed {noun}s: ", self.dropped);
@@ -135,7 +136,7 @@ impl BadFrees {
     }
 }
 
-/// The way in which a free treats invalid indices.
+/// What a free does about invalid indices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnBadFree {
     /// The call frees all others, and reports the invalid ones.
@@ -145,7 +146,7 @@ pub enum OnBadFree {
 }
 
 impl OnBadFree {
-    /// Fails if `strict`.
+    /// Returns [`OnBadFree::Fail`] if `strict`, and [`OnBadFree::Report`] otherwise.
     #[must_use]
     pub const fn of(strict: bool) -> Self {
         if strict { Self::Fail } else { Self::Report }

@@ -1,12 +1,11 @@
-//! Buffers by size class: the bucket of each size, and ownership of each buffer. It deals with sizes, not
-//! memory.
+//! Ownership of buffers, which are kept in buckets by their size. It manages sizes, not memory.
 
 use crate::base::bounded::narrow;
 use crate::base::{BufferId, Error, Id, Result, widen};
 
 use super::Ticket;
 
-/// The way in which sizes are rounded up to buckets.
+/// How sizes are rounded up to the sizes of buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
     /// Sizes are rounded up to the next power of two.
@@ -15,7 +14,7 @@ pub enum Rounding {
     Fine,
 }
 
-/// A size class.
+/// A bucket of buffers of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bucket {
     number: usize,
@@ -84,20 +83,21 @@ impl Rounding {
 #[derive(Clone, Copy, Debug)]
 struct Entry<L> {
     bucket: Bucket,
-    /// The lane that took it last.
+    /// The lane that took the buffer last.
     lane: L,
-    /// The number of times that it was freed.
+    /// The number of times that the buffer was freed.
     generation: u64,
     /// The position of the buffer in `live`, while it is taken.
     live_at: Option<usize>,
 }
 
-/// A free buffer that was taken again.
+/// A free buffer that was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reuse<L> {
-    /// Identifies this take; needed to free the buffer.
+    /// The ticket of this take, which is needed to free the buffer.
     pub ticket: Ticket<BufferId>,
-    /// The lane that used the buffer before, when it is another one: order the new work after that lane.
+    /// The lane that used the buffer before, if it is another one. The new work must be ordered after the
+    /// work of that lane.
     pub after: Option<L>,
 }
 
@@ -119,11 +119,12 @@ pub struct Reuse<L> {
 #[derive(Clone, Debug)]
 pub struct Buckets<L> {
     entries: Vec<Entry<L>>,
-    /// Indices of `entries` without a buffer.
+    /// The indices of `entries` that have no buffer.
     vacant: Vec<u32>,
     /// The free buffers of each lane, by bucket number.
     free: Vec<Vec<(L, Vec<u32>)>>,
-    /// Taken buffers, in the order of taking, except that the last one fills the gap of a freed one.
+    /// The taken buffers, in the order in which they were taken, except that the last one fills the gap of a
+    /// freed one.
     live: Vec<u32>,
     free_count: usize,
     free_bytes: usize,
@@ -191,13 +192,14 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.high_water_bytes
     }
 
-    /// Returns the largest numbers of buffers and of bytes taken at once, for [`Buckets::set_marks`].
+    /// Returns the largest numbers of buffers and of bytes that were taken at once, for
+    /// [`Buckets::set_marks`].
     #[must_use]
     pub const fn marks(&self) -> [usize; 2] {
         [self.high_water, self.high_water_bytes]
     }
 
-    /// Restores earlier marks, to undo takes that were given back.
+    /// Restores earlier marks, after takes that were undone.
     pub const fn set_marks(&mut self, marks: [usize; 2]) {
         [self.high_water, self.high_water_bytes] = marks;
     }

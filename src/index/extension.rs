@@ -7,7 +7,7 @@ use crate::base::{Error, PADDING, Page, Result, widen};
 pub enum LastLoc<'a> {
     /// One slot for each request.
     Known(&'a [i64]),
-    /// This number of slots, which only a device has.
+    /// The given number of slots, whose values only a device has.
     OnDevice(usize),
 }
 
@@ -19,7 +19,7 @@ impl LastLoc<'_> {
         }
     }
 
-    /// Returns the last slot of a request; of one that only a device has, a value that has no next slot.
+    /// Returns the last slot of a request. If only a device has it, returns a value that has no next slot.
     fn of(self, request: usize) -> i64 {
         match self {
             Self::Known(slots) => slots[request],
@@ -31,8 +31,8 @@ impl LastLoc<'_> {
 /// The slots added to a batch of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extension<T> {
-    /// The new slots, concatenated in the order of the requests. The padding slot stands for each that only a
-    /// device knows.
+    /// The new slots, concatenated in the order of the requests. A slot that only a device can compute is the
+    /// padding slot here.
     pub slots: Vec<T>,
     /// Pages that requests had before and that hold some of the new slots, as far as the host knows them.
     pub continued: Vec<Page>,
@@ -43,7 +43,7 @@ pub struct Extension<T> {
 pub(super) struct ExtendedRequest {
     pub(super) prefix: usize,
     pub(super) seq: usize,
-    /// Unchecked: it matters only when the prefix ends inside a page.
+    /// The slot of the last token. It is unchecked, because it matters only if the prefix ends inside a page.
     pub(super) last_loc: i64,
 }
 
@@ -53,8 +53,8 @@ impl ExtendedRequest {
         !self.prefix.is_multiple_of(page_size) && self.seq > self.prefix
     }
 
-    /// Returns the slot after `last_loc`, or the padding slot, which has no owner, when there is no such
-    /// slot.
+    /// Returns the slot after `last_loc`. If there is no such slot, returns the padding slot, which has no
+    /// owner.
     pub(super) fn next_slot(&self) -> u32 {
         let next = self.last_loc.checked_add(1).and_then(|next| i32::try_from(next).ok());
         next.and_then(|next| u32::try_from(next).ok()).unwrap_or(PADDING)
@@ -70,7 +70,7 @@ impl ExtendedRequest {
     }
 }
 
-/// Parses requests, each checked on its own.
+/// Parses the requests of a batch, and checks each by itself.
 pub(super) fn parse_requests(
     prefix_lens: &[i64],
     seq_lens: &[i64],
@@ -89,7 +89,7 @@ pub(super) fn parse_requests(
         .zip(seq_lens)
         .enumerate()
         .map(|(position, (&prefix, &seq))| {
-            // Lengths beyond int32 can never be served and would overflow sums.
+            // A pool can never serve lengths beyond int32, and sums of such lengths would overflow.
             let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
             match (length(prefix), length(seq)) {
                 (Some(prefix), Some(seq)) if prefix <= seq => Ok(ExtendedRequest {

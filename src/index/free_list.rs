@@ -60,12 +60,12 @@ impl<I: Id> Run<I> {
     }
 }
 
-/// The run, of those that are long enough, that serves a request for consecutive indices.
+/// Which run of consecutive free indices serves a request, of the runs that are long enough.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// The one with the lowest indices.
+    /// The run with the lowest indices.
     First,
-    /// The shortest; of several, the lowest. Long runs stay for those who need them.
+    /// The shortest run; of several, the lowest one. Long runs stay whole for requests that need them.
     Best,
 }
 
@@ -83,7 +83,7 @@ impl Fit {
     }
 }
 
-/// The moment when freed indices become available.
+/// When freed indices become available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FreeTiming {
     /// Indices become available at once.
@@ -94,8 +94,8 @@ pub enum FreeTiming {
 
 /// Ownership of the indices `first..first + count`.
 ///
-/// Each is free, released, fenced or live. In [`Order::Fifo`] no index is released, and `queue` lists exactly
-/// the free ones.
+/// Each index is free, released, fenced or live. In [`Order::Fifo`] no index is released, and `queue` lists
+/// exactly the free ones.
 ///
 /// ```
 /// use kvpool::base::{Id, RequestRow};
@@ -115,9 +115,10 @@ pub struct FreeList<I> {
     queue: VecDeque<Run<I>>,
     /// Indices that the last batch freed.
     marked: Vec<Mask>,
-    /// The most indices in use at once since construction or the last clear.
+    /// The largest number of indices in use at once since construction or the last clear.
     high_water: usize,
-    /// Every index below has been handed out since the last clear: a new list goes out in ascending order.
+    /// Every index below this one has been handed out since the last clear: a new list hands out indices in
+    /// ascending order.
     reached: u32,
     space: PhantomData<I>,
 }
@@ -355,8 +356,8 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// Finds the first `count` indices of the shortest run of free ones that has so many, the lowest of
-    /// several.
+    /// Finds the shortest run of at least `count` free indices, of several the lowest one, and returns its
+    /// first `count` indices.
     fn best_fit(&self, count: u32) -> Option<Range<u32>> {
         let (mut start, mut least) = (None, u32::MAX);
         let mut from = self.first;
@@ -375,7 +376,8 @@ impl<I: Id> FreeList<I> {
     /// Removes `taken` from the queue.
     fn unqueue(&mut self, taken: Run<I>) {
         let (first, end) = (taken.start.number(), taken.end());
-        // Each run goes from the front to the back, without what is taken: the order stays.
+        // Each run moves from the front of the queue to its back, without the taken indices. This keeps the
+        // order.
         for _ in 0..self.queue.len() {
             let run = self.queue.pop_front().expect("as many as there were");
             let (start, stop) = (run.start.number(), run.end());
@@ -387,7 +389,7 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// Returns the set of freed indices.
+    /// Returns the set to which freed indices are added.
     const fn set_of(&self, timing: FreeTiming) -> Set {
         match (timing, self.order) {
             (FreeTiming::AfterFence, _) => Set::Fenced,
@@ -411,7 +413,7 @@ impl<I: Id> FreeList<I> {
         FreeBatch::new(self, timing)
     }
 
-    /// [`FreeList::queue`] for the indices of the batch in progress.
+    /// Works like [`FreeList::queue`], for the indices of the batch in progress.
     fn queue_marked(&mut self) {
         let marked = std::mem::take(&mut self.marked);
         self.queue(&marked);

@@ -1,23 +1,24 @@
-//! Free ranges in the order of their addresses, and the first that is long enough.
+//! A list of free ranges in the order of their addresses, which finds the first range that is long enough.
 //!
-//! Ranges lie in groups, each with the length of its longest: a search passes a group in one step. Taking and
-//! adding cost one step for each group before the place, and one pass over a group.
+//! Ranges are stored in groups, each of which knows the length of its longest range, so a search skips a
+//! group in one step. Taking and adding a range cost one step for each group before it, and one pass over a
+//! group.
 
 use std::ops::Range;
 
-/// The most ranges of a group.
+/// The largest number of ranges in a group.
 const MOST: usize = 64;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gaps {
-    /// The groups of ranges. No two ranges of theirs touch.
+    /// The groups of ranges. No two ranges touch.
     groups: Vec<Group>,
 }
 
 #[derive(Clone, Debug)]
 struct Group {
     longest: usize,
-    /// The ranges of the group in order, at least one; none of them is empty.
+    /// The ranges of the group in order. There is at least one, and none is empty.
     ranges: Vec<Range<usize>>,
 }
 
@@ -28,7 +29,7 @@ impl Group {
         group
     }
 
-    /// Finds the longest range.
+    /// Updates the length of the longest range.
     fn measure(&mut self) {
         self.longest = self.ranges.iter().map(Range::len).max().unwrap_or(0);
     }
@@ -40,13 +41,12 @@ impl Gaps {
         self.groups.iter().flat_map(|group| &group.ranges)
     }
 
-    /// Returns the length of the longest range; 0 without one.
+    /// Returns the length of the longest range; 0 if there are no ranges.
     pub(super) fn longest(&self) -> usize {
         self.groups.iter().map(|group| group.longest).max().unwrap_or(0)
     }
 
-    /// Returns the number of pieces of `bytes`, which is not 0, that can be cut from the ranges; not more
-    /// than `limit`.
+    /// Returns how many pieces of `bytes`, which is not 0, can be cut from the ranges, up to `limit`.
     pub(super) fn fitting(&self, bytes: usize, limit: usize) -> usize {
         let mut found = 0;
         for group in self.groups.iter().filter(|group| group.longest >= bytes) {
@@ -60,9 +60,9 @@ impl Gaps {
         found
     }
 
-    /// Cuts pieces of `bytes`, which is not 0, from the beginning of the first range that holds one: as many
-    /// as it holds, but not more than `limit`. Returns them as one range, or `None` when no range holds a
-    /// piece.
+    /// Cuts pieces of `bytes`, which is not 0, from the beginning of the first range that is long enough for
+    /// one: as many as fit, up to `limit`. Returns the pieces as one range, or `None` if no range is long
+    /// enough.
     pub(super) fn cut(&mut self, bytes: usize, limit: usize) -> Option<Range<usize>> {
         let at = self.groups.iter().position(|group| group.longest >= bytes)?;
         let group = &mut self.groups[at];
@@ -83,14 +83,14 @@ impl Gaps {
         Some(taken)
     }
 
-    /// Returns whether a range has bytes in common with one of them.
+    /// Returns whether `range` has bytes in common with a free range.
     pub(super) fn overlap(&self, range: &Range<usize>) -> bool {
         let (at, place) = self.place(range.end);
         self.before(at, place).is_some_and(|(at, place)| self.groups[at].ranges[place].end > range.start)
     }
 
-    /// Adds a range that is not empty and overlaps none, and returns the range that it has become with those
-    /// it touches.
+    /// Adds a range that is not empty and overlaps no other. It is joined with the ranges that it touches.
+    /// Returns the joined range.
     pub(super) fn add(&mut self, range: Range<usize>) -> Range<usize> {
         let (mut at, mut place) = self.place(range.start);
         let before =
@@ -127,8 +127,8 @@ impl Gaps {
         self.groups.clear();
     }
 
-    /// Returns the group and the place in it of the first range that begins at `start` or behind it. Behind
-    /// the last group when there is none.
+    /// Returns the group and the position of the first range that begins at or after `start`. If there is
+    /// none, returns the position after the last group.
     fn place(&self, start: usize) -> (usize, usize) {
         let at =
             self.groups.partition_point(|group| group.ranges.last().is_some_and(|last| last.start < start));
@@ -137,7 +137,7 @@ impl Gaps {
         (at, place)
     }
 
-    /// Returns the place before a place.
+    /// Returns the position before a position.
     fn before(&self, at: usize, place: usize) -> Option<(usize, usize)> {
         match place.checked_sub(1) {
             Some(place) => Some((at, place)),
@@ -145,9 +145,9 @@ impl Gaps {
         }
     }
 
-    /// Inserts a range before the one at a place, and returns where it is.
+    /// Inserts a range before the one at a position, and returns where it is.
     fn insert(&mut self, at: usize, place: usize, range: Range<usize>) -> (usize, usize) {
-        // Behind the last range it becomes that of the last group.
+        // After the last range it joins the last group.
         let (at, place) = match (self.groups.get(at), self.groups.len().checked_sub(1)) {
             (Some(_), _) => (at, place),
             (None, Some(last)) => (last, self.groups[last].ranges.len()),

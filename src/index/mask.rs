@@ -12,7 +12,7 @@ pub(super) struct Mask {
 }
 
 impl Mask {
-    /// Creates a single index.
+    /// Creates the mask of a single index.
     pub(super) const fn of(index: u32) -> Self {
         Self { word: index / 64, bits: 1 << (index % 64) }
     }
@@ -65,7 +65,7 @@ impl Mask {
     }
 }
 
-/// Bits `start..start + len` of a word. `len` is 1 to 64 and the run ends within the word.
+/// Returns a word with the bits `start..start + len`. `len` is 1 to 64, and the run ends within the word.
 pub(super) const fn run_of_bits(start: usize, len: usize) -> u64 {
     (u64::MAX >> (64 - len)) << start
 }

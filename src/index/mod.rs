@@ -1,8 +1,8 @@
-//! Ownership of integers: slots, pages, rows, buffers, byte ranges.
+//! Ownership of integers: slots, pages, rows, buffers and byte ranges.
 //!
-//! Every index of a space is in exactly one state: free (next to be handed out), released (free again, kept
-//! apart until needed), fenced (freed, still used by work in flight) or live. The structures here decide it
-//! with bitmaps. They know no address and no device, and are not synchronised: wrap them in a lock.
+//! Every index of a space is in exactly one state: free (to be handed out next), released (freed, but kept
+//! apart until needed), fenced (freed, but still used by work in flight) or live. The structures here decide
+//! which. They have no addresses and no devices, and are not synchronised: protect them with a lock.
 //!
 //! | for | use |
 //! |---|---|
@@ -15,7 +15,7 @@
 //! | byte ranges of memory that others own | [`AddressSpace`] |
 //! | a free list or a set of integers to build on | [`FreeList`], [`Bitmap`] |
 //!
-//! [`Ledgered`] wraps most of them to record holders for debugging.
+//! [`Ledgered`] adds a ledger of holders to most of them, for debugging.
 
 mod address_space;
 mod arena;

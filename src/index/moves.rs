@@ -1,8 +1,9 @@
-//! An order of row moves that needs no copy of the sources.
+//! Orders the moves of rows so that no row has to be copied aside.
 
 use std::collections::HashMap;
 
-/// One step of a plan. The steps, executed in order, have the effect of reading every source first.
+/// A step of a plan. Executed in order, the steps have the effect of reading every source before writing any
+/// row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Move {
     /// Row `dst` becomes row `src`.
@@ -18,9 +19,9 @@ pub enum Move {
 
 /// Orders the moves `dst[i] <- src[i]` as if every source were read before any row is written.
 ///
-/// Of several moves onto the same row the last counts; a row moved onto itself is left alone. Chains are
-/// walked from their ends and cycles are turned by swaps, so no temporary row is needed. Both slices have the
-/// same length.
+/// Of several moves onto the same row, the last one counts. A row that is moved onto itself is left alone.
+/// Chains are followed from their ends and cycles are resolved by swaps, so no temporary row is needed. Both
+/// slices have the same length.
 ///
 /// ```
 /// use kvpool::index::{Move, plan_moves};
@@ -54,7 +55,7 @@ pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
             }
         }
     }
-    // Only cycles remain: each row is read by its predecessor alone.
+    // Only cycles remain: each row is read by one move.
     for start in order {
         let mut row = start;
         while let Some(src) = source.remove(&row) {
@@ -67,10 +68,10 @@ pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
     plan
 }
 
-/// Returns whether no row is written twice, or both read and written: then the order of the moves has no
-/// effect.
+/// Returns whether no row is written twice and none is both read and written. Then the order of the moves
+/// does not matter.
 fn are_apart(dst: &[u32], src: &[u32]) -> bool {
-    /// Up to here comparing all rows is faster than sorting them.
+    /// Up to this number of rows, comparing all of them is faster than sorting.
     const FEW: usize = 16;
     if dst.len() <= FEW {
         let mut left = dst;

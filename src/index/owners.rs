@@ -8,9 +8,9 @@ use super::free_list::FreeTiming;
 use super::mask::Mask;
 use super::{BadFree, Bitmap};
 
-/// The owners of live pages beyond the first of each.
+/// The owners of live pages, except the first owner of each.
 ///
-/// An owner that was removed behind a fence counts until the fence has passed, so that its page is not handed
+/// An owner that was removed with a fence counts until the fence has passed, so that its page is not handed
 /// out earlier.
 #[derive(Clone, Debug)]
 pub(super) struct Owners {
@@ -23,7 +23,7 @@ pub(super) struct Owners {
     pending: HashMap<u32, u32>,
     /// The pages from which the last batch removed an owner.
     removed: Vec<Page>,
-    /// The pages of which a cache is an owner, which no free removes. Empty until there is one.
+    /// The pages that a cache owns; frees do not remove the cache. Empty until there are such pages.
     cached: Bitmap,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Owners {
 pub(super) struct Room(());
 
 impl Owners {
-    /// Every page has one owner.
+    /// Creates the record of pages with one owner each.
     pub(super) fn new() -> Result<Self> {
         let (more, pending, removed) = (Vec::new(), HashMap::new(), Vec::new());
         Ok(Self { more, shared: 0, pending, removed, cached: Bitmap::new(0)? })
@@ -43,8 +43,8 @@ impl Owners {
         self.shared == 0 && self.pending.is_empty() && self.cached.is_empty()
     }
 
-    /// Returns whether each of `pages` has one owner, which is not the cache, and no removal is pending. May
-    /// be Returns `false` if there are such pages elsewhere.
+    /// Returns whether each of `pages` has one owner, which is not the cache, and no removal is pending. It
+    /// may return `false` because of other pages.
     pub(super) fn is_trivial_for(&self, pages: Mask) -> bool {
         let is_uncached = || self.cached.word(widen(pages.word)) & pages.bits == 0;
         self.shared == 0 && self.pending.is_empty() && (self.cached.is_empty() || is_uncached())
@@ -90,13 +90,13 @@ impl Owners {
         self.cached.len()
     }
 
-    /// Returns whether `page`, which is live, has an owner beside the cache whose removal is not pending.
+    /// Returns whether `page`, which is live, has an owner other than the cache whose removal is not pending.
     pub(super) fn is_in_use(&self, page: Page) -> bool {
         self.more(page) + 1 > self.pending(page) + u32::from(self.is_cached(page))
     }
 
-    /// [`Owners::cache`] for pages that are live and have one owner each, by words. Returns `false`, and
-    /// changes nothing, if there are others among them.
+    /// Works like [`Owners::cache`], word by word, for pages that are live and have one owner each. If there
+    /// are other pages among them, returns `false` and changes nothing.
     pub(super) fn cache_plain(
         &mut self,
         space: usize,
@@ -117,10 +117,10 @@ impl Owners {
         Ok(true)
     }
 
-    /// Makes the cache an owner of `pages`, in place of a caller; all of them, or none.
+    /// Makes the cache an owner of `pages` in place of a caller: of all pages, or of none.
     ///
     /// # Errors
-    /// The first page that cannot be taken, and why.
+    /// The first page that cannot be cached, and the reason.
     pub(super) fn cache(
         &mut self,
         space: usize,
@@ -145,7 +145,7 @@ impl Owners {
         Ok(Ok(()))
     }
 
-    /// Ends the special state of cached pages: their owner is like any other.
+    /// Makes the cache an ordinary owner of its pages again, which a free removes.
     pub(super) fn uncache(&mut self, pages: impl Iterator<Item = Mask>) {
         for Mask { word, bits } in pages {
             self.cached.remove_word(widen(word), bits);
@@ -157,7 +157,7 @@ impl Owners {
         self.more(page) + 1 > self.pending(page)
     }
 
-    /// Returns the number of pages that only fences keep.
+    /// Returns the number of pages whose owners are all removed, but whose fences have not passed.
     pub(super) fn unowned(&self) -> usize {
         self.pending.keys().filter(|page| !self.is_owned(Page::new(**page))).count()
     }
@@ -237,13 +237,13 @@ pub(super) struct RemovalBatch<'a> {
 }
 
 impl RemovalBatch<'_> {
-    /// Returns the owners without the removed ones.
+    /// Returns the owners, without the removed ones.
     pub(super) const fn owners(&self) -> &Owners {
         self.owners
     }
 
-    /// Removes an owner of a page that [`Owners::counts_page`]. Returns `false` if the page has no owner to
-    /// remove but the cache.
+    /// Removes an owner of a page for which [`Owners::counts_page`] is true. Returns `false` if the cache is
+    /// the only owner left.
     pub(super) fn remove(&mut self, page: Page) -> bool {
         if !self.owners.is_in_use(page) {
             return false;
@@ -261,8 +261,8 @@ impl RemovalBatch<'_> {
         &self.owners.removed
     }
 
-    /// Makes the removals permanent. Behind a fence, call [`Owners::complete`] for each page once it has
-    /// passed.
+    /// Makes the removals permanent. If they have a fence, call [`Owners::complete`] for each page once it
+    /// has passed.
     pub(super) fn commit(mut self) {
         self.is_committed = true;
     }

@@ -1,15 +1,14 @@
-//! The pages of a request, of which a cache may keep the first ones.
+//! The pages of a request, the first of which a prefix cache may own.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{Page, Result, try_with_capacity};
 
-/// Pages in order: whole runs in memory that is shared with a cache, and behind them pages in memory of their
-/// own.
+/// Pages in order: first whole runs in memory that is shared with a cache, then pages in memory of its own.
 ///
-/// A request with a long cached prefix costs no copy of it. What is shared is only the memory: which pages
-/// have which owners is the allocator's.
+/// A long cached prefix need not be copied for each request. Only the memory of the list is shared; the
+/// allocator knows the owners of the pages.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -25,17 +24,17 @@ use crate::base::{Page, Result, try_with_capacity};
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct PageList {
-    /// Boxed, since most requests have none.
+    /// The shared runs, boxed because most requests have none.
     shared: Option<Box<SharedRuns>>,
-    /// The pages behind the shared ones.
+    /// The pages after the shared ones.
     tail: Vec<Page>,
 }
 
-/// Runs that are not changed.
+/// Runs of pages, which do not change.
 #[derive(Clone, Debug, Default)]
 struct SharedRuns {
     runs: Vec<Arc<Vec<Page>>>,
-    /// Pages in `runs`, at least 1.
+    /// The number of pages in `runs`, at least 1.
     len: usize,
 }
 
@@ -90,7 +89,8 @@ impl PageList {
         }
     }
 
-    /// Apart, so that the common case stays small.
+    /// Works like [`PageList::get`], for a list with shared pages. It is a function of its own so that the
+    /// common case stays small.
     #[cold]
     fn get_with_shared(&self, at: usize) -> Page {
         match at.checked_sub(self.shared_len()) {
@@ -106,7 +106,7 @@ impl PageList {
         self.shared.is_none().then_some(&self.tail)
     }
 
-    /// Returns the pages of positions `range`, which are below the length, as they lie.
+    /// Returns the pages of positions `range`, which are below the length, run by run and without a copy.
     #[must_use]
     #[inline]
     pub fn runs(&self, range: Range<usize>) -> Runs<'_> {
@@ -132,7 +132,7 @@ impl PageList {
         pages
     }
 
-    /// Returns the first `len` pages, with room for `room` more. Runs stay shared.
+    /// Creates a list of the first `len` pages, with capacity for `room` more. Runs stay shared.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
@@ -166,7 +166,7 @@ impl PageList {
             })
     }
 
-    /// Drops the pages behind the first `len`.
+    /// Drops all but the first `len` pages.
     pub fn truncate(&mut self, len: usize) {
         self.tail.truncate(len.saturating_sub(self.shared_len()));
         while let Some(shared) = self.shared.as_mut().filter(|shared| shared.len > len) {
@@ -194,8 +194,8 @@ impl PageList {
         }
     }
 
-    /// Replaces the pages from position `from` on, which are not shared, and returns the position of the
-    /// first that differs.
+    /// Replaces the pages from position `from` on, which are not shared. Returns the position of the first
+    /// page that has changed.
     pub fn replace(&mut self, from: usize, pages: &[Page]) -> Option<usize> {
         let shared_len = self.shared_len();
         let own = &mut self.tail[from - shared_len..][..pages.len()];
@@ -209,7 +209,7 @@ impl PageList {
 #[derive(Clone, Debug)]
 pub struct Runs<'a> {
     shared: std::slice::Iter<'a, Arc<Vec<Page>>>,
-    /// Shared pages before the range, and those of it.
+    /// The number of shared pages to skip before the range, and of those in it.
     skip: usize,
     left: usize,
     tail: Option<&'a [Page]>,

@@ -1,4 +1,4 @@
-//! Single indices with a count of references; the last one freed is taken first.
+//! Single indices with a reference count. The last one that was freed is taken first.
 //!
 //! Taking, retaining and releasing cost a few steps, independent of the capacity.
 
@@ -31,7 +31,7 @@ impl<I: Id> Ticket<I> {
         self.generation
     }
 
-    /// Returns the index as a range of one number, for a ledger.
+    /// Returns the index as a range of length one, for a ledger.
     pub(super) fn range(self) -> Range<u32> {
         self.index.number()..self.index.number() + 1
     }
@@ -58,8 +58,8 @@ struct Entry {
 
 /// Ownership of the indices `0..capacity`, each with a reference count.
 ///
-/// An index is withheld (not offered yet), free, taken, or returning: its last reference is gone and the
-/// [`Returning`] was not put back. Taken and returning indices are in use.
+/// An index is withheld (not offered yet), free, taken, or returning (its last reference was released, and
+/// the [`Returning`] was not given back yet). Taken and returning indices are in use.
 ///
 /// ```
 /// use kvpool::base::ChunkId;
@@ -76,9 +76,9 @@ struct Entry {
 #[derive(Clone, Debug)]
 pub struct RefCounts<I> {
     entries: Vec<Entry>,
-    /// Freed indices, the last one at the end. It has room for every index.
+    /// The freed indices, the last one at the end. The vector has capacity for every index.
     stack: Vec<I>,
-    /// Offered and never taken, lowest first.
+    /// The indices that were offered and never taken, lowest first.
     fresh: VecDeque<Range<u32>>,
     /// The number of `entries` that are neither in `stack` nor in `fresh`, nor withheld.
     in_use: usize,
@@ -134,7 +134,7 @@ impl<I: Id> RefCounts<I> {
         Ok(())
     }
 
-    /// Lets withheld indices be taken.
+    /// Offers withheld indices, which can be taken from now on.
     pub fn offer(&mut self, range: Range<u32>) {
         if range.start < range.end {
             let at = self.fresh.partition_point(|other| other.start < range.start);
@@ -148,7 +148,7 @@ impl<I: Id> RefCounts<I> {
         self.entries.len()
     }
 
-    /// Returns the number of indices that are not in use, those that are withheld included.
+    /// Returns the number of indices that are not in use, including withheld ones.
     #[must_use]
     pub const fn available(&self) -> usize {
         self.capacity() - self.in_use
@@ -183,7 +183,8 @@ impl<I: Id> RefCounts<I> {
         self.dropped_frees += 1;
     }
 
-    /// Takes an index with one reference: the last that was put back, else the lowest that was never taken.
+    /// Takes an index, with one reference: the last one that was given back or, if there is none, the lowest
+    /// one that was never taken.
     pub fn take(&mut self) -> Option<Ticket<I>> {
         let index = match self.stack.pop() {
             Some(index) => index,
@@ -206,7 +207,7 @@ impl<I: Id> RefCounts<I> {
         Some(I::new(index))
     }
 
-    /// Returns the number of references to what `ticket` names; 0 once it was freed.
+    /// Returns the number of references to the take that `ticket` names; 0 if it was freed.
     #[must_use]
     pub fn references(&self, ticket: Ticket<I>) -> u32 {
         self.entries
@@ -222,7 +223,7 @@ impl<I: Id> RefCounts<I> {
         Some(Ticket::new(index, entry.generation))
     }
 
-    /// Adds a reference. Returns `false` if it was freed, or has as many as can be counted.
+    /// Adds a reference. Returns `false` if the index was freed, or the count is at its maximum.
     pub fn retain(&mut self, ticket: Ticket<I>) -> bool {
         let more = match self.references(ticket) {
             0 => None,
@@ -234,7 +235,8 @@ impl<I: Id> RefCounts<I> {
         more.is_some()
     }
 
-    /// Gives up a reference. Returns the index if it was the last: put it back once nothing uses it.
+    /// Releases a reference. If it was the last, returns the index, which is to be given back once nothing
+    /// uses it.
     ///
     /// # Errors
     /// The reason when it was freed already; nothing is changed then.
@@ -265,7 +267,7 @@ impl<I: Id> RefCounts<I> {
         }
     }
 
-    /// Lets a returning index be taken again.
+    /// Makes a returning index free.
     #[expect(clippy::needless_pass_by_value, reason = "an index is put back once")]
     pub fn give_back(&mut self, returning: Returning<I>) {
         self.in_use -= 1;

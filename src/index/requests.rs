@@ -1,7 +1,7 @@
 //! The tokens and pages of each request, by row.
 //!
-//! It owns the pages of requests, not the rows: those belong to [`RowTable`], the pages' owners to
-//! [`SlotAllocator`]. Growing a batch costs a few steps per request and page.
+//! It records which pages a request has. Rows are owned by [`RowTable`], pages by [`SlotAllocator`]. Growing
+//! a batch costs a few steps for each request and page.
 
 use std::ops::Range;
 
@@ -51,7 +51,7 @@ impl PageSize {
         at - self.page(at) * self.size
     }
 
-    /// Returns the number of tokens in the last page of `tokens` tokens; 0 for none.
+    /// Returns the number of tokens in the last page of `tokens` tokens; 0 for 0 tokens.
     #[inline]
     #[must_use]
     pub const fn last_page_len(self, tokens: u32) -> u32 {
@@ -73,9 +73,9 @@ struct Request {
     generation: u32,
     /// The number of tokens that have slots.
     len: u32,
-    /// Positions from here on are to be written to the table again. [`Request::WRITTEN`] if there are none.
+    /// The first position that has to be written to the table again; [`Request::WRITTEN`] if there is none.
     unwritten: u32,
-    /// Leading pages that a cache keeps for the request, which owns the others.
+    /// The number of leading pages that a cache owns; the request owns the others.
     leased: u32,
     /// The pages of positions `0..len`; the last one may be partly used.
     pages: PageList,
@@ -92,16 +92,16 @@ impl Request {
     }
 }
 
-/// The growth that a caller asks of one request in a batch; only the row is checked.
+/// The requested growth of one request in a batch. Only the row is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrowthRequest {
     /// The position of the request in the batch.
     pub position: usize,
     /// The row of the request.
     pub row: RequestRow,
-    /// Tokens of the request before, as the caller counts them.
+    /// The number of tokens of the request before, as the caller counts them.
     pub prefix: i64,
-    /// Tokens of the request afterwards.
+    /// The number of tokens of the request afterwards.
     pub seq: i64,
 }
 
@@ -110,13 +110,13 @@ pub struct GrowthRequest {
 pub struct Growth {
     /// The row of the request.
     pub row: RequestRow,
-    /// Tokens that the request had before.
+    /// The number of tokens that the request had before.
     pub had: u32,
-    /// Positions below this one are in the table as they are.
+    /// The number of leading positions that are in the table already.
     pub start: u32,
-    /// Positions below this one need no computation.
+    /// The number of leading positions that need no computation.
     pub prefix: u32,
-    /// Tokens afterwards.
+    /// The number of tokens afterwards.
     pub seq: u32,
     /// The number of pages to take.
     pub new_pages: u32,
@@ -141,7 +141,7 @@ impl Growth {
 
 /// The pages of every request, from which tables and metadata are built.
 ///
-/// A page is filled from its first slot on: position `i` of a request is slot `pages[i / page_size] *
+/// Pages are filled from their first slot on: position `i` of a request is slot `pages[i / page_size] *
 /// page_size + i % page_size`. A last page that is not full has one owner, so that no other request reads
 /// what is written there.
 ///
@@ -387,11 +387,11 @@ impl Requests {
         .with_index(slot)
     }
 
-    /// Grows every request of a batch, or none: gives it the pages of its cached prefix, which are shared
-    /// unless they are leased, and takes new ones. Returns `false`, and takes nothing, when there are not
-    /// enough.
+    /// Grows all requests of a batch, or none. A new request gets the pages of its cached prefix, which are
+    /// shared unless they are leased; then new pages are taken. If there are too few, returns `false` and
+    /// takes nothing.
     ///
-    /// `prefixes` are those of the new requests with one, in the order of the batch.
+    /// `prefixes` are the cached prefixes of the new requests that have one, in the order of the batch.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the bookkeeping.
@@ -419,7 +419,7 @@ impl Requests {
                     }
                     None => request.leased = narrow(pages.len()),
                 }
-                // A new request has none of its own.
+                // A new request has no pages yet.
                 request.pages = pages;
             }
             taken.move_to(&mut request.pages, growth.new_pages);
@@ -437,8 +437,8 @@ impl Requests {
         }
     }
 
-    /// Drops the tokens of a request from `len` on, and returns one slot of each page that it owned, to be
-    /// freed.
+    /// Drops the tokens of a request from `len` on. Returns one slot of each page to free that the request
+    /// owned.
     pub fn cut(&mut self, row: RequestRow, len: u32) -> IndexVec {
         let page_size = self.page_size;
         let request = self.request_mut(row);
@@ -485,9 +485,9 @@ impl Requests {
         Ok(len)
     }
 
-    /// Copies the first `len` tokens of `src` to request `dst`, which has none: full pages are shared, except
-    /// the leading `leased` ones, which a cache keeps for it, and a partial one is replaced by a new one.
-    /// Returns the slots to copy to and from, or `None` when no page is free for it.
+    /// Copies the first `len` tokens of `src` to request `dst`, which has no tokens. Full pages are shared,
+    /// except the leading `leased` ones, which a cache owns; a partial page is replaced by a new one. Returns
+    /// the slots to copy from and to, or `None` if no page is free.
     ///
     /// # Errors
     /// [`ErrorKind::IndexOwnership`] when another call freed a page of `src`; otherwise same as
@@ -554,7 +554,7 @@ impl Requests {
             return out.extend(pages[widen(from)..widen(to)].iter().map(|page| page.number().cast_signed()));
         }
         if size.offset(from) == 0 {
-            // Not in a `for`: most often there is one run.
+            // There is no `for` loop because there is usually one run.
             pages
                 .runs(widen(size.page(from))..widen(size.page(to)))
                 .for_each(|run| put_slots_of(run.iter().map(|page| page.number()), size.slots(), out));

@@ -70,7 +70,7 @@ impl<I: Id> RowTable<I> {
         self.dropped_frees
     }
 
-    /// Returns the number of calls that freed rows so far: as long as it is the same, none was.
+    /// Returns the number of calls so far that freed rows. While it does not change, no row is freed.
     #[must_use]
     pub const fn frees(&self) -> u64 {
         self.frees
@@ -83,7 +83,7 @@ impl<I: Id> RowTable<I> {
         self.generations[widen(row.number())]
     }
 
-    /// Takes `count` rows, the longest free first, or returns `None` and takes none.
+    /// Takes `count` rows, those that have been free longest first, or returns `None` and takes none.
     ///
     /// Each row comes with the columns that were written while it had no owner.
     pub fn alloc(&mut self, count: usize) -> Option<Vec<RowExtent<I>>> {

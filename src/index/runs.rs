@@ -11,7 +11,7 @@ pub(super) const BLOCK: usize = 32;
 
 /// The element type of an index tensor.
 pub(super) trait RawIndex: Copy + PartialEq + Into<i64> {
-    /// `self + n`, or `None` on overflow.
+    /// Returns `self + n`, or `None` on overflow.
     fn plus(self, n: i8) -> Option<Self>;
 
     /// Returns whether `block` is `first, first + 1, ...`, without a branch per element.
@@ -86,7 +86,7 @@ impl BlockMasks {
         if let [first, .., last] = indices
             && widen(last.saturating_sub(*first) / 64) >= BLOCK / 2
         {
-            // Few of them share a word: looking for those costs more than it spares.
+            // Few of them share a word, so looking for those costs more than it saves.
             for (mask, &index) in self.0.iter_mut().zip(indices) {
                 *mask = Mask::of(index);
             }
@@ -129,7 +129,8 @@ pub fn for_each_run(values: &IndexVec, visit: impl FnMut(i64, usize)) {
     }
 }
 
-/// (start, length) of each maximal ascending run, in order and flattened: the form that DMA descriptors take.
+/// Returns the (start, length) of each maximal ascending run, in order and flattened: the form of DMA
+/// descriptors.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when a start or a length does not fit int32.

@@ -1,8 +1,7 @@
-//! Token slots: pages of one or more slots, allocated here and freed in bulk in `frees`.
+//! An allocator of token slots, in pages of one or more slots.
 //!
 //! A slot belongs to a page, and every page is free, released, fenced or live with one or more owners. The
-//! allocator decides that and nothing else: it has no request, no tensor and no stream, and is not
-//! synchronised.
+//! allocator decides which. It has no requests, no tensors and no streams, and is not synchronised.
 
 mod freeing;
 mod frees;
@@ -22,7 +21,7 @@ use super::owners::{Owners, Room};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FenceId(u64);
 
-/// The numbers of a [`SlotAllocator`], in slots unless the name says otherwise.
+/// Statistics of a [`SlotAllocator`], in slots unless the name says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotStats {
     /// Slots that can be in use at once.
@@ -53,8 +52,8 @@ pub struct SlotStats {
 /// Slots leave as whole pages and return as whole pages. With `page_size == 1` page and slot are the same
 /// number.
 ///
-/// A page has one owner, or more after [`SlotAllocator::share`]. Each owner frees it once, and it returns
-/// with the last.
+/// A page has one owner, or more after [`SlotAllocator::share`]. Each owner frees it once, and the page is
+/// free when the last owner has freed it.
 ///
 /// Taking and freeing cost one pass over the indices and a few steps per run, independent of the size of the
 /// pool. The returned vector is the only allocation.
@@ -131,7 +130,7 @@ impl SlotAllocator {
         })
     }
 
-    /// Returns the size asked for at construction; a last partial page is never handed out.
+    /// Returns the size that was requested at construction. A partial page at its end is never handed out.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
@@ -218,7 +217,8 @@ impl SlotAllocator {
         count.div_ceil(self.page_size()) > self.pages.available() - self.pages.released()
     }
 
-    /// Takes `count` consecutive slots that begin a page, from the run that `fit` says, or returns `None`.
+    /// Takes `count` consecutive slots from the beginning of a page on, in the run that `fit` selects, or
+    /// returns `None`.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the result; nothing is taken.
@@ -253,7 +253,7 @@ impl SlotAllocator {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
         let is_known = matches!(last_loc, LastLoc::Known(_));
         let continued = if is_known { self.continued(&requests)? } else { Vec::new() };
-        // An overflow means more tokens or pages than there are.
+        // A sum that overflows exceeds the tokens or pages of any pool.
         let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
             let tokens = tokens.checked_add(request.seq - request.prefix)?;
             Some((tokens, pages.checked_add(request.new_pages(self.page_size()))?))
@@ -334,8 +334,8 @@ impl SlotAllocator {
     /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`
     /// ones.
     ///
-    /// Groups do not delay it, and nothing is reported. The padding slot stands for one in a page that the
-    /// request had.
+    /// A group does not delay the free, and nothing is reported. The padding slot stands for a slot in a page
+    /// that the request had before.
     pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
         let page_size = self.page_size;
         let mut pages: Vec<Page> = slots.iter().map(|slot| Page::new(slot.number() / page_size)).collect();
@@ -412,7 +412,7 @@ impl SlotAllocator {
         self.owners.is_cached(page) && !self.owners.is_in_use(page)
     }
 
-    /// Returns whether `page` has another owner, or had one that was removed behind a fence.
+    /// Returns whether `page` has several owners, or had another one that was removed with a fence.
     pub(super) fn is_shared(&self, page: Page) -> bool {
         self.owners.counts_page(page)
     }

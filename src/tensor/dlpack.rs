@@ -1,4 +1,4 @@
-//! DLPack, producer and consumer.
+//! DLPack: exporting and importing tensors.
 //!
 //! The structures are those of `dlpack.h` 1.3 (`dmlc/dlpack`), laid out for C. An exported tensor owns its
 //! region through the context of the managed tensor; its deleter may run on any thread and touches no Python.
@@ -241,7 +241,7 @@ struct Export<M, D, O> {
     managed: M,
     shape: D,
     strides: D,
-    /// Keeps the elements alive until the deleter runs, or is the only one.
+    /// The owner of the elements, which keeps them alive until the deleter runs; or the only element.
     owner: O,
 }
 
@@ -252,7 +252,8 @@ fn box_export<M, D, O>(
     owner: O,
     tensor_of: impl FnOnce(&mut M) -> &mut RawTensor,
 ) -> *mut Export<M, D, O> {
-    // Written into the box: an export is large, and each tensor that is handed out has one.
+    // The tensor is written into the box, not moved there: an export is large, and every tensor that is
+    // handed out has one.
     let mut export = Box::new_uninit();
     export.write(Export { managed, shape, strides, owner });
     let export: *mut Export<M, D, O> = Box::into_raw(export).cast();
@@ -262,7 +263,7 @@ fn box_export<M, D, O>(
     let strides = unsafe { &raw mut (*export).strides };
     // SAFETY: as above.
     let tensor = tensor_of(unsafe { &mut (*export).managed });
-    // Both begin with their values.
+    // The memory of shape and strides begins with their values.
     tensor.shape = shape.cast();
     tensor.strides = strides.cast();
     export
@@ -302,8 +303,8 @@ pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
     new_versioned(raw_tensor(view), dims, Arc::clone(view.region())).cast()
 }
 
-/// Exports a 1-D tensor of one index on the host, which has no memory beside the managed tensor's. Otherwise
-/// like [`export_versioned`].
+/// Exports a 1-D tensor of one index on the host. The index is stored in the managed tensor itself. Otherwise
+/// works like [`export_versioned`].
 #[must_use]
 pub fn export_index<T: IndexNumber>(index: T) -> NonNull<Versioned> {
     let tensor = RawTensor {
@@ -435,8 +436,8 @@ impl Drop for Import {
     }
 }
 
-/// Returns the tensor that a `DLTensor` describes. Generic over the error, so that converting one does not
-/// copy the tensor.
+/// Returns the tensor that a `DLTensor` describes. It is generic over the error, so that converting an error
+/// does not copy the tensor.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config)
@@ -476,8 +477,8 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     Ok(unsafe { BorrowedTensor::new(address, dtype, device, shape, strides) })
 }
 
-/// Returns the index of a 1-D tensor in host memory that has only one. Returns `None` for all others, which
-/// [`borrow`] describes.
+/// Returns the index of a 1-D tensor in host memory that has only one. Returns `None` for all other tensors,
+/// which [`borrow`] describes.
 ///
 /// # Safety
 /// Same as [`borrow`].
@@ -490,7 +491,7 @@ pub unsafe fn only_index(raw: &RawTensor) -> Option<IndexVec> {
         return None;
     }
     let element = first_element(raw);
-    // It may be unaligned.
+    // The element may be unaligned.
     match raw.dtype {
         // SAFETY: the tensor has one element of this type.
         I32 => Some(IndexVec::I32(vec![unsafe { element.cast::<i32>().read_unaligned() }])),

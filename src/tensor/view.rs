@@ -121,7 +121,7 @@ impl TensorView {
             }
             if let Some(count) = count {
                 shape.push(signed(count));
-                // The stride of a single one is of no use, and its step may be as long as it likes.
+                // The stride of a single index has no effect, so its step may have any length.
                 strides.push(if count > 1 { stride * signed(step) } else { stride });
             }
         }
@@ -134,7 +134,7 @@ impl TensorView {
         Ok(Self { region: Arc::clone(&self.region), offset, dtype: self.dtype, shape, strides })
     }
 
-    /// Checks that there are as many dimensions.
+    /// Checks that the tensor has at least `count` dimensions.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there are fewer.
@@ -146,9 +146,9 @@ impl TensorView {
         Err(Error::index(format!("{count} indices for a tensor of {ndim} dimensions")))
     }
 
-    /// This tensor at the start of a cache line, as JAX requires of host memory that it does not copy: the
-    /// tensor itself, or a copy if it is a list of indices that begins elsewhere. Call it only before the
-    /// tensor is handed out for the first time.
+    /// Returns this tensor at the start of a cache line, which JAX requires of host memory that it does not
+    /// copy. A list of indices that begins elsewhere is copied; any other tensor is returned as it is. Call
+    /// this only before the tensor is handed out for the first time.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for a copy.
@@ -179,7 +179,8 @@ impl TensorView {
         Ok(Self { region, offset: 0, ..self.clone() })
     }
 
-    /// `shape` has at most `MAX_NDIM` extents, whose product is the length of `values`.
+    /// Creates a tensor over `values`. `shape` has at most `MAX_NDIM` extents, whose product is the length of
+    /// `values`.
     fn over(values: IndexVec, shape: &[i64]) -> Self {
         let shape = Dims::new(shape).unwrap_or_else(|_| unreachable!("at most two dimensions"));
         let dtype = values.dtype();

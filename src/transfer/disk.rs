@@ -1,4 +1,4 @@
-//! The operations of a file system that a store needs.
+//! The file operations that a store needs.
 
 use std::fmt::Debug;
 use std::io::{Error, ErrorKind, Result};
@@ -18,8 +18,8 @@ pub enum DiskFile {
 
 /// The two files of a store. Calls may come from several threads at once.
 ///
-/// A process that is killed leaves behind what its calls have written, in their order; the last may be cut
-/// short.
+/// If the process is killed, the files have what its calls have written, in their order; the last write may
+/// be cut short.
 pub trait Disk: Debug + Send + Sync {
     /// Returns the bytes of a file.
     ///
@@ -27,20 +27,21 @@ pub trait Disk: Debug + Send + Sync {
     /// The errors of the system.
     fn bytes(&self, file: DiskFile) -> Result<u64>;
 
-    /// Cuts a file short.
+    /// Truncates a file to `bytes`.
     ///
     /// # Errors
     /// The errors of the system.
     fn truncate(&self, file: DiskFile, bytes: u64) -> Result<()>;
 
-    /// Reads to `buffer`; returns how many bytes, which may be fewer, and 0 at the end of the file. Pages are
-    /// read by whole [`BLOCK`]s to [`AlignedBytes`].
+    /// Reads into `buffer`, and returns the number of bytes read, which may be smaller than its length; 0 at
+    /// the end of the file. The pages file is read in whole [`BLOCK`]s into [`AlignedBytes`].
     ///
     /// # Errors
     /// The errors of the system.
     fn read_at(&self, file: DiskFile, buffer: &mut [u8], offset: u64) -> Result<usize>;
 
-    /// Writes `bytes`; returns how many, which may be fewer. Pages are written as they are read.
+    /// Writes `bytes`, and returns the number of bytes written, which may be smaller. The pages file is
+    /// written like it is read.
     ///
     /// # Errors
     /// The errors of the system.
@@ -60,7 +61,7 @@ pub trait Disk: Debug + Send + Sync {
     }
 }
 
-/// Returns the part of a call that counts as done: whole blocks, unless all is.
+/// Returns how many bytes of a call count as done: whole blocks, unless all bytes are done.
 fn progress(disk: &dyn Disk, file: DiskFile, done: usize, asked: usize) -> usize {
     let whole = if disk.is_direct() && file == DiskFile::Pages { BLOCK } else { 1 };
     if done == asked { done } else { done / whole * whole }
@@ -119,7 +120,7 @@ pub struct AlignedBytes {
 }
 
 impl AlignedBytes {
-    /// `len` zeros.
+    /// Creates a buffer of `len` zeros.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them.

@@ -1,4 +1,4 @@
-//! A folder of this machine as a disk.
+//! A [`Disk`](super::Disk) in a folder of this machine.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::Result;
@@ -19,17 +19,17 @@ pub struct Folder {
     _lock: FileLock,
 }
 
-/// Whether pages go through the system's cache of files.
+/// Whether reads and writes of pages use the page cache of the system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileCaching {
-    /// Pages pass the cache by, where the file system can do that.
+    /// They bypass the page cache, if the file system can do that.
     Direct,
-    /// Pages go through the cache.
+    /// They use the page cache.
     Cached,
 }
 
 impl Folder {
-    /// Opens the folder or makes it, with access for its owner only.
+    /// Opens the folder or creates it, with access for its owner only.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config), with the path and the cause, if the system
@@ -77,7 +77,8 @@ const DIRECT: i32 = libc::O_DIRECT;
 #[cfg(not(target_os = "linux"))]
 const DIRECT: i32 = 0;
 
-/// Returns whether a block can be read: some file systems refuse that only, and not the flag.
+/// Returns whether a block can be read. Some file systems accept the flag for direct access and refuse the
+/// reads.
 fn takes_blocks(file: &File) -> bool {
     AlignedBytes::new(BLOCK).is_ok_and(|mut block| file.read_at(block.as_mut_slice(), 0).is_ok())
 }

@@ -7,8 +7,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result, mark_own_thread};
 
-/// A thread that does jobs one after the other. The first job starts it, in the child of a fork again; it
-/// ends after its last job when this is dropped.
+/// A thread that runs jobs one after the other. The first job starts it, also in the child of a fork. When
+/// this is dropped, the thread ends after its last job.
 ///
 /// ```
 /// use kvpool::transfer::JobThread;
@@ -23,20 +23,20 @@ use crate::base::{Error, ErrorKind, Result, mark_own_thread};
 #[derive(Debug)]
 pub struct JobThread {
     name: &'static str,
-    /// The process that has the thread, and its queue.
+    /// The process in which the thread runs, and its queue.
     thread: Mutex<Option<(u32, Sender<Job>)>>,
 }
 
 type Job = Box<dyn FnOnce() + Send>;
 
 impl JobThread {
-    /// Creates a thread with a name, which is not started yet.
+    /// Creates a thread with a name, which is started by the first job.
     #[must_use]
     pub const fn new(name: &'static str) -> Self {
         Self { name, thread: Mutex::new(None) }
     }
 
-    /// Queues a job for the thread. If a job panics, the thread goes on with the next one.
+    /// Queues a job for the thread. If a job panics, the thread continues with the next one.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when no thread can be started. The job is dropped then.
@@ -59,11 +59,11 @@ impl JobThread {
     }
 }
 
-/// Does jobs until there will be no more.
+/// Runs jobs until the queue is closed.
 fn serve(jobs: &Receiver<Job>) {
     mark_own_thread();
     while let Ok(job) = jobs.recv() {
-        // A panic has been reported.
+        // The panic hook has reported the panic.
         let _ = catch_unwind(AssertUnwindSafe(job));
     }
 }

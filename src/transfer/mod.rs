@@ -1,4 +1,4 @@
-//! Bytes between memory and other places: the tiers below a device, and the files of a store.
+//! Moves bytes between memory and other places: the tiers below a device, and the files of a store.
 //!
 //! | for | use |
 //! |---|---|
@@ -7,7 +7,7 @@
 //! | other work in the background | [`JobThread`] |
 //! | the file system of a store | [`Disk`], and [`Folder`] on this machine |
 //!
-//! Nothing here depends on what the bytes mean, or on who owns them.
+//! Nothing here depends on what the bytes mean or who owns them.
 
 mod copy_queue;
 mod disk;

@@ -1,4 +1,4 @@
-//! Copies on their way, which are waited for step by step.
+//! Copies in progress, whose steps can be waited for one by one.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -6,11 +6,11 @@ use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result, run_blocking};
 use crate::memory::{Event, Gpu, Stream};
 
-/// Copies in steps, such as the layers of a model, one after the other: on a thread, or on a stream of their
-/// own.
+/// A copy in several steps, such as the layers of a model, which run one after the other: on a thread, or on
+/// a stream of its own.
 ///
-/// In the child of a fork the copies of its parent are over, and failed: the child has neither the threads
-/// nor the device that do them.
+/// In the child of a fork the copies of the parent have failed: the child has neither the threads nor the
+/// device that run them.
 #[derive(Debug)]
 pub struct Transfer {
     process: u32,
@@ -21,7 +21,7 @@ pub struct Transfer {
 enum Runner {
     /// The steps run on a thread.
     Thread { steps: usize, progress: Mutex<StepProgress>, changed: Condvar },
-    /// The steps run on a stream, with an event behind each step, and the streams that wait for the last one.
+    /// The steps run on a stream: the event after each step, and the streams that wait for the last step.
     Device { gpu: Arc<Gpu>, events: Vec<Event>, waiting_streams: Mutex<Vec<Stream>> },
 }
 
@@ -30,12 +30,12 @@ enum Runner {
 struct StepProgress {
     done: usize,
     is_cancelled: bool,
-    /// Whether the copies are over.
+    /// Whether the copies have ended.
     is_over: bool,
 }
 
 impl Transfer {
-    /// Copies in `steps`, at least 1, that a thread will do.
+    /// Creates a transfer of `steps` steps, at least 1, which a thread will run.
     pub(super) fn on_thread(steps: usize) -> Self {
         let progress = Mutex::new(StepProgress::default());
         Self {
@@ -44,7 +44,7 @@ impl Transfer {
         }
     }
 
-    /// Copies that were enqueued, with an event behind each step.
+    /// Creates a transfer whose copies are enqueued, with an event after each step.
     pub(super) fn on_device(gpu: &Arc<Gpu>, events: Vec<Event>) -> Self {
         let runner = Runner::Device { gpu: Arc::clone(gpu), events, waiting_streams: Mutex::default() };
         Self { process: std::process::id(), runner }
@@ -63,7 +63,7 @@ impl Transfer {
         self.process != std::process::id()
     }
 
-    /// Returns whether the copies are over, complete or not.
+    /// Returns whether the copies have ended, complete or not.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when the device has failed.
@@ -146,7 +146,7 @@ impl Transfer {
         }
     }
 
-    /// Waits until the copies are over.
+    /// Waits until the copies have ended.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].
@@ -173,8 +173,8 @@ impl Transfer {
         }
     }
 
-    /// Cancels the steps that a thread has not begun, and makes `stream` wait until the copies are over;
-    /// without a device, the calling thread waits.
+    /// Cancels the steps that a thread has not begun, and makes `stream` wait until the copies have ended.
+    /// Without a device, the calling thread waits.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].

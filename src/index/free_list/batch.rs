@@ -19,7 +19,7 @@ pub(crate) struct FreeBatch<'a, I: Id> {
     is_committed: bool,
 }
 
-/// Indices that were freed behind a fence, for [`FreeList::unfence`].
+/// Indices that were freed with a fence, for [`FreeList::unfence`].
 #[derive(Clone, Debug)]
 #[must_use]
 pub(crate) struct FencedIndices<I> {

@@ -16,7 +16,7 @@ pub(super) enum Set {
     Fenced,
 }
 
-/// The free and the released ones of 64 indices, side by side: a call that changes one word reads the other.
+/// The free and the released indices among 64, side by side: a call that changes one word reads the other.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(align(16))]
 struct Record {
@@ -32,7 +32,7 @@ pub(super) struct Records {
     space: Range<u32>,
     /// One record for each 64 indices; their number is rounded up to a multiple of 64.
     sets: Vec<Record>,
-    /// The fenced indices, laid out like `sets`. Read only while there are some.
+    /// The fenced indices, laid out like `sets`. They are read only while there are fenced indices.
     fenced: Vec<u64>,
     /// The numbers of records with a free index.
     with_free: Bitmap,
@@ -353,7 +353,8 @@ fn give_back_masks(
     numbers: &mut Bitmap,
 ) -> usize {
     let mut done = 0;
-    // Neighbouring records are marked together: one at a time, each store would wait for the one before.
+    // Neighbouring records are marked together. Marked one at a time, each store would wait for the previous
+    // one.
     let (mut block, mut found) = (0, 0);
     for &Mask { word, bits } in masks {
         let at = widen(word);
@@ -383,7 +384,7 @@ fn list<T: IndexNumber>(base: u32, bits: u64, out: &mut IterMut<'_, T>) -> u64 {
         return 0;
     }
     let mut left = bits;
-    // A word of a pool with few free slots has one of them.
+    // In a pool with few free slots, a word usually has one of them.
     if left & left.wrapping_sub(1) == 0 {
         if left != 0
             && let Some(slot) = out.next()

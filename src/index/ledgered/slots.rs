@@ -11,7 +11,7 @@ use crate::index::{
 };
 
 impl Ledgered<SlotAllocator> {
-    /// Returns all pages by state and holders. Those of a cache are locked if `is_locked` says so.
+    /// Returns all pages by state and holders. A page of a cache is locked if `is_locked` says so.
     #[must_use]
     pub fn spans(&self, is_locked: impl Fn(Page) -> bool) -> Vec<Span> {
         let slots = &self.inner;
@@ -206,7 +206,8 @@ impl Ledgered<SlotAllocator> {
         self.free_explained(given, Some(fence), on_bad)
     }
 
-    /// [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`] for values that several calls collected.
+    /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that were freed by
+    /// several earlier calls.
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free_now`].

@@ -112,8 +112,8 @@ impl Freeing<'_> {
         is_trivial && self.owners.pages().is_empty()
     }
 
-    /// [`Self::is_plain`] where other pages have more owners or belong to the cache; apart, so that the
-    /// common case stays small.
+    /// Works like [`Self::is_plain`], when there are pages with several owners or of the cache. It is a
+    /// function of its own so that the common case stays small.
     #[inline(never)]
     fn is_plain_beside_others(&self, pages: impl IntoIterator<Item = Mask>) -> bool {
         pages.into_iter().all(|pages| self.owners.owners().is_trivial_for(pages))
@@ -196,7 +196,7 @@ impl Freeing<'_> {
         }
         match self.batch.list() {
             list if list.is_live(page) && self.owners.owners().is_cached(page) => BadFree::Cached,
-            // All owners are removed, and a fence that has not passed keeps the page.
+            // All owners are removed, and a fence that has not passed protects the page.
             list if list.is_live(page) => BadFree::AlreadyFree,
             list => list.reason(page),
         }

@@ -1,4 +1,4 @@
-//! Frees of slots: at once, in groups, and behind fences.
+//! Freeing slots: at once, at the end of a group, or when a fence has passed.
 
 use crate::base::{Error, Id, IndexVec, Page, Result, Slot};
 
@@ -38,8 +38,8 @@ impl SlotAllocator {
         FenceId(self.next_fence)
     }
 
-    /// Makes fences of this allocator different from those of `other`, which it replaces: a fence of that may
-    /// pass later.
+    /// Makes the fences of this allocator differ from those of `other`, which it replaces: a fence of the
+    /// other may pass later.
     pub const fn number_fences_after(&mut self, other: &Self) {
         self.next_fence = other.next_fence;
     }
@@ -54,13 +54,13 @@ impl SlotAllocator {
         self.free_explained(given, Some(fence), on_bad, |_| ())
     }
 
-    /// Frees the slots behind a fence. Has no effect for a fence that has passed before.
+    /// Frees the slots of a fence that has passed. Has no effect for a fence that had passed before.
     pub fn fence_passed(&mut self, id: FenceId) {
         self.pass_fence(id, |_, _| ());
     }
 
-    /// Works like [`SlotAllocator::fence_passed`], and passes the pages that became free to `freed`; with
-    /// `true`, those that had more owners and lost the last one.
+    /// Works like [`SlotAllocator::fence_passed`], and passes the pages that became free to `freed`, with
+    /// `true` for pages that had several owners and lost the last one.
     pub(in crate::index) fn pass_fence(&mut self, id: FenceId, mut freed: impl FnMut(Mask, bool)) {
         let passed: Vec<_> = self.fences.extract_if(.., |(fence, _)| *fence == id).collect();
         for (_, given) in passed {
@@ -106,7 +106,7 @@ impl SlotAllocator {
         if fence.is_none()
             && let Some(page) = self.only_page(given)
         {
-            // An empty batch, so that no earlier one passes for the last.
+            // An empty batch, so that the previous one does not count as the last.
             self.owners.remove(FreeTiming::Now).commit();
             self.free_live_pages([page]);
             return Ok(BadFrees::default());
@@ -135,8 +135,8 @@ impl SlotAllocator {
         Ok(bad)
     }
 
-    /// Returns the page of the only slot of a free, if it is live and no page has more owners: the most
-    /// frequent free, which needs no list.
+    /// Returns the page of the slot, if a free has only one, the page is live, and no page has several
+    /// owners. This is the most frequent free, and needs no list.
     #[inline]
     fn only_page(&self, given: &IndexVec) -> Option<Page> {
         let slot = match given {
