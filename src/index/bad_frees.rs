@@ -114,10 +114,10 @@ impl BadFrees {
         }
     }
 
-    /// Describes the report: how many of `given` indices were invalid, and the first ones with their reasons.
+    /// Describes the report: how many of `total` indices were invalid, and the first ones with their reasons.
     #[must_use]
-    pub fn describe(&self, noun: &str, given: usize) -> String {
-        let mut text = format!("{} of {given} freed {noun}s: ", self.dropped);
+    pub fn describe(&self, noun: &str, total: usize) -> String {
+        let mut text = format!("{} of {total} freed {noun}s: ", self.dropped);
         for (position, (index, reason)) in self.first.iter().enumerate() {
             let comma = if position == 0 { "" } else { ", " };
             let _ = write!(text, "{comma}{index} ({})", reason.words());
@@ -161,11 +161,11 @@ pub fn on_bad_frees(
     bad: BadFrees,
     on_bad: OnBadFree,
     noun: &str,
-    given: usize,
+    total: usize,
     capacity: usize,
 ) -> Result<BadFrees> {
     if on_bad == OnBadFree::Fail && bad.dropped() > 0 {
-        let report = bad.describe(noun, given);
+        let report = bad.describe(noun, total);
         let text = format!("cannot free {report}; nothing was changed (capacity {capacity})");
         let error = Error::new(ErrorKind::IndexOwnership, text);
         return Err(match bad.first.first() {

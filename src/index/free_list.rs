@@ -421,12 +421,12 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Makes free or released indices available in the order of the list.
-    fn queue(&mut self, given: &[Mask]) {
+    fn queue(&mut self, masks: &[Mask]) {
         if self.order == Order::Sorted {
             return;
         }
         let mut last = self.queue.pop_back().map_or(0..0, Run::range);
-        for range in given.iter().flat_map(|mask| mask.ranges()) {
+        for range in masks.iter().flat_map(|mask| mask.ranges()) {
             if range.start == last.end {
                 last.end = range.end;
             } else {

@@ -221,9 +221,13 @@ impl Requests {
     /// # Errors
     /// [`ErrorKind::Index`] for a row outside of the table, [`ErrorKind::IndexOwnership`] for one that is not
     /// allocated, [`ErrorKind::Config`] for one that is listed twice.
-    pub fn resolve_rows(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<RequestRow>> {
+    pub fn resolve_rows(
+        &mut self,
+        values: &IndexVec,
+        rows: &RowTable<RequestRow>,
+    ) -> Result<Vec<RequestRow>> {
         self.batches += 1;
-        let resolved = given.ids::<RequestRow>(self.by_row.len())?;
+        let resolved = values.ids::<RequestRow>(self.by_row.len())?;
         for (position, &row) in resolved.iter().enumerate() {
             if !rows.rows().contains(row) || !rows.rows().is_live(row) {
                 return Err(Error::new(

@@ -107,21 +107,21 @@ impl<I: Id> RowTable<I> {
     /// # Errors
     /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when
     /// anything would be dropped, and nothing is changed.
-    pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
-        self.free_explained(given, on_bad, |_| ())
+    pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
+        self.free_explained(values, on_bad, |_| ())
     }
 
     /// Works like [`RowTable::free`]; `explain` adds to the report.
     pub(super) fn free_explained(
         &mut self,
-        given: &IndexVec,
+        values: &IndexVec,
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let capacity = self.rows.capacity();
         let mut batch = self.rows.begin_free(FreeTiming::Now);
         let mut bad = BadFrees::default();
-        for value in given.iter() {
+        for value in values.iter() {
             let row = u32::try_from(value).ok().map(I::new).filter(|&row| batch.list().contains(row));
             let reason = match row {
                 None if value == 0 => BadFree::Padding,
@@ -134,7 +134,7 @@ impl<I: Id> RowTable<I> {
         }
         let dropped = bad.dropped();
         explain(&mut bad);
-        let bad = on_bad_frees(bad, on_bad, I::NOUN, given.len(), capacity)?;
+        let bad = on_bad_frees(bad, on_bad, I::NOUN, values.len(), capacity)?;
         let written = &mut self.written;
         let freed = batch
             .masks()

@@ -96,7 +96,7 @@ struct FencedFree {
 struct Group {
     /// The number of open groups within this one.
     nested: usize,
-    given: Vec<i64>,
+    values: Vec<i64>,
 }
 
 impl SlotAllocator {
@@ -361,14 +361,14 @@ impl SlotAllocator {
     /// assert_eq!(slots.free(&prefix, OnBadFree::Fail).unwrap().dropped(), 0);
     /// assert_eq!(slots.available(), 8);
     /// ```
-    pub fn share(&mut self, given: &IndexVec) -> Result<()> {
-        self.share_pages_of(given).map(drop)
+    pub fn share(&mut self, values: &IndexVec) -> Result<()> {
+        self.share_pages_of(values).map(drop)
     }
 
     /// Works like [`SlotAllocator::share`], and returns the pages that have one more owner.
-    pub(super) fn share_pages_of(&mut self, given: &IndexVec) -> Result<Vec<Page>> {
-        let mut pages: Vec<Page> = try_with_capacity(given.len())?;
-        for (position, slot) in given.iter().enumerate() {
+    pub(super) fn share_pages_of(&mut self, values: &IndexVec) -> Result<Vec<Page>> {
+        let mut pages: Vec<Page> = try_with_capacity(values.len())?;
+        for (position, slot) in values.iter().enumerate() {
             let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
             match page.filter(|&page| self.is_owned(page)) {
                 Some(page) => pages.push(page),
@@ -436,8 +436,8 @@ impl SlotAllocator {
     }
 
     /// Returns whether each slot is in use; `false` for values that are not slots.
-    pub fn is_allocated<'a>(&'a self, given: &'a IndexVec) -> impl Iterator<Item = bool> + 'a {
-        given.iter().map(|slot| {
+    pub fn is_allocated<'a>(&'a self, values: &'a IndexVec) -> impl Iterator<Item = bool> + 'a {
+        values.iter().map(|slot| {
             u32::try_from(slot).is_ok_and(|slot| self.pages.is_in_use(Page::new(slot / self.page_size)))
         })
     }
@@ -458,7 +458,7 @@ impl SlotAllocator {
     /// Describes a broken invariant, if there is one.
     #[must_use]
     pub fn broken_invariant(&self) -> Option<String> {
-        let fenced: usize = self.fences.iter().map(|(_, given)| given.pages.len()).sum();
+        let fenced: usize = self.fences.iter().map(|(_, fenced)| fenced.pages.len()).sum();
         if fenced != self.pages.fenced() {
             return Some(format!("{} pages are fenced, the fences name {fenced}", self.pages.fenced()));
         }

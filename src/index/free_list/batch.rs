@@ -53,11 +53,11 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     /// Adds the live indices of `mask`, and returns the bits of the others.
     #[inline]
     pub(crate) fn add(&mut self, mask: Mask) -> u64 {
-        let given = self.list.records.give_back(mask, self.to);
-        if given.bits != 0 {
-            self.list.marked.push(given);
+        let moved = self.list.records.give_back(mask, self.to);
+        if moved.bits != 0 {
+            self.list.marked.push(moved);
         }
-        mask.bits & !given.bits
+        mask.bits & !moved.bits
     }
 
     /// Adds `masks`, of `count` indices in all, up to the first mask with an index that is not live. Returns

@@ -165,11 +165,11 @@ impl Records {
     pub(super) fn give_back(&mut self, mask: Mask, to: Set) -> Mask {
         let at = widen(mask.word);
         let Record { free, released } = self.sets[at];
-        let given = Mask { bits: mask.bits & !(free | released | self.fenced(at)), ..mask };
-        if given.bits != 0 {
-            self.add(given, to);
+        let moved = Mask { bits: mask.bits & !(free | released | self.fenced(at)), ..mask };
+        if moved.bits != 0 {
+            self.add(moved, to);
         }
-        given
+        moved
     }
 
     /// Works like [`Records::give_back`], for `masks` with `count` indices in all, up to the first mask with

@@ -29,10 +29,10 @@ impl<I: Id> Ledgered<RowTable<I>> {
     ///
     /// # Errors
     /// Same as [`RowTable::free`].
-    pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
+    pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let ledger = &self.ledger;
         let explain = |bad: &mut BadFrees| ledger.explain(bad, |row| row);
-        let (freed, bad) = self.inner.free_explained(given, on_bad, explain)?;
+        let (freed, bad) = self.inner.free_explained(values, on_bad, explain)?;
         if let Some(ledger) = self.ledger.get_mut() {
             for row in freed.iter().map(|freed| freed.row.number()) {
                 ledger.record_release(row..row + 1);

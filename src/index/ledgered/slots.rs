@@ -99,10 +99,10 @@ impl Ledgered<SlotAllocator> {
     #[inline]
     fn record_freed(&mut self, is_free: bool) {
         let Some(ledger) = self.ledger.get_mut() else { return };
-        let given = || self.inner.pages().last_freed().iter().flat_map(|mask| mask.ranges());
-        given().for_each(|pages| ledger.record_release(pages));
+        let freed = || self.inner.pages().last_freed().iter().flat_map(|mask| mask.ranges());
+        freed().for_each(|pages| ledger.record_release(pages));
         if is_free {
-            given().for_each(|pages| ledger.record_free(pages));
+            freed().for_each(|pages| ledger.record_free(pages));
         }
     }
 
@@ -110,8 +110,8 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::share`].
-    pub fn share(&mut self, given: &IndexVec) -> Result<()> {
-        for page in self.inner.share_pages_of(given)? {
+    pub fn share(&mut self, values: &IndexVec) -> Result<()> {
+        for page in self.inner.share_pages_of(values)? {
             self.ledger.add_holder(page.number());
         }
         Ok(())
@@ -181,11 +181,11 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free`].
     #[inline]
-    pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+    pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if !self.inner.in_group() {
-            return self.free_explained(given, None, on_bad);
+            return self.free_explained(values, None, on_bad);
         }
-        let answer = self.inner.free(given, on_bad);
+        let answer = self.inner.free(values, on_bad);
         self.ledger.attribute_group(self.inner.grouped());
         answer
     }
@@ -194,16 +194,16 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free_now`].
-    pub fn free_now(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(given, None, on_bad)
+    pub fn free_now(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+        self.free_explained(values, None, on_bad)
     }
 
     /// Calls [`SlotAllocator::free_after`] and records it.
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free_after`].
-    pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(given, Some(fence), on_bad)
+    pub fn free_after(&mut self, fence: FenceId, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+        self.free_explained(values, Some(fence), on_bad)
     }
 
     /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that were freed by
@@ -213,16 +213,16 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::free_now`].
     pub fn free_attributed(
         &mut self,
-        given: &IndexVec,
+        values: &IndexVec,
         fence: Option<FenceId>,
         by: &Attribution,
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let page_size = i64::from(self.inner.slots_of_a_page());
         if let Some(ledger) = self.ledger.get_mut() {
-            ledger.attribute_frees(given, by, |slot| u32::try_from(slot / page_size).ok());
+            ledger.attribute_frees(values, by, |slot| u32::try_from(slot / page_size).ok());
         }
-        let answer = self.free_explained(given, fence, on_bad);
+        let answer = self.free_explained(values, fence, on_bad);
         if let Some(ledger) = self.ledger.get_mut() {
             ledger.end_attribution();
         }
@@ -232,13 +232,13 @@ impl Ledgered<SlotAllocator> {
     #[inline]
     fn free_explained(
         &mut self,
-        given: &IndexVec,
+        values: &IndexVec,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let (ledger, page_size) = (&self.ledger, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| ledger.explain(bad, |slot| slot / page_size);
-        let bad = self.inner.free_explained(given, fence, on_bad, explain)?;
+        let bad = self.inner.free_explained(values, fence, on_bad, explain)?;
         self.record_removed(fence.is_none());
         Ok(bad)
     }
@@ -287,8 +287,8 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::group_end`].
     pub fn group_end(&mut self) -> Result<Option<(IndexVec, Attribution)>> {
-        let given = self.inner.group_end()?;
-        Ok(given.map(|given| (given, self.ledger.take_group())))
+        let values = self.inner.group_end()?;
+        Ok(values.map(|values| (values, self.ledger.take_group())))
     }
 
     /// Calls [`SlotAllocator::merge`].

@@ -25,8 +25,8 @@ pub(super) struct Freeing<'a> {
 impl Freeing<'_> {
     /// Frees the pages of slots.
     #[inline]
-    pub(super) fn add(&mut self, given: &IndexVec) {
-        match given {
+    pub(super) fn add(&mut self, values: &IndexVec) {
+        match values {
             IndexVec::I32(values) => self.add_values(values),
             IndexVec::I64(values) => self.add_values(values),
         }

@@ -16,20 +16,20 @@ impl SlotAllocator {
     /// # Errors
     /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when
     /// anything would be dropped, and nothing is changed.
-    pub fn free(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+    pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
-            group.given.extend(given.iter());
+            group.values.extend(values.iter());
             return Ok(BadFrees::default());
         }
-        self.free_explained(given, None, on_bad, |_| ())
+        self.free_explained(values, None, on_bad, |_| ())
     }
 
     /// Frees slots at once, even within a group.
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free`].
-    pub fn free_now(&mut self, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(given, None, on_bad, |_| ())
+    pub fn free_now(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+        self.free_explained(values, None, on_bad, |_| ())
     }
 
     /// Creates a fence, different from every other one.
@@ -50,8 +50,8 @@ impl SlotAllocator {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free`].
-    pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(given, Some(fence), on_bad, |_| ())
+    pub fn free_after(&mut self, fence: FenceId, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
+        self.free_explained(values, Some(fence), on_bad, |_| ())
     }
 
     /// Frees the slots of a fence that has passed. Has no effect for a fence that had passed before.
@@ -63,10 +63,10 @@ impl SlotAllocator {
     /// `true` for pages that had several owners and lost the last one.
     pub(in crate::index) fn pass_fence(&mut self, id: FenceId, mut freed: impl FnMut(Mask, bool)) {
         let passed: Vec<_> = self.fences.extract_if(.., |(fence, _)| *fence == id).collect();
-        for (_, given) in passed {
-            self.pages.unfence(&given.pages);
-            given.pages.masks().iter().for_each(|mask| freed(*mask, false));
-            for page in given.shared {
+        for (_, fenced) in passed {
+            self.pages.unfence(&fenced.pages);
+            fenced.pages.masks().iter().for_each(|mask| freed(*mask, false));
+            for page in fenced.shared {
                 if self.owners.complete(page) {
                     self.free_live_pages([page]);
                     freed(Mask::of(page.number()), true);
@@ -98,13 +98,13 @@ impl SlotAllocator {
     /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to the report.
     pub(in crate::index) fn free_explained(
         &mut self,
-        given: &IndexVec,
+        values: &IndexVec,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<BadFrees> {
         if fence.is_none()
-            && let Some(page) = self.only_page(given)
+            && let Some(page) = self.only_page(values)
         {
             // An empty batch, so that the previous one does not count as the last.
             self.owners.remove(FreeTiming::Now).commit();
@@ -120,11 +120,11 @@ impl SlotAllocator {
             named: &mut self.named,
             bad: BadFrees::default(),
         };
-        freeing.add(given);
+        freeing.add(values);
         let Freeing { batch, owners, mut bad, .. } = freeing;
         let dropped = bad.dropped();
         explain(&mut bad);
-        let bad = on_bad_frees(bad, on_bad, Slot::NOUN, given.len(), capacity)?;
+        let bad = on_bad_frees(bad, on_bad, Slot::NOUN, values.len(), capacity)?;
         self.dropped_frees += dropped;
         if let Some(fence) = fence {
             let shared = owners.pages().to_vec();
@@ -138,8 +138,8 @@ impl SlotAllocator {
     /// Returns the page of the slot, if a free has only one, the page is live, and no page has several
     /// owners. This is the most frequent free, and needs no list.
     #[inline]
-    fn only_page(&self, given: &IndexVec) -> Option<Page> {
-        let slot = match given {
+    fn only_page(&self, values: &IndexVec) -> Option<Page> {
+        let slot = match values {
             IndexVec::I32(slots) => match slots[..] {
                 [slot] => slot.into(),
                 _ => return None,
@@ -173,16 +173,16 @@ impl SlotAllocator {
                 Ok(None)
             }
             Some(group) => {
-                let given = std::mem::take(&mut group.given);
+                let values = std::mem::take(&mut group.values);
                 self.group = None;
-                Ok(Some(IndexVec::I64(given)))
+                Ok(Some(IndexVec::I64(values)))
             }
         }
     }
 
     /// Returns the number of values that the open group has collected.
     pub(in crate::index) fn grouped(&self) -> usize {
-        self.group.as_ref().map_or(0, |group| group.given.len())
+        self.group.as_ref().map_or(0, |group| group.values.len())
     }
 
     /// Returns whether a group is open.
