@@ -68,8 +68,8 @@ struct Candidate {
 ///     let chunk = order.insert(key, "place", Some(position), &mut request);
 ///     order.set_evictable(chunk, true);
 /// }
-/// let gone = order.evict(1, []).unwrap();
-/// assert_eq!(&*gone[0].0, b"tail");
+/// let evicted = order.evict(1, []).unwrap();
+/// assert_eq!(&*evicted[0].0, b"tail");
 /// assert!(order.evict(1, [&b"head"[..]]).is_none(), "it is spared");
 /// ```
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! Blocks of an engine: the queue of free ones and the map of hashes, beside naive ones.
+//! Blocks of an engine: the queue of free ones and the map of hashes, compared with naive ones.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -205,7 +205,7 @@ proptest! {
 
     #[test]
     fn a_map_is_a_naive_list(steps in prop::collection::vec((0..3_usize, 0..5_i64, 0..9_u32), 1..200)) {
-        // Hashes of no bytes, of as many as are kept in place, and of more.
+        // Hashes of no bytes, of as many as are stored inline, and of more.
         let hashes = [&[][..], &[7; 36], &[7; 39]];
         let mut map = BlockMap::default();
         let mut plain: Vec<(usize, i64, usize)> = Vec::new();

@@ -125,7 +125,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Runs the seeds with which each fuzz target begins itself, as many as have some steps.
+/// Runs all findings, and the seeds of each fuzz target until they have made 100 steps.
 #[test]
 fn fuzzer_findings_agree_with_models() {
     let steps = |name, path: PathBuf| run(name, &fs::read(path).expect("a file"));

@@ -26,7 +26,7 @@ fn windows(size: usize) -> HybridConfig {
     HybridConfig { window: Some(WindowConfig { size, gates: true }), ..PLAIN }
 }
 
-/// Inserts, and does what is asked for: windows are the slots plus 1000.
+/// Inserts, and takes the actions of each step. The window of a slot is the slot plus 1000.
 fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (InsertResult, Vec<Action>) {
     let (name, values) = (Namespace::Unnamed, slots(begin, tokens.len()));
     let (keys, values): (&[i64], &[EngineSlot]) = (tokens, &values);
@@ -245,7 +245,7 @@ fn a_window_needs_its_last_stretch() {
     let Some(Victim::Value(frees)) = tree.next_victim(Part::Window, 0) else { panic!("a value") };
     assert_eq!((frees.window.len(), frees.counts), (6, [0, 6, 0]));
     assert!(tree.end_eviction(Part::Window));
-    // Before the gap there is no window, behind it a whole one.
+    // Before the gap there is no window, and after it a whole one.
     assert_eq!(find(&mut tree, &tokens[..6]).len, 0);
     let found = find(&mut tree, &tokens);
     assert_eq!((found.len, found.window_branch), (10, None));
@@ -508,7 +508,8 @@ fn each_order_evicts_as_named() {
     }
 }
 
-/// The last tokens of a long prompt go before a short one that was used longer ago, but no more of them.
+/// The last tokens of a long prompt are evicted before a short one that was used longer ago, but no more of
+/// them.
 #[test]
 fn a_tail_is_evicted_first_but_only_once() {
     let mut tree = HybridTree::new(HybridConfig { order: EvictionOrder::Tlru(2), ..PLAIN });

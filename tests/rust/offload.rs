@@ -1,4 +1,5 @@
-//! The chunks that an engine offloads: the order of eviction beside a naive one, places, and misuse.
+//! The chunks that an engine offloads: their order of eviction compared with a naive one, their places, and
+//! misuse.
 
 use kvpool::base::{ErrorKind, Id, OffloadSlot};
 use kvpool::engines::{NamedChunk, OffloadConfig, OffloadOrder, OffloadRequest, OffloadTable, RequestRank};

@@ -275,7 +275,7 @@ fn lease_of_two(cache: &PrefixCache) -> Arc<Lease> {
     cache.match_prefix(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap()
 }
 
-/// Starts a request of `tokens` tokens behind the two of a lease. Whether it began.
+/// Starts a request of `tokens` tokens after the two of a lease. Returns whether it began.
 fn starts(planner: &BatchPlanner, row: &IndexVec, lease: &Arc<Lease>, tokens: i64) -> bool {
     let prefixes = [Prefix::Leased(Arc::clone(lease))];
     let batch = Batch { rows: row, prefix_lens: &[2], seq_lens: &[tokens], prefixes: &prefixes };

@@ -1,4 +1,4 @@
-//! Copies between pages and pieces of host memory, beside a model that copies byte by byte.
+//! Copies between pages and pieces of host memory, compared with a model that copies byte by byte.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -58,7 +58,7 @@ impl Draws {
         numbers
     }
 
-    /// Up to `most` pairs, as many as there can be.
+    /// Returns up to `most` pairs, or all that are possible.
     pub(crate) fn pairs(&mut self, tier: &Tier, direction: PageCopy, most: usize) -> Vec<PagePair<Page>> {
         let targets = if direction == PageCopy::Out { tier.shape.pieces } else { tier.shape.pages() };
         let count = if tier.shape.pages() == 0 { 0 } else { most.min(targets) };
@@ -176,7 +176,7 @@ impl Tier {
         assert_eq!(layer_bytes(&rows, shape.page_size).expect("small"), shape.layer_bytes());
         let piece = piece_bytes(&rows, shape.page_size).expect("small");
         assert_eq!(piece + shape.gap, shape.stride());
-        // The last piece needs no gap behind it.
+        // The last piece needs no gap after it.
         let bytes = (shape.pieces - 1) * shape.stride() + piece;
         let memory = Arc::new(Region::new(Arc::clone(memory), bytes).expect("memory"));
         let pieces =
@@ -187,7 +187,7 @@ impl Tier {
         Self { shape, rows, executor, pieces, pool, expected }
     }
 
-    /// Copies, and notes what both should hold then.
+    /// Copies, and records what both should hold then.
     pub(crate) fn copy(
         &mut self,
         direction: PageCopy,

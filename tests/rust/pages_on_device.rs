@@ -20,7 +20,7 @@ use crate::histories::contents;
 use crate::pages::{Draws, Shape, Tier, refused, some_layers};
 use crate::pool_table::host;
 
-/// Defines what the software driver lets tests do, each by its name there.
+/// Declares the functions with which tests control the software driver, by the names that they have there.
 macro_rules! soft {
     ($($name:ident($symbol:literal): $kind:ty;)*) => {
         struct Soft {
@@ -90,7 +90,7 @@ impl Soft {
                 done.expect("no call failed");
                 return number - 1;
             }
-            // The call that leaves a context is not reported: what it did is done.
+            // A failure of the call that leaves a context is not reported: what was done is done.
             if let Err(error) = done {
                 assert_eq!((error.kind(), error.facts().code), (ErrorKind::Driver, Some(719)), "{error}");
             }
@@ -263,7 +263,7 @@ fn pageable_memory_is_copied_before_the_call_returns() {
     tier.check();
     let pairs = draws.pairs(&tier, PageCopy::In, 9);
     tier.copy(PageCopy::In, &pairs, &(0..3), stream).expect("enqueued");
-    // The driver has read it: what is written now is not copied.
+    // The driver has read the buffer already, so what is written now is not copied.
     let region = tier.pieces.region();
     let kept = bytes(region);
     contents::fill(region, 0, region.bytes(), 0);
@@ -390,7 +390,7 @@ fn a_copy_into_a_graph_is_refused() {
         assert_eq!((soft.begin_capture)(stream.handle()), 0);
         let (kind, said) = refused(tier.copy(PageCopy::Out, &pairs, &(0..3), stream));
         assert_eq!((kind, said.contains("cannot be captured")), (ErrorKind::Driver, true), "{said}");
-        // Copies on another stream go on beside the capture, and do not spoil it.
+        // Copies on another stream run during the capture, and do not invalidate it.
         tier.copy(PageCopy::Out, &pairs, &(0..3), other).expect("enqueued");
         assert!((soft.end_capture)(stream.handle()) > 0);
         gpu.synchronize(other).expect("ran");

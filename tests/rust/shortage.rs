@@ -150,7 +150,7 @@ fn shortage_of_pages_and_plans_reclaims() {
     assert!(planner.extend(batch, STREAM).expect("valid").is_some());
     assert_eq!(cache.asked(), [12]);
     assert_eq!(allocator.available_size(), 0);
-    // 40 slots are left in the cache: with 24 of them gone, the 16 that are left are not enough for 20.
+    // 40 slots are left in the cache. After 24 of them are evicted, the remaining 16 are not enough for 20.
     let most = Batch { rows: &rows, prefix_lens: &[9], seq_lens: &[32], prefixes: &[] };
     assert!(planner.extend(most, STREAM).expect("valid").is_some());
     assert_eq!(cache.asked(), [20]);
@@ -225,7 +225,7 @@ fn slots_behind_fences_do_not_keep_a_call_from_reclaiming() {
 
 #[test]
 fn slots_in_flight_are_not_reclaimed_twice() {
-    /// Slots whose last use is still in flight when they are given up.
+    /// Slots whose last use is still in flight when they are freed.
     struct Busy(Mutex<usize>, Weak<TokenToKvPoolAllocator>);
 
     impl Reclaim for Busy {

@@ -63,7 +63,7 @@ impl Arena {
         taken
     }
 
-    /// The place of a new range: behind all others, or in the first gap that holds it.
+    /// The place of a new range: after all others, or in the first gap that is long enough.
     fn place(&self, bytes: usize) -> Option<Extent> {
         let bytes = bytes.max(1).checked_next_multiple_of(ALIGNMENT)?;
         let taken = self.taken();

@@ -17,7 +17,7 @@ struct Model {
     free: Vec<u32>,
     /// Offered and never taken, lowest first.
     fresh: Vec<u32>,
-    /// Indices whose last reference is gone.
+    /// Indices whose last reference was released.
     returning: Vec<Returning<ChunkId>>,
     high_water: usize,
 }

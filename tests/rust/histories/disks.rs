@@ -1,4 +1,4 @@
-//! A disk in memory that fails on plan, and is what a killed process leaves behind.
+//! A disk in memory that fails as planned, and has the contents that a killed process leaves.
 
 use std::io::{Error, ErrorKind, Result};
 use std::sync::{Mutex, MutexGuard};

@@ -239,7 +239,7 @@ fn receive(source: &mut Source<'_>) {
     drop((memory, shape, strides));
 }
 
-/// Checks what is read from a tensor; a tensor that lies about its memory is only described.
+/// Checks what is read from a tensor. A tensor that lies about its memory is only described.
 fn read(borrowed: &BorrowedTensor<'_>, is_honest: bool, tensor: &RawTensor) {
     let (shape, strides) = (borrowed.shape().as_slice(), borrowed.strides().as_slice());
     assert_eq!(i32::try_from(shape.len()), Ok(tensor.ndim));

@@ -14,7 +14,7 @@ pub(super) struct Guarded {
 }
 
 impl Guarded {
-    /// `bytes` zeros, next to the page behind them or the one before.
+    /// Maps `bytes` zeros that end or begin at a page without access.
     pub(super) fn new(bytes: usize, at_end: bool) -> Self {
         let inner = bytes.max(1).next_multiple_of(PAGE);
         let mapped = inner + 2 * PAGE;

@@ -68,7 +68,7 @@ struct Going {
     row: Vec<EngineSlot>,
     /// The engine's still.
     own: BTreeSet<EngineSlot>,
-    /// Freed by the tree, which is about to say what replaces them.
+    /// Freed by the tree, which will name the replacement in this step.
     old: Vec<EngineSlot>,
     state: Vec<EngineSlot>,
     /// Whether the node that it had reached was evicted between two steps.
@@ -223,7 +223,7 @@ impl Hybrid {
         (peek.node, (*name, tokens))
     }
 
-    /// Whether a request may go on from the end of a prefix.
+    /// Whether a request can resume at the end of a prefix.
     fn accepts(&self, name: i64, prefix: &[i64]) -> bool {
         let covered = (0..prefix.len()).rev().take_while(|&at| self.has_window(name, prefix, at)).count();
         let has_window = self.config.window.is_none_or(|window| match covered {
@@ -251,7 +251,7 @@ impl Hybrid {
         found
     }
 
-    /// Inserts a prompt with slots of its own, or the rest of one behind a prefix that was locked or just
+    /// Inserts a prompt with slots of its own, or the rest of a prompt after a prefix that was locked or just
     /// found.
     fn insert(&mut self, source: &mut Source<'_>) {
         let (mut name, mut tokens, mut found) = (source.within(0, 2), tokens(source, 18), 0);
@@ -280,7 +280,7 @@ impl Hybrid {
         }
         let count = if self.config.state.is_some() { 1 + source.below(2) } else { 0 };
         let state = self.new_slots(count);
-        // What is to become of the tokens.
+        // What becomes of the tokens.
         let cached = self.cached(name, &tokens);
         let has_window = self.config.window.is_some();
         let is_lost = |at: &usize| *at >= found.max(window_freed) && !self.has_window(name, &tokens, *at);
@@ -322,7 +322,8 @@ impl Hybrid {
         }
     }
 
-    /// Inserts, step by step, and does what the steps ask for. `None` if the tree has refused to go on.
+    /// Inserts step by step, and takes the actions of each step. Returns `None` if the tree has refused to
+    /// continue.
     fn carry_out(
         &mut self,
         source: &mut Source<'_>,
@@ -411,7 +412,7 @@ impl Hybrid {
         agree(self.tree.set_hashes(node, added.start, &digests).expect("a node"), true);
     }
 
-    /// Notes that a prefix has got its state, if it had none.
+    /// Records that a prefix has a state now, if it had none.
     fn record_state(&mut self, going: &mut Going, end: usize) {
         if end > 0 && !going.state.is_empty() {
             let key = (going.key.0, going.key.1[..end].to_vec());
@@ -467,7 +468,7 @@ impl Hybrid {
         self.slots.iter().find(|(_, slots)| slots.contains(&slot)).expect("a slot of the tree").0.clone()
     }
 
-    /// Frees what the tree has given up: nothing that is locked, and everything once.
+    /// Frees what the tree has removed: nothing may be locked, and everything must be removed once.
     fn apply(&mut self, frees: Frees) {
         assert_eq!(frees.counts, [frees.full.len(), frees.window.len(), frees.state.len()]);
         for slot in frees.window {
@@ -548,7 +549,7 @@ impl Hybrid {
         assert_eq!(self.tree.next_victim(part, 0), None);
     }
 
-    /// Gives up states before the end of a node, those nearest to the root first.
+    /// Evicts states before the end of a node, those nearest to the root first.
     fn evict_excess(&mut self, node: NodeHandle, (name, tokens): &Key) {
         let most = self.config.state.and_then(|state| state.max_per_path).unwrap_or(usize::MAX);
         let prefixes = (1..=tokens.len()).map(|end| (*name, tokens[..end].to_vec()));

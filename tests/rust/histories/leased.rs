@@ -51,7 +51,7 @@ struct Requests {
     contents: HashMap<i32, (i64, Vec<i32>)>,
     /// Pages that are used without the planner.
     own: Vec<i32>,
-    /// Pages that requests gave back behind a fence.
+    /// Pages that requests freed with a fence.
     waiting: Vec<(usize, Vec<i32>)>,
     /// Pages that they gave back while a fence of their lease had not passed.
     kept: Vec<(usize, Vec<i32>)>,
@@ -389,7 +389,7 @@ impl Requests {
         });
     }
 
-    /// Takes what a fence has kept.
+    /// Takes the slots of a fence that has passed.
     fn passed(&mut self, fence: usize) {
         self.slots.poll(STREAM).expect("flags can tell");
         self.waiting.retain(|(other, _)| *other != fence);
@@ -415,7 +415,7 @@ impl Requests {
         assert_eq!(self.slots.free(&slots, STREAM).expect("its own").dropped(), 0);
     }
 
-    /// Clears a name: its prefixes are found no more, and stay with the requests that use them.
+    /// Clears a namespace: its prefixes can no longer be found, and stay with the requests that use them.
     fn clear(&mut self, name: Option<i64>) {
         self.cache.clear(name.map(Namespace::Number).as_ref(), STREAM);
         self.has_pins &= name.is_some();

@@ -18,7 +18,7 @@ const NAMESPACES: i64 = 2;
 /// Tokens of a namespace.
 type Key = (i64, Vec<i32>);
 
-/// The part that an insertion left behind its last whole page.
+/// The tokens of an insertion after its last whole page.
 struct Tail {
     /// The tokens before it.
     before: Key,

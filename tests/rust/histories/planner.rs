@@ -361,7 +361,7 @@ impl Planner {
         }
     }
 
-    /// Checks that a page of several requests has as many owners.
+    /// Checks that a page has one owner for each of its requests.
     fn check_owners(&self) {
         let pages = || self.model.requests.keys().flat_map(|&row| self.model.pages(row));
         for page in pages() {

@@ -23,7 +23,7 @@ const NAMESPACES: i64 = 2;
 /// Longer than any history.
 const LONG: Duration = Duration::from_secs(1 << 20);
 
-/// A prefix in whole pages. A cleared namespace goes on in a new generation.
+/// A prefix in whole pages. A namespace that is cleared has a new generation.
 type Key = (usize, Vec<i32>);
 
 /// Whether a prefix is that of `end`, or begins it.
@@ -39,7 +39,7 @@ struct HeldLease {
     end: Key,
     /// Tokens that it was matched with.
     asked: usize,
-    /// The last snapshot behind these tokens.
+    /// The last snapshot after these tokens.
     passing: Option<Key>,
 }
 
@@ -71,7 +71,7 @@ struct Prefixes {
     now: usize,
     /// Pages of requests.
     own: Vec<i32>,
-    /// Pages of requests that were freed behind a fence.
+    /// Pages of requests that were freed with a fence.
     fenced: Vec<(usize, Vec<i32>)>,
     fences: Fences,
     /// The generation of each namespace.
@@ -220,7 +220,7 @@ impl Prefixes {
         found.last().map_or(0, |(_, prefix)| prefix.len())
     }
 
-    /// The number of them that a request can go on from.
+    /// The number of these tokens from which a request can resume.
     fn usable(&self, generation: usize, tokens: &[i32]) -> usize {
         let found = self.find(generation, tokens);
         if self.states.is_none() {
@@ -299,8 +299,8 @@ impl Prefixes {
         total - self.own.len() - self.fenced_pages() - self.cached.len()
     }
 
-    /// Drops the prefixes that are gone, which must be `count`: none of them leased, and none retained as
-    /// long as another was evictable.
+    /// Drops the evicted prefixes, of which there must be `count`: none may be leased, and none retained
+    /// while another was evictable.
     fn record_evicted(&mut self, count: usize) {
         let gone: Vec<Key> = self.cached.keys().filter(|key| !self.is_cached(key)).cloned().collect();
         assert_eq!(gone.len(), count, "evicted {gone:?}");
@@ -395,7 +395,7 @@ impl Prefixes {
         }
     }
 
-    /// The snapshots of which one is given up for another at `end`, behind lease `at`; `None` if none is kept
+    /// The snapshots of which one is evicted for another at `end`, after lease `at`; `None` if none is kept
     /// there.
     fn victims(&mut self, at: usize, end: &Key) -> Option<Vec<Key>> {
         let tracks = self.states.as_ref().map_or(0, |states| states.config().max_track_slots);
@@ -432,7 +432,7 @@ impl Prefixes {
         is_alone(own).then(|| vec![own.clone()])
     }
 
-    /// Notes the snapshot that is kept at the end of a lease, and the one that is given up for it.
+    /// Records the snapshot that is kept at the end of a lease, and the one that was evicted for it.
     fn record_snapshot(&mut self, at: usize, victims: &[Key]) {
         let held = &mut self.held[at];
         let slot = held.lease.state_slot().expect("a lease").expect("it was kept");
@@ -655,7 +655,7 @@ impl Prefixes {
         assert_eq!(self.told.len(), found.count());
     }
 
-    /// The parts of a prompt are explained in order, and what is cached is what would be found.
+    /// The segments of a prompt are in order, and the cached ones are those that would be found.
     fn explain(&self, name: usize, prompt: &[i32]) {
         let parts = self.cache.explain(&Namespace::Number(int(name)), &prompt, STREAM).expect("tokens");
         let ends = parts.iter().map(|part| part.range.end);

@@ -230,7 +230,7 @@ impl Rows {
     }
 }
 
-/// Values for `places` places: usually as many or one, rarely some that do not fit int32.
+/// Values for `places` places: usually that many or one, rarely some that do not fit int32.
 fn values(source: &mut Source<'_>, places: usize) -> Vec<i64> {
     let count = match source.below(8) {
         0 => 1,

@@ -28,7 +28,7 @@ impl Shared {
         self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the store does not do now what it is asked for.
+    /// Whether the store refuses requests at present.
     fn fails(&self) -> bool {
         self.fails && self.calls.fetch_add(1, Ordering::Relaxed).is_multiple_of(5)
     }

@@ -1,5 +1,5 @@
-//! The store of pages: what is found is what was put, whatever happens to the disk, and the page used least recently
-//! goes first.
+//! The store of pages: a page that is found has the bytes that were put, whatever happens to the disk, and
+//! the least recently used page is evicted first.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const MOST: usize = 5;
 type Key = [u8; 32];
 
 struct Model {
-    /// The pages, last used last, with what fills them.
+    /// The pages with their contents, the least recently used first.
     pages: Vec<(usize, u8)>,
     slots: usize,
 }
@@ -70,7 +70,7 @@ impl Model {
         self.pages.iter().position(|(known, _)| *known == number)
     }
 
-    /// Notes a use of those that are there: the first is the last to go.
+    /// Records a use of the pages that are there. The first one is evicted last.
     fn touch(&mut self, numbers: impl DoubleEndedIterator<Item = usize>) {
         for number in numbers.rev() {
             if let Some(at) = self.find(number) {
@@ -157,7 +157,8 @@ impl World {
         }
     }
 
-    /// Takes over what is still there. What is found is right, and in the order of the model from then on.
+    /// Takes over the pages that are still there, which must be right. From then on they are in the order of
+    /// the model.
     fn learn(&mut self) {
         let before = std::mem::take(&mut self.model.pages);
         for (number, fill) in before {
@@ -295,7 +296,8 @@ fn fail(source: &mut Source<'_>, world: &mut World, numbers: &[usize]) {
         world.open().expect("what a killed process left");
     }
     let before = world.model.pages.len();
-    // Pages that were put may be there, and have evicted others; pages that were got or removed may be gone.
+    // Pages that were put may be there and may have evicted others; pages that were got or removed may be
+    // missing.
     if what < 2 {
         let old: Vec<_> = world.model.pages.clone();
         for &number in numbers {

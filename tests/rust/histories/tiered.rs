@@ -1,5 +1,6 @@
-//! A prefix cache with host memory below, and perhaps a store below that, which outlives both: what is found
-//! or loaded is right to the byte, nothing is written to slots that have a new owner, and nothing is lost.
+//! A prefix cache with host memory below it, and sometimes a store below that, which outlives both. What is
+//! found or loaded must be right to the byte, nothing may be written to slots that have a new owner, and
+//! nothing may be lost.
 //!
 //! Copies run on threads, so that each run has its own order of events. The contents of a row tell all tokens
 //! up to its position, the layer and the kind.
@@ -33,7 +34,7 @@ struct HeldLease {
     tokens: Vec<i32>,
     /// A load that was not seen to be over, and the length before it.
     load: Option<(Load, usize)>,
-    /// Whether its prefix was cleared: what it publishes is found by no one.
+    /// Whether its prefix was cleared, so that nobody finds what it publishes.
     is_cleared: bool,
 }
 
@@ -284,8 +285,8 @@ impl World {
     /// Looks for a prompt in the store.
     fn fetch(&mut self, source: &mut Source<'_>) {
         if self.served.is_some() && source.rarely(4) {
-            // The pages that it had are in the store alone. Leases would publish behind what the tier has no
-            // more.
+            // The store alone has its pages. Leases would publish pages that follow those that the tier no
+            // longer has.
             self.held.clear();
             self.cache().evict(usize::MAX, STREAM);
             self.settle();
@@ -385,7 +386,7 @@ impl World {
             .collect()
     }
 
-    /// Computes some tokens behind a lease, and publishes them.
+    /// Computes some tokens after a lease, and publishes them.
     fn compute(&mut self, source: &mut Source<'_>, at: usize) {
         let HeldLease { lease, name, tokens, load, .. } = &self.held[at];
         let Ok(len) = lease.len() else { return };
@@ -432,7 +433,7 @@ impl World {
         }
     }
 
-    /// Looks at a held lease: what it is, how its load goes on, or an end of that.
+    /// Looks at a lease: compares it with the model, or waits for, queries or cancels its load.
     fn look(&mut self, source: &mut Source<'_>) {
         if self.held.is_empty() {
             return;
@@ -445,7 +446,7 @@ impl World {
                 let whole = before + load.len();
                 load.cancel(STREAM).expect("no planner has it");
                 let len = self.held[at].lease.len().expect("a lease");
-                // The prefix was there already, or it is given up.
+                // The prefix was there already, or it was dropped.
                 assert!(len == *before || len == whole, "{len} of {before} and {whole}");
                 self.held[at].load = None;
                 self.compare(at, LAYERS);
