@@ -163,7 +163,7 @@ pub struct OffloadTable {
     free: Vec<OffloadSlot>,
     offers: Option<OfferCounts>,
     events: Option<Vec<OffloadEvent>>,
-    asked: Vec<usize>,
+    requested: Vec<usize>,
     skipped: usize,
 }
 
@@ -179,7 +179,7 @@ impl OffloadTable {
             free: Vec::new(),
             offers: (config.store_threshold > 1).then(|| OfferCounts::new(config)),
             events: config.events.then(Vec::new),
-            asked: Vec::new(),
+            requested: Vec::new(),
             skipped: 0,
         }
     }
@@ -235,7 +235,7 @@ impl OffloadTable {
         if plan.chosen.is_empty() {
             return Ok(Some(plan));
         }
-        self.asked.push(plan.chosen.len());
+        self.requested.push(plan.chosen.len());
         let Some(evicted) = self.make_room(plan.chosen.len(), chunks) else { return Ok(None) };
         plan.evicted = evicted;
         for &at in &plan.chosen {
@@ -434,7 +434,7 @@ impl OffloadTable {
     /// Takes the numbers of chunks to store, one for each call of [`begin_store`](Self::begin_store) since
     /// the last time.
     pub fn take_asked(&mut self) -> Vec<usize> {
-        std::mem::take(&mut self.asked)
+        std::mem::take(&mut self.requested)
     }
 
     /// Takes the number of chunks that were not stored because they had not been offered often enough, since

@@ -133,7 +133,7 @@ fn locked_nodes_are_not_evicted() {
     let long = put(&mut tree, &[1, 2, 3], 10, Insert::default()).0.node;
     put(&mut tree, &[1, 9], 20, Insert { found: 1, ..Insert::default() });
     let locked = tree.lock(long, SkippedParts::default()).unwrap();
-    assert_eq!(locked.newly, 3);
+    assert_eq!(locked.newly_locked, 3);
     assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 3 });
     assert_eq!(tree.evict_full(usize::MAX).full, at([21]));
     let wrong = tree.unlock(tree.root(), Receipt::default(), WindowRelease::NotYet).unwrap();

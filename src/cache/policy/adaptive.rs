@@ -89,9 +89,9 @@ impl Policy for Adaptive {
     fn victim(&mut self, now: Tick) -> Option<NodeId> {
         if self.lifetimes.learn(self.ghosts.horizon(now), now) {
             self.cohorts.reconsider();
-            self.recency.fade(now);
+            self.recency.decay(now);
         }
-        if self.lifetimes.is_known() && self.recency.trails() {
+        if self.lifetimes.is_known() && self.recency.is_matched() {
             self.cohorts.least(self.lifetimes.worth(), now)
         } else {
             self.cohorts.oldest()

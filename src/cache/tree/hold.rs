@@ -20,9 +20,9 @@ pub struct Hold {
     /// Whether the last node was published through this hold, so that more pages may be appended to it.
     pub(super) is_author: bool,
     /// The number of tokens that were looked up: the length of the prompt.
-    pub(super) asked: usize,
+    pub(super) prompt_len: usize,
     /// The node of the last snapshot that was made through this hold after the tokens of the prompt.
-    pub(super) passing: Option<NodeId>,
+    pub(super) own_snapshot: Option<NodeId>,
 }
 
 impl Hold {
@@ -69,8 +69,8 @@ impl Tree {
         self.lock(node);
         self.touch(node, None);
         let found = place.map_or(0, |place| place.len);
-        let (len, asked) = (widen(self.node(node).end), tokens.count());
-        Ok(Hold { node, len, found, is_author: false, asked, passing: None })
+        let (len, prompt_len) = (widen(self.node(node).end), tokens.count());
+        Ok(Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None })
     }
 
     /// Returns the length of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
@@ -88,7 +88,7 @@ impl Tree {
         let node = self.cut(self.place_on_path(hold.node, len));
         self.lock(node);
         let found = if len < hold.len { len } else { hold.found };
-        Hold { node, len, found, is_author: false, asked: hold.asked, passing: None }
+        Hold { node, len, found, is_author: false, prompt_len: hold.prompt_len, own_snapshot: None }
     }
 
     /// Creates another hold of the same prefix.

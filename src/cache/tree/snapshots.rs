@@ -116,8 +116,8 @@ impl Tree {
         debug_assert!(previous.is_none(), "a snapshot is not replaced");
         self.node_mut(hold.node).has_snapshot = true;
         self.offer_snapshot(hold.node);
-        if hold.len > hold.asked
-            && let Some(earlier) = hold.passing.replace(hold.node)
+        if hold.len > hold.prompt_len
+            && let Some(earlier) = hold.own_snapshot.replace(hold.node)
         {
             self.snapshots.supersede(earlier);
         }
@@ -128,9 +128,9 @@ impl Tree {
     /// hold. Snapshots at which other leases end are not evicted.
     pub fn evict_snapshot(&mut self, hold: &mut Hold) -> Option<StateSlot> {
         if !self.snapshots.has_superseded()
-            && let Some(own) = hold.passing.filter(|&own| self.is_alone_at(own, hold))
+            && let Some(own) = hold.own_snapshot.filter(|&own| self.is_alone_at(own, hold))
         {
-            hold.passing = None;
+            hold.own_snapshot = None;
             return self.remove_snapshot(own);
         }
         let Self { snapshots, nodes, .. } = self;

@@ -66,9 +66,9 @@ impl HybridTree {
     /// state. Returns `None` if the node no longer exists.
     pub fn lock(&mut self, node: NodeHandle, skipped: SkippedParts) -> Option<LockResult> {
         let id = self.at(node)?;
-        let mut locked = LockResult { receipt: Receipt { skipped, boundary: None }, newly: 0 };
+        let mut locked = LockResult { receipt: Receipt { skipped, boundary: None }, newly_locked: 0 };
         if !skipped.has(Part::Full) {
-            locked.newly = self.lock_path(id);
+            locked.newly_locked = self.lock_path(id);
         }
         if let Some(window) = self.config.window.filter(|_| !skipped.has(Part::Window)) {
             locked.receipt.boundary = self.lock_window(id, window.size);
@@ -279,7 +279,7 @@ pub struct LockResult {
     /// The receipt that releases the lock.
     pub receipt: Receipt,
     /// The number of slots for full attention that had no locks before.
-    pub newly: usize,
+    pub newly_locked: usize,
 }
 
 /// Which part of a lock [`HybridTree::unlock_window`] has released already.

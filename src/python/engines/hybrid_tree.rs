@@ -280,9 +280,9 @@ impl HybridTree {
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
     fn lock_node(&self, node: u64, skip: Vec<usize>) -> PyResult<(usize, Option<u64>)> {
         let (node, skipped) = (handle_of(node), skipped_of(&skip)?);
-        let LockResult { receipt, newly } =
+        let LockResult { receipt, newly_locked } =
             self.lock().lock(node, skipped).ok_or_else(|| node_gone_error(node))?;
-        Ok((newly, receipt.boundary.map(Boundary::number)))
+        Ok((newly_locked, receipt.boundary.map(Boundary::number)))
     }
 
     /// Undoes one `lock_node`.

@@ -587,7 +587,7 @@ impl Hybrid {
             let before = self.tree.sizes(Part::Full);
             let locked = self.tree.lock(node, skipped).expect("a node");
             hold.receipt = locked.receipt;
-            assert_eq!(locked.newly, before.evictable - self.tree.sizes(Part::Full).evictable);
+            assert_eq!(locked.newly_locked, before.evictable - self.tree.sizes(Part::Full).evictable);
             assert_eq!(locked.receipt.skipped, skipped);
             if let Some(window) = self.config.window.filter(|_| !skipped.has(Part::Window)) {
                 // Whole nodes, back to the first that has it all.

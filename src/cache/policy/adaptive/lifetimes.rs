@@ -110,9 +110,9 @@ impl Lifetimes {
             return false;
         }
         self.learned = now;
-        let fade = (-real(passed) / (HALF_LIFE * self.capacity)).exp2();
-        self.ended.iter_mut().flatten().chain(&mut self.begun).for_each(|count| *count *= fade);
-        self.lookups *= fade;
+        let decay = (-real(passed) / (HALF_LIFE * self.capacity)).exp2();
+        self.ended.iter_mut().flatten().chain(&mut self.begun).for_each(|count| *count *= decay);
+        self.lookups *= decay;
         self.remember(now);
         self.is_known =
             self.total >= FEWEST_LOOKUPS && real(now.tokens().min(horizon)) >= MIN_HORIZON * self.capacity;

@@ -42,7 +42,7 @@ pub(super) struct Recency {
     /// The tokens found by the cache and by least-recently-used eviction, which decay.
     own: f64,
     recent: f64,
-    faded: Tick,
+    decayed: Tick,
 }
 
 impl Recency {
@@ -55,19 +55,19 @@ impl Recency {
             fresh: 0,
             own: 0.0,
             recent: 0.0,
-            faded: Tick::default(),
+            decayed: Tick::default(),
         }
     }
 
     /// Returns whether the cache finds as much as least-recently-used eviction, apart from the allowance.
-    pub(super) fn trails(&self) -> bool {
+    pub(super) fn is_matched(&self) -> bool {
         self.recent <= self.own * (1.0 + ALLOWANCE)
     }
 
     /// Lets the counts of found tokens decay.
-    pub(super) fn fade(&mut self, now: Tick) {
-        let halves = real(now.since(self.faded)) / (HALF_LIFE * real(self.capacity));
-        self.faded = now;
+    pub(super) fn decay(&mut self, now: Tick) {
+        let halves = real(now.since(self.decayed)) / (HALF_LIFE * real(self.capacity));
+        self.decayed = now;
         self.own *= (-halves).exp2();
         self.recent *= (-halves).exp2();
     }
