@@ -3,7 +3,7 @@
 use crate::base::bounded::narrow;
 use crate::base::{BufferId, Error, Id, Result, widen};
 
-use super::Ticket;
+use super::IndexHandle;
 
 /// How sizes are rounded up to the sizes of buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,8 +94,8 @@ struct Entry<L> {
 /// A free buffer that was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reuse<L> {
-    /// The ticket of this take, which is needed to free the buffer.
-    pub ticket: Ticket<BufferId>,
+    /// The handle of this take, which is needed to free the buffer.
+    pub handle: IndexHandle<BufferId>,
     /// The lane that used the buffer before, if it is another one. The new work must be ordered after the
     /// work of that lane.
     pub after: Option<L>,
@@ -216,12 +216,12 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.free_count -= 1;
         self.free_bytes -= bucket.bytes;
         self.entries[widen(index)].lane = lane;
-        let ticket = self.hand_out(index);
-        Some(Reuse { ticket, after: (of != lane).then_some(of) })
+        let handle = self.hand_out(index);
+        Some(Reuse { handle, after: (of != lane).then_some(of) })
     }
 
     /// Adds a new buffer of `bucket`, taken by `lane`.
-    pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket<BufferId> {
+    pub fn add(&mut self, bucket: Bucket, lane: L) -> IndexHandle<BufferId> {
         let index = if let Some(index) = self.vacant.pop() {
             let entry = &mut self.entries[widen(index)];
             (entry.bucket, entry.lane) = (bucket, lane);
@@ -234,44 +234,44 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.hand_out(index)
     }
 
-    fn hand_out(&mut self, index: u32) -> Ticket<BufferId> {
+    fn hand_out(&mut self, index: u32) -> IndexHandle<BufferId> {
         let entry = &mut self.entries[widen(index)];
         entry.live_at = Some(self.live.len());
         self.live.push(index);
         self.in_use_bytes += entry.bucket.bytes;
         self.high_water = self.high_water.max(self.live.len());
         self.high_water_bytes = self.high_water_bytes.max(self.in_use_bytes);
-        Ticket::new(BufferId::new(index), entry.generation)
+        IndexHandle::new(BufferId::new(index), entry.generation)
     }
 
-    /// Returns whether the take of `ticket` is still live.
+    /// Returns whether the take of `handle` is still live.
     #[must_use]
-    pub fn is_live(&self, ticket: Ticket<BufferId>) -> bool {
-        let entry = self.entries.get(widen(ticket.index().number()));
-        entry.is_some_and(|entry| entry.generation == ticket.generation() && entry.live_at.is_some())
+    pub fn is_live(&self, handle: IndexHandle<BufferId>) -> bool {
+        let entry = self.entries.get(widen(handle.index().number()));
+        entry.is_some_and(|entry| entry.generation == handle.generation() && entry.live_at.is_some())
     }
 
     /// Frees a buffer. Returns `false` and changes nothing when it was freed before.
-    pub fn give_back(&mut self, ticket: Ticket<BufferId>) -> bool {
-        if !self.is_live(ticket) {
+    pub fn give_back(&mut self, handle: IndexHandle<BufferId>) -> bool {
+        if !self.is_live(handle) {
             return false;
         }
-        if let Some(at) = self.entries[widen(ticket.index().number())].live_at {
+        if let Some(at) = self.entries[widen(handle.index().number())].live_at {
             self.live.swap_remove(at);
             if let Some(&moved) = self.live.get(at) {
                 self.entries[widen(moved)].live_at = Some(at);
             }
         }
-        self.mark_free(ticket.index().number());
+        self.mark_free(handle.index().number());
         true
     }
 
     /// Works like [`Buckets::give_back`], but frees into `lane`: the next owner must be ordered after the
     /// work of that lane.
-    pub fn give_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
-        if self.is_live(ticket) {
-            self.entries[widen(ticket.index().number())].lane = lane;
-            self.give_back(ticket);
+    pub fn give_back_as(&mut self, handle: IndexHandle<BufferId>, lane: L) {
+        if self.is_live(handle) {
+            self.entries[widen(handle.index().number())].lane = lane;
+            self.give_back(handle);
         }
     }
 

@@ -48,7 +48,7 @@ pub use ledger::{Attribution, CallGuard, CallRecord, IndexState, LIFETIME_BUCKET
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
 pub use page_list::{PageList, Runs};
-pub use ref_counts::{RefCounts, Returning, Ticket};
+pub use ref_counts::{IndexHandle, RefCounts, Returning};
 pub(crate) use requests::put_slots_of;
 pub use requests::{Growth, GrowthRequest, PageSize, Requests};
 pub use row_table::{RowExtent, RowTable};

@@ -9,14 +9,14 @@ use crate::base::{Id, Result, try_with_capacity, widen};
 
 use super::BadFree;
 
-/// One take of an index: a later take of the same index has a different ticket.
+/// One take of an index: a later take of the same index has a different handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ticket<I> {
+pub struct IndexHandle<I> {
     index: I,
     generation: u64,
 }
 
-impl<I: Id> Ticket<I> {
+impl<I: Id> IndexHandle<I> {
     pub(super) const fn new(index: I, generation: u64) -> Self {
         Self { index, generation }
     }
@@ -185,7 +185,7 @@ impl<I: Id> RefCounts<I> {
 
     /// Takes an index, with one reference: the last one that was given back or, if there is none, the lowest
     /// one that was never taken.
-    pub fn take(&mut self) -> Option<Ticket<I>> {
+    pub fn take(&mut self) -> Option<IndexHandle<I>> {
         let index = match self.stack.pop() {
             Some(index) => index,
             None => self.take_fresh()?,
@@ -194,7 +194,7 @@ impl<I: Id> RefCounts<I> {
         self.high_water = self.high_water.max(self.in_use);
         let entry = &mut self.entries[widen(index.number())];
         entry.references = 1;
-        Some(Ticket::new(index, entry.generation))
+        Some(IndexHandle::new(index, entry.generation))
     }
 
     fn take_fresh(&mut self) -> Option<I> {
@@ -207,30 +207,30 @@ impl<I: Id> RefCounts<I> {
         Some(I::new(index))
     }
 
-    /// Returns the number of references to the take that `ticket` names; 0 if it was freed.
+    /// Returns the number of references to the take that `handle` names; 0 if it was freed.
     #[must_use]
-    pub fn references(&self, ticket: Ticket<I>) -> u32 {
+    pub fn references(&self, handle: IndexHandle<I>) -> u32 {
         self.entries
-            .get(widen(ticket.index.number()))
-            .filter(|entry| entry.generation == ticket.generation)
+            .get(widen(handle.index.number()))
+            .filter(|entry| entry.generation == handle.generation)
             .map_or(0, |entry| entry.references)
     }
 
     /// Returns the current take of an index, or `None` while it is not taken.
     #[must_use]
-    pub fn ticket(&self, index: I) -> Option<Ticket<I>> {
+    pub fn handle(&self, index: I) -> Option<IndexHandle<I>> {
         let entry = self.entries.get(widen(index.number())).filter(|entry| entry.references > 0)?;
-        Some(Ticket::new(index, entry.generation))
+        Some(IndexHandle::new(index, entry.generation))
     }
 
     /// Adds a reference. Returns `false` if the index was freed, or the count is at its maximum.
-    pub fn retain(&mut self, ticket: Ticket<I>) -> bool {
-        let more = match self.references(ticket) {
+    pub fn retain(&mut self, handle: IndexHandle<I>) -> bool {
+        let more = match self.references(handle) {
             0 => None,
             references => references.checked_add(1),
         };
         if let Some(more) = more {
-            self.entries[widen(ticket.index.number())].references = more;
+            self.entries[widen(handle.index.number())].references = more;
         }
         more.is_some()
     }
@@ -240,17 +240,17 @@ impl<I: Id> RefCounts<I> {
     ///
     /// # Errors
     /// The reason when it was freed already; nothing is changed then.
-    pub fn release(&mut self, ticket: Ticket<I>) -> std::result::Result<Option<Returning<I>>, BadFree> {
-        if self.references(ticket) == 0 {
+    pub fn release(&mut self, handle: IndexHandle<I>) -> std::result::Result<Option<Returning<I>>, BadFree> {
+        if self.references(handle) == 0 {
             return Err(BadFree::AlreadyFree);
         }
-        let entry = &mut self.entries[widen(ticket.index.number())];
+        let entry = &mut self.entries[widen(handle.index.number())];
         entry.references -= 1;
         if entry.references > 0 {
             return Ok(None);
         }
         entry.generation += 1;
-        Ok(Some(Returning(ticket.index)))
+        Ok(Some(Returning(handle.index)))
     }
 
     /// Returns why `index` cannot be freed, if it cannot: outside, never taken, free, or referred to more

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, widen};
-use crate::index::{Bucket, Buckets, Ledgered, Rounding, Ticket};
+use crate::index::{Bucket, Buckets, IndexHandle, Ledgered, Rounding};
 use crate::memory::{Backend, BorrowedTensor, Contents, Gpu, Keep, PageLock, Region, Stream, StreamSet};
 
 use super::contract::{Occupancy, Pool, Stats};
@@ -11,16 +11,16 @@ use super::contract::{Occupancy, Pool, Stats};
 /// A buffer that was handed out.
 #[derive(Clone, Debug)]
 pub struct Buffer {
-    ticket: Ticket<BufferId>,
+    handle: IndexHandle<BufferId>,
     region: Arc<Region>,
     bytes: usize,
 }
 
 impl Buffer {
-    /// The ticket with which the owner gives the buffer back.
+    /// The handle with which the owner gives the buffer back.
     #[must_use]
-    pub const fn ticket(&self) -> Ticket<BufferId> {
-        self.ticket
+    pub const fn handle(&self) -> IndexHandle<BufferId> {
+        self.handle
     }
 
     /// The memory, as large as the bucket.
@@ -47,7 +47,7 @@ pub struct BufferConfig {
 ///
 /// A buffer that is given back while its stream still uses it is reused at once on the same stream. Another
 /// stream waits, on the device, for the work enqueued on the first until then. Giving a buffer back bumps its
-/// generation, so that a stale ticket is recognised.
+/// generation, so that a stale handle is recognised.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -59,7 +59,7 @@ pub struct BufferConfig {
 /// let first = pool.alloc(100, Stream::DEFAULT).unwrap();
 /// assert_eq!(first.region().bytes(), 128);
 /// pool.reset();
-/// assert!(pool.release(first.ticket()).is_err());
+/// assert!(pool.release(first.handle()).is_err());
 /// let again = pool.alloc(120, Stream::DEFAULT).unwrap();
 /// assert_eq!(first.region().address(), again.region().address());
 /// ```
@@ -140,18 +140,18 @@ impl BufferPool {
     pub fn alloc(&mut self, bytes: usize, stream: Stream) -> Result<Buffer> {
         let bucket = self.config.rounding.bucket(bytes)?;
         let Some(reused) = self.buckets.take(bucket, stream) else { return self.make(bucket, bytes, stream) };
-        let ticket = reused.ticket;
-        let region = Arc::clone(self.region(ticket)?);
+        let handle = reused.handle;
+        let region = Arc::clone(self.region(handle)?);
         if let (Some(before), Some(gpu)) = (reused.after, region.gpu()) {
             // All work that uses the buffer was enqueued before it was given back.
             if let Err(failure) = gpu.make_stream_wait(&[before], stream) {
-                self.buckets.give_back_as(ticket, before);
+                self.buckets.give_back_as(handle, before);
                 return Err(failure);
             }
         }
         region.record_stream(stream);
         self.users.record(stream);
-        Ok(Buffer { ticket, region, bytes })
+        Ok(Buffer { handle, region, bytes })
     }
 
     fn make(&mut self, bucket: Bucket, bytes: usize, stream: Stream) -> Result<Buffer> {
@@ -168,13 +168,13 @@ impl BufferPool {
         let region = Arc::new(region?);
         region.record_stream(stream);
         self.users.record(stream);
-        let ticket = self.buckets.add(bucket, stream);
-        let at = widen(ticket.index().number());
+        let handle = self.buckets.add(bucket, stream);
+        let at = widen(handle.index().number());
         if at == self.regions.len() {
             self.regions.push(None);
         }
         self.regions[at] = Some(Arc::clone(&region));
-        Ok(Buffer { ticket, region, bytes })
+        Ok(Buffer { handle, region, bytes })
     }
 
     /// Takes a buffer for each of `sizes`, or none of them.
@@ -190,7 +190,7 @@ impl BufferPool {
                 Ok(buffer) => buffers.push(buffer),
                 Err(failure) => {
                     for buffer in buffers.iter().rev() {
-                        self.buckets.give_back(buffer.ticket);
+                        self.buckets.give_back(buffer.handle);
                     }
                     self.buckets.set_marks(marks);
                     return Err(failure);
@@ -204,7 +204,7 @@ impl BufferPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] if the buffer was given back.
-    pub fn region(&mut self, buffer: Ticket<BufferId>) -> Result<&Arc<Region>> {
+    pub fn region(&mut self, buffer: IndexHandle<BufferId>) -> Result<&Arc<Region>> {
         let region = self.regions.get(widen(buffer.index().number())).and_then(Option::as_ref);
         let region = region.filter(|_| self.buckets.is_live(buffer));
         self.stale_uses += usize::from(region.is_none());
@@ -218,7 +218,7 @@ impl BufferPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] if the buffer was already given back; nothing is changed.
-    pub fn release(&mut self, buffer: Ticket<BufferId>) -> Result<()> {
+    pub fn release(&mut self, buffer: IndexHandle<BufferId>) -> Result<()> {
         self.region(buffer)?;
         self.buckets.give_back(buffer);
         Ok(())
@@ -327,7 +327,7 @@ impl Pool for BufferPool {
     }
 }
 
-fn stale(buffer: Ticket<BufferId>, history: Option<String>) -> Error {
+fn stale(buffer: IndexHandle<BufferId>, history: Option<String>) -> Error {
     let history = history.map_or(String::new(), |history| format!("; it was {history}"));
     let text = format!("buffer {} was given back, by release or reset{history}", buffer.index());
     Error::new(ErrorKind::StaleBuffer, text)

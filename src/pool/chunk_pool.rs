@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::base::bounded::narrow;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::base::{ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, bytes_of, widen};
-use crate::index::{BadFree, BadFrees, Ledgered, OnBadFree, RefCounts, Returning, Ticket, on_bad_frees};
+use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, Returning, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
     ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, PageLocking, Region, Sink, Stream, page_lock_steps,
@@ -42,7 +42,7 @@ pub struct ChunkConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attempt {
     /// The chunks, as many as were asked for.
-    Taken(Vec<Ticket<ChunkId>>),
+    Taken(Vec<IndexHandle<ChunkId>>),
     /// There are not enough chunks.
     Full,
     /// Page-locking or copies in flight can still provide enough chunks.
@@ -295,7 +295,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// See [`ChunkPool::try_allocate`].
-    pub fn try_allocate_one(&self) -> Result<Option<Ticket<ChunkId>>> {
+    pub fn try_allocate_one(&self) -> Result<Option<IndexHandle<ChunkId>>> {
         let mut state = self.state();
         if !state.returning.is_empty() {
             state.settle()?;
@@ -356,7 +356,7 @@ impl ChunkPool {
 
     /// Number of references to a chunk; 0 after it was freed.
     #[must_use]
-    pub fn references(&self, chunk: Ticket<ChunkId>) -> u32 {
+    pub fn references(&self, chunk: IndexHandle<ChunkId>) -> u32 {
         self.state().chunks.references(chunk)
     }
 
@@ -364,7 +364,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed.
-    pub fn retain(&self, chunk: Ticket<ChunkId>) -> Result<()> {
+    pub fn retain(&self, chunk: IndexHandle<ChunkId>) -> Result<()> {
         if self.state().chunks.retain(chunk) { Ok(()) } else { Err(stale(chunk)) }
     }
 
@@ -373,7 +373,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`] when the release is invalid.
-    pub fn release(&self, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
+    pub fn release(&self, chunk: IndexHandle<ChunkId>) -> Result<BadFrees> {
         self.give_up(&mut self.state(), chunk)
     }
 
@@ -382,7 +382,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// See [`ChunkPool::release`].
-    pub fn free(&self, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
+    pub fn free(&self, chunk: IndexHandle<ChunkId>) -> Result<BadFrees> {
         let mut state = self.state();
         if state.chunks.references(chunk) > 1 {
             return self.refuse(&mut state, chunk, BadFree::StillReferenced);
@@ -390,7 +390,7 @@ impl ChunkPool {
         self.give_up(&mut state, chunk)
     }
 
-    fn give_up(&self, state: &mut ChunkStates, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
+    fn give_up(&self, state: &mut ChunkStates, chunk: IndexHandle<ChunkId>) -> Result<BadFrees> {
         match state.chunks.release(chunk) {
             Ok(last) => {
                 if let Some(returning) = last {
@@ -406,11 +406,16 @@ impl ChunkPool {
     ///
     /// # Errors
     /// See [`ChunkPool::release`].
-    pub fn free_foreign(&self, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
+    pub fn free_foreign(&self, chunk: IndexHandle<ChunkId>) -> Result<BadFrees> {
         self.refuse(&mut self.state(), chunk, BadFree::Foreign)
     }
 
-    fn refuse(&self, state: &mut ChunkStates, chunk: Ticket<ChunkId>, reason: BadFree) -> Result<BadFrees> {
+    fn refuse(
+        &self,
+        state: &mut ChunkStates,
+        chunk: IndexHandle<ChunkId>,
+        reason: BadFree,
+    ) -> Result<BadFrees> {
         let index = i64::from(chunk.index().number());
         let bad = match reason {
             // The history of the index is that of this pool's chunk.
@@ -427,7 +432,7 @@ impl ChunkPool {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not
     /// fit.
-    pub fn tensor(&self, chunk: Ticket<ChunkId>, shape: Option<Dims>) -> Result<TensorView> {
+    pub fn tensor(&self, chunk: IndexHandle<ChunkId>, shape: Option<Dims>) -> Result<TensorView> {
         if self.references(chunk) == 0 {
             return Err(stale(chunk));
         }
@@ -464,7 +469,7 @@ impl ChunkPool {
     /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn copy(
         &self,
-        chunk: Ticket<ChunkId>,
+        chunk: IndexHandle<ChunkId>,
         tensor: &BorrowedTensor<'_>,
         direction: Direction,
         stream: Stream,
@@ -508,7 +513,7 @@ impl ChunkPool {
         done
     }
 
-    fn begin_copy(&self, chunk: Ticket<ChunkId>) -> Result<()> {
+    fn begin_copy(&self, chunk: IndexHandle<ChunkId>) -> Result<()> {
         let mut state = self.state();
         if state.chunks.references(chunk) == 0 {
             return Err(stale(chunk));
@@ -584,6 +589,6 @@ impl Sink for ChunkPool {
     }
 }
 
-fn stale(chunk: Ticket<ChunkId>) -> Error {
+fn stale(chunk: IndexHandle<ChunkId>) -> Error {
     Error::new(ErrorKind::StaleBuffer, format!("chunk {} was freed", chunk.index()))
 }

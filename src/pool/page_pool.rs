@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Id, PoolPage, Result, bytes_of, widen};
-use crate::index::{BadFrees, Ledgered, OnBadFree, RefCounts, Ticket, on_bad_frees};
+use crate::index::{BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, on_bad_frees};
 use crate::memory::{Backend, Contents, Region, Stream};
 use crate::tensor::TensorView;
 
@@ -133,7 +133,7 @@ impl PagePool {
             }
             self.add(self.config.grow, Contents::ZerosOn(stream))?;
         }
-        Ok(self.pages.take().map(Ticket::index))
+        Ok(self.pages.take().map(IndexHandle::index))
     }
 
     /// Frees a page; drops and reports a page that is not in use.
@@ -145,11 +145,11 @@ impl PagePool {
         let reason = self.pages.reason(page);
         let bad = reason.map_or_else(BadFrees::default, |reason| self.pages.bad_free(page, reason));
         let bad = on_bad_frees(bad, OnBadFree::of(self.config.strict), "page", 1, self.pages.capacity())?;
-        let ticket = u32::try_from(page).ok().and_then(|index| self.pages.ticket(PoolPage::new(index)));
-        match ticket {
-            Some(ticket) if bad.dropped() == 0 => {
+        let handle = u32::try_from(page).ok().and_then(|index| self.pages.handle(PoolPage::new(index)));
+        match handle {
+            Some(handle) if bad.dropped() == 0 => {
                 // A page has one reference, because pages are not retained.
-                if let Ok(Some(returning)) = self.pages.release(ticket) {
+                if let Ok(Some(returning)) = self.pages.release(handle) {
                     self.pages.give_back(returning);
                 }
             }

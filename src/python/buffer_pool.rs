@@ -8,7 +8,7 @@ use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{BufferId, DType, Device, Dims, Error, ErrorKind, Id, widen};
-use crate::index::{Rounding, Ticket};
+use crate::index::{IndexHandle, Rounding};
 use crate::memory::{BorrowedTensor, Keep};
 use crate::pool::{self, BufferConfig, BufferPool as Pool};
 use crate::tensor::TensorView;
@@ -49,7 +49,7 @@ pub(super) struct BufferPool {
     debug: Debug,
     existing: Mutex<Vec<Py<PyAny>>>,
     /// The tensors by buffer index.
-    tensors: TensorCache<Ticket<BufferId>>,
+    tensors: TensorCache<IndexHandle<BufferId>>,
 }
 
 /// Whether a PyTorch tensor covers only a part of its storage. Unknown, hence false, for other tensors.
@@ -174,9 +174,9 @@ impl BufferPool {
     fn release(slf: &Bound<'_, Self>, buffer: &Bound<'_, Buffer>) -> PyResult<()> {
         let buffer = buffer.get();
         if !buffer.pool.is(slf) {
-            let text = format!("buffer {} is of another pool", buffer.ticket.index());
+            let text = format!("buffer {} is of another pool", buffer.handle.index());
             let error = Error::new(ErrorKind::IndexOwnership, text);
-            return Err(error.with_index(buffer.ticket.index().number()).into());
+            return Err(error.with_index(buffer.handle.index().number()).into());
         }
         buffer.release(slf.py())
     }
@@ -317,7 +317,7 @@ impl BufferPool {
 #[pyclass(frozen, module = "kvpool", name = "Buffer", weakref)]
 pub(super) struct Buffer {
     pool: Py<BufferPool>,
-    ticket: Ticket<BufferId>,
+    handle: IndexHandle<BufferId>,
     capacity: usize,
     shape: Dims,
     dtype: DType,
@@ -328,7 +328,7 @@ impl Buffer {
     fn new(pool: &Bound<'_, BufferPool>, buffer: &pool::Buffer, shape: Dims, dtype: DType) -> Self {
         Self {
             pool: pool.clone().unbind(),
-            ticket: buffer.ticket(),
+            handle: buffer.handle(),
             capacity: buffer.region().bytes(),
             shape,
             dtype,
@@ -348,9 +348,9 @@ impl Buffer {
     #[getter]
     fn tensor(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let pool = self.pool.get();
-        let region = with(&pool.pool, |pool| pool.region(self.ticket).cloned())?;
+        let region = with(&pool.pool, |pool| pool.region(self.handle).cloned())?;
         let view = TensorView::contiguous_with_dims(region, 0, self.dtype, self.shape)?;
-        pool.tensors.tensor(py, widen(self.ticket.index().number()), self.ticket, &view)
+        pool.tensors.tensor(py, widen(self.handle.index().number()), self.handle, &view)
     }
 
     /// Number of bytes requested.
@@ -371,7 +371,7 @@ impl Buffer {
     ///     StaleBufferError: If the buffer was already given back. Nothing is changed.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.pool.get().debug.begin(py, None)?;
-        with(&self.pool.get().pool, |pool| pool.release(self.ticket))
+        with(&self.pool.get().pool, |pool| pool.release(self.handle))
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -380,7 +380,7 @@ impl Buffer {
 
     #[pyo3(signature = (*exception))]
     fn __exit__(&self, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        let live = lock(&self.pool.get().pool).buckets().is_live(self.ticket);
+        let live = lock(&self.pool.get().pool).buckets().is_live(self.handle);
         if live { self.release(exception.py()) } else { Ok(()) }
     }
 

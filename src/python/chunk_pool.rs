@@ -9,7 +9,7 @@ use pyo3::types::{IntoPyDict, PyString, PyTuple};
 use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{ChunkId, Device, Dims, Error, Id, widen};
-use crate::index::Ticket;
+use crate::index::IndexHandle;
 use crate::kernels::Direction;
 use crate::memory::{
     Backend, Event, MappedHost, PageKind, PageLockProgress, PageLocking as Locking, Report, Stream,
@@ -66,7 +66,7 @@ pub(super) struct ChunkPool {
     reporter: Reporter,
     pending: Arc<PendingCopies>,
     /// The tensors by chunk index.
-    tensors: TensorCache<Ticket<ChunkId>>,
+    tensors: TensorCache<IndexHandle<ChunkId>>,
 }
 
 /// Tensors that copies in flight read or write, each with the event after its copy.
@@ -262,8 +262,8 @@ impl ChunkPool {
     fn allocate(slf: &Bound<'_, Self>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Chunk>> {
         let _acting = slf.get().debug.begin(slf.py(), owner)?;
         let pool = &slf.get().pool;
-        if let Some(ticket) = pool.try_allocate_one()? {
-            return Ok(Some(Chunk { pool: slf.clone().unbind(), ticket }));
+        if let Some(handle) = pool.try_allocate_one()? {
+            return Ok(Some(Chunk { pool: slf.clone().unbind(), handle }));
         }
         Ok(Self::allocate_many(slf, 1)?.and_then(|mut chunks| chunks.pop()))
     }
@@ -304,9 +304,9 @@ impl ChunkPool {
         })?;
         let chunk = chunk.get();
         let bad = if chunk.pool.is(slf) {
-            pool.pool.free(chunk.ticket)?
+            pool.pool.free(chunk.handle)?
         } else {
-            pool.pool.free_foreign(chunk.ticket)?
+            pool.pool.free_foreign(chunk.handle)?
         };
         pool.reporter.bad_frees(slf.py(), &bad, "chunk", 1, pool.debug);
         Ok(())
@@ -397,12 +397,12 @@ impl ChunkPool {
             slf.py().check_signals()?;
             attempt = slf.py().detach(|| pool.allocate(count, SLICE))?;
         }
-        let tickets = match attempt {
-            Attempt::Taken(tickets) => Some(tickets),
+        let handles = match attempt {
+            Attempt::Taken(handles) => Some(handles),
             Attempt::Full | Attempt::Later => None,
         };
-        Ok(tickets.map(|tickets| {
-            tickets.into_iter().map(|ticket| Chunk { pool: slf.clone().unbind(), ticket }).collect()
+        Ok(handles.map(|handles| {
+            handles.into_iter().map(|handle| Chunk { pool: slf.clone().unbind(), handle }).collect()
         }))
     }
 }
@@ -413,7 +413,7 @@ impl ChunkPool {
 #[pyclass(frozen, module = "kvpool", name = "Chunk", weakref)]
 pub(super) struct Chunk {
     pool: Py<ChunkPool>,
-    ticket: Ticket<ChunkId>,
+    handle: IndexHandle<ChunkId>,
 }
 
 #[pymethods]
@@ -421,7 +421,7 @@ impl Chunk {
     /// Index of the chunk in the pool.
     #[getter]
     fn index(&self) -> u32 {
-        self.ticket.index().number()
+        self.handle.index().number()
     }
 
     /// Bytes of the whole chunk.
@@ -433,7 +433,7 @@ impl Chunk {
     /// Number of references; 0 after the chunk was freed.
     #[getter]
     fn references(&self) -> u32 {
-        self.pool.get().pool.references(self.ticket)
+        self.pool.get().pool.references(self.handle)
     }
 
     /// Returns the chunk's first elements as a contiguous tensor, without a copy.
@@ -451,8 +451,8 @@ impl Chunk {
     fn tensor(&self, py: Python<'_>, shape: Option<&Bound<'_, PyAny>>) -> PyResult<Py<PyAny>> {
         let shape: Option<Dims> = shape.map(args::shape).transpose()?;
         let pool = self.pool.get();
-        let view = pool.pool.tensor(self.ticket, shape)?;
-        pool.tensors.tensor(py, widen(self.ticket.index().number()), self.ticket, &view)
+        let view = pool.pool.tensor(self.handle, shape)?;
+        pool.tensors.tensor(py, widen(self.handle.index().number()), self.handle, &view)
     }
 
     /// Adds a reference.
@@ -466,7 +466,7 @@ impl Chunk {
         let chunk = slf.get();
         let pool = chunk.pool.get();
         let acting = pool.debug.begin(slf.py(), None)?;
-        pool.pool.retain(chunk.ticket)?;
+        pool.pool.retain(chunk.handle)?;
         drop(acting);
         Ok(slf)
     }
@@ -478,7 +478,7 @@ impl Chunk {
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let pool = self.pool.get();
         let _acting = pool.debug.begin(py, None)?;
-        let bad = pool.pool.release(self.ticket)?;
+        let bad = pool.pool.release(self.handle)?;
         pool.reporter.bad_frees(py, &bad, "chunk", 1, pool.debug);
         Ok(())
     }
@@ -567,7 +567,7 @@ impl Chunk {
             None => current_stream(py, device)?,
         };
         let borrowed = given.borrow()?;
-        let done = py.detach(|| pool.pool.copy(self.ticket, &borrowed, direction, stream))?;
+        let done = py.detach(|| pool.pool.copy(self.handle, &borrowed, direction, stream))?;
         if let Some(done) = &done {
             pool.pending.drop_finished(Some((Arc::clone(done), given.keeper(tensor))));
         }

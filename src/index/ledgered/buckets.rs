@@ -3,7 +3,7 @@
 use super::Ledgered;
 use crate::base::BufferId;
 use crate::index::ledger::{IndexState, Span, spans};
-use crate::index::{Bucket, Buckets, Reuse, Ticket};
+use crate::index::{Bucket, Buckets, IndexHandle, Reuse};
 
 impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     /// Returns every buffer with its state, its holders and its size in bytes, one span each.
@@ -24,35 +24,35 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     /// Calls [`Buckets::take`] and records it.
     pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reuse<L>> {
         let reused = self.inner.take(bucket, lane)?;
-        self.record_taken(reused.ticket);
+        self.record_taken(reused.handle);
         Some(reused)
     }
 
     /// Calls [`Buckets::add`] and records it.
-    pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket<BufferId> {
-        let ticket = self.inner.add(bucket, lane);
-        self.record_taken(ticket);
-        ticket
+    pub fn add(&mut self, bucket: Bucket, lane: L) -> IndexHandle<BufferId> {
+        let handle = self.inner.add(bucket, lane);
+        self.record_taken(handle);
+        handle
     }
 
-    fn record_taken(&mut self, ticket: Ticket<BufferId>) {
-        self.ledger.record_take(ticket.range());
+    fn record_taken(&mut self, handle: IndexHandle<BufferId>) {
+        self.ledger.record_take(handle.range());
     }
 
     /// Calls [`Buckets::give_back`] and records it.
-    pub fn give_back(&mut self, ticket: Ticket<BufferId>) -> bool {
-        let is_given_back = self.inner.give_back(ticket);
+    pub fn give_back(&mut self, handle: IndexHandle<BufferId>) -> bool {
+        let is_given_back = self.inner.give_back(handle);
         if is_given_back {
-            self.ledger.record_release(ticket.range());
+            self.ledger.record_release(handle.range());
         }
         is_given_back
     }
 
     /// Calls [`Buckets::give_back_as`] and records it.
-    pub fn give_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
-        if self.inner.is_live(ticket) {
-            self.inner.give_back_as(ticket, lane);
-            self.ledger.record_release(ticket.range());
+    pub fn give_back_as(&mut self, handle: IndexHandle<BufferId>, lane: L) {
+        if self.inner.is_live(handle) {
+            self.inner.give_back_as(handle, lane);
+            self.ledger.record_release(handle.range());
         }
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Ledgered;
 use crate::base::{Id, Result, widen};
 use crate::index::ledger::{IndexState, Span, spans};
-use crate::index::{BadFree, BadFrees, RefCounts, Returning, Ticket};
+use crate::index::{BadFree, BadFrees, IndexHandle, RefCounts, Returning};
 
 impl<I: Id> Ledgered<RefCounts<I>> {
     /// Returns all indices by state and holders. A returning index counts as fenced, a withheld one as free.
@@ -13,7 +13,7 @@ impl<I: Id> Ledgered<RefCounts<I>> {
     pub fn spans(&self) -> Vec<Span> {
         let is_free = self.inner.free_flags();
         spans(self.inner.indices(), self.ledger.get(), |index| {
-            if self.inner.ticket(I::new(index)).is_some() {
+            if self.inner.handle(I::new(index)).is_some() {
                 IndexState::Live
             } else if is_free[widen(index)] {
                 IndexState::Free
@@ -49,17 +49,17 @@ impl<I: Id> Ledgered<RefCounts<I>> {
     }
 
     /// Calls [`RefCounts::take`] and records it.
-    pub fn take(&mut self) -> Option<Ticket<I>> {
-        let ticket = self.inner.take()?;
-        self.ledger.record_take(ticket.range());
-        Some(ticket)
+    pub fn take(&mut self) -> Option<IndexHandle<I>> {
+        let handle = self.inner.take()?;
+        self.ledger.record_take(handle.range());
+        Some(handle)
     }
 
     /// Calls [`RefCounts::retain`] and records it.
-    pub fn retain(&mut self, ticket: Ticket<I>) -> bool {
-        let is_retained = self.inner.retain(ticket);
+    pub fn retain(&mut self, handle: IndexHandle<I>) -> bool {
+        let is_retained = self.inner.retain(handle);
         if is_retained {
-            self.ledger.add_holder(ticket.index().number());
+            self.ledger.add_holder(handle.index().number());
         }
         is_retained
     }
@@ -68,12 +68,12 @@ impl<I: Id> Ledgered<RefCounts<I>> {
     ///
     /// # Errors
     /// Same as [`RefCounts::release`].
-    pub fn release(&mut self, ticket: Ticket<I>) -> std::result::Result<Option<Returning<I>>, BadFree> {
-        let returning = self.inner.release(ticket)?;
+    pub fn release(&mut self, handle: IndexHandle<I>) -> std::result::Result<Option<Returning<I>>, BadFree> {
+        let returning = self.inner.release(handle)?;
         if returning.is_some() {
-            self.ledger.record_release(ticket.range());
+            self.ledger.record_release(handle.range());
         } else {
-            self.ledger.remove_holder(ticket.index().number());
+            self.ledger.remove_holder(handle.index().number());
         }
         Ok(returning)
     }

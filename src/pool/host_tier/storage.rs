@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::base::sync::lock;
 use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
 use crate::cache::{DevicePresence, EntryId, Namespace, PageHash, Residency};
-use crate::index::Ticket;
+use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, piece_bytes};
 use crate::memory::{Backend, PageLocking, Region, Report};
 use crate::pool::{ChunkConfig, ChunkPool};
@@ -21,19 +21,19 @@ pub(super) struct Storage {
     /// The pieces as the device reaches them in place, if it does.
     in_place: Option<Pieces>,
     copied: Pieces,
-    resident: Mutex<Residency<Ticket<ChunkId>>>,
+    resident: Mutex<Residency<IndexHandle<ChunkId>>>,
     /// Page-locking, until it is known to be over.
     locking: Mutex<Option<PageLocking>>,
 }
 
 /// The contents of a storage, under its lock.
 pub(super) struct Resident<'a> {
-    residency: MutexGuard<'a, Residency<Ticket<ChunkId>>>,
+    residency: MutexGuard<'a, Residency<IndexHandle<ChunkId>>>,
     _gate: Option<ForkGate>,
 }
 
 impl Deref for Resident<'_> {
-    type Target = Residency<Ticket<ChunkId>>;
+    type Target = Residency<IndexHandle<ChunkId>>;
 
     fn deref(&self) -> &Self::Target {
         &self.residency
@@ -279,9 +279,9 @@ impl Storage {
     /// A place for one more: a free one, or that of what goes first.
     fn place(
         &self,
-        resident: &mut Residency<Ticket<ChunkId>>,
+        resident: &mut Residency<IndexHandle<ChunkId>>,
         evicted: &mut Vec<PageHash>,
-    ) -> Option<Ticket<ChunkId>> {
+    ) -> Option<IndexHandle<ChunkId>> {
         let free = self.chunks.try_allocate_one().ok().flatten();
         free.or_else(|| {
             let (key, place) = resident.evict()?;
@@ -290,7 +290,7 @@ impl Storage {
         })
     }
 
-    fn free(&self, places: impl IntoIterator<Item = Ticket<ChunkId>>) {
+    fn free(&self, places: impl IntoIterator<Item = IndexHandle<ChunkId>>) {
         for place in places {
             let freed = self.chunks.free(place);
             debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "the place was taken");

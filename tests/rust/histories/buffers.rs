@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvpool::base::{BufferId, ErrorKind};
-use kvpool::index::{Rounding, Ticket};
+use kvpool::index::{IndexHandle, Rounding};
 use kvpool::memory::{Keep, Stream};
 use kvpool::pool::{Buffer, BufferConfig, BufferPool};
 
@@ -11,7 +11,7 @@ use super::{Source, agree, contents, host};
 
 /// A buffer in use.
 struct Live {
-    ticket: Ticket<BufferId>,
+    handle: IndexHandle<BufferId>,
     address: usize,
     capacity: usize,
     lane: Stream,
@@ -33,13 +33,13 @@ struct Model {
     live: Vec<Live>,
     /// The last one freed is at the end.
     free: Vec<Free>,
-    stale: Vec<Ticket<BufferId>>,
+    stale: Vec<IndexHandle<BufferId>>,
     stale_uses: usize,
     marks: u8,
     high_water_bytes: usize,
 }
 
-/// The number of stale tickets tried after every step.
+/// The number of stale handles tried after every step.
 const STALE: usize = 8;
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -75,7 +75,7 @@ fn step(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
             if !model.live.is_empty() {
                 let live = model.live.swap_remove(source.below(model.live.len()));
                 check_mark(&live);
-                pool.release(live.ticket).expect("it is live");
+                pool.release(live.handle).expect("it is live");
                 give_back(model, &live);
             }
         }
@@ -159,7 +159,7 @@ fn taken(pool: &BufferPool, model: &mut Model, buffer: Buffer, bytes: usize, lan
             .all(|other| other.address + other.capacity <= address || address + capacity <= other.address)
     );
     model.marks = model.marks.wrapping_add(1);
-    let live = Live { ticket: buffer.ticket(), address, capacity, lane, mark: model.marks, buffer };
+    let live = Live { handle: buffer.handle(), address, capacity, lane, mark: model.marks, buffer };
     contents::fill(live.buffer.region(), 0, capacity, live.mark);
     model.live.push(live);
     let in_use: usize = model.live.iter().map(|live| live.capacity).sum();
@@ -175,9 +175,9 @@ fn check_mark(live: &Live) {
 }
 
 fn give_back(model: &mut Model, live: &Live) {
-    let Live { ticket, address, capacity, lane, .. } = *live;
+    let Live { handle, address, capacity, lane, .. } = *live;
     model.free.push(Free { address, capacity, lane });
-    model.stale.push(ticket);
+    model.stale.push(handle);
 }
 
 /// Takes several buffers, all or none.
@@ -212,13 +212,13 @@ fn check(pool: &mut BufferPool, model: &mut Model) {
     assert_eq!(buckets.high_water_bytes(), model.high_water_bytes);
     let excess = model.stale.len().saturating_sub(STALE);
     model.stale.drain(..excess);
-    for &ticket in &model.stale {
-        let error = pool.release(ticket).expect_err("it was given back");
+    for &handle in &model.stale {
+        let error = pool.release(handle).expect_err("it was given back");
         assert_eq!(error.kind(), ErrorKind::StaleBuffer);
     }
     model.stale_uses += model.stale.len();
     assert_eq!(pool.stale_uses(), model.stale_uses);
     for live in &model.live {
-        assert_eq!(pool.region(live.ticket).expect("it is live").address().as_ptr().addr(), live.address);
+        assert_eq!(pool.region(live.handle).expect("it is live").address().as_ptr().addr(), live.address);
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{ChunkId, DType, Dims, Id};
-use kvpool::index::Ticket;
+use kvpool::index::IndexHandle;
 use kvpool::kernels::Direction;
 use kvpool::memory::{Host, Region};
 use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
@@ -13,7 +13,7 @@ use super::{STREAM, Source, agree, bytes_of, dims, host, int, size};
 
 struct Model {
     /// Every chunk ever taken, with its references.
-    given: Vec<(Ticket<ChunkId>, u32)>,
+    given: Vec<(IndexHandle<ChunkId>, u32)>,
     /// Free chunks, the next one at the end.
     free: Vec<usize>,
     /// The contents by chunk.
@@ -23,7 +23,7 @@ struct Model {
     copies: u8,
 }
 
-/// The most tickets to keep.
+/// The most handles to keep.
 const KEPT: usize = 64;
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -57,14 +57,14 @@ fn step(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model) {
         0..=3 => take(source, pool, model),
         _ if model.given.is_empty() => (),
         4..=6 => {
-            let (ticket, references) = &mut model.given[at];
-            agree(pool.retain(*ticket), *references > 0);
+            let (handle, references) = &mut model.given[at];
+            agree(pool.retain(*handle), *references > 0);
             *references += u32::from(*references > 0);
         }
         7..=11 => give_up(source, pool, model, at),
         12 => {
-            let (ticket, _) = model.given[at];
-            let answer = agree(pool.free_foreign(ticket), !pool.config().strict);
+            let (handle, _) = model.given[at];
+            let answer = agree(pool.free_foreign(handle), !pool.config().strict);
             model.dropped += answer.map_or(0, |bad| bad.dropped());
         }
         _ => copy(source, pool, model, at),
@@ -79,10 +79,10 @@ fn take(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model) {
     };
     let expected = (count <= model.free.len()).then(|| model.free.split_off(model.free.len() - count));
     match (attempt.expect("host memory"), expected) {
-        (Attempt::Taken(tickets), Some(mut expected)) => {
+        (Attempt::Taken(handles), Some(mut expected)) => {
             expected.reverse();
-            assert!(tickets.iter().map(|ticket| size(ticket.index().number())).eq(expected));
-            model.given.extend(tickets.into_iter().map(|ticket| (ticket, 1)));
+            assert!(handles.iter().map(|handle| size(handle.index().number())).eq(expected));
+            model.given.extend(handles.into_iter().map(|handle| (handle, 1)));
             while model.given.len() > KEPT
                 && let Some(old) = model.given.iter().position(|(_, references)| *references == 0)
             {
@@ -95,23 +95,23 @@ fn take(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model) {
 
 fn give_up(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize) {
     let is_free = source.flip();
-    let (ticket, references) = &mut model.given[at];
+    let (handle, references) = &mut model.given[at];
     let is_right = if is_free { *references == 1 } else { *references > 0 };
-    let answer = if is_free { pool.free(*ticket) } else { pool.release(*ticket) };
+    let answer = if is_free { pool.free(*handle) } else { pool.release(*handle) };
     let Some(bad) = agree(answer, is_right || !pool.config().strict) else { return };
     assert_eq!(bad.dropped(), usize::from(!is_right));
     model.dropped += bad.dropped();
     if is_right {
         *references -= 1;
         if *references == 0 {
-            model.free.push(size(ticket.index().number()));
+            model.free.push(size(handle.index().number()));
         }
     }
 }
 
 /// Copies a tensor, which may be transposed or have gaps, in or out.
 fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize) {
-    let (ticket, references) = model.given[at];
+    let (handle, references) = model.given[at];
     let dtype = if source.rarely(16) { DType::F32 } else { pool.config().dtype };
     let [rows, columns] = [source.below(5), source.below(9)];
     let (gap, is_turned, is_flat) = (source.below(3), source.flip(), source.rarely(8));
@@ -137,10 +137,10 @@ fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize)
     let on_top =
         direction == Direction::Unpack && ((rows > 1 && strides[0] == 0) || (columns > 1 && strides[1] == 0));
     let is_right = references > 0 && fits && !on_top;
-    agree(pool.copy(ticket, &tensor, direction, STREAM), is_right);
+    agree(pool.copy(handle, &tensor, direction, STREAM), is_right);
     let mut expected = filled;
     if is_right {
-        let chunk = &mut model.bytes[size(ticket.index().number())];
+        let chunk = &mut model.bytes[size(handle.index().number())];
         for position in 0..rows * columns {
             let lying = (position / columns * strides[0] + position % columns * strides[1]) * element;
             let packed = position * element;
@@ -167,19 +167,19 @@ fn check(pool: &ChunkPool, model: &Model) {
         assert_eq!(counts.dropped_frees(), model.dropped);
     });
     let element = pool.config().dtype.size();
-    for &(ticket, references) in &model.given {
-        assert_eq!(pool.references(ticket), references);
-        let view = agree(pool.tensor(ticket, None), references > 0);
+    for &(handle, references) in &model.given {
+        assert_eq!(pool.references(handle), references);
+        let view = agree(pool.tensor(handle, None), references > 0);
         if let Some(view) = view {
-            assert_eq!(bytes_of(&view), model.bytes[size(ticket.index().number())]);
+            assert_eq!(bytes_of(&view), model.bytes[size(handle.index().number())]);
         }
     }
-    if let Some(&(ticket, _)) = model.given.iter().find(|(_, references)| *references > 0) {
+    if let Some(&(handle, _)) = model.given.iter().find(|(_, references)| *references > 0) {
         for elements in [0, 1, pool.chunk_bytes() / element, pool.chunk_bytes() / element + 1] {
-            let view = pool.tensor(ticket, Some(dims(&[elements])));
+            let view = pool.tensor(handle, Some(dims(&[elements])));
             agree(view, elements * element <= pool.chunk_bytes());
         }
-        agree(pool.tensor(ticket, Some(Dims::new(&[-1]).expect("one"))), false);
-        agree(pool.tensor(ticket, Some(Dims::new(&[int(1 << 62), 4]).expect("two"))), false);
+        agree(pool.tensor(handle, Some(Dims::new(&[-1]).expect("one"))), false);
+        agree(pool.tensor(handle, Some(Dims::new(&[int(1 << 62), 4]).expect("two"))), false);
     }
 }

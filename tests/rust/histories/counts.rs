@@ -1,18 +1,18 @@
 //! Reference counts, with indices that are withheld at first.
 
 use kvpool::base::{ChunkId, Id};
-use kvpool::index::{RefCounts, Returning, Ticket};
+use kvpool::index::{IndexHandle, RefCounts, Returning};
 
 use super::{Source, size};
 
-/// Every ticket ever handed out with its references, and the indices that can be taken, the next one at the
+/// Every handle ever handed out with its references, and the indices that can be taken, the next one at the
 /// end.
 #[derive(Default)]
 struct Model {
     capacity: u32,
     /// Indices from here on are withheld.
     offered: u32,
-    given: Vec<(Ticket<ChunkId>, u32)>,
+    given: Vec<(IndexHandle<ChunkId>, u32)>,
     /// Freed indices, the last one freed at the end.
     free: Vec<u32>,
     /// Offered and never taken, lowest first.
@@ -22,7 +22,7 @@ struct Model {
     high_water: usize,
 }
 
-/// The most tickets to keep: all of them are checked after every step.
+/// The most handles to keep: all of them are checked after every step.
 const KEPT: usize = 64;
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -54,8 +54,8 @@ fn step(source: &mut Source<'_>, counts: &mut RefCounts<ChunkId>, model: &mut Mo
                 None if !model.fresh.is_empty() => Some(model.fresh.remove(0)),
                 last => last,
             };
-            assert_eq!(taken.map(|ticket| ticket.index().number()), expected);
-            model.given.extend(taken.map(|ticket| (ticket, 1)));
+            assert_eq!(taken.map(|handle| handle.index().number()), expected);
+            model.given.extend(taken.map(|handle| (handle, 1)));
             model.high_water = model.high_water.max(in_use(model));
             if model.given.len() > KEPT {
                 let old = model.given.iter().position(|(_, references)| *references == 0);
@@ -63,13 +63,13 @@ fn step(source: &mut Source<'_>, counts: &mut RefCounts<ChunkId>, model: &mut Mo
             }
         }
         7..=9 if !model.given.is_empty() => {
-            let (ticket, references) = &mut model.given[at];
-            assert_eq!(counts.retain(*ticket), *references > 0);
+            let (handle, references) = &mut model.given[at];
+            assert_eq!(counts.retain(*handle), *references > 0);
             *references += u32::from(*references > 0);
         }
         10..=13 if !model.given.is_empty() => {
-            let (ticket, references) = &mut model.given[at];
-            let answer = counts.release(*ticket);
+            let (handle, references) = &mut model.given[at];
+            let answer = counts.release(*handle);
             let is_last = answer.as_ref().map(Option::is_some).ok();
             assert_eq!(is_last, (*references > 0).then_some(*references == 1));
             model.returning.extend(answer.ok().flatten());
@@ -96,17 +96,17 @@ fn check(counts: &RefCounts<ChunkId>, model: &Model) {
     assert_eq!(counts.available() + counts.in_use(), counts.capacity());
     assert_eq!(counts.ready(), model.free.len() + model.fresh.len());
     assert_eq!(counts.high_water(), model.high_water);
-    for &(ticket, references) in &model.given {
-        assert_eq!(counts.references(ticket), references);
+    for &(handle, references) in &model.given {
+        assert_eq!(counts.references(handle), references);
         if references > 0 {
-            assert_eq!(counts.ticket(ticket.index()), Some(ticket));
+            assert_eq!(counts.handle(handle.index()), Some(handle));
         }
     }
     for index in -1..=i64::from(model.capacity) {
         let references = model
             .given
             .iter()
-            .find(|(ticket, left)| *left > 0 && i64::from(ticket.index().number()) == index);
+            .find(|(handle, left)| *left > 0 && i64::from(handle.index().number()) == index);
         assert_eq!(
             counts.reason(index).is_none(),
             references.is_some_and(|(_, references)| *references == 1)
