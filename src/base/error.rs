@@ -132,19 +132,19 @@ impl Error {
         self
     }
 
-    /// An [`ErrorKind::Config`] error.
+    /// Creates an [`ErrorKind::Config`] error.
     #[must_use]
     pub fn config(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Config, message)
     }
 
-    /// An [`ErrorKind::Type`] error.
+    /// Creates an [`ErrorKind::Type`] error.
     #[must_use]
     pub fn wrong_type(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Type, message)
     }
 
-    /// An [`ErrorKind::Index`] error.
+    /// Creates an [`ErrorKind::Index`] error.
     #[must_use]
     pub fn index(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Index, message)

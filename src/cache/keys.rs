@@ -12,8 +12,8 @@ use super::Namespace;
 /// and the page size takes the place of a key before the first page.
 pub type PageHash = [u8; 32];
 
-/// Returns a hash of the concatenation of the given parts. It is BLAKE3 where other processes have to compute
-/// the same keys.
+/// A hash function over the concatenation of its parts: BLAKE3 where other processes have to compute the same
+/// keys.
 pub type Digest = fn(&[&[u8]]) -> PageHash;
 
 /// Computes the keys of consecutive pages.

@@ -9,7 +9,7 @@ use crate::base::{Id, Result, try_with_capacity, widen};
 
 use super::BadFree;
 
-/// One take of an index: a later take of the same index has a different handle.
+/// A handle of one take of an index. A later take of the same index has another handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct IndexHandle<I> {
     index: I,
@@ -216,7 +216,7 @@ impl<I: Id> RefCounts<I> {
             .map_or(0, |entry| entry.references)
     }
 
-    /// Returns the current take of an index, or `None` while it is not taken.
+    /// Returns the handle of the current take of an index, or `None` while it is not taken.
     #[must_use]
     pub fn handle(&self, index: I) -> Option<IndexHandle<I>> {
         let entry = self.entries.get(widen(index.number())).filter(|entry| entry.references > 0)?;

@@ -122,11 +122,11 @@ pub struct AddedTokens {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Walks down the nodes that have the tokens already.
+    /// The walk down the nodes that have the tokens already.
     Walk,
-    /// Adds the tokens that have no node, and the values of the parts.
+    /// The addition of the tokens that have no node, and of the values of the parts.
     Commit,
-    /// Records the use.
+    /// The record of the use.
     Tail,
 }
 
