@@ -443,7 +443,7 @@ impl Tree {
     }
 
     /// Returns the node that ends at `place`. If no node ends there, splits one in two.
-    fn cut(&mut self, place: Place) -> NodeId {
+    fn split_node(&mut self, place: Place) -> NodeId {
         if place.pages == self.node(place.node).pages.len() {
             return place.node;
         }

@@ -474,7 +474,7 @@ impl HybridTree {
     }
 
     /// Splits the first `len` tokens off a node, as a node of their own before it, and returns the new node.
-    fn cut(&mut self, id: NodeId, len: usize) -> NodeId {
+    fn split_node(&mut self, id: NodeId, len: usize) -> NodeId {
         let used = self.tick();
         let front = self.split_front(id, len, used);
         let (parent, fingerprint) = (front.parent, front.fingerprint);
@@ -504,7 +504,7 @@ impl HybridTree {
         let pages = len / self.config.page_size;
         let node = self.node_mut(id);
         let end = node.end - node.tokens.len() + len;
-        let tokens = node.tokens.cut(len);
+        let tokens = node.tokens.split_front(len);
         let mut values: [Vec<EngineSlot>; 3] = Default::default();
         let mut locks = [0; 3];
         for part in [Part::Full, Part::Window] {

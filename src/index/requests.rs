@@ -435,7 +435,7 @@ impl Requests {
     /// Undoes [`Requests::grow`] of this batch.
     pub fn shrink(&mut self, batch: &[Growth], slots: &mut Ledgered<SlotAllocator>) {
         for growth in batch {
-            let pages = self.cut(growth.row, growth.had);
+            let pages = self.truncate(growth.row, growth.had);
             // The request owns these pages, so the free cannot fail.
             let _ = slots.free_now(&pages, OnBadFree::Report);
         }
@@ -443,7 +443,7 @@ impl Requests {
 
     /// Drops the tokens of a request from `len` on. Returns one slot of each page to free that the request
     /// owned.
-    pub fn cut(&mut self, row: RequestRow, len: u32) -> IndexVec {
+    pub fn truncate(&mut self, row: RequestRow, len: u32) -> IndexVec {
         let page_size = self.page_size;
         let request = self.request_mut(row);
         let keep = widen(page_size.pages(len)).min(request.pages.len());
@@ -456,12 +456,12 @@ impl Requests {
         IndexVec::I32(own.into_iter().map(|page| (page.number() * size).cast_signed()).collect())
     }
 
-    /// Checks that a request can be cut to `len` tokens.
+    /// Checks that a request can be truncated to `len` tokens.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when it has fewer; [`ErrorKind::IndexOwnership`] when its new last page has
     /// another owner too and room that would be written again.
-    pub fn check_cut(
+    pub fn check_truncate(
         &self,
         position: usize,
         row: RequestRow,

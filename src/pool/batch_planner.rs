@@ -220,12 +220,12 @@ impl BatchPlanner {
     /// among them.
     ///
     /// # Errors
-    /// See [`Requests::resolve_rows`] and [`Requests::check_cut`]; nothing is changed.
+    /// See [`Requests::resolve_rows`] and [`Requests::check_truncate`]; nothing is changed.
     /// [`ErrorKind::IndexOwnership`] if the allocator is strict and another owner has freed a page; all
     /// others are freed.
     ///
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
-    /// [`Requests::check_cut`]: crate::index::Requests::check_cut
+    /// [`Requests::check_truncate`]: crate::index::Requests::check_truncate
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn truncate(
         &self,

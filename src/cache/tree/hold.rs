@@ -64,7 +64,7 @@ impl Tree {
         let node = match place {
             None => self.root_or_new(namespace),
             Some(place) if self.is_stateful => self.last_snapshot(place),
-            Some(place) => self.cut(place),
+            Some(place) => self.split_node(place),
         };
         self.lock(node);
         self.touch(node, None);
@@ -85,7 +85,7 @@ impl Tree {
     /// Creates another hold of the first `len` tokens, which are a whole number of pages.
     pub fn hold_first(&mut self, hold: &Hold, len: usize) -> Hold {
         let len = len.min(hold.len);
-        let node = self.cut(self.place_on_path(hold.node, len));
+        let node = self.split_node(self.place_on_path(hold.node, len));
         self.lock(node);
         let found = if len < hold.len { len } else { hold.found };
         Hold { node, len, found, is_author: false, prompt_len: hold.prompt_len, own_snapshot: None }

@@ -125,7 +125,7 @@ impl Tree {
         tokens.check(len..tokens.count())?;
         self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
         let Some(place) = place.filter(|place| place.len > 0) else { return Ok(None) };
-        let node = self.cut(place);
+        let node = self.split_node(place);
         self.refresh(node);
         Ok(Some(self.handle(node)))
     }
@@ -215,7 +215,7 @@ impl Tree {
         }
         let mut at = match plan.place {
             None => self.root_or_new(namespace),
-            Some(place) => self.cut(place),
+            Some(place) => self.split_node(place),
         };
         self.now = Tick::new(self.now.tokens() + 1);
         self.refresh(at);

@@ -79,7 +79,7 @@ impl Tree {
     /// Adds `pages` for `tokens`, which follow the tokens that were found, and moves the hold to their end.
     pub fn publish(&mut self, hold: &mut Hold, found: FoundPrefix, tokens: Vec<i32>, pages: &[Page]) {
         let mut is_author = hold.is_author && found.is_empty();
-        let mut at = self.cut(found.place);
+        let mut at = self.split_node(found.place);
         if !found.is_empty() {
             let previous = hold.node;
             self.move_hold(hold, at);

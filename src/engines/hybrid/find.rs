@@ -112,7 +112,7 @@ impl HybridTree {
         let mut full_len = end.len;
         if let Some((node, common)) = end.part_of {
             full_len += common;
-            let front = self.cut(node, common);
+            let front = self.split_node(node, common);
             *path.last_mut().expect("the node is the last on the path") = front;
         }
         let mut len = 0;

@@ -335,7 +335,8 @@ impl HybridTree {
         };
         let now = self.tick();
         self.node_mut(child).used = now;
-        let node = if common < self.node(child).tokens.len() { self.cut(child, common) } else { child };
+        let node =
+            if common < self.node(child).tokens.len() { self.split_node(child, common) } else { child };
         let (start, end) = (walk.len, walk.len + common);
         // This precedes a split, so both parts get the priority.
         let here = self.node_mut(node);
@@ -377,7 +378,7 @@ impl HybridTree {
         let is_locked = self.node(node).locks[Part::Full.index()] > 0;
         let incoming = if is_locked { Vec::new() } else { slots.read(live, range.end - live)? };
         if live > range.start {
-            self.cut(node, live - range.start);
+            self.split_node(node, live - range.start);
         }
         walk.result.adopted.add(Part::Window, live..range.end);
         let handle = self.handle(node);
@@ -461,12 +462,12 @@ impl HybridTree {
             return Ok(());
         }
         if live > range.start {
-            self.cut(leaf, live - range.start);
+            self.split_node(leaf, live - range.start);
         }
         let last = window.size.next_multiple_of(self.config.page_size);
         let len = range.end - live;
         if len > last {
-            let front = self.cut(leaf, len - last);
+            let front = self.split_node(leaf, len - last);
             walk.actions.push(self.rebuild(front));
         }
         walk.actions.push(self.rebuild(leaf));

@@ -235,10 +235,10 @@ impl HybridTree {
         });
         for (id, at, span) in nodes {
             if span.start > at {
-                self.cut(id, span.start - at);
+                self.split_node(id, span.start - at);
             }
             let is_cut = span.len() < self.node(id).tokens.len();
-            let target = if is_cut { self.cut(id, span.len()) } else { id };
+            let target = if is_cut { self.split_node(id, span.len()) } else { id };
             self.attach(target, Part::Window, values[span.start - start..span.end - start].to_vec());
         }
         Ok(())

@@ -142,7 +142,7 @@ impl TokenRun {
     }
 
     /// Splits off and returns the tokens before `at`.
-    pub(super) fn cut(&mut self, at: usize) -> Self {
+    pub(super) fn split_front(&mut self, at: usize) -> Self {
         match self {
             Self::Narrow(tokens) => {
                 let back = tokens.split_off(at);

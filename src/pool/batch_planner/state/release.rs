@@ -32,7 +32,7 @@ impl PlannerState {
         let rows = self.resolve(rows, table)?;
         let mut lens = try_with_capacity(rows.len())?;
         for (position, (&row, len)) in rows.iter().zip(seq_lens.iter()).enumerate() {
-            lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
+            lens.push(self.requests.check_truncate(position, row, len, slots.slots())?);
         }
         self.give_back(Pools { slots, table }, rows.into_iter().zip(lens), release)
     }
@@ -100,7 +100,7 @@ impl PlannerState {
                 leases.push(LeaseCut::new(lease, widen(len), fenced, stream));
             }
             let _acting = call_of_request(row, slots, table).map(CallRecord::begin);
-            let pages = self.requests.cut(row, len);
+            let pages = self.requests.truncate(row, len);
             self.metadata.truncate(row, self.requests.pages(row).len());
             given += pages.len();
             bad.append(slots.free_now(pages, fence)?);
