@@ -203,7 +203,7 @@ impl BlockTokens {
 ///
 /// ```
 /// use kvpool::base::Id;
-/// use kvpool::cache::{History, BlockTokens, NodeId, PolicyKind, Tick};
+/// use kvpool::cache::{BlockTokens, History, NodeId, PolicyKind, Tick};
 ///
 /// let mut policy = PolicyKind::parse("lru").unwrap().policy(1024, BlockTokens::of_page_size(16));
 /// for node in [7, 8] {

@@ -160,7 +160,7 @@ pub struct TreeStats {
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
-/// use kvpool::cache::{ResumeAt, BlockTokens, Namespace, PolicyKind, Tree};
+/// use kvpool::cache::{BlockTokens, Namespace, PolicyKind, ResumeAt, Tree};
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
 /// let policy = PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2));
 /// let mut tree = Tree::new(2, ResumeAt::AnyPage, policy);

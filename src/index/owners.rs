@@ -145,7 +145,7 @@ impl Owners {
         Ok(Ok(()))
     }
 
-    /// Makes the cache an ordinary owner of its pages again, which a free removes.
+    /// Undoes [`Owners::cache`] for some pages: a free removes their owner again.
     pub(super) fn uncache(&mut self, pages: impl Iterator<Item = Mask>) {
         for Mask { word, bits } in pages {
             self.cached.remove_word(widen(word), bits);

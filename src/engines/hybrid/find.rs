@@ -33,8 +33,8 @@ struct Coverage {
 pub(super) struct WalkEnd {
     pub(super) node: NodeId,
     pub(super) len: usize,
-    /// The node in which the tokens differ, and how many of its tokens are equal; `None` if the walk ended at
-    /// the end of a node.
+    /// The node within which the walk ended, and how many of its tokens are equal; `None` if the walk ended
+    /// at the end of a node.
     pub(super) part_of: Option<(NodeId, usize)>,
 }
 

@@ -21,7 +21,7 @@ pub struct Insert {
     pub priority: i64,
     /// The state at the end of the tokens. It must not be empty if the model has linear attention.
     pub state: Vec<EngineSlot>,
-    /// The number of tokens at which the request branches off from a prefix whose window is missing.
+    /// The [`Match::window_branch`](super::Match::window_branch) of the request, if there is one.
     pub branch: Option<usize>,
 }
 
@@ -93,7 +93,7 @@ pub struct InsertResult {
     pub node: NodeHandle,
     /// Whether the node had a state already. Then the inserted state still belongs to the caller.
     pub had_state: bool,
-    /// Whether the tokens reach the branch.
+    /// Whether the inserted tokens reach [`Insert::branch`].
     pub reached_branch: bool,
     /// The values that were taken over.
     pub adopted: AdoptedRanges,

@@ -27,11 +27,11 @@ const FEWEST_LOOKUPS: u32 = 128;
 const MIN_HORIZON: f64 = 2.0;
 
 /// The largest number of entries of `earlier`.
-const SNAPSHOTS: usize = 64;
+const MAX_EARLIER: usize = 64;
 
 /// The number of lifetimes that had begun by a time.
 #[derive(Clone, Debug)]
-struct Snapshot {
+struct EarlierCount {
     at: Tick,
     begun: [f64; CLASSES],
 }
@@ -46,7 +46,7 @@ pub(super) struct Lifetimes {
     /// The lifetimes that began, by class.
     begun: [f64; CLASSES],
     /// The values of `begun` at earlier times; the longer ago, the fewer there are.
-    snapshots: VecDeque<Snapshot>,
+    earlier: VecDeque<EarlierCount>,
     /// The number of look-ups: times at which a lifetime began. It decays like the counts.
     lookups: f64,
     /// The number of all look-ups, which does not decay.
@@ -66,7 +66,7 @@ impl Lifetimes {
             capacity: real(capacity),
             ended: [[0.0; AGES]; CLASSES],
             begun: [0.0; CLASSES],
-            snapshots: VecDeque::new(),
+            earlier: VecDeque::new(),
             lookups: 0.0,
             total: 0,
             last: Tick::default(),
@@ -123,10 +123,10 @@ impl Lifetimes {
         for (age, reached) in reached.iter_mut().enumerate() {
             let floor = self.ages.floor(age);
             let Some(then) = now.tokens().checked_sub(floor).filter(|_| floor <= horizon) else { break };
-            let Some(snapshot) = self.snapshots.iter().rfind(|snapshot| snapshot.at.tokens() <= then) else {
+            let Some(count) = self.earlier.iter().rfind(|count| count.at.tokens() <= then) else {
                 break;
             };
-            *reached = snapshot.begun;
+            *reached = count.begun;
             steps = age + 1;
         }
         let lookup: f64 = self.begun.iter().sum::<f64>() / self.lookups.max(1.0);
@@ -156,16 +156,16 @@ impl Lifetimes {
     }
 
     fn remember(&mut self, now: Tick) {
-        if self.snapshots.len() == SNAPSHOTS {
+        if self.earlier.len() == MAX_EARLIER {
             // The entry whose neighbours are closest together, relative to how long ago they are.
             let gap = |at: &usize| {
-                let [before, after] = [at - 1, at + 1].map(|at| now.since(self.snapshots[at].at));
+                let [before, after] = [at - 1, at + 1].map(|at| now.since(self.earlier[at].at));
                 real(before - after) / real(before + self.pause)
             };
-            let least = (1..SNAPSHOTS - 1).min_by(|a, b| gap(a).total_cmp(&gap(b)));
-            self.snapshots.remove(least.expect("there are inner snapshots"));
+            let least = (1..MAX_EARLIER - 1).min_by(|a, b| gap(a).total_cmp(&gap(b)));
+            self.earlier.remove(least.expect("there are counts between the ends"));
         }
-        self.snapshots.push_back(Snapshot { at: now, begun: self.begun });
+        self.earlier.push_back(EarlierCount { at: now, begun: self.begun });
     }
 }
 
