@@ -9,10 +9,10 @@ lists what is left out.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -152,7 +152,8 @@ class _Request:
     first: float = 0.0
     end: float = 0.0
     handover_bytes: int = 0
-    prompt: _Prompt | None = None
+    # From the begin of its computation on.
+    prompt: _Prompt = field(init=False)
 
 
 class _Cache:
@@ -197,7 +198,7 @@ class _Cache:
     def put(self, blocks: NDArray[np.int64], first: int = 0) -> int:
         """Add the blocks from `first` on, as many as there is room for, and return how many are new.
 
-        None if those before are gone.
+        None are added if those before are not cached any more.
         """
         tokens = self._tokens(blocks)
         with self._cache.match(tokens) as lease:
@@ -318,7 +319,7 @@ class _Fleet:
         """Return the time of a prompt on a machine, and whether that loads what the store has."""
         found = self._tokens(request, cached)
         more = self._tokens(request, stored) - found
-        rest_s = self._costs.compute_s(request.input_len - max(found, found + more))
+        rest_s = self._costs.compute_s(request.input_len - found - max(more, 0))
         if more <= 0:
             return rest_s, False
         load_s, compute_s = self._costs.load_s(more, self._config.store_link), self._costs.compute_s(more)
@@ -376,15 +377,14 @@ class _Fleet:
 
     def _compute(self, request: _Request, machine: _Prefill) -> None:
         """End the computation of a prompt: others find it from now on."""
-        prompt = cast("_Prompt", request.prompt)
-        prompt.publish()
+        request.prompt.publish()
         if self._store is not None:
             new = self._store.put(request.blocks)
             self._stored_bytes += new * self._trace.block_size * self._machine.token_bytes
         machine.is_busy, request.computed = False, self._now
         if request.output_len <= 1:  # the token is there
             request.handover = request.first = request.end = self._now
-            prompt.lease.release()
+            request.prompt.lease.release()
         else:
             machine.computed.append(request)
             self._hand_over()
@@ -429,7 +429,7 @@ class _Fleet:
         """Begin the answer to a prompt that has arrived: its slots are free where it was computed."""
         request.first = self._now
         prefill.is_linked = decode.is_linked = False
-        cast("_Prompt", request.prompt).lease.release()
+        request.prompt.lease.release()
         self._settle(decode)
         heappush(decode.running, (decode.got + request.output_len - 1, request.index, request))
         self._decode_tokens += request.output_len - 1
@@ -472,7 +472,7 @@ class _Fleet:
     def _result(self, rejected: int) -> FleetResult:
         config, machine, requests = self._config, self._machine, self._requests
         duration = max(request.end for request in requests)
-        names = [field.name for field in fields(_Request) if field.type in {"int", "float"}]
+        names = [each.name for each in fields(_Request) if each.type in {"int", "float"}]
         table = {name: np.array([getattr(request, name) for request in requests]) for name in names}
         prefill_s, decode_s = config.prefill * duration, config.decode * duration
         busy = {

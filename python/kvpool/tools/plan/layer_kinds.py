@@ -50,8 +50,9 @@ _WINDOW_EVERY = {
     "gemma3_text": 6,
     "gemma3n_text": 5,
     "gemma4_text": 6,
+    "gpt_oss": 2,
+    "olmo3": 4,
 }
-_WINDOW_EVERY |= {"gpt_oss": 2, "olmo3": 4}
 _LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 
 # Models with a window that is off unless the configuration says otherwise.

@@ -261,9 +261,8 @@ def _listed_shapes(fields: Fields, listed: object, layer_num: int) -> dict[int, 
 
 def _kv_heads(fields: Fields) -> int:
     model_type, values = fields.model_type, fields.values
-    if model_type == "falcon" and not values.get("new_decoder_architecture", False):
-        return 1 if values.get("multi_query", True) else _query_heads(fields)
-    if model_type == "gpt_bigcode":
+    is_old_falcon = model_type == "falcon" and not values.get("new_decoder_architecture", False)
+    if is_old_falcon or model_type == "gpt_bigcode":
         return 1 if values.get("multi_query", True) else _query_heads(fields)
     found = fields.optional("num_key_value_heads", "num_kv_heads")
     return _query_heads(fields) if found is None else found
