@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from array import array
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
 from blake3 import blake3
 
@@ -30,6 +30,13 @@ _MASK: Final = (1 << 64) - 1  # SGLang's ints are signed
 _BITS: Final = {MEDIA["device"]: 1, MEDIA["host"]: 2, "CPU_PINNED": 2, None: 1}
 _STORE: Final = 4
 _TIERS: Final = {None: 7, "device": 1, "host": 2, "store": _STORE}
+
+
+class _Kind(NamedTuple):
+    """The pages of a worker: their size in tokens, and whether their keys are ints."""
+
+    page_size: int
+    has_ints: bool
 
 
 class IndexStats(TypedDict):
@@ -130,15 +137,19 @@ class PrefixIndex:
         _root(1, namespace)  # raises also if there is nothing to look for
         with self._lock:
             lengths = dict.fromkeys(self._workers, 0)
-            for size in {pages.kind[0] for pages in self._workers.values() if pages.kind}:
+            for size in {pages.kind.page_size for pages in self._workers.values() if pages.kind}:
                 having = [
-                    (worker, pages, pages.kind[1])
+                    (worker, pages.tiers, pages.kind.has_ints)
                     for worker, pages in self._workers.items()
-                    if pages.kind and pages.kind[0] == size
+                    if pages.kind and pages.kind.page_size == size
                 ]
                 for number, key in enumerate(_chain(content, size, _root(size, namespace)), 1):
                     short = short_key(key)
-                    having = [one for one in having if one[1].tiers.get(short if one[2] else key, 0) & bits]
+                    having = [
+                        (worker, tiers, has_ints)
+                        for worker, tiers, has_ints in having
+                        if tiers.get(short if has_ints else key, 0) & bits
+                    ]
                     if not having:
                         break
                     for worker, _, _ in having:
@@ -168,7 +179,7 @@ class _Pages:
     __slots__ = ("kind", "tiers")
 
     def __init__(self) -> None:
-        self.kind: tuple[int, bool] | None = None  # the size of a page, and whether keys are ints
+        self.kind: _Kind | None = None
         self.tiers: dict[bytes | int, int] = {}
 
     def apply(self, event: Event, max_pages: int) -> int:
@@ -199,15 +210,15 @@ class _Pages:
         return left_out
 
 
-def _kind(event: BlockStored) -> tuple[int, bool]:
-    return event.block_size, isinstance(event.block_hashes[0], int)
+def _kind(event: BlockStored) -> _Kind:
+    return _Kind(event.block_size, isinstance(event.block_hashes[0], int))
 
 
 def _normal(key: bytes | int) -> bytes | int:
     return key & _MASK if isinstance(key, int) else key
 
 
-def _check(event: Event, kind: tuple[int, bool] | None) -> tuple[int, bool] | None:
+def _check(event: Event, kind: _Kind | None) -> _Kind | None:
     """Return the kind of a worker's pages after an event, or raise if the event does not fit."""
     if isinstance(event, AllBlocksCleared):
         return None
@@ -224,7 +235,7 @@ def _check(event: Event, kind: tuple[int, bool] | None) -> tuple[int, bool] | No
             f"{event.block_size}"
         )
     new = _kind(event)
-    if any(isinstance(key, int) is not new[1] for key in event.block_hashes) or (kind or new) != new:
+    if any(isinstance(key, int) is not new.has_ints for key in event.block_hashes) or (kind or new) != new:
         raise ConfigError("the blocks of a worker differ in size, or are named by both bytes and ints")
     return new
 
