@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvpool.cluster.channel import Channel
     from kvpool.cluster.members import Member, WorkerStatus
     from kvpool.cluster.messages import ToRouter, ToWorker
+    from kvpool.typing import Namespace
 
 _logger = logging.getLogger("kvpool")
 
@@ -106,7 +107,7 @@ class Router(Closing):
         stop_tokens: Iterable[int] = (),
         sampling: Sampling | None = None,
         on_token: Callable[[ClusterRequest, int], object] | None = None,
-        namespace: str | bytes | int | None = None,
+        namespace: Namespace = None,
     ) -> ClusterRequest:
         """Queue a request. Its arguments are those of `Engine.submit`.
 

@@ -2,9 +2,23 @@
 
 from kvpool.serving.engine import Engine, Model, Request
 from kvpool.serving.held import Held
+from kvpool.serving.moves import Move
 from kvpool.serving.sampling import Sampling
-from kvpool.serving.schedulable import Schedulable
+from kvpool.serving.schedulable import Schedulable, State
 from kvpool.serving.scheduler import Scheduler
 from kvpool.serving.step import Step
+from kvpool.serving.swap import SwapMode
 
-__all__ = ["Engine", "Held", "Model", "Request", "Sampling", "Schedulable", "Scheduler", "Step"]
+__all__ = [
+    "Engine",
+    "Held",
+    "Model",
+    "Move",
+    "Request",
+    "Sampling",
+    "Schedulable",
+    "Scheduler",
+    "State",
+    "Step",
+    "SwapMode",
+]

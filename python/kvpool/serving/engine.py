@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvpool.serving.schedulable import State
     from kvpool.serving.step import Step
     from kvpool.serving.swap import SwapMode
+    from kvpool.typing import Namespace
 
 __all__ = ["Engine", "Model", "Request", "Sampling"]
 
@@ -184,7 +185,7 @@ class Engine:
         sampling: Sampling | None = None,
         on_token: Callable[[Request, int], object] | None = None,
         owner: str | int | None = None,
-        namespace: str | bytes | int | None = None,
+        namespace: Namespace = None,
         tokens: Sequence[int] = (),
         move: Move | None = None,
     ) -> Request:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpool.serving.held import Held
+    from kvpool.typing import Namespace
 
 State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
 
@@ -40,7 +41,7 @@ class Schedulable(Protocol):
         """Owner of its row and slots, for pools with debugging."""
 
     @property
-    def namespace(self) -> str | bytes | int | None:
+    def namespace(self) -> Namespace:
         """Namespace of its tokens in the prefix cache."""
 
     def between(self, begin: int, end: int) -> Sequence[int]:
