@@ -13,7 +13,7 @@ import threading
 import traceback
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from kvpool.errors import ConfigError
 from kvpool.remote import Endpoint as AnyEndpoint
@@ -118,11 +118,10 @@ class _Agent:
             name = name.decode() if isinstance(name, bytes) else name
             return _Prepared(name, [self._prepared(name, rows) for rows in blocks])
 
-    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> _Reading:
-        name, blocks = cast("_Prepared", peer)
-        with _failures(f"read from {name}"):
+    def read(self, peer: _Prepared, kind: int, here: Indices, there: Indices, note: bytes) -> _Reading:
+        with _failures(f"read from {peer.name}"):
             handle = self._agent.make_prepped_xfer(
-                "READ", self._blocks[kind], here, blocks[kind], there, note
+                "READ", self._blocks[kind], here, peer.blocks[kind], there, note
             )
             self._agent.transfer(handle)
         return _Reading(self._agent, handle)
@@ -132,10 +131,9 @@ class _Agent:
             notes = self._agent.get_new_notifs()
         return [(sender, note) for sender, of_sender in notes.items() for note in of_sender]
 
-    def send(self, peer: object, note: bytes) -> None:
-        name, _ = cast("_Prepared", peer)
-        with _failures(f"send to {name}"):
-            self._agent.send_notif(name, note)
+    def send(self, peer: _Prepared, note: bytes) -> None:
+        with _failures(f"send to {peer.name}"):
+            self._agent.send_notif(peer.name, note)
 
     def close(self) -> None:
         # It ends with the last reference: its handles have some, too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -58,17 +58,20 @@ class Reading(Protocol):
 
 
 class Agent(Protocol):
-    """One end of a network. Methods do not wait for a peer, and raise `TransferError` if they fail."""
+    """One end of a network. Methods do not wait for a peer, and raise `TransferError` if they fail.
+
+    An agent has a type of its own for peers, which `connect` returns and the other methods take.
+    """
 
     def metadata(self) -> bytes:
         """Return what peers need to reach it."""
         ...
 
-    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> object:
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> Any:  # noqa: ANN401 - its own
         """Return a peer's blocks, prepared for `read`."""
         ...
 
-    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> Reading:
+    def read(self, peer: Any, kind: int, here: Indices, there: Indices, note: bytes) -> Reading:  # noqa: ANN401
         """Begin to read rows of the peer's blocks of a kind into rows of its own of that kind.
 
         Args:
@@ -84,7 +87,7 @@ class Agent(Protocol):
         """Return the notes that have come since the last call, each with the name of the agent it is from."""
         ...
 
-    def send(self, peer: object, note: bytes) -> None:
+    def send(self, peer: Any, note: bytes) -> None:  # noqa: ANN401 - as above
         """Send a note."""
         ...
 

@@ -15,6 +15,7 @@ from kvpool.remote.messages import Introduction, RemoteSlots, Returned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
 
     import numpy.typing as npt
 
@@ -106,7 +107,7 @@ class Reads:
         self._new_agent, self._may_cut = new_agent, may_cut
         self._agent: Agent | None = None
         # The agent's handles of peers, by their agents.
-        self._reached: dict[str, object] = {}
+        self._reached: dict[str, Any] = {}
         # When the agent is closed at the latest, if reads are lost.
         self._cut_at: float | None = None
 
@@ -116,7 +117,7 @@ class Reads:
     def __iter__(self) -> Iterator[Read]:
         return iter([*self._running])
 
-    def reach(self, who: Introduction) -> tuple[Agent, object]:
+    def reach(self, who: Introduction) -> tuple[Agent, Any]:
         """Return the agent, and its handle of the peer.
 
         Raises:
