@@ -256,7 +256,7 @@ class _Worker:
         self._ends: float | None = None  # of the replay under way
 
     def awaited(self) -> list[zmq.Socket[bytes]]:
-        """Return the sockets to take messages from now."""
+        """Return the sockets from which messages are taken now."""
         now = self.sockets.messages if self._ends is None else self.sockets.replay()
         return [self.sockets.monitor, now]
 

@@ -296,7 +296,7 @@ REPLACEMENTS: dict[str, type] = {
 
 
 def check_replaced(*_: object, **__: object) -> None:
-    """Run before SGLang's scheduler is made, when hooks of every plugin are in place.
+    """Check the stand-ins, before SGLang's scheduler is made, when hooks of every plugin are in place.
 
     Raises:
         EngineMismatchError: If a stand-in is not where SGLang looks for it: SGLang only logs a hook that it

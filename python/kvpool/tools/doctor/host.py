@@ -186,7 +186,7 @@ def _processors(root: Path, threads: int) -> Finding:
     if quotas:
         text += f", {min(quotas):.1f} by the container's CPU quota"
     text += f"; kvpool copies with {threads} thread{'s' if threads > 1 else ''}"
-    if threads > min(usable, *quotas, usable):
+    if threads > min([usable, *quotas]):
         return Finding(
             SECTION, "processors", NOTE, text, "call kvpool.set_num_threads(n) with at most that number"
         )

@@ -127,7 +127,7 @@ def _by_interval(fields: Fields) -> list[str]:
 
 
 def _llama4(fields: Fields) -> list[str]:
-    """Return layers that attend within a chunk, and those without rotary embeddings, to all tokens."""
+    """Return layers that attend within a chunk, and to all tokens those without rotary embeddings."""
     rotary = fields.numbers("no_rope_layers", 1)
     if rotary:
         return [WINDOW if flag else FULL for flag in rotary]

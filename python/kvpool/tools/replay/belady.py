@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def belady(requests: Sequence[NDArray[np.int64]], capacity: int) -> int:
-    """Return the blocks found for each request if the leaf that is used again last is evicted.
+    """Return how many blocks are found, of all requests, if the leaf that is used again last is evicted.
 
     Args:
         requests: For each request the numbers of its prompt's blocks, as in `Trace.blocks`.
@@ -38,7 +38,7 @@ class _Cache:
         self._leaves: list[tuple[int, int]] = []
 
     def add(self, path: list[int], next_uses: list[int]) -> int:
-        """Look up a prompt, adds what is not found, and return how many blocks are."""
+        """Look up a prompt, add what is not found, and return how many blocks are."""
         uses, path = self._uses, path[: self._capacity]
         found = next((at for at, block in enumerate(path) if block not in uses), len(path))
         # Their entries in the heap, which name this request, are out of date now.
