@@ -7,10 +7,8 @@ over a `map`. A change of more steps is guarded, and repaired if an exception ha
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import contextmanager
 from inspect import GEN_SUSPENDED, getgeneratorstate
-from itertools import islice
 from operator import length_hint
 from typing import TYPE_CHECKING, Generic, TypeVar
 from weakref import ref
@@ -42,7 +40,8 @@ class Delivery(Generic[T]):
 
     def __init__(self, items: list[T]) -> None:
         self._rest = iter(items)
-        deque(islice(self._rest, len(items)), maxlen=0)
+        for _ in range(len(items)):
+            next(self._rest)
 
     def deliver_next(self, callback: Callable[[T], object]) -> bool:
         """Call `callback` with the next item.
