@@ -19,7 +19,7 @@ pub struct Event {
 
 impl Event {
     /// The point after everything that was enqueued on `stream` so far. The caller has checked that `stream`
-    /// is not being captured: see [`Gpu::check_not_capturing`].
+    /// is not being captured: see `Gpu::check_not_capturing`.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or the stream does not

@@ -70,7 +70,7 @@ impl Drop for ContextGuard {
 }
 
 impl Gpu {
-    /// The most bytes from one row to the next in [`Gpu::copy_2d`].
+    /// The most bytes from one row to the next in `Gpu::copy_2d`.
     pub const MAX_PITCH: usize = i32::MAX as usize;
 
     /// Opens device `ordinal`, or returns it if it is open.
@@ -387,7 +387,7 @@ impl Gpu {
     /// not wait.
     ///
     /// # Errors
-    /// Same as [`Gpu::check_can_order`], before anything is enqueued; [`ErrorKind::Driver`] when a driver
+    /// Same as `Gpu::check_can_order`, before anything is enqueued; [`ErrorKind::Driver`] when a driver
     /// call fails.
     pub fn make_stream_wait(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
         self.check_can_order(others, stream)?;

@@ -153,10 +153,10 @@ impl Ring {
         )
     }
 
-    /// Works like [`Ring::upload`], to device memory as long as `values`, with no work but the copy.
+    /// Works like `Ring::upload`, to device memory as long as `values`, with no work but the copy.
     ///
     /// # Errors
-    /// Same as [`Ring::upload`].
+    /// Same as `Ring::upload`.
     pub fn upload_to<T: Plain>(
         &self,
         target: RegionRange<'_>,
@@ -198,7 +198,7 @@ impl Ring {
     }
 
     /// A point to wait for before the next upload, when more than half of the ring is in use. Waiting for it
-    /// beforehand, without the locks that [`Ring::upload`] is called under, avoids a wait there.
+    /// beforehand, without the locks that `Ring::upload` is called under, avoids a wait there.
     #[must_use]
     pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
         let mut pieces = lock(&self.pieces);

@@ -154,22 +154,6 @@ def _whole(key: RadixKey) -> tuple[Sequence[int], int, int, Namespace | tuple[Na
     return tokens, min(1, end), end, (key.extra_key, key.cache_salt, first)
 
 
-class _AsAssertions:
-    """A context in which misuse is an `AssertionError`, as in SGLang's own tree cores.
-
-    Not a generator, which takes several times as long: each request locks and unlocks.
-    """
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, IndexOwnershipError):
-            raise AssertionError(str(error)) from error  # noqa: TRY004 - not a type
-
-
-_AS_ASSERTIONS = _AsAssertions()
-
-
 class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's types are not installed
     """SGLang's tree core over `kvpool.HybridTree`.
 
@@ -396,8 +380,10 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         boundary = None
         if self._has_swa and not skip_swa and _SWA not in skipped:
             boundary = params.component_lock_uuids[_SWA]
-        with _AS_ASSERTIONS:
+        try:
             self._tree.unlock_node(node_id, boundary, skipped, window_done=skip_swa)
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
         return DecLockRefResult()
 
     def dec_swa_lock_only(self, node_id: int, params: DecLockRefParams) -> DecSwaLockOnlyResult:
@@ -424,8 +410,10 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     ) -> None:
         boundary = params.component_lock_uuids[_SWA]
         skipped = params.skipped_lock_components
-        with _AS_ASSERTIONS:
+        try:
             frees = self._tree.unlock_window(node_id, boundary, skipped, with_state=with_state)
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
         self._hand_out(frees, result)
         result.tracker.clear()
 
@@ -435,8 +423,10 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def dec_full_pin(self, node_id: int) -> None:
         """Release `inc_full_pin`."""
-        with _AS_ASSERTIONS:
+        try:
             self._tree.unpin(node_id)
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
 
     # Eviction.
 
@@ -462,8 +452,10 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
         """Evict a leaf with all its values."""
         result = EvictDeviceLeafResult()
-        with _AS_ASSERTIONS:
+        try:
             frees = self._tree.evict_leaf(node_id)
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
         self._hand_out(frees, result)
         result.unbacked_tokens = frees.counts[0]
         return result
@@ -678,8 +670,10 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         self, ongoing_write_through: list[tuple[int, int]], ongoing_load_back: list[tuple[int, int]]
     ) -> None:
         """Check every invariant, and raise `AssertionError` with the first that is broken."""
-        with _AS_ASSERTIONS:
+        try:
             self._tree.verify()
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
         if ongoing_write_through or ongoing_load_back:
             raise AssertionError("transfers to or from a host tier are going on, but there is no host tier")
 
