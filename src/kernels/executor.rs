@@ -283,7 +283,7 @@ impl Executor {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that do not exist;
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
-    pub(crate) fn fill_rows(
+    pub fn fill_rows(
         &self,
         rows: &LayerRows,
         runs: &[Range<usize>],

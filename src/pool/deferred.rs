@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::base::bounded::signed;
-use crate::base::{IndexVec, Result};
+use crate::base::{IndexVec, Result, try_with_capacity};
 use crate::index::{Attribution, FenceId};
 use crate::kernels::{Fetcher, PendingFetch};
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
@@ -31,17 +31,12 @@ impl FreedAs {
         }
     }
 
-    /// The values as slots.
-    pub(super) fn to_slots(self, values: IndexVec, page_size: usize) -> Result<IndexVec> {
-        if self != Self::Pages || page_size == 1 {
-            return Ok(values);
+    /// The number of slots between one value and the next.
+    fn stride(self, page_size: usize) -> i64 {
+        match self {
+            Self::Slots | Self::SlotsOfPages => 1,
+            Self::Pages => signed(page_size),
         }
-        let (mut slots, page_size) = (values.into_i64()?, signed(page_size));
-        for slot in &mut slots {
-            // A number that is too large to multiply is beyond every slot as it is.
-            *slot = slot.checked_mul(page_size).unwrap_or(*slot);
-        }
-        Ok(IndexVec::I64(slots))
     }
 }
 
@@ -72,6 +67,21 @@ impl Part {
         }
     }
 
+    /// Takes values that have arrived, and moves the owner of their tensor to `keeps`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them; the
+    /// part is as it was.
+    fn land(&mut self, keeps: &mut Vec<Keep>) -> Result<()> {
+        if let Values::Fetched(fetcher, fetch) = &self.values {
+            let known = Values::Known(fetcher.take(fetch)?);
+            if let Values::Fetched(_, fetch) = std::mem::replace(&mut self.values, known) {
+                keeps.extend(fetch.into_keep());
+            }
+        }
+        Ok(())
+    }
+
     /// Slots that it frees, at most.
     fn slots(&self, page_size: usize) -> usize {
         self.freed_as.slots(self.len(), page_size)
@@ -86,12 +96,13 @@ struct Free {
     fence: Option<FenceId>,
     /// The calls that freed them, if a ledger is kept.
     by: Attribution,
+    /// Owners of tensors whose values are on the host. Drop them without locks.
+    keeps: Vec<Keep>,
 }
 
 /// A free whose slots are all on the host.
 pub(super) struct ReadyFree {
-    /// The slots; an error when there is no memory for them.
-    pub(super) slots: Result<IndexVec>,
+    pub(super) slots: IndexVec,
     pub(super) fence: Option<FenceId>,
     pub(super) by: Attribution,
     /// Owners of its tensors. Drop them without locks.
@@ -138,7 +149,7 @@ impl DeferredFrees {
     }
 
     pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, by: Attribution) {
-        self.frees.push_back(Free { parts, fence, by });
+        self.frees.push_back(Free { parts, fence, by, keeps: Vec::new() });
     }
 
     /// Marks a fence as passed. Returns whether a free was waiting for it.
@@ -164,8 +175,13 @@ impl DeferredFrees {
     }
 
     /// Takes the oldest free if all of its values are on the host.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed,
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
+    /// The free stays for a later call.
     pub(super) fn landed(&mut self, page_size: usize) -> Result<Option<ReadyFree>> {
-        let Some(oldest) = self.frees.front() else { return Ok(None) };
+        let Some(oldest) = self.frees.front_mut() else { return Ok(None) };
         for part in &oldest.parts {
             if let Values::Fetched(_, fetch) = &part.values
                 && !fetch.done().has_passed()?
@@ -173,35 +189,38 @@ impl DeferredFrees {
                 return Ok(None);
             }
         }
-        let Some(free) = self.frees.pop_front() else { return Ok(None) };
-        let mut keeps = Vec::new();
-        let slots = slots_of(free.parts, page_size, &mut keeps);
-        Ok(Some(ReadyFree { slots, fence: free.fence, by: free.by, keeps }))
+        for part in &mut oldest.parts {
+            part.land(&mut oldest.keeps)?;
+        }
+        let slots = slots_of(&mut oldest.parts, page_size)?;
+        let landed = self.frees.pop_front();
+        Ok(landed.map(|free| ReadyFree { slots, fence: free.fence, by: free.by, keeps: free.keeps }))
     }
 
     /// Discards every free; copies in flight are abandoned. Returns the owners of the tensors.
     pub(super) fn clear(&mut self) -> Vec<Keep> {
-        self.frees.drain(..).flat_map(|free| abandon(free.parts)).collect()
+        self.frees.drain(..).flat_map(|free| abandon(free.parts).into_iter().chain(free.keeps)).collect()
     }
 }
 
-/// The slots of parts that are complete, in one list. Moves the owners of their tensors to `keeps`, also if
-/// it fails.
-pub(super) fn slots_of(parts: Vec<Part>, page_size: usize, keeps: &mut Vec<Keep>) -> Result<IndexVec> {
-    let mut all = Ok(None);
+/// Takes the slots of parts whose values are on the host, in one list.
+///
+/// # Errors
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list; the
+/// parts are as they were.
+pub(super) fn slots_of(parts: &mut [Part], page_size: usize) -> Result<IndexVec> {
+    if let [Part { values: Values::Known(slots), freed_as }] = parts
+        && freed_as.stride(page_size) == 1
+    {
+        return Ok(std::mem::replace(slots, IndexVec::I32(Vec::new())));
+    }
+    let mut all: Vec<i64> = try_with_capacity(parts.iter().map(Part::len).sum())?;
     for part in parts {
-        let freed_as = part.freed_as;
-        let slots = values(part, keeps).and_then(|values| freed_as.to_slots(values, page_size));
-        all = all.and_then(|before| Ok(Some(joined(before, slots?)?)));
+        let Values::Known(values) = &part.values else { continue };
+        let stride = part.freed_as.stride(page_size);
+        // A number that is too large to multiply is beyond every slot as it is.
+        all.extend(values.iter().map(|value| value.checked_mul(stride).unwrap_or(value)));
     }
-    Ok(all?.unwrap_or(IndexVec::I32(Vec::new())))
-}
-
-/// A list behind another, if there is one.
-fn joined(before: Option<IndexVec>, next: IndexVec) -> Result<IndexVec> {
-    let Some(before) = before else { return Ok(next) };
-    let mut all = before.into_i64()?;
-    all.extend(next.iter());
     Ok(IndexVec::I64(all))
 }
 
@@ -215,16 +234,4 @@ pub(super) fn abandon(parts: impl IntoIterator<Item = Part>) -> Vec<Keep> {
         }
     });
     fetches.collect()
-}
-
-/// The values of a part that is complete. Moves the owner of its tensor to `keeps`.
-fn values(part: Part, keeps: &mut Vec<Keep>) -> Result<IndexVec> {
-    match part.values {
-        Values::Known(values) => Ok(values),
-        Values::Fetched(fetcher, fetch) => {
-            let values = fetcher.take(&fetch);
-            keeps.extend(fetch.into_keep());
-            values
-        }
-    }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::base::sync::lock;
-use crate::base::{Device, Error, ForkGate, Page, Result, StateSlot};
+use crate::base::{Device, Error, ErrorKind, ForkGate, Page, Result, StateSlot};
 use crate::cache::{
     DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash, WritePolicy,
 };
@@ -73,6 +73,7 @@ pub struct HostTier {
     down: CopyQueue,
     up: CopyQueue,
     counts: Mutex<TierCounts>,
+    notes: Mutex<Notes>,
     /// Whether a prefix cache has it.
     is_taken: AtomicBool,
     /// The model that the pages are of, as far as its caches have said.
@@ -100,6 +101,15 @@ pub(super) struct TierCounts {
     sending: usize,
     /// Pieces not taken by the store below.
     unstored: usize,
+}
+
+/// Failed copies to a tier.
+#[derive(Debug, Default)]
+struct Notes {
+    /// The first of each kind, in words, until they are taken.
+    texts: Vec<String>,
+    /// The kinds so far.
+    noted: Vec<ErrorKind>,
 }
 
 /// Pages and snapshots on their way down, from places of the device that must not change meanwhile.
@@ -199,6 +209,7 @@ impl HostTier {
             down: CopyQueue::new(SideStream::Out, gpu.clone()),
             up: CopyQueue::new(SideStream::In, gpu),
             counts: Mutex::default(),
+            notes: Mutex::default(),
             is_taken: AtomicBool::new(false),
             model: Mutex::default(),
         })
@@ -379,13 +390,17 @@ impl HostTier {
         let evicted = std::mem::take(&mut pages.evicted);
         let started = if pages.is_empty() && states.is_empty() {
             None
-        } else if let Ok(transfer) = self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after) {
-            Some(Write { transfer, pages, states, runs })
         } else {
-            counts.failed += pages.entries.len() + states.entries.len();
-            self.pages.fail(&pages.entries);
-            self.states.iter().for_each(|storage| storage.fail(&states.entries));
-            None
+            match self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after) {
+                Ok(transfer) => Some(Write { transfer, pages, states, runs }),
+                Err(failure) => {
+                    self.note(&failure);
+                    counts.failed += pages.entries.len() + states.entries.len();
+                    self.pages.fail(&pages.entries);
+                    self.states.iter().for_each(|storage| storage.fail(&states.entries));
+                    None
+                }
+            }
         };
         self.count(counts);
         (started, evicted)
@@ -399,8 +414,12 @@ impl HostTier {
         self.count(TierCounts { written: write.len(), ..TierCounts::default() });
     }
 
-    /// Ends a write that has failed, or whose pages are not those of their keys any more.
-    pub(super) fn discard(&self, write: &Write) {
+    /// Ends a write that has failed, perhaps with its device, or whose pages are not those of their keys any
+    /// more.
+    pub(super) fn discard(&self, write: &Write, of_device: Option<&Error>) {
+        if let Some(cause) = of_device.or(write.transfer.failure()) {
+            self.note(cause);
+        }
         self.pages.fail(&write.pages.entries);
         self.states.iter().for_each(|storage| storage.fail(&write.states.entries));
         self.count(TierCounts { failed: write.len(), ..TierCounts::default() });
@@ -459,6 +478,23 @@ impl HostTier {
                 kv.copy_pieces(&kv_pieces, direction, &pages, layers, stream)
             }
         })
+    }
+
+    /// Notes why a copy to the tier failed.
+    fn note(&self, cause: &Error) {
+        let _gate = ForkGate::enter_on_own_thread();
+        let mut notes = lock(&self.notes);
+        if !notes.noted.contains(&cause.kind()) {
+            notes.noted.push(cause.kind());
+            notes.texts.push(format!("pages were not copied to a HostTier: {cause}"));
+        }
+    }
+
+    /// Takes the causes of copies to the tier that failed since the last call, in words: the first of each
+    /// kind.
+    #[must_use]
+    pub fn take_notes(&self) -> Vec<String> {
+        std::mem::take(&mut lock(&self.notes).texts)
     }
 
     fn count(&self, more: TierCounts) {

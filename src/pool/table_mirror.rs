@@ -172,6 +172,7 @@ impl TableMirror {
                     if let Ok(echo) = self.echoes.take::<i32>(&held, 3 * count) {
                         state.apply(&echo, self.columns);
                     } else {
+                        self.echoes.release(&held);
                         state.forget_all();
                     }
                 }

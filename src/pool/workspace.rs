@@ -248,11 +248,7 @@ impl Workspace {
         let shared = self.lock();
         let shared =
             shared.as_ref().ok_or_else(|| Error::new(ErrorKind::State, "the workspace is closed"))?;
-        let mut state = shared.state();
-        state.claim()?;
-        let answer = work(shared, &mut state);
-        state.unclaim();
-        answer
+        as_owner(shared, work)
     }
 
     /// A contiguous tensor in the arena, 256-byte aligned, for work on `stream`. Its elements are undefined.
@@ -315,11 +311,14 @@ impl Workspace {
     /// [`ErrorKind::State`] for a thread that is not the owner, and between [`Workspace::enter`] and
     /// [`Workspace::leave`].
     pub fn close(&self) -> Result<()> {
-        if self.is_closed() {
-            return Ok(());
+        let mut shared = self.lock();
+        if let Some(arena) = &*shared {
+            as_owner(arena, |_, state| state.expect_left())?;
         }
-        self.with(|_, state| state.expect_left())?;
-        *self.lock() = None;
+        let closed = shared.take();
+        drop(shared);
+        // Without the lock: the memory may be freed now, which waits for a device.
+        drop(closed);
         Ok(())
     }
 
@@ -400,6 +399,18 @@ impl ArenaState {
         }
         Err(Error::new(ErrorKind::State, "the workspace is in use by `use()`"))
     }
+}
+
+/// Does `work` with an arena, as its owner.
+fn as_owner<R>(
+    shared: &Arc<SharedArena>,
+    work: impl FnOnce(&Arc<SharedArena>, &mut ArenaState) -> Result<R>,
+) -> Result<R> {
+    let mut state = shared.state();
+    state.claim()?;
+    let answer = work(shared, &mut state);
+    state.unclaim();
+    answer
 }
 
 thread_local! {

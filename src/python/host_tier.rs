@@ -18,7 +18,7 @@ use super::debug::Debug;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::kv_pool::KvPool;
-use super::wait_in_slices;
+use super::{logging, wait_in_slices};
 
 /// Host memory below a `PrefixCache`: pages that were copied there are loaded, by `Lease.load`, faster than
 /// they can be computed.
@@ -57,6 +57,14 @@ pub(super) struct HostTier {
 impl PoolClass for HostTier {
     fn visit(&self, visitor: PoolVisitor<'_>) {
         visitor(&*self.tier);
+    }
+
+    /// Logs why copies to the tier failed.
+    fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
+        for note in self.tier.take_notes() {
+            logging::warn(py, &note);
+        }
+        Ok(())
     }
 }
 

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use crate::base::Result;
+use crate::base::{Error, ErrorKind, Result};
 use crate::memory::{Event, Gpu, SideStream, Stream};
 
 use super::JobThread;
@@ -106,7 +106,9 @@ fn run_steps(transfer: &Transfer, mut step: impl FnMut(usize, Stream) -> Result<
     let mut number = 0;
     while transfer.should_continue() {
         let done = catch_unwind(AssertUnwindSafe(|| step(number, Stream::DEFAULT)));
-        if !matches!(done, Ok(Ok(()))) {
+        let panicked = |_| Err(Error::new(ErrorKind::State, format!("step {number} of a copy panicked")));
+        if let Err(failure) = done.unwrap_or_else(panicked) {
+            transfer.record_failure(failure);
             break;
         }
         transfer.record(StepEvent::Done);

@@ -1,6 +1,6 @@
 //! Copies in progress, whose steps can be waited for one by one.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result, run_blocking};
@@ -20,7 +20,7 @@ pub struct Transfer {
 #[derive(Debug)]
 enum Runner {
     /// The steps run on a thread.
-    Thread { steps: usize, progress: Mutex<StepProgress>, changed: Condvar },
+    Thread { steps: usize, progress: Mutex<StepProgress>, changed: Condvar, failure: OnceLock<Error> },
     /// The steps run on a stream: the event after each step, and the streams that wait for the last step.
     Device { gpu: Arc<Gpu>, events: Vec<Event>, waiting_streams: Mutex<Vec<Stream>> },
 }
@@ -40,7 +40,7 @@ impl Transfer {
         let progress = Mutex::new(StepProgress::default());
         Self {
             process: std::process::id(),
-            runner: Runner::Thread { steps, progress, changed: Condvar::new() },
+            runner: Runner::Thread { steps, progress, changed: Condvar::new(), failure: OnceLock::new() },
         }
     }
 
@@ -118,7 +118,7 @@ impl Transfer {
             return Err(ended_error("belong to the process that this one was forked from"));
         }
         match &self.runner {
-            Runner::Thread { progress, changed, .. } => {
+            Runner::Thread { progress, changed, failure, .. } => {
                 let has_advanced = |now: &StepProgress| now.done > step || now.is_over;
                 let now = *lock(progress);
                 let now = if has_advanced(&now) {
@@ -129,7 +129,11 @@ impl Transfer {
                 if now.done > step {
                     Ok(())
                 } else {
-                    Err(ended_error("have ended before they were complete"))
+                    let ended = "have ended before they were complete";
+                    Err(match failure.get() {
+                        Some(cause) => ended_error(&format!("{ended}: {cause}")),
+                        None => ended_error(ended),
+                    })
                 }
             }
             Runner::Device { gpu, events, waiting_streams } => {
@@ -163,6 +167,15 @@ impl Transfer {
             Runner::Device { events, .. } => events.last().map_or(Ok(()), |event| {
                 if event.has_passed()? { Ok(()) } else { run_blocking(|| event.wait()) }
             }),
+        }
+    }
+
+    /// Returns the error of the step that failed on a thread, if one did.
+    #[must_use]
+    pub fn failure(&self) -> Option<&Error> {
+        match &self.runner {
+            Runner::Thread { failure, .. } => failure.get(),
+            Runner::Device { .. } => None,
         }
     }
 
@@ -206,6 +219,14 @@ impl Transfer {
                 !now.is_cancelled && now.done < *steps
             }
             Runner::Device { .. } => false,
+        }
+    }
+
+    /// Records that a step of the thread failed.
+    pub(super) fn record_failure(&self, cause: Error) {
+        if let Runner::Thread { failure, .. } = &self.runner {
+            // There is one: no step follows.
+            let _ = failure.set(cause);
         }
     }
 

@@ -121,8 +121,8 @@ impl Fetcher {
     /// The values of a fetch that is done.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
-    /// copy.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the copy;
+    /// the fetch can be taken later.
     pub(crate) fn take(&self, fetch: &PendingFetch) -> Result<IndexVec> {
         if fetch.is_wide {
             Ok(IndexVec::I64(self.ring.take(&fetch.reply, fetch.count)?))
@@ -193,5 +193,5 @@ fn read_strided(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> 
         reader.abandon(&fetch);
         return Err(failure);
     }
-    reader.take(&fetch)
+    reader.take(&fetch).inspect_err(|_| reader.abandon(&fetch))
 }

@@ -46,8 +46,8 @@ struct Allocations {
 #[derive(Debug)]
 struct Allocation {
     range: Range<usize>,
-    /// The point after its work; `None` when that is unknown, and the piece is never reused.
-    done: Option<Arc<Event>>,
+    /// The point after its work; the failure of the device when that is unknown, and the piece is never reused.
+    done: Result<Arc<Event>>,
     /// Whether the host still has to read it.
     is_held: bool,
 }
@@ -55,7 +55,7 @@ struct Allocation {
 impl Allocation {
     /// The point after which the piece can be reused, if there is one.
     fn free_after(&self) -> Option<&Arc<Event>> {
-        self.done.as_ref().filter(|_| !self.is_held)
+        self.done.as_ref().ok().filter(|_| !self.is_held)
     }
 }
 
@@ -257,12 +257,14 @@ impl Ring {
     /// Reads the first `count` elements of a piece whose work is done, and frees the piece.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the piece holds fewer.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the piece holds fewer,
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the copy.
+    /// The piece is not freed then.
     pub fn take<T: Number>(&self, reply: &Reply, count: usize) -> Result<Vec<T>> {
         // SAFETY: the work that wrote the piece is done, and nothing has it until it is released.
-        let values = unsafe { self.pinned.read(reply.range.start, count) };
+        let values = unsafe { self.pinned.read(reply.range.start, count) }?;
         self.release(reply);
-        values
+        Ok(values)
     }
 
     /// Frees a piece without reading it. The device may still be writing it.
@@ -289,13 +291,14 @@ impl Ring {
                 // never reused.
                 if self.gpu.synchronize(stream).is_err() {
                     pieces.next = range.end;
-                    pieces.used.push_back(Allocation { range, done: None, is_held: true });
+                    let done = Err(failure.clone());
+                    pieces.used.push_back(Allocation { range, done, is_held: true });
                 }
                 return Err(failure);
             }
         };
         pieces.next = range.end;
-        pieces.used.push_back(Allocation { range, done: Some(Arc::clone(&done)), is_held });
+        pieces.used.push_back(Allocation { range, done: Ok(Arc::clone(&done)), is_held });
         Ok(done)
     }
 
@@ -320,10 +323,11 @@ impl Ring {
             if let Some(range) = self.find_room(pieces, bytes) {
                 return Ok(Some(range));
             }
-            match pieces.used.front().and_then(Allocation::free_after) {
+            let Some(oldest) = pieces.used.front() else { return Ok(None) };
+            match oldest.free_after() {
                 Some(done) if done.has_passed()? => (),
                 Some(done) => done.wait()?,
-                None => return Ok(None),
+                None => return oldest.done.clone().map(|_| None),
             }
             pieces.used.pop_front();
         }

@@ -73,8 +73,9 @@ impl TierLink {
             for state in write.states() {
                 remove_if(&mut self.states, state, &write.transfer);
             }
-            if is_void || !write.transfer.is_complete().unwrap_or(false) {
-                self.tier.discard(&write);
+            let is_complete = write.transfer.is_complete();
+            if is_void || !matches!(is_complete, Ok(true)) {
+                self.tier.discard(&write, is_complete.as_ref().err());
                 continue;
             }
             let _sending = self.backing.as_ref().map(|_| self.tier.begin_sending());

@@ -132,10 +132,10 @@ impl SlotTensors {
     }
 
     /// Frees the slots of `parts`: now, if all of their values are known.
-    pub(super) fn free_parts(&mut self, parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
+    pub(super) fn free_parts(&mut self, mut parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
         let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
         if is_known && !self.stays_behind(fence) {
-            let slots = slots_of(parts, self.slots.page_size(), &mut Vec::new())?;
+            let slots = slots_of(&mut parts, self.slots.page_size())?;
             return self.free_values(&slots, fence);
         }
         if fence.is_none() && self.slots.in_group() {
@@ -203,10 +203,8 @@ impl SlotTensors {
     pub(in crate::pool) fn settle(&mut self, settled: &mut Vec<CompletedFree>) -> Result<()> {
         let page_size = self.slots.page_size();
         while let Some(landed) = self.deferred.landed(page_size)? {
-            let given = landed.slots.as_ref().map_or(0, IndexVec::len);
-            let freed = landed.slots.and_then(|slots| {
-                self.slots.free_attributed(&slots, landed.fence, &landed.by, self.on_bad_free)
-            });
+            let given = landed.slots.len();
+            let freed = self.slots.free_attributed(&landed.slots, landed.fence, &landed.by, self.on_bad_free);
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
             settled.push(CompletedFree { given, bad, _keeps: landed.keeps });
