@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from common import MEMORY, NEVER, WAITS, Fence, on_stream, some
+from common import MEMORY, NEVER, WAITS, Fence, on_stream, some, turns_of_others
 from software import NEWER_CODES
 
 from kvpool import (
@@ -460,6 +460,21 @@ def test_more_values_than_the_pool_has_slots_are_read_at_once() -> None:
     allocator.free(torch.cat([slots.long(), torch.zeros(100_000, dtype=torch.int64).cuda()]))
     assert allocator.stats()["dropped_frees"] == 100_000
     assert allocator.available_size() == 64
+
+
+def test_others_run_while_a_free_reads_more_values_than_the_pool_has_slots(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    allocator, many = make_allocator(64), torch.zeros(100_000, dtype=torch.int64).cuda()
+    # A message that is written lets others run, too.
+    caplog.set_level(logging.CRITICAL, "kvpool")
+
+    def work() -> None:
+        for _ in range(100):
+            allocator.free(many)
+
+    # The first of them makes a buffer, which takes a turn or two.
+    assert turns_of_others(work) > 10
 
 
 def test_a_pool_on_the_cpu_frees_what_is_on_a_gpu() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,23 @@ def test_a_slot_that_is_copied_when_it_is_evicted_is_free_behind_the_copy(driver
         scene.allocator.free(taken)
         driver.restore()
         scene.end()
+
+
+@pytest.mark.cuda
+def test_the_cause_of_a_copy_that_failed_is_logged(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    with devices.on("cuda"), caplog.at_level(logging.WARNING, "kvpool"):
+        scene, told = Scene("cuda"), 0
+        for _ in failing(driver, lambda: scene.keep(PROMPT)):
+            driver.run()
+            scene.settle()
+            failed = scene.tier.stats()["failed"]
+            causes = [text for text in caplog.messages if text.startswith("pages were not copied")]
+            assert len(causes) == (failed > 0)
+            assert all("failed with CUDA_ERROR" in cause for cause in causes)
+            told += len(causes)
+            caplog.clear()
+            scene = Scene("cuda")
+    assert told > 0
 
 
 def test_a_page_that_is_copied_down_is_not_reused_before(device: str) -> None:

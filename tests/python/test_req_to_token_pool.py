@@ -9,7 +9,7 @@ import devices
 import numpy as np
 import pytest
 import torch
-from common import cuda_only, some
+from common import cuda_only, some, turns_of_others
 
 from kvpool import ConfigError, DriverError, ReqToTokenPool, make_req_to_token_pool
 
@@ -386,6 +386,20 @@ def test_places_that_are_part_of_the_table_are_read_before(driver: Driver, seed:
     assert table.read(row, 4).tolist() == [6, 7, 8, 9]
     with pytest.raises(ConfigError, match="part of the table"):
         table.build_kv_indices([row], [0, 2], table.req_to_token[row, 4:6])
+
+
+@cuda_only
+def test_others_run_while_a_write_waits_for_parts_of_the_table(driver: Driver) -> None:
+    driver.run()
+    table = ReqToTokenPool(4, 8, "cuda", foreign_writes=True)
+    [row] = table.alloc() or []
+    part = table.req_to_token[row, 4:8]
+
+    def work() -> None:
+        for _ in range(300):
+            table.write((row, slice(0, 4)), part)
+
+    assert turns_of_others(work) > 0
 
 
 @cuda_only
