@@ -112,17 +112,17 @@ def test_a_slot_that_is_copied_when_it_is_evicted_is_free_behind_the_copy(driver
 @pytest.mark.cuda
 def test_the_cause_of_a_copy_that_failed_is_logged(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     with devices.on("cuda"), caplog.at_level(logging.WARNING, "kvpool"):
-        scene, told = Scene("cuda"), 0
-        for _ in failing(driver, lambda: scene.keep(PROMPT)):
+        scenes, told = [Scene("cuda")], 0
+        for _ in failing(driver, lambda: scenes[-1].keep(PROMPT)):
             driver.run()
-            scene.settle()
-            failed = scene.tier.stats()["failed"]
+            scenes[-1].settle()
+            failed = scenes[-1].tier.stats()["failed"]
             causes = [text for text in caplog.messages if text.startswith("pages were not copied")]
             assert len(causes) == (failed > 0)
             assert all("failed with CUDA_ERROR" in cause for cause in causes)
             told += len(causes)
             caplog.clear()
-            scene = Scene("cuda")
+            scenes.append(Scene("cuda"))
     assert told > 0
 
 
