@@ -29,11 +29,11 @@ use crate::kernels::pages::{HostAccess, PagePlan, Pieces};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{StoreRows, targets};
 use crate::kernels::table::Table;
-use crate::memory::{Backend, BorrowedTensor, Event, Function, Gpu, Reply, Ring, Stream, StreamSet};
+use crate::memory::{Backend, BorrowedTensor, Event, Gpu, Reply, Ring, Stream, StreamSet};
 
 use fault::{Fault, FaultKind, FaultRecord};
 use grid::{Groups, blocks, parts_grid, ragged_grid};
-use kernels::{Kernel, Kernels};
+use kernels::{Kernel, Kernels, TypedFunction};
 use numbers::{Arrays, Index, WithList};
 use params::{
     ContinueParams, GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PageTarget,
@@ -188,7 +188,7 @@ impl Launcher {
     /// `stream` is not being captured, even for empty arrays: a graph would repeat their values.
     fn launch_with_arrays<P>(
         &self,
-        kernel: Kernel,
+        kernel: Kernel<P>,
         grid: [u32; 2],
         arrays: &[&[i32]],
         stream: Stream,
@@ -214,7 +214,7 @@ impl Launcher {
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     fn launch_with_numbers<P>(
         &self,
-        kernel: Kernel,
+        kernel: Kernel<P>,
         grid: [u32; 2],
         numbers: &[Numbers<'_>],
         stream: Stream,
@@ -601,15 +601,15 @@ impl Launcher {
     }
 
     /// Launches a kernel on a grid of blocks. An empty grid is not launched.
-    fn launch<P>(&self, kernel: Function, grid: [u32; 2], params: &P, stream: Stream) -> Result<()> {
+    fn launch<P>(&self, kernel: TypedFunction<P>, grid: [u32; 2], params: &P, stream: Stream) -> Result<()> {
         if grid.contains(&0) {
             return Ok(());
         }
         self.users.record(stream);
-        // SAFETY: each caller pairs a kernel with its parameters. Addresses are those of live regions of this
-        // device and of tensors that the caller of the pool keeps alive in the order of `stream`; what a
-        // kernel reaches from them was checked by the caller or is checked by the kernel.
-        unsafe { self.gpu.launch(kernel, grid, params, stream) }
+        // SAFETY: the kernel takes a `P`. Addresses are those of live regions of this device and of tensors that
+        // the caller of the pool keeps alive in the order of `stream`; what a kernel reaches from them was
+        // checked by the caller or is checked by the kernel.
+        unsafe { self.gpu.launch(kernel.function(), grid, params, stream) }
     }
 }
 

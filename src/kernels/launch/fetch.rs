@@ -157,7 +157,7 @@ fn read_kernel(
     let params = ReadParams { from: Index::new(&Numbers::Tensor(tensor))?, out, count: signed(count) };
     // SAFETY: `out` has room for `count` numbers in page-locked memory, which the device reaches;
     // `BorrowedTensor` guarantees the elements of the tensor, which is on this device.
-    unsafe { gpu.launch(kernels.read_indices, grid, &params, stream) }
+    unsafe { gpu.launch(kernels.read_indices.function(), grid, &params, stream) }
 }
 
 /// Reads an index tensor on a device. Waits for the earlier work of `stream`.

@@ -1,6 +1,8 @@
 //! The kernels of the crate, loaded on a device.
 
 use std::ffi::CStr;
+use std::fmt;
+use std::marker::PhantomData;
 use std::sync::{Arc, Mutex};
 
 use crate::base::sync::lock;
@@ -8,32 +10,87 @@ use crate::base::{Device, Result};
 use crate::memory::{Function, Gpu};
 
 use super::images::{Compiled, PLAN, ROWS, TABLE};
+use super::numbers::WithList;
+use super::params::{
+    ContinueParams, GatherParams, KvIndicesParams, MoveParams, OrderParams, PagesParams, PlanParams,
+    PointsParams, RaggedParams, ReadParams, StoreParams, ZeroParams,
+};
 
-/// A kernel that takes numbers from the host.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Kernel {
-    /// Takes them in device memory, or takes none.
-    pub(super) copied: Function,
-    /// Takes them behind its parameters.
-    pub(super) listed: Function,
+/// A kernel that takes a `P`, its only parameter.
+pub(super) struct TypedFunction<P> {
+    function: Function,
+    takes: PhantomData<fn(P)>,
+}
+
+impl<P> TypedFunction<P> {
+    /// The kernel `function`, whose C++ parameter has the layout of `P`.
+    const fn new(function: Function) -> Self {
+        Self { function, takes: PhantomData }
+    }
+
+    pub(super) const fn function(self) -> Function {
+        self.function
+    }
+}
+
+impl<P> Clone for TypedFunction<P> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P> Copy for TypedFunction<P> {}
+
+impl<P> fmt::Debug for TypedFunction<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("TypedFunction").field(&self.function).finish()
+    }
+}
+
+/// A kernel that takes a `P`, and perhaps numbers from the host.
+pub(super) struct Kernel<P> {
+    /// Takes the numbers in device memory, or takes none.
+    pub(super) copied: TypedFunction<P>,
+    /// Takes the numbers after its parameters.
+    pub(super) listed: TypedFunction<WithList<P>>,
+}
+
+impl<P> Kernel<P> {
+    const fn new(copied: Function, listed: Function) -> Self {
+        Self { copied: TypedFunction::new(copied), listed: TypedFunction::new(listed) }
+    }
+}
+
+impl<P> Clone for Kernel<P> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P> Copy for Kernel<P> {}
+
+impl<P> fmt::Debug for Kernel<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kernel").field("copied", &self.copied).field("listed", &self.listed).finish()
+    }
 }
 
 /// The kernels, loaded on one device.
 #[derive(Debug)]
 pub(super) struct Kernels {
     device: Device,
-    pub(super) plan: Kernel,
-    pub(super) store: Kernel,
-    pub(super) gather: Kernel,
-    pub(super) copy: Kernel,
-    pub(super) copy_in_order: Kernel,
-    pub(super) zero: Kernel,
-    pub(super) write_points: Kernel,
-    pub(super) write_ragged: Kernel,
-    pub(super) kv_indices: Kernel,
-    pub(super) continue_pages: Function,
-    pub(super) copy_pages: Function,
-    pub(super) read_indices: Function,
+    pub(super) plan: Kernel<PlanParams>,
+    pub(super) store: Kernel<StoreParams>,
+    pub(super) gather: Kernel<GatherParams>,
+    pub(super) copy: Kernel<MoveParams>,
+    pub(super) copy_in_order: Kernel<OrderParams>,
+    pub(super) zero: Kernel<ZeroParams>,
+    pub(super) write_points: Kernel<PointsParams>,
+    pub(super) write_ragged: Kernel<RaggedParams>,
+    pub(super) kv_indices: Kernel<KvIndicesParams>,
+    pub(super) continue_pages: TypedFunction<WithList<ContinueParams>>,
+    pub(super) copy_pages: TypedFunction<WithList<PagesParams>>,
+    pub(super) read_indices: TypedFunction<ReadParams>,
 }
 
 impl Kernels {
@@ -93,18 +150,18 @@ impl Kernels {
         ] = load(gpu, &TABLE, table)?;
         let kernels = Arc::new(Self {
             device: gpu.device(),
-            plan: Kernel { copied: plan, listed: plan_listed },
-            store: Kernel { copied: store, listed: store_listed },
-            gather: Kernel { copied: gather, listed: gather_listed },
-            copy: Kernel { copied: copy, listed: copy_listed },
-            copy_in_order: Kernel { copied: ordered, listed: ordered_listed },
-            zero: Kernel { copied: zero, listed: zero_listed },
-            write_points: Kernel { copied: points, listed: points_listed },
-            write_ragged: Kernel { copied: ragged, listed: ragged_listed },
-            kv_indices: Kernel { copied: kv_indices, listed: kv_indices_listed },
-            continue_pages,
-            copy_pages,
-            read_indices,
+            plan: Kernel::new(plan, plan_listed),
+            store: Kernel::new(store, store_listed),
+            gather: Kernel::new(gather, gather_listed),
+            copy: Kernel::new(copy, copy_listed),
+            copy_in_order: Kernel::new(ordered, ordered_listed),
+            zero: Kernel::new(zero, zero_listed),
+            write_points: Kernel::new(points, points_listed),
+            write_ragged: Kernel::new(ragged, ragged_listed),
+            kv_indices: Kernel::new(kv_indices, kv_indices_listed),
+            continue_pages: TypedFunction::new(continue_pages),
+            copy_pages: TypedFunction::new(copy_pages),
+            read_indices: TypedFunction::new(read_indices),
         });
         loaded.push(Arc::clone(&kernels));
         Ok(kernels)
