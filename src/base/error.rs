@@ -92,9 +92,14 @@ impl Error {
     /// Wraps an error from the caller's own code, such as a fence, so that a pool can return it.
     #[must_use]
     pub fn foreign(source: impl std::error::Error + Send + Sync + 'static) -> Self {
-        let mut error = Self::new(ErrorKind::State, source.to_string());
-        error.0.source = Some(Arc::new(source));
-        error
+        Self::new(ErrorKind::State, source.to_string()).with_source(source)
+    }
+
+    /// Sets the error that caused this one; the message names it.
+    #[must_use]
+    pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        self.0.source = Some(Arc::new(source));
+        self
     }
 
     /// Puts `words` and a colon before the message.

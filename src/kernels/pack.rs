@@ -28,7 +28,7 @@ pub enum Direction {
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target
-/// overlap; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call
+/// may overlap; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call
 /// fails.
 pub(crate) fn pack(
     packed: &BorrowedTensor<'_>,
@@ -45,9 +45,7 @@ pub(crate) fn pack(
             "packed memory must be contiguous, and have the dtype and the number of elements of the tensor",
         ));
     }
-    let overlaps = |(&extent, &stride): (&i64, &i64)| extent > 1 && stride == 0;
-    let dims = || tensor.shape().as_slice().iter().zip(tensor.strides().as_slice());
-    if direction == Direction::Unpack && dims().any(overlaps) {
+    if direction == Direction::Unpack && may_overlap(tensor) {
         return Err(Error::config("elements of the tensor overlap, so it cannot be written to"));
     }
     let runs = Runs::of(tensor);
@@ -95,6 +93,23 @@ pub(crate) fn pack(
         }
     }
     Ok(())
+}
+
+/// Whether two elements of a tensor may share memory: each dimension must step over all that the dimensions
+/// with shorter strides span.
+fn may_overlap(tensor: &BorrowedTensor<'_>) -> bool {
+    let dims = tensor.shape().as_slice().iter().zip(tensor.strides().as_slice());
+    let mut dims: Vec<(u64, u64)> = dims
+        .filter(|(extent, _)| **extent > 1)
+        .map(|(extent, stride)| (stride.unsigned_abs(), extent.unsigned_abs()))
+        .collect();
+    dims.sort_unstable();
+    let mut span: u64 = 1;
+    dims.into_iter().any(|(stride, extent)| {
+        let steps_into_it = stride < span;
+        span = span.saturating_add(stride.saturating_mul(extent - 1));
+        steps_into_it
+    })
 }
 
 /// Rows of bytes at `address`, `pitch` bytes apart.

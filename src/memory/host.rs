@@ -9,7 +9,7 @@ use crate::base::{Device, Error, ErrorKind, Result};
 use super::{ALIGNMENT, Backend, Block, Contents, StreamSet};
 
 /// Blocks from this size on are mapped, page by page as they are touched, instead of allocated from the heap.
-const MAP_THRESHOLD: usize = 1 << 20;
+const MAP_THRESHOLD: usize = if cfg!(miri) { usize::MAX } else { 1 << 20 };
 
 /// Pageable host memory.
 ///

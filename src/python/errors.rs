@@ -1,6 +1,6 @@
 //! The mapping from [`Error`] to Python exceptions.
 
-use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyTypeError};
+use pyo3::exceptions::{PyIndexError, PyOSError, PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 
 use crate::base::{Error, ErrorKind};
@@ -59,6 +59,11 @@ fn to_exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     }
     if let Some(code) = facts.code {
         value.setattr("code", code)?;
+    }
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref::<std::io::Error>());
+    if let Some((cause, code)) = source.and_then(|cause| Some((cause, cause.raw_os_error()?))) {
+        // Python makes it the subclass for the code, such as `PermissionError`.
+        exception.set_cause(py, Some(PyOSError::new_err((code, cause.to_string()))));
     }
     Ok(exception)
 }

@@ -35,8 +35,9 @@ impl Folder {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config), with the path and the cause, if the system
     /// refuses the folder or a file in it, or the folder is in use by a process, also this one.
     pub fn open(path: &Path, caching: FileCaching) -> crate::base::Result<Self> {
-        let refused =
-            |cause: std::io::Error| Error::config(format!("{} cannot be used: {cause}", path.display()));
+        let refused = |cause: std::io::Error| {
+            Error::config(format!("{} cannot be used: {cause}", path.display())).with_source(cause)
+        };
         DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(refused)?;
         let open = |name: &str, flags: i32| {
             let mut options = OpenOptions::new();

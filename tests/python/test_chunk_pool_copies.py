@@ -216,7 +216,8 @@ def test_copies_reject_non_tensors(bad: Any) -> None:  # noqa: ANN401
 def test_elements_on_top_of_each_other_are_not_written_to(there: str) -> None:
     chunk = some(make(2, 12).allocate())
     origin = put(numbers(4), there)
-    for tensor in (origin[:3].expand(4, 3), origin.view(4, 1).expand(4, 3)):
+    strided = [origin.as_strided((3, 2), (1, 1)), origin.as_strided((2, 2), (1, 1))]
+    for tensor in (origin[:3].expand(4, 3), origin.view(4, 1).expand(4, 3), *strided):
         with pytest.raises(ConfigError, match="overlap"):
             chunk.copy_to(tensor)
     assert same(origin, numbers(4))

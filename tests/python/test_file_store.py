@@ -550,6 +550,14 @@ def test_a_process_killed_at_any_moment_leaves_only_right_pages(tmp_path: Path) 
     print(f"{KILLS} kills, {survived} pages found right, {damaged} damaged entries")  # noqa: T201 - for long runs
 
 
+def test_a_folder_that_the_system_refuses_is_told_with_its_cause(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="file/store cannot be used: ") as refused:
+        opened(file / "store")
+    assert isinstance(refused.value.__cause__, NotADirectoryError)
+
+
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     process = child(tmp_path, PAGE, 4, 0)
     with pytest.raises(ConfigError, match=f"{tmp_path} is in use by process {process.pid}$"):

@@ -53,8 +53,8 @@ pub(super) fn clear_entries(disk: &dyn Disk, slots: &[FileSlot]) -> io::Result<(
     cleared
 }
 
-fn failed(cause: &io::Error) -> Error {
-    Error::config(format!("its files cannot be read and written: {cause}"))
+fn failed(cause: io::Error) -> Error {
+    Error::config(format!("its files cannot be read and written: {cause}")).with_source(cause)
 }
 
 impl Opening<'_> {
@@ -76,7 +76,7 @@ impl Opening<'_> {
         }
         // Damaged entries may look right again when others have written, and one of two be back without the
         // other.
-        clear_entries(self.disk, &unfit).map_err(|cause| failed(&cause))?;
+        clear_entries(self.disk, &unfit).map_err(failed)?;
         damaged += self.move_down(&mut kept)?;
         self.cut()?;
         kept.reverse();
@@ -87,21 +87,21 @@ impl Opening<'_> {
 
     fn check_header(&self) -> Result<()> {
         let [index, pages] = [DiskFile::Index, DiskFile::Pages].map(|file| self.disk.bytes(file));
-        let (index, pages) = (index.map_err(|cause| failed(&cause))?, pages.map_err(|cause| failed(&cause))?);
+        let (index, pages) = (index.map_err(failed)?, pages.map_err(failed)?);
         let there = usize::try_from(index).unwrap_or(BLOCK).min(BLOCK);
         let mut block = vec![0; there];
-        read_whole(self.disk, DiskFile::Index, &mut block, 0).map_err(|cause| failed(&cause))?;
+        read_whole(self.disk, DiskFile::Index, &mut block, 0).map_err(failed)?;
         if check_header(self.digest, self.page_bytes, &block, index <= to_u64(BLOCK) && pages == 0)? {
             write_whole(self.disk, DiskFile::Index, &header(self.digest, self.page_bytes), 0)
-                .map_err(|cause| failed(&cause))?;
+                .map_err(failed)?;
         }
         Ok(())
     }
 
     /// The pages that lie in the file, and the slots of other entries.
     fn read_index(&self) -> Result<(Vec<Page>, Vec<FileSlot>)> {
-        let end = self.disk.bytes(DiskFile::Index).map_err(|cause| failed(&cause))?;
-        let pages = self.disk.bytes(DiskFile::Pages).map_err(|cause| failed(&cause))?;
+        let end = self.disk.bytes(DiskFile::Index).map_err(failed)?;
+        let pages = self.disk.bytes(DiskFile::Pages).map_err(failed)?;
         let whole = pages / to_u64(self.slot_bytes);
         let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), FileSlot::new(0));
         let mut piece = vec![0; PIECE];
@@ -113,8 +113,7 @@ impl Opening<'_> {
                 break;
             }
             let piece = &mut piece[..entries * ENTRY_BYTES];
-            read_whole(self.disk, DiskFile::Index, piece, entry_offset(slot))
-                .map_err(|cause| failed(&cause))?;
+            read_whole(self.disk, DiskFile::Index, piece, entry_offset(slot)).map_err(failed)?;
             for entry in piece.as_chunks::<ENTRY_BYTES>().0 {
                 if *entry != [0; ENTRY_BYTES] {
                     match Record::decode(self.digest, slot, entry) {
@@ -149,7 +148,7 @@ impl Opening<'_> {
                 continue;
             }
             let to = free.next().expect("no more pages are kept than there are slots");
-            self.write(to, record, bytes.as_mut_slice()).map_err(|cause| failed(&cause))?;
+            self.write(to, record, bytes.as_mut_slice()).map_err(failed)?;
             *slot = to;
         }
         kept.retain(|(slot, _)| *slot < end);
@@ -173,8 +172,8 @@ impl Opening<'_> {
         let ends =
             [(DiskFile::Index, entry_offset(end)), (DiskFile::Pages, page_offset(end, self.slot_bytes))];
         for (file, end) in ends {
-            if self.disk.bytes(file).map_err(|cause| failed(&cause))? > end {
-                self.disk.truncate(file, end).map_err(|cause| failed(&cause))?;
+            if self.disk.bytes(file).map_err(failed)? > end {
+                self.disk.truncate(file, end).map_err(failed)?;
             }
         }
         Ok(())
