@@ -11,7 +11,7 @@ use crate::base::DType;
 
 /// An element type that converts to binary32.
 pub(super) trait ToF32: Copy {
-    /// The value, which a float64 may lose digits of.
+    /// Returns the value, which a float64 may lose digits of.
     fn to_f32(self) -> f32;
 }
 
@@ -74,7 +74,7 @@ impl ToF32 for E5M2 {
     }
 }
 
-/// An integer below 256 as a float.
+/// Returns an integer below 256 as a float.
 fn small(value: u32) -> f32 {
     f32::from(u8::try_from(value).expect("it is below 256"))
 }
@@ -102,8 +102,9 @@ impl FromF32 for bf16 {
     }
 }
 
-/// The bits of `magnitude` (no sign, finite) as an 8-bit float with `mantissa_bits` and an exponent biased by
-/// `bias`, rounded to nearest even and unbounded: an overflow continues past the largest finite value.
+/// Returns the bits of `magnitude` (no sign, finite) as an 8-bit float with `mantissa_bits` and an exponent
+/// biased by `bias`, rounded to nearest even and unbounded: an overflow continues past the largest finite
+/// value.
 fn round_to_8_bits(magnitude: u32, mantissa_bits: u32, bias: u32) -> u32 {
     let shift = 23 - mantissa_bits;
     let smallest_normal = (127 - bias + 1) << 23;
@@ -192,7 +193,8 @@ unsafe fn convert<S: ToF32, T: FromF32>(
     }
 }
 
-/// The conversion from `from` to `to`, or `None` when one of them is not a float or `to` cannot be stored.
+/// Returns the conversion from `from` to `to`, or `None` when one of them is not a float or `to` cannot be
+/// stored.
 pub(super) fn conversion(from: DType, to: DType) -> Option<Convert> {
     fn to_target<S: ToF32>(to: DType) -> Option<Convert> {
         match to {
@@ -227,7 +229,7 @@ unsafe fn copy<T: Copy>(source: *const u8, stride: isize, target: *mut u8, count
     }
 }
 
-/// The conversion of `dtype` to itself, which keeps every bit.
+/// Returns the conversion of `dtype` to itself, which keeps every bit.
 pub(super) fn element_copy(dtype: DType) -> Convert {
     match dtype.size() {
         1 => copy::<u8>,

@@ -139,7 +139,7 @@ pub struct CopyThreads {
 }
 
 impl CopyThreads {
-    /// A set without threads.
+    /// Creates a set without threads.
     #[must_use]
     pub const fn new() -> Self {
         Self {

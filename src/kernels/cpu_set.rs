@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 pub(super) struct CpuSet(libc::cpu_set_t);
 
 impl CpuSet {
-    /// The processor of the calling thread, if the system says which.
+    /// Returns the processor of the calling thread, if the system says which.
     pub(super) fn current() -> Option<usize> {
         if cfg!(miri) {
             return None;
@@ -20,7 +20,8 @@ impl CpuSet {
         usize::try_from(unsafe { libc::sched_getcpu() }).ok()
     }
 
-    /// The processors on which the calling thread may run, without `processor`. `None` if that leaves none.
+    /// Returns the processors on which the calling thread may run, without `processor`. `None` if that leaves
+    /// none.
     pub(super) fn without(processor: usize) -> Option<Self> {
         // SAFETY: all bits zero is a set: the empty one.
         let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };

@@ -21,7 +21,7 @@ pub(crate) enum Element {
     Bool(bool),
 }
 
-/// The numbers in a tensor in host memory, of any shape and stride, in row-major order.
+/// Returns the numbers in a tensor in host memory, of any shape and stride, in row-major order.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
@@ -42,7 +42,7 @@ pub(crate) fn elements(tensor: &BorrowedTensor<'_>) -> Result<Vec<Element>> {
     }
 }
 
-/// The elements, whose type is `T`, as numbers.
+/// Returns the elements, whose type is `T`, as numbers.
 fn each<T: Copy>(tensor: &BorrowedTensor<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
     let values: Vec<T> = read(tensor)?;
     let mut numbers = try_with_capacity(values.len())?;

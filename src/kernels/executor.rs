@@ -59,9 +59,9 @@ impl HostExecutor {
 }
 
 impl Executor {
-    /// An executor for the memory `region`, in `sections` that calls lock one at a time. Its indices belong
-    /// to `spaces`, one of rows and one of columns; up to `ring_bytes` of them are transferred to a device at
-    /// once.
+    /// Creates an executor for the memory `region`, in `sections` that calls lock one at a time. Its indices
+    /// belong to `spaces`, one of rows and one of columns; up to `ring_bytes` of them are transferred to a
+    /// device at once.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the kernels cannot be loaded,
@@ -76,7 +76,7 @@ impl Executor {
         Launcher::new(gpu, backend, users, spaces, ring_bytes).map(Self::Device)
     }
 
-    /// The device of the memory, or `None` on the host.
+    /// Returns the device of the memory, or `None` on the host.
     #[must_use]
     pub(crate) const fn gpu(&self) -> Option<&Arc<Gpu>> {
         match self {
@@ -85,7 +85,7 @@ impl Executor {
         }
     }
 
-    /// A point to wait for before sending more numbers from the host: see
+    /// Returns a point to wait for before sending more numbers from the host: see
     /// [`Ring::backpressure_event`](crate::memory::Ring::backpressure_event).
     #[must_use]
     pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {

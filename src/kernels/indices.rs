@@ -37,7 +37,7 @@ pub struct IndexSpaces {
 }
 
 impl IndexSpaces {
-    /// The spaces of a memory without columns.
+    /// Returns the spaces of a memory without columns.
     #[must_use]
     pub const fn of_rows(rows: IndexSpace) -> Self {
         Self { rows, columns: IndexSpace { noun: "column", len: 0 } }
@@ -60,7 +60,7 @@ pub enum Indices<'a> {
 }
 
 impl<'a> Indices<'a> {
-    /// The values of an index tensor on any device, with its framework's count of writes.
+    /// Returns the values of an index tensor on any device, with its framework's count of writes.
     ///
     /// # Errors
     /// Same as [`read_indices`], except that any device is allowed.
@@ -72,7 +72,7 @@ impl<'a> Indices<'a> {
         Ok(Self::Device { tensor, version })
     }
 
-    /// The number of values.
+    /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -81,13 +81,13 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// Whether there are no values.
+    /// Returns whether there are no values.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The values, for a pool in host memory.
+    /// Returns the values, for a pool in host memory.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they are on a device.
@@ -100,7 +100,7 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// The values from the host, checked against `space`; empty for a device tensor.
+    /// Returns the values from the host, checked against `space`; empty for a device tensor.
     ///
     /// # Errors
     /// Same as [`IndexSpace::check`].
@@ -111,7 +111,7 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// The values as kernel parameters; `list` holds those from the host.
+    /// Returns the values as kernel parameters; `list` holds those from the host.
     #[must_use]
     pub const fn numbers<'b>(&'b self, list: &'b [i32]) -> Numbers<'b> {
         match self {
@@ -134,7 +134,7 @@ pub enum Numbers<'a> {
     Arange(i64),
 }
 
-/// The error for what is no index: `found` is a dtype or the type of an object.
+/// Returns the error for what is no index: `found` is a dtype or the type of an object.
 #[cold]
 #[must_use]
 pub(crate) fn not_indices(found: &str) -> Error {
@@ -208,7 +208,7 @@ pub(super) fn read<T: Copy>(tensor: &BorrowedTensor<'_>) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// The offset, in elements, of element number `position` in row-major order.
+/// Returns the offset, in elements, of element number `position` in row-major order.
 pub(super) fn offset_of(position: usize, shape: &[i64], strides: &[i64]) -> isize {
     let mut left = position;
     let mut offset = 0i64;

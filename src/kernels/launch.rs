@@ -93,8 +93,8 @@ pub struct Launcher {
 }
 
 impl Launcher {
-    /// A launcher for memory of `backend` on `gpu` with these users, which passes up to `ring_bytes` of
-    /// numbers from the host at once.
+    /// Creates a launcher for memory of `backend` on `gpu` with these users, which passes up to `ring_bytes`
+    /// of numbers from the host at once.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when the kernels cannot be loaded, [`ErrorKind::OutOfMemory`] when there is not
@@ -115,13 +115,14 @@ impl Launcher {
         Ok(Self { gpu: Arc::clone(gpu), kernels, ring, spaces, fault, users: Arc::clone(users) })
     }
 
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub(crate) const fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
 
-    /// A point to wait for before sending more numbers from the host: see [`Ring::backpressure_event`].
+    /// Returns a point to wait for before sending more numbers from the host: see
+    /// [`Ring::backpressure_event`].
     #[must_use]
     pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.ring.backpressure_event()
@@ -606,9 +607,9 @@ impl Launcher {
             return Ok(());
         }
         self.users.record(stream);
-        // SAFETY: the kernel takes a `P`. Addresses are those of live regions of this device and of tensors that
-        // the caller of the pool keeps alive in the order of `stream`; what a kernel reaches from them was
-        // checked by the caller or is checked by the kernel.
+        // SAFETY: the kernel takes a `P`. Addresses are those of live regions of this device and of tensors
+        // that the caller of the pool keeps alive in the order of `stream`; what a kernel reaches from them
+        // was checked by the caller or is checked by the kernel.
         unsafe { self.gpu.launch(kernel.function(), grid, params, stream) }
     }
 }
@@ -624,7 +625,7 @@ fn last_of_each(mut rows: Vec<i32>) -> Vec<i32> {
     rows
 }
 
-/// The rows written and the rows read, if none of `moves` depends on another.
+/// Returns the rows written and the rows read, if none of `moves` depends on another.
 fn independent(moves: &[Move]) -> Option<(Vec<i32>, Vec<i32>)> {
     let mut pairs = (Vec::with_capacity(moves.len()), Vec::with_capacity(moves.len()));
     for step in moves {

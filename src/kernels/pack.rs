@@ -28,8 +28,8 @@ pub enum Direction {
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target
-/// may overlap; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call
-/// fails.
+/// may overlap; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver
+/// call fails.
 pub(crate) fn pack(
     packed: &BorrowedTensor<'_>,
     tensor: &BorrowedTensor<'_>,
@@ -95,8 +95,8 @@ pub(crate) fn pack(
     Ok(())
 }
 
-/// Whether two elements of a tensor may share memory: each dimension must step over all that the dimensions
-/// with shorter strides span.
+/// Returns whether two elements of a tensor may share memory: each dimension must step over all that the
+/// dimensions with shorter strides span.
 fn may_overlap(tensor: &BorrowedTensor<'_>) -> bool {
     let dims = tensor.shape().as_slice().iter().zip(tensor.strides().as_slice());
     let mut dims: Vec<(u64, u64)> = dims
@@ -158,8 +158,8 @@ impl Runs {
         runs
     }
 
-    /// The number of runs in one copy, and the distance between them in bytes: the runs of the innermost
-    /// dimension outside, unless they overlap or are too far apart.
+    /// Returns the number of runs in one copy, and the distance between them in bytes: the runs of the
+    /// innermost dimension outside, unless they overlap or are too far apart.
     fn rows(&self) -> (usize, usize) {
         let apart = |&(extent, stride): &(usize, isize)| Some((extent, usize::try_from(stride).ok()?));
         self.outer
@@ -169,7 +169,7 @@ impl Runs {
             .unwrap_or((1, self.run_bytes))
     }
 
-    /// The offset of run `number` in the tensor, in bytes.
+    /// Returns the offset of run `number` in the tensor, in bytes.
     fn start(&self, mut number: usize) -> isize {
         let mut start = 0;
         for &(extent, stride) in &self.outer {

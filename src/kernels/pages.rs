@@ -41,7 +41,7 @@ pub enum HostAccess {
     Copied,
 }
 
-/// Bytes of one layer of a piece: a page's rows of both kinds.
+/// Returns the bytes of one layer of a piece: a page's rows of both kinds.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pages of no rows and for more bytes than an
@@ -51,7 +51,7 @@ pub fn layer_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
     first.checked_add(second).ok_or_else(|| Error::config(format!("pages of {page_size} rows are too large")))
 }
 
-/// Bytes of a piece: a page's rows of both kinds, of every layer.
+/// Returns the bytes of a piece: a page's rows of both kinds, of every layer.
 ///
 /// # Errors
 /// Same as [`layer_bytes`].
@@ -70,7 +70,7 @@ pub fn piece_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
     bytes_of("a piece", &[rows.layers(), layer_bytes(rows, page_size)?], DType::U8)
 }
 
-/// Bytes of a page in one layer, of each kind.
+/// Returns the bytes of a page in one layer, of each kind.
 fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
     if page_size == 0 {
         return Err(Error::config("page_size is 0; a page has at least one row"));
@@ -125,8 +125,8 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// The first `count` pieces of `region`, `stride` bytes apart, for pages of `page_size` of `rows`. Rows
-    /// behind the last whole page belong to no page.
+    /// Returns the first `count` pieces of `region`, `stride` bytes apart, for pages of `page_size` of
+    /// `rows`. Rows behind the last whole page belong to no page.
     ///
     /// Memory that the device of `rows` cannot reach in place is copied, whatever `reach` says.
     ///
@@ -188,31 +188,31 @@ impl Pieces {
         })
     }
 
-    /// The memory.
+    /// Returns the memory.
     #[must_use]
     pub const fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// The way in which the device of the pool reaches them.
+    /// Returns the way in which the device of the pool reaches them.
     #[must_use]
     pub const fn reach(&self) -> HostAccess {
         self.reach
     }
 
-    /// The number of pieces.
+    /// Returns the number of pieces.
     #[must_use]
     pub const fn count(&self) -> usize {
         self.count
     }
 
-    /// Bytes from one piece to the next.
+    /// Returns the number of bytes from one piece to the next.
     #[must_use]
     pub const fn stride(&self) -> usize {
         self.stride
     }
 
-    /// The bytes of the region that some layers of a piece occupy: a piece, for all of them.
+    /// Returns the bytes of the region that some layers of a piece occupy: a piece, for all of them.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a piece or layers that do not exist.
@@ -306,7 +306,7 @@ impl Pieces {
     }
 }
 
-/// Whether two regions have bytes in common.
+/// Returns whether two regions have bytes in common.
 fn overlap(one: &Region, other: &Region) -> bool {
     let [one, other] = [one, other].map(|region| {
         let start = region.address().as_ptr().addr();
@@ -339,7 +339,7 @@ fn check_unique_targets(noun: &str, indices: &[[i32; 2]]) -> Result<()> {
     }
 }
 
-/// The first number that is not above the one before it.
+/// Returns the first number that is not above the one before it.
 fn first_not_above(numbers: impl IntoIterator<Item = i32>) -> Option<i32> {
     let mut before = None;
     numbers.into_iter().find(|number| before.replace(*number).is_some_and(|before| before >= *number))
@@ -378,12 +378,12 @@ impl PageSide<'_> {
         self.offset + layer * self.step + unsigned(index.into()) * self.stride
     }
 
-    /// The address of a page in a layer.
+    /// Returns the address of a page in a layer.
     pub(super) fn at(&self, layer: usize, index: i32) -> *mut u8 {
         self.region.address().as_ptr().wrapping_add(self.offset(layer, index))
     }
 
-    /// The first `bytes` of a page in some layers, as rows.
+    /// Returns the first `bytes` of a page in some layers, as rows.
     pub(super) fn rows(&self, layers: Range<usize>, index: i32, bytes: usize) -> Result<BorrowedTensor<'_>> {
         // A single row may be farther from the next than a copy of rows takes.
         let step = if layers.len() == 1 { bytes } else { self.step };

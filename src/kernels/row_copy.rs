@@ -25,12 +25,12 @@ pub(super) struct RowCopy {
 }
 
 impl RowCopy {
-    /// The method for `rows` rows of `row_bytes`.
+    /// Returns the method for `rows` rows of `row_bytes`.
     pub(super) const fn new(row_bytes: usize, rows: usize) -> Self {
         Self { row_bytes, is_streaming: row_bytes.saturating_mul(rows) >= STREAM_THRESHOLD }
     }
 
-    /// The method for pages of `page_bytes`, each as one row, in a batch of `batch_bytes`.
+    /// Returns the method for pages of `page_bytes`, each as one row, in a batch of `batch_bytes`.
     pub(super) const fn of_pages(page_bytes: usize, batch_bytes: usize) -> Self {
         Self {
             row_bytes: page_bytes,

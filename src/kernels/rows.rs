@@ -44,13 +44,13 @@ impl RowBuffer {
         Ok(Self { region, offset, rows, heads, dim, dtype })
     }
 
-    /// The region of the rows.
+    /// Returns the region of the rows.
     #[must_use]
     pub const fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// The offset of the first row in the region, in bytes.
+    /// Returns the offset of the first row in the region, in bytes.
     #[must_use]
     pub const fn offset(&self) -> usize {
         self.offset
@@ -62,39 +62,39 @@ impl RowBuffer {
         [self.rows, self.heads, self.dim]
     }
 
-    /// The element type.
+    /// Returns the element type.
     #[must_use]
     pub const fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The size of one row in bytes.
+    /// Returns the size of one row in bytes.
     #[must_use]
     pub const fn row_bytes(&self) -> usize {
         self.heads * self.dim * self.dtype.size()
     }
 
-    /// The size of all rows in bytes.
+    /// Returns the size of all rows in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.rows * self.row_bytes()
     }
 
-    /// The address and sizes of the buffer.
+    /// Returns the address and sizes of the buffer.
     #[must_use]
     pub fn info(&self) -> BufferInfo {
         let address = self.region.address().as_ptr().addr() + self.offset;
         BufferInfo { address, bytes: self.bytes(), row_bytes: self.row_bytes() }
     }
 
-    /// The bytes of the region that a run of rows occupies; rows beyond the last are ignored.
+    /// Returns the bytes of the region that a run of rows occupies; rows beyond the last are ignored.
     pub(super) fn bytes_of(&self, run: &Range<usize>) -> Range<usize> {
         let [start, end] =
             [run.start, run.end].map(|row| self.offset + row.min(self.rows) * self.row_bytes());
         start..end
     }
 
-    /// The address of a row. `row` must be below `rows`.
+    /// Returns the address of a row. `row` must be below `rows`.
     pub(super) fn row(&self, row: u32) -> *mut u8 {
         debug_assert!(widen(row) < self.rows);
         self.region.address().as_ptr().wrapping_add(self.offset + widen(row) * self.row_bytes())
@@ -126,7 +126,7 @@ pub struct LayerLayout {
 }
 
 impl LayerLayout {
-    /// The end of the buffers of `layers` layers in the region, in bytes.
+    /// Returns the end of the buffers of `layers` layers in the region, in bytes.
     #[must_use]
     pub const fn end(&self, layers: usize) -> usize {
         self.offset + layers * self.step
@@ -142,7 +142,7 @@ pub struct LayerRows {
 }
 
 impl LayerRows {
-    /// The rows of `layers` layers in `region`.
+    /// Returns the rows of `layers` layers in `region`.
     ///
     /// # Errors
     /// Same as [`RowBuffer::new`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
@@ -158,13 +158,13 @@ impl LayerRows {
         Ok(Self { buffers, layers })
     }
 
-    /// The number of layers.
+    /// Returns the number of layers.
     #[must_use]
     pub const fn layers(&self) -> usize {
         self.layers
     }
 
-    /// The rows of a layer.
+    /// Returns the rows of a layer.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
@@ -175,20 +175,20 @@ impl LayerRows {
         Ok([&self.buffers[layer], &self.buffers[self.layers + layer]])
     }
 
-    /// The rows of each kind, by layer.
+    /// Returns the rows of each kind, by layer.
     #[must_use]
     pub fn kinds(&self) -> [&[RowBuffer]; 2] {
         let (first, second) = self.buffers.split_at(self.layers);
         [first, second]
     }
 
-    /// Every buffer, those of the first kind first.
+    /// Returns every buffer, those of the first kind first.
     #[must_use]
     pub fn all(&self) -> &[RowBuffer] {
         &self.buffers
     }
 
-    /// The size of all rows in bytes.
+    /// Returns the size of all rows in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.buffers.iter().map(RowBuffer::bytes).sum()

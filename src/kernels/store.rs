@@ -117,13 +117,13 @@ pub(super) struct ValueLayout {
 }
 
 impl ValueLayout {
-    /// Whether the elements of a piece are contiguous.
+    /// Returns whether the elements of a piece are contiguous.
     pub(super) const fn is_packed(&self) -> bool {
         self.dim_stride == 1 || self.dim == 1
     }
 }
 
-/// The layout of the values of `store`, which must be `count` rows.
+/// Returns the layout of the values of `store`, which must be `count` rows.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when their shape or device does not fit.
@@ -158,7 +158,7 @@ pub(super) fn layout(store: &StoreRows<'_>, count: usize) -> Result<ValueLayout>
     Ok(ValueLayout { lead_shape, lead_strides, heads, dim, head_stride, dim_stride })
 }
 
-/// The error for values that cannot be converted to the pool's dtype.
+/// Returns the error for values that cannot be converted to the pool's dtype.
 pub(super) fn inconvertible(store: &StoreRows<'_>) -> Error {
     let (from, to) = (store.values.dtype(), store.target.dtype());
     Error::wrong_type(format!("{} is {from}, which cannot be converted to the pool's {to}", store.name))
@@ -180,12 +180,12 @@ fn plan<'a>(store: &StoreRows<'a>, count: usize) -> Result<StorePlan<'a>> {
 }
 
 impl StorePlan<'_> {
-    /// The size of `elements` of the source in bytes.
+    /// Returns the size of `elements` of the source in bytes.
     fn bytes_of(&self, elements: isize) -> isize {
         elements.wrapping_mul(self.store.values.dtype().size().cast_signed())
     }
 
-    /// The address of value number `position`.
+    /// Returns the address of value number `position`.
     fn source(&self, position: usize) -> *const u8 {
         let lead =
             offset_of(position, self.layout.lead_shape.as_slice(), self.layout.lead_strides.as_slice());

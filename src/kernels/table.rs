@@ -13,7 +13,7 @@ pub(crate) struct Table<'a> {
 }
 
 impl<'a> Table<'a> {
-    /// A table over all of `region`.
+    /// Creates a table over all of `region`.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the region is smaller.
@@ -38,7 +38,7 @@ impl<'a> Table<'a> {
         self.region.address().as_ptr().cast()
     }
 
-    /// The offset of a row, in bytes.
+    /// Returns the offset of a row, in bytes.
     const fn row(&self, row: u32) -> usize {
         widen(row) * self.columns * size_of::<i32>()
     }
@@ -85,7 +85,7 @@ pub(super) fn build_kv_indices(
     Ok(())
 }
 
-/// The part of the output for row number `position` of a batch.
+/// Returns the part of the output for row number `position` of a batch.
 ///
 /// # Errors
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) unless `0 <= begin <= end <= capacity` and the part is

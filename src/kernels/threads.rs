@@ -20,7 +20,7 @@ const MAX_BY_DEFAULT: usize = 16;
 /// 0 until it is first read or set.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
-/// The number of threads that one large copy may use.
+/// Returns the number of threads that one large copy may use.
 ///
 /// ```
 /// kvpool::kernels::set_num_threads(2);

@@ -29,19 +29,19 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// A block of `bytes` at `address`.
+    /// Creates a block of `bytes` at `address`.
     #[must_use]
     pub const fn new(address: NonNull<u8>, bytes: usize) -> Self {
         Self { address, bytes }
     }
 
-    /// The address of the first byte.
+    /// Returns the address of the first byte.
     #[must_use]
     pub const fn address(&self) -> NonNull<u8> {
         self.address
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
@@ -68,15 +68,15 @@ pub enum Contents {
 /// [`Backend::deallocate`], overlaps no other valid block, begins at a multiple of [`ALIGNMENT`] and has the
 /// requested contents.
 pub unsafe trait Backend: Debug + Send + Sync {
-    /// The device of the memory.
+    /// Returns the device of the memory.
     fn device(&self) -> Device;
 
-    /// The GPU of the memory, or `None` for host memory.
+    /// Returns the GPU of the memory, or `None` for host memory.
     fn gpu(&self) -> Option<&Arc<Gpu>> {
         None
     }
 
-    /// Whether devices can access the memory, so that enqueued work may use it.
+    /// Returns whether devices can access the memory, so that enqueued work may use it.
     fn is_device_accessible(&self) -> bool {
         self.gpu().is_some()
     }

@@ -32,7 +32,7 @@ unsafe impl Send for BorrowedTensor<'_> {}
 unsafe impl Sync for BorrowedTensor<'_> {}
 
 impl BorrowedTensor<'_> {
-    /// A tensor at `address`.
+    /// Creates a tensor at `address`.
     ///
     /// # Safety
     /// For `'a`, every element that `shape` and `strides` reach from `address` is valid memory of `device`
@@ -48,37 +48,37 @@ impl BorrowedTensor<'_> {
         Self { address, dtype, device, shape, strides, owner: PhantomData }
     }
 
-    /// The address of element 0.
+    /// Returns the address of element 0.
     #[must_use]
     pub const fn address(&self) -> NonNull<u8> {
         self.address
     }
 
-    /// The element type.
+    /// Returns the element type.
     #[must_use]
     pub const fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The device of the memory.
+    /// Returns the device of the memory.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
     }
 
-    /// The extents.
+    /// Returns the extents.
     #[must_use]
     pub const fn shape(&self) -> &Dims {
         &self.shape
     }
 
-    /// The strides, in elements.
+    /// Returns the strides, in elements.
     #[must_use]
     pub const fn strides(&self) -> &Dims {
         &self.strides
     }
 
-    /// Whether the elements are contiguous, last dimension fastest.
+    /// Returns whether the elements are contiguous, last dimension fastest.
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
         let mut packed = 1i64;
@@ -90,7 +90,7 @@ impl BorrowedTensor<'_> {
         }) || self.shape.numel() == 0
     }
 
-    /// The tensor's only element, repeated `count` times. `None` unless it has exactly one element.
+    /// Returns the tensor's only element, repeated `count` times. `None` unless it has exactly one element.
     #[must_use]
     pub fn expanded(&self, count: usize) -> Option<Self> {
         let extent = i64::try_from(count).ok()?;
@@ -125,7 +125,7 @@ impl BorrowedTensor<'_> {
         with_streams_at(self.address.as_ptr().addr(), |users| users.record(stream));
     }
 
-    /// The streams that use its memory, if devices can access it and a backend allocated it.
+    /// Returns the streams that use its memory, if devices can access it and a backend allocated it.
     #[must_use]
     pub fn users(&self) -> Option<Arc<StreamSet>> {
         with_streams_at(self.address.as_ptr().addr(), Arc::clone)

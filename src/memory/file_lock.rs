@@ -98,7 +98,7 @@ impl Drop for FileLock {
     }
 }
 
-/// The request to write anywhere in a file.
+/// Returns the request to write anywhere in a file.
 fn whole_file() -> libc::flock {
     // SAFETY: it consists of numbers, for which zeros are valid.
     let mut request: libc::flock = unsafe { MaybeUninit::zeroed().assume_init() };

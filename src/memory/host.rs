@@ -24,7 +24,7 @@ pub(super) fn out_of_memory(bytes: usize) -> Error {
         .with_asked(bytes)
 }
 
-/// The heap layout of `bytes`; at least one byte, so that every block has an address.
+/// Returns the heap layout of `bytes`; at least one byte, so that every block has an address.
 fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
 }

@@ -49,7 +49,7 @@ unsafe impl Send for HostRows {}
 unsafe impl Sync for HostRows {}
 
 impl HostRows {
-    /// The rows of `tensor`: what dimension 0 counts.
+    /// Returns the rows of `tensor`: what dimension 0 counts.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless the tensor is in host memory, each row is
@@ -143,19 +143,19 @@ impl HostRows {
         Ok(self)
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     #[must_use]
     pub fn len(&self) -> usize {
         self.selected.as_ref().map_or(self.layout.len(), Vec::len)
     }
 
-    /// Whether there are none.
+    /// Returns whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes of a row.
+    /// Returns the number of bytes of a row.
     ///
     /// # Panics
     /// If `row` is out of range.
@@ -164,7 +164,7 @@ impl HostRows {
         self.row(row).1
     }
 
-    /// The address where a row begins, for work that goes on as long as these rows live.
+    /// Returns the address where a row begins, for work that goes on as long as these rows live.
     ///
     /// # Panics
     /// If `row` is out of range.

@@ -12,7 +12,7 @@ pub enum Image<'a> {
 }
 
 impl Image<'_> {
-    /// The address of the first byte.
+    /// Returns the address of the first byte.
     #[must_use]
     pub const fn address(&self) -> *const u8 {
         match self {

@@ -75,7 +75,7 @@ impl MappedHost {
         }
     }
 
-    /// Whether any memory in use is in explicit huge pages.
+    /// Returns whether any memory in use is in explicit huge pages.
     pub fn has_huge_pages(&self) -> bool {
         lock(&self.blocks).iter().any(|block| block.pages.are_huge)
     }
@@ -226,7 +226,7 @@ fn map_huge(_bytes: usize, _page: usize) -> io::Result<NonNull<u8>> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// The highest number of a NUMA node, or 0 where the system reports none.
+/// Returns the highest number of a NUMA node, or 0 where the system reports none.
 fn last_numa_node() -> usize {
     let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
     online.trim().rsplit([',', '-']).next().and_then(|last| last.parse().ok()).unwrap_or(0)

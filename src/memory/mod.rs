@@ -64,7 +64,8 @@ pub trait KeepAlive: Debug + Any + Send + Sync {}
 
 impl<T: Debug + Any + Send + Sync> KeepAlive for T {}
 
-/// The backend for `device`. On a GPU, [`Contents::Zeros`] are written on `stream`, which is waited for.
+/// Returns the backend for `device`. On a GPU, [`Contents::Zeros`] are written on `stream`, which is waited
+/// for.
 ///
 /// # Errors
 /// [`ErrorKind::BackendUnavailable`](crate::base::ErrorKind::BackendUnavailable), with the missing part, when

@@ -148,7 +148,7 @@ impl PageLocking {
         Self(shared)
     }
 
-    /// The number of steps.
+    /// Returns the number of steps.
     #[must_use]
     pub fn steps(&self) -> usize {
         self.0.steps.len()

@@ -23,10 +23,10 @@ use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
 /// # Contents
 /// The bytes are shared with tensors of other libraries, with other threads and with devices, as those of a
 /// NumPy array are. Rust therefore never refers to them: they are accessed through raw addresses and copies
-/// within bounds. Whoever writes them excludes other accesses: a pool by `&mut` of its `RegionWriter`, kernels
-/// by the locks of their executor or by the order of a stream; so only this crate writes and reads the
-/// contents of a region itself. Numbers that decide about memory are checked in the copy, which nothing else
-/// can change.
+/// within bounds. Whoever writes them excludes other accesses: a pool by `&mut` of its `RegionWriter`,
+/// kernels by the locks of their executor or by the order of a stream; so only this crate writes and reads
+/// the contents of a region itself. Numbers that decide about memory are checked in the copy, which nothing
+/// else can change.
 pub struct Region {
     /// Its address and length, for every kind of owner; valid until this drops.
     block: Block,
@@ -48,13 +48,13 @@ unsafe impl Send for RegionRange<'_> {}
 unsafe impl Sync for RegionRange<'_> {}
 
 impl RegionRange<'_> {
-    /// The address of the first byte.
+    /// Returns the address of the first byte.
     #[must_use]
     pub const fn address(&self) -> NonNull<u8> {
         self.address
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
@@ -114,7 +114,7 @@ enum Origin {
 pub struct ReturnedParts(Mutex<Vec<Range<usize>>>);
 
 impl ReturnedParts {
-    /// The ranges since the last call.
+    /// Returns the ranges since the last call.
     #[must_use]
     pub fn take(&self) -> Vec<Range<usize>> {
         std::mem::take(&mut *self.ranges())
@@ -160,7 +160,7 @@ impl Region {
         Ok(Self { block, device: backend.device(), origin: Origin::Backend(backend, users) })
     }
 
-    /// A region that takes over `indices`, without a copy.
+    /// Creates a region that takes over `indices`, without a copy.
     #[must_use]
     pub fn from_indices(mut indices: IndexVec) -> Self {
         let block = match &mut indices {
@@ -170,12 +170,12 @@ impl Region {
         Self { block, device: Device::Cpu, origin: Origin::Indices { elements: indices } }
     }
 
-    /// Whether the region was made [of indices](Region::from_indices).
+    /// Returns whether the region was made [of indices](Region::from_indices).
     pub(crate) const fn is_from_indices(&self) -> bool {
         matches!(self.origin, Origin::Indices { .. })
     }
 
-    /// A copy of the indices that the region was made [of](Region::from_indices), as they are now.
+    /// Returns a copy of the indices that the region was made [of](Region::from_indices), as they are now.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
@@ -203,7 +203,7 @@ impl Region {
         Ok(Self { block, device: Device::Cpu, origin: Origin::Scratch { _lines: lines } })
     }
 
-    /// A copy of `values` in host memory from the heap, at the start of a cache line.
+    /// Creates a copy of `values` in host memory from the heap, at the start of a cache line.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
@@ -214,7 +214,7 @@ impl Region {
         Ok(region)
     }
 
-    /// A copy of this region of the host, at the start of a cache line.
+    /// Creates a copy of this region of the host, at the start of a cache line.
     ///
     /// # Errors
     /// Same as [`Region::copy_of`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
@@ -226,7 +226,7 @@ impl Region {
         Ok(region)
     }
 
-    /// The bytes `range` of `whole`. Dropping it adds the range to `returned`.
+    /// Returns the bytes `range` of `whole`. Dropping it adds the range to `returned`.
     ///
     /// # Errors
     /// Same as [`Region::at`]; in that case nothing is added to `returned`.
@@ -236,19 +236,19 @@ impl Region {
         Ok(Self { block, device: whole.device, origin: Origin::Part { whole, range, returned } })
     }
 
-    /// The device of the memory.
+    /// Returns the device of the memory.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
     }
 
-    /// The GPU of the memory, or `None` for host memory.
+    /// Returns the GPU of the memory, or `None` for host memory.
     #[must_use]
     pub fn gpu(&self) -> Option<&Arc<Gpu>> {
         self.backend()?.gpu()
     }
 
-    /// The backend that allocated the memory, if one did.
+    /// Returns the backend that allocated the memory, if one did.
     #[must_use]
     pub fn backend(&self) -> Option<&Arc<dyn Backend>> {
         match &self.origin {
@@ -258,7 +258,7 @@ impl Region {
         }
     }
 
-    /// The streams that use the memory, if a backend allocated it.
+    /// Returns the streams that use the memory, if a backend allocated it.
     #[must_use]
     pub fn users(&self) -> Option<&Arc<StreamSet>> {
         match &self.origin {
@@ -276,19 +276,19 @@ impl Region {
         }
     }
 
-    /// The address of the first byte.
+    /// Returns the address of the first byte.
     #[must_use]
     pub const fn address(&self) -> NonNull<u8> {
         self.block.address()
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.block.bytes()
     }
 
-    /// The address of `bytes` bytes at `offset`.
+    /// Returns the address of `bytes` bytes at `offset`.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the region.
@@ -327,7 +327,7 @@ impl Region {
         backend.lock_pages(gpu, self, bytes)
     }
 
-    /// A tensor within this region that begins at byte `offset`.
+    /// Returns a tensor within this region that begins at byte `offset`.
     ///
     /// # Errors
     /// Same as [`Region::at`], for the farthest element.
@@ -391,7 +391,7 @@ impl Region {
         Ok(())
     }
 
-    /// A copy of the `count` elements at byte `offset` of host memory.
+    /// Returns a copy of the `count` elements at byte `offset` of host memory.
     ///
     /// # Errors
     /// Same as [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
@@ -428,7 +428,8 @@ impl Region {
     }
 }
 
-/// The elements of a vector. The address is taken for writing, and stays valid for it when the vector moves.
+/// Returns the elements of a vector. The address is taken for writing, and stays valid for it when the vector
+/// moves.
 fn block_of<T>(elements: &mut Vec<T>) -> Block {
     let bytes = size_of_val(&elements[..]);
     Block::new(NonNull::new(elements.as_mut_ptr().cast()).unwrap_or(NonNull::dangling()), bytes)
@@ -443,7 +444,8 @@ impl Debug for Region {
     }
 }
 
-/// Bytes from the first element of a tensor to the end of the farthest one. Strides are not negative.
+/// Returns the bytes from the first element of a tensor to the end of the farthest one. Strides are not
+/// negative.
 fn span_bytes(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
     if shape.numel() == 0 {
         return Ok(0);
@@ -509,7 +511,7 @@ mod tests {
         }
     }
 
-    /// The errors of every access to two int32 at `offset`.
+    /// Returns the errors of every access to two int32 at `offset`.
     fn refusals(writer: &mut RegionWriter, offset: usize) -> Vec<ErrorKind> {
         let answers = [
             writer.write(offset, &[1i32, 2]),

@@ -21,7 +21,7 @@ impl RegionWriter {
         Self { region: Arc::new(region) }
     }
 
-    /// The region, for views.
+    /// Returns the region, for views.
     pub(crate) const fn region(&self) -> &Arc<Region> {
         &self.region
     }

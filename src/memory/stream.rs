@@ -16,7 +16,7 @@ impl Stream {
     /// The legacy default stream.
     pub const DEFAULT: Self = Self(0);
 
-    /// The stream with this driver handle.
+    /// Returns the stream with this driver handle.
     ///
     /// # Safety
     /// In calls that enqueue work on a device, the handle is 0 or that of a stream of this device that exists
@@ -26,7 +26,7 @@ impl Stream {
         Self(handle)
     }
 
-    /// The driver handle.
+    /// Returns the driver handle.
     #[must_use]
     pub const fn handle(self) -> usize {
         self.0

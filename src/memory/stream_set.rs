@@ -48,7 +48,7 @@ impl StreamSet {
         }
     }
 
-    /// Every recorded stream.
+    /// Returns every recorded stream.
     #[must_use]
     pub fn streams(&self) -> Vec<Stream> {
         self.lock().clone()

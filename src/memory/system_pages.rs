@@ -21,19 +21,20 @@ static HUGE: LazyLock<Vec<usize>> = LazyLock::new(|| sizes_in(Path::new(HUGE_PAG
 static TRANSPARENT_PAGE: LazyLock<usize> =
     LazyLock::new(|| size_in(Path::new(TRANSPARENT)).unwrap_or(2 << 20));
 
-/// Bytes of a page, a power of two. Memory is mapped and page-locked in multiples of it.
+/// Returns the number of bytes of a page, a power of two. Memory is mapped and page-locked in multiples of
+/// it.
 #[must_use]
 pub fn system_page_size() -> usize {
     *PAGE
 }
 
-/// The sizes of explicit huge pages that suit a block of `bytes`, the largest first: those which add at most
-/// an eighth to it. The system need not have any of them free.
+/// Returns the sizes of explicit huge pages that suit a block of `bytes`, the largest first: those which add
+/// at most an eighth to it. The system need not have any of them free.
 pub(super) fn huge_pages_for(bytes: usize) -> impl Iterator<Item = usize> {
     suitable(&HUGE, bytes)
 }
 
-/// Bytes of a transparent huge page, a power of two.
+/// Returns the number of bytes of a transparent huge page, a power of two.
 pub(super) fn transparent_huge_page_size() -> usize {
     *TRANSPARENT_PAGE
 }
@@ -45,7 +46,7 @@ fn suitable(sizes: &[usize], bytes: usize) -> impl Iterator<Item = usize> {
     sizes.iter().copied().filter(move |&size| is_suitable(size))
 }
 
-/// The sizes that folders such as `hugepages-2048kB` name, the largest first.
+/// Returns the sizes that folders such as `hugepages-2048kB` name, the largest first.
 fn sizes_in(folder: &Path) -> Vec<usize> {
     let names = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
     let mut sizes: Vec<_> = names.filter_map(|name| size_of_name(name.to_str()?)).collect();

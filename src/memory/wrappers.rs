@@ -174,19 +174,19 @@ impl CountingBackend {
         }
     }
 
-    /// The number of successful allocations so far.
+    /// Returns the number of successful allocations so far.
     #[must_use]
     pub fn allocations(&self) -> usize {
         self.allocations.load(Relaxed)
     }
 
-    /// The number of blocks in use.
+    /// Returns the number of blocks in use.
     #[must_use]
     pub fn live_blocks(&self) -> usize {
         self.live_blocks.load(Relaxed)
     }
 
-    /// The number of bytes in use.
+    /// Returns the number of bytes in use.
     #[must_use]
     pub fn live_bytes(&self) -> usize {
         self.live_bytes.load(Relaxed)

@@ -91,7 +91,8 @@ pub struct BatchPlanner {
 }
 
 impl BatchPlanner {
-    /// A planner for requests in `table` that take their slots from `slots`, with memory from `backend`.
+    /// Returns a planner for requests in `table` that take their slots from `slots`, with memory from
+    /// `backend`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more
@@ -109,25 +110,25 @@ impl BatchPlanner {
         Ok(Arc::new_cyclic(|me| Self { me: me.clone(), state, slots, table, config, device }))
     }
 
-    /// The sizes of the planner.
+    /// Returns the sizes of the planner.
     #[must_use]
     pub const fn config(&self) -> PlannerConfig {
         self.config
     }
 
-    /// The device of the fields.
+    /// Returns the device of the fields.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
     }
 
-    /// Bytes of all fields.
+    /// Returns the number of bytes of all fields.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         lock(&self.state).metadata().mem_bytes()
     }
 
-    /// The number of plans made so far.
+    /// Returns the number of plans made so far.
     #[must_use]
     pub fn plans(&self) -> usize {
         lock(&self.state).metadata().plans()
@@ -140,7 +141,7 @@ impl BatchPlanner {
         state.totals(&table)
     }
 
-    /// Tokens of a request that have slots.
+    /// Returns the tokens of a request that have slots.
     ///
     /// # Errors
     /// See [`Requests::resolve_rows`].
@@ -184,13 +185,13 @@ impl BatchPlanner {
         batch.prefixes.iter().zip(rows).map(claim).collect()
     }
 
-    /// The rows of live requests.
+    /// Returns the rows of live requests.
     fn resolve(&self, rows: &IndexVec) -> Result<Vec<RequestRow>> {
         let (mut state, table) = (lock(&self.state), lock(&self.table));
         state.resolve(rows, &table)
     }
 
-    /// The request in `row`, as one that keeps a lease.
+    /// Returns the request in `row`, as one that keeps a lease.
     fn request(&self, row: RequestRow) -> LeasingRequest {
         LeasingRequest::new(Weak::clone(&self.me) as _, row)
     }
@@ -281,7 +282,7 @@ impl BatchPlanner {
         self.alloc_with(stream, |state, pools| state.fork(pools, [src, dst], len, claim.as_ref(), stream))
     }
 
-    /// An array of a plan on the device, without a copy. `None` if the planner does not build it.
+    /// Returns an array of a plan on the device, without a copy. `None` if the planner does not build it.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] after a later plan.
@@ -291,8 +292,8 @@ impl BatchPlanner {
         lock(&self.state).metadata().field(plan, field)
     }
 
-    /// An array of a plan in host memory, a copy if the plan is on a device. `None` if the planner does not
-    /// build it.
+    /// Returns an array of a plan in host memory, a copy if the plan is on a device. `None` if the planner
+    /// does not build it.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] after a later plan or, for an array that grows with the context, after a

@@ -17,13 +17,13 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// The handle with which the owner gives the buffer back.
+    /// Returns the handle with which the owner gives the buffer back.
     #[must_use]
     pub const fn handle(&self) -> IndexHandle<BufferId> {
         self.handle
     }
 
-    /// The memory, as large as the bucket.
+    /// Returns the memory, as large as the bucket.
     #[must_use]
     pub const fn region(&self) -> &Arc<Region> {
         &self.region
@@ -78,7 +78,7 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// An empty pool that allocates buffers from `backend`.
+    /// Creates an empty pool that allocates buffers from `backend`.
     #[must_use]
     pub fn new(config: &BufferConfig, backend: &Arc<dyn Backend>) -> Self {
         Self {
@@ -92,19 +92,19 @@ impl BufferPool {
         }
     }
 
-    /// The device of the buffers.
+    /// Returns the device of the buffers.
     #[must_use]
     pub fn device(&self) -> Device {
         self.backend.device()
     }
 
-    /// The config of the pool.
+    /// Returns the config of the pool.
     #[must_use]
     pub const fn config(&self) -> BufferConfig {
         self.config
     }
 
-    /// The ownership of buffers.
+    /// Returns the ownership of buffers.
     #[must_use]
     pub const fn buckets(&self) -> &Ledgered<Buckets<Stream>> {
         &self.buckets
@@ -121,7 +121,7 @@ impl BufferPool {
         self.stale_uses
     }
 
-    /// Bytes of registered memory.
+    /// Returns the number of bytes of registered memory.
     #[must_use]
     pub fn registered_bytes(&self) -> usize {
         self.existing.iter().map(|((_, bytes), _)| bytes).sum()
@@ -200,7 +200,7 @@ impl BufferPool {
         Ok(buffers)
     }
 
-    /// The memory of a buffer in use.
+    /// Returns the memory of a buffer in use.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] if the buffer was given back.

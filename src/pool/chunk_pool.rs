@@ -109,7 +109,7 @@ struct ChunkCopies {
 }
 
 impl ChunkCopies {
-    /// Whether all copies are complete.
+    /// Returns whether all copies are complete.
     fn is_over(&mut self) -> Result<bool> {
         while let Some(event) = self.done.last() {
             if !event.has_passed()? {
@@ -182,7 +182,7 @@ impl ChunkPool {
         Ok(Self { config: config.clone(), shape, chunk_bytes, stride, region, locked_by, state, changed })
     }
 
-    /// Whether the memory is page-locked, or will be.
+    /// Returns whether the memory is page-locked, or will be.
     #[must_use]
     pub const fn is_locked(&self) -> bool {
         self.locked_by.is_some()
@@ -223,42 +223,42 @@ impl ChunkPool {
         Ok(true)
     }
 
-    /// The config of the pool.
+    /// Returns the config of the pool.
     #[must_use]
     pub const fn config(&self) -> &ChunkConfig {
         &self.config
     }
 
-    /// Bytes of a chunk.
+    /// Returns the number of bytes of a chunk.
     #[must_use]
     pub const fn chunk_bytes(&self) -> usize {
         self.chunk_bytes
     }
 
-    /// Bytes of the region.
+    /// Returns the number of bytes of the region.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         self.region.bytes()
     }
 
-    /// Bytes from one chunk to the next.
+    /// Returns the number of bytes from one chunk to the next.
     #[must_use]
     pub const fn stride(&self) -> usize {
         self.stride
     }
 
-    /// The device of the chunks.
+    /// Returns the device of the chunks.
     #[must_use]
     pub fn device(&self) -> Device {
         self.region.device()
     }
 
-    /// The memory.
+    /// Returns the memory.
     pub(super) const fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// Whether every chunk that was offered is page-locked.
+    /// Returns whether every chunk that was offered is page-locked.
     pub(super) fn is_all_locked(&self) -> bool {
         self.is_locked() && !self.state().is_partly_pageable
     }
@@ -427,7 +427,7 @@ impl ChunkPool {
         Ok(bad)
     }
 
-    /// The chunk's first elements as a tensor of `shape`, or all of it, without a copy.
+    /// Returns the chunk's first elements as a tensor of `shape`, or all of it, without a copy.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not

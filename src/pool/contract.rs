@@ -24,33 +24,34 @@ use crate::index::{CallRecord, IndexState, Ledger, RefCounts, RowTable, Span};
 /// assert_eq!(pool.occupancy().pieces[1].range, 1..2);
 /// ```
 pub trait Pool {
-    /// The unit that the pool hands out, in the singular; for a pool that hands nothing out, the unit that it
-    /// stores.
+    /// Returns the unit that the pool hands out, in the singular; for a pool that hands nothing out, the unit
+    /// that it stores.
     fn unit(&self) -> &'static str;
 
-    /// Whether the pool hands out units. If not, it has no `available` and `in_use`, and nothing can leak.
+    /// Returns whether the pool hands out units. If not, it has no `available` and `in_use`, and nothing can
+    /// leak.
     fn hands_out(&self) -> bool {
         true
     }
 
-    /// Bytes of one unit, if all units have the same size.
+    /// Returns the bytes of one unit, if all units have the same size.
     fn unit_bytes(&self) -> Option<usize> {
         None
     }
 
-    /// The device of the memory or the index tensors.
+    /// Returns the device of the memory or the index tensors.
     fn device(&self) -> Device;
 
-    /// Whether an invalid free is an error. A pool without frees is not strict; a prefix cache is what its
-    /// allocator is.
+    /// Returns whether an invalid free is an error. A pool without frees is not strict; a prefix cache is
+    /// what its allocator is.
     fn strict(&self) -> bool {
         false
     }
 
-    /// The statistics, at the cost of a lock and a few loads.
+    /// Returns the statistics, at the cost of a lock and a few loads.
     fn stats(&self) -> Stats;
 
-    /// The state of all units, at the cost of a pass over them.
+    /// Returns the state of all units, at the cost of a pass over them.
     fn occupancy(&self) -> Occupancy {
         Occupancy::default()
     }
@@ -65,13 +66,13 @@ pub trait Pool {
 pub struct Stats(Vec<(&'static str, usize)>);
 
 impl Stats {
-    /// The number called `name`.
+    /// Returns the number called `name`.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<usize> {
         self.iter().find(|(known, _)| *known == name).map(|(_, value)| value)
     }
 
-    /// All numbers, in a fixed order.
+    /// Returns all numbers, in a fixed order.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, usize)> + '_ {
         self.0.iter().copied()
     }
@@ -136,7 +137,7 @@ pub struct Occupancy {
 }
 
 impl Occupancy {
-    /// The spans of a space whose indices stand for `scale` units each.
+    /// Returns the spans of a space whose indices stand for `scale` units each.
     pub(super) fn new(
         spans: impl IntoIterator<Item = (Span, Option<usize>)>,
         ledger: Option<&Ledger>,

@@ -22,8 +22,8 @@ pub enum FreedAs {
 }
 
 impl FreedAs {
-    /// Slots that `count` values free, if each names a page of its own. Slots may share their pages, which is
-    /// unknown before they have landed.
+    /// Returns the number of slots that `count` values free, if each names a page of its own. Slots may share
+    /// their pages, which is unknown before they have landed.
     pub(super) const fn slots(self, count: usize, page_size: usize) -> usize {
         match self {
             Self::Slots => count,
@@ -31,7 +31,7 @@ impl FreedAs {
         }
     }
 
-    /// The number of slots between one value and the next.
+    /// Returns the number of slots between one value and the next.
     fn stride(self, page_size: usize) -> i64 {
         match self {
             Self::Slots | Self::SlotsOfPages => 1,
@@ -55,7 +55,7 @@ pub(super) enum Values {
 }
 
 impl Part {
-    /// Slots on the host.
+    /// Returns the slots on the host.
     pub(super) const fn of_slots(slots: IndexVec) -> Self {
         Self { values: Values::Known(slots), freed_as: FreedAs::Slots }
     }
@@ -70,8 +70,8 @@ impl Part {
     /// Takes values that have arrived, and moves the owner of their tensor to `keeps`.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them; the
-    /// part is as it was.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them;
+    /// the part is as it was.
     fn land(&mut self, keeps: &mut Vec<Keep>) -> Result<()> {
         if let Values::Fetched(fetcher, fetch) = &self.values {
             let known = Values::Known(fetcher.take(fetch)?);
@@ -82,7 +82,7 @@ impl Part {
         Ok(())
     }
 
-    /// Slots that it frees, at most.
+    /// Returns the number of slots that it frees, at most.
     fn slots(&self, page_size: usize) -> usize {
         self.freed_as.slots(self.len(), page_size)
     }
@@ -158,13 +158,13 @@ impl DeferredFrees {
         waiting.is_some_and(|free| free.fence.take().is_some())
     }
 
-    /// The number of slots, without those behind fences.
+    /// Returns the number of slots, without those behind fences.
     pub(super) fn slots(&self, page_size: usize) -> usize {
         let unfenced = self.frees.iter().filter(|free| free.fence.is_none());
         unfenced.flat_map(|free| &free.parts).map(|part| part.slots(page_size)).sum()
     }
 
-    /// An event that the oldest free waits for.
+    /// Returns an event that the oldest free waits for.
     pub(super) fn oldest(&self) -> Option<Arc<Event>> {
         // The copies of one free were enqueued one after the other, but perhaps on several streams.
         let mut events = self.frees.front()?.parts.iter().filter_map(|part| match &part.values {
@@ -178,8 +178,8 @@ impl DeferredFrees {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed,
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
-    /// The free stays for a later call.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// list. The free stays for a later call.
     pub(super) fn landed(&mut self, page_size: usize) -> Result<Option<ReadyFree>> {
         let Some(oldest) = self.frees.front_mut() else { return Ok(None) };
         for part in &oldest.parts {
@@ -206,8 +206,8 @@ impl DeferredFrees {
 /// Takes the slots of parts whose values are on the host, in one list.
 ///
 /// # Errors
-/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list; the
-/// parts are as they were.
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list;
+/// the parts are as they were.
 pub(super) fn slots_of(parts: &mut [Part], page_size: usize) -> Result<IndexVec> {
     if let [Part { values: Values::Known(slots), freed_as }] = parts
         && freed_as.stride(page_size) == 1

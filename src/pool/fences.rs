@@ -45,7 +45,7 @@ use crate::transfer::Transfer;
 /// assert_eq!(allocator.available_size(), 8);
 /// ```
 pub trait Fence: Any + Send + Sync {
-    /// Whether the work is complete. Must not wait. Pools call it without holding a lock.
+    /// Returns whether the work is complete. Must not wait. Pools call it without holding a lock.
     ///
     /// # Errors
     /// An error ends the polling of fences: the polling call returns it, and the slots stay in use.
@@ -98,12 +98,12 @@ impl Fences {
         self.keeps.push((id, keep));
     }
 
-    /// Whether something is kept until the fence `id` has passed.
+    /// Returns whether something is kept until the fence `id` has passed.
     pub(super) fn keeps_for(&self, id: FenceId) -> bool {
         self.keeps.iter().any(|(kept, _)| *kept == id)
     }
 
-    /// All fences, to be polled without locks.
+    /// Returns all fences, to be polled without locks.
     pub(super) fn list(&self) -> Vec<PendingFence> {
         self.waiting.clone()
     }

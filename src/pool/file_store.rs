@@ -150,7 +150,7 @@ impl FileStore {
         Self::open(path.display().to_string(), config, &disk)
     }
 
-    /// Bytes of a slot, if the sizes fit.
+    /// Returns the bytes of a slot, if the sizes fit.
     fn check(config: &FileStoreConfig) -> Result<usize> {
         let FileStoreConfig { capacity_bytes, page_bytes, threads, queue_bytes, .. } = *config;
         at_least_one(&[("page_bytes", page_bytes), ("threads", threads)])?;
@@ -222,8 +222,8 @@ impl FileStore {
         Ok(store)
     }
 
-    /// The number of keys before the first whose page is not there. Looks in memory only, and counts as a use
-    /// of those that are there.
+    /// Returns the number of keys before the first whose page is not there. Looks in memory only, and counts
+    /// as a use of those that are there.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
@@ -359,25 +359,25 @@ impl FileStore {
         Ok(true)
     }
 
-    /// The config.
+    /// Returns the config.
     #[must_use]
     pub fn config(&self) -> &FileStoreConfig {
         &self.shared.config
     }
 
-    /// The path, or what the disk is called.
+    /// Returns the path, or what the disk is called.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// Whether pages pass the system's cache by.
+    /// Returns whether pages pass the system's cache by.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.shared.is_direct
     }
 
-    /// Whether [`FileStore::close`] was called.
+    /// Returns whether [`FileStore::close`] was called.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.
@@ -386,7 +386,7 @@ impl FileStore {
         Ok(self.shared.state().is_closing)
     }
 
-    /// The number of pages.
+    /// Returns the number of pages.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.
@@ -395,7 +395,7 @@ impl FileStore {
         Ok(self.shared.state().slots.len())
     }
 
-    /// Whether there are none.
+    /// Returns whether there are none.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.
@@ -403,9 +403,9 @@ impl FileStore {
         Ok(self.len()? == 0)
     }
 
-    /// The statistics: `pages`, `capacity` and `queued` in pages; `bytes` of the pages; `hits` and `misses`
-    /// of `get`; `evicted`, `damaged` (also entries of the index), `dropped`, `errors`, `read_bytes` and
-    /// `written_bytes`, all since the store was opened.
+    /// Returns the statistics: `pages`, `capacity` and `queued` in pages; `bytes` of the pages; `hits` and
+    /// `misses` of `get`; `evicted`, `damaged` (also entries of the index), `dropped`, `errors`, `read_bytes`
+    /// and `written_bytes`, all since the store was opened.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.
@@ -440,7 +440,8 @@ impl FileStore {
         }
     }
 
-    /// The first disagreement between parts of the bookkeeping, in words. Costs a visit of every page.
+    /// Returns the first disagreement between parts of the bookkeeping, in words. Costs a visit of every
+    /// page.
     #[must_use]
     pub fn broken_invariant(&self) -> Option<String> {
         self.shared.state().slots.broken_invariant()

@@ -43,7 +43,7 @@ pub struct GdnConfig {
 }
 
 impl GdnConfig {
-    /// The states of all layers, the recurrent ones first.
+    /// Returns the states of all layers, the recurrent ones first.
     fn layouts(&self) -> Result<[LayerLayout; 2]> {
         at_least_one(&[
             ("max_reqs", self.max_reqs),
@@ -73,7 +73,7 @@ impl GdnConfig {
         Ok([layout(0, recurrent_bytes, DType::F32), layout(conv_offset, conv_bytes, self.dtype)])
     }
 
-    /// The bytes of a pool on `device`.
+    /// Returns the bytes of a pool on `device`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) as [`GdnPool::new`].
@@ -151,37 +151,37 @@ impl GdnPool {
         Ok(Self { config: *config, slots, recurrent, conv, rows, tracks: Mutex::new(tracks), executor })
     }
 
-    /// The config of the pool.
+    /// Returns the config of the pool.
     #[must_use]
     pub const fn config(&self) -> &GdnConfig {
         &self.config
     }
 
-    /// Whether a bad free is an error.
+    /// Returns whether a bad free is an error.
     #[must_use]
     pub const fn strict(&self) -> bool {
         self.config.strict
     }
 
-    /// Slots in each layer: padding, working and track slots.
+    /// Returns the number of slots in each layer: padding, working and track slots.
     #[must_use]
     pub const fn pool_size(&self) -> usize {
         self.slots.len
     }
 
-    /// The device of the states.
+    /// Returns the device of the states.
     #[must_use]
     pub fn device(&self) -> Device {
         self.recurrent.device()
     }
 
-    /// Bytes of both states.
+    /// Returns the number of bytes of both states.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         self.rows.bytes()
     }
 
-    /// The states of all layers, each slot a page of one row, for pieces of them.
+    /// Returns the states of all layers, each slot a page of one row, for pieces of them.
     pub(super) const fn pages(&self) -> (&LayerRows, usize) {
         (&self.rows, 1)
     }
@@ -209,7 +209,7 @@ impl GdnPool {
         &self.conv
     }
 
-    /// Both states of a layer, without a copy.
+    /// Returns both states of a layer, without a copy.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
@@ -222,7 +222,7 @@ impl GdnPool {
         Ok([view(&self.recurrent, recurrent)?, view(&self.conv, conv)?])
     }
 
-    /// Every buffer, the recurrent states of all layers first. A row is the state of a slot.
+    /// Returns every buffer, the recurrent states of all layers first. A row is the state of a slot.
     pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> {
         self.rows.all().iter().map(RowBuffer::info)
     }
@@ -302,7 +302,7 @@ impl GdnPool {
         self.tracks().open_ledger();
     }
 
-    /// The ownership of track slots.
+    /// Returns the ownership of track slots.
     pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable<StateSlot>>> {
         // A panic cannot leave the table half changed, so poison is ignored.
         lock(&self.tracks)

@@ -123,7 +123,7 @@ pub(super) struct Write {
 }
 
 impl Write {
-    /// The keys of the pieces that are copied.
+    /// Returns the keys of the pieces that are copied.
     pub(super) fn keys(&self, kind: PieceKind) -> &[PageHash] {
         match kind {
             PieceKind::Page => &self.pages.keys,
@@ -131,17 +131,17 @@ impl Write {
         }
     }
 
-    /// The number of pages and snapshots.
+    /// Returns the number of pages and snapshots.
     fn len(&self) -> usize {
         self.pages.entries.len() + self.states.entries.len()
     }
 
-    /// The places of the pages on the device.
+    /// Returns the places of the pages on the device.
     pub(super) fn pages(&self) -> &[Page] {
         &self.pages.from
     }
 
-    /// The places of the snapshots on the device.
+    /// Returns the places of the snapshots on the device.
     pub(super) fn states(&self) -> &[StateSlot] {
         &self.states.from
     }
@@ -164,7 +164,7 @@ impl LowerTierContents for Contents<'_> {
 }
 
 impl HostTier {
-    /// A tier for the pages of `kv`, and for snapshots of `states`, in memory of `backend`.
+    /// Creates a tier for the pages of `kv`, and for snapshots of `states`, in memory of `backend`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for less than a page, for room for snapshots
@@ -215,31 +215,31 @@ impl HostTier {
         })
     }
 
-    /// The config of the tier.
+    /// Returns the config of the tier.
     #[must_use]
     pub const fn config(&self) -> &HostTierConfig {
         &self.config
     }
 
-    /// The pool of the pages.
+    /// Returns the pool of the pages.
     #[must_use]
     pub const fn kv(&self) -> &Arc<KvPool> {
         &self.kv
     }
 
-    /// The pool of the states, if there is one.
+    /// Returns the pool of the states, if there is one.
     #[must_use]
     pub const fn states(&self) -> Option<&Arc<GdnPool>> {
         self.gdn.as_ref()
     }
 
-    /// Bytes of K and V of a page.
+    /// Returns the number of bytes of K and V of a page.
     #[must_use]
     pub fn page_bytes(&self) -> usize {
         self.pages.piece_bytes()
     }
 
-    /// Bytes of the memory.
+    /// Returns the number of bytes of the memory.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         self.storages().map(Storage::mem_bytes).sum()
@@ -273,7 +273,7 @@ impl HostTier {
         self.pages.clear(namespace)
     }
 
-    /// The statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
+    /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
     /// `state_capacity`; what was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`,
     /// and `fetched` from a store, what is on its way to it (`storing`) and what it did not take
     /// (`unstored`), with snapshots; page-locked places (`registered`); `bytes`.
@@ -313,7 +313,7 @@ impl HostTier {
         })
     }
 
-    /// The memory of one kind of pieces. A tier without states has none of theirs.
+    /// Returns the memory of one kind of pieces. A tier without states has none of theirs.
     fn storage(&self, kind: PieceKind) -> Option<&Storage> {
         match kind {
             PieceKind::Page => Some(&self.pages),
@@ -350,7 +350,7 @@ impl HostTier {
         self.is_taken.store(false, Ordering::Release);
     }
 
-    /// The complete contents, locked as long as the result lives. Lock it last.
+    /// Returns the complete contents, locked as long as the result lives. Lock it last.
     pub(super) fn contents(&self) -> Contents<'_> {
         Contents { pages: self.pages.resident(), states: self.states.as_ref().map(Storage::resident) }
     }
@@ -515,7 +515,7 @@ impl Pool for HostTier {
         "page"
     }
 
-    /// The pages of a tier are a prefix cache's.
+    /// Returns the pages of a tier are a prefix cache's.
     fn hands_out(&self) -> bool {
         false
     }

@@ -68,7 +68,7 @@ impl KvConfig {
         fits_int32(&what, end).map(widen)
     }
 
-    /// The buffers of K and of V, each at a multiple of `alignment`.
+    /// Returns the buffers of K and of V, each at a multiple of `alignment`.
     fn layouts(&self, alignment: usize) -> Result<[LayerLayout; 2]> {
         let rows = self.rows()?;
         if self.layout == KvLayout::Fused {
@@ -107,7 +107,7 @@ impl KvConfig {
         Ok([lay_out(0), lay_out(half)])
     }
 
-    /// The bytes of all layers with these layouts.
+    /// Returns the bytes of all layers with these layouts.
     const fn end(&self, [k, v]: [LayerLayout; 2]) -> usize {
         match self.layout {
             KvLayout::Split => v.end(self.layer_num),
@@ -115,7 +115,7 @@ impl KvConfig {
         }
     }
 
-    /// The bytes of a pool on `device`, without page-locking.
+    /// Returns the bytes of a pool on `device`, without page-locking.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots that do not fit int32 and for sizes
@@ -205,13 +205,13 @@ impl KvPool {
         Ok(Self { config: *config, slots, rows, region, executor })
     }
 
-    /// The config of the pool.
+    /// Returns the config of the pool.
     #[must_use]
     pub const fn config(&self) -> &KvConfig {
         &self.config
     }
 
-    /// The device of the buffers.
+    /// Returns the device of the buffers.
     #[must_use]
     pub fn device(&self) -> Device {
         self.region.device()
@@ -223,18 +223,18 @@ impl KvPool {
         self.slots.len
     }
 
-    /// Bytes of all buffers.
+    /// Returns the number of bytes of all buffers.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         self.rows.bytes()
     }
 
-    /// The device of the buffers, or `None` on the host.
+    /// Returns the device of the buffers, or `None` on the host.
     pub(super) const fn gpu(&self) -> Option<&Arc<Gpu>> {
         self.executor.gpu()
     }
 
-    /// The rows of pages, and how many a page has, for pieces of them.
+    /// Returns the rows of pages, and how many a page has, for pieces of them.
     pub(super) const fn pages(&self) -> (&LayerRows, usize) {
         (&self.rows, self.config.page_size)
     }
@@ -251,13 +251,13 @@ impl KvPool {
         self.executor.copy_pages(&self.rows, pieces, direction, pairs, layers, stream)
     }
 
-    /// Bytes of K and V of one token in one layer.
+    /// Returns the number of bytes of K and V of one token in one layer.
     #[must_use]
     pub fn token_bytes(&self) -> usize {
         self.rows.kinds().iter().map(|buffers| buffers[0].row_bytes()).sum()
     }
 
-    /// The K and V buffers of a layer, `[rows, head_num, head_dim]`, without a copy.
+    /// Returns the K and V buffers of a layer, `[rows, head_num, head_dim]`, without a copy.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
@@ -266,7 +266,7 @@ impl KvPool {
         Ok([view(k, &k.shape())?, view(v, &v.shape())?])
     }
 
-    /// The K and V buffers of a layer, `[num_pages, page_size, head_num, head_dim]`, without a copy.
+    /// Returns the K and V buffers of a layer, `[num_pages, page_size, head_num, head_dim]`, without a copy.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
@@ -307,7 +307,8 @@ impl KvPool {
         self.executor.store_rows(layer, &stores, indices, stream)
     }
 
-    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
+    /// Returns an event to wait for, without locks, before more numbers are sent to the device, if it is far
+    /// behind.
     #[must_use]
     pub fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.executor.backpressure_event()
@@ -324,14 +325,14 @@ impl KvPool {
     /// [`KvPool::take_fault`] after waiting for every call on `stream` so far.
     ///
     /// # Errors
-    /// See [`KvPool::take_fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
-    /// failed.
+    /// See [`KvPool::take_fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device
+    /// has failed.
     pub fn check(&self, stream: Stream) -> Result<()> {
         self.executor.synchronize(stream)?;
         self.take_fault()
     }
 
-    /// A scale that may divide values of this pool.
+    /// Returns a scale that may divide values of this pool.
     fn divisor(&self, name: &str, scale: Option<f32>) -> Result<Option<f32>> {
         let dtype = self.config.dtype;
         match scale {
@@ -413,7 +414,7 @@ impl KvPool {
         self.executor.fill_rows(&self.rows, rows, POISON, stream)
     }
 
-    /// Every buffer, keys of all layers first.
+    /// Returns every buffer, keys of all layers first.
     pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> {
         self.rows.all().iter().map(RowBuffer::info)
     }

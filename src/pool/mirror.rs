@@ -11,13 +11,14 @@ use crate::memory::{BorrowedTensor, Gpu, Stream};
 
 /// The host's mirror of a region of indices on a device.
 pub(super) trait Mirror: Debug + Send + Sync {
-    /// The addresses of the region.
+    /// Returns the addresses of the region.
     fn addresses(&self) -> Range<usize>;
 
-    /// The dtype of the region.
+    /// Returns the dtype of the region.
     fn dtype(&self) -> DType;
 
-    /// The elements `first`, `first + step`, ... (`count` of them) of the region, if the host knows them.
+    /// Returns the elements `first`, `first + step`, ... (`count` of them) of the region, if the host knows
+    /// them.
     ///
     /// `version` is the framework's count of writes to the tensor that names them.
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>>;
@@ -33,8 +34,8 @@ pub(super) fn publish(mirror: &Arc<dyn Mirror>) {
     mirrors.push(Arc::downgrade(mirror));
 }
 
-/// The values of an index tensor on a device, if a mirror has them: the tensor lies in the stage of an
-/// allocator or in a request table, and has not been written to since.
+/// Returns the values of an index tensor on a device, if a mirror has them: the tensor lies in the stage of
+/// an allocator or in a request table, and has not been written to since.
 ///
 /// `version` is the framework's count of writes to the tensor, `None` if it has no count.
 pub(super) fn known_values(tensor: &BorrowedTensor<'_>, version: Option<u64>) -> Option<IndexVec> {
@@ -54,8 +55,8 @@ pub(super) fn known_values(tensor: &BorrowedTensor<'_>, version: Option<u64>) ->
     mirror.values(offset / size, step, count, version).map(IndexVec::I32)
 }
 
-/// The values of indices on any device. Values that only a device has are copied in the order of `stream`
-/// and waited for.
+/// Returns the values of indices on any device. Values that only a device has are copied in the order of
+/// `stream` and waited for.
 ///
 /// # Errors
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
@@ -70,7 +71,7 @@ pub fn values_now(indices: Indices<'_>, stream: Stream) -> Result<IndexVec> {
     }
 }
 
-/// The step and the number of the elements of a tensor, if they are evenly spaced.
+/// Returns the step and the number of the elements of a tensor, if they are evenly spaced.
 fn evenly_spaced(tensor: &BorrowedTensor<'_>) -> Option<(usize, usize)> {
     let count = tensor.shape().numel();
     if tensor.is_contiguous() {
@@ -89,7 +90,7 @@ fn evenly_spaced(tensor: &BorrowedTensor<'_>) -> Option<(usize, usize)> {
     }
 }
 
-/// The elements `first`, `first + step`, ... of `values`, if they are all there.
+/// Returns the elements `first`, `first + step`, ... of `values`, if they are all there.
 pub(super) fn stepped(values: &[i32], first: usize, step: usize, count: usize) -> Option<Vec<i32>> {
     if count == 0 {
         return Some(Vec::new());

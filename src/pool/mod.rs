@@ -94,7 +94,7 @@ impl Footprint {
     }
 }
 
-/// Bytes of the ring through which a pool of `rows` rows sends indices to a device.
+/// Returns the number of bytes of the ring through which a pool of `rows` rows sends indices to a device.
 fn row_ring_bytes(rows: usize) -> usize {
     /// A move with host indices takes three numbers a row; a batch may list a row more than once.
     const BYTES_A_ROW: usize = 16;

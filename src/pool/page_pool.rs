@@ -58,7 +58,7 @@ pub struct PagePool {
 }
 
 impl PagePool {
-    /// A pool with its first pages.
+    /// Creates a pool with its first pages.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a page of no elements and for sizes whose
@@ -91,19 +91,19 @@ impl PagePool {
         Ok(())
     }
 
-    /// The config of the pool.
+    /// Returns the config of the pool.
     #[must_use]
     pub const fn config(&self) -> &PageConfig {
         &self.config
     }
 
-    /// The device of the pages.
+    /// Returns the device of the pages.
     #[must_use]
     pub fn device(&self) -> Device {
         self.backend.device()
     }
 
-    /// The ownership of pages.
+    /// Returns the ownership of pages.
     #[must_use]
     pub const fn pages(&self) -> &Ledgered<RefCounts<PoolPage>> {
         &self.pages
@@ -114,7 +114,7 @@ impl PagePool {
         self.pages.open_ledger();
     }
 
-    /// Bytes of all pages.
+    /// Returns the number of bytes of all pages.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         self.regions.iter().map(|(_, region)| region.bytes()).sum()
@@ -158,7 +158,7 @@ impl PagePool {
         Ok(bad)
     }
 
-    /// The elements of a page, in use or not, without a copy.
+    /// Returns the elements of a page, in use or not, without a copy.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a page that does not exist.

@@ -146,8 +146,9 @@ pub struct PrefixCache {
 }
 
 impl PrefixCache {
-    /// An empty cache of pages of `allocator`. With `states`, a prefix is found only up to a snapshot of the
-    /// state at its end. What is copied to the `tier` below can be [loaded](Lease::load) when it is evicted.
+    /// Creates an empty cache of pages of `allocator`. With `states`, a prefix is found only up to a snapshot
+    /// of the state at its end. What is copied to the `tier` below can be [loaded](Lease::load) when it is
+    /// evicted.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_pinned` is not a share, the pools are
@@ -196,7 +197,7 @@ impl PrefixCache {
         Ok(Self { shared, allocator, cache_ref })
     }
 
-    /// The allocator of the pages.
+    /// Returns the allocator of the pages.
     #[must_use]
     pub const fn allocator(&self) -> &Arc<TokenToKvPoolAllocator> {
         &self.allocator
@@ -305,8 +306,8 @@ impl PrefixCache {
         })
     }
 
-    /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing: the prefix is
-    /// neither leased nor refreshed.
+    /// Returns the tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing: the
+    /// prefix is neither leased nor refreshed.
     ///
     /// # Errors
     /// The error of tokens that cannot be read.
@@ -386,7 +387,7 @@ impl PrefixCache {
         Fetch::begin(backing, sought)
     }
 
-    /// The tier below, if there is one.
+    /// Returns the tier below, if there is one.
     #[must_use]
     pub fn tier(&self) -> Option<Arc<HostTier>> {
         lock(&self.shared.state).below.as_ref().map(|below| Arc::clone(&below.tier))
@@ -412,27 +413,28 @@ impl PrefixCache {
         CachedSizes { evictable: cache.tree.evictable(), locked: cache.tree.locked() + loading }
     }
 
-    /// The numbers of the tree, in tokens.
+    /// Returns the numbers of the tree, in tokens.
     #[must_use]
     pub fn tree_stats(&self, stream: Stream) -> TreeStats {
         let call = self.begin_call(stream);
         call.current().stats()
     }
 
-    /// The counts of what happened so far.
+    /// Returns the counts of what happened so far.
     #[must_use]
     pub fn counts(&self) -> PrefixCounts {
         lock(&self.shared.state).counts
     }
 
-    /// All numbers at one time, without a check of whether the allocator was cleared or a pin is over.
+    /// Returns all numbers at one time, without a check of whether the allocator was cleared or a pin is
+    /// over.
     pub(super) fn numbers(&self) -> (TreeStats, PrefixCounts) {
         let cache = lock(&self.shared.state);
         (cache.stats(), cache.counts)
     }
 
-    /// The numbers of evicted tokens that had an age below 1, 2, 4, ... when they were evicted: the tokens
-    /// looked up since their last use.
+    /// Returns the numbers of evicted tokens that had an age below 1, 2, 4, ... when they were evicted: the
+    /// tokens looked up since their last use.
     #[must_use]
     pub fn eviction_ages(&self) -> [u64; AGE_BUCKETS] {
         lock(&self.shared.state).ages
@@ -461,7 +463,7 @@ impl Pool for PrefixCache {
         Slot::NOUN
     }
 
-    /// The slots of a cache are the allocator's.
+    /// Returns the slots of a cache are the allocator's.
     fn hands_out(&self) -> bool {
         false
     }

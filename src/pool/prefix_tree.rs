@@ -108,7 +108,7 @@ struct TreeState {
 }
 
 impl PrefixTree {
-    /// An empty tree. It has the slots of `allocator`; without one, slots are plain numbers.
+    /// Creates an empty tree. It has the slots of `allocator`; without one, slots are plain numbers.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for a `page_size` of 0, and an allocator with pages of more than one slot.
@@ -133,13 +133,13 @@ impl PrefixTree {
         Ok(Self { allocator, config, owner, state })
     }
 
-    /// The settings of the tree.
+    /// Returns the settings of the tree.
     #[must_use]
     pub const fn config(&self) -> &PrefixTreeConfig {
         &self.config
     }
 
-    /// The node at the end of no tokens.
+    /// Returns the node at the end of no tokens.
     #[must_use]
     pub fn root(&self, stream: Stream) -> NodeHandle {
         self.current(stream).root
@@ -276,7 +276,7 @@ impl PrefixTree {
         }
     }
 
-    /// The slots of the tokens `from..` up to the end of a node: 1-D int32, valid on `stream`.
+    /// Returns the slots of the tokens `from..` up to the end of a node: 1-D int32, valid on `stream`.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] for a node that is gone; as
@@ -293,7 +293,7 @@ impl PrefixTree {
         }
     }
 
-    /// The present state of a node. Its cost grows with the number of nodes.
+    /// Returns the present state of a node. Its cost grows with the number of nodes.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] for a node that is gone.
@@ -308,7 +308,7 @@ impl PrefixTree {
         CachedSizes { evictable: state.tree.evictable(), locked: state.tree.locked() }
     }
 
-    /// The numbers of the tree, in tokens.
+    /// Returns the numbers of the tree, in tokens.
     #[must_use]
     pub fn tree_stats(&self, stream: Stream) -> TreeStats {
         self.current(stream).tree.stats()
@@ -333,7 +333,7 @@ impl PrefixTree {
         })
     }
 
-    /// The slots before the first that is not allocated.
+    /// Returns the slots before the first that is not allocated.
     fn usable(&self, slots: &IndexVec) -> Result<Vec<Page>> {
         let count = match &self.allocator {
             None => slots.len(),

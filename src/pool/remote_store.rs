@@ -88,14 +88,14 @@ pub struct StoreCall {
 }
 
 impl Default for RemoteStore {
-    /// A store without calls.
+    /// Creates a store without calls.
     fn default() -> Self {
         Self { process: std::process::id(), shared: Arc::default() }
     }
 }
 
 impl RemoteStore {
-    /// The next call of a queue; waits for one up to `timeout`. `None` if there is none.
+    /// Returns the next call of a queue; waits for one up to `timeout`. `None` if there is none.
     ///
     /// # Errors
     /// [`ErrorKind::State`] once the store is closed, or in the child of a fork.
@@ -224,7 +224,7 @@ impl Store for RemoteStore {
 }
 
 impl StoreCall {
-    /// The operation that it asks for.
+    /// Returns the operation that it asks for.
     #[must_use]
     pub const fn kind(&self) -> StoreCallKind {
         match self.work {
@@ -234,13 +234,13 @@ impl StoreCall {
         }
     }
 
-    /// The keys of the pieces.
+    /// Returns the keys of the pieces.
     #[must_use]
     pub fn keys(&self) -> &[PageHash] {
         &self.keys
     }
 
-    /// The memory of the pieces, until the call is finished. `None` for [`StoreCallKind::Find`].
+    /// Returns the memory of the pieces, until the call is finished. `None` for [`StoreCallKind::Find`].
     #[must_use]
     pub const fn rows(&self) -> Option<&HostRows> {
         self.work.rows()

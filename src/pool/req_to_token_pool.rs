@@ -42,7 +42,7 @@ pub enum TableIndex<'a> {
 }
 
 impl TableIndex<'_> {
-    /// The first `count` columns of a row.
+    /// Returns the first `count` columns of a row.
     pub(super) fn first_columns(row: RequestRow, count: u32) -> Self {
         Self::Columns { row: row.into(), start: 0, end: Some(count.into()) }
     }
@@ -77,8 +77,8 @@ pub enum TableWriters {
 }
 
 impl ReqToTokenConfig {
-    /// A table for `max_reqs` requests with the defaults of the Python class: a padding row, and rows that
-    /// are zeroed and written through the pool only.
+    /// Creates a table for `max_reqs` requests with the defaults of the Python class: a padding row, and rows
+    /// that are zeroed and written through the pool only.
     #[must_use]
     pub const fn new(max_reqs: usize, max_context_len: usize) -> Self {
         Self {
@@ -99,7 +99,7 @@ impl ReqToTokenConfig {
         Ok([widen(rows + u32::from(padding_row)), max_context_len])
     }
 
-    /// The bytes of a pool on `device`.
+    /// Returns the bytes of a pool on `device`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a table that does not fit int32.
@@ -148,7 +148,7 @@ pub struct ReqToTokenPool {
 }
 
 impl ReqToTokenPool {
-    /// An empty table.
+    /// Creates an empty table.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_reqs` or `max_context_len` is 0, or
@@ -198,56 +198,56 @@ impl ReqToTokenPool {
         self.config.max_context_len
     }
 
-    /// Whether row 0 is padding.
+    /// Returns whether row 0 is padding.
     #[must_use]
     pub const fn padding_row(&self) -> bool {
         self.config.padding_row
     }
 
-    /// Whether what was written to a row is zeroed when it is freed.
+    /// Returns whether what was written to a row is zeroed when it is freed.
     #[must_use]
     pub const fn zero_rows(&self) -> bool {
         self.config.zero_rows
     }
 
-    /// The writers of the table.
+    /// Returns the writers of the table.
     #[must_use]
     pub const fn writers(&self) -> TableWriters {
         self.config.writers
     }
 
-    /// Whether an invalid free is an error.
+    /// Returns whether an invalid free is an error.
     #[must_use]
     pub const fn strict(&self) -> bool {
         self.config.strict
     }
 
-    /// The device of the table.
+    /// Returns the device of the table.
     #[must_use]
     pub fn device(&self) -> Device {
         self.table.device()
     }
 
-    /// The table, int32 `[rows, max_context_len]`, without a copy.
+    /// Returns the table, int32 `[rows, max_context_len]`, without a copy.
     #[must_use]
     pub const fn req_to_token(&self) -> &TensorView {
         &self.table
     }
 
-    /// The number of times that each row was handed out: int64 `[rows]` in host memory, without a copy.
-    /// [`Self::clear`] keeps it.
+    /// Returns the number of times that each row was handed out: int64 `[rows]` in host memory, without a
+    /// copy. [`Self::clear`] keeps it.
     #[must_use]
     pub const fn generation(&self) -> &TensorView {
         &self.generation
     }
 
-    /// The ownership of rows.
+    /// Returns the ownership of rows.
     #[must_use]
     pub const fn rows(&self) -> &Ledgered<RowTable<RequestRow>> {
         &self.rows
     }
 
-    /// Bytes of the table.
+    /// Returns the number of bytes of the table.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         self.table.region().bytes()
@@ -343,12 +343,12 @@ impl ReqToTokenPool {
         zeroed
     }
 
-    /// The number of columns, which fits int32.
+    /// Returns the number of columns, which fits int32.
     fn columns(&self) -> u32 {
         narrow(self.config.max_context_len)
     }
 
-    /// Bytes from the start of the table to a place in it.
+    /// Returns the number of bytes from the start of the table to a place in it.
     const fn place(&self, row: usize, column: usize) -> usize {
         (row * self.config.max_context_len + column) * size_of::<i32>()
     }
@@ -359,7 +359,7 @@ impl ReqToTokenPool {
         self.config.max_reqs + usize::from(self.config.padding_row)
     }
 
-    /// The index spaces of rows and columns.
+    /// Returns the index spaces of rows and columns.
     pub(super) fn spaces(&self) -> IndexSpaces {
         spaces([self.table_rows(), self.config.max_context_len])
     }
@@ -382,7 +382,8 @@ impl ReqToTokenPool {
         }
     }
 
-    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
+    /// Returns an event to wait for, without locks, before more numbers are sent to the device, if it is far
+    /// behind.
     #[must_use]
     pub fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.executor.backpressure_event()
@@ -420,8 +421,8 @@ impl ReqToTokenPool {
         }
     }
 
-    /// Works like [`Self::write`], for a table that threads share: it waits for arguments that are part of the
-    /// table without the lock.
+    /// Works like [`Self::write`], for a table that threads share: it waits for arguments that are part of
+    /// the table without the lock.
     ///
     /// # Errors
     /// See [`Self::write`].
@@ -443,7 +444,7 @@ impl ReqToTokenPool {
         lock(table).write(&index, &values, stream)
     }
 
-    /// The row and the columns of a slice.
+    /// Returns the row and the columns of a slice.
     fn checked_columns(&self, row: i64, start: i64, end: Option<i64>) -> Result<(RequestRow, usize, usize)> {
         let row = self.checked_row(row)?;
         let columns = self.config.max_context_len;
@@ -482,7 +483,7 @@ impl ReqToTokenPool {
         Ok(())
     }
 
-    /// Whether a tensor is part of the table.
+    /// Returns whether a tensor is part of the table.
     fn has(&self, tensor: &BorrowedTensor<'_>) -> bool {
         begins_in(self.table.region(), tensor)
     }
@@ -531,7 +532,7 @@ impl ReqToTokenPool {
         IndexVec::I64(vec![row]).ids(self.table_rows()).map(|rows| rows[0])
     }
 
-    /// The first `length` columns of a row, without a copy.
+    /// Returns the first `length` columns of a row, without a copy.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the row or the columns are outside of the
@@ -668,14 +669,14 @@ impl Pool for ReqToTokenPool {
     }
 }
 
-/// Whether a tensor begins in `region`.
+/// Returns whether a tensor begins in `region`.
 fn begins_in(region: &Region, tensor: &BorrowedTensor<'_>) -> bool {
     let start = region.address().as_ptr().addr();
     (start..start + region.bytes()).contains(&tensor.address().as_ptr().addr())
 }
 
-/// The values of `numbers` if they are part of the table in `region`, read without its lock; otherwise
-/// `numbers`.
+/// Returns the values of `numbers` if they are part of the table in `region`, read without its lock;
+/// otherwise `numbers`.
 fn read_part<'a>(
     table: &Mutex<ReqToTokenPool>,
     region: &Region,
@@ -701,7 +702,7 @@ fn spaces([rows, columns]: [usize; 2]) -> IndexSpaces {
     }
 }
 
-/// Bytes of numbers that one call may send from the host.
+/// Returns the number of bytes of numbers that one call may send from the host.
 fn numbers_at_once([rows, columns]: [usize; 2]) -> usize {
     /// Minimum, for small tables.
     const LEAST: usize = 1 << 20;

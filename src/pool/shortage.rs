@@ -8,8 +8,8 @@ use crate::memory::Stream;
 /// A pool calls it without holding a lock, from the threads that are short, possibly several at once. It may
 /// use the pool.
 pub trait Reclaim: Send + Sync {
-    /// The slots that it could free now, at most: a call that lacks more than all doors could free fails
-    /// without a reclaim. It may be more than it turns out to be, never less.
+    /// Returns the slots that it could free now, at most: a call that lacks more than all doors could free
+    /// fails without a reclaim. It may be more than it turns out to be, never less.
     fn obtainable(&self, stream: Stream) -> Obtainable;
 
     /// Frees at least `slots` slots, or as many as possible, and returns the number freed: at once, or behind
@@ -19,7 +19,8 @@ pub trait Reclaim: Send + Sync {
     /// The call that was short returns the error.
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize>;
 
-    /// The pages that it holds and cannot free now, for a snapshot of the pool. Called without a lock, too.
+    /// Returns the pages that it holds and cannot free now, for a snapshot of the pool. Called without a
+    /// lock, too.
     fn locked(&self) -> Vec<Page> {
         Vec::new()
     }
@@ -52,9 +53,9 @@ pub(super) struct Shortfall {
 }
 
 impl Shortfall {
-    /// The number of slots to reclaim; 0 if reclaiming cannot help. If it can free all missing slots at once,
-    /// it is all of them. Otherwise this call fails, and it is the slots that a later call will lack once the
-    /// fences have passed, if reclaiming can free them by then.
+    /// Returns the number of slots to reclaim; 0 if reclaiming cannot help. If it can free all missing slots
+    /// at once, it is all of them. Otherwise this call fails, and it is the slots that a later call will lack
+    /// once the fences have passed, if reclaiming can free them by then.
     pub(super) fn to_reclaim(self, obtainable: Obtainable) -> usize {
         let Obtainable { at_once, behind_fences } = obtainable;
         let later = self.slots.saturating_sub(self.fenced);

@@ -62,7 +62,7 @@ pub enum GrantedSlots {
 }
 
 impl GrantedSlots {
-    /// A 1-D tensor of the slots.
+    /// Returns a 1-D tensor of the slots.
     #[must_use]
     pub fn view(&self) -> TensorView {
         match self {
@@ -78,7 +78,7 @@ impl GrantedSlots {
 }
 
 impl SlotTensors {
-    /// A pool with all slots free.
+    /// Creates a pool with all slots free.
     ///
     /// # Errors
     /// The error of the backend when there is no memory for the tensors.
@@ -113,7 +113,7 @@ impl SlotTensors {
         })
     }
 
-    /// The ownership of slots, without frees whose values are in flight.
+    /// Returns the ownership of slots, without frees whose values are in flight.
     pub(super) const fn slots(&self) -> &Ledgered<SlotAllocator> {
         &self.slots
     }
@@ -123,12 +123,12 @@ impl SlotTensors {
         self.slots.open_ledger();
     }
 
-    /// The current call of this thread, if a ledger is kept.
+    /// Returns the current call of this thread, if a ledger is kept.
     pub(super) fn call(&self) -> Option<Arc<CallRecord>> {
         self.keeps_ledger().then(CallRecord::current)
     }
 
-    /// Whether a ledger is kept.
+    /// Returns whether a ledger is kept.
     pub(super) fn keeps_ledger(&self) -> bool {
         self.slots.ledger().is_some()
     }
@@ -163,17 +163,17 @@ impl SlotTensors {
         &mut self.slots
     }
 
-    /// The device of the tensors.
+    /// Returns the device of the tensors.
     pub(super) const fn device(&self) -> Device {
         self.device
     }
 
-    /// Whether the lowest free slots are handed out first.
+    /// Returns whether the lowest free slots are handed out first.
     pub(super) fn need_sort(&self) -> bool {
         matches!(self.slots.order(), Order::Sorted)
     }
 
-    /// Whether a bad free is an error.
+    /// Returns whether a bad free is an error.
     pub(super) const fn strict(&self) -> bool {
         matches!(self.on_bad_free, OnBadFree::Fail)
     }
@@ -216,7 +216,7 @@ impl SlotTensors {
         self.writers.push(Arc::clone(writer));
     }
 
-    /// The copies to slots that may not be over, to be stopped without locks.
+    /// Returns the copies to slots that may not be over, to be stopped without locks.
     pub(super) fn take_writers(&mut self) -> Vec<Arc<Transfer>> {
         std::mem::take(&mut self.writers)
     }
@@ -281,7 +281,7 @@ impl SlotTensors {
         }
     }
 
-    /// The dtype in which slots are listed on the host: a stage widens them itself.
+    /// Returns the dtype in which slots are listed on the host: a stage widens them itself.
     const fn dtype_on_host(&self) -> IndexDType {
         if self.stage.is_some() { IndexDType::I32 } else { self.index_dtype }
     }
@@ -336,17 +336,17 @@ impl SlotTensors {
         Ok(Ok((view, continued)))
     }
 
-    /// Whether frees in flight, if there are any, must be complete before `count()` slots are taken: the
-    /// slots that are handed out must not depend on when values land. First in, first out, later frees stay
-    /// behind those in flight, and a call takes from the other end. Lowest first, the order of frees has no
-    /// effect until they are merged.
+    /// Returns whether frees in flight, if there are any, must be complete before `count()` slots are taken:
+    /// the slots that are handed out must not depend on when values land. First in, first out, later frees
+    /// stay behind those in flight, and a call takes from the other end. Lowest first, the order of frees has
+    /// no effect until they are merged.
     #[inline]
     pub(super) fn must_land_before(&self, count: impl FnOnce() -> usize) -> bool {
         !self.deferred.is_empty() && self.need_sort() && self.slots.merges_for(count())
     }
 
-    /// The shortage for `count` more slots, beside those that are on their way as values that have not
-    /// landed. A request beyond the capacity is not worth reclaiming for.
+    /// Returns the shortage for `count` more slots, beside those that are on their way as values that have
+    /// not landed. A request beyond the capacity is not worth reclaiming for.
     pub(super) fn short(&self, count: usize) -> Short {
         let coming = self.slots.available() + self.landing();
         let is_possible = count <= self.slots.capacity();
@@ -379,7 +379,7 @@ impl SlotTensors {
         stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
     }
 
-    /// An event to wait for, without locks, before more slots are taken, if the device is far behind.
+    /// Returns an event to wait for, without locks, before more slots are taken, if the device is far behind.
     pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.stage.as_ref()?.backpressure_event()
     }
@@ -396,7 +396,7 @@ impl SlotTensors {
         }
     }
 
-    /// The number of times that it was cleared.
+    /// Returns the number of times that it was cleared.
     pub(super) const fn clears(&self) -> u64 {
         self.clears
     }
@@ -417,8 +417,8 @@ impl SlotTensors {
         }
     }
 
-    /// Slots that can be handed out now or when pending frees complete. Pending frees count as whole,
-    /// distinct pages.
+    /// Returns the number of slots that can be handed out now or when pending frees complete. Pending frees
+    /// count as whole, distinct pages.
     pub(super) fn available_size(&self) -> usize {
         self.slots.available() + self.landing()
     }
@@ -438,7 +438,7 @@ impl SlotTensors {
         (keeps, self.fences.take_all())
     }
 
-    /// The free pages in the order in which they are handed out, without a merge.
+    /// Returns the free pages in the order in which they are handed out, without a merge.
     ///
     /// # Errors
     /// See [`Self::alloc`].
@@ -446,7 +446,7 @@ impl SlotTensors {
         self.show(numbers_of(&self.slots.pages().free_indices()?), stream)
     }
 
-    /// The released pages, lowest first.
+    /// Returns the released pages, lowest first.
     ///
     /// # Errors
     /// See [`Self::alloc`].
@@ -454,7 +454,7 @@ impl SlotTensors {
         self.show(numbers_of(&self.slots.pages().released_indices()?), stream)
     }
 
-    /// Numbers as a tensor that is valid on `stream`.
+    /// Returns the numbers as a tensor that is valid on `stream`.
     pub(super) fn show(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
         if let Some(stage) = &mut self.stage {
             return stage.show(&numbers, stream);
@@ -476,13 +476,13 @@ impl SlotTensors {
         })
     }
 
-    /// The statistics of this pool. Slots of pending frees count as available, as estimated.
+    /// Returns the statistics of this pool. Slots of pending frees count as available, as estimated.
     pub(super) fn stats(&self) -> SlotStats {
         let (stats, landing) = (self.slots.stats(), self.landing());
         SlotStats { available: stats.available + landing, in_use: stats.in_use - landing, ..stats }
     }
 
-    /// Bytes on the device.
+    /// Returns the number of bytes on the device.
     pub(super) fn device_bytes(&self) -> usize {
         self.stage.as_ref().map_or(0, Stage::bytes)
     }

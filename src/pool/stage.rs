@@ -57,7 +57,7 @@ pub(super) struct Stage {
     wide: Vec<i64>,
 }
 
-/// Bytes of a stage for tensors over up to `slots` live slots, and as many freed ones.
+/// Returns the bytes of a stage for tensors over up to `slots` live slots, and as many freed ones.
 pub(super) fn stage_bytes(slots: usize, dtype: IndexDType) -> Result<usize> {
     bytes_of("the tensors of slots", &[2, slots + MAX_AHEAD], dtype.dtype())
 }
@@ -108,7 +108,7 @@ impl Mirror for StageMirror {
 }
 
 impl Stage {
-    /// A stage for tensors over all of `slots`, and as many freed ones.
+    /// Creates a stage for tensors over all of `slots`, and as many freed ones.
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         backend: &Arc<dyn Backend>,
@@ -146,23 +146,23 @@ impl Stage {
         })
     }
 
-    /// The device.
+    /// Returns the device.
     pub(super) const fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
 
-    /// The size of a slot in bytes.
+    /// Returns the size of a slot in bytes.
     fn size(&self) -> usize {
         self.copy.dtype().size()
     }
 
-    /// Bytes on the device.
+    /// Returns the number of bytes on the device.
     pub(super) fn bytes(&self) -> usize {
         self.region.bytes()
     }
 
-    /// The first `count` slots of `runs`, the pages that were just taken for them, as a tensor that is valid
-    /// on `stream`. `upcoming` lists up to that many pages that come next.
+    /// Returns the first `count` slots of `runs`, the pages that were just taken for them, as a tensor that
+    /// is valid on `stream`. `upcoming` lists up to that many pages that come next.
     pub(super) fn hand_out(
         &mut self,
         runs: &[Run<Page>],
@@ -200,12 +200,13 @@ impl Stage {
         }
     }
 
-    /// An event to wait for, without locks, before more slots are sent to the device, if it is far behind.
+    /// Returns an event to wait for, without locks, before more slots are sent to the device, if it is far
+    /// behind.
     pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.ring.backpressure_event()
     }
 
-    /// Whether `count` slots can be handed out without a copy, if they are as predicted.
+    /// Returns whether `count` slots can be handed out without a copy, if they are as predicted.
     pub(super) fn has_ready(&self, count: usize) -> bool {
         self.window.as_ref().is_some_and(|window| window.positions.len() >= count)
     }
@@ -248,7 +249,7 @@ impl Stage {
         self.completer.take_fault()
     }
 
-    /// The slots that a tensor of this stage was made of.
+    /// Returns the slots that a tensor of this stage was made of.
     pub(super) fn listed(&self, view: &TensorView) -> IndexVec {
         let first = (view.borrow().address().as_ptr().addr() - self.copy.addresses.start) / self.size();
         let slots = self.copy.locked(|values| stepped(values, first, 1, view.shape().numel()));
@@ -271,8 +272,8 @@ impl Stage {
         Ok(())
     }
 
-    /// The positions of the first `count` slots of `runs`, if they are as predicted. The window moves past
-    /// them, and past the rest of the last page, which belongs to the caller as well.
+    /// Returns the positions of the first `count` slots of `runs`, if they are as predicted. The window moves
+    /// past them, and past the rest of the last page, which belongs to the caller as well.
     fn advance_window(&mut self, runs: &[Run<Page>], count: usize) -> Option<Range<usize>> {
         let window = self.window.as_mut()?;
         if window.positions.len() < count || !begins_with(&window.runs, runs) {
@@ -378,7 +379,7 @@ impl Stage {
     }
 }
 
-/// Whether `runs` are the first pages of `expected`, regardless of the cuts between runs.
+/// Returns whether `runs` are the first pages of `expected`, regardless of the cuts between runs.
 fn begins_with(expected: &VecDeque<Run<Page>>, runs: &[Run<Page>]) -> bool {
     let mut expected = expected.iter().map(|run| run.range());
     let mut here = 0..0;

@@ -14,7 +14,7 @@ use crate::memory::HostRows;
 /// A key names all that its bytes depend on. What is found has the bytes that were put; a piece that was
 /// damaged or given up is missing. Calls may come from any thread.
 pub trait Store: fmt::Debug + Send + Sync {
-    /// Bytes of the largest piece that it takes.
+    /// Returns the number of bytes of the largest piece that it takes.
     fn max_bytes(&self) -> usize;
 
     /// Finds which of the keys are there. May wait for other machines; the caller holds no locks.
@@ -54,13 +54,13 @@ struct StoreProgress {
 }
 
 impl StoreTransfer {
-    /// A transfer of pages that are `present` already, and `left` others.
+    /// Creates a transfer of pages that are `present` already, and `left` others.
     pub(super) fn new(present: Vec<bool>, left: usize) -> Self {
         let state = Mutex::new(StoreProgress { present, left });
         Self { process: std::process::id(), state, over: Condvar::new() }
     }
 
-    /// Whether all pages are done.
+    /// Returns whether all pages are done.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork, which has no threads that work on it.
@@ -87,8 +87,8 @@ impl StoreTransfer {
         Ok(true)
     }
 
-    /// Whether each page is where it was to go: after a `get` in memory, after a `put` in the store. Pages
-    /// that are not done are not.
+    /// Returns whether each page is where it was to go: after a `get` in memory, after a `put` in the store.
+    /// Pages that are not done are not.
     ///
     /// # Errors
     /// See [`StoreTransfer::query`].
@@ -97,7 +97,7 @@ impl StoreTransfer {
         Ok(lock(&self.state).present.clone())
     }
 
-    /// The number of present pages before the first that is not.
+    /// Returns the number of present pages before the first that is not.
     ///
     /// # Errors
     /// See [`StoreTransfer::query`].

@@ -51,7 +51,7 @@ enum Change {
 }
 
 impl TableMirror {
-    /// A mirror of a table of zeros that fills `region`.
+    /// Returns a mirror of a table of zeros that fills `region`.
     pub(super) fn new(gpu: &Arc<Gpu>, region: &Region, rows: usize, columns: usize) -> Result<Arc<Self>> {
         let start = region.address().as_ptr().addr();
         let state = MirrorState {
@@ -72,12 +72,12 @@ impl TableMirror {
         Ok(copy)
     }
 
-    /// The ring into which kernels echo their writes.
+    /// Returns the ring into which kernels echo their writes.
     pub(super) const fn echoes(&self) -> &Ring {
         &self.echoes
     }
 
-    /// Whether no change is pending, so that known writes can be applied at once.
+    /// Returns whether no change is pending, so that known writes can be applied at once.
     pub(super) fn is_settled(&self) -> bool {
         self.settled().changes.is_empty()
     }
@@ -123,7 +123,7 @@ impl TableMirror {
         std::mem::replace(&mut self.lock().version, version)
     }
 
-    /// The end of the columns of `row` that may be written.
+    /// Returns the end of the columns of `row` that may be written.
     pub(super) fn extent(&self, row: RequestRow) -> u32 {
         let (state, row) = (self.settled(), widen(row.number()));
         if state.changes.is_empty() && !state.unknown.contains(row) {
@@ -155,7 +155,7 @@ impl TableMirror {
         }
     }
 
-    /// The state after applying every change that has arrived.
+    /// Returns the state after applying every change that has arrived.
     fn settled(&self) -> MutexGuard<'_, MirrorState> {
         let mut state = self.lock();
         while let Some(step) = state.changes.front() {

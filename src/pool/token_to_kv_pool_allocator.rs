@@ -43,14 +43,14 @@ pub struct AllocatorConfig {
 }
 
 impl AllocatorConfig {
-    /// An allocator of `size` slots with the defaults of the Python class: pages of one slot, the lowest
-    /// first, as int32.
+    /// Creates an allocator of `size` slots with the defaults of the Python class: pages of one slot, the
+    /// lowest first, as int32.
     #[must_use]
     pub const fn new(size: usize) -> Self {
         Self { size, page_size: 1, need_sort: true, strict: false, index_dtype: IndexDType::I32 }
     }
 
-    /// The bytes of an allocator on `device`.
+    /// Returns the bytes of an allocator on `device`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and when the bytes
@@ -64,14 +64,14 @@ impl AllocatorConfig {
         )
     }
 
-    /// All slots, free.
+    /// Returns all slots, free.
     fn slots(&self, backend: &Arc<dyn Backend>) -> Result<SlotTensors> {
         let order = if self.need_sort { Order::Sorted } else { Order::Fifo };
         let slots = SlotAllocator::new(self.size, self.page_size, order)?;
         SlotTensors::new(slots, OnBadFree::of(self.strict), self.index_dtype, backend)
     }
 
-    /// The number of whole pages.
+    /// Returns the number of whole pages.
     pub(super) fn pages(&self) -> Result<usize> {
         at_least_one(&[("page_size", self.page_size)])?;
         Ok(self.size / self.page_size)
@@ -137,7 +137,7 @@ pub enum Notice<'a> {
 pub type OnNotice = Box<dyn Fn(Notice<'_>) + Send + Sync>;
 
 impl TokenToKvPoolAllocator {
-    /// A pool with all slots free.
+    /// Creates a pool with all slots free.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `size` or `page_size` is 0 or slots would
@@ -385,7 +385,7 @@ impl TokenToKvPoolAllocator {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)
     }
 
-    /// The configuration that it was made with.
+    /// Returns the configuration that it was made with.
     fn config(&self) -> AllocatorConfig {
         let slots = self.lock();
         AllocatorConfig {
@@ -549,43 +549,43 @@ impl TokenToKvPoolAllocator {
         self.lock().record_stream(tensor, stream)
     }
 
-    /// The device of the tensors, or `None` on the host.
+    /// Returns the device of the tensors, or `None` on the host.
     pub(super) fn gpu(&self) -> Option<&Arc<Gpu>> {
         self.backend.gpu()
     }
 
-    /// The device of the tensors.
+    /// Returns the device of the tensors.
     #[must_use]
     pub fn device(&self) -> Device {
         self.backend.device()
     }
 
-    /// Whether the lowest free slots are handed out first.
+    /// Returns whether the lowest free slots are handed out first.
     #[must_use]
     pub fn need_sort(&self) -> bool {
         self.lock().need_sort()
     }
 
-    /// Whether an invalid free is an error.
+    /// Returns whether an invalid free is an error.
     #[must_use]
     pub fn strict(&self) -> bool {
         self.lock().strict()
     }
 
-    /// The dtype of the tensors.
+    /// Returns the dtype of the tensors.
     #[must_use]
     pub const fn index_dtype(&self) -> IndexDType {
         self.index_dtype
     }
 
-    /// Slots in a page.
+    /// Returns the number of slots in a page.
     #[must_use]
     pub fn page_size(&self) -> usize {
         self.inspect(|slots| slots.page_size())
     }
 
-    /// Slots that can be handed out now or when pending frees complete. Pending frees count as whole,
-    /// distinct pages.
+    /// Returns the number of slots that can be handed out now or when pending frees complete. Pending frees
+    /// count as whole, distinct pages.
     #[must_use]
     pub fn available_size(&self) -> usize {
         self.lock().available_size()
@@ -599,7 +599,8 @@ impl TokenToKvPoolAllocator {
         self.polled(stream).map(|slots| slots.available_size())
     }
 
-    /// The free pages, in the order in which they are handed out without a merge. Waits for values in flight.
+    /// Returns the free pages, in the order in which they are handed out without a merge. Waits for values in
+    /// flight.
     ///
     /// # Errors
     /// See [`Self::alloc`].
@@ -608,7 +609,7 @@ impl TokenToKvPoolAllocator {
         self.lock().free_slots(stream)
     }
 
-    /// The released pages, lowest first. Waits for values in flight.
+    /// Returns the released pages, lowest first. Waits for values in flight.
     ///
     /// # Errors
     /// See [`Self::alloc`].
@@ -633,26 +634,27 @@ impl TokenToKvPoolAllocator {
         self.lock().verify()
     }
 
-    /// The statistics of this pool. Slots of pending frees count as available, as estimated.
+    /// Returns the statistics of this pool. Slots of pending frees count as available, as estimated.
     #[must_use]
     pub fn stats(&self) -> SlotStats {
         self.lock().stats()
     }
 
-    /// An estimate of the slots of pending frees.
+    /// Returns an estimate of the slots of pending frees.
     #[must_use]
     pub fn pending(&self) -> usize {
         self.lock().pending()
     }
 
-    /// Bytes on the device.
+    /// Returns the number of bytes on the device.
     #[must_use]
     pub fn device_bytes(&self) -> usize {
         self.lock().device_bytes()
     }
 }
 
-/// The values of indices on any device. Waits for those that only a device has; the caller must hold no lock.
+/// Returns the values of indices on any device. Waits for those that only a device has; the caller must hold
+/// no lock.
 fn read_without_locks(indices: &Indices<'_>, stream: Stream) -> Result<Indices<'static>> {
     run_blocking(|| values_now(indices.clone(), stream)).map(Indices::Host)
 }

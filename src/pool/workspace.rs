@@ -183,7 +183,7 @@ impl ArenaState {
 }
 
 impl Workspace {
-    /// An arena from `backend`, with undefined contents.
+    /// Creates an arena from `backend`, with undefined contents.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for an arena of no bytes, the error of the backend if it runs out of memory.
@@ -206,25 +206,25 @@ impl Workspace {
         Ok(Self { device: backend.device(), config: *config, shared: Mutex::new(Some(shared)) })
     }
 
-    /// The device of the arena.
+    /// Returns the device of the arena.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
     }
 
-    /// Bytes of the arena.
+    /// Returns the number of bytes of the arena.
     #[must_use]
     pub const fn arena_bytes(&self) -> usize {
         self.config.arena_bytes
     }
 
-    /// Whether the workspace is closed.
+    /// Returns whether the workspace is closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.lock().is_none()
     }
 
-    /// Bytes in use, and the largest number in use at once; 0 after it is closed.
+    /// Returns the bytes in use, and the largest number in use at once; 0 after it is closed.
     #[must_use]
     pub fn usage(&self) -> [usize; 2] {
         self.lock().as_ref().map_or([0; 2], |shared| {
@@ -233,7 +233,8 @@ impl Workspace {
         })
     }
 
-    /// The taken and free pieces of the arena in order, as [`Arena::pieces`]; empty after it is closed.
+    /// Returns the taken and free pieces of the arena in order, as [`Arena::pieces`]; empty after it is
+    /// closed.
     #[must_use]
     pub fn pieces(&self) -> Vec<(Range<usize>, bool)> {
         self.lock().as_ref().map_or(Vec::new(), |shared| shared.state().arena.pieces())
@@ -251,7 +252,8 @@ impl Workspace {
         as_owner(shared, work)
     }
 
-    /// A contiguous tensor in the arena, 256-byte aligned, for work on `stream`. Its elements are undefined.
+    /// Returns a contiguous tensor in the arena, 256-byte aligned, for work on `stream`. Its elements are
+    /// undefined.
     ///
     /// # Errors
     /// [`ErrorKind::WorkspaceExhausted`] when it does not fit, [`ErrorKind::Config`] for a negative extent,

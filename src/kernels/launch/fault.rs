@@ -46,19 +46,19 @@ impl FaultKind {
 }
 
 impl FaultRecord {
-    /// A record without a fault. `users` are the streams of the kernels.
+    /// Creates a record without a fault. `users` are the streams of the kernels.
     pub(super) fn new(gpu: &Arc<Gpu>, users: &Arc<StreamSet>) -> Result<Self> {
         let bytes = 2 * size_of::<AtomicI64>();
         Region::with(Arc::new(Pinned::new(gpu)), bytes, Contents::Zeros, Arc::clone(users)).map(Self)
     }
 
-    /// The address of the record, for kernels.
+    /// Returns the address of the record, for kernels.
     pub(super) fn address(&self) -> *mut c_void {
         self.0.address().as_ptr().cast()
     }
 
-    /// Takes the fault, if there is one. Kernels and other threads may use the record at the same time: a fault
-    /// is returned once, and one that is reported meanwhile stays for the next call.
+    /// Takes the fault, if there is one. Kernels and other threads may use the record at the same time: a
+    /// fault is returned once, and one that is reported meanwhile stays for the next call.
     pub(super) fn take(&self) -> Option<Fault> {
         let [code, value] = self.words();
         let mut found = code.load(Ordering::Acquire);
@@ -72,7 +72,7 @@ impl FaultRecord {
         None
     }
 
-    /// The position and the kind, 0 for no fault; and the value.
+    /// Returns the position and the kind, 0 for no fault; and the value.
     const fn words(&self) -> &[AtomicI64; 2] {
         // SAFETY: the region has two aligned numbers of 64 bits, zeroed at first. The host accesses them as
         // atomics only, and a kernel writes both in one store.

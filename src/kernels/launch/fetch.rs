@@ -33,19 +33,19 @@ pub(crate) struct PendingFetch {
 }
 
 impl PendingFetch {
-    /// The number of values.
+    /// Returns the number of values.
     #[must_use]
     pub(crate) const fn len(&self) -> usize {
         self.count
     }
 
-    /// The owner that kept the tensor alive. Dropping it may run foreign code: hold no lock then.
+    /// Returns the owner that kept the tensor alive. Dropping it may run foreign code: hold no lock then.
     #[must_use]
     pub(crate) fn into_keep(self) -> Option<Keep> {
         self.keep
     }
 
-    /// The point after the copy.
+    /// Returns the point after the copy.
     #[must_use]
     pub(crate) fn done(&self) -> &Arc<Event> {
         self.reply.done()
@@ -53,7 +53,7 @@ impl PendingFetch {
 }
 
 impl Fetcher {
-    /// A fetcher for up to `values` values at a time.
+    /// Creates a fetcher for up to `values` values at a time.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) and
@@ -63,7 +63,7 @@ impl Fetcher {
         Ok(Self { gpu: Arc::clone(gpu), kernels: Kernels::of(gpu)?, ring: Ring::on_host(gpu, bytes)? })
     }
 
-    /// The fetcher that the whole process shares for `gpu`, so that a wait for a few values allocates
+    /// Returns the fetcher that the whole process shares for `gpu`, so that a wait for a few values allocates
     /// nothing.
     fn shared(gpu: &Arc<Gpu>, values: usize) -> Result<Arc<Self>> {
         static SHARED: Mutex<Vec<Arc<Fetcher>>> = Mutex::new(Vec::new());
@@ -81,7 +81,7 @@ impl Fetcher {
         Ok(fetcher)
     }
 
-    /// The device of the tensors that it copies.
+    /// Returns the device of the tensors that it copies.
     #[must_use]
     pub(crate) const fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
@@ -118,11 +118,11 @@ impl Fetcher {
         Ok(reply.map(|reply| PendingFetch { reply, count, is_wide: wide, keep: keep() }))
     }
 
-    /// The values of a fetch that is done.
+    /// Returns the values of a fetch that is done.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the copy;
-    /// the fetch can be taken later.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// copy; the fetch can be taken later.
     pub(crate) fn take(&self, fetch: &PendingFetch) -> Result<IndexVec> {
         if fetch.is_wide {
             Ok(IndexVec::I64(self.ring.take(&fetch.reply, fetch.count)?))

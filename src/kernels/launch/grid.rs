@@ -69,7 +69,7 @@ impl Split {
         Ok(Self { pieces, lane_bits: lanes.trailing_zeros() })
     }
 
-    /// The number of blocks for `count` rows.
+    /// Returns the number of blocks for `count` rows.
     fn blocks(&self, count: usize) -> Result<u32> {
         // Kernels count pieces in 31 bits.
         let pieces = count.checked_mul(widen(self.pieces.by)).and_then(|pieces| u32::try_from(pieces).ok());
@@ -79,14 +79,14 @@ impl Split {
     }
 }
 
-/// The first block of the second of two parts, and the grid of both.
+/// Returns the first block of the second of two parts, and the grid of both.
 pub(super) fn parts_grid(splits: [Split; 2], count: usize) -> Result<(i64, [u32; 2])> {
     let [first, second] = [splits[0].blocks(count)?, splits[1].blocks(count)?];
     Ok((i64::from(first), [total(u64::from(first) + u64::from(second))?, 1]))
 }
 
 impl RowGroup {
-    /// Buffers of equal rows, equally far apart in one region.
+    /// Returns the buffers of equal rows, equally far apart in one region.
     fn new(buffers: &[RowBuffer]) -> Result<Self> {
         let present = buffers.first().filter(|buffer| buffer.row_bytes() > 0);
         let step = match (present, buffers.get(1)) {
@@ -100,7 +100,7 @@ impl RowGroup {
         Self::of(base, step, row_bytes, present.map_or(0, |_| buffers.len()), word)
     }
 
-    /// The pages of a kind in `layers` layers, as rows of the source.
+    /// Returns the pages of a kind in `layers` layers, as rows of the source.
     fn of_pages(kind: &KindCopy<'_>, layers: usize) -> Result<Self> {
         let sides = [kind.source, kind.target].map(|side| [side.at(0, 0).addr(), side.step, side.stride]);
         let word = word_of(sides.into_iter().flatten().chain([kind.bytes]));
@@ -133,18 +133,18 @@ impl Groups {
         Ok(Self([RowGroup::new(buffers[0])?, RowGroup::new(buffers[1])?]))
     }
 
-    /// The source of a copy of pages.
+    /// Returns the source of a copy of pages.
     pub(super) fn of_pages(plan: &PagePlan<'_>) -> Result<Self> {
         let [first, second] = &plan.kinds;
         Ok(Self([RowGroup::of_pages(first, plan.layers)?, RowGroup::of_pages(second, plan.layers)?]))
     }
 
-    /// The groups and a grid with blocks for `count` rows of every buffer.
+    /// Returns the groups and a grid with blocks for `count` rows of every buffer.
     pub(super) fn for_rows(self, count: usize) -> Result<([RowGroup; 2], [u32; 2])> {
         self.with_blocks(|group| group.split.blocks(count))
     }
 
-    /// The groups and a grid with a thread for each word of a row, in every buffer.
+    /// Returns the groups and a grid with a thread for each word of a row, in every buffer.
     pub(super) fn for_words(self) -> Result<([RowGroup; 2], [u32; 2])> {
         self.with_blocks(|group| blocks(unsigned(group.words)))
     }
@@ -175,14 +175,15 @@ fn too_much(number: impl std::fmt::Display, noun: &str) -> Error {
     Error::config(format!("{number} {noun} of work are more than one launch takes; pass it in parts"))
 }
 
-/// A grid for `count` segments of at most `longest` elements; each block loops over the rest of its segment.
+/// Returns a grid for `count` segments of at most `longest` elements; each block loops over the rest of its
+/// segment.
 pub(super) fn ragged_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
     /// About as many blocks as a device runs at once; more along one segment add no speed.
     const ENOUGH: usize = 1024;
     Ok([blocks(longest)?.min(narrow(ENOUGH.div_ceil(count.max(1)))), narrow(count.min(MAX_Y))])
 }
 
-/// The number of blocks for `threads` threads.
+/// Returns the number of blocks for `threads` threads.
 pub(super) fn blocks(threads: usize) -> Result<u32> {
     let blocks = threads.div_ceil(BLOCK);
     i32::try_from(blocks).map(i32::unsigned_abs).map_err(|_| too_much(threads, "threads"))
@@ -206,7 +207,7 @@ impl From<Word> for i32 {
     }
 }
 
-/// The largest word of which all `places` are multiples.
+/// Returns the largest word of which all `places` are multiples.
 pub(super) fn word_of(places: impl IntoIterator<Item = usize>) -> Word {
     let bits = places.into_iter().fold(16, |bits, place| bits | place);
     Word(1 << bits.trailing_zeros())
@@ -241,8 +242,8 @@ mod tests {
         assert!(Divisor::new(0).is_err() && Divisor::new(1 << 31).is_err());
     }
 
-    /// The number of blocks whose first thread has words to copy, and of all blocks, as the kernels divide
-    /// them.
+    /// Returns the number of blocks whose first thread has words to copy, and of all blocks, as the kernels
+    /// divide them.
     fn busy_blocks(groups: &[RowGroup; 2], grid: [u32; 2], count: u32) -> [u64; 2] {
         let first_blocks = groups[0].buffers * groups[0].blocks.by;
         let mut counts = [0; 2];

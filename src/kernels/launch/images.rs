@@ -53,7 +53,7 @@ fn ptx(text: &'static str) -> Image<'static> {
 }
 
 impl Compiled {
-    /// The images to try on a device, best first.
+    /// Returns the images to try on a device, best first.
     ///
     /// The machine code is from CUDA 12.9. A driver that is older, or is set to compile PTX only, uses the
     /// PTX.

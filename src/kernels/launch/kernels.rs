@@ -23,7 +23,7 @@ pub(super) struct TypedFunction<P> {
 }
 
 impl<P> TypedFunction<P> {
-    /// The kernel `function`, whose C++ parameter has the layout of `P`.
+    /// Returns the kernel `function`, whose C++ parameter has the layout of `P`.
     const fn new(function: Function) -> Self {
         Self { function, takes: PhantomData }
     }
@@ -94,7 +94,7 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// The kernels of `gpu`, loaded by the first call.
+    /// Returns the kernels of `gpu`, loaded by the first call.
     pub(super) fn of(gpu: &Gpu) -> Result<Arc<Self>> {
         static LOADED: Mutex<Vec<Arc<Kernels>>> = Mutex::new(Vec::new());
         let mut loaded = lock(&LOADED);

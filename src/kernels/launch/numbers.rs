@@ -50,7 +50,7 @@ impl<P> WithList<P> {
     /// The numbers that fit.
     pub(super) const ROOM: usize = (PARAMS_BYTES - size_of::<P>()) / size_of::<i32>();
 
-    /// Whether `arrays`, concatenated, fit behind the parameters.
+    /// Returns whether `arrays`, concatenated, fit behind the parameters.
     pub(super) fn fits(arrays: &[&[i32]]) -> bool {
         arrays.iter().map(|array| array.len()).sum::<usize>() <= Self::ROOM
     }
@@ -75,7 +75,7 @@ pub(super) enum Arrays<'a> {
 }
 
 impl Arrays<'_> {
-    /// The address of array `which`; null when it is passed with the launch.
+    /// Returns the address of array `which`; null when it is passed with the launch.
     pub(super) fn address<T>(&self, which: usize) -> *const T {
         match self {
             Self::Listed => ptr::null(),
@@ -83,7 +83,8 @@ impl Arrays<'_> {
         }
     }
 
-    /// The kernel parameters for the numbers of every batch of a call; these are the arrays of their lists.
+    /// Returns the kernel parameters for the numbers of every batch of a call; these are the arrays of their
+    /// lists.
     pub(super) fn indices(&self, numbers: &[Numbers<'_>]) -> Result<Vec<Index>> {
         let (mut which, mut begin) = (0, 0);
         let index = |numbers: &Numbers<'_>| {
@@ -123,7 +124,7 @@ impl Index {
         Self { data, shape: first(signed(len), 1), strides: first(1, 0), ..Self::computed(0, 0) }
     }
 
-    /// Numbers in device memory, or computed. A list from the host is an error.
+    /// Returns the numbers in device memory, or computed. A list from the host is an error.
     pub(super) fn new(numbers: &Numbers<'_>) -> Result<Self> {
         match numbers {
             Numbers::Constant(value) => Ok(Self::computed(*value, 0)),
@@ -146,7 +147,8 @@ const fn first(value: i64, rest: i64) -> [i64; 8] {
     [value, rest, rest, rest, rest, rest, rest, rest]
 }
 
-/// A description of the same elements in the same order with as few dimensions as possible, at least one.
+/// Returns a description of the same elements in the same order with as few dimensions as possible, at least
+/// one.
 pub(super) fn collapsed(shape: &Dims, strides: &Dims) -> (i32, [i64; 8], [i64; 8]) {
     let (mut extents, mut steps) = (first(1, 1), [0i64; 8]);
     let mut ndim = 0;

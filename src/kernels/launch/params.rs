@@ -275,7 +275,7 @@ const _: () = {
 };
 
 impl StorePart {
-    /// The parameters to store `count` rows of values in their buffer.
+    /// Returns the parameters to store `count` rows of values in their buffer.
     pub(super) fn new(store: &StoreRows<'_>, count: usize) -> Result<Self> {
         let layout = layout(store, count)?;
         let (from, to) = (store.values.dtype(), store.target.dtype());
@@ -341,7 +341,7 @@ fn reciprocal(divisor: f32) -> f32 {
     if (least..=most).contains(&divisor) { 1.0 / divisor } else { 0.0 }
 }
 
-/// The required alignment of the run of elements that one lane reads.
+/// Returns the required alignment of the run of elements that one lane reads.
 fn run_alignment(dtype: DType) -> usize {
     (dtype.size() * ELEMENTS_PER_LANE).min(16)
 }
@@ -358,7 +358,7 @@ impl PageTarget {
 }
 
 impl GatherPart {
-    /// The parameters to copy from `buffer` to `out`, which is contiguous with rows of the same size.
+    /// Returns the parameters to copy from `buffer` to `out`, which is contiguous with rows of the same size.
     pub(super) fn new(buffer: &RowBuffer, out: &BorrowedTensor<'_>) -> Result<Self> {
         let (source, target) = (buffer.row(0), out.address().as_ptr());
         let word = word_of([source.addr(), target.addr(), buffer.row_bytes()]);

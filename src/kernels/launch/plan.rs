@@ -82,7 +82,7 @@ pub(crate) struct PlanBatch<'a> {
 }
 
 impl PlanBatch<'_> {
-    /// The most bytes that a batch sends to the device, including room for alignment.
+    /// Returns the largest number of bytes that a batch sends to the device, including room for alignment.
     #[must_use]
     pub(crate) fn bytes(requests: usize, pages: usize) -> usize {
         const SPARE: usize = 64;
@@ -142,7 +142,7 @@ impl Launcher {
 }
 
 impl PlanRequest {
-    /// The number of threads that it keeps busy.
+    /// Returns the number of threads that it keeps busy.
     fn work(&self) -> usize {
         widen(self.seq.max(self.block_until).cast_unsigned())
     }

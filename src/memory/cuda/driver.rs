@@ -99,7 +99,7 @@ impl Driver {
         if code == Code::SUCCESS { Ok(()) } else { Err(self.call_error(call, code)) }
     }
 
-    /// The error for a failed call: its code, and the driver's name for the code.
+    /// Returns the error for a failed call: its code, and the driver's name for the code.
     #[cold]
     fn call_error(self, call: &str, code: Code) -> Error {
         let mut name = Text::NONE;
@@ -139,7 +139,7 @@ impl Driver {
         Ok(device)
     }
 
-    /// The primary context of device `ordinal`, kept for the life of the process.
+    /// Returns the primary context of device `ordinal`, kept for the life of the process.
     pub(super) fn retain_context(self, ordinal: u32) -> Result<ContextHandle> {
         let device = self.device(ordinal)?;
         let mut context = ContextHandle::NONE;
@@ -148,7 +148,7 @@ impl Driver {
         Ok(context)
     }
 
-    /// Whether the primary context of device `ordinal` is active in this process.
+    /// Returns whether the primary context of device `ordinal` is active in this process.
     pub(super) fn has_context(self, ordinal: u32) -> Result<bool> {
         let device = self.device(ordinal)?;
         let (mut flags, mut is_active) = (0, 0);
@@ -157,15 +157,15 @@ impl Driver {
         Ok(is_active != 0)
     }
 
-    /// The compute capability of device `ordinal`, major and minor.
+    /// Returns the compute capability of device `ordinal`, major and minor.
     pub(super) fn capability(self, ordinal: u32) -> Result<(u32, u32)> {
         let device = self.device(ordinal)?;
         let ask = |attribute| self.attribute(device, attribute).map(counted);
         Ok((ask(DeviceAttribute::CAPABILITY_MAJOR)?, ask(DeviceAttribute::CAPABILITY_MINOR)?))
     }
 
-    /// Whether kernels on device `ordinal` reach host memory that was page-locked in place at its host
-    /// address.
+    /// Returns whether kernels on device `ordinal` reach host memory that was page-locked in place at its
+    /// host address.
     pub(super) fn uses_host_pointers(self, ordinal: u32) -> Result<bool> {
         let device = self.device(ordinal)?;
         Ok(self.attribute(device, DeviceAttribute::USES_HOST_POINTERS)? != 0)
@@ -185,7 +185,7 @@ impl Driver {
         Ok(context)
     }
 
-    /// The device of the current context.
+    /// Returns the device of the current context.
     pub(super) fn current_device(self) -> Result<u32> {
         let mut device = 0;
         // SAFETY: the function writes a number there.
@@ -356,7 +356,7 @@ impl Driver {
         unsafe { checked!(self, cuStreamSynchronize(stream.into())) }
     }
 
-    /// The state of `stream`.
+    /// Returns the state of `stream`.
     pub(super) fn stream_state(self, stream: Stream) -> Result<StreamState> {
         let mut status = CaptureStatus::NONE;
         // SAFETY: the function writes a number there; streams are alive, as `Stream` requires.
@@ -369,7 +369,7 @@ impl Driver {
         Ok(if status == CaptureStatus::NONE { StreamState::Running } else { StreamState::Captured })
     }
 
-    /// A new stream in the current context, which does not wait for the default stream.
+    /// Returns a new stream in the current context, which does not wait for the default stream.
     pub(super) fn create_stream(self) -> Result<Stream> {
         let mut stream = StreamHandle::NONE;
         // SAFETY: the function writes a handle there.
@@ -508,7 +508,7 @@ impl Driver {
     }
 }
 
-/// A count of the driver, which is never negative.
+/// Returns a count of the driver, which is never negative.
 fn counted(number: c_int) -> u32 {
     u32::try_from(number).expect("the driver counts devices and versions from 0")
 }

@@ -18,8 +18,8 @@ pub struct Event {
 }
 
 impl Event {
-    /// The point after everything that was enqueued on `stream` so far. The caller has checked that `stream`
-    /// is not being captured: see `Gpu::check_not_capturing`.
+    /// Returns the point after everything that was enqueued on `stream` so far. The caller has checked that
+    /// `stream` is not being captured: see `Gpu::check_not_capturing`.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or the stream does not
@@ -39,7 +39,7 @@ impl Event {
         Ok(is_alive.then_some(event))
     }
 
-    /// Whether the device has passed this point. Does not wait.
+    /// Returns whether the device has passed this point. Does not wait.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), also for an earlier failure on the device.

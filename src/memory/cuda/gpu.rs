@@ -97,9 +97,9 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// A device for page-locking host memory, chosen so that no device is opened for this alone: an open one,
-    /// else that of the current context, else one whose primary context is active in this process; else
-    /// device 0.
+    /// Returns a device for page-locking host memory, chosen so that no device is opened for this alone: an
+    /// open one, else that of the current context, else one whose primary context is active in this process;
+    /// else device 0.
     ///
     /// # Errors
     /// Same as [`Gpu::open`].
@@ -115,19 +115,19 @@ impl Gpu {
         Self::open(driver.current_device().ok().or_else(in_use).unwrap_or(0))
     }
 
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub const fn device(&self) -> Device {
         Device::Cuda(self.ordinal)
     }
 
-    /// The compute capability, major and minor.
+    /// Returns the compute capability, major and minor.
     #[must_use]
     pub(crate) const fn capability(&self) -> (u32, u32) {
         self.capability
     }
 
-    /// The driver, for calls in this device's context.
+    /// Returns the driver, for calls in this device's context.
     pub(super) const fn driver(&self) -> Driver {
         self.driver
     }
@@ -340,7 +340,7 @@ impl Gpu {
         self.driver.synchronize(stream)
     }
 
-    /// Whether `stream` is being captured into a graph.
+    /// Returns whether `stream` is being captured into a graph.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.
@@ -348,7 +348,7 @@ impl Gpu {
         Ok(self.stream_state(stream)? == StreamState::Captured)
     }
 
-    /// The state of `stream`.
+    /// Returns the state of `stream`.
     pub(super) fn stream_state(&self, stream: Stream) -> Result<StreamState> {
         let _entered = self.enter()?;
         self.driver.stream_state(stream)
@@ -398,8 +398,8 @@ impl Gpu {
         })
     }
 
-    /// The stream for copies in this direction: made by the first call, and kept for the life of the process.
-    /// It does not wait for the default stream. Other streams may be in a capture meanwhile.
+    /// Returns the stream for copies in this direction: made by the first call, and kept for the life of the
+    /// process. It does not wait for the default stream. Other streams may be in a capture meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails; the next call tries again.
@@ -417,8 +417,8 @@ impl Gpu {
         Ok(*place.insert(self.driver.create_stream()?))
     }
 
-    /// Whether kernels reach all page-locked host memory at its host address: memory that was page-locked in
-    /// place included.
+    /// Returns whether kernels reach all page-locked host memory at its host address: memory that was
+    /// page-locked in place included.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.
@@ -438,7 +438,7 @@ impl Gpu {
     }
 }
 
-/// A tensor of rows of bytes, with the number of rows and the bytes of each.
+/// Returns a tensor of rows of bytes, with the number of rows and the bytes of each.
 fn rows(tensor: &BorrowedTensor<'_>) -> Result<(Rows, [usize; 2])> {
     let extent = |extent: i64| usize::try_from(extent).ok();
     let found = match (tensor.shape().as_slice(), tensor.strides().as_slice()) {
@@ -453,7 +453,7 @@ fn rows(tensor: &BorrowedTensor<'_>) -> Result<(Rows, [usize; 2])> {
     Ok((Rows { address: tensor.address().as_ptr(), pitch, is_on_host }, [rows, bytes]))
 }
 
-/// Whether this process is the child of a fork, made after the driver was used.
+/// Returns whether this process is the child of a fork, made after the driver was used.
 pub(in crate::memory) fn is_forked() -> bool {
     FORKED.load(Relaxed)
 }

@@ -35,7 +35,7 @@ impl Cuda {
     }
 }
 
-/// A block of zero bytes, which the driver does not allocate.
+/// Returns a block of zero bytes, which the driver does not allocate.
 fn empty() -> Block {
     // Aligned, and never dereferenced.
     let address = NonNull::new(ptr::without_provenance_mut(ALIGNMENT));

@@ -4,7 +4,7 @@ use crate::base::{Error, ErrorKind, Result};
 
 use super::driver::Driver;
 
-/// The driver, if device `ordinal` can be used.
+/// Returns the driver, if device `ordinal` can be used.
 ///
 /// # Errors
 /// [`ErrorKind::BackendUnavailable`] with the missing part.

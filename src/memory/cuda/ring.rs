@@ -46,14 +46,15 @@ struct Allocations {
 #[derive(Debug)]
 struct Allocation {
     range: Range<usize>,
-    /// The point after its work; the failure of the device when that is unknown, and the piece is never reused.
+    /// The point after its work; the failure of the device when that is unknown, and the piece is never
+    /// reused.
     done: Result<Arc<Event>>,
     /// Whether the host still has to read it.
     is_held: bool,
 }
 
 impl Allocation {
-    /// The point after which the piece can be reused, if there is one.
+    /// Returns the point after which the piece can be reused, if there is one.
     fn free_after(&self) -> Option<&Arc<Event>> {
         self.done.as_ref().ok().filter(|_| !self.is_held)
     }
@@ -67,7 +68,7 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// The point after the work that writes it.
+    /// Returns the point after the work that writes it.
     #[must_use]
     pub const fn done(&self) -> &Arc<Event> {
         &self.done
@@ -75,7 +76,7 @@ impl Reply {
 }
 
 impl Ring {
-    /// The size of a ring of `bytes` on each side: a multiple of the alignment of backends.
+    /// Returns the size of a ring of `bytes` on each side: a multiple of the alignment of backends.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than an address can name.
@@ -85,7 +86,7 @@ impl Ring {
             .ok_or_else(|| Error::config(format!("a ring of {bytes} bytes is more than an address can name")))
     }
 
-    /// A ring of `bytes` on the host and as many from `backend`, whose memory is on `gpu`.
+    /// Creates a ring of `bytes` on the host and as many from `backend`, whose memory is on `gpu`.
     ///
     /// # Errors
     /// The backends', when they have not enough.
@@ -100,7 +101,7 @@ impl Ring {
         Self::with_twin(gpu, bytes, Some(twin), users)
     }
 
-    /// A ring of `bytes` on the host only, for kernels that write to host memory.
+    /// Creates a ring of `bytes` on the host only, for kernels that write to host memory.
     ///
     /// # Errors
     /// Same as [`Ring::new`].
@@ -115,7 +116,7 @@ impl Ring {
         Ok(Self { gpu: Arc::clone(gpu), pinned, twin, users, pieces: Mutex::default() })
     }
 
-    /// The size of the largest piece in bytes.
+    /// Returns the size of the largest piece in bytes.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.pinned.bytes()
@@ -197,8 +198,8 @@ impl Ring {
         enqueued.map(|()| done)
     }
 
-    /// A point to wait for before the next upload, when more than half of the ring is in use. Waiting for it
-    /// beforehand, without the locks that `Ring::upload` is called under, avoids a wait there.
+    /// Returns a point to wait for before the next upload, when more than half of the ring is in use. Waiting
+    /// for it beforehand, without the locks that `Ring::upload` is called under, avoids a wait there.
     #[must_use]
     pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
         let mut pieces = lock(&self.pieces);
@@ -211,7 +212,7 @@ impl Ring {
         oldest.filter(|_| self.in_use(&pieces) > self.capacity() / 2)
     }
 
-    /// Bytes from the start of the oldest piece to the end of the newest.
+    /// Returns the number of bytes from the start of the oldest piece to the end of the newest.
     fn in_use(&self, pieces: &Allocations) -> usize {
         let Some(oldest) = pieces.used.front() else { return 0 };
         let from = oldest.range.start;
@@ -258,8 +259,8 @@ impl Ring {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the piece holds fewer,
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the copy.
-    /// The piece is not freed then.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// copy. The piece is not freed then.
     pub fn take<T: Number>(&self, reply: &Reply, count: usize) -> Result<Vec<T>> {
         // SAFETY: the work that wrote the piece is done, and nothing has it until it is released.
         let values = unsafe { self.pinned.read(reply.range.start, count) }?;
@@ -349,7 +350,7 @@ impl Ring {
     }
 }
 
-/// The offset of each of `arrays` in a piece.
+/// Returns the offset of each of `arrays` in a piece.
 fn piece_offsets<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &'a [T])> {
     let mut end = 0usize;
     arrays.iter().map(move |array| {

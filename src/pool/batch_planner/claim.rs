@@ -20,7 +20,7 @@ pub(super) enum CachedPages<'a> {
 }
 
 impl CachedPages<'_> {
-    /// The pages, to be taken.
+    /// Returns the pages, to be taken.
     pub(super) const fn pages_mut(&mut self) -> &mut PageList {
         match self {
             Self::Shared(pages) => pages,
@@ -76,12 +76,12 @@ impl Claim {
         self.lease.check_clears(slots)
     }
 
-    /// The pages of the lease.
+    /// Returns the pages of the lease.
     pub(super) const fn pages(&self) -> &PageList {
         &self.pages
     }
 
-    /// The lease, which is that of the request from now on.
+    /// Returns the lease, which is that of the request from now on.
     pub(super) fn keep(&self) -> Arc<Lease> {
         self.is_kept.set(true);
         Arc::clone(&self.lease)

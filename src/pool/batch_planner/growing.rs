@@ -44,17 +44,17 @@ impl<'a> Growing<'a> {
         Ok(copied.map(|copied| (Self { requests, slots, growths: Cow::Owned(vec![growth]) }, copied)))
     }
 
-    /// The grown requests as a batch of `padded_size`.
+    /// Returns the grown requests as a batch of `padded_size`.
     pub(super) fn grown(&self, padded_size: usize) -> GrownBatch<'_> {
         GrownBatch { requests: self.requests, growths: &self.growths, padded_size }
     }
 
-    /// The requests of the planner.
+    /// Returns the requests of the planner.
     pub(super) const fn requests(&self) -> &Requests {
         self.requests
     }
 
-    /// The allocator of the slots.
+    /// Returns the allocator of the slots.
     pub(super) const fn slots(&mut self) -> &mut SlotTensors {
         self.slots
     }

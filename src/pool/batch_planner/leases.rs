@@ -16,7 +16,7 @@ struct BoundLease {
 }
 
 impl BoundLease {
-    /// Whether it is of the request that has `row` now.
+    /// Returns whether it is of the request that has `row` now.
     fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
         self.generation == table.rows().generation(row) && table.rows().rows().is_live(row)
     }
@@ -42,7 +42,7 @@ impl LeaseCut {
         Self { lease, len, fenced, stream }
     }
 
-    /// The end of the whole lease.
+    /// Returns the end of the whole lease.
     const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
         Self { lease, len: 0, fenced: None, stream }
     }
@@ -101,7 +101,7 @@ impl Leases {
         }
     }
 
-    /// The lease of a request.
+    /// Returns the lease of a request.
     pub(super) fn of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
         let bound = self.by_row.get(widen(row.number()))?.as_ref()?;
         bound.is_of(row, table).then_some(&bound.lease)

@@ -96,17 +96,18 @@ impl PlanMetadata {
         self.layout.config()
     }
 
-    /// Bytes of the fields.
+    /// Returns the number of bytes of the fields.
     pub(super) fn mem_bytes(&self) -> usize {
         self.fields.region().bytes()
     }
 
-    /// The number of plans made so far.
+    /// Returns the number of plans made so far.
     pub(super) const fn plans(&self) -> usize {
         self.plans
     }
 
-    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
+    /// Returns an event to wait for, without locks, before more numbers are sent to the device, if it is far
+    /// behind.
     pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.executor.backpressure_event()
     }
@@ -150,7 +151,7 @@ impl PlanMetadata {
     }
 }
 
-/// The slots of positions `from..to` of a request.
+/// Returns the slots of positions `from..to` of a request.
 pub(super) fn slots_of(requests: &Requests, row: RequestRow, from: u32, to: u32) -> Result<IndexVec> {
     let mut slots = try_with_capacity(widen(to - from))?;
     requests.slots(row, from, to, &mut slots);

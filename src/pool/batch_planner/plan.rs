@@ -74,14 +74,14 @@ pub struct PlannerConfig {
 }
 
 impl PlannerConfig {
-    /// A planner for batches of up to `max_batch_size` requests and `max_tokens` new tokens, which builds all
-    /// fields.
+    /// Creates a planner for batches of up to `max_batch_size` requests and `max_tokens` new tokens, which
+    /// builds all fields.
     #[must_use]
     pub const fn new(max_batch_size: usize, max_tokens: usize) -> Self {
         Self { max_batch_size, max_tokens, kv_indices: true, block_table: true }
     }
 
-    /// The bytes of a planner on `device` for a table and an allocator.
+    /// Returns the bytes of a planner on `device` for a table and an allocator.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and for sizes that do
@@ -163,7 +163,8 @@ impl PlanLayout {
         self.new_pages() + (self.config.max_batch_size * self.width).min(pool_pages)
     }
 
-    /// Bytes of the ring through which steps are sent to a device, with an allocator of `pool_pages`.
+    /// Returns the number of bytes of the ring through which steps are sent to a device, with an allocator of
+    /// `pool_pages`.
     pub(super) fn ring_bytes(&self, pool_pages: usize) -> usize {
         /// The host may be this far ahead with steps without prefixes.
         const STEPS_AHEAD: usize = 8;
@@ -179,12 +180,12 @@ impl PlanLayout {
         self.width
     }
 
-    /// Bytes of all fields.
+    /// Returns the number of bytes of all fields.
     pub(super) const fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Bytes of the fields that do not grow with the context.
+    /// Returns the number of bytes of the fields that do not grow with the context.
     pub(super) const fn small_bytes(&self) -> usize {
         self.offsets[Field::KvIndices.at()]
     }
@@ -199,7 +200,7 @@ impl PlanLayout {
         self.offset(Field::BlockTable) + place * self.width * size_of::<i32>()
     }
 
-    /// Whether the planner builds a field.
+    /// Returns whether the planner builds a field.
     pub(super) const fn has(&self, field: Field) -> bool {
         match field {
             Field::KvIndices => self.config.kv_indices,
@@ -208,7 +209,7 @@ impl PlanLayout {
         }
     }
 
-    /// A field of a plan in `region`, without a copy. `None` if the planner does not build it.
+    /// Returns a field of a plan in `region`, without a copy. `None` if the planner does not build it.
     pub(super) fn view(&self, region: &Arc<Region>, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         if !self.has(field) {
             return Ok(None);

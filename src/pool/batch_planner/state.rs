@@ -85,12 +85,12 @@ impl PlannerState {
         })
     }
 
-    /// The arrays of the last plan.
+    /// Returns the arrays of the last plan.
     pub(super) const fn metadata(&self) -> &PlanMetadata {
         &self.metadata
     }
 
-    /// An array of a plan in host memory: see [`PlanMetadata::host_field`].
+    /// Returns an array of a plan in host memory: see [`PlanMetadata::host_field`].
     pub(super) fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.metadata.host_field(&self.requests, plan, field)
     }
@@ -100,13 +100,13 @@ impl PlannerState {
         self.requests.totals(table.rows())
     }
 
-    /// Tokens of a request that have slots.
+    /// Returns the tokens of a request that have slots.
     pub(super) fn seq_len(&mut self, row: i64, table: &ReqToTokenPool) -> Result<u32> {
         let row = self.resolve(&IndexVec::I64(vec![row]), table)?[0];
         Ok(self.requests.len(row))
     }
 
-    /// The rows of live requests.
+    /// Returns the rows of live requests.
     pub(super) fn resolve(&mut self, rows: &IndexVec, table: &ReqToTokenPool) -> Result<Vec<RequestRow>> {
         self.requests.resolve_rows(rows, table.rows())
     }
@@ -158,8 +158,8 @@ impl PlannerState {
         Ok(planned)
     }
 
-    /// The growth of one request of a batch, which may have a cached prefix. Fills in the pages of one that
-    /// is given by its slots.
+    /// Returns the growth of one request of a batch, which may have a cached prefix. Fills in the pages of
+    /// one that is given by its slots.
     fn growth(
         &self,
         asked: GrowthRequest,
@@ -184,7 +184,7 @@ impl PlannerState {
         }
     }
 
-    /// The pages of positions `from..to` of a request.
+    /// Returns the pages of positions `from..to` of a request.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it has fewer tokens, or its leased prefix
@@ -263,7 +263,7 @@ impl PlannerState {
         Ok(())
     }
 
-    /// The sizes of a batch, with padding.
+    /// Returns the sizes of a batch, with padding.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a request that does not fit the table,
@@ -420,7 +420,7 @@ fn write_fork(
     Ok(copied)
 }
 
-/// The current call in the name of a request, its row's owner or the row, if a ledger is kept.
+/// Returns the current call in the name of a request, its row's owner or the row, if a ledger is kept.
 fn call_of_request(row: RequestRow, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<CallRecord>> {
     let call = slots.call()?;
     let holders = table.rows().ledger().map_or(Vec::new(), |ledger| ledger.holders(row.number()));
@@ -429,7 +429,7 @@ fn call_of_request(row: RequestRow, slots: &SlotTensors, table: &ReqToTokenPool)
     Some(Arc::new(CallRecord { owner: Some(owner), ..CallRecord::clone(&call) }))
 }
 
-/// The smallest of `sizes` that a batch of `count` fits.
+/// Returns the smallest of `sizes` that a batch of `count` fits.
 fn padded_size(count: usize, sizes: &[usize], padding_row: bool) -> Result<usize> {
     let found = sizes.iter().copied().filter(|&size| size >= count).min();
     let size = found.ok_or_else(|| {

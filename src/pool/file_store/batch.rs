@@ -18,7 +18,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// The place of a page in the order of use.
+    /// Returns the place of a page in the order of use.
     pub(super) fn tick(&self, page: usize) -> u64 {
         self.first_tick + to_u64(self.keys.len() - 1 - page)
     }

@@ -50,18 +50,18 @@ id!(
     "slot of a file"
 );
 
-/// The offset of a slot's entry in the index.
+/// Returns the offset of a slot's entry in the index.
 pub(super) fn entry_offset(slot: FileSlot) -> u64 {
     to_u64(ENTRIES + widen(slot.number()) * ENTRY_BYTES)
 }
 
-/// The offset of a slot's page.
+/// Returns the offset of a slot's page.
 pub(super) fn page_offset(slot: FileSlot, slot_bytes: usize) -> u64 {
     u64::from(slot.number()) * to_u64(slot_bytes)
 }
 
 impl Record {
-    /// The entry of `slot`.
+    /// Returns the entry of `slot`.
     pub(super) fn encode(&self, digest: Digest, slot: FileSlot) -> [u8; ENTRY_BYTES] {
         let mut entry = [0; ENTRY_BYTES];
         entry[..32].copy_from_slice(&self.key);
@@ -72,7 +72,7 @@ impl Record {
         entry
     }
 
-    /// The record in the entry of `slot`, if it is whole.
+    /// Returns the record in the entry of `slot`, if it is whole.
     pub(super) fn decode(digest: Digest, slot: FileSlot, entry: &[u8; ENTRY_BYTES]) -> Option<Self> {
         let tick = u64::from_le_bytes(*entry[48..].first_chunk().expect("16 bytes"));
         let key = *entry.first_chunk().expect("64 bytes");
@@ -86,7 +86,7 @@ fn entry_sum(digest: Digest, slot: FileSlot, entry: &[u8; ENTRY_BYTES]) -> [u8; 
     first(digest(&[b"slot", &slot.number().to_le_bytes(), &entry[..56]]))
 }
 
-/// The first block of the index of a store of pages of `page_bytes`.
+/// Returns the first block of the index of a store of pages of `page_bytes`.
 pub(super) fn header(digest: Digest, page_bytes: usize) -> [u8; ENTRIES] {
     let mut block = [0; ENTRIES];
     block[..8].copy_from_slice(MAGIC);

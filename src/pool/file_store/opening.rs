@@ -58,7 +58,8 @@ fn failed(cause: io::Error) -> Error {
 }
 
 impl Opening<'_> {
-    /// The pages that are in the files: where there are more than the capacity has slots, those used last.
+    /// Returns the pages that are in the files: where there are more than the capacity has slots, those used
+    /// last.
     pub(super) fn run(&self) -> Result<FoundSlots> {
         self.check_header()?;
         let (mut pages, mut unfit) = self.read_index()?;
@@ -98,7 +99,7 @@ impl Opening<'_> {
         Ok(())
     }
 
-    /// The pages that lie in the file, and the slots of other entries.
+    /// Returns the pages that lie in the file, and the slots of other entries.
     fn read_index(&self) -> Result<(Vec<Page>, Vec<FileSlot>)> {
         let end = self.disk.bytes(DiskFile::Index).map_err(failed)?;
         let pages = self.disk.bytes(DiskFile::Pages).map_err(failed)?;
@@ -161,7 +162,7 @@ impl Opening<'_> {
         write_whole(self.disk, DiskFile::Index, &record.encode(self.digest, slot), entry_offset(slot))
     }
 
-    /// The first slot behind the capacity.
+    /// Returns the first slot behind the capacity.
     fn end(&self) -> FileSlot {
         FileSlot::new(u32::try_from(self.count).expect("the number of slots was checked"))
     }

@@ -83,7 +83,7 @@ impl Slots {
         }
     }
 
-    /// Pages that can be found.
+    /// Returns the number of pages that can be found.
     pub(super) fn len(&self) -> usize {
         self.by_key.len()
     }
@@ -96,7 +96,7 @@ impl Slots {
         self.evicted
     }
 
-    /// The slot of a page that can be found.
+    /// Returns the slot of a page that can be found.
     pub(super) fn find(&self, key: &PageHash) -> Option<FileSlot> {
         self.by_key.get(key).copied()
     }
@@ -105,7 +105,7 @@ impl Slots {
         &self.place(slot).record
     }
 
-    /// Every page that can be found.
+    /// Returns every page that can be found.
     pub(super) fn keys(&self) -> Vec<PageHash> {
         self.by_key.keys().copied().collect()
     }
@@ -135,7 +135,7 @@ impl Slots {
         }
     }
 
-    /// The record to write to the index because that there is much older, once it is written.
+    /// Returns the record to write to the index because that there is much older, once it is written.
     pub(super) fn stale(&mut self, slot: FileSlot) -> Option<Record> {
         let lag = self.next_tick - self.place(slot).written_tick;
         let place = &mut self.places[widen(slot.number())];
@@ -151,7 +151,7 @@ impl Slots {
         self.place_mut(slot).holders += 1;
     }
 
-    /// Whether a page that is held was removed.
+    /// Returns whether a page that is held was removed.
     pub(super) fn is_removed(&self, slot: FileSlot) -> bool {
         self.place(slot).usage == Use::Removed
     }
@@ -259,7 +259,7 @@ impl Slots {
         Ok(())
     }
 
-    /// The first disagreement between the parts, in words.
+    /// Returns the first disagreement between the parts, in words.
     pub(super) fn broken_invariant(&self) -> Option<String> {
         let mut seen = 0;
         for slot in self.order.iter_oldest() {

@@ -158,13 +158,13 @@ impl Worker {
     }
 }
 
-/// Whether the system has no space for more bytes, of all files, those of a user, or one.
+/// Returns whether the system has no space for more bytes, of all files, those of a user, or one.
 fn is_full(kind: io::ErrorKind) -> bool {
     use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     matches!(kind, StorageFull | QuotaExceeded | FileTooLarge)
 }
 
-/// The entry of the page that was there goes first, and that of the new one comes last.
+/// Returns the entry of the page that was there goes first, and that of the new one comes last.
 fn write_page(
     disk: &dyn Disk,
     bytes: &[u8],

@@ -50,7 +50,7 @@ impl HeldPieces {
         &self.states
     }
 
-    /// The ranges of the pieces of one kind in their memory.
+    /// Returns the ranges of the pieces of one kind in their memory.
     pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
         let entries = match kind {
             PieceKind::Page => &self.pages,
@@ -86,7 +86,7 @@ pub(in crate::pool) struct OutgoingPieces {
 }
 
 impl OutgoingPieces {
-    /// The ranges of the pieces of one kind in their memory.
+    /// Returns the ranges of the pieces of one kind in their memory.
     pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
         self.pieces.ranges(kind)
     }
@@ -113,12 +113,12 @@ pub(in crate::pool) struct IncomingPieces {
 }
 
 impl IncomingPieces {
-    /// The keys of the pieces.
+    /// Returns the keys of the pieces.
     pub(in crate::pool) fn keys(&self) -> &[PageHash] {
         &self.keys
     }
 
-    /// The ranges of the pieces in their memory.
+    /// Returns the ranges of the pieces in their memory.
     pub(in crate::pool) fn ranges(&self) -> &[Range<usize>] {
         &self.ranges
     }
@@ -223,17 +223,18 @@ impl HostTier {
         Some(IncomingPieces { tier, kind, keys, ranges, evicted, is_cut, entries })
     }
 
-    /// The number of times that pieces of a kind were cleared.
+    /// Returns the number of times that pieces of a kind were cleared.
     pub(in crate::pool) fn clears(&self, kind: PieceKind) -> u64 {
         self.storage(kind).map_or(0, |storage| storage.resident().clears())
     }
 
-    /// Bytes of a piece of a kind, 0 if it has none.
+    /// Returns the number of bytes of a piece of a kind, 0 if it has none.
     pub(in crate::pool) fn piece_bytes(&self, kind: PieceKind) -> usize {
         self.storage(kind).map_or(0, Storage::piece_bytes)
     }
 
-    /// The memory of all pieces, for stores that want to know it before they copy: one row for each kind.
+    /// Returns the memory of all pieces, for stores that want to know it before they copy: one row for each
+    /// kind.
     ///
     /// # Errors
     /// See [`HostRows::of_ranges`].
@@ -243,12 +244,12 @@ impl HostTier {
         regions.map(|region| HostRows::of_ranges(region, all(region), Arc::new(()))).collect()
     }
 
-    /// The memory of pieces of a kind, if it has them.
+    /// Returns the memory of pieces of a kind, if it has them.
     pub(in crate::pool) fn region(&self, kind: PieceKind) -> Option<&Arc<Region>> {
         self.storage(kind).map(Storage::region)
     }
 
-    /// The facts that the bytes of a piece depend on, beside the model and the tokens.
+    /// Returns the facts that the bytes of a piece depend on, beside the model and the tokens.
     pub(in crate::pool) fn geometry(&self, kind: PieceKind) -> Vec<Vec<u8>> {
         let (name, dtype, numbers) = match kind {
             PieceKind::Page => {

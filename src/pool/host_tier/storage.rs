@@ -79,13 +79,13 @@ impl<I> Arrivals<I> {
 }
 
 impl<I: Id> Arrivals<I> {
-    /// The copies between both places.
+    /// Returns the copies between both places.
     pub(super) fn pairs(&self) -> Vec<PagePair<I>> {
         self.from.iter().zip(&self.pieces).map(|(from, piece)| pair(*from, *piece)).collect()
     }
 }
 
-/// A place of the device and a piece, for a copy between them.
+/// Returns a place of the device and a piece, for a copy between them.
 fn pair<I: Id>(page: I, piece: ChunkId) -> PagePair<I> {
     PagePair { page, piece }
 }
@@ -123,7 +123,7 @@ impl Storage {
         Ok(Self { chunks, in_place, copied, resident: Mutex::default(), locking })
     }
 
-    /// The contents, under its lock.
+    /// Returns the contents, under its lock.
     pub(super) fn resident(&self) -> Resident<'_> {
         // Threads of stores lock it, too.
         let gate = ForkGate::enter_on_own_thread();
@@ -160,13 +160,14 @@ impl Storage {
         Ok(true)
     }
 
-    /// The numbers of pieces that are found, and that arrive.
+    /// Returns the numbers of pieces that are found, and that arrive.
     pub(super) fn counts(&self) -> [usize; 2] {
         let resident = self.resident();
         [resident.len(), resident.arriving()]
     }
 
-    /// The pieces, as the device reaches them now: in place as long as every step could be page-locked.
+    /// Returns the pieces, as the device reaches them now: in place as long as every step could be
+    /// page-locked.
     pub(super) fn pieces(&self) -> Pieces {
         let in_place = self.in_place.as_ref().filter(|_| self.chunks.is_all_locked());
         in_place.unwrap_or(&self.copied).clone()
@@ -276,7 +277,7 @@ impl Storage {
         }
     }
 
-    /// A place for one more: a free one, or that of what goes first.
+    /// Returns a place for one more: a free one, or that of what goes first.
     fn place(
         &self,
         resident: &mut Residency<IndexHandle<ChunkId>>,
@@ -343,14 +344,14 @@ impl Storage {
         (keys, entries)
     }
 
-    /// The ranges in [`Self::region`] of entries that are held, or arrive.
+    /// Returns the ranges in [`Self::region`] of entries that are held, or arrive.
     pub(super) fn ranges(&self, entries: &[EntryId]) -> Vec<Range<usize>> {
         let resident = self.resident();
         let begin = |&entry: &EntryId| widen(resident.place(entry).index().number()) * self.chunks.stride();
         entries.iter().map(begin).map(|begin| begin..begin + self.piece_bytes()).collect()
     }
 
-    /// The memory of all pieces.
+    /// Returns the memory of all pieces.
     pub(super) fn region(&self) -> &Arc<Region> {
         self.chunks.region()
     }
@@ -363,7 +364,7 @@ impl Storage {
         }
     }
 
-    /// The copies between held entries and places of the device.
+    /// Returns the copies between held entries and places of the device.
     pub(super) fn pairs<I: Id>(&self, held: &[EntryId], places: &[I]) -> Vec<PagePair<I>> {
         let resident = self.resident();
         let piece = |&entry: &EntryId| resident.place(entry).index();

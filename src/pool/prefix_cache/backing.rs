@@ -100,18 +100,18 @@ impl Names {
         }
     }
 
-    /// The number of parts in which a piece is stored.
+    /// Returns the number of parts in which a piece is stored.
     const fn parts(&self) -> usize {
         self.piece_bytes.div_ceil(self.part_bytes)
     }
 
-    /// The names of the parts of pieces.
+    /// Returns the names of the parts of pieces.
     fn of(&self, keys: &[PageHash]) -> Vec<PageHash> {
         let parts = 0..crate::base::bounded::narrow(self.parts());
         keys.iter().flat_map(|key| parts.clone().map(|part| self.keys.piece(key, part))).collect()
     }
 
-    /// The parts of pieces in `ranges` of their memory.
+    /// Returns the parts of pieces in `ranges` of their memory.
     fn rows(
         &self,
         tier: &HostTier,
@@ -161,7 +161,7 @@ impl StoreAccess {
         self.store.get(names.of(incoming.keys()), rows)
     }
 
-    /// The number of pieces before the first that a transfer did not bring whole.
+    /// Returns the number of pieces before the first that a transfer did not bring whole.
     pub(super) fn leading(&self, kind: PieceKind, transfer: &StoreTransfer) -> Result<usize> {
         Ok(transfer.leading()? / self.names(kind).parts())
     }
@@ -233,7 +233,7 @@ impl StoreAccess {
 }
 
 impl Backing {
-    /// A store below `tier`, for pieces of `model`, with names made by `digest`.
+    /// Creates a store below `tier`, for pieces of `model`, with names made by `digest`.
     ///
     /// # Errors
     /// The error of a store that is closed.
@@ -260,7 +260,7 @@ impl Backing {
         &self.store_access
     }
 
-    /// The thread that fetches.
+    /// Returns the thread that fetches.
     pub(super) const fn fetches(&self) -> &JobThread {
         &self.fetches
     }

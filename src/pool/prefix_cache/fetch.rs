@@ -66,7 +66,7 @@ pub(super) struct Clears {
 }
 
 impl Clears {
-    /// The counts of a tier now.
+    /// Returns the counts of a tier now.
     pub(super) fn now(tier: &HostTier) -> Self {
         Self { pages: tier.clears(PieceKind::Page), states: tier.clears(PieceKind::State) }
     }
@@ -103,7 +103,8 @@ impl Fetch {
         Ok(Self { process: std::process::id(), progress })
     }
 
-    /// Tokens whose pages have arrived so far. A [`match`] of the prompt returns what a request can load.
+    /// Returns the number of tokens whose pages have arrived so far. A [`match`] of the prompt returns what a
+    /// request can load.
     ///
     /// [`match`]: super::PrefixCache::match_prefix
     #[must_use]
@@ -111,13 +112,13 @@ impl Fetch {
         if self.is_foreign() { 0 } else { lock(&self.progress.now).len }
     }
 
-    /// Whether none came so far.
+    /// Returns whether none came so far.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether no more will come. True in the child of a fork.
+    /// Returns whether no more will come. True in the child of a fork.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.is_foreign() || lock(&self.progress.now).is_over
@@ -148,7 +149,8 @@ impl Fetch {
         }
     }
 
-    /// Whether the thread that works on it is that of another process, which may have had the lock for ever.
+    /// Returns whether the thread that works on it is that of another process, which may have had the lock
+    /// for ever.
     fn is_foreign(&self) -> bool {
         self.process != std::process::id()
     }
@@ -298,7 +300,7 @@ impl FetchJob<'_> {
         Ok(has_room)
     }
 
-    /// The pages at `places` of the prompt, as the cache's events report them.
+    /// Returns the pages at `places` of the prompt, as the cache's events report them.
     fn runs(&self, keys: &[PageHash], places: &[usize]) -> Vec<OfferedPages> {
         let FetchRequest { namespace, tokens, continuation, .. } = self.request;
         let page_size = self.page_size();

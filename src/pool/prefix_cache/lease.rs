@@ -47,13 +47,13 @@ impl Lease {
         Self { shared, namespace, clears, stream, state: Mutex::new(state), allocator }
     }
 
-    /// The namespace of the prefix.
+    /// Returns the namespace of the prefix.
     #[must_use]
     pub const fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// Tokens of the prefix, in whole pages.
+    /// Returns the tokens of the prefix, in whole pages.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] after its release, or when the allocator was cleared.
@@ -61,8 +61,8 @@ impl Lease {
         self.with(self.stream, |_, _, lease| Ok(lease.len()))
     }
 
-    /// Tokens behind the prefix that the tier below had when it was made, and that [`Self::load`] brings
-    /// back.
+    /// Returns the tokens behind the prefix that the tier below had when it was made, and that [`Self::load`]
+    /// brings back.
     ///
     /// # Errors
     /// See [`Self::len`].
@@ -77,8 +77,8 @@ impl Lease {
         }
     }
 
-    /// Tokens whose K and V were cached when it was made, in whole pages: more than [`Self::len`] if the
-    /// cache has states, but no snapshot at their end.
+    /// Returns the tokens whose K and V were cached when it was made, in whole pages: more than [`Self::len`]
+    /// if the cache has states, but no snapshot at their end.
     ///
     /// # Errors
     /// See [`Self::len`].
@@ -86,7 +86,7 @@ impl Lease {
         self.with(self.stream, |_, _, lease| Ok(lease.hold.found().max(lease.len())))
     }
 
-    /// Whether the prefix has no tokens.
+    /// Returns whether the prefix has no tokens.
     ///
     /// # Errors
     /// See [`Self::len`].
@@ -129,7 +129,7 @@ impl Lease {
         answer
     }
 
-    /// A lock made of a hold that the lease has given up, and of the load behind it.
+    /// Returns a lock made of a hold that the lease has given up, and of the load behind it.
     pub(super) fn lock_of(&self, hold: Hold, load: Option<LeaseLoad>, stream: Stream) -> PrefixLock {
         let shared = Arc::clone(&self.shared);
         PrefixLock { shared, hold: Some(hold), load, clears: self.clears, stream }
@@ -151,7 +151,7 @@ impl Lease {
         })
     }
 
-    /// The pages of the prefix from token `from` on.
+    /// Returns the pages of the prefix from token `from` on.
     ///
     /// # Errors
     /// See [`Self::len`].
@@ -165,7 +165,7 @@ impl Lease {
         })
     }
 
-    /// The slots of the prefix: 1-D int32, valid on `stream`.
+    /// Returns the slots of the prefix: 1-D int32, valid on `stream`.
     ///
     /// # Errors
     /// See [`Self::len`]; see [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
@@ -173,7 +173,7 @@ impl Lease {
         self.show(&self.pages(0)?, stream)
     }
 
-    /// The slots of pages of this cache: 1-D int32, valid on `stream`.
+    /// Returns the slots of pages of this cache: 1-D int32, valid on `stream`.
     ///
     /// # Errors
     /// See [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
@@ -184,7 +184,7 @@ impl Lease {
         self.allocator.lock().show(slots, stream)
     }
 
-    /// The track slot of the snapshot at the end of the prefix.
+    /// Returns the track slot of the snapshot at the end of the prefix.
     ///
     /// # Errors
     /// See [`Self::len`].
@@ -222,14 +222,14 @@ impl Lease {
         states.set_state(row, source, stream)
     }
 
-    /// The row of its request, if a planner has that.
+    /// Returns the row of its request, if a planner has that.
     #[must_use]
     pub fn row(&self) -> Option<RequestRow> {
         let lease = lock(&self.state);
         Some(lease.as_ref()?.request()?.row())
     }
 
-    /// Whether its pages are of `allocator`.
+    /// Returns whether its pages are of `allocator`.
     pub(in crate::pool) fn is_of(&self, allocator: &Arc<TokenToKvPoolAllocator>) -> bool {
         Arc::ptr_eq(&self.allocator, allocator)
     }
@@ -271,7 +271,7 @@ impl Lease {
         if slots.clears() == self.clears { Ok(()) } else { Err(cleared()) }
     }
 
-    /// Another lease of the first `len` tokens, in whole pages.
+    /// Creates another lease of the first `len` tokens, in whole pages.
     ///
     /// # Errors
     /// See [`Self::len`].
@@ -344,7 +344,7 @@ impl fmt::Debug for Lease {
     }
 }
 
-/// The part of `len` tokens that fills pages.
+/// Returns the part of `len` tokens that fills pages.
 pub(super) const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
     len / tree.page_size() * tree.page_size()
 }

@@ -31,22 +31,22 @@ pub(super) enum Holder {
 }
 
 impl LeaseState {
-    /// Tokens of the prefix.
+    /// Returns the number of tokens of the prefix.
     pub(super) fn len(&self) -> usize {
         self.hold.len() + self.load_in_flight().map_or(0, |load| load.len)
     }
 
-    /// The load that is on its way.
+    /// Returns the load that is on its way.
     pub(super) fn load_in_flight(&self) -> Option<&LeaseLoad> {
         self.load.as_ref().filter(|load| !load.has_arrived)
     }
 
-    /// The pages of the prefix that are on their way.
+    /// Returns the pages of the prefix that are on their way.
     pub(super) fn loading_pages(&self) -> &[Page] {
         self.load_in_flight().map_or(&[], |load| load.shared.pages(load.len))
     }
 
-    /// The snapshot at the end of the prefix.
+    /// Returns the snapshot at the end of the prefix.
     pub(super) fn state(&self, tree: &Tree) -> Option<StateSlot> {
         match self.load_in_flight() {
             Some(load) => load.shared.state(load.len),
@@ -54,7 +54,7 @@ impl LeaseState {
         }
     }
 
-    /// A share of the load, in flight or complete, for the first `len` tokens.
+    /// Returns a share of the load, in flight or complete, for the first `len` tokens.
     pub(super) fn share_of(&self, len: usize) -> Option<LeaseLoad> {
         let load = self.load.as_ref()?;
         if load.has_arrived {
@@ -115,12 +115,12 @@ impl LeaseState {
         Some(given_up)
     }
 
-    /// The request whose prefix it is, unless its planner is gone.
+    /// Returns the request whose prefix it is, unless its planner is gone.
     pub(super) fn request(&self) -> Option<&LeasingRequest> {
         self.holder.request().filter(|request| request.is_planned())
     }
 
-    /// The user releases it. Returns whether that was its only holder.
+    /// Returns the user releases it. Returns whether that was its only holder.
     pub(super) fn lose_user(&mut self) -> bool {
         let request = self.request().cloned();
         let is_over = request.is_none();
@@ -142,7 +142,7 @@ impl Holder {
         }
     }
 
-    /// The planner of the request.
+    /// Returns the planner of the request.
     ///
     /// # Errors
     /// See [`LeasingRequest::planner`].

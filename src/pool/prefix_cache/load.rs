@@ -105,13 +105,13 @@ impl Load {
         Self { lease, copies, len, is_given_up: AtomicBool::new(false) }
     }
 
-    /// Tokens that it adds to the lease.
+    /// Returns the number of tokens that it adds to the lease.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there was nothing to load.
+    /// Returns whether there was nothing to load.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
@@ -126,7 +126,7 @@ impl Load {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.transfer.make_stream_wait(layer, stream))
     }
 
-    /// Whether all layers have arrived. Then the cache has the pages, for other requests too.
+    /// Returns whether all layers have arrived. Then the cache has the pages, for other requests too.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request
@@ -393,21 +393,21 @@ impl SharedLoad {
         &self.copies.transfer
     }
 
-    /// Whether it has the pages of `keys`, which begin where it does, and ends with them if it `must_end`;
-    /// and the tree does not have it yet.
+    /// Returns whether it has the pages of `keys`, which begin where it does, and ends with them if it
+    /// `must_end`; and the tree does not have it yet.
     pub(super) fn covers(&self, keys: &[PageHash], must_end: bool) -> bool {
         // A state alone has no keys from which its prefix would follow.
         let is_one = !keys.is_empty() && (!must_end || self.keys.len() == keys.len());
         is_one && self.keys.starts_with(keys) && self.can_arrive()
     }
 
-    /// The pages of its first `len` tokens.
+    /// Returns the pages of its first `len` tokens.
     pub(super) fn pages(&self, len: usize) -> &[Page] {
         let page_size = self.tokens.len() / self.pages.len().max(1);
         &self.pages[..len.checked_div(page_size).unwrap_or(0)]
     }
 
-    /// Whether it is in flight or complete, and not yet in the tree.
+    /// Returns whether it is in flight or complete, and not yet in the tree.
     fn can_arrive(&self) -> bool {
         let has_failed = || {
             self.copies.transfer.is_over().unwrap_or(true)
@@ -421,7 +421,7 @@ impl SharedLoad {
         if lock(&self.arrived).is_some() { Vec::new() } else { self.pages.clone() }
     }
 
-    /// The snapshot behind its first `len` tokens.
+    /// Returns the snapshot behind its first `len` tokens.
     pub(super) fn state(&self, len: usize) -> Option<StateSlot> {
         self.state.filter(|_| len == self.tokens.len())
     }
@@ -456,12 +456,12 @@ impl SharedLoad {
 }
 
 impl LeaseLoad {
-    /// The hold to which the lease would have returned.
+    /// Returns the hold to which the lease would have returned.
     pub(super) fn into_fallback(self) -> Option<Hold> {
         self.fallback
     }
 
-    /// Another lease's share of the first `len` tokens.
+    /// Creates another lease's share of the first `len` tokens.
     pub(super) fn share(&self, len: usize) -> Self {
         Self { shared: Arc::clone(&self.shared), len, fallback: None, has_arrived: self.has_arrived }
     }

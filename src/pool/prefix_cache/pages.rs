@@ -10,7 +10,7 @@ pub(super) enum Rest {
     Freed,
 }
 
-/// The pages of slots that fill pages in order: the partial one at the end only if it is freed.
+/// Returns the pages of slots that fill pages in order: the partial one at the end only if it is freed.
 ///
 /// # Errors
 /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is

@@ -68,7 +68,7 @@ impl Pins {
         ends.iter().filter_map(|end| self.by_end.remove(end)).map(|pin| pin.hold).collect()
     }
 
-    /// The size of the bookkeeping in bytes.
+    /// Returns the size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.by_end.len() * (size_of::<(End, Pin)>() + size_of::<End>())
             + self.by_name.capacity() * (size_of::<(Arc<Namespace>, BTreeSet<End>)>() + 1)
@@ -76,7 +76,7 @@ impl Pins {
     }
 }
 
-/// Bytes of a name that several pins share.
+/// Returns the number of bytes of a name that several pins share.
 const fn bytes_of(namespace: &Namespace) -> usize {
     size_of::<Namespace>() + namespace.text_bytes()
 }

@@ -86,8 +86,8 @@ impl Lease {
         })
     }
 
-    /// A copy of the state of `row`, for the end of the whole pages of `tokens` behind the lease. `None` if
-    /// there is one already, or no track slot for it.
+    /// Returns a copy of the state of `row`, for the end of the whole pages of `tokens` behind the lease.
+    /// `None` if there is one already, or no track slot for it.
     fn take_snapshot(&self, tokens: &[i32], row: i64, stream: Stream) -> Result<Option<TakenSlot<'_>>> {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("a state was published to a prefix cache without states"));
@@ -130,7 +130,7 @@ impl Lease {
         Ok(published)
     }
 
-    /// The pages of the slots that are offered for so many tokens.
+    /// Returns the pages of the slots that are offered for so many tokens.
     fn pages_for(&self, tokens: usize, slots: &IndexVec, rest: Rest) -> Result<Vec<Page>> {
         if tokens != slots.len() {
             return Err(Error::config(format!(
@@ -182,7 +182,7 @@ impl Lease {
         Ok(Published { length: lease.hold.len(), duplicates, pages })
     }
 
-    /// The request that keeps this lease, locked.
+    /// Returns the request that keeps this lease, locked.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when its planner does not have it any more.
@@ -220,7 +220,7 @@ impl Lease {
     }
 }
 
-/// The pages of positions `range`, from the request if there is one; `given` pages must equal those.
+/// Returns the pages of positions `range`, from the request if there is one; `given` pages must equal those.
 fn pages_of_request(
     request: Option<&dyn LeasedRequest>,
     range: Range<usize>,

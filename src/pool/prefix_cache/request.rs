@@ -8,13 +8,13 @@ use super::Lease;
 
 /// A planner: it keeps the leases of its requests until they are finished.
 pub(in crate::pool) trait LeaseKeeper: Send + Sync {
-    /// The request in `row`, locked, if `lease` is its lease. The caller holds the lock on the slots.
+    /// Returns the request in `row`, locked, if `lease` is its lease. The caller holds the lock on the slots.
     fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>>;
 }
 
 /// A request whose lease grows by a publication, locked.
 pub(in crate::pool) trait LeasedRequest {
-    /// The pages of positions `from..to`.
+    /// Returns the pages of positions `from..to`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it has fewer tokens, or its leased prefix
@@ -38,17 +38,17 @@ impl LeasingRequest {
         Self { planner, row }
     }
 
-    /// The request's row in the table.
+    /// Returns the request's row in the table.
     pub(super) const fn row(&self) -> RequestRow {
         self.row
     }
 
-    /// Whether its planner exists.
+    /// Returns whether its planner exists.
     pub(super) fn is_planned(&self) -> bool {
         self.planner.strong_count() > 0
     }
 
-    /// The request's planner.
+    /// Returns the request's planner.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when that is gone.

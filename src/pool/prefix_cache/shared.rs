@@ -63,7 +63,7 @@ impl CacheState {
         }
     }
 
-    /// The reference for the threads of the store, if there is one.
+    /// Returns the reference for the threads of the store, if there is one.
     pub(super) fn cache_ref(&self) -> Option<Arc<CacheRef>> {
         let backing = self.below.as_ref()?.backing.as_ref()?;
         Some(Arc::clone(backing.cache_ref()))

@@ -20,7 +20,7 @@ pub(super) struct TakenSlot<'a> {
 }
 
 impl<'a> TakenSlot<'a> {
-    /// A free one, or that of the snapshot that goes first.
+    /// Creates a free one, or that of the snapshot that goes first.
     pub(super) fn new(states: &'a GdnPool, cache: &mut CacheState, hold: &mut Hold) -> Option<Self> {
         let free = states.alloc_track_slot();
         let slot = free.or_else(|| cache.tree.evict_snapshot(hold))?;

@@ -56,7 +56,7 @@ impl TierLink {
         Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), loads: Vec::new() })
     }
 
-    /// The number of leading writes that are over.
+    /// Returns the number of leading writes that are over.
     pub(super) fn over(&self) -> usize {
         let is_over = |flight: &&InFlight| flight.write.transfer.is_over().unwrap_or(false);
         self.writes.iter().take_while(is_over).count()
@@ -133,12 +133,12 @@ impl TierLink {
         self.tier.clear(None);
     }
 
-    /// The number of pages that are being copied to the tier.
+    /// Returns the number of pages that are being copied to the tier.
     pub(super) fn busy_pages(&self) -> usize {
         self.pages.len()
     }
 
-    /// The copy of a snapshot to the tier, if one is in flight.
+    /// Returns the copy of a snapshot to the tier, if one is in flight.
     pub(super) fn write_of(&self, state: StateSlot) -> Option<Arc<Transfer>> {
         self.states.get(&state).cloned()
     }
@@ -168,7 +168,7 @@ impl TierLink {
         (idle, last.map(|last| (busy, Arc::clone(last))))
     }
 
-    /// The one of two copies that is over later.
+    /// Returns the one of two copies that is over later.
     fn later<'a>(
         &self,
         one: Option<&'a Arc<Transfer>>,
@@ -183,8 +183,8 @@ impl TierLink {
         Some(if at(one) < at(other) { other } else { one })
     }
 
-    /// The tokens that the tier could add to a prefix: those of `tokens`, at most `limit`, that follow the
-    /// hold.
+    /// Returns the tokens that the tier could add to a prefix: those of `tokens`, at most `limit`, that
+    /// follow the hold.
     ///
     /// # Errors
     /// The error of tokens that cannot be read.

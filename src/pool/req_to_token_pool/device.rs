@@ -20,7 +20,7 @@ enum Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// An operand of indices. Indices in host memory are checked.
+    /// Creates an operand of indices. Indices in host memory are checked.
     fn new(indices: &Indices<'a>, space: IndexSpace) -> Result<Self> {
         match indices {
             Indices::Host(_) => indices.list(space).map(|list| Self::List(list.into())),
@@ -117,7 +117,7 @@ impl ReqToTokenPool {
         }
     }
 
-    /// The places of points.
+    /// Returns the places of points.
     fn places<'a>(&self, rows: &Indices<'a>, columns: &Indices<'a>) -> Result<TablePlaces<'a>> {
         let IndexSpaces { rows: row_space, columns: column_space } = self.spaces();
         let (row, column) = (Operand::new(rows, row_space)?, Operand::new(columns, column_space)?);
@@ -192,7 +192,7 @@ impl ReqToTokenPool {
     }
 }
 
-/// Whether a place is listed more than once.
+/// Returns whether a place is listed more than once.
 fn has_repeats(points: &[(RequestRow, u32)]) -> bool {
     let mut seen = HashSet::with_capacity(points.len());
     !points.iter().all(|point| seen.insert(point))
@@ -203,7 +203,7 @@ fn nth(values: &[i32], at: usize) -> i32 {
     if let [only] = values { *only } else { values[at] }
 }
 
-/// The values of indices, if the host knows them.
+/// Returns the values of indices, if the host knows them.
 fn known(indices: &Indices<'_>) -> Option<IndexVec> {
     match indices {
         Indices::Host(values) => Some(values.clone()),

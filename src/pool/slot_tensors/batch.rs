@@ -19,7 +19,7 @@ pub(in crate::pool) enum LastLocs<'a> {
 }
 
 impl<'a> LastLocs<'a> {
-    /// The values of `last_loc`, which is on the host or on `device`.
+    /// Returns the values of `last_loc`, which is on the host or on `device`.
     pub(in crate::pool) fn new(last_loc: &'a Indices<'_>, device: Device) -> Result<Self> {
         match last_loc {
             Indices::Host(values) => values.as_i64().map(Self::Known),
@@ -48,15 +48,15 @@ pub(in crate::pool) struct BatchLens<'a> {
 }
 
 impl BatchLens<'_> {
-    /// Slots that the requests take at most. The lengths may be invalid.
+    /// Returns the number of slots that the requests take at most. The lengths may be invalid.
     pub(super) fn max_slots(self, page_size: usize) -> usize {
         let grown = self.prefix.iter().zip(self.seq).filter_map(|(prefix, seq)| seq.checked_sub(*prefix));
         let tokens = grown.filter_map(|tokens| usize::try_from(tokens).ok());
         tokens.fold(0, |slots: usize, tokens| slots.saturating_add(tokens).saturating_add(page_size))
     }
 
-    /// The slots that each request has in its last page, 0 if that is full, and where its new slots begin
-    /// among those of the batch, with the end of all. Call it after slots were taken.
+    /// Returns the slots that each request has in its last page, 0 if that is full, and where its new slots
+    /// begin among those of the batch, with the end of all. Call it after slots were taken.
     pub(super) fn in_pages(self, page_size: usize) -> Result<(Vec<i32>, Vec<i32>)> {
         let (mut offsets, mut indptr) =
             (try_with_capacity(self.prefix.len())?, try_with_capacity(self.seq.len() + 1)?);
@@ -70,7 +70,8 @@ impl BatchLens<'_> {
         Ok((offsets, indptr))
     }
 
-    /// Slots in the pages that the requests begin. Call it after the lengths were checked.
+    /// Returns the number of slots in the pages that the requests begin. Call it after the lengths were
+    /// checked.
     pub(super) fn new_slots(self, page_size: usize) -> usize {
         let pages = |len: i64| usize::try_from(len).expect("lengths were checked").div_ceil(page_size);
         let pages = self.prefix.iter().zip(self.seq).map(|(&prefix, &seq)| pages(seq) - pages(prefix));

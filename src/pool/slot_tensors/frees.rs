@@ -95,8 +95,8 @@ impl SlotTensors {
         self.free_parts(parts, fence).map(Some)
     }
 
-    /// The values of indices on any device, or a copy of them in flight. `None` if there is no room for the
-    /// copy.
+    /// Returns the values of indices on any device, or a copy of them in flight. `None` if there is no room
+    /// for the copy.
     fn values_of(
         &mut self,
         given: &Indices<'_>,
@@ -124,8 +124,8 @@ impl SlotTensors {
         }
     }
 
-    /// Whether a free of known values must stay behind those in flight, so that slots return in the order in
-    /// which they were freed. In sorted order it has no effect.
+    /// Returns whether a free of known values must stay behind those in flight, so that slots return in the
+    /// order in which they were freed. In sorted order it has no effect.
     #[inline]
     pub(super) fn stays_behind(&self, fence: Option<FenceId>) -> bool {
         !self.deferred.is_empty() && !self.need_sort() && fence.is_none() && !self.slots.in_group()
@@ -183,7 +183,7 @@ impl SlotTensors {
         self.deferred.fetch(&gpu, at_once, tensor, keep, stream)
     }
 
-    /// The device of a tensor.
+    /// Returns the device of a tensor.
     pub(super) fn gpu_of(&self, device: Device) -> Result<Arc<Gpu>> {
         match (&self.stage, device) {
             (Some(stage), _) if stage.gpu().device() == device => Ok(Arc::clone(stage.gpu())),
@@ -215,12 +215,12 @@ impl SlotTensors {
         Ok(())
     }
 
-    /// An event that the next free to complete in [`Self::settle`] waits for.
+    /// Returns an event that the next free to complete in [`Self::settle`] waits for.
     pub(in crate::pool) fn unsettled(&self) -> Option<Arc<Event>> {
         self.deferred.oldest()
     }
 
-    /// Whether there are no pending frees.
+    /// Returns whether there are no pending frees.
     #[inline]
     pub(in crate::pool) fn is_settled(&self) -> bool {
         self.deferred.is_empty() && self.fences.is_empty()
@@ -273,7 +273,7 @@ impl SlotTensors {
         Ok((0, BadFrees::default()))
     }
 
-    /// An estimate, from their lengths, of the slots of pending frees.
+    /// Returns an estimate, from their lengths, of the slots of pending frees.
     pub(super) fn landing(&self) -> usize {
         if self.deferred.is_empty() {
             return 0;
@@ -284,7 +284,7 @@ impl SlotTensors {
         given.min(stats.in_use - stats.fenced)
     }
 
-    /// An estimate of the slots of pending frees.
+    /// Returns an estimate of the slots of pending frees.
     pub(in crate::pool) fn pending(&self) -> usize {
         self.landing()
     }

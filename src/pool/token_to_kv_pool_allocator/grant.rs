@@ -33,7 +33,7 @@ impl<'a> Grant<'a> {
         Self { allocator, granted, continued, clears: slots.clears(), is_kept: false }
     }
 
-    /// The slots.
+    /// Returns the slots.
     #[must_use]
     pub const fn granted(&self) -> &GrantedSlots {
         &self.granted
@@ -84,7 +84,7 @@ impl<'a> AllocatorCall<'a> {
         self.allocator
     }
 
-    /// The stream of the call.
+    /// Returns the stream of the call.
     pub(in crate::pool) const fn stream(&self) -> Stream {
         self.stream
     }

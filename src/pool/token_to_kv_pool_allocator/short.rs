@@ -130,8 +130,8 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    /// The slots that the registered [`Reclaim`]s could free, as far as they know and a shortage needs to
-    /// know.
+    /// Returns the slots that the registered [`Reclaim`]s could free, as far as they know and a shortage
+    /// needs to know.
     fn obtainable(&self, short: Shortfall, stream: Stream) -> Obtainable {
         let mut all = Obtainable::default();
         for reclaim in self.reclaims() {
@@ -144,7 +144,7 @@ impl TokenToKvPoolAllocator {
         all
     }
 
-    /// The registered [`Reclaim`]s, to be called without locks.
+    /// Returns the registered [`Reclaim`]s, to be called without locks.
     fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
         let mut registered = lock(&self.reclaim);
         registered.retain(|reclaim| reclaim.strong_count() > 0);
@@ -162,7 +162,7 @@ impl TokenToKvPoolAllocator {
         Ok(freed)
     }
 
-    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
+    /// Returns the pages that the registered [`Reclaim`]s hold and cannot free now.
     pub(in crate::pool) fn locked_pages(&self) -> HashSet<Page> {
         self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
     }

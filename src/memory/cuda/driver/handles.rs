@@ -80,13 +80,13 @@ impl From<StreamHandle> for Stream {
 pub(in crate::memory::cuda) struct DevicePtr(pub(super) u64);
 
 impl DevicePtr {
-    /// The address of `pointer`.
+    /// Returns the address of `pointer`.
     pub(in crate::memory::cuda) fn of(pointer: *const u8) -> Self {
         // CUDA exists on 64-bit machines only.
         Self(pointer.addr() as u64)
     }
 
-    /// The address as a pointer, for blocks; the host never dereferences it.
+    /// Returns the address as a pointer, for blocks; the host never dereferences it.
     pub(in crate::memory::cuda) fn pointer(self) -> *mut u8 {
         ptr::without_provenance_mut(usize::try_from(self.0).expect("addresses have 64 bits at most"))
     }

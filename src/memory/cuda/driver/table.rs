@@ -130,7 +130,7 @@ impl Library {
         (!found.is_null()).then_some(found)
     }
 
-    /// The version that the library reports, if any.
+    /// Returns the version that the library reports, if any.
     fn version(&self) -> Option<c_int> {
         let found = self.find("cuDriverGetVersion\0")?;
         // SAFETY: as in `Table::of`.
@@ -143,7 +143,7 @@ impl Library {
 }
 
 impl Table {
-    /// The table of this process. Parts that are missing are looked up again by the next call.
+    /// Returns the table of this process. Parts that are missing are looked up again by the next call.
     ///
     /// # Errors
     /// The missing part, in words.

@@ -25,13 +25,13 @@ pub(super) struct BlockTable {
 }
 
 impl BlockTable {
-    /// A block table of zeros.
+    /// Creates a block table of zeros.
     pub(super) fn new(lines: usize, rows: usize) -> Self {
         Self { lines: vec![Line::default(); lines], places: vec![0; rows] }
     }
 
-    /// The number of entries of the line at `place` that hold pages of the request of `row`, whose generation is
-    /// given.
+    /// Returns the number of entries of the line at `place` that hold pages of the request of `row`, whose
+    /// generation is given.
     pub(super) fn valid(&self, place: usize, row: RequestRow, generation: u32) -> usize {
         let line = self.lines[place];
         let is_same = line.row == Some(row)
@@ -40,7 +40,7 @@ impl BlockTable {
         if is_same { widen(line.valid) } else { 0 }
     }
 
-    /// Entries of the line at `place` before its zeros.
+    /// Returns the number of entries of the line at `place` before its zeros.
     pub(super) fn used(&self, place: usize) -> usize {
         widen(self.lines[place].used)
     }

@@ -75,7 +75,7 @@ impl PlanMetadata {
         outcome
     }
 
-    /// The places of the fields, for the kernel.
+    /// Returns the places of the fields, for the kernel.
     fn plan_fields(&self) -> PlanFields<'_> {
         let offset = |field: Field| self.layout.offset(field);
         let wanted = |field: Field| self.layout.has(field).then(|| offset(field));
@@ -95,7 +95,7 @@ impl PlanMetadata {
     }
 }
 
-/// The pages of a request that are sent to the device.
+/// Returns the pages of a request that are sent to the device.
 fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
     widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
 }

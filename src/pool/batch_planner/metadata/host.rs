@@ -66,7 +66,7 @@ impl PlanMetadata {
         Ok(())
     }
 
-    /// The number of entries of line `place` of the block table that hold pages of the request.
+    /// Returns the number of entries of line `place` of the block table that hold pages of the request.
     pub(super) fn valid_entries(&self, place: usize, row: RequestRow, table: &ReqToTokenPool) -> usize {
         self.block_table.valid(place, row, table.rows().generation(row))
     }

@@ -64,12 +64,12 @@ impl SmallFields {
         widen(self.kv_indptr[place].cast_unsigned())
     }
 
-    /// Pages of the request at `place`.
+    /// Returns the number of pages of the request at `place`.
     pub(super) fn kv_pages(&self, place: usize) -> usize {
         self.kv_begin(place + 1) - self.kv_begin(place)
     }
 
-    /// Slots of the new tokens of the request at `place`.
+    /// Returns the slots of the new tokens of the request at `place`.
     pub(super) fn new_slots(&self, place: usize) -> &[i32] {
         let begin = |place: usize| widen(self.qo_indptr[place].cast_unsigned());
         &self.out_cache_loc[begin(place)..begin(place + 1)]

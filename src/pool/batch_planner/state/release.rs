@@ -68,7 +68,7 @@ impl PlannerState {
         freed.and(given)
     }
 
-    /// The lease of a request that is cut to `len` tokens, if it has to be cut, too.
+    /// Returns the lease of a request that is cut to `len` tokens, if it has to be cut, too.
     fn cut_lease(&mut self, row: RequestRow, len: u32, table: &ReqToTokenPool) -> Option<Arc<Lease>> {
         if len > 0 && self.requests.leased(row) <= len {
             return None;
