@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 
 use crate::base::mark_own_thread;
+use crate::cache::PageHash;
 use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
 
 use super::StoreCore;
@@ -63,61 +64,56 @@ impl Worker {
 
     fn get(&mut self, mut work: PageWork) {
         let shared = Arc::clone(&self.shared);
-        let mut state = shared.state();
-        let Some(slot) = state.slots.find(work.key()) else {
-            // It was evicted since it was found.
-            state.counts.misses += 1;
-            return;
-        };
-        state.slots.hold(slot);
-        let record = *state.slots.record(slot);
-        drop(state);
-        let offset = page_offset(slot, shared.slot_bytes);
+        let Some((held, record)) = HeldSlot::find(&shared, work.key()) else { return };
+        let offset = page_offset(held.slot, shared.slot_bytes);
         let read = read_whole(&*self.disk, DiskFile::Pages, self.bytes.as_mut_slice(), offset);
         let page = &self.bytes.as_mut_slice()[..shared.config.page_bytes];
         let is_right = read.is_ok() && page_sum(shared.config.digest, &record.key, page) == record.sum;
-        if is_right {
+        let is_entry_changed = if is_right {
             let rows = &work.batch.rows;
             rows.write(work.page, &page[..rows.bytes_of(work.page)]);
             work.is_present = true;
-        }
-        let mut state = shared.state();
-        let mut is_written = false;
-        if is_right {
-            state.counts.hits += 1;
-            state.counts.read_bytes += page.len();
-            if let Some(record) = state.slots.stale(slot) {
-                drop(state);
-                // So that a later process finds this use. If it fails, the old entry stays right.
-                let entry = record.encode(shared.config.digest, slot);
-                let _ = write_whole(&*self.disk, DiskFile::Index, &entry, entry_offset(slot));
-                is_written = true;
-                state = shared.state();
-            }
+            self.count_hit(&held)
         } else {
-            state.counts.misses += 1;
-            match &read {
-                Err(cause) if cause.kind() != io::ErrorKind::UnexpectedEof => {
-                    state.record_failure(&shared.name, "read a page", cause);
-                }
-                _ => {
-                    state.counts.damaged += 1;
-                    is_written = true;
-                }
-            }
-            // It will be computed again, and then stored elsewhere. After a failed read its entry stays: a
-            // later process may have more luck.
-            if state.slots.record(slot).key == record.key && !state.slots.is_removed(slot) {
-                state.slots.remove(&record.key);
-                state.slots.release(slot);
-            }
+            self.count_miss(&held, &record, read.err())
+        };
+        if is_entry_changed && shared.state().slots.is_removed(held.slot) {
+            shared.forget(&*self.disk, &[held.slot]);
         }
-        if is_written && state.slots.is_removed(slot) {
-            drop(state);
-            shared.forget(&*self.disk, &[slot]);
-            state = shared.state();
+    }
+
+    /// Counts a page that was read, and writes its entry if that is long out of date, so that a later process
+    /// finds this use. Returns whether the entry was written; if that fails, the old one stays right.
+    fn count_hit(&self, held: &HeldSlot<'_>) -> bool {
+        let shared = &self.shared;
+        let stale = {
+            let mut state = shared.state();
+            state.counts.hits += 1;
+            state.counts.read_bytes += shared.config.page_bytes;
+            state.slots.stale(held.slot)
+        };
+        let Some(record) = stale else { return false };
+        let entry = record.encode(shared.config.digest, held.slot);
+        let _ = write_whole(&*self.disk, DiskFile::Index, &entry, entry_offset(held.slot));
+        true
+    }
+
+    /// Counts a page that could not be read, or is damaged, and removes it: it will be computed again, and then
+    /// stored elsewhere. Returns whether it is damaged, so that its entry has to go, too. After a failed read
+    /// the entry stays: a later process may have more luck.
+    fn count_miss(&self, held: &HeldSlot<'_>, record: &Record, failed: Option<io::Error>) -> bool {
+        let mut state = self.shared.state();
+        state.counts.misses += 1;
+        let failed = failed.filter(|cause| cause.kind() != io::ErrorKind::UnexpectedEof);
+        match &failed {
+            Some(cause) => state.record_failure(&self.shared.name, "read a page", cause),
+            None => state.counts.damaged += 1,
         }
-        state.slots.release(slot);
+        if state.slots.record(held.slot).key == record.key && !state.slots.is_removed(held.slot) {
+            state.slots.remove(&record.key);
+            state.slots.release(held.slot);
+        }
+        failed.is_none()
     }
 
     fn put(&mut self, mut work: PageWork) {
@@ -196,6 +192,34 @@ struct PendingPut<'a> {
 impl Drop for PendingPut<'_> {
     fn drop(&mut self) {
         self.shared.state().pending.remove(self.work.key());
+    }
+}
+
+/// The slot of a page that is read. Dropping it ends the hold.
+struct HeldSlot<'a> {
+    shared: &'a StoreCore,
+    slot: FileSlot,
+}
+
+impl<'a> HeldSlot<'a> {
+    /// Holds the slot of the page `key`, and returns its record. Counts a miss if the page was evicted since it
+    /// was found.
+    fn find(shared: &'a StoreCore, key: &PageHash) -> Option<(Self, Record)> {
+        let mut state = shared.state();
+        let Some(slot) = state.slots.find(key) else {
+            state.counts.misses += 1;
+            return None;
+        };
+        state.slots.hold(slot);
+        let record = *state.slots.record(slot);
+        drop(state);
+        Some((Self { shared, slot }, record))
+    }
+}
+
+impl Drop for HeldSlot<'_> {
+    fn drop(&mut self) {
+        self.shared.state().slots.release(self.slot);
     }
 }
 
