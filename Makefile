@@ -72,6 +72,8 @@ SEED ?= 1
 MUTATED ?= src/cache/**/*.rs src/engines/**/*.rs src/index/**/*.rs
 SHARD ?= 0/1
 MUTANTS := $(VENV)/mutants/bin/cargo-mutants
+# The tests read the environment, have addresses as numbers, and end while threads for copies wait.
+MIRI_FLAGS := -Zmiri-disable-isolation -Zmiri-permissive-provenance -Zmiri-ignore-leaks
 
 # Makes parts of a target, three at a time: on two cores one of them waits for a file, the network or a lock. The output of a
 # part is shown when it ends, and that of one that has failed again when all have ended; then why a process ended that could
@@ -88,7 +90,7 @@ endef
 
 .PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test old-torch-test process-test software-test \
     rust-lint python-lint stub-lint kernel-lint verify-types wheel-lint licences wheels \
-    orders fuzz fuzz-build fuzz-briefly histories mutants soak soak-threads gpu gpu-package
+    orders fuzz fuzz-build fuzz-briefly histories mutants miri soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, and conversations with the prefix cache and without, with
@@ -173,6 +175,13 @@ mutants: $(MUTANTS)
 
 $(MUTANTS):
 	cargo install --quiet --locked --version 27.1.0 --root $(VENV)/mutants cargo-mutants
+
+# Undefined behaviour and data races of tests on the host, as Miri finds them, in a few minutes.
+miri:
+	cargo +nightly miri --version || rustup toolchain install nightly --profile minimal --component miri --component rust-src
+	MIRIFLAGS='$(MIRI_FLAGS)' cargo +nightly miri test --locked --target-dir target/miri --lib -- kernels::rows memory::region
+	MIRIFLAGS='$(MIRI_FLAGS)' cargo +nightly miri test --locked --target-dir target/miri --test rust -- \
+	    contract:: dlpack:: leases:: shortage:: threads::
 
 # BESIDE is made at the same time, such as packages that the tests need.
 lint:

@@ -21,7 +21,7 @@ from kvpool.typing import (
     DeviceLike,
     DTypeLike,
     Fence,
-    HybridAct,
+    HybridAction,
     IndicesLike,
     KeysLike,
     KVStats,
@@ -1089,6 +1089,8 @@ class ReqToTokenPool(Pool):
 
         Raises:
             ConfigError: If `n` is negative.
+            DriverError: If the stream is being captured, or rows that an earlier call could not zero cannot be zeroed now.
+                No row is taken.
         """
     def free(self, slot_or_slots: SupportsIndex | IndicesLike, *, owner: str | int | None = None) -> None:
         """Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false.
@@ -1100,6 +1102,8 @@ class ReqToTokenPool(Pool):
 
         Raises:
             IndexOwnershipError: If the pool is strict and a free is invalid.
+            DriverError: If the stream is being captured; then nothing is freed. If zeroing fails: the rows are free all the
+                same, and zeroed before they are handed out again.
         """
     def write(self, index: TableIndex, values: SupportsIndex | IndicesLike) -> None:
         """Writes slots to the table; on a GPU in one launch.
@@ -1816,7 +1820,7 @@ class HybridTree:
         end: int | None = None,
         namespace: Namespace | tuple[Namespace, ...] = None,
     ) -> HybridStep:
-        """Goes on with an insertion of the same tokens and slots, when the acts of the step before are done.
+        """Goes on with an insertion of the same tokens and slots, when the actions of the step before are done.
 
         Args:
             tokens: As in `insert`; so are the others.
@@ -1835,9 +1839,9 @@ class HybridTree:
         """Whether an insertion is going on."""
     def end_insertion(
         self,
-    ) -> list[HybridAct]:
+    ) -> list[HybridAction]:
         """Gives up an insertion that is going on, if there is one, and returns what is still to be done, as
-        `HybridStep.acts`.
+        `HybridStep.actions`.
         """
     def lock_node(
         self,
@@ -2197,7 +2201,7 @@ class HybridMatch:
 class HybridStep:
     """A step of an insertion."""
 
-    def acts(self) -> list[HybridAct]:
+    def actions(self) -> list[HybridAction]:
         """The actions that the engine must take, in this order, as tuples. Ranges are of the inserted slots.
 
         ("free", start, end): free them with their windows. ("free_full", start, end): free them; their windows
@@ -2208,7 +2212,7 @@ class HybridStep:
         """
     @property
     def done(self) -> bool:
-        """Whether the insertion is done. If not, call `advance` when the acts are."""
+        """Whether the insertion is done. If not, call `advance` when the actions are."""
     @property
     def added(self) -> tuple[int, int, int] | None:
         """The tokens that this step has added: the node at their end, the first one, and one past the last; `None` if

@@ -29,7 +29,7 @@ class IndexOwnershipError(KvPoolError, ValueError):
 
 
 class OutOfMemoryError(KvPoolError, MemoryError):
-    """A backend is out of memory: `asked` and, if known, `available` are in bytes."""
+    """There is not enough memory: `asked` and, if known, `available` are in what the message names, mostly bytes."""
 
 
 class WorkspaceExhaustedError(KvPoolError, MemoryError):

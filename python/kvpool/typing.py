@@ -23,7 +23,7 @@ __all__ = [
     "DeviceLike",
     "EndpointStats",
     "Fence",
-    "HybridAct",
+    "HybridAction",
     "IndicesLike",
     "KVStats",
     "KeysLike",
@@ -110,12 +110,12 @@ DTypeLike: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[np.generic]"
 StreamLike: TypeAlias = "SupportsCudaStream | int"
 """A `torch.cuda.Stream`, or the handle of a CUDA stream."""
 
-HybridAct: TypeAlias = (
+HybridAction: TypeAlias = (
     "tuple[Literal['free', 'free_full'], int, int] | tuple[Literal['free_old'], torch.Tensor] "
     "| tuple[Literal['rebuild'], int, torch.Tensor] | tuple[Literal['recover'], int, torch.Tensor, int, int] "
     "| tuple[Literal['evict_excess'], int]"
 )
-"""The act of an engine for a step of a `HybridTree`. It changes with that class."""
+"""An action that an engine takes for a step of a `HybridTree`. It changes with that class."""
 
 
 class PoolStats(TypedDict):

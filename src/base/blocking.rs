@@ -5,14 +5,22 @@
 
 use std::cell::Cell;
 use std::sync::OnceLock;
+use std::time::Duration;
+
+use super::Result;
 
 /// Runs a section that may block its thread, for example with the lock of an interpreter released.
 pub type Section = fn(section: &mut (dyn FnMut() + Send));
+
+/// Returns an error if a wait of the calling thread has to end, for example for a signal.
+pub type InterruptCheck = fn() -> Result<()>;
 
 /// A copy of this many bytes takes longer than handing the lock of an interpreter to another thread.
 pub const LONG_COPY: usize = 64 << 10;
 
 static SECTION: OnceLock<Section> = OnceLock::new();
+
+static INTERRUPT_CHECK: OnceLock<InterruptCheck> = OnceLock::new();
 
 thread_local! {
     static IS_OURS: Cell<bool> = const { Cell::new(false) };
@@ -33,6 +41,25 @@ pub(super) fn is_own_thread() -> bool {
 /// no effect.
 pub fn set_blocking_hook(section: Section) {
     let _ = SECTION.set(section);
+}
+
+/// Installs `check` between the slices of every later [`wait_interruptibly`] in this process. Later
+/// installations have no effect.
+pub fn set_interrupt_check(check: InterruptCheck) {
+    let _ = INTERRUPT_CHECK.set(check);
+}
+
+/// Calls `wait`, which waits up to a time and returns whether it is over, until it is. The caller must hold no
+/// lock.
+///
+/// # Errors
+/// The error of `wait`, or that of the installed check, which ends the wait.
+pub fn wait_interruptibly(wait: impl Fn(Duration) -> Result<bool> + Send + Sync) -> Result<()> {
+    const SLICE: Duration = Duration::from_millis(50);
+    while !run_blocking(|| wait(SLICE))? {
+        INTERRUPT_CHECK.get().filter(|_| !IS_OURS.get()).map_or(Ok(()), |check| check())?;
+    }
+    Ok(())
 }
 
 /// Calls `wait`, which may take long: it waits for a device or another thread, or copies much. The caller

@@ -95,6 +95,12 @@ impl Error {
         Self::new(ErrorKind::State, source.to_string()).with_source(source)
     }
 
+    /// Returns whether this is an error of the caller's own code: see [`Error::foreign`].
+    #[must_use]
+    pub fn is_foreign(&self) -> bool {
+        self.0.kind == ErrorKind::State && self.0.source.is_some()
+    }
+
     /// Sets the error that caused this one; the message names it.
     #[must_use]
     pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {

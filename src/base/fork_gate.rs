@@ -1,6 +1,7 @@
 //! A gate that delays a fork while a thread of kvpool holds locks that the child would wait for forever.
 
 use std::cell::{Cell, RefCell};
+use std::marker::PhantomData;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::blocking::is_own_thread;
@@ -17,7 +18,10 @@ thread_local! {
 /// A guard: as long as it exists, [`close_fork_gate`] waits, so that the process is not forked. Threads of
 /// kvpool take one before they lock anything that callers also lock.
 #[derive(Debug)]
-pub struct ForkGate(());
+pub struct ForkGate {
+    /// It is counted for its thread, where it must drop.
+    of_this_thread: PhantomData<*const ()>,
+}
 
 impl ForkGate {
     /// Enters on [a thread of kvpool](super::mark_own_thread). Other threads may hold locks that such a
@@ -36,7 +40,7 @@ impl ForkGate {
             ENTERED.set(Some(entered));
         }
         ENTRIES.set(ENTRIES.get() + 1);
-        Self(())
+        Self { of_this_thread: PhantomData }
     }
 }
 

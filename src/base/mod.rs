@@ -16,7 +16,10 @@ mod prefetch;
 mod shape;
 pub(crate) mod sync;
 
-pub use blocking::{LONG_COPY, Section, mark_own_thread, run_blocking, set_blocking_hook};
+pub use blocking::{
+    InterruptCheck, LONG_COPY, Section, mark_own_thread, run_blocking, set_blocking_hook,
+    set_interrupt_check, wait_interruptibly,
+};
 pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};

@@ -614,7 +614,7 @@ impl Launcher {
     }
 }
 
-/// `rows` with -1 for each that occurs again later, so that only the last of its values is stored.
+/// Returns `rows` with -1 for each that occurs again later, so that only the last of its values is stored.
 fn last_of_each(mut rows: Vec<i32>) -> Vec<i32> {
     let mut seen = HashSet::with_capacity(rows.len());
     for row in rows.iter_mut().rev() {

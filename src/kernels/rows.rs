@@ -56,7 +56,7 @@ impl RowBuffer {
         self.offset
     }
 
-    /// `[rows, heads, dim]`.
+    /// Returns `[rows, heads, dim]`.
     #[must_use]
     pub const fn shape(&self) -> [usize; 3] {
         [self.rows, self.heads, self.dim]

@@ -57,7 +57,7 @@ unsafe impl Backend for Host {
     }
 }
 
-/// `bytes` zeros in fresh pages, or `None` with the cause in `errno`.
+/// Returns `bytes` zeros in fresh pages, or `None` with the cause in `errno`.
 pub(super) fn map(bytes: usize) -> Option<NonNull<u8>> {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;

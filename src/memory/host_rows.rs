@@ -91,7 +91,7 @@ impl HostRows {
         Ok(Self { address: tensor.address(), layout, selected: None, _keep: keep })
     }
 
-    /// `rows` rows of `row_bytes` in host memory of `region`, one behind the other from `offset` on.
+    /// Creates `rows` rows of `row_bytes` in host memory of `region`, one behind the other from `offset` on.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) if they end behind the region.

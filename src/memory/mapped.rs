@@ -61,7 +61,7 @@ impl Drop for Pages {
 }
 
 impl MappedHost {
-    /// Memory that comes from `numa_node` first, in pages of that kind.
+    /// Creates memory that comes from `numa_node` first, in pages of that kind.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a node that this machine does not have.
@@ -119,7 +119,7 @@ unsafe impl Backend for MappedHost {
         Device::Cpu
     }
 
-    /// True: a part of it becomes accessible once it is page-locked.
+    /// Returns true: a part of it becomes accessible once it is page-locked.
     fn is_device_accessible(&self) -> bool {
         true
     }

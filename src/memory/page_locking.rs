@@ -15,7 +15,7 @@ use crate::base::{Error, ErrorKind, ForkGate, Result, mark_own_thread};
 
 use super::{Gpu, Region, system_page_size};
 
-/// Approximate bytes of one step, which delays other driver calls meanwhile. A minimum under `loom`, which
+/// Returns the approximate bytes of one step, which delays other driver calls meanwhile. A minimum under `loom`, which
 /// explores every interleaving.
 fn step_bytes() -> usize {
     if cfg!(loom) { system_page_size() } else { 64 << 20 }

@@ -126,7 +126,7 @@ impl ReturnedParts {
 }
 
 impl Region {
-    /// `bytes` zeros from `backend`.
+    /// Creates `bytes` zeros from `backend`.
     ///
     /// # Errors
     /// The backend's, when it has not enough.
@@ -142,7 +142,7 @@ impl Region {
         Self::with(backend, bytes, Contents::Zeros, Arc::default())
     }
 
-    /// `bytes` from `backend` with `contents`; `users` are the streams that use the memory.
+    /// Creates `bytes` from `backend` with `contents`; `users` are the streams that use the memory.
     ///
     /// # Errors
     /// Same as [`Region::new`].
@@ -190,7 +190,7 @@ impl Region {
         }))
     }
 
-    /// `bytes` of host memory from the heap, at the start of a cache line, for a result that will be
+    /// Creates `bytes` of host memory from the heap, at the start of a cache line, for a result that will be
     /// overwritten as a whole: the initial contents are undefined.
     ///
     /// # Errors
@@ -306,7 +306,7 @@ impl Region {
         Error::index(format!("{bytes} bytes at {offset} are outside a region of {} bytes", self.bytes()))
     }
 
-    /// `bytes` bytes from `offset` on.
+    /// Returns `bytes` bytes from `offset` on.
     ///
     /// # Errors
     /// Same as [`Region::at`].
@@ -343,7 +343,7 @@ impl Region {
         Ok(unsafe { BorrowedTensor::new(address, dtype, self.device(), shape, strides) })
     }
 
-    /// `bytes` bytes from `offset` on, as a tensor.
+    /// Returns `bytes` bytes from `offset` on, as a tensor.
     ///
     /// # Errors
     /// Same as [`Region::at`].
@@ -354,7 +354,7 @@ impl Region {
         self.borrow(offset, DType::U8, shape, contiguous_strides(&shape))
     }
 
-    /// Like [`Region::at`], and checks that the host can access the memory.
+    /// Works like [`Region::at`], and checks that the host can access the memory.
     #[inline]
     fn host_address(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         if self.device() != Device::Cpu {
@@ -428,7 +428,7 @@ impl Region {
     }
 }
 
-/// Returns the elements of a vector. The address is taken for writing, and stays valid for it when the vector
+/// Returns the block of a vector's elements. The address is taken for writing, and stays valid for it when the vector
 /// moves.
 fn block_of<T>(elements: &mut Vec<T>) -> Block {
     let bytes = size_of_val(&elements[..]);

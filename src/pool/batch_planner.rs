@@ -196,7 +196,7 @@ impl BatchPlanner {
         LeasingRequest::new(Weak::clone(&self.me) as _, row)
     }
 
-    /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the
+    /// Does [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the
     /// batch to the smallest size of `pad_to` that it fits.
     ///
     /// # Errors

@@ -29,7 +29,7 @@ impl Buffer {
         &self.region
     }
 
-    /// Number of bytes requested.
+    /// Returns the number of bytes requested.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
@@ -115,7 +115,7 @@ impl BufferPool {
         self.buckets.open_ledger();
     }
 
-    /// Number of uses of a buffer that was already given back.
+    /// Returns the number of uses of a buffer that was already given back.
     #[must_use]
     pub const fn stale_uses(&self) -> usize {
         self.stale_uses

@@ -291,7 +291,7 @@ impl ChunkPool {
         Self::attempt(&mut self.state(), count)
     }
 
-    /// [`ChunkPool::try_allocate`] for one chunk, without a list.
+    /// Does [`ChunkPool::try_allocate`] for one chunk, without a list.
     ///
     /// # Errors
     /// See [`ChunkPool::try_allocate`].
@@ -354,7 +354,7 @@ impl ChunkPool {
         self.locked_by.as_ref().map_or(Ok(()), |gpu| gpu.check_process())
     }
 
-    /// Number of references to a chunk; 0 after it was freed.
+    /// Returns the number of references to a chunk; 0 after it was freed.
     #[must_use]
     pub fn references(&self, chunk: IndexHandle<ChunkId>) -> u32 {
         self.state().chunks.references(chunk)

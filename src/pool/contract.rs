@@ -156,7 +156,7 @@ impl Occupancy {
         }
     }
 
-    /// [`Self::new`] for units of one size.
+    /// Does [`Self::new`] for units of one size.
     pub(super) fn even(spans: Vec<Span>, ledger: Option<&Ledger>, scale: usize) -> Self {
         Self::new(spans.into_iter().map(|span| (span, None)), ledger, scale)
     }

@@ -212,7 +212,11 @@ impl FileStore {
             let thread = std::thread::Builder::new().name(format!("kvpool-store-{number}"));
             match thread.spawn(move || worker.run()) {
                 Ok(handle) => lock(&store.workers).push(handle),
-                Err(_) if number > 0 => break,
+                Err(cause) if number > 0 => {
+                    let mut state = store.shared.state();
+                    state.record_failure(&store.shared.name, "start all of its threads", &cause);
+                    break;
+                }
                 Err(cause) => {
                     let text = format!("{}: no thread can be started: {cause}", store.shared.name);
                     return Err(Error::new(ErrorKind::OutOfMemory, text));

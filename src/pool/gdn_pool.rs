@@ -197,13 +197,13 @@ impl GdnPool {
         self.executor.copy_pages(&self.rows, pieces, direction, pairs, 0..self.rows.layers(), stream)
     }
 
-    /// float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, without a copy.
+    /// Returns the states, float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, without a copy.
     #[must_use]
     pub const fn recurrent_state(&self) -> &TensorView {
         &self.recurrent
     }
 
-    /// `[num_gdn_layers, pool_size, conv_dim, conv_kernel_size - 1]`, without a copy.
+    /// Returns the convolution states, `[num_gdn_layers, pool_size, conv_dim, conv_kernel_size - 1]`, without a copy.
     #[must_use]
     pub const fn conv_state(&self) -> &TensorView {
         &self.conv

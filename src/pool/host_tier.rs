@@ -265,7 +265,7 @@ impl HostTier {
         self.forget(namespace);
     }
 
-    /// [`Self::clear`], and returns the keys of the pages.
+    /// Does [`Self::clear`], and returns the keys of the pages.
     pub(super) fn forget(&self, namespace: Option<&Namespace>) -> Vec<PageHash> {
         if let Some(states) = &self.states {
             states.clear(namespace);
@@ -515,7 +515,7 @@ impl Pool for HostTier {
         "page"
     }
 
-    /// Returns the pages of a tier are a prefix cache's.
+    /// Returns false: the pages of a tier are a prefix cache's.
     fn hands_out(&self) -> bool {
         false
     }

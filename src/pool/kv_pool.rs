@@ -86,7 +86,7 @@ impl KvConfig {
         Ok([k, v])
     }
 
-    /// [`Self::layouts`] of [`KvLayout::Fused`]; `alignment` is a power of two.
+    /// Does [`Self::layouts`] of [`KvLayout::Fused`]; `alignment` is a power of two.
     fn fused(&self, rows: usize, alignment: usize) -> Result<[LayerLayout; 2]> {
         let shape = [rows, self.k_head_num, self.k_head_dim];
         if [self.v_head_num, self.v_head_dim] != shape[1..] {
@@ -322,7 +322,7 @@ impl KvPool {
         self.executor.take_fault()
     }
 
-    /// [`KvPool::take_fault`] after waiting for every call on `stream` so far.
+    /// Does [`KvPool::take_fault`] after waiting for every call on `stream` so far.
     ///
     /// # Errors
     /// See [`KvPool::take_fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device

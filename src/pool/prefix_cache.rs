@@ -342,8 +342,12 @@ impl PrefixCache {
         if let (Some(store_access), Some(continuation)) = (store_access, continuation) {
             let usable = continuation.usable;
             let rest = tokens.to_vec(usable..tokens.count())?;
-            // A store that fails has nothing, and says so itself.
-            let survey = store_access.survey(continuation, &rest, || true).unwrap_or_default();
+            let survey = match store_access.survey(continuation, &rest, || true) {
+                // The wait for the store was interrupted.
+                Err(failure) if failure.is_foreign() => return Err(failure),
+                // A store that fails has nothing, and says so itself.
+                survey => survey.unwrap_or_default(),
+            };
             let page_size = self.allocator.page_size();
             Segment::mark_stored(&mut parts, usable + survey.keys.len() * page_size);
         }
@@ -404,7 +408,7 @@ impl PrefixCache {
         Ok(self.begin_call(stream).current().tree.take_events())
     }
 
-    /// Evictable and locked tokens, at the cost of a lock.
+    /// Returns the evictable and locked tokens, at the cost of a lock.
     #[must_use]
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
         let call = self.begin_call(stream);
@@ -463,7 +467,7 @@ impl Pool for PrefixCache {
         Slot::NOUN
     }
 
-    /// Returns the slots of a cache are the allocator's.
+    /// Returns false: the slots of a cache are the allocator's.
     fn hands_out(&self) -> bool {
         false
     }

@@ -301,7 +301,7 @@ impl PrefixTree {
         self.current(stream).tree.info(node).ok_or_else(|| is_gone(node))
     }
 
-    /// Evictable and locked tokens, at the cost of a lock.
+    /// Returns the evictable and locked tokens, at the cost of a lock.
     #[must_use]
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
         let state = self.current(stream);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
-use crate::base::{Error, ErrorKind, Result, run_blocking};
+use crate::base::{Error, ErrorKind, Result, wait_interruptibly};
 use crate::cache::PageHash;
 use crate::memory::HostRows;
 
@@ -210,7 +210,7 @@ impl Store for RemoteStore {
 
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
         let transfer = self.queue(Work::Find, keys.to_vec())?;
-        run_blocking(|| transfer.wait(Duration::MAX))?;
+        wait_interruptibly(|timeout| transfer.wait(timeout))?;
         transfer.present()
     }
 

@@ -186,13 +186,13 @@ impl ReqToTokenPool {
         })
     }
 
-    /// Maximum number of requests.
+    /// Returns the maximum number of requests.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.config.max_reqs
     }
 
-    /// Maximum tokens per request: the number of columns.
+    /// Returns the maximum tokens per request: the number of columns.
     #[must_use]
     pub const fn max_context_len(&self) -> usize {
         self.config.max_context_len
@@ -253,7 +253,7 @@ impl ReqToTokenPool {
         self.table.region().bytes()
     }
 
-    /// Number of free rows.
+    /// Returns the number of free rows.
     #[must_use]
     pub fn available_size(&self) -> usize {
         self.rows.rows().available()
@@ -278,7 +278,9 @@ impl ReqToTokenPool {
         let rows: Vec<_> = taken.iter().map(|taken| taken.row).collect();
         for row in rows.iter().map(|row| widen(row.number())) {
             self.generations[row] += 1;
-            self.generation_writer.write(row * size_of::<i64>(), &[self.generations[row]])?;
+            self.generation_writer
+                .write(row * size_of::<i64>(), &[self.generations[row]])
+                .expect("each row has its number in host memory");
         }
         Ok(Some(rows))
     }
@@ -301,7 +303,9 @@ impl ReqToTokenPool {
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
-    /// nothing is changed. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
+    /// nothing is changed. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being
+    /// captured, when nothing is changed, and when the rows cannot be zeroed: they are free all the same, and
+    /// zeroed before they are handed out again.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
         self.check_not_capturing(stream)?;
         let (mut freed, bad) = self.rows.free(given, OnBadFree::of(self.config.strict))?;
@@ -503,7 +507,7 @@ impl ReqToTokenPool {
         Ok(())
     }
 
-    /// [`Self::put`] with pages of one slot, which has the number of its page.
+    /// Does [`Self::put`] with pages of one slot, which has the number of its page.
     pub(super) fn put_pages(&mut self, row: RequestRow, from: usize, pages: &[Page]) -> Result<()> {
         if self.executor.gpu().is_some() {
             let slots: Vec<_> = pages.iter().map(|page| page.number().cast_signed()).collect();
@@ -722,7 +726,7 @@ fn mismatched(values: usize, places: usize) -> Error {
     Error::config(format!("{values} values for {places} places of the table"))
 }
 
-/// `values`, or its single value repeated for every place.
+/// Returns `values`, or its single value repeated for every place.
 fn broadcast(values: &[i32], places: usize) -> Result<std::borrow::Cow<'_, [i32]>> {
     match values {
         values if values.len() == places => Ok(values.into()),

@@ -158,7 +158,7 @@ impl SlotTensors {
         self.poisoned.iter().filter_map(Weak::upgrade).try_for_each(|kv| kv.poison(&slots, stream))
     }
 
-    /// [`Self::slots`] for a planner, which makes its own tensors.
+    /// Does [`Self::slots`] for a planner, which makes its own tensors.
     pub(super) const fn slots_mut(&mut self) -> &mut Ledgered<SlotAllocator> {
         &mut self.slots
     }
@@ -243,7 +243,7 @@ impl SlotTensors {
         Ok(Ok(pages))
     }
 
-    /// [`Self::alloc`] in host memory.
+    /// Does [`Self::alloc`] in host memory.
     #[inline]
     fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<OrShort<GrantedSlots>> {
         let slots = self.slots.alloc::<T>(count)?;
@@ -251,7 +251,7 @@ impl SlotTensors {
         Ok(slots.map(tensor).ok_or_else(|| self.short(count)))
     }
 
-    /// [`Self::alloc`] of one slot in host memory.
+    /// Does [`Self::alloc`] of one slot in host memory.
     #[inline]
     fn alloc_one(&mut self) -> OrShort<GrantedSlots> {
         let mut page = None;
@@ -302,7 +302,7 @@ impl SlotTensors {
         }
     }
 
-    /// [`Self::alloc_extend`] with slots that the host lists as `T`.
+    /// Does [`Self::alloc_extend`] with slots that the host lists as `T`.
     fn extend<T: IndexNumber>(
         &mut self,
         lens: BatchLens<'_>,

@@ -221,14 +221,14 @@ impl Stage {
         self.gpu.check_can_order(&self.users.streams(), stream)
     }
 
-    /// Any numbers as a tensor that is valid on `stream`.
+    /// Returns any numbers as a tensor that is valid on `stream`.
     pub(super) fn show(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
         self.check_writable(stream)?;
         let (positions, _) = self.write(values.len(), values, stream)?;
         self.view(positions)
     }
 
-    /// [`Self::show`] for the slots of a batch that grows. The padding slot in `values` stands for those that
+    /// Does [`Self::show`] for the slots of a batch that grows. The padding slot in `values` stands for those that
     /// continue a page behind a slot of `last_loc`, which only the device has: a launch writes them.
     pub(super) fn complete(
         &mut self,

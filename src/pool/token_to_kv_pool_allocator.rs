@@ -487,7 +487,7 @@ impl TokenToKvPoolAllocator {
         answer
     }
 
-    /// [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a
+    /// Does [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a
     /// notice when it holds none.
     #[inline]
     fn freeing_quietly<R>(
@@ -591,7 +591,7 @@ impl TokenToKvPoolAllocator {
         self.lock().available_size()
     }
 
-    /// [`Self::available_size`] after [`Self::poll`], in one step.
+    /// Does [`Self::available_size`] after [`Self::poll`], in one step.
     ///
     /// # Errors
     /// See [`Self::poll`].
@@ -618,7 +618,7 @@ impl TokenToKvPoolAllocator {
         self.lock().release_slots(stream)
     }
 
-    /// (start, length) of the maximal ascending runs: int32 `[k, 2]` on the host.
+    /// Returns (start, length) of the maximal ascending runs: int32 `[k, 2]` on the host.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for values beyond int32.

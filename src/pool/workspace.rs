@@ -267,7 +267,7 @@ impl Workspace {
         })
     }
 
-    /// [`Workspace::empty`], filled with zeros.
+    /// Does [`Workspace::empty`], filled with zeros.
     ///
     /// # Errors
     /// See [`Workspace::empty`].

@@ -19,7 +19,7 @@ use super::{args, lock};
 /// Every pool that is alive, and possibly some that are not.
 static POOLS: Mutex<Vec<Py<PyWeakrefReference>>> = Mutex::new(Vec::new());
 
-/// Returns the module of `kvpool` that reports leaks; imported at the first report.
+/// The module of `kvpool` that reports leaks; imported at the first report.
 static LEAKS_MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
 /// A function that reads a pool.

@@ -98,6 +98,11 @@ fn _after_fork() {
 /// Longest wait between checks for signals and for the end of the program.
 const SLICE: Duration = Duration::from_millis(50);
 
+/// Runs the handlers of signals that have come, on the main thread.
+fn check_signals() -> crate::base::Result<()> {
+    Python::attach(|py| py.check_signals().map_err(Error::foreign))
+}
+
 /// Calls `wait`, without the GIL, with short timeouts until it is over or `timeout` seconds are.
 fn wait_in_slices(
     py: Python<'_>,
@@ -184,8 +189,8 @@ mod _kvpool {
     use pyo3::prelude::*;
     use pyo3::types::IntoPyDict;
 
-    use super::without_gil;
-    use crate::base::{DType, ErrorKind, set_blocking_hook, set_large_table_hook};
+    use super::{check_signals, without_gil};
+    use crate::base::{DType, ErrorKind, set_blocking_hook, set_interrupt_check, set_large_table_hook};
     use crate::memory::prefer_huge_pages;
 
     #[pymodule_export]
@@ -246,6 +251,7 @@ mod _kvpool {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         set_blocking_hook(without_gil);
+        set_interrupt_check(check_signals);
         set_large_table_hook(prefer_huge_pages);
         super::tensor::serve_buffers(module.py())?;
         let storage = DType::STORAGE.map(|dtype| (dtype.name(), dtype.size()));

@@ -203,6 +203,8 @@ impl ReqToTokenPool {
     ///
     /// Raises:
     ///     ConfigError: If `n` is negative.
+    ///     DriverError: If the stream is being captured, or rows that an earlier call could not zero cannot be zeroed now.
+    ///         No row is taken.
     #[pyo3(signature = (n=Arg::Missing, *, owner=None), text_signature = "($self, n=1, *, owner=None)")]
     fn alloc(
         &self,
@@ -226,6 +228,8 @@ impl ReqToTokenPool {
     ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and a free is invalid.
+    ///     DriverError: If the stream is being captured; then nothing is freed. If zeroing fails: the rows are free all the
+    ///         same, and zeroed before they are handed out again.
     #[pyo3(signature = (slot_or_slots, *, owner=None))]
     fn free(
         &self,

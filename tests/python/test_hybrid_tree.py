@@ -29,7 +29,7 @@ def test_a_prompt_is_found_in_any_form(kind: Any, dtype: torch.dtype) -> None:  
     tree = HybridTree(2)
     step = tree.insert(kind([5, 6, 7, 8, 9]), SLOTS.to(dtype))
     assert step.done
-    assert (step.found, step.acts()) == (0, [])
+    assert (step.found, step.actions()) == (0, [])
     found = tree.match(kind([5, 6, 7, 8, 1]))
     assert (found.length, found.node, found.full_length) == (4, step.node, 4)
     slots = tree.slots(found.node, tree.root())
@@ -119,7 +119,7 @@ def test_a_tail_goes_before_the_others() -> None:
 def test_what_is_there_twice_is_the_callers_to_free() -> None:
     tree, node = tree_with()
     step = tree.insert([*PROMPT, 10], torch.arange(30, 36), found=2)
-    assert step.acts() == [("free", 2, 5)]
+    assert step.actions() == [("free", 2, 5)]
     assert (step.found, step.adopted) == (5, ([(5, 6)], []))
     assert step.node is not None
     assert tree.path(step.node)[-1][:2] == (step.node, node)
@@ -211,7 +211,7 @@ def test_windows_are_asked_for() -> None:
     assert not step.done
     assert tree.is_inserting()
     nodes = []
-    for act in step.acts():
+    for act in step.actions():
         assert act[0] == "rebuild"
         _, node, slots = act
         tree.set_value(node, 1, slots + 100)
@@ -242,7 +242,7 @@ def test_windows_are_asked_for() -> None:
 
 def test_an_insertion_ends_with_the_node_that_it_has_reached() -> None:
     tree = HybridTree(1, state_grid=2, states_per_path=1)
-    (act,) = tree.insert([1, 2], [10, 11], state=[7]).acts()
+    (act,) = tree.insert([1, 2], [10, 11], state=[7]).actions()
     assert act[0] == "evict_excess"
     with pytest.raises(ConfigError, match="2 tokens that it began with"):
         tree.advance([1], [10])
@@ -267,7 +267,7 @@ def test_an_insertion_that_has_failed_does_not_go_on() -> None:
 def test_a_state_that_outlived_its_window_lock_is_released() -> None:
     tree = HybridTree(1, window=2, state_grid=1)
     step = tree.insert([1, 2], [10, 11], state=[7])
-    (act,) = step.acts()
+    (act,) = step.actions()
     assert act[0] == "rebuild"
     _, node, slots = act
     tree.set_value(node, 1, slots + 100)
@@ -282,12 +282,12 @@ def test_a_state_that_outlived_its_window_lock_is_released() -> None:
 
 def test_a_prefix_is_found_up_to_a_state() -> None:
     tree = HybridTree(1, state_grid=2, states_per_path=1)
-    (act,) = tree.insert([1, 2], [10, 11], state=torch.tensor([7])).acts()
+    (act,) = tree.insert([1, 2], [10, 11], state=torch.tensor([7])).actions()
     assert act[0] == "evict_excess"
     assert tree.advance([1, 2], [10, 11]).done
     step = tree.insert([1, 2, 3], [10, 11, 12], found=2, state=[8])
     assert not step.done
-    (act,) = step.acts()
+    (act,) = step.actions()
     assert act[0] == "evict_excess"
     frees = tree.evict_excess_states(act[1])
     assert frees.state is not None

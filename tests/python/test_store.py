@@ -189,6 +189,25 @@ def test_a_fetch_keeps_what_it_brought(device: str) -> None:
         assert fetched(small, PROMPT).length == 8
 
 
+def test_an_interrupt_ends_a_wait_for_a_store_that_does_not_answer(device: str) -> None:
+    answers = threading.Event()
+
+    class Slow(Memory):
+        def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
+            answers.wait(30)
+            return super().find(keys)
+
+    scene = Scene(device, store=Slow())
+    interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            scene.cache.explain(PROMPT)
+    finally:
+        interrupt.join()
+        answers.set()
+
+
 def test_explain_and_events_tell_of_the_store(device: str) -> None:
     with Memory() as store:
         stored_prompt(device, store)

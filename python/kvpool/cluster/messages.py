@@ -61,7 +61,7 @@ class Refused(_Message):
     reason: _Text
 
 
-class Meet(_Message):
+class Connect(_Message):
     """The router to a worker: another worker has joined that may lend it rows.
 
     Attributes:
@@ -73,7 +73,7 @@ class Meet(_Message):
     metadata: _Bytes
 
 
-class Part(_Message):
+class Disconnect(_Message):
     """The router to a worker: another worker is lost, and lends no rows any more."""
 
     name: _Name
@@ -147,7 +147,7 @@ class Report(_Message):
 
 
 ToRouter: TypeAlias = Join | Report
-ToWorker: TypeAlias = Refused | Meet | Part | Work | Abort
+ToWorker: TypeAlias = Refused | Connect | Disconnect | Work | Abort
 
 
 _Decoded = TypeVar("_Decoded")

@@ -15,7 +15,7 @@ from kvpool._closing import Closing
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, Listener, drain, parse_address
 from kvpool.cluster.members import Members
-from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report
+from kvpool.cluster.messages import Abort, Join, Connect, Disconnect, Refused, Report
 from kvpool.cluster.requests import ClusterRequest, as_work
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex
@@ -247,7 +247,7 @@ class Router(Closing):
         for one in self._members.alive():
             for lender, reader in ((worker, one), (one, worker)):
                 if (lender.join.role, reader.join.role) == ("prefill", "decode"):
-                    self._send(reader, Meet(lender.name, lender.join.metadata))
+                    self._send(reader, Connect(lender.name, lender.join.metadata))
 
     def _check_endpoints(self, join: Join) -> None:
         """Raise `ConfigError` unless the router may connect to the endpoints of a worker."""
@@ -389,7 +389,7 @@ class Router(Closing):
         self._lent = deque((one, None if one.lender == worker.name else ticket) for one, ticket in self._lent)
         if worker.join.role == "prefill":
             for one in self._members.alive("decode"):
-                self._send(one, Part(worker.name))
+                self._send(one, Disconnect(worker.name))
         for request in reversed([*worker.attempts.values()]):
             self._release(request)
             self._end_lease(request)

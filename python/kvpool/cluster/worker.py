@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, connect, drain
 from kvpool.cluster.handover import Incoming, Outgoing
-from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
+from kvpool.cluster.messages import Abort, Join, Connect, Disconnect, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 
 if TYPE_CHECKING:
@@ -148,12 +148,12 @@ class Worker:
             request = self._requests.pop(message.number, None)
             if request is not None:
                 self._engine.abort(request)
-        elif isinstance(message, Part):
+        elif isinstance(message, Disconnect):
             self._disconnect(message.name)
         else:
             self._connect(message)
 
-    def _connect(self, message: Meet) -> None:
+    def _connect(self, message: Connect) -> None:
         try:
             self._peers[message.name] = self._endpoint.connect(message.metadata)
         except KvPoolError as error:

@@ -108,7 +108,7 @@ impl RowGroup {
         Self::of(kind.source.at(0, 0), kind.source.step, kind.bytes, buffers, word)
     }
 
-    /// `buffers` buffers of rows of `row_bytes`, `step` bytes apart, copied word by word.
+    /// Creates `buffers` buffers of rows of `row_bytes`, `step` bytes apart, copied word by word.
     fn of(base: *mut u8, step: usize, row_bytes: usize, buffers: usize, word: Word) -> Result<Self> {
         let words = row_bytes / word.bytes();
         Ok(Self {

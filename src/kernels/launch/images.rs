@@ -47,7 +47,7 @@ pub(super) const PLAN: Compiled = compiled!("plan");
 pub(super) const ROWS: Compiled = compiled!("rows");
 pub(super) const TABLE: Compiled = compiled!("table");
 
-/// PTX as the driver takes it, ending with a zero.
+/// Returns PTX as the driver takes it, ending with a zero.
 fn ptx(text: &'static str) -> Image<'static> {
     Image::Ptx(CStr::from_bytes_with_nul(text.as_bytes()).expect("PTX has a zero at its end only"))
 }

@@ -55,7 +55,7 @@ impl<P> WithList<P> {
         arrays.iter().map(|array| array.len()).sum::<usize>() <= Self::ROOM
     }
 
-    /// `params` followed by `arrays`, which fit, concatenated.
+    /// Creates `params` followed by `arrays`, which fit, concatenated.
     pub(super) fn new(params: P, arrays: &[&[i32]]) -> Self {
         let mut list = [0; MAX_LISTED];
         for (place, number) in list.iter_mut().zip(arrays.iter().copied().flatten()) {
@@ -114,12 +114,12 @@ impl Index {
         }
     }
 
-    /// `len` numbers of the list that is passed with a launch, from `begin` on.
+    /// Creates `len` numbers of the list that is passed with a launch, from `begin` on.
     fn listed(begin: usize, len: usize) -> Self {
         Self { kind: IndexKind::Listed, shape: first(signed(len), 1), ..Self::computed(signed(begin), 0) }
     }
 
-    /// `len` numbers at a device address.
+    /// Creates `len` numbers at a device address.
     fn at(data: *const c_void, len: usize) -> Self {
         Self { data, shape: first(signed(len), 1), strides: first(1, 0), ..Self::computed(0, 0) }
     }
@@ -142,7 +142,7 @@ impl Index {
     }
 }
 
-/// `value` followed by seven times `rest`.
+/// Returns `value` followed by seven times `rest`.
 const fn first(value: i64, rest: i64) -> [i64; 8] {
     [value, rest, rest, rest, rest, rest, rest, rest]
 }

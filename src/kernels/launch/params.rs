@@ -335,7 +335,7 @@ impl StorePart {
     }
 }
 
-/// 1 / `divisor` where `divide` of `convert.cuh` may use it, otherwise 0.
+/// Returns 1 / `divisor` where `divide` of `convert.cuh` may use it, otherwise 0.
 fn reciprocal(divisor: f32) -> f32 {
     let [least, most] = [-60, 60].map(|power| f32::powi(2.0, power));
     if (least..=most).contains(&divisor) { 1.0 / divisor } else { 0.0 }

@@ -204,7 +204,7 @@ impl Driver {
         unsafe { checked!(self, cuCtxPopCurrent_v2(&raw mut context)) }
     }
 
-    /// Device memory in bytes: free and total.
+    /// Returns the device memory in bytes: free and total.
     pub(super) fn memory_info(self) -> Result<(usize, usize)> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the function writes two numbers there.
@@ -457,7 +457,7 @@ impl Driver {
         Ok(function)
     }
 
-    /// `cuFuncLoad`, if the driver has it: it came with CUDA 12.4.
+    /// Returns `cuFuncLoad`, if the driver has it: it came with CUDA 12.4.
     fn function_loader(self) -> Option<unsafe extern "C" fn(FunctionHandle) -> Code> {
         const SINCE: c_int = 12_040;
         let (mut found, mut status) = (ptr::null_mut(), LookupStatus(0));

@@ -158,7 +158,7 @@ impl Gpu {
         Ok(entered)
     }
 
-    /// Device memory that is free, in bytes.
+    /// Returns the device memory that is free, in bytes.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.

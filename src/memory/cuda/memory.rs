@@ -20,7 +20,7 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Memory of `gpu`. [`Contents::Zeros`] are written on `stream`, which is waited for.
+    /// Creates memory of `gpu`. [`Contents::Zeros`] are written on `stream`, which is waited for.
     #[must_use]
     pub fn new(gpu: &Arc<Gpu>, stream: Stream) -> Self {
         Self { gpu: Arc::clone(gpu), stream }
@@ -106,7 +106,7 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// Host memory that is page-locked for every device, through `gpu`.
+    /// Creates host memory that is page-locked for every device, through `gpu`.
     #[must_use]
     pub fn new(gpu: &Arc<Gpu>) -> Self {
         Self { gpu: Arc::clone(gpu) }

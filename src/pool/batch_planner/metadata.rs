@@ -61,7 +61,7 @@ pub(super) struct PlanMetadata {
 }
 
 impl PlanMetadata {
-    /// Metadata for requests in `table` that take their slots from `slots`, with memory from `backend`.
+    /// Creates metadata for requests in `table` that take their slots from `slots`, with memory from `backend`.
     pub(super) fn new(
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,

@@ -152,12 +152,12 @@ impl PlanLayout {
         Ok(layout)
     }
 
-    /// Maximum number of pages that a step takes.
+    /// Returns the maximum number of pages that a step takes.
     const fn new_pages(&self) -> usize {
         self.config.max_tokens + 2 * self.config.max_batch_size
     }
 
-    /// Maximum number of pages sent to a device at once, with an allocator of `pool_pages`.
+    /// Returns the maximum number of pages sent to a device at once, with an allocator of `pool_pages`.
     pub(super) fn max_pages(&self, pool_pages: usize) -> usize {
         // Cached prefixes are sent once, and are distinct pages of the pool.
         self.new_pages() + (self.config.max_batch_size * self.width).min(pool_pages)
@@ -190,12 +190,12 @@ impl PlanLayout {
         self.offsets[Field::KvIndices.at()]
     }
 
-    /// Offset of a field in bytes.
+    /// Returns the offset of a field in bytes.
     pub(super) const fn offset(&self, field: Field) -> usize {
         self.offsets[field.at()]
     }
 
-    /// Offset of line `place` of the block table in bytes.
+    /// Returns the offset of line `place` of the block table in bytes.
     pub(super) const fn line(&self, place: usize) -> usize {
         self.offset(Field::BlockTable) + place * self.width * size_of::<i32>()
     }

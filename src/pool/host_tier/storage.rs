@@ -91,7 +91,7 @@ fn pair<I: Id>(page: I, piece: ChunkId) -> PagePair<I> {
 }
 
 impl Storage {
-    /// Room for `count` pages of `page_size` of `rows`.
+    /// Creates room for `count` pages of `page_size` of `rows`.
     pub(super) fn new(
         config: &HostTierConfig,
         count: usize,

@@ -65,7 +65,7 @@ impl KnownPlaces {
 }
 
 impl ReqToTokenPool {
-    /// [`ReqToTokenPool::write`] in one launch.
+    /// Does [`ReqToTokenPool::write`] in one launch.
     pub(super) fn write_on_device(
         &mut self,
         index: &TableIndex<'_>,
@@ -198,7 +198,7 @@ fn has_repeats(points: &[(RequestRow, u32)]) -> bool {
     !points.iter().all(|point| seen.insert(point))
 }
 
-/// Value number `at`, or the only one.
+/// Returns the value number `at`, or the only one.
 fn nth(values: &[i32], at: usize) -> i32 {
     if let [only] = values { *only } else { values[at] }
 }

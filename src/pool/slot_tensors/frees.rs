@@ -21,7 +21,7 @@ pub(in crate::pool) struct CompletedFree {
     pub(in crate::pool) _keeps: Vec<Keep>,
 }
 
-/// Maximum number of values in flight: one per slot, and some to spare.
+/// Returns the maximum number of values in flight: one per slot, and some to spare.
 pub(super) fn fetched_at_once(slots: &SlotAllocator) -> usize {
     /// The spare values for small pools, whose frees may list slots more than once.
     const SPARE: usize = 8 << 10;
@@ -42,7 +42,7 @@ impl SlotTensors {
         }
     }
 
-    /// [`Self::free_values`] for indices on any device.
+    /// Does [`Self::free_values`] for indices on any device.
     ///
     /// Values that only a device has are copied in the order of `stream`, without waiting. What `keep`
     /// returns keeps the tensor alive until then. Returns `None`, and frees nothing, if so many values are in

@@ -36,7 +36,7 @@ impl TokenToKvPoolAllocator {
         Ok(self.lock())
     }
 
-    /// [`Self::poll`] for fences only: finds no invalid late free.
+    /// Does [`Self::poll`] for fences only: finds no invalid late free.
     ///
     /// # Errors
     /// The error of a fence.
@@ -56,7 +56,7 @@ impl TokenToKvPoolAllocator {
         end
     }
 
-    /// [`Self::poll`] that also waits for values in flight.
+    /// Does [`Self::poll`] that also waits for values in flight.
     ///
     /// # Errors
     /// See [`Self::poll`].

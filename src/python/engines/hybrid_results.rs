@@ -144,11 +144,11 @@ impl HybridStep {
     /// slots): find the window of these slots and give it to the node with `set_value`. ("recover", node, kept,
     /// start, end): move the windows of the inserted slots to the kept ones, give them to the node, and free
     /// the inserted slots without their windows. ("evict_excess", node): call `evict_excess_states`.
-    fn acts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        acts_to_py(py, &self.0.actions)
+    fn actions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        actions_to_py(py, &self.0.actions)
     }
 
-    /// Whether the insertion is done. If not, call `advance` when the acts are.
+    /// Whether the insertion is done. If not, call `advance` when the actions are.
     #[getter]
     const fn done(&self) -> bool {
         self.0.result.is_some()
@@ -196,10 +196,13 @@ impl HybridStep {
     }
 }
 
-pub(in crate::python) fn acts_to_py<'py>(py: Python<'py>, acts: &[Action]) -> PyResult<Bound<'py, PyList>> {
+pub(in crate::python) fn actions_to_py<'py>(
+    py: Python<'py>,
+    actions: &[Action],
+) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
-    for act in acts {
-        let act = match act {
+    for action in actions {
+        let action = match action {
             Action::Free(range) => ("free", range.start, range.end).into_pyobject(py)?,
             Action::FreeFull(range) => ("free_full", range.start, range.end).into_pyobject(py)?,
             Action::FreeOld(slots) => ("free_old", tensor_of_slots(py, slots)?).into_pyobject(py)?,
@@ -212,7 +215,7 @@ pub(in crate::python) fn acts_to_py<'py>(py: Python<'py>, acts: &[Action]) -> Py
             }
             Action::EvictExcess(node) => ("evict_excess", node.number()).into_pyobject(py)?,
         };
-        list.append(act)?;
+        list.append(action)?;
     }
     Ok(list)
 }

@@ -19,7 +19,7 @@ use crate::engines::hybrid::{
 
 use super::hybrid_names::name_of;
 use super::hybrid_results::{
-    HybridFrees, HybridMatch, HybridNode, HybridStep, Pairs, acts_to_py, pair, tensor_of_ints,
+    HybridFrees, HybridMatch, HybridNode, HybridStep, Pairs, actions_to_py, pair, tensor_of_ints,
     tensor_of_slots, tensor_or_none, view_of,
 };
 use crate::python::args;
@@ -228,7 +228,7 @@ impl HybridTree {
         })
     }
 
-    /// Goes on with an insertion of the same tokens and slots, when the acts of the step before are done.
+    /// Goes on with an insertion of the same tokens and slots, when the actions of the step before are done.
     ///
     /// Args:
     ///     tokens: As in `insert`; so are the others.
@@ -261,10 +261,10 @@ impl HybridTree {
     }
 
     /// Gives up an insertion that is going on, if there is one, and returns what is still to be done, as
-    /// `HybridStep.acts`.
+    /// `HybridStep.actions`.
     fn end_insertion<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let acts = self.lock().end_insertion();
-        acts_to_py(py, &acts)
+        let actions = self.lock().end_insertion();
+        actions_to_py(py, &actions)
     }
 
     /// Locks a node: its slots for full attention up to its end, those of its last window, and its state.

@@ -362,7 +362,7 @@ ENTRIES: dict[str, Entry] = {
         lambda w: _in_turn(partial(w.hybrid.pin, w.node), partial(w.hybrid.unpin, w.node)), WORKS
     ),
     **{f"HybridTree.{name}": tree_call(name, args) for name, args in TREE_CALLS.items()},
-    "HybridStep.acts": Entry(lambda w: w.step.acts(), WORKS),
+    "HybridStep.actions": Entry(lambda w: w.step.actions(), WORKS),
     "Lease.slots": Entry(lambda w: w.lease.slots, REFUSES),
     "Lease.publish": Entry(lambda w: w.lease.publish([6], w.prefix_own), WORKS),
     "Lease.finish": Entry(lambda w: w.lease.finish([6], w.prefix_own), WORKS),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvpool import ConfigError
 from kvpool.cluster import ChannelError, messages
-from kvpool.cluster.messages import Abort, Join, Meet, Part, Refused, Report, Work
+from kvpool.cluster.messages import Abort, Join, Connect, Disconnect, Refused, Report, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 SAMPLES: list[messages.ToRouter | messages.ToWorker] = [
     Join("prefill-0", "prefill", {"model": "m", "seed": 3}, b"metadata", 64, "tcp://127.0.0.1:1", None),
     Refused("its seed is 7"),
-    Meet("prefill-0", b"metadata"),
-    Part("prefill-0"),
+    Connect("prefill-0", b"metadata"),
+    Disconnect("prefill-0"),
     Work(7, [1, 2, 3], [4], 9, [5], 0.7, 5, 0.9, 11, "a", None, True),
     Work(8, [1], [], 2, namespace_bytes=b"b", peer="prefill-0", ticket=b"ticket"),
     Abort(7),

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from kvpool._kvpool import HybridFrees, HybridStep
-    from kvpool.typing import HybridAct, Namespace
+    from kvpool.typing import HybridAction, Namespace
 
     Action: TypeAlias = (
         FreeDeviceKV
@@ -311,13 +311,13 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         if self._insertion is None:
             return []
         slots = self._insertion.slots
-        actions = [self._action(act, slots) for act in self._tree.end_insertion()]
+        actions = [self._translated(action, slots) for action in self._tree.end_insertion()]
         self._insertion = None
         return actions
 
     def _step(self, step: HybridStep, insertion: _Insertion) -> InsertStepResult:
         slots = insertion.slots
-        actions = [self._action(act, slots) for act in step.acts()]
+        actions = [self._translated(action, slots) for action in step.actions()]
         if self.kv_events.enabled and step.added is not None:
             node, start, end = step.added
             self._events.record_added(node, start, end, insertion.key, insertion.session)
@@ -336,24 +336,24 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         )
         return InsertStepResult(actions, result)
 
-    def _action(self, act: HybridAct, slots: torch.Tensor) -> Action:
-        """Return an act of the tree as an action of SGLang's cache: ranges are of the inserted slots."""
-        if act[0] == "free":
-            _, begin, end = act
+    def _translated(self, action: HybridAction, slots: torch.Tensor) -> Action:
+        """Return an action of the tree as one of SGLang's cache: ranges are of the inserted slots."""
+        if action[0] == "free":
+            _, begin, end = action
             return FreeDeviceKV([slots[begin:end]])
-        if act[0] == "free_full":
-            _, begin, end = act
+        if action[0] == "free_full":
+            _, begin, end = action
             return FreeDeviceKVFullOnly([slots[begin:end]])
-        if act[0] == "free_old":
-            _, old = act
+        if action[0] == "free_old":
+            _, old = action
             return FreeDeviceKVFullOnly([self._to_device(old)])
-        if act[0] == "rebuild":
-            _, node, kept = act
+        if action[0] == "rebuild":
+            _, node, kept = action
             return SWARebuild(node, self._to_device(kept))
-        if act[0] == "recover":
-            _, node, kept, begin, end = act
+        if action[0] == "recover":
+            _, node, kept, begin, end = action
             return RecoverSWAWithLockedFull(node, self._to_device(kept), slots[begin:end])
-        _, node = act
+        _, node = action
         return MambaEvictExcessPathStates(node)
 
     # Locks.

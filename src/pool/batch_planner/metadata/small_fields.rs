@@ -58,7 +58,7 @@ impl SmallFields {
         self.out_cache_loc.resize(self.positions.len(), PADDING.cast_signed());
     }
 
-    /// Offset of the pages of the request at `place` in the list of all pages; for the end of the batch,
+    /// Returns the offset of the pages of the request at `place` in the list of all pages; for the end of the batch,
     /// their total.
     pub(super) fn kv_begin(&self, place: usize) -> usize {
         widen(self.kv_indptr[place].cast_unsigned())
