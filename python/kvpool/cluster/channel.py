@@ -388,14 +388,19 @@ class Listener:
             channel.close()
 
     def _accept(self) -> None:
+        is_failing = False
         while True:
             try:
                 connection, address = self._socket.accept()
-            except OSError:  # the listener is closed, or too many files are open
+            except OSError as error:  # the listener is closed, or too many files are open
                 if self._is_closed:
                     return
+                if not is_failing:
+                    _logger.warning("connections cannot be accepted, and are tried again: %s", error)
+                is_failing = True
                 time.sleep(_RETRY_S)
                 continue
+            is_failing = False
             if not self._handshakes.acquire(blocking=False):
                 self._refuse(connection, address, f"{_MAX_HANDSHAKES} other handshakes are in progress")
                 continue

@@ -15,7 +15,7 @@ from kvpool._closing import Closing
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, Listener, drain, parse_address
 from kvpool.cluster.members import Members
-from kvpool.cluster.messages import Abort, Join, Connect, Disconnect, Refused, Report
+from kvpool.cluster.messages import Abort, Connect, Disconnect, Join, Refused, Report
 from kvpool.cluster.requests import ClusterRequest, as_work
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventSubscriber, PrefixIndex

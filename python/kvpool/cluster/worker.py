@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from kvpool.cluster import messages
 from kvpool.cluster.channel import ChannelError, connect, drain
 from kvpool.cluster.handover import Incoming, Outgoing
-from kvpool.cluster.messages import Abort, Join, Connect, Disconnect, Refused, Report, Work
+from kvpool.cluster.messages import Abort, Connect, Disconnect, Join, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 
 if TYPE_CHECKING:

@@ -156,10 +156,10 @@ impl HybridTree {
     /// with some of them, and the tokens up to its end. Changes nothing.
     ///
     /// Args:
-    ///     tokens: As in `match`; so are `start`, `end` and `namespace`.
-    ///     start: See there.
-    ///     end: See there.
-    ///     namespace: See there.
+    ///     tokens: Token ids, as in `match`.
+    ///     start: The position of the first token that counts.
+    ///     end: One past the position of the last one; `None` for all.
+    ///     namespace: As in `match`.
     ///
     /// Raises:
     ///     ConfigError: As in `match`.
@@ -181,11 +181,11 @@ impl HybridTree {
     /// Inserts the whole pages of tokens with their slots, up to the first step that the engine must act on.
     ///
     /// Args:
-    ///     tokens: As in `match`; so are `start`, `end` and `namespace`.
+    ///     tokens: Token ids, as in `match`.
     ///     slots: One for each token at least.
-    ///     start: See `match`.
-    ///     end: See `match`.
-    ///     namespace: See `match`.
+    ///     start: The position of the first token that counts.
+    ///     end: One past the position of the last one; `None` for all.
+    ///     namespace: As in `match`.
     ///     found: Tokens that the request had found in the tree, and has locked since: their slots are the tree's
     ///         already, and most of them are not compared again. Slots of later ones that are there are to be
     ///         freed.
@@ -231,11 +231,11 @@ impl HybridTree {
     /// Goes on with an insertion of the same tokens and slots, when the actions of the step before are done.
     ///
     /// Args:
-    ///     tokens: As in `insert`; so are the others.
-    ///     slots: See there.
-    ///     start: See there.
-    ///     end: See there.
-    ///     namespace: See there.
+    ///     tokens: The tokens of the insertion.
+    ///     slots: The slots of the insertion.
+    ///     start: The position of the first token that counts.
+    ///     end: One past the position of the last one; `None` for all.
+    ///     namespace: As in `match`.
     ///
     /// Raises:
     ///     ConfigError: If no insertion is going on, it has failed, the node that it has reached was

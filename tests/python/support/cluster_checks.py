@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvpool import ConfigError
 from kvpool.cluster import ChannelError, messages
-from kvpool.cluster.messages import Abort, Join, Connect, Disconnect, Refused, Report, Work
+from kvpool.cluster.messages import Abort, Connect, Disconnect, Join, Refused, Report, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
