@@ -29,7 +29,7 @@ class IndexOwnershipError(KvPoolError, ValueError):
 
 
 class OutOfMemoryError(KvPoolError, MemoryError):
-    """There is not enough memory: `asked` and perhaps `available` are in bytes, or in slots of an allocator."""
+    """There is not enough memory: `asked` and perhaps `available` are bytes, or slots of an allocator."""
 
 
 class WorkspaceExhaustedError(KvPoolError, MemoryError):

@@ -194,8 +194,10 @@ def test_a_lack_of_threads_passes(house: House, monkeypatch: pytest.MonkeyPatch,
         assert house.next() == b"in"
 
 
-def test_a_lack_of_files_passes(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener does not ask for another one at once, again and again."""
+def test_a_lack_of_files_passes(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The listener does not ask for another one at once, again and again, and says so once."""
     asked: list[float] = []
     waits = house.listener._socket
 
@@ -208,6 +210,7 @@ def test_a_lack_of_files_passes(house: House, monkeypatch: pytest.MonkeyPatch) -
         connection.recv(1)
     until(lambda: len(asked) == 3)
     assert asked[2] - asked[0] > channels._RETRY_S
+    assert sum("connections cannot be accepted" in text for text in caplog.messages) == 1
     monkeypatch.setattr(house.listener, "_socket", waits)
     with caller(house) as channel:
         channel.send(b"in")
