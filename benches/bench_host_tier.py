@@ -48,9 +48,7 @@ class Side:
         slots = self.slots.alloc(TOKENS)
         assert slots is not None
         self.cache.insert(self.prompt, slots)
-        while self.tier.stats()["arriving"]:
-            time.sleep(0.0001)
-            self.cache.cached_size()
+        self.cache.wait_written()
 
     def away(self) -> None:
         """The host alone has the prompt."""
@@ -147,8 +145,7 @@ def usable(report: Report) -> None:
     own = slots.alloc(16)
     assert own is not None
     cache.insert(list(range(16)), own)
-    while tier.stats()["arriving"]:
-        cache.cached_size()
+    cache.wait_written()
     seconds = time.perf_counter() - begin
     report.note(
         f"{tier.mem_bytes() / 2**30:.0f} GiB of host memory have their first page after {seconds:.3f} s"

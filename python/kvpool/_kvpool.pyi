@@ -2415,6 +2415,20 @@ class PrefixCache(Pool):
         Raises:
             ConfigError: If `tokens` is negative.
         """
+    def wait_written(self, timeout: float | None = None) -> bool:
+        """Waits, without the GIL, until nothing is on its way to the tiers below: pages that are being copied to host
+        memory, and from there to a store. Without tiers it returns at once.
+
+        Args:
+            timeout: Seconds; `None` for any time.
+
+        Returns:
+            Whether all has arrived within the time.
+
+        Raises:
+            ConfigError: If `timeout` is negative.
+            DriverError: If the device has failed.
+        """
     def clear(self, namespace: Namespace = None) -> None:
         """Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are found no more,
         and are given up with their last lease.

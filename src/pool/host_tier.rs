@@ -490,6 +490,13 @@ impl HostTier {
         }
     }
 
+    /// Returns the number of pieces on their way to the store below, and of calls that are about to send some.
+    pub(super) fn storing(&self) -> usize {
+        let _gate = ForkGate::enter_on_own_thread();
+        let counts = lock(&self.counts);
+        counts.storing + counts.sending
+    }
+
     /// Takes the causes of copies to the tier that failed since the last call, in words: the first of each
     /// kind.
     #[must_use]

@@ -408,6 +408,27 @@ impl PrefixCache {
         Ok(self.begin_call(stream).current().tree.take_events())
     }
 
+    /// Waits up to `timeout` until nothing is on its way to the tiers below: no copy to host memory, and no page
+    /// to the store. Returns whether that is so. The caller must hold no lock.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed, which ends no copy.
+    pub fn wait_written(&self, timeout: Duration, stream: Stream) -> Result<bool> {
+        /// The time between two looks: copies take longer.
+        const PAUSE: Duration = Duration::from_micros(200);
+        let begin = Instant::now();
+        loop {
+            let call = self.begin_call(stream);
+            let is_written = call.current().below.as_ref().map_or(Ok(true), TierLink::is_written)?;
+            drop(call);
+            let left = timeout.saturating_sub(begin.elapsed());
+            if is_written || left.is_zero() {
+                return Ok(is_written);
+            }
+            std::thread::sleep(left.min(PAUSE));
+        }
+    }
+
     /// Returns the evictable and locked tokens, at the cost of a lock.
     #[must_use]
     pub fn sizes(&self, stream: Stream) -> CachedSizes {

@@ -33,6 +33,7 @@ use super::prefix_report::{Segment, event_to_py};
 use super::store_queue::StoreQueue;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
+use super::wait_in_slices;
 
 pub(super) use lease::{Lease, Published};
 
@@ -320,6 +321,25 @@ impl PrefixCache {
         let tokens = args::count("tokens", tokens)?;
         let _acting = self.begin(py)?;
         Ok(self.cache.evict(tokens, self.stream(py)?))
+    }
+
+    /// Waits, without the GIL, until nothing is on its way to the tiers below: pages that are being copied to host
+    /// memory, and from there to a store. Without tiers it returns at once.
+    ///
+    /// Args:
+    ///     timeout: Seconds; `None` for any time.
+    ///
+    /// Returns:
+    ///     Whether all has arrived within the time.
+    ///
+    /// Raises:
+    ///     ConfigError: If `timeout` is negative.
+    ///     DriverError: If the device has failed.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_written(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let _acting = self.begin(py)?;
+        let stream = self.stream(py)?;
+        wait_in_slices(py, timeout, |timeout| self.cache.wait_written(timeout, stream))
     }
 
     /// Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are found no more,

@@ -189,6 +189,30 @@ def test_a_fetch_keeps_what_it_brought(device: str) -> None:
         assert fetched(small, PROMPT).length == 8
 
 
+def test_a_wait_ends_when_all_tiers_have_what_was_published(device: str) -> None:
+    answers = threading.Event()
+
+    class Slow(Memory):
+        def write(
+            self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]
+        ) -> Sequence[bool]:
+            answers.wait(30)
+            return super().write(keys, addresses, sizes)
+
+    with Slow() as store:
+        scene = Scene(device, store=store)
+        assert scene.cache.wait_written()
+        scene.keep(PROMPT)
+        assert not scene.cache.wait_written(0.05)
+        assert not store.pages
+        answers.set()
+        assert scene.cache.wait_written(30)
+        assert scene.tier.stats()["arriving"] == scene.tier.stats()["storing"] == 0
+        assert len(store.pages) == 6
+        with pytest.raises(ConfigError, match="timeout is -1"):
+            scene.cache.wait_written(-1.0)
+
+
 def test_an_interrupt_ends_a_wait_for_a_store_that_does_not_answer(device: str) -> None:
     answers = threading.Event()
 

@@ -62,6 +62,18 @@ impl TierLink {
         self.writes.iter().take_while(is_over).count()
     }
 
+    /// Returns whether nothing is on its way to the tier, or from there to the store.
+    ///
+    /// # Errors
+    /// See [`Transfer::is_over`].
+    pub(super) fn is_written(&self) -> Result<bool> {
+        match self.writes.front() {
+            // A failed device ends no copy.
+            Some(oldest) => oldest.write.transfer.is_over().map(|_| false),
+            None => Ok(self.tier.storing() == 0),
+        }
+    }
+
     /// Ends the first `count` writes, which are over.
     pub(super) fn settle(&mut self, count: usize, tree: &mut Tree) {
         let over: Vec<_> = self.writes.drain(..count).collect();

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -216,24 +215,18 @@ def _copy_down_and_back(tier: kvpool.HostTier) -> None:
     cache = kvpool.PrefixCache(allocator, states=tier.states, tiers=[tier])
     tier.wait_registered()
 
-    def settle() -> None:
-        ends = time.monotonic() + 60
-        while tier.stats()["arriving"]:
-            cache.evictable_size()  # sees which copies are over
-            assert time.monotonic() < ends, "copies end"
-
     for start in range(0, tier.size, kv.size):
         tokens = torch.arange(start, start + kv.size)
         with cache.match([]) as lease:
             lease.publish(tokens, some(allocator.alloc(kv.size)), state=1)
-        settle()
+        assert cache.wait_written(60)
         cache.evict(kv.size)
     with cache.match(tokens) as lease:
         load = some(lease.load())
         for layer in range(kv.layer_num if load.length else 0):
             load.wait_layer(layer)
     cache.clear()
-    settle()
+    assert cache.wait_written(60)
     tier.verify()
 
 

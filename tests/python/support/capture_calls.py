@@ -306,6 +306,7 @@ ENTRIES: dict[str, Entry] = {
     "PrefixCache.locked_size": Entry(lambda w: w.cache.locked_size(), WORKS),
     "PrefixCache.obtainable_size": Entry(lambda w: w.cache.obtainable_size(), WORKS),
     "PrefixCache.eviction_ages": Entry(lambda w: w.cache.eviction_ages(), WORKS),
+    "PrefixCache.wait_written": Entry(lambda w: w.cache.wait_written(), WORKS),
     "PrefixCache.explain": Entry(lambda w: w.cache.explain([7, 8, 9]), WORKS),
     "PrefixCache.events": Entry(lambda w: w.cache.events(), WORKS),
     "PrefixCache.verify": Entry(lambda w: w.cache.verify(), WORKS),
