@@ -499,10 +499,16 @@ def _set_timeouts(timeout_s: float) -> None:
         ConfigError: If the time limit of a transfer is set to one that is too long, or is no number.
     """
     seconds, milliseconds = str(math.ceil(timeout_s)), str(math.ceil(timeout_s * 1000))
-    os.environ.setdefault("MC_RPC_TIMEOUT_MS", milliseconds)
-    os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds)
-    os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", seconds)
-    progress = os.environ.setdefault(_PROGRESS, seconds)
+    wanted = {
+        "MC_RPC_TIMEOUT_MS": milliseconds,
+        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        _PROGRESS: seconds,
+    }
+    for name, value in wanted.items():
+        if os.environ.setdefault(name, value) != value:
+            _logger.warning("%s is %s, which the whole process keeps, not %s", name, os.environ[name], value)
+    progress = os.environ[_PROGRESS]
     if not (progress.isdecimal() and 0 < int(progress) <= _LONGEST_S):
         raise ConfigError(f"{_PROGRESS} is {progress!r}; it must be above 0, and at most {_LONGEST_S}")
 
