@@ -221,7 +221,7 @@ impl Stage {
         self.gpu.check_can_order(&self.users.streams(), stream)
     }
 
-    /// Returns any numbers as a tensor that is valid on `stream`.
+    /// Shows numbers as a tensor that is valid on `stream`.
     pub(super) fn show(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
         self.check_writable(stream)?;
         let (positions, _) = self.write(values.len(), values, stream)?;

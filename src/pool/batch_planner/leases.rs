@@ -69,7 +69,7 @@ pub(super) struct Leases {
 }
 
 impl Leases {
-    /// Creates no leases, for requests in `table`.
+    /// Creates a record without leases, for requests in `table`.
     pub(super) fn new(table: &ReqToTokenPool) -> Self {
         let by_row = (0..table.table_rows()).map(|_| None).collect();
         Self { by_row, frees: table.rows().frees(), retired: Vec::new() }

@@ -325,7 +325,7 @@ impl PlannerState {
         // Not before: the undo of the growth leaves other holders of its pages as they were.
         if slots.keeps_ledger() {
             for growth in batch {
-                self.sign(growth.row, growth.had, slots, table);
+                self.record_holder(growth.row, growth.had, slots, table);
             }
         }
         self.requests.record_written(batch);
@@ -343,7 +343,7 @@ impl PlannerState {
     }
 
     /// Records the owner of a row as the owner of its new pages, from token `start` on, if a ledger is kept.
-    fn sign(&self, row: RequestRow, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
+    fn record_holder(&self, row: RequestRow, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
         let Some(call) = call_of_request(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
         if let Some(ledger) = slots.slots_mut().ledger_mut() {
@@ -393,7 +393,7 @@ impl PlannerState {
         self.metadata.record_change();
         let copied = write_fork(&mut growing, table, dst, len, copied, stream)?;
         growing.keep();
-        self.sign(dst, 0, slots, table);
+        self.record_holder(dst, 0, slots, table);
         if let Some(claim) = claim {
             self.leases.bind(dst, claim.keep(), table, stream);
         }

@@ -80,7 +80,7 @@ impl Clears {
 }
 
 impl Fetch {
-    /// Creates one that has nothing to bring.
+    /// Creates a fetch that has nothing to bring.
     pub(super) fn nothing() -> Self {
         let now = Now { is_over: true, ..Now::default() };
         let progress = FetchProgress { now: Mutex::new(now), moved: Condvar::new() };
