@@ -1093,7 +1093,8 @@ class ReqToTokenPool(Pool):
                 No row is taken.
         """
     def free(self, slot_or_slots: SupportsIndex | IndicesLike, *, owner: str | int | None = None) -> None:
-        """Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false.
+        """Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false. If the driver
+        fails to zero them, a warning is logged, and they are zeroed before they are handed out again.
 
         Args:
             slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
@@ -1101,9 +1102,8 @@ class ReqToTokenPool(Pool):
             owner: As in `alloc`.
 
         Raises:
-            IndexOwnershipError: If the pool is strict and a free is invalid.
-            DriverError: If the stream is being captured; then nothing is freed. If zeroing fails: the rows are free all the
-                same, and zeroed before they are handed out again.
+            IndexOwnershipError: If the pool is strict and a free is invalid. Nothing is changed.
+            DriverError: If the stream is being captured. Nothing is changed.
         """
     def write(self, index: TableIndex, values: SupportsIndex | IndicesLike) -> None:
         """Writes slots to the table; on a GPU in one launch.
@@ -1352,7 +1352,8 @@ class BatchPlanner:
         *,
         after: Fence | None = None,
     ) -> None:
-        """Frees the slots and the rows of requests, and ends their leases. The rows are zeroed.
+        """Frees the slots and the rows of requests, and ends their leases. The rows are zeroed, as by
+        `ReqToTokenPool.free`.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
@@ -1365,7 +1366,7 @@ class BatchPlanner:
             IndexError: If a row is outside of the table.
             IndexOwnershipError: If a row is not allocated; nothing is changed. Also if the allocator is
                 strict and a slot of the planner was freed by another owner; everything else is freed.
-            DriverError: If zeroing the rows fails. They are freed all the same.
+            DriverError: If the stream is being captured. Nothing is changed.
         """
     def fork(
         self, src: SupportsIndex, dst: SupportsIndex, seq_len: SupportsIndex

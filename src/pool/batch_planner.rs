@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
-use crate::base::{Device, IndexVec, Page, RequestRow, Result};
+use crate::base::{Device, Error, IndexVec, Page, RequestRow, Result};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
@@ -20,6 +20,7 @@ use self::claim::Claim;
 pub use self::plan::{Field, Plan, PlannerConfig};
 use self::state::{PlannerState, Pools, Release};
 use super::prefix_cache::{LeaseKeeper, LeasedRequest, LeasingRequest};
+use super::req_to_token_pool::RequestTable;
 use super::shortage::OrShort;
 use super::{Fence, Lease, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
 
@@ -48,6 +49,17 @@ pub enum Prefix {
     Leased(Arc<Lease>),
 }
 
+/// The outcome of [`BatchPlanner::finish`].
+#[derive(Debug)]
+pub struct FinishedRequests {
+    /// The number of pages given up.
+    pub pages: usize,
+    /// The invalid ones among them.
+    pub bad: BadFrees,
+    /// The error of the driver if the rows are not zeroed yet: see [`FreedRows::not_zeroed`](super::FreedRows).
+    pub not_zeroed: Option<Error>,
+}
+
 /// Plans the steps of a scheduler: one call takes the slots, writes the table and builds the metadata.
 ///
 /// The truth about requests is on the host. The table and the metadata on a device are written from it, in
@@ -58,7 +70,7 @@ pub enum Prefix {
 /// enough slots.
 ///
 /// ```
-/// use std::sync::{Arc, Mutex};
+/// use std::sync::Arc;
 /// use kvpool::base::IndexVec;
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{
@@ -69,10 +81,10 @@ pub enum Prefix {
 /// let config = AllocatorConfig::new(64);
 /// let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
 /// let config = ReqToTokenConfig::new(4, 32);
-/// let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
+/// let table = Arc::new(ReqToTokenPool::new(&config, &host).unwrap());
 /// let config = PlannerConfig::new(4, 16);
 /// let planner = BatchPlanner::new(&config, &host, slots, Arc::clone(&table)).unwrap();
-/// let rows = table.lock().unwrap().alloc(2, stream).unwrap().unwrap();
+/// let rows = table.alloc(2, stream).unwrap().unwrap();
 /// let rows = IndexVec::I64(rows.into_iter().map(i64::from).collect());
 /// let batch = Batch { rows: &rows, prefix_lens: &[0, 0], seq_lens: &[3, 5], prefixes: &[] };
 /// let plan = planner.extend(batch, stream).unwrap().unwrap();
@@ -85,7 +97,7 @@ pub struct BatchPlanner {
     // Lock order: the allocator first, this one next, the table last.
     state: Mutex<PlannerState>,
     slots: Arc<TokenToKvPoolAllocator>,
-    table: Arc<Mutex<ReqToTokenPool>>,
+    table: Arc<ReqToTokenPool>,
     config: PlannerConfig,
     device: Device,
 }
@@ -103,9 +115,9 @@ impl BatchPlanner {
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,
         slots: Arc<TokenToKvPoolAllocator>,
-        table: Arc<Mutex<ReqToTokenPool>>,
+        table: Arc<ReqToTokenPool>,
     ) -> Result<Arc<Self>> {
-        let state = PlannerState::new(config, backend, &slots.lock(), &lock(&table))?;
+        let state = PlannerState::new(config, backend, &slots.lock(), &table.lock())?;
         let (state, config, device) = (Mutex::new(state), *config, backend.device());
         Ok(Arc::new_cyclic(|me| Self { me: me.clone(), state, slots, table, config, device }))
     }
@@ -137,7 +149,7 @@ impl BatchPlanner {
     /// Requests that have slots, and their tokens.
     #[must_use]
     pub fn totals(&self) -> (usize, usize) {
-        let (state, table) = (lock(&self.state), lock(&self.table));
+        let (state, table) = (lock(&self.state), self.table.lock());
         state.totals(&table)
     }
 
@@ -148,7 +160,7 @@ impl BatchPlanner {
     ///
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn seq_len(&self, row: i64) -> Result<u32> {
-        let (mut state, table) = (lock(&self.state), lock(&self.table));
+        let (mut state, table) = (lock(&self.state), self.table.lock());
         state.seq_len(row, &table)
     }
 
@@ -187,7 +199,7 @@ impl BatchPlanner {
 
     /// Returns the rows of live requests.
     fn resolve(&self, rows: &IndexVec) -> Result<Vec<RequestRow>> {
-        let (mut state, table) = (lock(&self.state), lock(&self.table));
+        let (mut state, table) = (lock(&self.state), self.table.lock());
         state.resolve(rows, &table)
     }
 
@@ -217,7 +229,7 @@ impl BatchPlanner {
         })
     }
 
-    /// Shrinks requests to `seq_lens` tokens. Returns the number of slots given up, and the invalid ones
+    /// Shrinks requests to `seq_lens` tokens. Returns the number of pages given up, and the invalid ones
     /// among them.
     ///
     /// # Errors
@@ -239,15 +251,13 @@ impl BatchPlanner {
     }
 
     /// Frees all slots and the rows of requests, and zeroes the rows. `seq_lens`, if given, must match the
-    /// requests. Returns the number of slots given up, and the invalid ones among them.
+    /// requests.
     ///
     /// # Errors
     /// See [`Requests::resolve_rows`], and [`ErrorKind::Config`] for a length that does not match; nothing is
-    /// changed. See [`BatchPlanner::truncate`]; also [`ErrorKind::Driver`] when zeroing the rows fails, which
-    /// are freed all the same.
+    /// changed. See [`BatchPlanner::truncate`].
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
-    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn finish(
         &self,
@@ -255,7 +265,7 @@ impl BatchPlanner {
         seq_lens: Option<&IndexVec>,
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
-    ) -> Result<(usize, BadFrees)> {
+    ) -> Result<FinishedRequests> {
         self.make_room()?;
         self.free_with(after, stream, |state, pools, release| state.finish(pools, rows, seq_lens, release))
     }
@@ -274,7 +284,7 @@ impl BatchPlanner {
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
         let (leased, row) = {
-            let (mut state, table) = (lock(&self.state), lock(&self.table));
+            let (mut state, table) = (lock(&self.state), self.table.lock());
             let rows = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
             (state.leases.of(rows[0], &table).cloned(), rows[1])
         };
@@ -314,7 +324,7 @@ impl BatchPlanner {
         self.retire_freed(stream);
         let mut retired = Vec::new();
         let taken = self.slots.alloc_with(stream, |slots| {
-            let (mut state, mut table) = (lock(&self.state), lock(&self.table));
+            let (mut state, mut table) = (lock(&self.state), self.table.lock());
             let taken = take(&mut state, Pools { slots, table: &mut table });
             retired.append(&mut state.leases.take_retired());
             taken
@@ -334,7 +344,7 @@ impl BatchPlanner {
         self.retire_freed(stream);
         let mut leases = Vec::new();
         let given = self.slots.free_with(after, stream, |slots, fence| {
-            let (mut state, mut table) = (lock(&self.state), lock(&self.table));
+            let (mut state, mut table) = (lock(&self.state), self.table.lock());
             let release = Release { fence, leases: &mut leases, stream };
             give(&mut state, Pools { slots, table: &mut table }, release)
         });
@@ -346,7 +356,7 @@ impl BatchPlanner {
     /// Ends the leases of requests whose rows were freed by another call.
     fn retire_freed(&self, stream: Stream) {
         let retired = {
-            let (mut state, table) = (lock(&self.state), lock(&self.table));
+            let (mut state, table) = (lock(&self.state), self.table.lock());
             state.leases.retire_freed(&table, stream);
             state.leases.take_retired()
         };
@@ -362,7 +372,7 @@ impl BatchPlanner {
 
 impl LeaseKeeper for BatchPlanner {
     fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>> {
-        let (state, table) = (lock(&self.state), lock(&self.table));
+        let (state, table) = (lock(&self.state), self.table.lock());
         let kept = state.leases.of(row, &table)?;
         std::ptr::eq(&raw const **kept, lease)
             .then(|| Box::new(LockedRequest { state, _table: table, row }) as _)
@@ -373,7 +383,7 @@ impl LeaseKeeper for BatchPlanner {
 struct LockedRequest<'a> {
     row: RequestRow,
     state: MutexGuard<'a, PlannerState>,
-    _table: MutexGuard<'a, ReqToTokenPool>,
+    _table: MutexGuard<'a, RequestTable>,
 }
 
 impl LeasedRequest for LockedRequest<'_> {

@@ -1,7 +1,8 @@
 //! Scratch buffers that are reused from step to step.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::base::sync::lock;
 use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, widen};
 use crate::index::{Bucket, Buckets, IndexHandle, Ledgered, Rounding};
 use crate::memory::{Backend, BorrowedTensor, Contents, Gpu, Keep, PageLock, Region, Stream, StreamSet};
@@ -55,7 +56,7 @@ pub struct BufferConfig {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{BufferConfig, BufferPool};
 /// let host: Arc<dyn Backend> = Arc::new(Host);
-/// let mut pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &host);
+/// let pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &host);
 /// let first = pool.alloc(100, Stream::DEFAULT).unwrap();
 /// assert_eq!(first.region().bytes(), 128);
 /// pool.reset();
@@ -67,13 +68,19 @@ pub struct BufferConfig {
 pub struct BufferPool {
     config: BufferConfig,
     backend: Arc<dyn Backend>,
+    state: Mutex<BufferState>,
+    /// The streams for which buffers were taken. Work on these may also use registered memory.
+    users: Arc<StreamSet>,
+}
+
+/// What a [`BufferPool`] locks.
+#[derive(Debug, Default)]
+struct BufferState {
     buckets: Ledgered<Buckets<Stream>>,
     /// The memory of each buffer, by index. `None` where `buckets` has a vacancy.
     regions: Vec<Option<Arc<Region>>>,
     /// Registered memory of others, by address and bytes, with its page lock.
     existing: Vec<((usize, usize), Option<PageLock>)>,
-    /// The streams for which buffers were taken. Work on these may also use registered memory.
-    users: Arc<StreamSet>,
     stale_uses: usize,
 }
 
@@ -81,15 +88,7 @@ impl BufferPool {
     /// Creates an empty pool that allocates buffers from `backend`.
     #[must_use]
     pub fn new(config: &BufferConfig, backend: &Arc<dyn Backend>) -> Self {
-        Self {
-            config: *config,
-            backend: Arc::clone(backend),
-            buckets: Ledgered::default(),
-            regions: Vec::new(),
-            existing: Vec::new(),
-            users: Arc::default(),
-            stale_uses: 0,
-        }
+        Self { config: *config, backend: Arc::clone(backend), state: Mutex::default(), users: Arc::default() }
     }
 
     /// Returns the device of the buffers.
@@ -104,27 +103,13 @@ impl BufferPool {
         self.config
     }
 
-    /// Returns the ownership of buffers.
-    #[must_use]
-    pub const fn buckets(&self) -> &Ledgered<Buckets<Stream>> {
-        &self.buckets
+    /// Calls `read` with the ownership of buffers, under the lock of the pool.
+    pub fn with_buckets<R>(&self, read: impl FnOnce(&Ledgered<Buckets<Stream>>) -> R) -> R {
+        read(&self.state().buckets)
     }
 
-    /// Records owners and call sites from now on.
-    pub fn keep_ledger(&mut self) {
-        self.buckets.open_ledger();
-    }
-
-    /// Returns the number of uses of a buffer that was already given back.
-    #[must_use]
-    pub const fn stale_uses(&self) -> usize {
-        self.stale_uses
-    }
-
-    /// Returns the number of bytes of registered memory.
-    #[must_use]
-    pub fn registered_bytes(&self) -> usize {
-        self.existing.iter().map(|((_, bytes), _)| bytes).sum()
+    fn state(&self) -> MutexGuard<'_, BufferState> {
+        lock(&self.state)
     }
 
     /// Takes a buffer of at least `bytes`: the one given back to its bucket last, else a new one of zeros.
@@ -137,15 +122,21 @@ impl BufferPool {
     /// [`ErrorKind::Config`] when its bucket is more than an address can name; [`ErrorKind::OutOfMemory`]
     /// when there is not enough memory; [`ErrorKind::Driver`] when a driver call fails, and for a new buffer
     /// while `stream` is captured. Nothing is handed out.
-    pub fn alloc(&mut self, bytes: usize, stream: Stream) -> Result<Buffer> {
+    pub fn alloc(&self, bytes: usize, stream: Stream) -> Result<Buffer> {
+        self.take(&mut self.state(), bytes, stream)
+    }
+
+    fn take(&self, state: &mut BufferState, bytes: usize, stream: Stream) -> Result<Buffer> {
         let bucket = self.config.rounding.bucket(bytes)?;
-        let Some(reused) = self.buckets.take(bucket, stream) else { return self.make(bucket, bytes, stream) };
+        let Some(reused) = state.buckets.take(bucket, stream) else {
+            return self.make(state, bucket, bytes, stream);
+        };
         let handle = reused.handle;
-        let region = Arc::clone(self.region(handle)?);
+        let region = Arc::clone(state.region(handle)?);
         if let (Some(before), Some(gpu)) = (reused.after, region.gpu()) {
             // All work that uses the buffer was enqueued before it was given back.
             if let Err(failure) = gpu.make_stream_wait(&[before], stream) {
-                self.buckets.give_back_as(handle, before);
+                state.buckets.give_back_as(handle, before);
                 return Err(failure);
             }
         }
@@ -154,13 +145,13 @@ impl BufferPool {
         Ok(Buffer { handle, region, bytes })
     }
 
-    fn make(&mut self, bucket: Bucket, bytes: usize, stream: Stream) -> Result<Buffer> {
+    fn make(&self, state: &mut BufferState, bucket: Bucket, bytes: usize, stream: Stream) -> Result<Buffer> {
         let backend = Arc::clone(&self.backend);
         let new =
             || Region::with(Arc::clone(&backend), bucket.bytes(), Contents::ZerosOn(stream), Arc::default());
         let region = match new() {
-            Err(failure) if failure.kind() == ErrorKind::OutOfMemory && self.buckets.free_count() > 0 => {
-                self.clear();
+            Err(failure) if failure.kind() == ErrorKind::OutOfMemory && state.buckets.free_count() > 0 => {
+                state.clear();
                 new()
             }
             answer => answer,
@@ -168,12 +159,12 @@ impl BufferPool {
         let region = Arc::new(region?);
         region.record_stream(stream);
         self.users.record(stream);
-        let handle = self.buckets.add(bucket, stream);
+        let handle = state.buckets.add(bucket, stream);
         let at = widen(handle.index().number());
-        if at == self.regions.len() {
-            self.regions.push(None);
+        if at == state.regions.len() {
+            state.regions.push(None);
         }
-        self.regions[at] = Some(Arc::clone(&region));
+        state.regions[at] = Some(Arc::clone(&region));
         Ok(Buffer { handle, region, bytes })
     }
 
@@ -181,18 +172,19 @@ impl BufferPool {
     ///
     /// # Errors
     /// See [`BufferPool::alloc`].
-    pub fn alloc_batch(&mut self, sizes: &[usize], stream: Stream) -> Result<Vec<Buffer>> {
+    pub fn alloc_batch(&self, sizes: &[usize], stream: Stream) -> Result<Vec<Buffer>> {
         sizes.iter().try_for_each(|&bytes| self.config.rounding.bucket(bytes).map(drop))?;
-        let marks = self.buckets.marks();
+        let state = &mut *self.state();
+        let marks = state.buckets.marks();
         let mut buffers = Vec::with_capacity(sizes.len());
         for &bytes in sizes {
-            match self.alloc(bytes, stream) {
+            match self.take(state, bytes, stream) {
                 Ok(buffer) => buffers.push(buffer),
                 Err(failure) => {
                     for buffer in buffers.iter().rev() {
-                        self.buckets.give_back(buffer.handle);
+                        state.buckets.give_back(buffer.handle);
                     }
-                    self.buckets.set_marks(marks);
+                    state.buckets.set_marks(marks);
                     return Err(failure);
                 }
             }
@@ -204,36 +196,29 @@ impl BufferPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] if the buffer was given back.
-    pub fn region(&mut self, buffer: IndexHandle<BufferId>) -> Result<&Arc<Region>> {
-        let region = self.regions.get(widen(buffer.index().number())).and_then(Option::as_ref);
-        let region = region.filter(|_| self.buckets.is_live(buffer));
-        self.stale_uses += usize::from(region.is_none());
-        region.ok_or_else(|| {
-            let ledger = self.buckets.ledger();
-            stale(buffer, ledger.and_then(|ledger| ledger.history(buffer.index().number())))
-        })
+    pub fn region(&self, buffer: IndexHandle<BufferId>) -> Result<Arc<Region>> {
+        self.state().region(buffer).map(Arc::clone)
     }
 
     /// Gives a buffer back.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] if the buffer was already given back; nothing is changed.
-    pub fn release(&mut self, buffer: IndexHandle<BufferId>) -> Result<()> {
-        self.region(buffer)?;
-        self.buckets.give_back(buffer);
+    pub fn release(&self, buffer: IndexHandle<BufferId>) -> Result<()> {
+        let mut state = self.state();
+        state.region(buffer)?;
+        state.buckets.give_back(buffer);
         Ok(())
     }
 
     /// Gives every buffer in use back. The same sequence of sizes then gets the same memory.
-    pub fn reset(&mut self) {
-        self.buckets.reset();
+    pub fn reset(&self) {
+        self.state().buckets.reset();
     }
 
     /// Deallocates the memory of free buffers. On a GPU this waits for the streams that used it.
-    pub fn clear(&mut self) {
-        for buffer in self.buckets.drain_free() {
-            self.regions[widen(buffer.number())] = None;
-        }
+    pub fn clear(&self) {
+        self.state().clear();
     }
 
     /// Registers existing memory, which the pool neither owns nor recycles. Returns `false` if it was
@@ -248,7 +233,7 @@ impl BufferPool {
     /// be page-locked; [`ErrorKind::OutOfMemory`] when the driver cannot page-lock that much memory,
     /// [`ErrorKind::Driver`] when page-locking fails otherwise.
     pub fn register_existing(
-        &mut self,
+        &self,
         tensor: &BorrowedTensor<'_>,
         page_lock: Option<Keep>,
         is_part: bool,
@@ -263,7 +248,8 @@ impl BufferPool {
         }
         let bytes = tensor.shape().numel() * tensor.dtype().size();
         let key = (tensor.address().as_ptr().addr(), bytes);
-        if self.existing.iter().any(|(known, _)| *known == key) {
+        let mut state = self.state();
+        if state.existing.iter().any(|(known, _)| *known == key) {
             return Ok(false);
         }
         let gpu = match (tensor.device(), self.backend.gpu()) {
@@ -282,8 +268,33 @@ impl BufferPool {
                  tensor over all of it",
             ));
         }
-        self.existing.push((key, locked));
+        state.existing.push((key, locked));
         Ok(true)
+    }
+}
+
+impl BufferState {
+    /// Does [`BufferPool::region`].
+    fn region(&mut self, buffer: IndexHandle<BufferId>) -> Result<&Arc<Region>> {
+        let region = self.regions.get(widen(buffer.index().number())).and_then(Option::as_ref);
+        let region = region.filter(|_| self.buckets.is_live(buffer));
+        self.stale_uses += usize::from(region.is_none());
+        region.ok_or_else(|| {
+            let ledger = self.buckets.ledger();
+            stale(buffer, ledger.and_then(|ledger| ledger.history(buffer.index().number())))
+        })
+    }
+
+    /// Does [`BufferPool::clear`].
+    fn clear(&mut self) {
+        for buffer in self.buckets.drain_free() {
+            self.regions[widen(buffer.number())] = None;
+        }
+    }
+
+    /// Returns the number of bytes of registered memory.
+    fn registered_bytes(&self) -> usize {
+        self.existing.iter().map(|((_, bytes), _)| bytes).sum()
     }
 }
 
@@ -302,28 +313,31 @@ impl Pool for BufferPool {
     }
 
     fn stats(&self) -> Stats {
-        let buckets = self.buckets();
+        let state = self.state();
+        let buckets = &state.buckets;
         Stats::from([
             ("capacity", buckets.free_count() + buckets.in_use_count()),
             ("available", buckets.free_count()),
             ("in_use", buckets.in_use_count()),
             ("high_water", buckets.high_water()),
-            ("stale_uses", self.stale_uses()),
+            ("stale_uses", state.stale_uses),
             ("bytes", buckets.free_bytes() + buckets.in_use_bytes()),
             ("free_bytes", buckets.free_bytes()),
             ("in_use_bytes", buckets.in_use_bytes()),
             ("high_water_bytes", buckets.high_water_bytes()),
-            ("registered_bytes", self.registered_bytes()),
+            ("registered_bytes", state.registered_bytes()),
         ])
     }
 
     fn occupancy(&self) -> Occupancy {
-        let spans = self.buckets().spans().into_iter().map(|(span, bytes)| (span, Some(bytes)));
-        Occupancy::new(spans, self.buckets().ledger(), 1)
+        self.with_buckets(|buckets| {
+            let spans = buckets.spans().into_iter().map(|(span, bytes)| (span, Some(bytes)));
+            Occupancy::new(spans, buckets.ledger(), 1)
+        })
     }
 
-    fn keep_ledger(&mut self) {
-        self.keep_ledger();
+    fn keep_ledger(&self) {
+        self.state().buckets.open_ledger();
     }
 }
 

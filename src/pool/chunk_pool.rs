@@ -278,11 +278,6 @@ impl ChunkPool {
         look(&state.chunks, state.registered)
     }
 
-    /// Records owners and call sites from now on.
-    pub fn keep_ledger(&self) {
-        self.state().chunks.open_ledger();
-    }
-
     /// Takes `count` chunks, each with one reference, or none of them, without waiting.
     ///
     /// # Errors
@@ -567,8 +562,8 @@ impl Pool for ChunkPool {
         self.counts(|chunks, _| Occupancy::even(chunks.spans(), chunks.ledger(), 1))
     }
 
-    fn keep_ledger(&mut self) {
-        Self::keep_ledger(self);
+    fn keep_ledger(&self) {
+        self.state().chunks.open_ledger();
     }
 }
 

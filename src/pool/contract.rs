@@ -16,7 +16,7 @@ use crate::index::{CallRecord, IndexState, Ledger, RefCounts, RowTable, Span};
 /// let config =
 ///     PageConfig { page_size: 16, initial_pages: 2, dtype: DType::F32, grow: 0, strict: false };
 /// let host: Arc<dyn Backend> = Arc::new(Host);
-/// let mut pages = PagePool::new(&config, &host).unwrap();
+/// let pages = PagePool::new(&config, &host).unwrap();
 /// pages.alloc(Stream::DEFAULT).unwrap();
 /// let pool: &dyn Pool = &pages;
 /// assert_eq!((pool.unit(), pool.device()), ("page", Device::Cpu));
@@ -57,7 +57,7 @@ pub trait Pool {
     }
 
     /// Records owners and call sites from now on, if units have owners.
-    fn keep_ledger(&mut self) {}
+    fn keep_ledger(&self) {}
 }
 
 /// Statistics by name: `capacity`, `available`, `in_use` and `high_water` of a pool that hands out units,

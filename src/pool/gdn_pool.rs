@@ -297,11 +297,6 @@ impl GdnPool {
         Ok(bad)
     }
 
-    /// Records owners and call sites from now on.
-    pub fn keep_ledger(&self) {
-        self.tracks().open_ledger();
-    }
-
     /// Returns the ownership of track slots.
     pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable<StateSlot>>> {
         // A panic cannot leave the table half changed, so poison is ignored.
@@ -335,7 +330,7 @@ impl Pool for GdnPool {
         Occupancy::even(tracks.spans(), tracks.ledger(), 1)
     }
 
-    fn keep_ledger(&mut self) {
-        Self::keep_ledger(self);
+    fn keep_ledger(&self) {
+        self.tracks().open_ledger();
     }
 }

@@ -6,9 +6,8 @@
 //! which provides all of it. An [`Executor`](crate::kernels::Executor) for the host or for a device works on
 //! that memory.
 //!
-//! [`ReqToTokenPool`], [`PagePool`] and [`BufferPool`] take `&mut self`: share them behind a lock. The calls
-//! of the others take `&self` and lock within, so that threads can share them. By design, other frameworks
-//! access the same bytes without these locks.
+//! The calls of a pool take `&self` and lock within, so that threads can share it. By design, other
+//! frameworks access the same bytes without these locks.
 
 mod batch_planner;
 mod buffer_pool;
@@ -34,7 +33,7 @@ mod table_mirror;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
-pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
+pub use batch_planner::{Batch, BatchPlanner, Field, FinishedRequests, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
@@ -52,7 +51,7 @@ pub use prefix_cache::{
 };
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
 pub use remote_store::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};
-pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
+pub use req_to_token_pool::{FreedRows, ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
 pub use shortage::{Obtainable, Reclaim};
 pub use slot_tensors::GrantedSlots;
 pub use store::{Store, StoreTransfer};

@@ -1,8 +1,9 @@
 //! Fixed-size pages of numbers, with a free list.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::bounded::narrow;
+use crate::base::sync::lock;
 use crate::base::{DType, Device, Error, Id, PoolPage, Result, bytes_of, widen};
 use crate::index::{BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, on_bad_frees};
 use crate::memory::{Backend, Contents, Region, Stream};
@@ -38,13 +39,11 @@ pub struct PageConfig {
 /// let config =
 ///     PageConfig { page_size: 16, initial_pages: 2, dtype: DType::F32, grow: 1, strict: false };
 /// let host: Arc<dyn Backend> = Arc::new(Host);
-/// let mut pool = PagePool::new(&config, &host).unwrap();
-/// let alloc = |pool: &mut PagePool| pool.alloc(Stream::DEFAULT).unwrap().map(Id::number);
-/// assert_eq!(alloc(&mut pool), Some(0));
-/// assert_eq!(alloc(&mut pool), Some(1));
-/// assert_eq!(alloc(&mut pool), Some(2));
+/// let pool = PagePool::new(&config, &host).unwrap();
+/// let alloc = || pool.alloc(Stream::DEFAULT).unwrap().map(Id::number);
+/// assert_eq!([alloc(), alloc(), alloc()], [Some(0), Some(1), Some(2)]);
 /// assert_eq!(pool.free(1).unwrap().dropped(), 0);
-/// assert_eq!(alloc(&mut pool), Some(1));
+/// assert_eq!(alloc(), Some(1));
 /// assert_eq!(pool.page(2).unwrap().shape().as_slice(), [16]);
 /// ```
 #[derive(Debug)]
@@ -52,6 +51,12 @@ pub struct PagePool {
     config: PageConfig,
     backend: Arc<dyn Backend>,
     page_bytes: usize,
+    state: Mutex<PageState>,
+}
+
+/// What a [`PagePool`] locks.
+#[derive(Debug, Default)]
+struct PageState {
     pages: Ledgered<RefCounts<PoolPage>>,
     /// The regions of the pages, in their order, each with the number of its first page.
     regions: Vec<(u32, Arc<Region>)>,
@@ -66,15 +71,15 @@ impl PagePool {
     pub fn new(config: &PageConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("page_size", config.page_size)])?;
         let page_bytes = bytes_of("a page", &[config.page_size], config.dtype)?;
-        let (pages, backend) = (Ledgered::default(), Arc::clone(backend));
-        let mut pool = Self { config: *config, backend, page_bytes, pages, regions: Vec::new() };
-        pool.add(config.initial_pages, Contents::Zeros)?;
+        let (backend, state) = (Arc::clone(backend), Mutex::default());
+        let pool = Self { config: *config, backend, page_bytes, state };
+        pool.add(&mut pool.state(), config.initial_pages, Contents::Zeros)?;
         Ok(pool)
     }
 
     /// Adds pages, or changes nothing.
-    fn add(&mut self, count: usize, contents: Contents) -> Result<()> {
-        let total = self.pages.capacity();
+    fn add(&self, state: &mut PageState, count: usize, contents: Contents) -> Result<()> {
+        let total = state.pages.capacity();
         let end = fits_int32("pages", total.checked_add(count))?;
         let first = narrow(total);
         if count == 0 {
@@ -85,9 +90,9 @@ impl PagePool {
         if let Contents::ZerosOn(stream) = contents {
             region.record_stream(stream);
         }
-        self.pages.extend(end - first)?;
-        self.pages.offer(first..end);
-        self.regions.push((first, Arc::new(region)));
+        state.pages.extend(end - first)?;
+        state.pages.offer(first..end);
+        state.regions.push((first, Arc::new(region)));
         Ok(())
     }
 
@@ -103,21 +108,19 @@ impl PagePool {
         self.backend.device()
     }
 
-    /// Returns the ownership of pages.
-    #[must_use]
-    pub const fn pages(&self) -> &Ledgered<RefCounts<PoolPage>> {
-        &self.pages
+    /// Calls `read` with the ownership of pages, under the lock of the pool.
+    pub fn with_pages<R>(&self, read: impl FnOnce(&Ledgered<RefCounts<PoolPage>>) -> R) -> R {
+        read(&self.state().pages)
     }
 
-    /// Records owners and call sites from now on.
-    pub fn keep_ledger(&mut self) {
-        self.pages.open_ledger();
+    fn state(&self) -> MutexGuard<'_, PageState> {
+        lock(&self.state)
     }
 
     /// Returns the number of bytes of all pages.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
-        self.regions.iter().map(|(_, region)| region.bytes()).sum()
+        self.state().regions.iter().map(|(_, region)| region.bytes()).sum()
     }
 
     /// Takes a page. `None` if all are in use and the pool does not grow.
@@ -126,14 +129,15 @@ impl PagePool {
     ///
     /// # Errors
     /// The error of the backend if it runs out of memory for new pages; nothing is changed.
-    pub fn alloc(&mut self, stream: Stream) -> Result<Option<PoolPage>> {
-        if self.config.grow > 0 && self.pages.ready() == 0 {
+    pub fn alloc(&self, stream: Stream) -> Result<Option<PoolPage>> {
+        let state = &mut *self.state();
+        if self.config.grow > 0 && state.pages.ready() == 0 {
             if let Some(gpu) = self.backend.gpu() {
                 gpu.check_not_capturing(stream, "a new page, which is zeroed once,")?;
             }
-            self.add(self.config.grow, Contents::ZerosOn(stream))?;
+            self.add(state, self.config.grow, Contents::ZerosOn(stream))?;
         }
-        Ok(self.pages.take().map(IndexHandle::index))
+        Ok(state.pages.take().map(IndexHandle::index))
     }
 
     /// Frees a page; drops and reports a page that is not in use.
@@ -141,19 +145,20 @@ impl PagePool {
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when the free is
     /// invalid.
-    pub fn free(&mut self, page: i64) -> Result<BadFrees> {
-        let reason = self.pages.reason(page);
-        let bad = reason.map_or_else(BadFrees::default, |reason| self.pages.bad_free(page, reason));
-        let bad = on_bad_frees(bad, OnBadFree::of(self.config.strict), "page", 1, self.pages.capacity())?;
-        let handle = u32::try_from(page).ok().and_then(|index| self.pages.handle(PoolPage::new(index)));
+    pub fn free(&self, page: i64) -> Result<BadFrees> {
+        let pages = &mut self.state().pages;
+        let reason = pages.reason(page);
+        let bad = reason.map_or_else(BadFrees::default, |reason| pages.bad_free(page, reason));
+        let bad = on_bad_frees(bad, OnBadFree::of(self.config.strict), "page", 1, pages.capacity())?;
+        let handle = u32::try_from(page).ok().and_then(|index| pages.handle(PoolPage::new(index)));
         match handle {
             Some(handle) if bad.dropped() == 0 => {
                 // A page has one reference, because pages are not retained.
-                if let Ok(Some(returning)) = self.pages.release(handle) {
-                    self.pages.give_back(returning);
+                if let Ok(Some(returning)) = pages.release(handle) {
+                    pages.give_back(returning);
                 }
             }
-            _ => self.pages.count_dropped(),
+            _ => pages.count_dropped(),
         }
         Ok(bad)
     }
@@ -163,12 +168,13 @@ impl PagePool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a page that does not exist.
     pub fn page(&self, page: i64) -> Result<TensorView> {
-        let total = self.pages.capacity();
+        let state = self.state();
+        let total = state.pages.capacity();
         let number = u32::try_from(page).ok().filter(|&number| widen(number) < total);
         let number = number
             .ok_or_else(|| Error::index(format!("page {page} is outside [0, {total})")).with_index(page))?;
-        let after = self.regions.partition_point(|(first, _)| *first <= number);
-        let (first, region) = &self.regions[after - 1];
+        let after = state.regions.partition_point(|(first, _)| *first <= number);
+        let (first, region) = &state.regions[after - 1];
         let offset = widen(number - first) * self.page_bytes;
         TensorView::contiguous(Arc::clone(region), offset, self.config.dtype, &[self.config.page_size])
     }
@@ -192,14 +198,14 @@ impl Pool for PagePool {
     }
 
     fn stats(&self) -> Stats {
-        Stats::of_counts(self.pages()).and("bytes", self.mem_bytes())
+        self.with_pages(|pages| Stats::of_counts(pages)).and("bytes", self.mem_bytes())
     }
 
     fn occupancy(&self) -> Occupancy {
-        Occupancy::even(self.pages().spans(), self.pages().ledger(), 1)
+        self.with_pages(|pages| Occupancy::even(pages.spans(), pages.ledger(), 1))
     }
 
-    fn keep_ledger(&mut self) {
-        self.keep_ledger();
+    fn keep_ledger(&self) {
+        self.state().pages.open_ledger();
     }
 }

@@ -164,11 +164,6 @@ impl TokenToKvPoolAllocator {
         lock(&self.reclaim).push(Arc::downgrade(reclaim));
     }
 
-    /// Records owners and call sites from now on.
-    pub fn keep_ledger(&self) {
-        self.lock().keep_ledger();
-    }
-
     /// Poisons rows of `kv` when their slots become free, if a ledger is kept.
     pub fn poison_freed(&self, kv: &Arc<KvPool>) {
         self.lock().poison_freed(kv);
@@ -703,8 +698,8 @@ impl Pool for TokenToKvPoolAllocator {
         })
     }
 
-    fn keep_ledger(&mut self) {
-        Self::keep_ledger(self);
+    fn keep_ledger(&self) {
+        self.lock().keep_ledger();
     }
 }
 

@@ -20,7 +20,7 @@ use super::export::to_tensor;
 use super::fences::fence;
 use super::framework::{backend, current_stream};
 use super::prefix_cache::Lease;
-use super::req_to_token_pool::ReqToTokenPool;
+use super::req_to_token_pool::{ReqToTokenPool, report_not_zeroed};
 use super::tensor_cache::TensorCache;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 
@@ -291,7 +291,8 @@ impl BatchPlanner {
         Ok(())
     }
 
-    /// Frees the slots and the rows of requests, and ends their leases. The rows are zeroed.
+    /// Frees the slots and the rows of requests, and ends their leases. The rows are zeroed, as by
+    /// `ReqToTokenPool.free`.
     ///
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.
@@ -304,7 +305,7 @@ impl BatchPlanner {
     ///     IndexError: If a row is outside of the table.
     ///     IndexOwnershipError: If a row is not allocated; nothing is changed. Also if the allocator is
     ///         strict and a slot of the planner was freed by another owner; everything else is freed.
-    ///     DriverError: If zeroing the rows fails. They are freed all the same.
+    ///     DriverError: If the stream is being captured. Nothing is changed.
     #[pyo3(signature = (req_pool_indices, seq_lens=None, *, after=None))]
     fn finish(
         &self,
@@ -317,8 +318,9 @@ impl BatchPlanner {
         let seq_lens = seq_lens.map(|lens| values(py, lens)).transpose()?;
         let fence = fence(after)?;
         let _acting = self.begin(py)?;
-        let (given, bad) = self.planner.finish(&rows, seq_lens.as_ref(), fence.as_ref(), self.stream(py)?)?;
-        self.allocator.get().report(py, &bad, given);
+        let finished = self.planner.finish(&rows, seq_lens.as_ref(), fence.as_ref(), self.stream(py)?)?;
+        self.allocator.get().report(py, &finished.bad, finished.pages);
+        report_not_zeroed(py, finished.not_zeroed.as_ref());
         Ok(())
     }
 

@@ -17,7 +17,7 @@ use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::framework::{backend, current_stream};
 use super::tensor_cache::TensorCache;
-use super::{args, lock, with};
+use super::{args, lock};
 
 /// Scratch buffers that are reused from step to step.
 ///
@@ -43,7 +43,7 @@ use super::{args, lock, with};
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "BufferPool")]
 pub(super) struct BufferPool {
     // Dropped before the tensors whose memory it has page-locked.
-    pool: Mutex<Pool>,
+    pool: Pool,
     device: Device,
     rounding: Rounding,
     debug: Debug,
@@ -61,7 +61,7 @@ fn is_part_of_storage(tensor: &Bound<'_, PyAny>, borrowed: &BorrowedTensor<'_>) 
 
 impl PoolClass for BufferPool {
     fn visit(&self, visitor: PoolVisitor<'_>) {
-        visitor(&*lock(&self.pool));
+        visitor(&self.pool);
     }
 }
 
@@ -77,10 +77,10 @@ impl BufferPool {
         debug: Option<bool>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let (device, rounding) = (args::device(py, device)?, Rounding::parse(rounding)?);
-        let mut pool = Pool::new(&BufferConfig { rounding }, &backend(py, device)?);
-        let debug = Debug::new(debug, &mut pool);
+        let pool = Pool::new(&BufferConfig { rounding }, &backend(py, device)?);
+        let debug = Debug::new(debug, &pool);
         let (existing, tensors) = (Mutex::default(), TensorCache::default());
-        let pool = Self { pool: Mutex::new(pool), device, rounding, debug, existing, tensors };
+        let pool = Self { pool, device, rounding, debug, existing, tensors };
         Ok(BasePool::initializer("BufferPool", debug, pool))
     }
 
@@ -185,7 +185,7 @@ impl BufferPool {
     /// sequence of `alloc` calls then gets the same memory.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
-        lock(&self.pool).reset();
+        self.pool.reset();
         Ok(())
     }
 
@@ -216,8 +216,7 @@ impl BufferPool {
         let page_lock = !std::env::var("KVPOOL_NO_RESIDENCY").is_ok_and(|value| value == "1");
         let keep = page_lock.then(|| Arc::new(keeper.clone_ref(py)) as Keep);
         let is_part = borrowed.device() == Device::Cpu && is_part_of_storage(tensor, &borrowed)?;
-        let is_new =
-            py.detach(|| with(&self.pool, |pool| pool.register_existing(&borrowed, keep, is_part)))?;
+        let is_new = py.detach(|| self.pool.register_existing(&borrowed, keep, is_part))?;
         if is_new {
             lock(&self.existing).push(keeper);
         }
@@ -227,37 +226,37 @@ impl BufferPool {
     /// Deallocates the memory of free buffers. On a GPU this waits for the streams that used it.
     fn clear(&self, py: Python<'_>) {
         self.forget_free_tensors();
-        py.detach(|| lock(&self.pool).clear());
+        py.detach(|| self.pool.clear());
     }
 
     /// Number of free buffers.
     #[getter]
     fn free_count(&self) -> usize {
-        lock(&self.pool).buckets().free_count()
+        self.pool.with_buckets(|buckets| buckets.free_count())
     }
 
     /// Bytes of the free buffers.
     #[getter]
     fn free_bytes(&self) -> usize {
-        lock(&self.pool).buckets().free_bytes()
+        self.pool.with_buckets(|buckets| buckets.free_bytes())
     }
 
     /// Number of buffers in use.
     #[getter]
     fn in_use_count(&self) -> usize {
-        lock(&self.pool).buckets().in_use_count()
+        self.pool.with_buckets(|buckets| buckets.in_use_count())
     }
 
     /// Bytes of the buffers in use, in whole buckets.
     #[getter]
     fn in_use_bytes(&self) -> usize {
-        lock(&self.pool).buckets().in_use_bytes()
+        self.pool.with_buckets(|buckets| buckets.in_use_bytes())
     }
 
     /// Largest number of bytes in use at once, in whole buckets.
     #[getter]
     fn high_water_bytes(&self) -> usize {
-        lock(&self.pool).buckets().high_water_bytes()
+        self.pool.with_buckets(|buckets| buckets.high_water_bytes())
     }
 
     /// The way in which sizes are rounded up: "pow2" or "fine".
@@ -267,8 +266,7 @@ impl BufferPool {
     }
 
     fn __repr__(&self) -> String {
-        let pool = lock(&self.pool);
-        let (free, in_use) = (pool.buckets().free_count(), pool.buckets().in_use_count());
+        let (free, in_use) = self.pool.with_buckets(|buckets| (buckets.free_count(), buckets.in_use_count()));
         let rounding = self.rounding.name();
         format!("BufferPool(device='{}', rounding='{rounding}', in_use={in_use}, free={free})", self.device)
     }
@@ -292,19 +290,19 @@ impl BufferPool {
 
     /// Does `work`. If it runs out of memory, drops the cached tensors of free buffers, which keep memory
     /// alive, and tries again.
-    fn try_twice<T>(&self, work: impl Fn(&mut Pool) -> crate::base::Result<T>) -> PyResult<T> {
-        let answer = work(&mut lock(&self.pool));
+    fn try_twice<T>(&self, work: impl Fn(&Pool) -> crate::base::Result<T>) -> PyResult<T> {
+        let answer = work(&self.pool);
         match answer {
             Err(failure) if failure.kind() == ErrorKind::OutOfMemory => {
                 self.forget_free_tensors();
-                with(&self.pool, work)
+                Ok(work(&self.pool)?)
             }
             answer => Ok(answer?),
         }
     }
 
     fn forget_free_tensors(&self) {
-        self.tensors.forget(|owner| !lock(&self.pool).buckets().is_live(*owner));
+        self.tensors.forget(|owner| self.pool.with_buckets(|buckets| !buckets.is_live(*owner)));
     }
 }
 
@@ -348,7 +346,7 @@ impl Buffer {
     #[getter]
     fn tensor(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let pool = self.pool.get();
-        let region = with(&pool.pool, |pool| pool.region(self.handle).cloned())?;
+        let region = pool.pool.region(self.handle)?;
         let view = TensorView::contiguous_with_dims(region, 0, self.dtype, self.shape)?;
         pool.tensors.tensor(py, widen(self.handle.index().number()), self.handle, &view)
     }
@@ -371,7 +369,7 @@ impl Buffer {
     ///     StaleBufferError: If the buffer was already given back. Nothing is changed.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.pool.get().debug.begin(py, None)?;
-        with(&self.pool.get().pool, |pool| pool.release(self.handle))
+        Ok(self.pool.get().pool.release(self.handle)?)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -380,7 +378,7 @@ impl Buffer {
 
     #[pyo3(signature = (*exception))]
     fn __exit__(&self, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        let live = lock(&self.pool.get().pool).buckets().is_live(self.handle);
+        let live = self.pool.get().pool.with_buckets(|buckets| buckets.is_live(self.handle));
         if live { self.release(exception.py()) } else { Ok(()) }
     }
 

@@ -230,8 +230,8 @@ impl ChunkPool {
             }
             Device::Cuda(_) => (None, backend(py, device)?),
         };
-        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
-        let debug = Debug::new(debug, &mut pool);
+        let pool = py.detach(|| Pool::new(&config, &backend))?;
+        let debug = Debug::new(debug, &pool);
         let pool = Arc::new(pool);
         for note in mapped.iter().flat_map(|mapped| mapped.take_notes()) {
             logging::inform(py, &note);

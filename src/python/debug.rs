@@ -27,7 +27,7 @@ impl Debug {
 
     /// The setting of the argument `debug`, or of the environment variable `KVPOOL_DEBUG`. Opens the pool's ledger if
     /// on.
-    pub(super) fn new(wanted: Option<bool>, pool: &mut impl Contract) -> Self {
+    pub(super) fn new(wanted: Option<bool>, pool: &impl Contract) -> Self {
         let debug = Self::without_ledger(wanted);
         if debug.is_on {
             pool.keep_ledger();

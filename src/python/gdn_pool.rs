@@ -118,10 +118,10 @@ impl GdnPool {
         };
         let device = args::device(py, device)?;
         let backend = backend(py, device)?;
-        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
+        let pool = py.detach(|| Pool::new(&config, &backend))?;
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;
         let conv_state = to_tensor(py, pool.conv_state())?;
-        let debug = Debug::new(debug, &mut pool);
+        let debug = Debug::new(debug, &pool);
         let pool = Arc::new(pool);
         let pool = Self { pool, recurrent_state, conv_state, debug, reporter: Reporter::default() };
         Ok(BasePool::initializer("GDNPool", debug, pool))

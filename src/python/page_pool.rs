@@ -1,7 +1,5 @@
 //! `kvpool.PagePool`.
 
-use std::sync::Mutex;
-
 use pyo3::prelude::*;
 
 use crate::base::{DType, Device, Id};
@@ -13,7 +11,6 @@ use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, to_dtype};
 use super::logging::Reporter;
-use super::{lock, with};
 
 /// Fixed-size pages of elements, numbered from 0, with a free list.
 ///
@@ -38,7 +35,7 @@ use super::{lock, with};
 ///     BackendUnavailableError: If `device` is not available.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "PagePool")]
 pub(super) struct PagePool {
-    pool: Mutex<Pool>,
+    pool: Pool,
     config: PageConfig,
     device: Device,
     debug: Debug,
@@ -47,7 +44,7 @@ pub(super) struct PagePool {
 
 impl PoolClass for PagePool {
     fn visit(&self, visitor: PoolVisitor<'_>) {
-        visitor(&*lock(&self.pool));
+        visitor(&self.pool);
     }
 }
 
@@ -77,9 +74,9 @@ impl PagePool {
             strict,
         };
         let backend = backend(py, device)?;
-        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
-        let debug = Debug::new(debug, &mut pool);
-        let pool = Self { pool: Mutex::new(pool), config, device, debug, reporter: Reporter::default() };
+        let pool = py.detach(|| Pool::new(&config, &backend))?;
+        let debug = Debug::new(debug, &pool);
+        let pool = Self { pool, config, device, debug, reporter: Reporter::default() };
         Ok(BasePool::initializer("PagePool", debug, pool))
     }
 
@@ -98,7 +95,7 @@ impl PagePool {
     fn alloc(&self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
         let _acting = self.debug.begin(py, owner)?;
         let stream = current_stream(py, self.device)?;
-        with(&self.pool, |pool| Ok(pool.alloc(stream)?.map(Id::number)))
+        Ok(self.pool.alloc(stream)?.map(Id::number))
     }
 
     /// Frees a page.
@@ -118,7 +115,7 @@ impl PagePool {
     ) -> PyResult<()> {
         let page = args::int(page)?;
         let _acting = self.debug.begin(py, owner)?;
-        let bad = with(&self.pool, |pool| pool.free(page))?;
+        let bad = self.pool.free(page)?;
         self.reporter.bad_frees(py, &bad, "page", 1, self.debug);
         Ok(())
     }
@@ -129,7 +126,7 @@ impl PagePool {
     ///     IndexError: If the page does not exist.
     fn page(&self, py: Python<'_>, i: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let page = args::int(i)?;
-        let view = with(&self.pool, |pool| pool.page(page))?;
+        let view = self.pool.page(page)?;
         to_tensor(py, &view)
     }
 
@@ -142,19 +139,19 @@ impl PagePool {
     /// Number of pages, free and in use.
     #[getter]
     fn total_pages(&self) -> usize {
-        lock(&self.pool).pages().capacity()
+        self.pool.with_pages(|pages| pages.capacity())
     }
 
     /// Number of free pages.
     #[getter]
     fn free_pages(&self) -> usize {
-        lock(&self.pool).pages().available()
+        self.pool.with_pages(|pages| pages.available())
     }
 
     /// Number of pages in use.
     #[getter]
     fn used_pages(&self) -> usize {
-        lock(&self.pool).pages().in_use()
+        self.pool.with_pages(|pages| pages.in_use())
     }
 
     /// Number of pages that `alloc` adds when all are in use.

@@ -1,6 +1,6 @@
 //! `kvpool.ReqToTokenPool`.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
@@ -13,13 +13,13 @@ use crate::base::{Device, Error, Id, IndexVec, RequestRow, try_with_capacity};
 use crate::memory::Stream;
 use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, TableWriters, make_room};
 
+use super::args;
 use super::args::{Arg, IndexArg, version_of};
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, torch};
-use super::logging::Reporter;
-use super::{args, lock, with};
+use super::logging::{Reporter, warn};
 
 /// The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 ///
@@ -54,7 +54,7 @@ use super::{args, lock, with};
 ///     BackendUnavailableError: If `device` is not available.
 #[pyclass(extends = BasePool, frozen, subclass, module = "kvpool", name = "ReqToTokenPool")]
 pub(super) struct ReqToTokenPool {
-    pub(super) pool: Arc<Mutex<Pool>>,
+    pub(super) pool: Arc<Pool>,
     device: Device,
     table: Py<PyAny>,
     generation: Py<PyAny>,
@@ -138,7 +138,7 @@ fn table_index<'a, 'py>(
 impl ReqToTokenPool {
     /// The stream for a call that sends `numbers` numbers from the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
-        make_room(numbers, || lock(&self.pool).backpressure_event())?;
+        make_room(numbers, || self.pool.backpressure_event())?;
         current_stream(py, self.device)
     }
 
@@ -148,9 +148,16 @@ impl ReqToTokenPool {
     }
 }
 
+/// Warns of freed rows that the driver failed to zero.
+pub(super) fn report_not_zeroed(py: Python<'_>, failure: Option<&Error>) {
+    if let Some(failure) = failure {
+        warn(py, &format!("freed rows are zeroed when they are handed out again: {failure}"));
+    }
+}
+
 impl PoolClass for ReqToTokenPool {
     fn visit(&self, visitor: PoolVisitor<'_>) {
-        visitor(&*lock(&self.pool));
+        visitor(&*self.pool);
     }
 }
 
@@ -183,12 +190,12 @@ impl ReqToTokenPool {
         let device = args::device(py, device)?;
         let backend = backend(py, device)?;
         let config = ReqToTokenConfig { max_reqs, max_context_len, padding_row, strict, zero_rows, writers };
-        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
-        let debug = Debug::new(debug, &mut pool);
+        let pool = py.detach(|| Pool::new(&config, &backend))?;
+        let debug = Debug::new(debug, &pool);
         let table = to_tensor(py, pool.req_to_token())?;
         let generation = to_tensor(py, pool.generation())?;
         let reporter = Reporter::default();
-        let pool = Self { pool: Arc::new(Mutex::new(pool)), device, table, generation, debug, reporter };
+        let pool = Self { pool: Arc::new(pool), device, table, generation, debug, reporter };
         Ok(BasePool::initializer("ReqToTokenPool", debug, pool))
     }
 
@@ -215,11 +222,12 @@ impl ReqToTokenPool {
         let _acting = self.debug.begin(py, owner)?;
         let count = n.count("n", 1)?;
         let stream = self.stream(py, count)?;
-        let rows = with(&self.pool, |pool| pool.alloc(count, stream))?;
+        let rows = self.pool.alloc(count, stream)?;
         Ok(rows.map(|rows| rows.into_iter().map(RequestRow::number).collect()))
     }
 
-    /// Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false.
+    /// Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false. If the driver
+    /// fails to zero them, a warning is logged, and they are zeroed before they are handed out again.
     ///
     /// Args:
     ///     slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
@@ -227,9 +235,8 @@ impl ReqToTokenPool {
     ///     owner: As in `alloc`.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If the pool is strict and a free is invalid.
-    ///     DriverError: If the stream is being captured; then nothing is freed. If zeroing fails: the rows are free all the
-    ///         same, and zeroed before they are handed out again.
+    ///     IndexOwnershipError: If the pool is strict and a free is invalid. Nothing is changed.
+    ///     DriverError: If the stream is being captured. Nothing is changed.
     #[pyo3(signature = (slot_or_slots, *, owner=None))]
     fn free(
         &self,
@@ -240,8 +247,9 @@ impl ReqToTokenPool {
         let _acting = self.debug.begin(py, owner)?;
         let values = args::index_or_indices(slot_or_slots)?.values(py)?;
         let stream = self.stream(py, values.len())?;
-        let bad = with(&self.pool, |pool| pool.free(&values, stream))?;
-        self.reporter.bad_frees(py, &bad, RequestRow::NOUN, values.len(), self.debug);
+        let freed = self.pool.free(&values, stream)?;
+        self.reporter.bad_frees(py, &freed.bad, RequestRow::NOUN, values.len(), self.debug);
+        report_not_zeroed(py, freed.not_zeroed.as_ref());
         Ok(())
     }
 
@@ -266,7 +274,7 @@ impl ReqToTokenPool {
         let mut values = args::index_or_indices(values)?;
         let stream = self.stream(py, index_arg.host_len() + values.host_len())?;
         let (index, values) = (index_arg.take()?, values.take()?);
-        Ok(Pool::write_shared(&self.pool, index, values, stream)?)
+        Ok(self.pool.write(index, values, stream)?)
     }
 
     /// Concatenates the slots of requests in the layout of FlashInfer's `kv_indices`.
@@ -295,7 +303,7 @@ impl ReqToTokenPool {
         let out = args::output(kv_indices)?;
         let stream = self.stream(py, rows.host_len() + indptr.host_len())?;
         let (rows, indptr, out) = (rows.take()?, indptr.take()?, out.borrow()?);
-        with(&self.pool, |pool| pool.build_kv_indices(&rows, &indptr, &out, stream))
+        Ok(self.pool.build_kv_indices(&rows, &indptr, &out, stream)?)
     }
 
     /// Returns the first `length` slots of a row: an int32 tensor `[length]`, a view of the table.
@@ -304,7 +312,7 @@ impl ReqToTokenPool {
     ///     IndexError: If the row or the length is outside of the table.
     fn read(&self, py: Python<'_>, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (row, length) = (args::int(row)?, args::int(length)?);
-        let view = with(&self.pool, |pool| pool.read(row, length))?;
+        let view = self.pool.read(row, length)?;
         if self.device == Device::Cpu || torch(py)?.is_none() {
             return to_tensor(py, &view);
         }
@@ -325,12 +333,12 @@ impl ReqToTokenPool {
     fn mark_modified(&self, py: Python<'_>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
         let rows = args::index_or_indices(rows)?.values(py)?;
         let version = self.version(py);
-        with(&self.pool, |pool| pool.mark_modified(&rows, version))
+        Ok(self.pool.mark_modified(&rows, version)?)
     }
 
     /// Returns the number of free rows.
     fn available_size(&self) -> usize {
-        lock(&self.pool).available_size()
+        self.pool.available_size()
     }
 
     /// Frees every row, and zeroes everything that was written through this class, marked as modified or, on
@@ -338,7 +346,7 @@ impl ReqToTokenPool {
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         let (version, stream) = (self.version(py), self.stream(py, self.size())?);
-        with(&self.pool, |pool| pool.clear(version, stream))
+        Ok(self.pool.clear(version, stream)?)
     }
 
     /// The table, int32 `[max_reqs + 1, max_context_len]` (`max_reqs` rows without a padding row), without a
@@ -359,35 +367,35 @@ impl ReqToTokenPool {
     /// Maximum number of requests.
     #[getter]
     fn size(&self) -> usize {
-        lock(&self.pool).size()
+        self.pool.size()
     }
 
     /// Maximum tokens per request: the number of columns.
     #[getter]
     fn max_context_len(&self) -> usize {
-        lock(&self.pool).max_context_len()
+        self.pool.max_context_len()
     }
 
     /// Whether row 0 is padding.
     #[getter]
     fn padding_row(&self) -> bool {
-        lock(&self.pool).padding_row()
+        self.pool.padding_row()
     }
 
     /// Whether the written columns of a row are zeroed when it is freed.
     #[getter]
     fn zero_rows(&self) -> bool {
-        lock(&self.pool).zero_rows()
+        self.pool.zero_rows()
     }
 
     /// Whether anything but this class writes the table, without `mark_modified`.
     #[getter]
     fn foreign_writes(&self) -> bool {
-        lock(&self.pool).writers() == TableWriters::Others
+        self.pool.writers() == TableWriters::Others
     }
 
     fn __repr__(&self) -> String {
-        let pool = lock(&self.pool);
+        let pool = &self.pool;
         format!(
             "ReqToTokenPool(max_reqs={}, max_context_len={}, device='{}', available={})",
             pool.size(),

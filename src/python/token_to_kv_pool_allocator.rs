@@ -223,7 +223,7 @@ impl TokenToKvPoolAllocator {
         let index_dtype = index_dtype.map_or(Ok(IndexDType::I32), args::index_dtype)?;
         let config = AllocatorConfig { size, page_size, need_sort, strict, index_dtype };
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
-        let debug = Debug::new(debug, &mut pool);
+        let debug = Debug::new(debug, &pool);
         let reporter = Arc::new(Reporter::default());
         pool.on_notice(on_notice(Arc::clone(&reporter), debug));
         let allocator = Self { pool: Arc::new(pool), device, debug, reporter };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import TYPE_CHECKING
 
 import devices
@@ -161,7 +162,7 @@ def test_every_driver_call_of_an_engine_may_fail(driver: Driver, page_size: int,
 
 @pytest.mark.parametrize("code", [226, 700, 719, 721])
 def test_a_context_that_has_failed_is_told_by_every_call_and_costs_nothing_else(
-    driver: Driver, code: int
+    driver: Driver, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     allocator = TokenToKVPoolAllocator(64, "cuda")
     table = ReqToTokenPool(4, 16, "cuda")
@@ -173,7 +174,6 @@ def test_a_context_that_has_failed_is_told_by_every_call_and_costs_nothing_else(
         kv.check,
         lambda: kv.move_kv([1], [2]),
         lambda: table.write((rows[0], slice(0, 4)), slots),
-        lambda: table.free(rows),
         lambda: KVPool(8, 1, 1, 4, "cuda", torch.float32),
     ]
     driver.break_context(code)
@@ -184,6 +184,11 @@ def test_a_context_that_has_failed_is_told_by_every_call_and_costs_nothing_else(
     allocator.free(slots)
     assert allocator.available_size() == 64
     allocator.verify()
+    table.free(rows)
+    assert table.available_size() == 4
+    assert re.search(rf"zeroed when they are handed out again: .* \({code}\)", caplog.text)
+    with pytest.raises(DriverError, match=rf"failed with CUDA_ERROR_\w+ \({code}\)"):
+        table.alloc(4)
     driver.mend()
 
 

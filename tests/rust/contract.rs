@@ -43,7 +43,7 @@ impl Counted for ReqToTokenPool {
     }
 
     fn give_back(&mut self, unit: i64) -> Result<BadFrees> {
-        self.free(&IndexVec::I64(vec![unit]), STREAM)
+        self.free(&IndexVec::I64(vec![unit]), STREAM).map(|freed| freed.bad)
     }
 }
 

@@ -37,13 +37,13 @@ fn scene() -> Scene {
     let config = AllocatorConfig { strict: true, ..AllocatorConfig::new(16) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
     let config = ReqToTokenConfig { strict: true, ..ReqToTokenConfig::new(1, 16) };
-    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
+    let table = Arc::new(ReqToTokenPool::new(&config, &host).unwrap());
     let config = PlannerConfig::new(1, 16);
     let planner = BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).unwrap();
     let config =
         PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 0.5, name: "cache".into(), events: None };
     let cache = PrefixCache::new(config, Arc::clone(&slots), None, None).unwrap();
-    let row = i64::from(table.lock().unwrap().alloc(1, STREAM).unwrap().unwrap()[0]);
+    let row = i64::from(table.alloc(1, STREAM).unwrap().unwrap()[0]);
     let row = IndexVec::I64(vec![row]);
     let lease = cache.match_prefix(&Namespace::Unnamed, &PROMPT, 0, STREAM).unwrap();
     let prefixes = [Prefix::Leased(Arc::clone(&lease))];
@@ -93,7 +93,7 @@ fn an_allocator_is_dropped_although_a_fence_never_passes() {
     let Scene { slots, planner, cache, lease, row } = scene();
     lease.publish(&Publication { tokens: &PROMPT, slots: None, state: None }, STREAM).unwrap();
     let fence: Arc<dyn Fence> = Arc::new(Never);
-    assert_eq!(planner.finish(&row, None, Some(&fence), STREAM).unwrap().1.dropped(), 0);
+    assert_eq!(planner.finish(&row, None, Some(&fence), STREAM).unwrap().bad.dropped(), 0);
     assert_eq!((cache.tree_stats(STREAM).locked, cache.evict(4, STREAM)), (4, 0));
     let weak = Arc::downgrade(&slots);
     drop((slots, planner, cache, lease));

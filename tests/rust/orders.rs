@@ -262,10 +262,10 @@ fn a_lease_is_dropped_by_one_thread_while_others_evict_and_clear() {
 fn planner_and_row(slots: &Arc<TokenToKvPoolAllocator>) -> (Arc<BatchPlanner>, IndexVec) {
     let config = ReqToTokenConfig { strict: true, ..ReqToTokenConfig::new(1, 8) };
     let host: Arc<dyn Backend> = Arc::new(Host);
-    let mut table = ReqToTokenPool::new(&config, &host).expect("small");
+    let table = ReqToTokenPool::new(&config, &host).expect("small");
     let row = table.alloc(1, NO_STREAM).unwrap().expect("one");
     let config = PlannerConfig { max_batch_size: 1, max_tokens: 8, kv_indices: false, block_table: false };
-    let planner = BatchPlanner::new(&config, &host, Arc::clone(slots), Arc::new(Mutex::new(table)));
+    let planner = BatchPlanner::new(&config, &host, Arc::clone(slots), Arc::new(table));
     (planner.expect("small"), IndexVec::I64(vec![row[0].into()]))
 }
 

@@ -1,6 +1,6 @@
 //! One suite over a table of all pools: every refused allocation is an error, and all memory is freed.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use kvpool::base::{DType, ErrorKind, IndexDType, Result};
 use kvpool::cache::WritePolicy;
@@ -36,14 +36,14 @@ const POOLS: [(&str, Make); 9] = [
         };
         let (slots, table) =
             (TokenToKvPoolAllocator::new(&SLOTS, &other)?, ReqToTokenPool::new(&ROWS, &other)?);
-        BatchPlanner::new(&PLANS, backend, Arc::new(slots), Arc::new(Mutex::new(table))).map(drop)
+        BatchPlanner::new(&PLANS, backend, Arc::new(slots), Arc::new(table)).map(drop)
     }),
     ("PagePool", |backend| {
-        let mut pool = PagePool::new(&PAGES, backend)?;
+        let pool = PagePool::new(&PAGES, backend)?;
         (0..3).try_for_each(|_| pool.alloc(STREAM).map(drop))
     }),
     ("BufferPool", |backend| {
-        let mut pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, backend);
+        let pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, backend);
         pool.alloc_batch(&[100, 5000], STREAM).map(drop)
     }),
     ("ChunkPool", |backend| ChunkPool::new(&chunks(8, false), backend)?.try_allocate(2).map(drop)),

@@ -139,12 +139,11 @@ fn shortage_of_pages_and_plans_reclaims() {
     assert_eq!(cache.asked(), [12]);
 
     let config = ReqToTokenConfig::new(2, 32);
-    let table = ReqToTokenPool::new(&config, &host()).expect("small");
-    let table = Arc::new(Mutex::new(table));
+    let table = Arc::new(ReqToTokenPool::new(&config, &host()).expect("small"));
     let config = PlannerConfig::new(2, 32);
     let planner =
         BatchPlanner::new(&config, &host(), Arc::clone(&allocator), Arc::clone(&table)).expect("small");
-    let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
+    let row = table.alloc(1, STREAM).expect("host memory").expect("room")[0];
     let rows = IndexVec::I64(vec![row.into()]);
     let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[9], prefixes: &[] };
     assert!(planner.extend(batch, STREAM).expect("valid").is_some());
@@ -154,7 +153,7 @@ fn shortage_of_pages_and_plans_reclaims() {
     let most = Batch { rows: &rows, prefix_lens: &[9], seq_lens: &[32], prefixes: &[] };
     assert!(planner.extend(most, STREAM).expect("valid").is_some());
     assert_eq!(cache.asked(), [20]);
-    let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
+    let row = table.alloc(1, STREAM).expect("host memory").expect("room")[0];
     let rows = IndexVec::I64(vec![row.into()]);
     let too_many = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[21], prefixes: &[] };
     assert!(planner.extend(too_many, STREAM).expect("valid").is_none());

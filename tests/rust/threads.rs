@@ -53,7 +53,7 @@ fn one_prefix_cache_serves_eight_threads() {
     let config = AllocatorConfig { page_size: 2, strict: true, ..AllocatorConfig::new(512) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"));
     let rows = ReqToTokenConfig { strict: true, ..ReqToTokenConfig::new(THREADS, 64) };
-    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&rows, &host()).expect("small")));
+    let table = Arc::new(ReqToTokenPool::new(&rows, &host()).expect("small"));
     let config = PlannerConfig::new(1, 64);
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let config = PrefixCacheConfig {
@@ -71,7 +71,7 @@ fn one_prefix_cache_serves_eight_threads() {
         let name = Namespace::Number(i64::from(round % 7 == 0));
         let lease = cache.match_prefix(&name, &prompt.as_slice(), 39, STREAM).expect("tokens");
         let prefix = lease.len().expect("a lease");
-        let row = table.lock().expect("no panic").alloc(1, STREAM).expect("rows");
+        let row = table.alloc(1, STREAM).expect("rows");
         let row = IndexVec::I64(vec![row.expect("one for each thread")[0].into()]);
         let prefixes = [Prefix::Leased(Arc::clone(&lease))];
         let batch =
@@ -92,8 +92,8 @@ fn one_prefix_cache_serves_eight_threads() {
             }
             _ => (),
         }
-        let (_, bad) = planner.finish(&row, None, None, STREAM).expect("strict");
-        assert_eq!(bad.dropped(), 0);
+        let finished = planner.finish(&row, None, None, STREAM).expect("strict");
+        assert_eq!(finished.bad.dropped(), 0);
     });
     cache.verify(STREAM).expect("consistent");
     slots.verify().expect("consistent");

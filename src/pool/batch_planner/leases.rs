@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use crate::base::{Id, RequestRow, widen};
 use crate::memory::Stream;
+use crate::pool::Lease;
 use crate::pool::prefix_cache::FencedLock;
-use crate::pool::{Lease, ReqToTokenPool};
+use crate::pool::req_to_token_pool::RequestTable;
 
 /// The lease of a request.
 #[derive(Debug)]
@@ -17,7 +18,7 @@ struct BoundLease {
 
 impl BoundLease {
     /// Returns whether it is of the request that has `row` now.
-    fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
+    fn is_of(&self, row: RequestRow, table: &RequestTable) -> bool {
         self.generation == table.rows().generation(row) && table.rows().rows().is_live(row)
     }
 }
@@ -70,19 +71,13 @@ pub(super) struct Leases {
 
 impl Leases {
     /// Creates a record without leases, for requests in `table`.
-    pub(super) fn new(table: &ReqToTokenPool) -> Self {
+    pub(super) fn new(table: &RequestTable) -> Self {
         let by_row = (0..table.table_rows()).map(|_| None).collect();
         Self { by_row, frees: table.rows().frees(), retired: Vec::new() }
     }
 
     /// Makes `lease` that of the request in `row`.
-    pub(super) fn bind(
-        &mut self,
-        row: RequestRow,
-        lease: Arc<Lease>,
-        table: &ReqToTokenPool,
-        stream: Stream,
-    ) {
+    pub(super) fn bind(&mut self, row: RequestRow, lease: Arc<Lease>, table: &RequestTable, stream: Stream) {
         let bound = BoundLease { generation: table.rows().generation(row), lease };
         let earlier = self.by_row[widen(row.number())].replace(bound);
         self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
@@ -90,7 +85,7 @@ impl Leases {
 
     /// Retires the leases of requests whose rows were freed by another call. It checks them only if there
     /// was one.
-    pub(super) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
+    pub(super) fn retire_freed(&mut self, table: &RequestTable, stream: Stream) {
         let frees = table.rows().frees();
         if std::mem::replace(&mut self.frees, frees) == frees {
             return;
@@ -102,7 +97,7 @@ impl Leases {
     }
 
     /// Returns the lease of a request.
-    pub(super) fn of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
+    pub(super) fn of(&self, row: RequestRow, table: &RequestTable) -> Option<&Arc<Lease>> {
         let bound = self.by_row.get(widen(row.number()))?.as_ref()?;
         bound.is_of(row, table).then_some(&bound.lease)
     }
@@ -119,7 +114,7 @@ impl Leases {
     }
 
     /// Records that the planner itself has freed rows, whose leases have ended.
-    pub(super) fn record_frees(&mut self, table: &ReqToTokenPool) {
+    pub(super) fn record_frees(&mut self, table: &RequestTable) {
         self.frees = table.rows().frees();
     }
 }

@@ -13,7 +13,7 @@ use crate::base::{IndexVec, RequestRow, Result, try_with_capacity, widen};
 use crate::index::{Growth, Requests, SlotAllocator};
 use crate::kernels::Executor;
 use crate::memory::{Backend, Event, Host, Region, RegionWriter, Stream};
-use crate::pool::ReqToTokenPool;
+use crate::pool::req_to_token_pool::RequestTable;
 
 use self::block_table::BlockTable;
 use self::small_fields::SmallFields;
@@ -66,9 +66,9 @@ impl PlanMetadata {
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,
         slots: &SlotAllocator,
-        table: &ReqToTokenPool,
+        table: &RequestTable,
     ) -> Result<Self> {
-        let width = table.max_context_len().div_ceil(slots.page_size());
+        let width = table.config().max_context_len.div_ceil(slots.page_size());
         let layout = PlanLayout::new(*config, width)?;
         let fields = RegionWriter::new(Region::new(Arc::clone(backend), layout.bytes())?);
         let pool_pages = slots.pages().capacity();
@@ -121,7 +121,7 @@ impl PlanMetadata {
         &mut self,
         batch: GrownBatch<'_>,
         padding_tokens: usize,
-        table: &mut ReqToTokenPool,
+        table: &mut RequestTable,
         stream: Stream,
     ) -> Result<Written> {
         self.small_fields.fill(batch, narrow(padding_tokens));

@@ -9,9 +9,10 @@ use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, try_with_capaci
 use crate::index::{CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
+use crate::pool::req_to_token_pool::RequestTable;
 use crate::pool::shortage::{OrShort, Short};
 use crate::pool::slot_tensors::SlotTensors;
-use crate::pool::{ReqToTokenPool, TableIndex, at_least_one};
+use crate::pool::{TableIndex, at_least_one};
 use crate::tensor::TensorView;
 
 use super::claim::{CachedPages, Claim};
@@ -24,7 +25,7 @@ pub(super) use release::Release;
 /// The locked pools of a step.
 pub(super) struct Pools<'a> {
     pub(super) slots: &'a mut SlotTensors,
-    pub(super) table: &'a mut ReqToTokenPool,
+    pub(super) table: &'a mut RequestTable,
 }
 
 /// Padding of a batch with requests of the padding row.
@@ -67,7 +68,7 @@ impl PlannerState {
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,
         slots: &SlotTensors,
-        table: &ReqToTokenPool,
+        table: &RequestTable,
     ) -> Result<Self> {
         let PlannerConfig { max_batch_size, max_tokens, .. } = *config;
         at_least_one(&[("max_batch_size", max_batch_size), ("max_tokens", max_tokens)])?;
@@ -96,18 +97,18 @@ impl PlannerState {
     }
 
     /// Requests that have slots, and their tokens.
-    pub(super) fn totals(&self, table: &ReqToTokenPool) -> (usize, usize) {
+    pub(super) fn totals(&self, table: &RequestTable) -> (usize, usize) {
         self.requests.totals(table.rows())
     }
 
     /// Returns the tokens of a request that have slots.
-    pub(super) fn seq_len(&mut self, row: i64, table: &ReqToTokenPool) -> Result<u32> {
+    pub(super) fn seq_len(&mut self, row: i64, table: &RequestTable) -> Result<u32> {
         let row = self.resolve(&IndexVec::I64(vec![row]), table)?[0];
         Ok(self.requests.len(row))
     }
 
     /// Returns the rows of live requests.
-    pub(super) fn resolve(&mut self, rows: &IndexVec, table: &ReqToTokenPool) -> Result<Vec<RequestRow>> {
+    pub(super) fn resolve(&mut self, rows: &IndexVec, table: &RequestTable) -> Result<Vec<RequestRow>> {
         self.requests.resolve_rows(rows, table.rows())
     }
 
@@ -234,7 +235,7 @@ impl PlannerState {
         }
         let batch_size = match pad_to {
             None => count,
-            Some(sizes) => padded_size(count, sizes, table.padding_row())?,
+            Some(sizes) => padded_size(count, sizes, table.config().padding_row)?,
         };
         self.check_batch(batch_size)?;
         let width = i64::try_from(tokens_per_req).map_err(|_| {
@@ -268,14 +269,14 @@ impl PlannerState {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a request that does not fit the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than `max_tokens` new tokens.
-    fn sizes(&self, batch: &[Growth], padding: Padding, table: &ReqToTokenPool) -> Result<BatchSizes> {
+    fn sizes(&self, batch: &[Growth], padding: Padding, table: &RequestTable) -> Result<BatchSizes> {
         let missing = padding.batch_size - batch.len();
         let of_padding = if missing > 0 { padding.tokens_per_req } else { 0 };
         let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
-        if longest > table.max_context_len() {
+        if longest > table.config().max_context_len {
             return Err(Error::index(format!(
                 "a request of {longest} tokens does not fit a table of {} columns",
-                table.max_context_len()
+                table.config().max_context_len
             )));
         }
         let num_tokens: usize = batch.iter().map(|growth| growth.new_tokens()).sum();
@@ -343,7 +344,7 @@ impl PlannerState {
     }
 
     /// Records the owner of a row as the owner of its new pages, from token `start` on, if a ledger is kept.
-    fn record_holder(&self, row: RequestRow, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
+    fn record_holder(&self, row: RequestRow, start: u32, slots: &mut SlotTensors, table: &RequestTable) {
         let Some(call) = call_of_request(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
         if let Some(ledger) = slots.slots_mut().ledger_mut() {
@@ -405,7 +406,7 @@ impl PlannerState {
 /// from as tensors.
 fn write_fork(
     growing: &mut Growing<'_>,
-    table: &mut ReqToTokenPool,
+    table: &mut RequestTable,
     dst: RequestRow,
     len: u32,
     copied: [Range<u32>; 2],
@@ -421,7 +422,7 @@ fn write_fork(
 }
 
 /// Returns the current call in the name of a request, its row's owner or the row, if a ledger is kept.
-fn call_of_request(row: RequestRow, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<CallRecord>> {
+fn call_of_request(row: RequestRow, slots: &SlotTensors, table: &RequestTable) -> Option<Arc<CallRecord>> {
     let call = slots.call()?;
     let holders = table.rows().ledger().map_or(Vec::new(), |ledger| ledger.holders(row.number()));
     let owner = holders.first().and_then(|holder| holder.owner.clone());

@@ -7,9 +7,10 @@ use crate::base::bounded::signed;
 use crate::base::{Id, IndexVec, RequestRow, Result};
 use crate::kernels::{Executor, IndexSpace, IndexSpaces, Indices, Numbers};
 use crate::memory::{BorrowedTensor, Stream};
-use crate::pool::mirror::{known_values, values_now};
+use crate::pool::mirror::known_values;
 
-use super::{ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
+use super::TableIndex;
+use super::table::{RequestTable, as_many, broadcast, mismatched};
 
 /// An operand of a launch.
 enum Operand<'a> {
@@ -64,8 +65,8 @@ impl KnownPlaces {
     }
 }
 
-impl ReqToTokenPool {
-    /// Does [`ReqToTokenPool::write`] in one launch.
+impl RequestTable {
+    /// Does [`Self::write`] in one launch.
     pub(super) fn write_on_device(
         &mut self,
         index: &TableIndex<'_>,
@@ -74,7 +75,6 @@ impl ReqToTokenPool {
     ) -> Result<()> {
         self.check_not_capturing(stream)?;
         self.executor.prepare_indices(&[values], stream)?;
-        let values = &self.read_before(values, stream)?;
         let known = known(values).map(IndexVec::into_i32).transpose()?;
         let places = match index {
             TableIndex::Columns { row, start, end } => {
@@ -86,7 +86,7 @@ impl ReqToTokenPool {
             TableIndex::Points { rows, columns } => {
                 self.executor.prepare_indices(&[rows, columns], stream)?;
                 as_many(rows.len(), columns.len())?;
-                self.places(&self.read_before(rows, stream)?, &self.read_before(columns, stream)?)?
+                self.places(rows, columns)?
             }
         };
         let value = match (values, values.len(), known.as_deref()) {
@@ -103,17 +103,6 @@ impl ReqToTokenPool {
                 self.enqueue_last(points, values, stream)
             }
             (_, known) => self.enqueue(&places, &value, known, stream),
-        }
-    }
-
-    /// Arguments of a launch that writes the table. Tensors that are part of the table are read first: within
-    /// one launch, the order of reads and writes is undefined.
-    fn read_before<'a>(&self, numbers: &Indices<'a>, stream: Stream) -> Result<Indices<'a>> {
-        match numbers {
-            Indices::Device { tensor, .. } if self.has(tensor) => {
-                values_now(numbers.clone(), stream).map(Indices::Host)
-            }
-            numbers => Ok(numbers.clone()),
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvpool::base::{BufferId, ErrorKind};
 use kvpool::index::{IndexHandle, Rounding};
 use kvpool::memory::{Keep, Stream};
-use kvpool::pool::{Buffer, BufferConfig, BufferPool};
+use kvpool::pool::{Buffer, BufferConfig, BufferPool, Pool};
 
 use super::{Source, agree, contents, host};
 
@@ -44,7 +44,7 @@ const STALE: usize = 8;
 
 pub(super) fn run(source: &mut Source<'_>) {
     let rounding = source.of(&[Rounding::Pow2, Rounding::Fine]);
-    let mut pool = BufferPool::new(&BufferConfig { rounding }, &host());
+    let pool = BufferPool::new(&BufferConfig { rounding }, &host());
     let mut model = Model {
         live: Vec::new(),
         free: Vec::new(),
@@ -54,12 +54,12 @@ pub(super) fn run(source: &mut Source<'_>) {
         high_water_bytes: 0,
     };
     while source.next_step() {
-        step(source, &mut pool, &mut model);
-        check(&mut pool, &mut model);
+        step(source, &pool, &mut model);
+        check(&pool, &mut model);
     }
 }
 
-fn step(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
+fn step(source: &mut Source<'_>, pool: &BufferPool, model: &mut Model) {
     match source.below(16) {
         0..=5 => {
             let (bytes, lane) = (bytes(source), lane(source));
@@ -93,10 +93,11 @@ fn step(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
         _ => {
             let Some(live) = model.live.first() else { return };
             let all = live.buffer.region().bytes_at(0, live.capacity).expect("inside");
-            let before = pool.registered_bytes();
+            let registered = || stat(pool, "registered_bytes");
+            let before = registered();
             let keep = source.flip().then(|| Arc::new(()) as Keep);
             let is_new = pool.register_existing(&all, keep, false).expect("host memory");
-            assert_eq!(pool.registered_bytes() - before, if is_new { live.capacity } else { 0 });
+            assert_eq!(registered() - before, if is_new { live.capacity } else { 0 });
             assert!(!pool.register_existing(&all, None, false).expect("host memory"));
         }
     }
@@ -181,7 +182,7 @@ fn give_back(model: &mut Model, live: &Live) {
 }
 
 /// Takes several buffers, all or none.
-fn batch(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
+fn batch(source: &mut Source<'_>, pool: &BufferPool, model: &mut Model) {
     let lane = lane(source);
     let sizes: Vec<usize> = (0..source.below(4)).map(|_| bytes(source)).collect();
     let is_right = sizes.iter().all(|&bytes| is_possible(bytes));
@@ -202,14 +203,18 @@ fn batch(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
     }
 }
 
-fn check(pool: &mut BufferPool, model: &mut Model) {
-    let buckets = pool.buckets();
-    assert_eq!(buckets.broken_invariant(), None);
+fn stat(pool: &BufferPool, name: &str) -> usize {
+    pool.stats().get(name).expect("a statistic of buffer pools")
+}
+
+fn check(pool: &BufferPool, model: &mut Model) {
+    assert_eq!(pool.with_buckets(|buckets| buckets.broken_invariant()), None);
+    let stat = |name| stat(pool, name);
     let bytes = |capacities: &mut dyn Iterator<Item = usize>| capacities.sum::<usize>();
-    assert_eq!((buckets.in_use_count(), buckets.free_count()), (model.live.len(), model.free.len()));
-    assert_eq!(buckets.in_use_bytes(), bytes(&mut model.live.iter().map(|live| live.capacity)));
-    assert_eq!(buckets.free_bytes(), bytes(&mut model.free.iter().map(|free| free.capacity)));
-    assert_eq!(buckets.high_water_bytes(), model.high_water_bytes);
+    assert_eq!((stat("in_use"), stat("available")), (model.live.len(), model.free.len()));
+    assert_eq!(stat("in_use_bytes"), bytes(&mut model.live.iter().map(|live| live.capacity)));
+    assert_eq!(stat("free_bytes"), bytes(&mut model.free.iter().map(|free| free.capacity)));
+    assert_eq!(stat("high_water_bytes"), model.high_water_bytes);
     let excess = model.stale.len().saturating_sub(STALE);
     model.stale.drain(..excess);
     for &handle in &model.stale {
@@ -217,7 +222,7 @@ fn check(pool: &mut BufferPool, model: &mut Model) {
         assert_eq!(error.kind(), ErrorKind::StaleBuffer);
     }
     model.stale_uses += model.stale.len();
-    assert_eq!(pool.stale_uses(), model.stale_uses);
+    assert_eq!(stat("stale_uses"), model.stale_uses);
     for live in &model.live {
         assert_eq!(pool.region(live.handle).expect("it is live").address().as_ptr().addr(), live.address);
     }

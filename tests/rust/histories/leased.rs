@@ -1,7 +1,7 @@
 //! Requests of a planner with leased prefixes: every slot that a step reads has the K and V of its prefix.
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{Id, IndexVec};
@@ -42,7 +42,7 @@ impl Running {
 
 struct Requests {
     slots: Arc<TokenToKvPoolAllocator>,
-    table: Arc<Mutex<ReqToTokenPool>>,
+    table: Arc<ReqToTokenPool>,
     planner: Arc<BatchPlanner>,
     cache: PrefixCache,
     page_size: usize,
@@ -66,7 +66,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         AllocatorConfig { page_size, need_sort: source.flip(), strict: true, ..AllocatorConfig::new(count) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("small"));
     let of_rows = ReqToTokenConfig { strict: true, ..ReqToTokenConfig::new(4, 64) };
-    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
+    let table = Arc::new(ReqToTokenPool::new(&of_rows, &host()).expect("small"));
     let config = PlannerConfig::new(4, 64);
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let config = PrefixCacheConfig {
@@ -138,13 +138,13 @@ impl Requests {
     }
 
     fn alloc_row(&self) -> Option<i64> {
-        let rows = self.table.lock().expect("no panic").alloc(1, STREAM).expect("no error")?;
+        let rows = self.table.alloc(1, STREAM).expect("no error")?;
         Some(i64::from(rows[0]))
     }
 
     fn free_row(&self, row: i64) {
         let rows = IndexVec::I64(vec![row]);
-        assert_eq!(self.table.lock().expect("no panic").free(&rows, STREAM).expect("a row").dropped(), 0);
+        assert_eq!(self.table.free(&rows, STREAM).expect("a row").bad.dropped(), 0);
     }
 
     fn width(&self) -> i32 {
@@ -224,7 +224,7 @@ impl Requests {
             request.pages = own.to_vec();
             let slots: Vec<i32> =
                 own.iter().flat_map(|page| page * width..(page + 1) * width).take(len).collect();
-            let in_table = self.table.lock().expect("no panic").read(request.row, int(len)).expect("written");
+            let in_table = self.table.read(request.row, int(len)).expect("written");
             assert_eq!(ints_of(&in_table), slots);
             for (at, slot) in slots.iter().enumerate() {
                 if at < prefix {
@@ -297,8 +297,8 @@ impl Requests {
         let lens = IndexVec::I64(vec![int(tokens.len())]);
         let rows = IndexVec::I64(vec![row]);
         let after = fence.as_ref().map(|(_, fence)| fence);
-        let (given, bad) = self.planner.finish(&rows, Some(&lens), after, STREAM).expect("strict");
-        assert!(given <= tokens.len().div_ceil(self.page_size) && bad.dropped() == 0);
+        let finished = self.planner.finish(&rows, Some(&lens), after, STREAM).expect("strict");
+        assert!(finished.pages <= tokens.len().div_ceil(self.page_size) && finished.bad.dropped() == 0);
         assert!(lease.is_none_or(|lease| lease.len().is_err()), "finishing ends the lease");
         match fence {
             Some((fence, _)) => self.wait(fence, &cuts, pages),

@@ -1,6 +1,6 @@
 //! The batch planner: every array of a step, the table, and ownership of slots.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use kvpool::base::{ErrorKind, IndexVec};
 use kvpool::index::Order;
@@ -16,7 +16,7 @@ use super::{STREAM, Source, agree, contents, host, int, ints_of, size};
 
 struct Planner {
     slots: Arc<TokenToKvPoolAllocator>,
-    table: Arc<Mutex<ReqToTokenPool>>,
+    table: Arc<ReqToTokenPool>,
     batches: Arc<BatchPlanner>,
     model: Model,
     fences: Fences,
@@ -38,7 +38,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     let of_slots = AllocatorConfig { page_size, need_sort: is_sorted, strict, ..AllocatorConfig::new(count) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("small"));
     let of_rows = ReqToTokenConfig { padding_row, ..ReqToTokenConfig::new(rows, columns) };
-    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
+    let table = Arc::new(ReqToTokenPool::new(&of_rows, &host()).expect("small"));
     let batches = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let limits =
         Limits { max_batch: config.max_batch_size, max_tokens: config.max_tokens, columns, padding_row };
@@ -54,14 +54,10 @@ pub(super) fn run(source: &mut Source<'_>) {
 }
 
 impl Planner {
-    fn table(&self) -> MutexGuard<'_, ReqToTokenPool> {
-        self.table.lock().expect("no panic")
-    }
-
     fn step(&mut self, source: &mut Source<'_>) {
         match source.below(16) {
             0..=2 => {
-                let rows = self.table().alloc(1, STREAM).expect("host memory");
+                let rows = self.table.alloc(1, STREAM).expect("host memory");
                 for row in rows.into_iter().flatten() {
                     self.model.requests.insert(row.into(), Vec::new());
                 }
@@ -87,7 +83,7 @@ impl Planner {
         let at = source.below(self.model.requests.len().max(1));
         match self.model.requests.keys().nth(at) {
             Some(&row) if !source.rarely(24) => row,
-            _ => source.index(self.table().table_rows()),
+            _ => source.index(self.table.table_rows()),
         }
     }
 
@@ -218,7 +214,7 @@ impl Planner {
     /// The expected contents of every array of a step.
     fn fields(&self, step: &Step) -> Vec<(Field, Vec<i64>)> {
         let page_size = self.model.slots.page_size;
-        let width = self.table().max_context_len().div_ceil(page_size);
+        let width = self.table.max_context_len().div_ceil(page_size);
         let mut fields = Field::ALL.map(|field| (field, Vec::new()));
         let (mut tokens, mut pages) = (0, 0);
         let mut put = |which: Field, values: &mut dyn Iterator<Item = i64>| {
@@ -278,7 +274,7 @@ impl Planner {
         let answer =
             self.batches.finish(&source.index_vec(&rows), given_lens.as_ref(), after.as_ref(), STREAM);
         let expected = self.model.finish(&rows, lens.as_deref(), fence);
-        self.given_back(answer, expected);
+        self.given_back(answer.map(|done| (done.pages, done.bad)), expected);
     }
 
     fn given_back(
@@ -315,7 +311,7 @@ impl Planner {
     fn meddle(&mut self, source: &mut Source<'_>) {
         if source.rarely(6) {
             let row = self.row(source);
-            let _ = self.table().free(&IndexVec::I64(vec![row]), STREAM).expect("not strict");
+            let _ = self.table.free(&IndexVec::I64(vec![row]), STREAM).expect("not strict");
             // From now on its slots must not be freed by others.
             self.model.requests.remove(&row);
             return;
@@ -345,8 +341,8 @@ impl Planner {
 
     fn check(&mut self) {
         check_slots(&self.slots, &self.model.slots);
-        let columns = self.table().max_context_len();
-        let table = ints_of(self.table().req_to_token());
+        let columns = self.table.max_context_len();
+        let table = ints_of(self.table.req_to_token());
         let (mut with_slots, mut tokens) = (0, 0);
         for (&row, slots) in &self.model.requests {
             let line = &table[size(row) * columns..][..slots.len()];

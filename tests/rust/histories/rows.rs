@@ -132,8 +132,8 @@ impl Rows {
         let is_right = !self.pool.strict() || self.model.dropped == dropped;
         match agree(self.pool.free(&source.index_vec(&given), STREAM), is_right) {
             None => self.model.dropped = dropped,
-            Some(bad) => {
-                assert_eq!(bad.dropped(), self.model.dropped - dropped);
+            Some(outcome) => {
+                assert_eq!(outcome.bad.dropped(), self.model.dropped - dropped);
                 for &row in &freed {
                     self.model.table[row].fill(0);
                 }
@@ -150,7 +150,7 @@ impl Rows {
             columns.map(|(row, start, end)| (start..end).map(|column| (row, column)).collect::<Vec<_>>());
         let values = values(source, places.as_ref().map_or(3, Vec::len));
         let index = TableIndex::Columns { row, start, end };
-        let answer = self.pool.write(&index, &Indices::Host(source.index_vec(&values)), STREAM);
+        let answer = self.pool.write(index, Indices::Host(source.index_vec(&values)), STREAM);
         agree(answer, self.model.write(places, &values));
     }
 
@@ -165,7 +165,7 @@ impl Rows {
             rows: Indices::Host(source.index_vec(&rows)),
             columns: Indices::Host(source.index_vec(&columns)),
         };
-        let answer = self.pool.write(&index, &Indices::Host(source.index_vec(&values)), STREAM);
+        let answer = self.pool.write(index, Indices::Host(source.index_vec(&values)), STREAM);
         agree(answer, self.model.write(places, &values));
     }
 
@@ -220,12 +220,13 @@ impl Rows {
     }
 
     fn check(&self) {
-        let rows = self.pool.rows();
-        assert_eq!(rows.rows().broken_invariant(), None);
         assert_eq!(self.pool.available_size(), self.model.free.len());
-        assert_eq!(rows.dropped_frees(), self.model.dropped);
-        let free = rows.rows().free_indices().expect("memory");
-        assert!(free.iter().map(|row| size(row.number())).eq(self.model.free.iter().copied()));
+        self.pool.with_rows(|table| {
+            assert_eq!(table.rows().broken_invariant(), None);
+            assert_eq!(table.dropped_frees(), self.model.dropped);
+            let free = table.rows().free_indices().expect("memory");
+            assert!(free.iter().map(|row| size(row.number())).eq(self.model.free.iter().copied()));
+        });
         assert_eq!(ints_of(self.pool.req_to_token()), self.model.table.concat());
     }
 }

@@ -5,8 +5,9 @@ use crate::base::{Id, Result, try_with_capacity, widen};
 use crate::index::{Growth, PageSize};
 use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
 use crate::memory::Stream;
+use crate::pool::TableIndex;
 use crate::pool::batch_planner::Field;
-use crate::pool::{ReqToTokenPool, TableIndex};
+use crate::pool::req_to_token_pool::RequestTable;
 
 use super::{GrownBatch, PlanMetadata, slots_of};
 
@@ -16,7 +17,7 @@ impl PlanMetadata {
     pub(super) fn write_on_device(
         &mut self,
         batch: GrownBatch<'_>,
-        table: &mut ReqToTokenPool,
+        table: &mut RequestTable,
         stream: Stream,
     ) -> Result<()> {
         let GrownBatch { requests: grown, growths, padded_size } = batch;

@@ -4,8 +4,8 @@ use crate::base::bounded::narrow;
 use crate::base::{Id, PADDING, Page, RequestRow, Result, try_with_capacity, widen};
 use crate::index::{Growth, PageList, Requests, Runs};
 use crate::memory::RegionWriter;
-use crate::pool::ReqToTokenPool;
 use crate::pool::batch_planner::Field;
+use crate::pool::req_to_token_pool::RequestTable;
 
 use super::{GrownBatch, PlanMetadata};
 
@@ -14,7 +14,7 @@ const PART: usize = 4096;
 
 impl PlanMetadata {
     /// Writes the table and the fields in host memory.
-    pub(super) fn write_on_host(&mut self, batch: GrownBatch<'_>, table: &mut ReqToTokenPool) -> Result<()> {
+    pub(super) fn write_on_host(&mut self, batch: GrownBatch<'_>, table: &mut RequestTable) -> Result<()> {
         let GrownBatch { requests, growths, padded_size } = batch;
         self.small_fields.write(&mut self.fields, &self.layout)?;
         for (place, growth) in growths.iter().enumerate() {
@@ -36,7 +36,7 @@ impl PlanMetadata {
         requests: &Requests,
         place: usize,
         growth: Growth,
-        table: &mut ReqToTokenPool,
+        table: &mut RequestTable,
     ) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
         if start < prefix {
@@ -67,12 +67,12 @@ impl PlanMetadata {
     }
 
     /// Returns the number of entries of line `place` of the block table that hold pages of the request.
-    pub(super) fn valid_entries(&self, place: usize, row: RequestRow, table: &ReqToTokenPool) -> usize {
+    pub(super) fn valid_entries(&self, place: usize, row: RequestRow, table: &RequestTable) -> usize {
         self.block_table.valid(place, row, table.rows().generation(row))
     }
 
     /// Records that the pages of a batch were written to the block table.
-    pub(super) fn record_block_table(&mut self, batch: GrownBatch<'_>, table: &ReqToTokenPool) {
+    pub(super) fn record_block_table(&mut self, batch: GrownBatch<'_>, table: &RequestTable) {
         let GrownBatch { requests, growths, padded_size } = batch;
         for (place, &Growth { row, .. }) in growths.iter().enumerate() {
             let count = requests.pages(row).len();
@@ -90,7 +90,7 @@ fn put_earlier(
     row: RequestRow,
     from: u32,
     to: u32,
-    table: &mut ReqToTokenPool,
+    table: &mut RequestTable,
 ) -> Result<()> {
     if requests.page_size().slots() == 1 {
         let mut at = widen(from);

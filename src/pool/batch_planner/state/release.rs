@@ -5,8 +5,10 @@ use std::sync::Arc;
 use crate::base::{Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, try_with_capacity, widen};
 use crate::index::{BadFrees, CallRecord, FenceId};
 use crate::memory::Stream;
+use crate::pool::batch_planner::FinishedRequests;
 use crate::pool::prefix_cache::FencedLock;
-use crate::pool::{Lease, ReqToTokenPool};
+use crate::pool::req_to_token_pool::RequestTable;
+use crate::pool::{FreedRows, Lease};
 
 use super::{PlannerState, Pools, as_many, call_of_request};
 use crate::pool::batch_planner::leases::LeaseCut;
@@ -43,7 +45,7 @@ impl PlannerState {
         rows: &IndexVec,
         seq_lens: Option<&IndexVec>,
         release: Release<'_>,
-    ) -> Result<(usize, BadFrees)> {
+    ) -> Result<FinishedRequests> {
         let stream = release.stream;
         let Pools { slots, table } = pools;
         let resolved = self.resolve(rows, table)?;
@@ -65,11 +67,13 @@ impl PlannerState {
         // Each row was checked to be allocated.
         let freed = table.free(rows, stream);
         self.leases.record_frees(table);
-        freed.and(given)
+        let FreedRows { not_zeroed, .. } = freed?;
+        let (pages, bad) = given?;
+        Ok(FinishedRequests { pages, bad, not_zeroed })
     }
 
     /// Returns the lease of a request that is cut to `len` tokens, if it has to be cut, too.
-    fn cut_lease(&mut self, row: RequestRow, len: u32, table: &ReqToTokenPool) -> Option<Arc<Lease>> {
+    fn cut_lease(&mut self, row: RequestRow, len: u32, table: &RequestTable) -> Option<Arc<Lease>> {
         if len > 0 && self.requests.leased(row) <= len {
             return None;
         }
