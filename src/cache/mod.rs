@@ -21,6 +21,7 @@ mod keys;
 mod namespace;
 mod node_arena;
 mod policy;
+mod rare_cases;
 mod recency_list;
 mod residency;
 mod rolling_hash;
@@ -33,6 +34,9 @@ pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;
 pub use node_arena::NodeHandle;
 pub use policy::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Remembered, Tick};
+pub(crate) use rare_cases::fingerprint_mask;
+#[doc(hidden)]
+pub use rare_cases::set_rare_cases_frequent;
 pub use recency_list::RecencyList;
 pub use residency::{DevicePresence, EntryId, Residency};
 pub use tokens::Tokens;

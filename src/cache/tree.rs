@@ -21,6 +21,7 @@ use crate::base::{Id, Page, Result, widen};
 
 use super::keys::PageHash;
 use super::node_arena::NodeArena;
+use super::rare_cases::{fingerprint_mask, shared_len};
 use super::rolling_hash::{RollingHash, RollingHasher};
 use super::{BlockTokens, History, Namespace, NodeId, Policy, Tick, Tokens};
 use counts::Counts;
@@ -187,6 +188,9 @@ pub struct Tree {
     /// A hasher with a random seed, so that callers cannot choose tokens that collide.
     hasher: RandomState,
     rolling: RollingHasher,
+    fingerprint_mask: u32,
+    /// The number of pages from which on a run is shared with its readers.
+    shared_len: usize,
     queues: Queues,
     now: Tick,
     counts: Counts,
@@ -224,6 +228,8 @@ impl Tree {
             edges: Edges::new(&hasher),
             roots: Roots::default(),
             rolling: RollingHasher::new(&hasher),
+            fingerprint_mask: fingerprint_mask(),
+            shared_len: shared_len(),
             hasher,
             queues: Queues::new(policy),
             now: Tick::default(),
@@ -382,8 +388,7 @@ impl Tree {
             return token.cast_unsigned();
         }
         let [a, b, c, d, ..] = self.rolling.hash(page).to_le_bytes();
-        // A debug build has few fingerprints, so that tests see pages that share one.
-        u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
+        u32::from_le_bytes([a, b, c, d]) & self.fingerprint_mask
     }
 
     /// Returns the child of `parent` that begins with `first`, the tokens of a match unit.

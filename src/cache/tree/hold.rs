@@ -139,9 +139,10 @@ impl Tree {
     pub fn share_pages(&mut self, hold: &Hold) -> PageList {
         let mut pages = PageList::default();
         let path: Vec<_> = self.path(hold.node).collect();
+        let shared_len = self.shared_len;
         for id in path.into_iter().rev() {
             let run = &mut self.node_mut(id).pages;
-            match run.share() {
+            match run.share(shared_len) {
                 Some(run) => pages.share(run),
                 None => pages.extend_from_slice(run),
             }

@@ -8,9 +8,6 @@ use std::sync::Arc;
 /// The number of elements that fit in the place of a `Vec`.
 const SHORT: usize = 3;
 
-/// The length from which on sharing costs less than a copy. A debug build shares all that are not short.
-const MANY: usize = if cfg!(debug_assertions) { SHORT + 1 } else { 1024 };
-
 /// A vector of the size of a `Vec` that needs no allocation for up to three elements.
 #[derive(Clone, Debug)]
 pub(super) enum ShortVec<T> {
@@ -38,10 +35,10 @@ impl<T> ShortVec<T> {
 }
 
 impl<T: Copy> ShortVec<T> {
-    /// Shares the elements with the caller, if they are many.
-    pub(super) fn share(&mut self) -> Option<Arc<Vec<T>>> {
+    /// Shares the elements with the caller, if there are at least `min_len` and they are not inline.
+    pub(super) fn share(&mut self, min_len: usize) -> Option<Arc<Vec<T>>> {
         match self {
-            Self::Long(items) if items.len() >= MANY => {
+            Self::Long(items) if items.len() >= min_len => {
                 let items = Arc::new(std::mem::take(items));
                 *self = Self::Shared(Arc::clone(&items));
                 Some(items)
@@ -160,12 +157,13 @@ mod tests {
 
     #[test]
     fn what_is_shared_does_not_change() {
+        const MANY: usize = 4;
         let all: Vec<usize> = (0..2 * MANY).collect();
         for at in [0, 1, MANY, all.len()] {
             for is_kept in [false, true] {
                 let mut short = ShortVec::from(Cow::from(all.clone()));
-                let shared = short.share().expect("many").clone();
-                assert!(Arc::ptr_eq(&shared, &short.share().expect("many")));
+                let shared = short.share(MANY).expect("many").clone();
+                assert!(Arc::ptr_eq(&shared, &short.share(MANY).expect("many")));
                 let kept = is_kept.then_some(shared);
                 let mut other = short.clone();
                 other.extend_from_slice(&all[..at]);
@@ -176,6 +174,6 @@ mod tests {
                 assert!(kept.is_none_or(|kept| *kept == all));
             }
         }
-        assert!(ShortVec::from(Cow::from(&all[1..MANY])).share().is_none(), "too few");
+        assert!(ShortVec::from(Cow::from(&all[1..MANY])).share(MANY).is_none(), "too few");
     }
 }

@@ -2,6 +2,8 @@
 
 use std::hash::{BuildHasher, RandomState};
 
+use crate::cache::fingerprint_mask;
+
 use super::namespaces::NamespaceId;
 use super::run::TokenRun;
 
@@ -10,11 +12,13 @@ use super::run::TokenRun;
 pub(super) struct Fingerprints {
     /// Random and secret: callers cannot choose tokens that collide.
     secrets: [u64; 3],
+    mask: u32,
 }
 
 impl Fingerprints {
     pub(super) fn new(seed: &RandomState) -> Self {
-        Self { secrets: [3_u64, 4, 5].map(|number| seed.hash_one(number) | 1) }
+        let secrets = [3_u64, 4, 5].map(|number| seed.hash_one(number) | 1);
+        Self { secrets, mask: fingerprint_mask() }
     }
 
     /// Returns the fingerprint of a first page in a namespace.
@@ -29,8 +33,7 @@ impl Fingerprints {
             hash = fold(hash ^ last.cast_unsigned(), other);
         }
         let [a, b, c, d, ..] = fold(hash, times).to_le_bytes();
-        // A debug build has few fingerprints, so that tests see pages that share one.
-        u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
+        u32::from_le_bytes([a, b, c, d]) & self.mask
     }
 
     /// Returns the fingerprint of the first page of `tokens`, which have at least one page.
