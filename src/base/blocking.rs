@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use super::Result;
+use super::lock_order::assert_none_held;
 
 /// Runs a section that may block its thread, for example with the lock of an interpreter released.
 pub type Section = fn(section: &mut (dyn FnMut() + Send));
@@ -72,7 +73,11 @@ pub fn wait_interruptibly(wait: impl Fn(Duration) -> Result<bool> + Send + Sync)
 /// assert_eq!(run_blocking(move || receiver.recv()), Ok(7));
 /// ```
 pub fn run_blocking<T: Send>(wait: impl FnOnce() -> T + Send) -> T {
-    let Some(section) = SECTION.get().filter(|_| !IS_OURS.get()) else { return wait() };
+    if IS_OURS.get() {
+        return wait();
+    }
+    assert_none_held();
+    let Some(section) = SECTION.get() else { return wait() };
     let (mut wait, mut answer) = (Some(wait), None);
     section(&mut || answer = wait.take().map(|wait| wait()));
     answer.expect("a section runs its body once")

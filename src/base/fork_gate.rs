@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::blocking::is_own_thread;
+use super::lock_order::assert_none_held;
 
 static GATE: RwLock<()> = RwLock::new(());
 
@@ -36,6 +37,7 @@ impl ForkGate {
     #[must_use]
     pub fn enter() -> Self {
         if ENTRIES.get() == 0 {
+            assert_none_held();
             let entered = GATE.read().unwrap_or_else(PoisonError::into_inner);
             ENTERED.set(Some(entered));
         }

@@ -12,6 +12,7 @@ mod fallible;
 mod fork_gate;
 mod ids;
 mod large;
+pub(crate) mod lock_order;
 mod prefetch;
 mod shape;
 pub(crate) mod sync;

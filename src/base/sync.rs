@@ -23,13 +23,3 @@ pub(crate) use std::{
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
-
-/// Mutexes that a test in `loom` may share between threads: see `tests/rust/orders.rs`.
-pub(crate) mod explored {
-    pub(crate) use super::{Mutex, MutexGuard};
-
-    /// Works like [`super::lock`], for these mutexes.
-    pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-        mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-}

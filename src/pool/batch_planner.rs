@@ -10,7 +10,7 @@ mod state;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use crate::base::sync::explored::{Mutex, MutexGuard, lock};
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Device, Error, IndexVec, Page, RequestRow, Result};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
@@ -94,8 +94,7 @@ pub struct FinishedRequests {
 pub struct BatchPlanner {
     /// The reference to this planner for leases, which write to the table of their request.
     me: Weak<Self>,
-    // Lock order: the allocator first, this one next, the table last.
-    state: Mutex<PlannerState>,
+    state: RankedMutex<PlannerState>,
     slots: Arc<TokenToKvPoolAllocator>,
     table: Arc<ReqToTokenPool>,
     config: PlannerConfig,
@@ -118,7 +117,7 @@ impl BatchPlanner {
         table: Arc<ReqToTokenPool>,
     ) -> Result<Arc<Self>> {
         let state = PlannerState::new(config, backend, &slots.lock(), &table.lock())?;
-        let (state, config, device) = (Mutex::new(state), *config, backend.device());
+        let (state, config, device) = (RankedMutex::new(LockRank::Planner, state), *config, backend.device());
         Ok(Arc::new_cyclic(|me| Self { me: me.clone(), state, slots, table, config, device }))
     }
 
@@ -137,19 +136,19 @@ impl BatchPlanner {
     /// Returns the number of bytes of all fields.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
-        lock(&self.state).metadata().mem_bytes()
+        self.state.lock().metadata().mem_bytes()
     }
 
     /// Returns the number of plans made so far.
     #[must_use]
     pub fn plans(&self) -> usize {
-        lock(&self.state).metadata().plans()
+        self.state.lock().metadata().plans()
     }
 
     /// Requests that have slots, and their tokens.
     #[must_use]
     pub fn totals(&self) -> (usize, usize) {
-        let (state, table) = (lock(&self.state), self.table.lock());
+        let (state, table) = (self.state.lock(), self.table.lock());
         state.totals(&table)
     }
 
@@ -160,7 +159,7 @@ impl BatchPlanner {
     ///
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn seq_len(&self, row: i64) -> Result<u32> {
-        let (mut state, table) = (lock(&self.state), self.table.lock());
+        let (mut state, table) = (self.state.lock(), self.table.lock());
         state.seq_len(row, &table)
     }
 
@@ -199,7 +198,7 @@ impl BatchPlanner {
 
     /// Returns the rows of live requests.
     fn resolve(&self, rows: &IndexVec) -> Result<Vec<RequestRow>> {
-        let (mut state, table) = (lock(&self.state), self.table.lock());
+        let (mut state, table) = (self.state.lock(), self.table.lock());
         state.resolve(rows, &table)
     }
 
@@ -284,7 +283,7 @@ impl BatchPlanner {
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
         let (leased, row) = {
-            let (mut state, table) = (lock(&self.state), self.table.lock());
+            let (mut state, table) = (self.state.lock(), self.table.lock());
             let rows = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
             (state.leases.of(rows[0], &table).cloned(), rows[1])
         };
@@ -299,7 +298,7 @@ impl BatchPlanner {
     ///
     /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        lock(&self.state).metadata().field(plan, field)
+        self.state.lock().metadata().field(plan, field)
     }
 
     /// Returns an array of a plan in host memory, a copy if the plan is on a device. `None` if the planner
@@ -311,7 +310,7 @@ impl BatchPlanner {
     ///
     /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        lock(&self.state).host_field(plan, field)
+        self.state.lock().host_field(plan, field)
     }
 
     /// Calls `take` under the locks, with the allocator's handling of shortage.
@@ -324,7 +323,7 @@ impl BatchPlanner {
         self.retire_freed(stream);
         let mut retired = Vec::new();
         let taken = self.slots.alloc_with(stream, |slots| {
-            let (mut state, mut table) = (lock(&self.state), self.table.lock());
+            let (mut state, mut table) = (self.state.lock(), self.table.lock());
             let taken = take(&mut state, Pools { slots, table: &mut table });
             retired.append(&mut state.leases.take_retired());
             taken
@@ -344,7 +343,7 @@ impl BatchPlanner {
         self.retire_freed(stream);
         let mut leases = Vec::new();
         let given = self.slots.free_with(after, stream, |slots, fence| {
-            let (mut state, mut table) = (lock(&self.state), self.table.lock());
+            let (mut state, mut table) = (self.state.lock(), self.table.lock());
             let release = Release { fence, leases: &mut leases, stream };
             give(&mut state, Pools { slots, table: &mut table }, release)
         });
@@ -356,7 +355,7 @@ impl BatchPlanner {
     /// Ends the leases of requests whose rows were freed by another call.
     fn retire_freed(&self, stream: Stream) {
         let retired = {
-            let (mut state, table) = (lock(&self.state), self.table.lock());
+            let (mut state, table) = (self.state.lock(), self.table.lock());
             state.leases.retire_freed(&table, stream);
             state.leases.take_retired()
         };
@@ -366,13 +365,13 @@ impl BatchPlanner {
 
     /// Waits, without locks, if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
-        make_room(self.config.max_tokens, || lock(&self.state).metadata().backpressure_event())
+        make_room(self.config.max_tokens, || self.state.lock().metadata().backpressure_event())
     }
 }
 
 impl LeaseKeeper for BatchPlanner {
     fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>> {
-        let (state, table) = (lock(&self.state), self.table.lock());
+        let (state, table) = (self.state.lock(), self.table.lock());
         let kept = state.leases.of(row, &table)?;
         std::ptr::eq(&raw const **kept, lease)
             .then(|| Box::new(LockedRequest { state, _table: table, row }) as _)
@@ -382,8 +381,8 @@ impl LeaseKeeper for BatchPlanner {
 /// A request of a planner, whose row no call frees meanwhile.
 struct LockedRequest<'a> {
     row: RequestRow,
-    state: MutexGuard<'a, PlannerState>,
-    _table: MutexGuard<'a, RequestTable>,
+    state: RankedGuard<'a, PlannerState>,
+    _table: RankedGuard<'a, RequestTable>,
 }
 
 impl LeasedRequest for LockedRequest<'_> {

@@ -1,8 +1,8 @@
 //! Scratch buffers that are reused from step to step.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, widen};
 use crate::index::{Bucket, Buckets, IndexHandle, Ledgered, Rounding};
 use crate::memory::{Backend, BorrowedTensor, Contents, Gpu, Keep, PageLock, Region, Stream, StreamSet};
@@ -68,7 +68,7 @@ pub struct BufferConfig {
 pub struct BufferPool {
     config: BufferConfig,
     backend: Arc<dyn Backend>,
-    state: Mutex<BufferState>,
+    state: RankedMutex<BufferState>,
     /// The streams for which buffers were taken. Work on these may also use registered memory.
     users: Arc<StreamSet>,
 }
@@ -88,7 +88,12 @@ impl BufferPool {
     /// Creates an empty pool that allocates buffers from `backend`.
     #[must_use]
     pub fn new(config: &BufferConfig, backend: &Arc<dyn Backend>) -> Self {
-        Self { config: *config, backend: Arc::clone(backend), state: Mutex::default(), users: Arc::default() }
+        Self {
+            config: *config,
+            backend: Arc::clone(backend),
+            state: RankedMutex::new(LockRank::BufferPool, BufferState::default()),
+            users: Arc::default(),
+        }
     }
 
     /// Returns the device of the buffers.
@@ -108,8 +113,8 @@ impl BufferPool {
         read(&self.state().buckets)
     }
 
-    fn state(&self) -> MutexGuard<'_, BufferState> {
-        lock(&self.state)
+    fn state(&self) -> RankedGuard<'_, BufferState> {
+        self.state.lock()
     }
 
     /// Takes a buffer of at least `bytes`: the one given back to its bucket last, else a new one of zeros.

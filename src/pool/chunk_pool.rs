@@ -2,11 +2,12 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::base::bounded::narrow;
-use crate::base::sync::{Condvar, Mutex, MutexGuard};
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
+use crate::base::sync::Condvar;
 use crate::base::{ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, bytes_of, widen};
 use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, Returning, on_bad_frees};
 use crate::kernels::{Direction, pack};
@@ -80,7 +81,7 @@ pub struct ChunkPool {
     region: Arc<Region>,
     /// The device through which the memory is page-locked, if any.
     locked_by: Option<Arc<Gpu>>,
-    state: Mutex<ChunkStates>,
+    state: RankedMutex<ChunkStates>,
     /// Signals that chunks were offered, a copy has ended, or page-locking has ended.
     changed: Condvar,
 }
@@ -178,7 +179,7 @@ impl ChunkPool {
         if locked_by.is_none() {
             state.chunks.offer(0..count);
         }
-        let (state, changed) = (Mutex::new(state), Condvar::new());
+        let (state, changed) = (RankedMutex::new(LockRank::ChunkPool, state), Condvar::new());
         Ok(Self { config: config.clone(), shape, chunk_bytes, stride, region, locked_by, state, changed })
     }
 
@@ -218,7 +219,7 @@ impl ChunkPool {
             if left.is_zero() {
                 return Ok(false);
             }
-            state = self.wait(state, left);
+            state = state.wait_timeout(&self.changed, left);
         }
         Ok(true)
     }
@@ -263,13 +264,8 @@ impl ChunkPool {
         self.is_locked() && !self.state().is_partly_pageable
     }
 
-    fn state(&self) -> MutexGuard<'_, ChunkStates> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits for a change, at most for `timeout`.
-    fn wait<'a>(&self, state: MutexGuard<'a, ChunkStates>, timeout: Duration) -> MutexGuard<'a, ChunkStates> {
-        self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0
+    fn state(&self) -> RankedGuard<'_, ChunkStates> {
+        self.state.lock()
     }
 
     /// Calls `look` with the ownership of chunks and the number of page-locked chunks.
@@ -339,7 +335,7 @@ impl ChunkPool {
                     copied.wait()?;
                     self.state()
                 }
-                _ => self.wait(state, POLL),
+                _ => state.wait_timeout(&self.changed, POLL),
             };
         }
     }

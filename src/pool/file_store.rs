@@ -9,11 +9,12 @@ mod work;
 use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
+use crate::base::sync::Condvar;
 use crate::base::{Error, ErrorKind, Result};
 use crate::cache::{Digest, PageHash};
 use crate::memory::HostRows;
@@ -87,7 +88,7 @@ pub struct FileStoreConfig {
 #[derive(Debug)]
 pub struct FileStore {
     shared: Arc<StoreCore>,
-    workers: Mutex<Vec<JoinHandle<()>>>,
+    workers: RankedMutex<Vec<JoinHandle<()>>>,
 }
 
 /// The state that the store and its threads have in common.
@@ -101,8 +102,8 @@ struct StoreCore {
     /// The process whose threads these are.
     process: u32,
     /// `None` once the store is closed.
-    disk: Mutex<Option<Arc<dyn Disk>>>,
-    state: Mutex<StoreState>,
+    disk: RankedMutex<Option<Arc<dyn Disk>>>,
+    state: RankedMutex<StoreState>,
     /// Signals that there is work, or that a thread has ended.
     changed: Condvar,
 }
@@ -201,17 +202,17 @@ impl FileStore {
             slot_bytes,
             is_direct: disk.is_direct(),
             process: std::process::id(),
-            disk: Mutex::new(Some(Arc::clone(disk))),
-            state: Mutex::new(state),
+            disk: RankedMutex::new(LockRank::StoreDisk, Some(Arc::clone(disk))),
+            state: RankedMutex::new(LockRank::Store, state),
             changed: Condvar::new(),
         });
-        let store = Self { shared, workers: Mutex::default() };
+        let store = Self { shared, workers: RankedMutex::new(LockRank::StoreWorkers, Vec::new()) };
         for number in 0..config.threads {
             let bytes = AlignedBytes::new(slot_bytes)?;
             let worker = Worker::new(&store.shared, Arc::clone(disk), bytes);
             let thread = std::thread::Builder::new().name(format!("kvpool-store-{number}"));
             match thread.spawn(move || worker.run()) {
-                Ok(handle) => lock(&store.workers).push(handle),
+                Ok(handle) => store.workers.lock().push(handle),
                 Err(cause) if number > 0 => {
                     let mut state = store.shared.state();
                     state.record_failure(&store.shared.name, "start all of its threads", &cause);
@@ -351,15 +352,15 @@ impl FileStore {
             if left.is_zero() {
                 return Ok(false);
             }
-            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = state.wait_timeout(&self.shared.changed, left);
         }
         drop(state);
-        let handles = std::mem::take(&mut *lock(&self.workers));
+        let handles = std::mem::take(&mut *self.workers.lock());
         for handle in handles {
             // A thread that has panicked has said so.
             let _ = handle.join();
         }
-        lock(&self.shared.disk).take();
+        self.shared.disk.lock().take();
         Ok(true)
     }
 
@@ -482,7 +483,7 @@ impl FileStore {
         Error::new(ErrorKind::State, format!("the store in {} is closed", self.shared.name))
     }
 
-    fn open_state(&self) -> Result<MutexGuard<'_, StoreState>> {
+    fn open_state(&self) -> Result<RankedGuard<'_, StoreState>> {
         self.check_process()?;
         let state = self.shared.state();
         if state.is_closing { Err(self.closed()) } else { Ok(state) }
@@ -490,7 +491,7 @@ impl FileStore {
 
     fn disk(&self) -> Result<Arc<dyn Disk>> {
         self.check_process()?;
-        lock(&self.shared.disk).clone().ok_or_else(|| self.closed())
+        self.shared.disk.lock().clone().ok_or_else(|| self.closed())
     }
 }
 
@@ -529,7 +530,7 @@ impl Drop for FileStore {
     fn drop(&mut self) {
         if self.check_process().is_err() {
             // The threads are those of another process.
-            std::mem::forget(std::mem::take(&mut self.workers));
+            std::mem::forget(std::mem::take(self.workers.get_mut()));
             return;
         }
         let mut state = self.shared.state();
@@ -539,7 +540,7 @@ impl Drop for FileStore {
         drop(state);
         self.shared.changed.notify_all();
         drop((gets, puts));
-        let handles = std::mem::take(&mut *lock(&self.workers));
+        let handles = std::mem::take(&mut *self.workers.lock());
         for handle in handles {
             let _ = handle.join();
         }
@@ -547,8 +548,8 @@ impl Drop for FileStore {
 }
 
 impl StoreCore {
-    fn state(&self) -> MutexGuard<'_, StoreState> {
-        lock(&self.state)
+    fn state(&self) -> RankedGuard<'_, StoreState> {
+        self.state.lock()
     }
 }
 

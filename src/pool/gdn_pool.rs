@@ -1,8 +1,8 @@
 //! States of Gated DeltaNet layers, one per request, and snapshots of them.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{
     DType, Device, Dims, IndexVec, LONG_COPY, Result, StateSlot, bytes_of, run_blocking, widen,
 };
@@ -110,7 +110,7 @@ pub struct GdnPool {
     /// Both states, one row a slot.
     rows: LayerRows,
     /// Locked separately, so that long copies of states do not delay it.
-    tracks: Mutex<Ledgered<RowTable<StateSlot>>>,
+    tracks: RankedMutex<Ledgered<RowTable<StateSlot>>>,
     executor: Executor,
 }
 
@@ -148,7 +148,15 @@ impl GdnPool {
             fit("the first track slot", max_reqs + 1)?,
             fit("max_track_slots", max_track_slots)?,
         )?);
-        Ok(Self { config: *config, slots, recurrent, conv, rows, tracks: Mutex::new(tracks), executor })
+        Ok(Self {
+            config: *config,
+            slots,
+            recurrent,
+            conv,
+            rows,
+            tracks: RankedMutex::new(LockRank::TrackSlots, tracks),
+            executor,
+        })
     }
 
     /// Returns the config of the pool.
@@ -284,7 +292,7 @@ impl GdnPool {
 
     /// Takes the track slot that has been free longest, or returns `None`.
     pub fn alloc_track_slot(&self) -> Option<StateSlot> {
-        self.tracks().alloc(1)?.first().map(|taken| taken.row)
+        self.tracks.lock().alloc(1)?.first().map(|taken| taken.row)
     }
 
     /// Frees a track slot; drops and reports one that is not live.
@@ -293,14 +301,14 @@ impl GdnPool {
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when the free is
     /// invalid.
     pub fn free_track_slot(&self, slot: i64) -> Result<BadFrees> {
-        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), OnBadFree::of(self.config.strict))?;
+        let (_, bad) =
+            self.tracks.lock().free(&IndexVec::I64(vec![slot]), OnBadFree::of(self.config.strict))?;
         Ok(bad)
     }
 
-    /// Returns the ownership of track slots.
-    pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable<StateSlot>>> {
-        // A panic cannot leave the table half changed, so poison is ignored.
-        lock(&self.tracks)
+    /// Calls `read` with the ownership of track slots, under their lock.
+    pub fn with_tracks<R>(&self, read: impl FnOnce(&Ledgered<RowTable<StateSlot>>) -> R) -> R {
+        read(&self.tracks.lock())
     }
 }
 
@@ -322,15 +330,15 @@ impl Pool for GdnPool {
     }
 
     fn stats(&self) -> Stats {
-        Stats::of_rows(&self.tracks()).and("bytes", self.mem_bytes())
+        Stats::of_rows(&self.tracks.lock()).and("bytes", self.mem_bytes())
     }
 
     fn occupancy(&self) -> Occupancy {
-        let tracks = self.tracks();
+        let tracks = self.tracks.lock();
         Occupancy::even(tracks.spans(), tracks.ledger(), 1)
     }
 
     fn keep_ledger(&self) {
-        self.tracks().open_ledger();
+        self.tracks.lock().open_ledger();
     }
 }

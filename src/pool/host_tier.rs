@@ -3,11 +3,11 @@
 mod pieces;
 mod storage;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Device, Error, ErrorKind, ForkGate, Page, Result, StateSlot};
 use crate::cache::{
     DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash, WritePolicy,
@@ -72,12 +72,12 @@ pub struct HostTier {
     gdn: Option<Arc<GdnPool>>,
     down: CopyQueue,
     up: CopyQueue,
-    counts: Mutex<TierCounts>,
-    notes: Mutex<Notes>,
+    counts: RankedMutex<TierCounts>,
+    notes: RankedMutex<Notes>,
     /// Whether a prefix cache has it.
     is_taken: AtomicBool,
     /// The model that the pages are of, as far as its caches have said.
-    model: Mutex<Option<String>>,
+    model: RankedMutex<Option<String>>,
 }
 
 /// Counts of what a tier did, in pages and snapshots together.
@@ -197,9 +197,12 @@ impl HostTier {
             return Err(Error::config(format!("the K and V are on {kv}, the states on {states}")));
         }
         let gpu = kv.gpu().cloned();
-        let storage = |count, (rows, page_size)| Storage::new(config, count, rows, page_size, backend);
-        let pages = storage(config.size / page_size, kv.pages())?;
-        let states_of = states.map(|states| storage(config.max_states, states.pages())).transpose()?;
+        let storage =
+            |count, (rows, page_size), rank| Storage::new(config, count, rows, page_size, backend, rank);
+        let pages = storage(config.size / page_size, kv.pages(), LockRank::TierPages)?;
+        let states_of = states
+            .map(|states| storage(config.max_states, states.pages(), LockRank::TierStates))
+            .transpose()?;
         Ok(Self {
             config: *config,
             pages,
@@ -208,10 +211,10 @@ impl HostTier {
             gdn: states.cloned(),
             down: CopyQueue::new(SideStream::Out, gpu.clone()),
             up: CopyQueue::new(SideStream::In, gpu),
-            counts: Mutex::default(),
-            notes: Mutex::default(),
+            counts: RankedMutex::new(LockRank::TierCounts, TierCounts::default()),
+            notes: RankedMutex::new(LockRank::TierNotes, Notes::default()),
             is_taken: AtomicBool::new(false),
-            model: Mutex::default(),
+            model: RankedMutex::new(LockRank::TierModel, None),
         })
     }
 
@@ -279,7 +282,7 @@ impl HostTier {
     /// (`unstored`), with snapshots; page-locked places (`registered`); `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let counts = *lock(&self.counts);
+        let counts = *self.counts.lock();
         let [pages, arriving] = self.pages.counts();
         let [states, states_arriving] = self.states.as_ref().map_or([0; 2], Storage::counts);
         Stats::from([
@@ -338,7 +341,7 @@ impl HostTier {
 
     /// Sets the model of the pages. Pages of another model are given up.
     pub(super) fn set_model(&self, model: Option<&str>) {
-        let before = std::mem::replace(&mut *lock(&self.model), model.map(str::to_owned));
+        let before = std::mem::replace(&mut *self.model.lock(), model.map(str::to_owned));
         if before.as_deref() != model {
             self.clear(None);
         }
@@ -483,7 +486,7 @@ impl HostTier {
     /// Notes why a copy to the tier failed.
     fn note(&self, cause: &Error) {
         let _gate = ForkGate::enter_on_own_thread();
-        let mut notes = lock(&self.notes);
+        let mut notes = self.notes.lock();
         if !notes.noted.contains(&cause.kind()) {
             notes.noted.push(cause.kind());
             notes.texts.push(format!("pages were not copied to a HostTier: {cause}"));
@@ -493,7 +496,7 @@ impl HostTier {
     /// Returns the number of pieces on their way to the store below, and of calls that are about to send some.
     pub(super) fn storing(&self) -> usize {
         let _gate = ForkGate::enter_on_own_thread();
-        let counts = lock(&self.counts);
+        let counts = self.counts.lock();
         counts.storing + counts.sending
     }
 
@@ -501,12 +504,12 @@ impl HostTier {
     /// kind.
     #[must_use]
     pub fn take_notes(&self) -> Vec<String> {
-        std::mem::take(&mut lock(&self.notes).texts)
+        std::mem::take(&mut self.notes.lock().texts)
     }
 
     fn count(&self, more: TierCounts) {
         let _gate = ForkGate::enter_on_own_thread();
-        let mut counts = lock(&self.counts);
+        let mut counts = self.counts.lock();
         counts.written += more.written;
         counts.loaded += more.loaded;
         counts.evicted += more.evicted;

@@ -1,9 +1,9 @@
 //! Fixed-size pages of numbers, with a free list.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{DType, Device, Error, Id, PoolPage, Result, bytes_of, widen};
 use crate::index::{BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, on_bad_frees};
 use crate::memory::{Backend, Contents, Region, Stream};
@@ -51,7 +51,7 @@ pub struct PagePool {
     config: PageConfig,
     backend: Arc<dyn Backend>,
     page_bytes: usize,
-    state: Mutex<PageState>,
+    state: RankedMutex<PageState>,
 }
 
 /// What a [`PagePool`] locks.
@@ -71,7 +71,8 @@ impl PagePool {
     pub fn new(config: &PageConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("page_size", config.page_size)])?;
         let page_bytes = bytes_of("a page", &[config.page_size], config.dtype)?;
-        let (backend, state) = (Arc::clone(backend), Mutex::default());
+        let (backend, state) =
+            (Arc::clone(backend), RankedMutex::new(LockRank::PagePool, PageState::default()));
         let pool = Self { config: *config, backend, page_bytes, state };
         pool.add(&mut pool.state(), config.initial_pages, Contents::Zeros)?;
         Ok(pool)
@@ -113,8 +114,8 @@ impl PagePool {
         read(&self.state().pages)
     }
 
-    fn state(&self) -> MutexGuard<'_, PageState> {
-        lock(&self.state)
+    fn state(&self) -> RankedGuard<'_, PageState> {
+        self.state.lock()
     }
 
     /// Returns the number of bytes of all pages.

@@ -19,7 +19,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::base::sync::explored::{Mutex, lock};
+use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Device, Error, Id, Result, Slot};
 use crate::cache::{
     AGE_BUCKETS, BlockTokens, CacheEvent, Cause, Digest, LowerTierContents, Namespace, PolicyKind, Pressure,
@@ -187,8 +187,14 @@ impl PrefixCache {
         };
         let owner = Owner::Text(config.name.clone());
         let weak = Arc::downgrade(&allocator);
-        let shared = Arc::new(CacheCore { allocator: weak, states, config, owner, state: Mutex::new(cache) });
-        let cache_ref = lock(&shared.state).cache_ref();
+        let shared = Arc::new(CacheCore {
+            allocator: weak,
+            states,
+            config,
+            owner,
+            state: RankedMutex::new(LockRank::Cache, cache),
+        });
+        let cache_ref = shared.state.lock().cache_ref();
         if let Some(cache_ref) = &cache_ref {
             cache_ref.begin(&shared);
         }
@@ -394,7 +400,7 @@ impl PrefixCache {
     /// Returns the tier below, if there is one.
     #[must_use]
     pub fn tier(&self) -> Option<Arc<HostTier>> {
-        lock(&self.shared.state).below.as_ref().map(|below| Arc::clone(&below.tier))
+        self.shared.state.lock().below.as_ref().map(|below| Arc::clone(&below.tier))
     }
 
     /// Takes the events of what came and went since the last call, in order.
@@ -448,13 +454,13 @@ impl PrefixCache {
     /// Returns the counts of what happened so far.
     #[must_use]
     pub fn counts(&self) -> PrefixCounts {
-        lock(&self.shared.state).counts
+        self.shared.state.lock().counts
     }
 
     /// Returns all numbers at one time, without a check of whether the allocator was cleared or a pin is
     /// over.
     pub(super) fn numbers(&self) -> (TreeStats, PrefixCounts) {
-        let cache = lock(&self.shared.state);
+        let cache = self.shared.state.lock();
         (cache.stats(), cache.counts)
     }
 
@@ -462,7 +468,7 @@ impl PrefixCache {
     /// tokens looked up since their last use.
     #[must_use]
     pub fn eviction_ages(&self) -> [u64; AGE_BUCKETS] {
-        lock(&self.shared.state).ages
+        self.shared.state.lock().ages
     }
 
     /// Checks every invariant.

@@ -1,10 +1,10 @@
 //! The tree of a prefix cache by its nodes, for engines that hold nodes and evict by themselves.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Instant;
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, try_with_capacity};
 use crate::cache::{
     BlockTokens, Cause, Evicted, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, ResumeAt, Tokens,
@@ -93,8 +93,7 @@ pub struct PrefixTree {
     config: PrefixTreeConfig,
     /// The owner of cached slots in the ledger.
     owner: Owner,
-    // Lock order: this one first, the allocator next.
-    state: Arc<Mutex<TreeState>>,
+    state: Arc<RankedMutex<TreeState>>,
 }
 
 struct TreeState {
@@ -125,7 +124,8 @@ impl PrefixTree {
         let mut tree = new_tree(&config, allocator.as_deref());
         let root = tree.keep_root();
         let owner = Owner::Text(config.name.clone());
-        let state = Arc::new(Mutex::new(TreeState { tree, root, clears, unreported: Vec::new() }));
+        let state = TreeState { tree, root, clears, unreported: Vec::new() };
+        let state = Arc::new(RankedMutex::new(LockRank::Cache, state));
         if let Some(allocator) = &allocator {
             let reclaim: Arc<dyn Reclaim> = Arc::clone(&state) as _;
             allocator.on_shortage(&reclaim);
@@ -391,8 +391,8 @@ impl PrefixTree {
     }
 
     /// Locks the tree, which is emptied if the allocator was cleared.
-    fn current(&self, _stream: Stream) -> MutexGuard<'_, TreeState> {
-        let mut state = lock(&self.state);
+    fn current(&self, _stream: Stream) -> RankedGuard<'_, TreeState> {
+        let mut state = self.state.lock();
         let clears = self.allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
         if state.clears != clears {
             state.clears = clears;
@@ -424,7 +424,7 @@ impl Drop for PrefixTree {
 }
 
 /// The tree appears in reports only: an allocation that is short never evicts from it.
-impl Reclaim for Mutex<TreeState> {
+impl Reclaim for RankedMutex<TreeState> {
     fn obtainable(&self, _stream: Stream) -> Obtainable {
         Obtainable::default()
     }
@@ -434,7 +434,7 @@ impl Reclaim for Mutex<TreeState> {
     }
 
     fn locked(&self) -> Vec<Page> {
-        lock(self).tree.locked_pages()
+        self.lock().tree.locked_pages()
     }
 }
 

@@ -1,10 +1,11 @@
 //! A store that queues its calls for other threads, which answer them.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
+use crate::base::sync::Condvar;
 use crate::base::{Error, ErrorKind, Result, wait_interruptibly};
 use crate::cache::PageHash;
 use crate::memory::HostRows;
@@ -62,9 +63,9 @@ pub struct RemoteStore {
 }
 
 /// The state that a store and its calls have in common.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Calls {
-    state: Mutex<CallQueues>,
+    state: RankedMutex<CallQueues>,
     changed: Condvar,
 }
 
@@ -90,7 +91,8 @@ pub struct StoreCall {
 impl Default for RemoteStore {
     /// Creates a store without calls.
     fn default() -> Self {
-        Self { process: std::process::id(), shared: Arc::default() }
+        let state = RankedMutex::new(LockRank::Store, CallQueues::default());
+        Self { process: std::process::id(), shared: Arc::new(Calls { state, changed: Condvar::new() }) }
     }
 }
 
@@ -113,7 +115,7 @@ impl RemoteStore {
             if left.is_zero() {
                 return Ok(None);
             }
-            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = state.wait_timeout(&self.shared.changed, left);
         }
     }
 
@@ -132,7 +134,7 @@ impl RemoteStore {
             if left.is_zero() {
                 return Ok(false);
             }
-            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = state.wait_timeout(&self.shared.changed, left);
         }
         Ok(true)
     }
@@ -148,12 +150,12 @@ impl RemoteStore {
         drop((reads, writes));
     }
 
-    fn state(&self) -> Result<MutexGuard<'_, CallQueues>> {
+    fn state(&self) -> Result<RankedGuard<'_, CallQueues>> {
         if self.process != std::process::id() {
             let text = "the store belongs to the process that this one was forked from";
             return Err(Error::new(ErrorKind::State, text));
         }
-        Ok(lock(&self.shared.state))
+        Ok(self.shared.state.lock())
     }
 
     fn queue(&self, work: Work, keys: Vec<PageHash>) -> Result<Arc<StoreTransfer>> {
@@ -259,7 +261,7 @@ impl Drop for StoreCall {
         }
         // Owners of the memory have locks of their own.
         self.work = Work::Find;
-        lock(&self.shared.state).open -= 1;
+        self.shared.state.lock().open -= 1;
         self.shared.changed.notify_all();
     }
 }

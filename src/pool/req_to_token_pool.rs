@@ -5,7 +5,7 @@ mod table;
 
 use std::sync::Arc;
 
-use crate::base::sync::explored::{Mutex, MutexGuard, lock};
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{DType, Device, Error, IndexVec, RequestRow, Result, bytes_of, run_blocking};
 use crate::index::{BadFrees, Ledgered, RowTable};
 use crate::kernels::Indices;
@@ -150,7 +150,7 @@ pub struct ReqToTokenPool {
     config: ReqToTokenConfig,
     req_to_token: TensorView,
     generation: TensorView,
-    table: Mutex<RequestTable>,
+    table: RankedMutex<RequestTable>,
 }
 
 impl ReqToTokenPool {
@@ -164,7 +164,12 @@ impl ReqToTokenPool {
         at_least_one(&[("max_reqs", max_reqs), ("max_context_len", max_context_len)])?;
         let table = RequestTable::new(config, backend)?;
         let (req_to_token, generation) = (table.view().clone(), table.generation().clone());
-        Ok(Self { config: *config, req_to_token, generation, table: Mutex::new(table) })
+        Ok(Self {
+            config: *config,
+            req_to_token,
+            generation,
+            table: RankedMutex::new(LockRank::Table, table),
+        })
     }
 
     /// Returns the maximum number of requests.
@@ -227,8 +232,8 @@ impl ReqToTokenPool {
         read(self.lock().rows())
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, RequestTable> {
-        lock(&self.table)
+    pub(super) fn lock(&self) -> RankedGuard<'_, RequestTable> {
+        self.table.lock()
     }
 
     /// Returns the number of bytes of the table.

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{
     DType, Error, ErrorKind, Id, IndexDType, IndexVec, PADDING, Page, Result, Slot, bytes_of, try_zeros,
     widen,
@@ -79,12 +79,12 @@ struct Window {
 struct StageMirror {
     addresses: Range<usize>,
     dtype: IndexDType,
-    values: Mutex<Vec<i32>>,
+    values: RankedMutex<Vec<i32>>,
 }
 
 impl StageMirror {
     fn locked<R>(&self, work: impl FnOnce(&mut Vec<i32>) -> R) -> R {
-        work(&mut lock(&self.values))
+        work(&mut self.values.lock())
     }
 }
 
@@ -121,7 +121,7 @@ impl Stage {
         let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
         let region = Arc::new(region);
         let start = region.address().as_ptr().addr();
-        let values = Mutex::new(try_zeros(positions)?);
+        let values = RankedMutex::new(LockRank::Stage, try_zeros(positions)?);
         let copy = Arc::new(StageMirror { addresses: start..start + bytes, dtype, values });
         let space = IndexSpace { noun: Slot::NOUN, len: slots.capacity() + slots.page_size() };
         let completer = Executor::new(&region, 0, IndexSpaces::of_rows(space), 0)?;

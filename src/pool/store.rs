@@ -1,10 +1,11 @@
 //! Storage below host memory: pieces by key, in files or on other machines.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedMutex};
+use crate::base::sync::Condvar;
 use crate::base::{Error, ErrorKind, Result};
 use crate::cache::PageHash;
 use crate::memory::HostRows;
@@ -43,7 +44,7 @@ pub trait Store: fmt::Debug + Send + Sync {
 pub struct StoreTransfer {
     /// The process whose threads work on it.
     process: u32,
-    state: Mutex<StoreProgress>,
+    state: RankedMutex<StoreProgress>,
     over: Condvar,
 }
 
@@ -56,7 +57,7 @@ struct StoreProgress {
 impl StoreTransfer {
     /// Creates a transfer of pages that are `present` already, and `left` others.
     pub(super) fn new(present: Vec<bool>, left: usize) -> Self {
-        let state = Mutex::new(StoreProgress { present, left });
+        let state = RankedMutex::new(LockRank::StoreTransfer, StoreProgress { present, left });
         Self { process: std::process::id(), state, over: Condvar::new() }
     }
 
@@ -66,7 +67,7 @@ impl StoreTransfer {
     /// [`ErrorKind::State`] in the child of a fork, which has no threads that work on it.
     pub fn query(&self) -> Result<bool> {
         self.check_process()?;
-        Ok(lock(&self.state).left == 0)
+        Ok(self.state.lock().left == 0)
     }
 
     /// Waits up to `timeout` until all pages are done. Returns whether they are.
@@ -76,13 +77,13 @@ impl StoreTransfer {
     pub fn wait(&self, timeout: Duration) -> Result<bool> {
         self.check_process()?;
         let begin = Instant::now();
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         while state.left > 0 {
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
                 return Ok(false);
             }
-            state = self.over.wait_timeout(state, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            state = state.wait_timeout(&self.over, left);
         }
         Ok(true)
     }
@@ -94,7 +95,7 @@ impl StoreTransfer {
     /// See [`StoreTransfer::query`].
     pub fn present(&self) -> Result<Vec<bool>> {
         self.check_process()?;
-        Ok(lock(&self.state).present.clone())
+        Ok(self.state.lock().present.clone())
     }
 
     /// Returns the number of present pages before the first that is not.
@@ -103,7 +104,7 @@ impl StoreTransfer {
     /// See [`StoreTransfer::query`].
     pub fn leading(&self) -> Result<usize> {
         self.check_process()?;
-        let state = lock(&self.state);
+        let state = self.state.lock();
         Ok(state.present.iter().position(|is_present| !is_present).unwrap_or(state.present.len()))
     }
 
@@ -119,7 +120,7 @@ impl StoreTransfer {
 
     /// Records that a page is done.
     pub(super) fn finish(&self, page: usize, is_present: bool) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.present[page] = is_present;
         state.left -= 1;
         if state.left == 0 {

@@ -2,10 +2,10 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{DType, Id, RequestRow, Result, try_zeros, widen};
 use crate::index::{Bitmap, RowExtent};
 use crate::memory::{Gpu, Region, Reply, Ring};
@@ -22,7 +22,7 @@ pub(super) struct TableMirror {
     columns: usize,
     /// The ring into which kernels echo their writes.
     echoes: Ring,
-    state: Mutex<MirrorState>,
+    state: RankedMutex<MirrorState>,
 }
 
 #[derive(Debug)]
@@ -65,7 +65,7 @@ impl TableMirror {
             addresses: start..start + region.bytes(),
             columns,
             echoes: Ring::on_host(gpu, ECHO_BYTES)?,
-            state: Mutex::new(state),
+            state: RankedMutex::new(LockRank::TableMirror, state),
         });
         let published: Arc<dyn Mirror> = copy.clone();
         publish(&published);
@@ -156,7 +156,7 @@ impl TableMirror {
     }
 
     /// Returns the state after applying every change that has arrived.
-    fn settled(&self) -> MutexGuard<'_, MirrorState> {
+    fn settled(&self) -> RankedGuard<'_, MirrorState> {
         let mut state = self.lock();
         while let Some(step) = state.changes.front() {
             let landed = match step {
@@ -184,8 +184,8 @@ impl TableMirror {
         state
     }
 
-    fn lock(&self) -> MutexGuard<'_, MirrorState> {
-        lock(&self.state)
+    fn lock(&self) -> RankedGuard<'_, MirrorState> {
+        self.state.lock()
     }
 }
 

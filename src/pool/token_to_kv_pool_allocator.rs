@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use crate::base::sync::explored::{Mutex, MutexGuard, lock};
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Device, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking};
 use crate::index::{
     BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats, ascending_runs,
@@ -117,10 +117,10 @@ impl AllocatorConfig {
 /// assert_eq!((bad.dropped(), allocator.available_size()), (1, 1024));
 /// ```
 pub struct TokenToKvPoolAllocator {
-    slots: Mutex<SlotTensors>,
+    slots: RankedMutex<SlotTensors>,
     backend: Arc<dyn Backend>,
     index_dtype: IndexDType,
-    reclaim: Mutex<Vec<Weak<dyn Reclaim>>>,
+    reclaim: RankedMutex<Vec<Weak<dyn Reclaim>>>,
     on_notice: Option<OnNotice>,
 }
 
@@ -145,10 +145,10 @@ impl TokenToKvPoolAllocator {
     pub fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let slots = config.slots(backend)?;
         Ok(Self {
-            slots: Mutex::new(slots),
+            slots: RankedMutex::new(LockRank::Allocator, slots),
             backend: Arc::clone(backend),
             index_dtype: config.index_dtype,
-            reclaim: Mutex::new(Vec::new()),
+            reclaim: RankedMutex::new(LockRank::Reclaimers, Vec::new()),
             on_notice: None,
         })
     }
@@ -161,7 +161,7 @@ impl TokenToKvPoolAllocator {
     /// Registers `reclaim`, until it is dropped, for calls that are short of slots. Earlier registrations are
     /// called first.
     pub fn on_shortage(&self, reclaim: &Arc<dyn Reclaim>) {
-        lock(&self.reclaim).push(Arc::downgrade(reclaim));
+        self.reclaim.lock().push(Arc::downgrade(reclaim));
     }
 
     /// Poisons rows of `kv` when their slots become free, if a ledger is kept.
@@ -436,7 +436,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Locks the slots when nothing is copied to them any more, in the order of `stream`.
-    fn without_writers(&self, stream: Stream) -> MutexGuard<'_, SlotTensors> {
+    fn without_writers(&self, stream: Stream) -> RankedGuard<'_, SlotTensors> {
         loop {
             let mut slots = self.lock();
             let writers = slots.take_writers();
@@ -471,7 +471,7 @@ impl TokenToKvPoolAllocator {
     #[inline]
     pub(super) fn freeing<R>(
         &self,
-        slots: MutexGuard<'_, SlotTensors>,
+        slots: RankedGuard<'_, SlotTensors>,
         stream: Stream,
         work: impl FnOnce(&mut SlotTensors) -> Result<R>,
     ) -> Result<R> {
@@ -486,7 +486,7 @@ impl TokenToKvPoolAllocator {
     /// notice when it holds none.
     #[inline]
     fn freeing_quietly<R>(
-        mut slots: MutexGuard<'_, SlotTensors>,
+        mut slots: RankedGuard<'_, SlotTensors>,
         stream: Stream,
         work: impl FnOnce(&mut SlotTensors) -> Result<R>,
     ) -> (Result<R>, Result<()>) {
@@ -508,8 +508,8 @@ impl TokenToKvPoolAllocator {
     }
 
     #[inline]
-    pub(super) fn lock(&self) -> MutexGuard<'_, SlotTensors> {
-        lock(&self.slots)
+    pub(super) fn lock(&self) -> RankedGuard<'_, SlotTensors> {
+        self.slots.lock()
     }
 
     /// Calls `read` with the ownership of slots, under the lock. Pending frees are not included.

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, ThreadId};
 
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
 use crate::index::{Arena, IndexState};
@@ -51,14 +52,14 @@ pub struct Workspace {
     device: Device,
     config: WorkspaceConfig,
     /// `None` after `close`.
-    shared: Mutex<Option<Arc<SharedArena>>>,
+    shared: RankedMutex<Option<Arc<SharedArena>>>,
 }
 
 /// The part of a workspace that segments keep alive.
 #[derive(Debug)]
 struct SharedArena {
     region: Arc<Region>,
-    state: Mutex<ArenaState>,
+    state: RankedMutex<ArenaState>,
 }
 
 #[derive(Debug)]
@@ -117,8 +118,8 @@ impl StreamOrder {
 }
 
 impl SharedArena {
-    fn state(&self) -> MutexGuard<'_, ArenaState> {
-        lock(&self.state)
+    fn state(&self) -> RankedGuard<'_, ArenaState> {
+        self.state.lock()
     }
 
     /// Cuts `bytes` from the arena for work on `stream`.
@@ -202,8 +203,12 @@ impl Workspace {
             order: StreamOrder::default(),
             writer,
         };
-        let shared = Arc::new(SharedArena { region, state: Mutex::new(state) });
-        Ok(Self { device: backend.device(), config: *config, shared: Mutex::new(Some(shared)) })
+        let shared = Arc::new(SharedArena { region, state: RankedMutex::new(LockRank::Arena, state) });
+        Ok(Self {
+            device: backend.device(),
+            config: *config,
+            shared: RankedMutex::new(LockRank::Workspace, Some(shared)),
+        })
     }
 
     /// Returns the device of the arena.
@@ -240,8 +245,8 @@ impl Workspace {
         self.lock().as_ref().map_or(Vec::new(), |shared| shared.state().arena.pieces())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<SharedArena>>> {
-        lock(&self.shared)
+    fn lock(&self) -> RankedGuard<'_, Option<Arc<SharedArena>>> {
+        self.shared.lock()
     }
 
     /// Does `work` with the arena, as the owner.

@@ -22,7 +22,6 @@ use kvpool::pool::{
 use kvpool::tensor::TensorView;
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
-use loom::sync::Mutex;
 use loom::thread;
 
 /// Longer than any wait of a test.
@@ -384,7 +383,7 @@ fn a_planner_runs_a_request_while_another_thread_lacks_slots() {
         assert!(planner.extend(batch, NO_STREAM).unwrap().is_some(), "there is enough to evict");
         let new = &prompt[usize::try_from(begin).unwrap()..];
         lease.publish(&Publication { tokens: &new, slots: None, state: None }, NO_STREAM).unwrap();
-        assert_eq!(planner.finish(&row, None, None, NO_STREAM).unwrap().1.dropped(), 0);
+        assert_eq!(planner.finish(&row, None, None, NO_STREAM).unwrap().bad.dropped(), 0);
         short.join().unwrap();
         drop(lease);
         nothing_is_lost(&slots, &cache, 0);

@@ -234,7 +234,7 @@ fn rows_are_stored_moved_and_gathered_at_once() {
             }
         }
     });
-    assert_eq!(states.tracks().rows().available(), 4);
+    assert_eq!(states.with_tracks(|tracks| tracks.rows().available()), 4);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use crate::base::mark_own_thread;
 use crate::cache::PageHash;
@@ -58,7 +58,7 @@ impl Worker {
             if state.is_closing {
                 return None;
             }
-            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = state.wait(&self.shared.changed);
         }
     }
 

@@ -1,9 +1,9 @@
 //! Pieces of a tier that keep their places for a copy.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{ForkGate, Result};
 use crate::cache::{EntryId, Namespace, PageHash};
 use crate::memory::{HostRows, Region};
@@ -74,7 +74,7 @@ pub(in crate::pool) struct Sending(Arc<HostTier>);
 impl Drop for Sending {
     fn drop(&mut self) {
         let _gate = ForkGate::enter_on_own_thread();
-        lock(&self.0.counts).sending -= 1;
+        self.0.counts.lock().sending -= 1;
     }
 }
 
@@ -95,7 +95,7 @@ impl OutgoingPieces {
 impl Drop for OutgoingPieces {
     fn drop(&mut self) {
         let _gate = ForkGate::enter_on_own_thread();
-        lock(&self.pieces.tier.counts).storing -= self.count;
+        self.pieces.tier.counts.lock().storing -= self.count;
     }
 }
 
@@ -109,7 +109,7 @@ pub(in crate::pool) struct IncomingPieces {
     /// Keys of what went for them, and whether something had no place.
     pub(in crate::pool) evicted: Vec<PageHash>,
     pub(in crate::pool) is_cut: bool,
-    entries: Mutex<Vec<EntryId>>,
+    entries: RankedMutex<Vec<EntryId>>,
 }
 
 impl IncomingPieces {
@@ -130,7 +130,7 @@ impl IncomingPieces {
     /// Makes the first `count` of them complete and holds them, and gives up the others. Nothing is copied
     /// there any more.
     pub(in crate::pool) fn arrive(&self, count: usize) -> HeldPieces {
-        let entries = std::mem::take(&mut *lock(&self.entries));
+        let entries = std::mem::take(&mut *self.entries.lock());
         let held = self.storage().map_or(Vec::new(), |storage| storage.arrive_fetched(&entries, count));
         self.tier.count(TierCounts { fetched: held.len(), ..TierCounts::default() });
         HeldPieces::of(&self.tier, self.kind, held)
@@ -144,7 +144,7 @@ impl IncomingPieces {
 
 impl Drop for IncomingPieces {
     fn drop(&mut self) {
-        let entries = std::mem::take(&mut *lock(&self.entries));
+        let entries = std::mem::take(&mut *self.entries.lock());
         self.storage().iter().for_each(|storage| storage.fail(&entries));
     }
 }
@@ -179,7 +179,7 @@ impl HostTier {
     /// Begins to count pieces as on their way to a store, before they are found.
     pub(in crate::pool) fn begin_sending(self: &Arc<Self>) -> Sending {
         let _gate = ForkGate::enter_on_own_thread();
-        lock(&self.counts).sending += 1;
+        self.counts.lock().sending += 1;
         Sending(Arc::clone(self))
     }
 
@@ -191,7 +191,7 @@ impl HostTier {
         keys: &[PageHash],
     ) -> (Vec<PageHash>, OutgoingPieces) {
         let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
-        let mut counts = lock(&self.counts);
+        let mut counts = self.counts.lock();
         let count = keys.len().min(max.saturating_sub(counts.storing));
         counts.storing += count;
         counts.unstored += keys.len() - count;
@@ -219,7 +219,8 @@ impl HostTier {
             storage.begin_fetch(clears, keys, namespace)?;
         self.count(TierCounts { evicted: evicted.len(), skipped, ..TierCounts::default() });
         let ranges = storage.ranges(&entries);
-        let (tier, is_cut, entries) = (Arc::clone(self), skipped > 0, Mutex::new(entries));
+        let (tier, is_cut, entries) =
+            (Arc::clone(self), skipped > 0, RankedMutex::new(LockRank::TierPieces, entries));
         Some(IncomingPieces { tier, kind, keys, ranges, evicted, is_cut, entries })
     }
 

@@ -1,10 +1,10 @@
 //! Pieces of host memory of one size, by key.
 
 use std::ops::{Deref, DerefMut, Range};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
 use crate::cache::{DevicePresence, EntryId, Namespace, PageHash, Residency};
 use crate::index::IndexHandle;
@@ -21,14 +21,14 @@ pub(super) struct Storage {
     /// The pieces as the device reaches them in place, if it does.
     in_place: Option<Pieces>,
     copied: Pieces,
-    resident: Mutex<Residency<IndexHandle<ChunkId>>>,
+    resident: RankedMutex<Residency<IndexHandle<ChunkId>>>,
     /// Page-locking, until it is known to be over.
-    locking: Mutex<Option<PageLocking>>,
+    locking: RankedMutex<Option<PageLocking>>,
 }
 
 /// The contents of a storage, under its lock.
 pub(super) struct Resident<'a> {
-    residency: MutexGuard<'a, Residency<IndexHandle<ChunkId>>>,
+    residency: RankedGuard<'a, Residency<IndexHandle<ChunkId>>>,
     _gate: Option<ForkGate>,
 }
 
@@ -91,13 +91,14 @@ fn pair<I: Id>(page: I, piece: ChunkId) -> PagePair<I> {
 }
 
 impl Storage {
-    /// Creates room for `count` pages of `page_size` of `rows`.
+    /// Creates room for `count` pages of `page_size` of `rows`. The lock of its contents has the rank `rank`.
     pub(super) fn new(
         config: &HostTierConfig,
         count: usize,
         rows: &LayerRows,
         page_size: usize,
         backend: &Arc<dyn Backend>,
+        rank: LockRank,
     ) -> Result<Self> {
         let device = rows.all().first().map_or(Device::Cpu, |buffer| buffer.region().device());
         let is_locked = config.pin_memory && device != Device::Cpu;
@@ -119,15 +120,17 @@ impl Storage {
         let chunks = Arc::new(chunks);
         let locking = chunks.lock_pages();
         // The locking of a single step is done.
-        let locking = Mutex::new(locking.filter(|locking| locking.steps() > 1));
-        Ok(Self { chunks, in_place, copied, resident: Mutex::default(), locking })
+        let locking = locking.filter(|locking| locking.steps() > 1);
+        let locking = RankedMutex::new(LockRank::TierPageLocking, locking);
+        let resident = RankedMutex::new(rank, Residency::default());
+        Ok(Self { chunks, in_place, copied, resident, locking })
     }
 
     /// Returns the contents, under its lock.
     pub(super) fn resident(&self) -> Resident<'_> {
         // Threads of stores lock it, too.
         let gate = ForkGate::enter_on_own_thread();
-        Resident { residency: lock(&self.resident), _gate: gate }
+        Resident { residency: self.resident.lock(), _gate: gate }
     }
 
     pub(super) fn piece_bytes(&self) -> usize {
@@ -149,7 +152,7 @@ impl Storage {
     pub(super) fn wait_registered(&self, timeout: Duration) -> Result<bool> {
         self.chunks.check_process()?;
         let begin = Instant::now();
-        let mut locking = lock(&self.locking);
+        let mut locking = self.locking.lock();
         while let Some(steps) = &*locking {
             match steps.next(timeout.saturating_sub(begin.elapsed())) {
                 Report::Step(_) => (),

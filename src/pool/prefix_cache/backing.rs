@@ -1,9 +1,9 @@
 //! The store below the host tier of a cache.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{ForkGate, Result, run_blocking};
 use crate::cache::{Continuation, Digest, LowerTierContents, PageHash, StoreKeys};
 use crate::memory::{HostRows, Keep, Stream};
@@ -30,20 +30,26 @@ pub(super) struct Backing {
 }
 
 /// The reference by which threads reach the cache, until it goes.
-#[derive(Debug, Default)]
-pub(super) struct CacheRef(Mutex<Weak<CacheCore>>);
+#[derive(Debug)]
+pub(super) struct CacheRef(RankedMutex<Weak<CacheCore>>);
+
+impl Default for CacheRef {
+    fn default() -> Self {
+        Self(RankedMutex::new(LockRank::CacheRef, Weak::new()))
+    }
+}
 
 impl CacheRef {
     pub(super) fn begin(&self, cache: &Arc<CacheCore>) {
-        *lock(&self.0) = Arc::downgrade(cache);
+        *self.0.lock() = Arc::downgrade(cache);
     }
 
     /// Lets no thread reach the cache from now on, and waits for one that has.
     pub(super) fn end(&self) {
         match self.0.try_lock() {
-            Ok(mut cache) => *cache = Weak::new(),
+            Some(mut cache) => *cache = Weak::new(),
             // The thread may wait for what the caller's interpreter has.
-            Err(_) => run_blocking(|| *lock(&self.0) = Weak::new()),
+            None => run_blocking(|| *self.0.lock() = Weak::new()),
         }
     }
 
@@ -51,7 +57,7 @@ impl CacheRef {
     pub(super) fn visit(&self, work: impl FnOnce(&CacheCore)) {
         let _gate = ForkGate::enter();
         // Held until the thread has let go of the cache, so that it ends where its owner drops it.
-        let cache = lock(&self.0);
+        let cache = self.0.lock();
         if let Some(shared) = cache.upgrade() {
             work(&shared);
         }
@@ -289,7 +295,7 @@ impl Backing {
         let (sender, given) = std::sync::mpsc::channel::<()>();
         // Without a thread nothing waits. When the job is done, or dropped, so is its end of the channel.
         let _ = self.puts.submit(move || drop(sender));
-        let _ = given.recv();
+        let _ = run_blocking(move || given.recv());
     }
 
     /// Has a thread complete a copy to the tier when it is over.

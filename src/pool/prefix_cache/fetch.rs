@@ -1,11 +1,12 @@
 //! Prefixes that come from the store to the host tier.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::base::Result;
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedMutex};
+use crate::base::sync::Condvar;
 use crate::cache::{Continuation, Namespace, OfferedPages, PageHash};
 use crate::pool::host_tier::{HeldPieces, IncomingPieces, PieceKind};
 use crate::pool::{HostTier, StoreTransfer};
@@ -29,10 +30,16 @@ pub struct Fetch {
 }
 
 /// The progress of a fetch.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct FetchProgress {
-    now: Mutex<Now>,
+    now: RankedMutex<Now>,
     moved: Condvar,
+}
+
+impl FetchProgress {
+    fn new(now: Now) -> Self {
+        Self { now: RankedMutex::new(LockRank::Fetch, now), moved: Condvar::new() }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -83,7 +90,7 @@ impl Fetch {
     /// Creates a fetch that has nothing to bring.
     pub(super) fn nothing() -> Self {
         let now = Now { is_over: true, ..Now::default() };
-        let progress = FetchProgress { now: Mutex::new(now), moved: Condvar::new() };
+        let progress = FetchProgress::new(now);
         Self { process: std::process::id(), progress: Arc::new(progress) }
     }
 
@@ -92,7 +99,7 @@ impl Fetch {
     /// # Errors
     /// See [`JobThread::submit`](crate::transfer::JobThread::submit).
     pub(super) fn begin(backing: &Backing, request: FetchRequest) -> Result<Self> {
-        let progress = Arc::<FetchProgress>::default();
+        let progress = Arc::new(FetchProgress::new(Now::default()));
         let (store_access, cache_ref) = (Arc::clone(backing.store_access()), Arc::clone(backing.cache_ref()));
         let end = End(Arc::clone(&progress));
         backing.fetches().submit(move || {
@@ -109,7 +116,7 @@ impl Fetch {
     /// [`match`]: super::PrefixCache::match_prefix
     #[must_use]
     pub fn len(&self) -> usize {
-        if self.is_foreign() { 0 } else { lock(&self.progress.now).len }
+        if self.is_foreign() { 0 } else { self.progress.now.lock().len }
     }
 
     /// Returns whether none came so far.
@@ -121,7 +128,7 @@ impl Fetch {
     /// Returns whether no more will come. True in the child of a fork.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.is_foreign() || lock(&self.progress.now).is_over
+        self.is_foreign() || self.progress.now.lock().is_over
     }
 
     /// Waits up to `timeout` until no more will come. Returns whether that is so.
@@ -131,13 +138,13 @@ impl Fetch {
             return true;
         }
         let begin = Instant::now();
-        let mut now = lock(&self.progress.now);
+        let mut now = self.progress.now.lock();
         while !now.is_over {
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
                 return false;
             }
-            now = self.progress.moved.wait_timeout(now, left).unwrap_or_else(PoisonError::into_inner).0;
+            now = now.wait_timeout(&self.progress.moved, left);
         }
         true
     }
@@ -145,7 +152,7 @@ impl Fetch {
     /// Brings no more. What came stays.
     pub fn cancel(&self) {
         if !self.is_foreign() {
-            lock(&self.progress.now).is_given_up = true;
+            self.progress.now.lock().is_given_up = true;
         }
     }
 
@@ -161,7 +168,7 @@ impl Drop for Fetch {
         if self.is_foreign() {
             return;
         }
-        let mut now = lock(&self.progress.now);
+        let mut now = self.progress.now.lock();
         now.is_given_up = true;
         let mut held = std::mem::take(&mut now.held);
         drop(now);
@@ -175,7 +182,7 @@ struct End(Arc<FetchProgress>);
 
 impl Drop for End {
     fn drop(&mut self) {
-        lock(&self.0.now).is_over = true;
+        self.0.now.lock().is_over = true;
         self.0.moved.notify_all();
     }
 }
@@ -203,7 +210,7 @@ impl Drop for Batch {
 
 impl FetchJob<'_> {
     fn should_continue(&self) -> bool {
-        !lock(&self.progress.now).is_given_up
+        !self.progress.now.lock().is_given_up
     }
 
     fn run(&self) -> Result<()> {
@@ -227,7 +234,7 @@ impl FetchJob<'_> {
             // In their order, but perhaps not all.
             let arrived: Vec<usize> =
                 arrived.iter().filter_map(|key| places.find(|&at| keys[at] == *key)).collect();
-            lock(&self.progress.now).len += arrived.len() * self.page_size();
+            self.progress.now.lock().len += arrived.len() * self.page_size();
             self.record_arrived(&self.runs(keys, &arrived));
         })?;
         Ok(())
@@ -235,7 +242,7 @@ impl FetchJob<'_> {
 
     /// Keeps pieces as long as the fetch lives.
     fn keep(&self, pieces: HeldPieces) {
-        let mut now = lock(&self.progress.now);
+        let mut now = self.progress.now.lock();
         // Otherwise they go without the lock.
         if !now.is_given_up {
             return now.held.push(pieces);

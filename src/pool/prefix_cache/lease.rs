@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::base::sync::explored::{Mutex, lock};
+use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, try_with_capacity, widen};
 use crate::cache::{Hold, Namespace, Tree};
 use crate::index::{PageList, put_slots_of};
@@ -28,7 +28,7 @@ pub struct Lease {
     /// The stream on which it was made, for what a drop frees.
     stream: Stream,
     /// `None` once it is released.
-    state: Mutex<Option<LeaseState>>,
+    state: RankedMutex<Option<LeaseState>>,
     pub(super) allocator: Arc<TokenToKvPoolAllocator>,
 }
 
@@ -44,7 +44,7 @@ impl Lease {
         let (loadable, load) = (Loadable::default(), None);
         let state = Some(LeaseState { hold, holder: Holder::User, loadable, load });
         let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
-        Self { shared, namespace, clears, stream, state: Mutex::new(state), allocator }
+        Self { shared, namespace, clears, stream, state: RankedMutex::new(LockRank::Lease, state), allocator }
     }
 
     /// Returns the namespace of the prefix.
@@ -72,7 +72,7 @@ impl Lease {
 
     /// Records the tokens that the tier below could add to a new lease.
     pub(super) fn set_loadable(&self, loadable: Loadable) {
-        if let Some(lease) = lock(&self.state).as_mut() {
+        if let Some(lease) = self.state.lock().as_mut() {
             lease.loadable = loadable;
         }
     }
@@ -115,7 +115,7 @@ impl Lease {
         let call = self.shared.begin_call(&self.allocator, stream);
         // Dropped without locks.
         let ended;
-        let mut guard = lock(&self.state);
+        let mut guard = self.state.lock();
         let Some(lease) = guard.as_mut() else { return Err(stale("it was released")) };
         let mut cache = call.current();
         if cache.clears != self.clears {
@@ -225,7 +225,7 @@ impl Lease {
     /// Returns the row of its request, if a planner has that.
     #[must_use]
     pub fn row(&self) -> Option<RequestRow> {
-        let lease = lock(&self.state);
+        let lease = self.state.lock();
         Some(lease.as_ref()?.request()?.row())
     }
 
@@ -282,7 +282,7 @@ impl Lease {
         })?;
         let again =
             Self::new(&self.shared, &self.allocator, hold, self.clears, self.namespace.clone(), stream);
-        if let Some(lease) = lock(&again.state).as_mut() {
+        if let Some(lease) = again.state.lock().as_mut() {
             lease.load = load;
         }
         Ok(again)
@@ -292,7 +292,7 @@ impl Lease {
     /// a lock of what it had, unless it has ended before.
     pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) -> Option<PrefixLock> {
         if len == 0 {
-            let lease = lock(&self.state).take();
+            let lease = self.state.lock().take();
             return lease.map(|lease| self.lock_of(lease.hold, lease.load, stream));
         }
         let before = self.with_request(stream, |_, cache, lease| {
@@ -312,7 +312,7 @@ impl Lease {
 
     /// Ends the lease if `is_over` says so. One lock for both: in between it could become that of a request.
     fn end_if(&self, is_over: impl FnOnce(&mut LeaseState) -> bool, stream: Stream) {
-        let lease = lock(&self.state).take_if(is_over);
+        let lease = self.state.lock().take_if(is_over);
         let Some(mut lease) = lease else { return };
         // Dropped without locks.
         let mut ended = None;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use crate::base::sync::explored::{Mutex, lock};
+use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Error, ErrorKind, Page, Result, StateSlot};
 use crate::cache::{DevicePresence, Hold, LowerTierContents, PageHash};
 use crate::memory::Stream;
@@ -45,8 +45,8 @@ pub(super) struct SharedLoad {
     state: Option<StateSlot>,
     copies: Copies,
     /// The pieces that it comes from; `None` once nothing reads it.
-    pieces: Mutex<Option<HeldPieces>>,
-    arrived: Mutex<Option<ArrivedLoad>>,
+    pieces: RankedMutex<Option<HeldPieces>>,
+    arrived: RankedMutex<Option<ArrivedLoad>>,
 }
 
 /// The outcome of copies.
@@ -96,7 +96,7 @@ pub struct Load {
 #[derive(Clone)]
 struct Copies {
     transfer: Arc<Transfer>,
-    outcome: Arc<Mutex<Outcome>>,
+    outcome: Arc<RankedMutex<Outcome>>,
 }
 
 impl Load {
@@ -140,7 +140,7 @@ impl Load {
             lease.complete_load(stream);
         }
         let is_given_up = self.is_given_up.load(Ordering::Acquire);
-        if *lock(outcome) == Outcome::Arrived && !is_given_up {
+        if *outcome.lock() == Outcome::Arrived && !is_given_up {
             return Ok(true);
         }
         Err(Error::new(ErrorKind::State, format!("the load of {} tokens has ended early", self.len)))
@@ -208,7 +208,7 @@ impl Lease {
             gpu.check_not_capturing(stream, "a load, whose copies run beside it,")?;
         }
         // Dropped without locks.
-        let loads = lock(&self.shared.state).shared_loads();
+        let loads = self.shared.state.lock().shared_loads();
         let request = match self.begin_load(limit, &loads, stream)? {
             LoadStart::Short { .. } => return Ok(None),
             LoadStart::Done(load) => return Ok(Some(load)),
@@ -258,9 +258,12 @@ impl Lease {
             tokens,
             pages,
             state: state.map(TakenSlot::keep),
-            copies: Copies { transfer, outcome: Arc::default() },
-            pieces: Mutex::new(Some(pieces)),
-            arrived: Mutex::new(None),
+            copies: Copies {
+                transfer,
+                outcome: Arc::new(RankedMutex::new(LockRank::LoadOutcome, Outcome::default())),
+            },
+            pieces: RankedMutex::new(LockRank::LoadPieces, Some(pieces)),
+            arrived: RankedMutex::new(LockRank::LoadArrival, None),
         });
         Ok((load, lock))
     }
@@ -413,12 +416,12 @@ impl SharedLoad {
             self.copies.transfer.is_over().unwrap_or(true)
                 && !self.copies.transfer.is_complete().unwrap_or(false)
         };
-        lock(&self.arrived).is_none() && !has_failed()
+        self.arrived.lock().is_none() && !has_failed()
     }
 
     /// Its pages, until the tree has them.
     pub(super) fn pages_in_flight(&self) -> Vec<Page> {
-        if lock(&self.arrived).is_some() { Vec::new() } else { self.pages.clone() }
+        if self.arrived.lock().is_some() { Vec::new() } else { self.pages.clone() }
     }
 
     /// Returns the snapshot behind its first `len` tokens.
@@ -428,7 +431,7 @@ impl SharedLoad {
 
     /// Publishes what has arrived in the tree, behind `hold`, unless that was done before.
     fn arrive(&self, cache: &mut CacheState, hold: &Hold) {
-        let mut arrived = lock(&self.arrived);
+        let mut arrived = self.arrived.lock();
         if arrived.is_some() {
             return;
         }
@@ -445,12 +448,12 @@ impl SharedLoad {
             below.tier.set_device_presence(self.keys.iter().rev(), DevicePresence::Present);
         }
         cache.loading_pages -= self.pages.len() - cached;
-        *lock(&self.copies.outcome) = Outcome::Arrived;
+        *self.copies.outcome.lock() = Outcome::Arrived;
         *arrived = Some(ArrivedLoad { hold: own, spare: self.pages[..cached].to_vec(), state });
         // The pieces in the tier are needed no more, unless the copy is complete in the order of a stream
         // only: then they are dropped with this.
         if self.copies.transfer.is_over().unwrap_or(false) {
-            drop(lock(&self.pieces).take());
+            drop(self.pieces.lock().take());
         }
     }
 }
@@ -482,16 +485,16 @@ impl Drop for SharedLoad {
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
         self.copies.transfer.cancel();
         let call = self.shared.begin_call(&allocator, self.stream);
-        let arrived = lock(&self.arrived).take();
+        let arrived = self.arrived.lock().take();
         let (hold, pages, state) = if let Some(ArrivedLoad { hold, spare, state }) = arrived {
             (Some(hold), spare, state)
         } else {
-            *lock(&self.copies.outcome) = Outcome::GivenUp;
+            *self.copies.outcome.lock() = Outcome::GivenUp;
             (None, std::mem::take(&mut self.pages), self.state)
         };
         self.shared.change_loading(self.clears, |loading| loading - pages.len());
         let given = ReleasedPieces { pages, states: state.into_iter().collect() };
-        let pieces = lock(&self.pieces).take();
+        let pieces = self.pieces.lock().take();
         call.give_back_after(self.clears, given, &self.copies.transfer, pieces);
         if let Some(hold) = hold {
             call.release(hold, self.clears);

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use crate::base::sync::explored::{Mutex, MutexGuard, lock};
+use crate::base::lock_order::{RankedGuard, RankedMutex};
 use crate::base::{Page, Result, StateSlot};
 use crate::cache::{
     AGE_BUCKETS, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, Tree, TreeStats, WritePolicy,
@@ -31,8 +31,7 @@ pub(super) struct CacheCore {
     pub(super) config: PrefixCacheConfig,
     /// The owner of cached pages in the ledger.
     pub(super) owner: Owner,
-    // Lock order: a lease first, this one next, the allocator last.
-    pub(super) state: Mutex<CacheState>,
+    pub(super) state: RankedMutex<CacheState>,
 }
 
 /// The contents of a cache.
@@ -55,8 +54,7 @@ pub(super) struct CacheCall<'a> {
 }
 
 impl CacheState {
-    /// Waits for the copies to the tier below. The cache is about to be dropped, so no other call waits for
-    /// its lock.
+    /// Waits for the copies to the tier below, before the cache is dropped. The caller holds no lock.
     pub(super) fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
         if let Self { below: Some(below), tree, clears, .. } = self {
             below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().clears() == *clears));
@@ -99,7 +97,7 @@ impl CacheCore {
     /// Changes the number of pages that are being loaded, unless the allocator has been cleared more than
     /// `clears` times.
     pub(super) fn change_loading(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
-        let mut cache = lock(&self.state);
+        let mut cache = self.state.lock();
         if cache.clears == clears {
             cache.loading_pages = change(cache.loading_pages);
         }
@@ -110,7 +108,7 @@ impl CacheCore {
         &self,
         expect: impl FnOnce() -> Option<IncomingPieces>,
     ) -> Option<IncomingPieces> {
-        let mut cache = lock(&self.state);
+        let mut cache = self.state.lock();
         let mut incoming = expect()?;
         cache.tree.record_dropped_below(std::mem::take(&mut incoming.evicted));
         Some(incoming)
@@ -118,7 +116,7 @@ impl CacheCore {
 
     /// Records pages that arrived in the tier below from a store.
     pub(super) fn record_arrived_below(&self, arrived: &[OfferedPages]) {
-        let mut cache = lock(&self.state);
+        let mut cache = self.state.lock();
         if let CacheState { below: Some(below), tree, .. } = &mut *cache {
             below.record_arrived(tree, arrived);
         }
@@ -135,8 +133,8 @@ impl CacheCore {
 impl CacheCall<'_> {
     /// Locks the contents of the cache, which are emptied if the allocator was cleared. Completes copies that
     /// are over, and ends pins whose time is over.
-    pub(super) fn current(&self) -> MutexGuard<'_, CacheState> {
-        let mut cache = lock(&self.shared.state);
+    pub(super) fn current(&self) -> RankedGuard<'_, CacheState> {
+        let mut cache = self.shared.state.lock();
         let allocator = self.slots.allocator();
         // Counted before the clears: copies that were over before a clear have what was published.
         let over = cache.below.as_ref().map_or(0, TierLink::over);
@@ -292,7 +290,7 @@ impl Reclaim for CacheCore {
     }
 
     fn locked(&self) -> Vec<Page> {
-        let cache = lock(&self.state);
+        let cache = self.state.lock();
         let (mut pages, loads) = (cache.tree.locked_pages(), cache.shared_loads());
         drop(cache);
         pages.extend(loads.iter().flat_map(|load| load.pages_in_flight()));
@@ -302,15 +300,15 @@ impl Reclaim for CacheCore {
 
 impl Drop for CacheCore {
     fn drop(&mut self) {
-        let Some(allocator) = self.allocator.upgrade() else {
-            let mut cache = lock(&self.state);
-            cache.finish_writes(None);
-            let evicted = cache.tree.take_all();
+        let allocator = self.allocator.upgrade();
+        // No other call can reach the cache, so this waits without its lock.
+        self.state.get_mut().finish_writes(allocator.as_deref());
+        let Some(allocator) = allocator else {
+            let evicted = self.state.get_mut().tree.take_all();
             return self.free_states(&evicted.states);
         };
         let call = self.begin_call(&allocator, Stream::DEFAULT);
         let mut cache = call.current();
-        cache.finish_writes(Some(&allocator));
         let evicted = cache.tree.take_all();
         call.give_back(&cache, evicted);
     }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 
-use crate::base::sync::explored::{MutexGuard, lock};
+use crate::base::lock_order::RankedGuard;
 use crate::base::{Page, Result, run_blocking};
 use crate::memory::Stream;
 use crate::pool::fences::passed;
@@ -25,7 +25,7 @@ impl TokenToKvPoolAllocator {
 
     /// Polls, then locks the slots.
     #[inline]
-    pub(super) fn polled(&self, stream: Stream) -> Result<MutexGuard<'_, SlotTensors>> {
+    pub(super) fn polled(&self, stream: Stream) -> Result<RankedGuard<'_, SlotTensors>> {
         let slots = self.lock();
         if slots.is_settled() {
             return Ok(slots);
@@ -146,7 +146,7 @@ impl TokenToKvPoolAllocator {
 
     /// Returns the registered [`Reclaim`]s, to be called without locks.
     fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
-        let mut registered = lock(&self.reclaim);
+        let mut registered = self.reclaim.lock();
         registered.retain(|reclaim| reclaim.strong_count() > 0);
         registered.iter().filter_map(Weak::upgrade).collect()
     }

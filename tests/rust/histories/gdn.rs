@@ -128,7 +128,8 @@ fn check(pool: &GdnPool, model: &Model) {
         }
     }
     agree(pool.layer_state(layers), false);
-    let tracks = pool.tracks();
-    assert_eq!((tracks.rows().broken_invariant(), tracks.dropped_frees()), (None, model.dropped));
-    assert_eq!(tracks.rows().available(), model.free.len());
+    pool.with_tracks(|tracks| {
+        assert_eq!((tracks.rows().broken_invariant(), tracks.dropped_frees()), (None, model.dropped));
+        assert_eq!(tracks.rows().available(), model.free.len());
+    });
 }

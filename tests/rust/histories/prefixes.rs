@@ -130,7 +130,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     let left = allocator.stats();
     let fenced = fenced.iter().map(|(_, pages)| pages.len()).sum::<usize>();
     assert_eq!((left.cached, left.in_use), (0, (own.len() + fenced) * page_size));
-    assert!(states.is_none_or(|states| states.tracks().rows().in_use() == 0));
+    assert!(states.is_none_or(|states| states.with_tracks(|tracks| tracks.rows().in_use()) == 0));
 }
 
 /// Working slots 1 and 2, and as many track slots as asked for.
@@ -688,7 +688,7 @@ impl Prefixes {
         assert_eq!(slots.dropped_frees, self.dropped);
         assert_eq!(tree.snapshots, self.snapshots.len());
         if let Some(states) = &self.states {
-            assert_eq!(states.tracks().rows().in_use(), self.snapshots.len());
+            assert_eq!(states.with_tracks(|tracks| tracks.rows().in_use()), self.snapshots.len());
         }
         for HeldLease { lease, end, .. } in &self.held {
             let pages = lease.pages(0).expect("a lease");

@@ -568,7 +568,8 @@ impl World {
         let begin = Instant::now();
         let is_back = || {
             let available = self.allocator.poll_available_size(STREAM).expect("nothing fails");
-            let tracks = self.states.as_ref().map_or(0, |states| states.tracks().rows().in_use());
+            let tracks =
+                self.states.as_ref().map_or(0, |states| states.with_tracks(|tracks| tracks.rows().in_use()));
             available == self.allocator.stats().capacity && tracks == 0
         };
         while !is_back() {
