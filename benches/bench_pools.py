@@ -170,7 +170,7 @@ def page_locking(report: Report) -> None:
     count = (GIBIBYTES << 30) // (2 << 20)
 
     def ours(_number: int) -> None:
-        kvpool.ChunkPool(count, CHUNK, torch.bfloat16).wait_registered()
+        kvpool.ChunkPool(count, CHUNK, torch.bfloat16).wait_page_locked()
 
     def theirs(_number: int) -> None:
         kept = [torch.empty(CHUNK, dtype=torch.bfloat16, pin_memory=True) for _ in range(count)]

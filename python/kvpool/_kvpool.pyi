@@ -320,7 +320,7 @@ class Pool:
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -332,7 +332,7 @@ class Pool:
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
     def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
@@ -606,7 +606,7 @@ class KVPool(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -618,7 +618,7 @@ class KVPool(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
 
 @disjoint_base
@@ -979,7 +979,7 @@ class TokenToKVPoolAllocator(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -991,7 +991,7 @@ class TokenToKVPoolAllocator(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
 
 @final
@@ -1172,7 +1172,7 @@ class ReqToTokenPool(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -1184,7 +1184,7 @@ class ReqToTokenPool(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
 
 @final
@@ -1670,7 +1670,7 @@ class GDNPool(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -1682,7 +1682,7 @@ class GDNPool(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
 
 @final
@@ -2511,7 +2511,7 @@ class PrefixCache(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -2523,7 +2523,7 @@ class PrefixCache(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
 
 @final
@@ -3049,7 +3049,7 @@ class PagePool(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -3061,7 +3061,7 @@ class PagePool(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
 
 @final
@@ -3161,7 +3161,7 @@ class ChunkPool(Pool):
                 or belongs to another pool. Nothing is changed.
             TypeError: If `chunk` is not a `Chunk`.
         """
-    def wait_registered(self, timeout: float | None = None) -> bool:
+    def wait_page_locked(self, timeout: float | None = None) -> bool:
         """Waits until page-locking has ended, without the GIL.
 
         Args:
@@ -3184,7 +3184,7 @@ class ChunkPool(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -3196,7 +3196,7 @@ class ChunkPool(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
 
 @final
@@ -3422,7 +3422,7 @@ class BufferPool(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -3434,7 +3434,7 @@ class BufferPool(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
 
 @final
@@ -3530,7 +3530,7 @@ class _Workspace(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -3542,7 +3542,7 @@ class _Workspace(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
     def _reset(self) -> bool:
         """Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds
@@ -3627,7 +3627,7 @@ class HostTier(Pool):
           (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
           `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
           not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -3639,11 +3639,11 @@ class HostTier(Pool):
         - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
           `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
           `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
         """
     def mem_bytes(self) -> int:
         """Bytes of the memory."""
-    def wait_registered(self, timeout: float | None = None) -> bool:
+    def wait_page_locked(self, timeout: float | None = None) -> bool:
         """Waits, without the GIL, until page-locking has ended.
 
         Args:

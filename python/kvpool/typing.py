@@ -156,7 +156,7 @@ class SlotStats(CountedStats):
 class ChunkStats(CountedStats):
     """Statistics of `ChunkPool`."""
 
-    registered: int
+    page_locked: int
 
 
 class BufferStats(UnitStats):
@@ -209,7 +209,7 @@ class TierStats(PoolStats):
     fetched: int
     storing: int
     unstored: int
-    registered: int
+    page_locked: int
 
 
 class StoreStats(TypedDict):

@@ -87,7 +87,7 @@ pub unsafe trait Backend: Debug + Send + Sync {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) where memory cannot be page-locked in place;
     /// errors of the driver. The memory stays usable in either case.
-    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
         let _ = (gpu, region, bytes);
         Err(Error::config(format!(
             "memory of this backend on {} cannot be page-locked in place",

@@ -17,6 +17,6 @@ pub use event::Event;
 pub(crate) use gpu::Function;
 pub(in crate::memory) use gpu::is_forked;
 pub use gpu::{Gpu, SideStream};
-pub use memory::{Cuda, Pinned};
+pub use memory::{Cuda, PageLockedHost};
 pub use page_lock::PageLock;
 pub use ring::{Reply, Ring};

@@ -26,8 +26,8 @@ pub enum PageKind {
 /// supports it.
 ///
 /// Whatever the system does not provide is reported by [`MappedHost::take_notes`]; the memory is allocated
-/// without it. Use [`Host`](super::Host) for small or pageable memory, [`Pinned`](super::Pinned) for memory
-/// page-locked at once.
+/// without it. Use [`Host`](super::Host) for small or pageable memory,
+/// [`PageLockedHost`](super::PageLockedHost) for memory page-locked at once.
 #[derive(Debug, Default)]
 pub struct MappedHost {
     numa_node: Option<usize>,
@@ -40,8 +40,8 @@ pub struct MappedHost {
 #[derive(Debug)]
 struct Mapping {
     pages: Arc<Pages>,
-    /// The locks of its parts; each keeps the pages until they are unlocked.
-    locks: Vec<PageLock>,
+    /// The page-locks of its parts; each keeps the pages until they are unlocked.
+    page_locks: Vec<PageLock>,
 }
 
 /// Mapped pages, unmapped on drop.
@@ -103,7 +103,7 @@ impl MappedHost {
     fn keep(&self, address: NonNull<u8>, mapped: usize, are_huge: bool, bytes: usize) -> Block {
         let start = address.as_ptr().expose_provenance();
         let pages = Arc::new(Pages { range: start..start + mapped, are_huge });
-        lock(&self.blocks).push(Mapping { pages, locks: Vec::new() });
+        lock(&self.blocks).push(Mapping { pages, page_locks: Vec::new() });
         Block::new(address, bytes)
     }
 
@@ -125,7 +125,7 @@ unsafe impl Backend for MappedHost {
     }
 
     /// Touches the bytes, then page-locks them.
-    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
         touch(region, bytes)?;
         let tensor = region.bytes_at(bytes.start, bytes.len())?;
         let start = region.address().as_ptr().addr();
@@ -138,7 +138,7 @@ unsafe impl Backend for MappedHost {
         };
         let locked = PageLock::new(gpu, &tensor, users, pages)?;
         if let Some(block) = lock(&self.blocks).iter_mut().find(|block| block.pages.range.start == start) {
-            block.locks.extend(locked);
+            block.page_locks.extend(locked);
         }
         Ok(())
     }

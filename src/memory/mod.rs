@@ -9,7 +9,7 @@
 //! |---|---|
 //! | [`Host`] | pageable host memory |
 //! | [`MappedHost`] | large host memory on a NUMA node or in huge pages, page-locked in place by [`PageLocking`] |
-//! | [`Pinned`] | page-locked host memory |
+//! | [`PageLockedHost`] | page-locked host memory |
 //! | [`Cuda`] | device memory |
 //! | [`LimitedBackend`], [`FailingBackend`], [`CountingBackend`] | wrappers around any backend: limit, fail a chosen allocation, count |
 //!
@@ -36,13 +36,13 @@ mod wrappers;
 pub use backend::{ALIGNMENT, Backend, Block, Contents};
 pub use borrowed::BorrowedTensor;
 pub(crate) use cuda::Function;
-pub use cuda::{Cuda, Event, Gpu, PageLock, Pinned, Reply, Ring, SideStream};
+pub use cuda::{Cuda, Event, Gpu, PageLock, PageLockedHost, Reply, Ring, SideStream};
 pub(crate) use file_lock::{FileLock, TryLockResult};
 pub use host::{Host, prefer_huge_pages};
 pub use host_rows::HostRows;
 pub(crate) use image::Image;
 pub use mapped::{MappedHost, PageKind};
-pub use page_locking::{PageLockProgress, PageLocking, Report, Sink, lock_pages, page_lock_steps};
+pub use page_locking::{PageLockProgress, PageLocking, Report, Sink, page_lock, page_lock_steps};
 pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
 pub(crate) use region_writer::RegionWriter;
 pub use stream::Stream;

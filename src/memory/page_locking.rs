@@ -46,15 +46,15 @@ pub fn page_lock_steps(piece_ends: impl IntoIterator<Item = usize>) -> Vec<Range
 /// Page-locks a region step by step through `gpu`, and returns when all of it is.
 ///
 /// # Errors
-/// Same as [`Backend::lock_pages`](super::Backend::lock_pages).
-pub fn lock_pages(gpu: &Arc<Gpu>, region: &Region, steps: &[Range<usize>]) -> Result<()> {
-    steps.iter().try_for_each(|step| region.lock_pages(gpu, step))
+/// Same as [`Backend::page_lock`](super::Backend::page_lock).
+pub fn page_lock(gpu: &Arc<Gpu>, region: &Region, steps: &[Range<usize>]) -> Result<()> {
+    steps.iter().try_for_each(|step| region.page_lock(gpu, step))
 }
 
 /// Receives the bytes of a region as they are page-locked.
 pub trait Sink: Debug + Send + Sync {
-    /// Receives the bytes of a step. With `is_locked == false` they are ordinary memory.
-    fn offer(&self, bytes: &Range<usize>, is_locked: bool);
+    /// Receives the bytes of a step. With `is_page_locked == false` they are ordinary memory.
+    fn offer(&self, bytes: &Range<usize>, is_page_locked: bool);
 
     /// Called once no further step is worth waiting for.
     fn end(&self);
@@ -194,15 +194,15 @@ impl Job {
     }
 
     /// Offers the bytes of a step and reports it. Returns whether the sink is still alive.
-    fn offer(&self, step: &Range<usize>, locked: Result<()>) -> bool {
+    fn offer(&self, step: &Range<usize>, page_locked: Result<()>) -> bool {
         let Some(sink) = self.sink.upgrade() else { return false };
         // A child that is forked meanwhile would wait for the locks of the sink.
         let _gate = ForkGate::enter_on_own_thread();
-        sink.offer(step, locked.is_ok());
+        sink.offer(step, page_locked.is_ok());
         let mut state = self.state();
         state.done += step.len();
         let progress =
-            PageLockProgress { done: state.done, total: self.region.bytes(), failure: locked.err() };
+            PageLockProgress { done: state.done, total: self.region.bytes(), failure: page_locked.err() };
         state.reports.push_back(progress);
         drop(state);
         self.changed.notify_all();
@@ -230,7 +230,7 @@ impl Worker {
         while let Some(step) = shared.steps.get(shared.next.fetch_add(1, Relaxed))
             && !shared.stop.load(Relaxed)
             && shared.sink.strong_count() > 0
-            && shared.offer(step, shared.region.lock_pages(&shared.gpu, step))
+            && shared.offer(step, shared.region.page_lock(&shared.gpu, step))
         {}
     }
 }

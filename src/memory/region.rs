@@ -318,13 +318,13 @@ impl Region {
     /// Page-locks bytes of the region until it is dropped.
     ///
     /// # Errors
-    /// Same as [`Backend::lock_pages`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if no backend
+    /// Same as [`Backend::page_lock`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if no backend
     /// allocated it.
-    pub fn lock_pages(&self, gpu: &Arc<Gpu>, bytes: &Range<usize>) -> Result<()> {
+    pub fn page_lock(&self, gpu: &Arc<Gpu>, bytes: &Range<usize>) -> Result<()> {
         let Some(backend) = self.backend() else {
             return Err(Error::config("memory that came from no backend cannot be page-locked in place"));
         };
-        backend.lock_pages(gpu, self, bytes)
+        backend.page_lock(gpu, self, bytes)
     }
 
     /// Returns a tensor within this region that begins at byte `offset`.

@@ -51,8 +51,8 @@ unsafe impl Backend for LimitedBackend {
         self.inner.is_device_accessible()
     }
 
-    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
-        self.inner.lock_pages(gpu, region, bytes)
+    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        self.inner.page_lock(gpu, region, bytes)
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
@@ -121,8 +121,8 @@ unsafe impl Backend for FailingBackend {
         self.inner.is_device_accessible()
     }
 
-    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
-        self.inner.lock_pages(gpu, region, bytes)
+    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        self.inner.page_lock(gpu, region, bytes)
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
@@ -207,8 +207,8 @@ unsafe impl Backend for CountingBackend {
         self.inner.is_device_accessible()
     }
 
-    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
-        self.inner.lock_pages(gpu, region, bytes)
+    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        self.inner.page_lock(gpu, region, bytes)
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {

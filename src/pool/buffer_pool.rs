@@ -229,9 +229,9 @@ impl BufferPool {
     /// Registers existing memory, which the pool neither owns nor recycles. Returns `false` if it was
     /// registered before.
     ///
-    /// If `page_lock` keeps the memory alive and there is a driver, host memory is page-locked until the pool
-    /// is dropped: in one piece, beyond which no copy may reach. A tensor that `is_part` of its allocation is
-    /// not page-locked: the driver cannot copy memory that is page-locked in part.
+    /// If `page_lock_keep` keeps the memory alive and there is a driver, host memory is page-locked until the
+    /// pool is dropped: in one piece, beyond which no copy may reach. A tensor that `is_part` of its
+    /// allocation is not page-locked: the driver cannot copy memory that is page-locked in part.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, and for a part that would
@@ -240,7 +240,7 @@ impl BufferPool {
     pub fn register_existing(
         &self,
         tensor: &BorrowedTensor<'_>,
-        page_lock: Option<Keep>,
+        page_lock_keep: Option<Keep>,
         is_part: bool,
     ) -> Result<bool> {
         if tensor.device() != Device::Cpu {
@@ -259,21 +259,21 @@ impl BufferPool {
         }
         let gpu = match (tensor.device(), self.backend.gpu()) {
             (Device::Cpu, Some(gpu)) => Some(Arc::clone(gpu)),
-            (Device::Cpu, None) if page_lock.is_some() => Gpu::any().ok(),
+            (Device::Cpu, None) if page_lock_keep.is_some() => Gpu::any().ok(),
             _ => None,
         };
-        let locked = match gpu.zip(page_lock) {
+        let page_lock = match gpu.zip(page_lock_keep) {
             // Memory that is already page-locked, for example by PyTorch, is left alone.
             Some((gpu, keep)) => PageLock::new(&gpu, tensor, &self.users, keep)?,
             None => None,
         };
-        if is_part && locked.is_some() {
+        if is_part && page_lock.is_some() {
             return Err(Error::config(
                 "the tensor is a part of its allocation, and copies of memory that is page-locked in part fail; register a \
                  tensor over all of it",
             ));
         }
-        state.existing.push((key, locked));
+        state.existing.push((key, page_lock));
         Ok(true)
     }
 }

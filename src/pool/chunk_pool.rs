@@ -52,8 +52,8 @@ pub enum Attempt {
 
 /// Fixed-size chunks, numbered from 0, each with a reference count, handed out last in, first out.
 ///
-/// Host memory is page-locked in steps by [`ChunkPool::lock_pages`]; chunks can be taken as soon as their
-/// step is done.
+/// Host memory is page-locked in steps by [`ChunkPool::start_page_locking`]; chunks can be taken as soon as
+/// their step is done.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -80,7 +80,7 @@ pub struct ChunkPool {
     stride: usize,
     region: Arc<Region>,
     /// The device through which the memory is page-locked, if any.
-    locked_by: Option<Arc<Gpu>>,
+    page_lock_gpu: Option<Arc<Gpu>>,
     state: RankedMutex<ChunkStates>,
     /// Signals that chunks were offered, a copy has ended, or page-locking has ended.
     changed: Condvar,
@@ -94,8 +94,8 @@ struct ChunkStates {
     /// The freed chunks among `copies`.
     returning: Vec<Returning<ChunkId>>,
     /// Whether page-locking, which offers more chunks, is in progress.
-    is_locking: bool,
-    registered: usize,
+    is_page_locking: bool,
+    page_locked: usize,
     /// Whether a step could not be page-locked.
     is_partly_pageable: bool,
 }
@@ -152,8 +152,8 @@ impl ChunkStates {
 }
 
 impl ChunkPool {
-    /// Allocates the memory from `backend`. If [`ChunkPool::is_locked`], chunks become available as
-    /// [`ChunkPool::lock_pages`] proceeds, otherwise at once.
+    /// Allocates the memory from `backend`. If [`ChunkPool::uses_page_locking`], chunks become available as
+    /// [`ChunkPool::start_page_locking`] proceeds, otherwise at once.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for a size of 0 and sizes whose bytes overflow; the error of the backend if it
@@ -174,28 +174,28 @@ impl ChunkPool {
         let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
         let mut state = ChunkStates::default();
         state.chunks.extend(count)?;
-        let is_locked = config.pin_memory && backend.device() == Device::Cpu;
-        let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
-        if locked_by.is_none() {
+        let wants_page_locking = config.pin_memory && backend.device() == Device::Cpu;
+        let page_lock_gpu = wants_page_locking.then(|| Gpu::any().ok()).flatten();
+        if page_lock_gpu.is_none() {
             state.chunks.offer(0..count);
         }
         let (state, changed) = (RankedMutex::new(LockRank::ChunkPool, state), Condvar::new());
-        Ok(Self { config: config.clone(), shape, chunk_bytes, stride, region, locked_by, state, changed })
+        Ok(Self { config: config.clone(), shape, chunk_bytes, stride, region, page_lock_gpu, state, changed })
     }
 
     /// Returns whether the memory is page-locked, or will be.
     #[must_use]
-    pub const fn is_locked(&self) -> bool {
-        self.locked_by.is_some()
+    pub const fn uses_page_locking(&self) -> bool {
+        self.page_lock_gpu.is_some()
     }
 
     /// Page-locks the memory step by step on a few threads and offers the chunks of each step, until the pool
     /// is dropped. A single step is complete on return.
     ///
-    /// Call it once. Returns `None` if the pool is not [`ChunkPool::is_locked`].
-    pub fn lock_pages(self: &Arc<Self>) -> Option<PageLocking> {
-        let gpu = self.locked_by.as_ref()?;
-        self.state().is_locking = true;
+    /// Call it once. Returns `None` if the pool is not [`ChunkPool::uses_page_locking`].
+    pub fn start_page_locking(self: &Arc<Self>) -> Option<PageLocking> {
+        let gpu = self.page_lock_gpu.as_ref()?;
+        self.state().is_page_locking = true;
         // A group of this many chunks begins and ends at a page.
         let page = system_page_size();
         let together = page / (1usize << self.stride.trailing_zeros()).min(page);
@@ -210,10 +210,10 @@ impl ChunkPool {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] in a forked child, where it never ends.
-    pub fn wait_registered(&self, timeout: Duration) -> Result<bool> {
+    pub fn wait_page_locked(&self, timeout: Duration) -> Result<bool> {
         let begin = Instant::now();
         let mut state = self.state();
-        while state.is_locking {
+        while state.is_page_locking {
             self.check_process()?;
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
@@ -260,8 +260,8 @@ impl ChunkPool {
     }
 
     /// Returns whether every chunk that was offered is page-locked.
-    pub(super) fn is_all_locked(&self) -> bool {
-        self.is_locked() && !self.state().is_partly_pageable
+    pub(super) fn is_all_page_locked(&self) -> bool {
+        self.uses_page_locking() && !self.state().is_partly_pageable
     }
 
     fn state(&self) -> RankedGuard<'_, ChunkStates> {
@@ -271,7 +271,7 @@ impl ChunkPool {
     /// Calls `look` with the ownership of chunks and the number of page-locked chunks.
     pub fn counts<R>(&self, look: impl FnOnce(&Ledgered<RefCounts<ChunkId>>, usize) -> R) -> R {
         let state = self.state();
-        look(&state.chunks, state.registered)
+        look(&state.chunks, state.page_locked)
     }
 
     /// Takes `count` chunks, each with one reference, or none of them, without waiting.
@@ -302,7 +302,7 @@ impl ChunkPool {
             return Ok(Attempt::Taken((0..count).filter_map(|_| state.chunks.take()).collect()));
         }
         let coming = state.chunks.available() + state.returning.len();
-        Ok(if coming >= count && (state.is_locking || !state.returning.is_empty()) {
+        Ok(if coming >= count && (state.is_page_locking || !state.returning.is_empty()) {
             Attempt::Later
         } else {
             Attempt::Full
@@ -330,7 +330,7 @@ impl ChunkPool {
                 .iter()
                 .find_map(|returning| state.copies.get(&returning.index())?.done.last().cloned());
             state = match copied {
-                Some(copied) if !state.is_locking => {
+                Some(copied) if !state.is_page_locking => {
                     drop(state);
                     copied.wait()?;
                     self.state()
@@ -342,7 +342,7 @@ impl ChunkPool {
 
     /// Checks that this process can still use the device that page-locks.
     pub(super) fn check_process(&self) -> Result<()> {
-        self.locked_by.as_ref().map_or(Ok(()), |gpu| gpu.check_process())
+        self.page_lock_gpu.as_ref().map_or(Ok(()), |gpu| gpu.check_process())
     }
 
     /// Returns the number of references to a chunk; 0 after it was freed.
@@ -550,7 +550,7 @@ impl Pool for ChunkPool {
     }
 
     fn stats(&self) -> Stats {
-        self.counts(|chunks, registered| Stats::of_counts(chunks).and("registered", registered))
+        self.counts(|chunks, page_locked| Stats::of_counts(chunks).and("page_locked", page_locked))
             .and("bytes", self.mem_bytes())
     }
 
@@ -564,18 +564,18 @@ impl Pool for ChunkPool {
 }
 
 impl Sink for ChunkPool {
-    fn offer(&self, bytes: &Range<usize>, is_locked: bool) {
+    fn offer(&self, bytes: &Range<usize>, is_page_locked: bool) {
         let chunks = narrow(bytes.start / self.stride)..narrow(bytes.end / self.stride);
         let mut state = self.state();
-        state.registered += if is_locked { chunks.len() } else { 0 };
-        state.is_partly_pageable |= !is_locked;
+        state.page_locked += if is_page_locked { chunks.len() } else { 0 };
+        state.is_partly_pageable |= !is_page_locked;
         state.chunks.offer(chunks);
         drop(state);
         self.changed.notify_all();
     }
 
     fn end(&self) {
-        self.state().is_locking = false;
+        self.state().is_page_locking = false;
         self.changed.notify_all();
     }
 }

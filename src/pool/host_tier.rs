@@ -252,10 +252,10 @@ impl HostTier {
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) in a forked child, where it never ends.
-    pub fn wait_registered(&self, timeout: Duration) -> Result<bool> {
+    pub fn wait_page_locked(&self, timeout: Duration) -> Result<bool> {
         let begin = std::time::Instant::now();
         for storage in self.storages() {
-            if !storage.wait_registered(timeout.saturating_sub(begin.elapsed()))? {
+            if !storage.wait_page_locked(timeout.saturating_sub(begin.elapsed()))? {
                 return Ok(false);
             }
         }
@@ -279,7 +279,7 @@ impl HostTier {
     /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
     /// `state_capacity`; what was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`,
     /// and `fetched` from a store, what is on its way to it (`storing`) and what it did not take
-    /// (`unstored`), with snapshots; page-locked places (`registered`); `bytes`.
+    /// (`unstored`), with snapshots; page-locked places (`page_locked`); `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *self.counts.lock();
@@ -299,7 +299,7 @@ impl HostTier {
             ("fetched", counts.fetched),
             ("storing", counts.storing + counts.sending),
             ("unstored", counts.unstored),
-            ("registered", self.storages().map(Storage::registered).sum()),
+            ("page_locked", self.storages().map(Storage::page_locked).sum()),
             ("bytes", self.mem_bytes()),
         ])
     }

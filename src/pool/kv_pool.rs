@@ -9,7 +9,7 @@ use crate::kernels::{
     Pieces, RowBuffer, StoreRows,
 };
 use crate::memory::{
-    ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, Region, Stream, lock_pages, page_lock_steps,
+    ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, Region, Stream, page_lock, page_lock_steps,
     system_page_size,
 };
 use crate::tensor::TensorView;
@@ -186,10 +186,10 @@ impl KvPool {
             ("v_head_dim", config.v_head_dim),
             ("page_size", config.page_size),
         ])?;
-        let is_locked = config.pin_memory && backend.device() == Device::Cpu;
-        let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
+        let wants_page_locking = config.pin_memory && backend.device() == Device::Cpu;
+        let page_lock_gpu = wants_page_locking.then(|| Gpu::any().ok()).flatten();
         // Buffers that are page-locked separately must not share a page.
-        let alignment = if locked_by.is_some() { system_page_size() } else { ALIGNMENT };
+        let alignment = if page_lock_gpu.is_some() { system_page_size() } else { ALIGNMENT };
         let slots = IndexSpace { noun: "slot", len: config.rows()? };
         let kinds = config.layouts(alignment)?;
         let total = config.end(kinds);
@@ -197,10 +197,10 @@ impl KvPool {
         let executor =
             Executor::new(&region, config.layer_num, IndexSpaces::of_rows(slots), row_ring_bytes(slots.len))?;
         let rows = LayerRows::new(&region, config.layer_num, kinds)?;
-        if let Some(gpu) = locked_by {
+        if let Some(gpu) = page_lock_gpu {
             let mut ends: Vec<_> = rows.all().iter().map(RowBuffer::offset).chain([total]).collect();
             ends.sort_unstable();
-            lock_pages(&gpu, &region, &page_lock_steps(ends.into_iter().skip(1)))?;
+            page_lock(&gpu, &region, &page_lock_steps(ends.into_iter().skip(1)))?;
         }
         Ok(Self { config: *config, slots, rows, region, executor })
     }

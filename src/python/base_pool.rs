@@ -228,7 +228,7 @@ impl BasePool {
     ///   (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
     ///   `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
     ///   not settle pending frees: their errors belong in `alloc` and `free`.
-    /// - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+    /// - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
     ///   use.
     /// - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
     ///   `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
@@ -240,7 +240,7 @@ impl BasePool {
     /// - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
     ///   `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
     ///   `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-    ///   their way to it), `unstored` (not taken by it) and `registered` (page-locked places); and `bytes`.
+    ///   their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
         let (py, stats) = (slf.py(), Self::read(slf, |pool| pool.stats()));

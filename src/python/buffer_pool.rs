@@ -213,8 +213,8 @@ impl BufferPool {
         let given = args::tensor("tensor", tensor)?;
         let borrowed = given.borrow()?;
         let keeper = given.keeper(tensor);
-        let page_lock = !std::env::var("KVPOOL_NO_RESIDENCY").is_ok_and(|value| value == "1");
-        let keep = page_lock.then(|| Arc::new(keeper.clone_ref(py)) as Keep);
+        let wants_page_locking = !std::env::var("KVPOOL_NO_RESIDENCY").is_ok_and(|value| value == "1");
+        let keep = wants_page_locking.then(|| Arc::new(keeper.clone_ref(py)) as Keep);
         let is_part = borrowed.device() == Device::Cpu && is_part_of_storage(tensor, &borrowed)?;
         let is_new = py.detach(|| self.pool.register_existing(&borrowed, keep, is_part))?;
         if is_new {

@@ -236,7 +236,7 @@ impl ChunkPool {
         for note in mapped.iter().flat_map(|mapped| mapped.take_notes()) {
             logging::inform(py, &note);
         }
-        if let Some(locking) = py.detach(|| pool.lock_pages()) {
+        if let Some(locking) = py.detach(|| pool.start_page_locking()) {
             let (stride, chunk_bytes) = (pool.stride(), pool.chunk_bytes());
             let is_done = locking.steps() == 1;
             let locking = PageLocking { locking: Mutex::new(Some(locking)), progress, stride, chunk_bytes };
@@ -324,8 +324,8 @@ impl ChunkPool {
     ///     ConfigError: If `timeout` is negative or NaN.
     ///     DriverError: In a forked child, where page-locking never ends.
     #[pyo3(signature = (timeout=None))]
-    fn wait_registered(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        wait_in_slices(py, timeout, |slice| self.pool.wait_registered(slice))
+    fn wait_page_locked(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        wait_in_slices(py, timeout, |slice| self.pool.wait_page_locked(slice))
     }
 
     /// Number of chunks.
@@ -355,7 +355,7 @@ impl ChunkPool {
     /// Whether the memory is page-locked, or page-locking is in progress.
     #[getter]
     fn pin_memory(&self) -> bool {
-        self.pool.is_locked()
+        self.pool.uses_page_locking()
     }
 
     /// The requested NUMA node.

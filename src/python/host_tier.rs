@@ -115,8 +115,8 @@ impl HostTier {
     ///     ConfigError: If `timeout` is negative.
     ///     DriverError: In a forked child.
     #[pyo3(signature = (timeout=None))]
-    fn wait_registered(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        wait_in_slices(py, timeout, |timeout| self.tier.wait_registered(timeout))
+    fn wait_page_locked(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        wait_in_slices(py, timeout, |timeout| self.tier.wait_page_locked(timeout))
     }
 
     /// Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over. This

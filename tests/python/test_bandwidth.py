@@ -222,7 +222,7 @@ def test_a_disk_behind_the_system_s_cache_is_reported(
 
 def test_memory_that_cannot_be_page_locked_is_not_measured_as_if(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = SimpleNamespace(
-        wait_registered=lambda: True, stats=lambda: {"registered": 0}, allocate_batch=lambda _: []
+        wait_page_locked=lambda: True, stats=lambda: {"page_locked": 0}, allocate_batch=lambda _: []
     )
     monkeypatch.setattr(kvpool, "ChunkPool", lambda *_: pool)
     with pytest.raises(MeasureError, match="64 KiB of host memory could not be page-locked"):

@@ -156,7 +156,7 @@ def test_a_long_run_of_steps_waits_for_nothing(driver: Driver) -> None:
         lens = [length + 1 for length in lens]
         pair.planner.decode(rows, lens)
     driver.run()
-    before = driver.device_bytes(), driver.locked_bytes()
+    before = driver.device_bytes(), driver.page_locked_bytes()
     driver.reset_calls()
     for _ in range(200):
         # A device that is never more than a step behind.
@@ -168,7 +168,7 @@ def test_a_long_run_of_steps_waits_for_nothing(driver: Driver) -> None:
     assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuEventRecord") == 0
     assert driver.calls("cuLaunchKernel") == 200
     quiet(driver)
-    assert (driver.device_bytes(), driver.locked_bytes()) == before
+    assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
 def batch(requests: int) -> tuple[Pair, list[int], list[int]]:
@@ -476,17 +476,17 @@ def test_pools_on_different_devices() -> None:
 def test_a_planner_that_has_no_memory_leaves_nothing(driver: Driver) -> None:
     table, allocator = ReqToTokenPool(4, 1 << 16, "cuda"), TokenToKVPoolAllocator(64, "cuda")
     gc.collect()
-    before = driver.device_bytes(), driver.locked_bytes()
+    before = driver.device_bytes(), driver.page_locked_bytes()
     driver.set_capacity(before[0] + (1 << 20))
     with pytest.raises(kvpool.OutOfMemoryError, match=r"\d"):
         BatchPlanner(table, allocator, 64, 64)
     gc.collect()
-    assert (driver.device_bytes(), driver.locked_bytes()) == before
+    assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
 def test_tensors_of_a_plan_outlive_their_planner_and_then_give_everything_back(driver: Driver) -> None:
     gc.collect()
-    before = driver.device_bytes(), driver.locked_bytes()
+    before = driver.device_bytes(), driver.page_locked_bytes()
     pair = Pair(page_size=4)
     plan: Any = pair.extend(pair.rows(2), [0, 0], [5, 2])
     kept, host = plan.seq_lens, plan.host.kv_indices
@@ -497,7 +497,7 @@ def test_tensors_of_a_plan_outlive_their_planner_and_then_give_everything_back(d
     assert driver.device_bytes() > before[0]
     del kept, host
     gc.collect()
-    assert (driver.device_bytes(), driver.locked_bytes()) == before
+    assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
 @needs_fork

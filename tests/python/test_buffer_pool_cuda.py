@@ -189,7 +189,7 @@ def test_free_memory_is_given_back_before_memory_runs_out(driver: Driver) -> Non
 
 @cuda_only
 def test_device_memory_comes_back(driver: Driver) -> None:
-    before = driver.device_bytes(), driver.locked_bytes()
+    before = driver.device_bytes(), driver.page_locked_bytes()
     pool = make()
     tensors = [pool.alloc_bytes(size).tensor for size in (1000, 5000, 100)]
     tensors[1].fill_(7)
@@ -209,7 +209,7 @@ def test_device_memory_comes_back(driver: Driver) -> None:
     assert tensors[0].eq(7).all()
     assert driver.device_bytes() > before[0]
     tensors.clear()
-    assert (driver.device_bytes(), driver.locked_bytes()) == before
+    assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
 @cuda_only

@@ -112,12 +112,12 @@ def test_device_memory_is_registered_without_the_driver(driver: Driver) -> None:
     weights = pool.alloc((100,), torch.int32).tensor
     foreign = kvpool._kvpool._zeros([100], "int32", "cuda")
     driver.run()
-    locked = driver.locked_bytes()
+    locked = driver.page_locked_bytes()
     pool.register_existing(foreign)
     once = pool.stats()
     pool.register_existing(foreign)
     assert pool.stats() == once
-    assert driver.locked_bytes() == locked
+    assert driver.page_locked_bytes() == locked
     assert driver.calls("cuMemHostRegister_v2") == 0
     assert weights.shape == (100,)
 
@@ -126,45 +126,45 @@ def test_device_memory_is_registered_without_the_driver(driver: Driver) -> None:
 def test_memory_of_another_device_is_refused(driver: Driver) -> None:
     pool = make()
     foreign = kvpool._kvpool._zeros([100], "uint8", "cuda:1")
-    before = pool.stats(), driver.locked_bytes()
+    before = pool.stats(), driver.page_locked_bytes()
     with pytest.raises(ConfigError, match=r"(?s)(cuda:1.*cuda:0|cuda:0.*cuda:1)"):
         pool.register_existing(foreign)
-    assert (pool.stats(), driver.locked_bytes()) == before
+    assert (pool.stats(), driver.page_locked_bytes()) == before
 
 
 @pytest.mark.cuda
 def test_host_memory_is_locked_once_until_the_pool_goes(driver: Driver) -> None:
     pool, weights = make(), outside()
-    before = driver.locked_bytes()
+    before = driver.page_locked_bytes()
     pool.register_existing(weights)
-    assert driver.locked_bytes() - before >= 4000
+    assert driver.page_locked_bytes() - before >= 4000
     assert pool.stats()["registered_bytes"] >= 4000
-    locked, stats = driver.locked_bytes(), pool.stats()
+    locked, stats = driver.page_locked_bytes(), pool.stats()
     driver.reset_calls()
     for again in (weights, weights.view(10, 100), weights.view(torch.uint8), weights.detach()):
         pool.register_existing(again)
-    assert (driver.locked_bytes(), pool.stats()) == (locked, stats)
+    assert (driver.page_locked_bytes(), pool.stats()) == (locked, stats)
     other = outside(500)
     pool.register_existing(other)
-    assert driver.locked_bytes() - locked >= 2000
+    assert driver.page_locked_bytes() - locked >= 2000
     pool.alloc_bytes(100)
     pool.reset()
     pool.clear()
-    assert driver.locked_bytes() - locked >= 2000
+    assert driver.page_locked_bytes() - locked >= 2000
     del weights
-    assert driver.locked_bytes() - locked >= 2000
+    assert driver.page_locked_bytes() - locked >= 2000
     del pool
-    assert driver.locked_bytes() == before
+    assert driver.page_locked_bytes() == before
     assert torch.equal(other, outside(500))
 
 
 @pytest.mark.cuda
 def test_parts_of_a_storage_are_not_locked(driver: Driver) -> None:
-    pool, weights, before = make(), outside(), driver.locked_bytes()
+    pool, weights, before = make(), outside(), driver.page_locked_bytes()
     for part in (weights[:100], weights[100:]):
         with pytest.raises(ConfigError, match="a part of its allocation"):
             pool.register_existing(part)
-    assert (driver.locked_bytes(), pool.stats()["registered_bytes"]) == (before, 0)
+    assert (driver.page_locked_bytes(), pool.stats()["registered_bytes"]) == (before, 0)
     pool.register_existing(weights)
     pool.register_existing(weights[:100])  # page-locked already, as all of it is
 
@@ -173,7 +173,7 @@ def test_parts_of_a_storage_are_not_locked(driver: Driver) -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_pools_lock_the_same_memory(driver: Driver, order: tuple[int, int]) -> None:
     weights = outside()
-    before = driver.locked_bytes()
+    before = driver.page_locked_bytes()
     pools: list[BufferPool | None] = [make(), make()]
     for pool in pools:
         assert pool is not None
@@ -182,17 +182,17 @@ def test_two_pools_lock_the_same_memory(driver: Driver, order: tuple[int, int]) 
     for i in order:
         pools[i] = None
         assert torch.equal(weights, outside())
-    assert driver.locked_bytes() == before
+    assert driver.page_locked_bytes() == before
 
 
 @pytest.mark.cuda
 def test_memory_that_is_locked_already_stays_so(driver: Driver) -> None:
     kv = kvpool.KVPool(1000, 1, 2, 8, "cpu", torch.float32)
-    locked = driver.locked_bytes()
+    locked = driver.page_locked_bytes()
     pool = make()
     pool.register_existing(kv.k_buffer[0])
     del pool
-    assert driver.locked_bytes() == locked
+    assert driver.page_locked_bytes() == locked
     kv.k_buffer[0].fill_(3)
     assert kv.k_buffer[0].eq(3).all()
 
@@ -205,14 +205,14 @@ STILL_LOCKED: list[torch.Tensor] = []
 @pytest.mark.parametrize("code", [LAUNCH_FAILED, OUT_OF_MEMORY])
 def test_a_lock_that_fails_leaves_nothing(driver: Driver, code: int) -> None:
     pool, weights = make(), outside()
-    before = pool.stats(), driver.locked_bytes()
+    before = pool.stats(), driver.page_locked_bytes()
     driver.fail("cuMemHostRegister_v2", code=code)
     with pytest.raises((DriverError, OutOfMemoryError), match=r"cuMemHostRegister|\d"):
         pool.register_existing(weights)
     assert driver.planned() == 0
-    assert (pool.stats(), driver.locked_bytes()) == before
+    assert (pool.stats(), driver.page_locked_bytes()) == before
     pool.register_existing(weights)
-    assert driver.locked_bytes() - before[1] >= 4000
+    assert driver.page_locked_bytes() - before[1] >= 4000
     driver.fail("cuMemHostUnregister")
     STILL_LOCKED.append(weights)
     # A pool that goes tells nobody.
@@ -229,15 +229,15 @@ def test_page_locking_can_be_turned_off(
     code = """
         import ctypes, kvpool, numpy
         soft = ctypes.CDLL(None)
-        soft.soft_locked_bytes.restype = ctypes.c_long
+        soft.soft_page_locked_bytes.restype = ctypes.c_long
         for device in ("cuda", "cpu"):
             pool = kvpool.BufferPool(device)
-            before = soft.soft_locked_bytes()
+            before = soft.soft_page_locked_bytes()
             weights = numpy.ones(1 << 20, numpy.uint8)
             pool.register_existing(weights)
-            print(soft.soft_locked_bytes() - before >= 1 << 20, soft.soft_locked_bytes() == before)
+            print(soft.soft_page_locked_bytes() - before >= 1 << 20, soft.soft_page_locked_bytes() == before)
             del pool
-            print(soft.soft_locked_bytes() == before)
+            print(soft.soft_page_locked_bytes() == before)
     """
     lines = run_snippet(code, hidden=["torch"], env=env).splitlines()
     assert lines == [f"{locked} {not locked}", "True"] * 2

@@ -141,13 +141,13 @@ def test_runs_that_are_equally_far_apart_are_one_copy(driver: Driver, gap: str) 
 @cuda_only
 def test_a_steady_row_of_copies_allocates_nothing(driver: Driver) -> None:
     for route in routes(driver):
-        held = driver.device_bytes(), driver.locked_bytes()
+        held = driver.device_bytes(), driver.page_locked_bytes()
         for _ in range(20):
             route.copy(route.tensor)
         assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 8
         driver.run()
         route.pool.free(route.chunk)
-        assert (driver.device_bytes(), driver.locked_bytes()) == held
+        assert (driver.device_bytes(), driver.page_locked_bytes()) == held
 
 
 @cuda_only
@@ -385,7 +385,7 @@ def test_memory_lives_until_its_copy_is_done(driver: Driver) -> None:
 def test_a_pool_dropped_with_copies_under_way(driver: Driver) -> None:
     driver.set_patience(NEVER)
     for kept in ("nothing", "copy", "chunk", "tensor"):
-        before = driver.device_bytes(), driver.locked_bytes()
+        before = driver.device_bytes(), driver.page_locked_bytes()
         pool = make(2, 12, where="cpu")
         chunk = some(pool.allocate())
         fill(chunk, 4)
@@ -398,7 +398,7 @@ def test_a_pool_dropped_with_copies_under_way(driver: Driver) -> None:
         assert target.tolist() == [4] * 12
         del held, target
         driver.run()
-        assert (driver.device_bytes(), driver.locked_bytes()) == before, kept
+        assert (driver.device_bytes(), driver.page_locked_bytes()) == before, kept
 
 
 @cuda_only

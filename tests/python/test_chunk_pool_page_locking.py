@@ -108,10 +108,10 @@ def test_where_nothing_is_registered_all_is_ready(pin_memory: bool) -> None:
     pool = make(4, 12, pin_memory=pin_memory, progress=seen)
     if pool.pin_memory:
         pytest.skip("there is a driver")
-    assert pool.wait_registered() is True
-    assert pool.wait_registered(0) is True
-    assert pool.wait_registered(timeout=5.5) is True
-    assert pool.stats()["registered"] == 0
+    assert pool.wait_page_locked() is True
+    assert pool.wait_page_locked(0) is True
+    assert pool.wait_page_locked(timeout=5.5) is True
+    assert pool.stats()["page_locked"] == 0
     assert not seen.calls
     assert indices(take(pool, 4)) == [0, 1, 2, 3]
 
@@ -121,7 +121,7 @@ def test_rejects_bad_timeouts(bad: Any) -> None:  # noqa: ANN401
     is_number = isinstance(bad, int | float)
     words = r"timeout.*(-|NaN|nan)" if is_number else None
     with pytest.raises(ConfigError if is_number else TypeError, match=words):
-        make().wait_registered(bad)
+        make().wait_page_locked(bad)
 
 
 @devices.cpu_only
@@ -181,13 +181,13 @@ def test_huge_pages_are_not_mentioned_unless_asked_for(caplog: pytest.LogCapture
 def test_a_small_pool_is_page_locked_when_it_is_made(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, seen = driver.locked_bytes(), Seen()
+    before, seen = driver.page_locked_bytes(), Seen()
     with caplog.at_level(logging.INFO, logger="kvpool"):
         pool = make(100, 12, where="cpu", progress=seen)
     assert pool.pin_memory is True
-    assert pool.wait_registered() is True
-    assert pool.stats()["registered"] == 100
-    assert driver.locked_bytes() - before >= 100 * 48
+    assert pool.wait_page_locked() is True
+    assert pool.stats()["page_locked"] == 100
+    assert driver.page_locked_bytes() - before >= 100 * 48
     assert driver.calls("cuMemHostRegister_v2") == 1
     assert driver.calls("cuMemHostAlloc") == 0
     seen.check(100)
@@ -197,13 +197,13 @@ def test_a_small_pool_is_page_locked_when_it_is_made(
 
 @cuda_only
 def test_ordinary_memory_on_request(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
-    before = driver.locked_bytes()
+    before = driver.page_locked_bytes()
     with caplog.at_level(logging.INFO, logger="kvpool"):
         pool = make(100, 12, where="cpu", pin_memory=False)
     assert pool.pin_memory is False
-    assert pool.wait_registered() is True
-    assert pool.stats()["registered"] == 0
-    assert driver.locked_bytes() == before
+    assert pool.wait_page_locked() is True
+    assert pool.stats()["page_locked"] == 0
+    assert driver.page_locked_bytes() == before
     assert driver.calls("cuMemHostRegister_v2") == 0
     assert not caplog.records
     chunk, device = some(pool.allocate()), numbers(12).cuda()
@@ -218,8 +218,8 @@ def test_ordinary_memory_on_request(driver: Driver, caplog: pytest.LogCaptureFix
 def test_a_pool_on_a_device_is_not_registered(driver: Driver) -> None:
     seen = Seen()
     pool = make(4, 12, where="cuda", progress=seen)
-    assert (pool.pin_memory, pool.stats()["registered"], seen.calls) == (False, 0, [])
-    assert pool.wait_registered() is True
+    assert (pool.pin_memory, pool.stats()["page_locked"], seen.calls) == (False, 0, [])
+    assert pool.wait_page_locked() is True
     assert driver.calls("cuMemHostRegister_v2") == 0
 
 
@@ -228,18 +228,18 @@ def test_a_pool_on_a_device_is_not_registered(driver: Driver) -> None:
 def test_a_large_pool_is_page_locked_in_steps(
     driver: Driver, caplog: pytest.LogCaptureFixture, threads: int
 ) -> None:
-    before, seen = driver.locked_bytes(), Seen()
+    before, seen = driver.page_locked_bytes(), Seen()
     number = LARGER[0]
     with caplog.at_level(logging.INFO, logger="kvpool"), page_lock_threads(threads):
         pool = make(*LARGER, torch.uint8, "cpu", progress=seen)
         first = some(pool.allocate())
-        assert 0 < pool.stats()["registered"] <= number
+        assert 0 < pool.stats()["page_locked"] <= number
         fill(first, 3)
-        assert pool.wait_registered() is True
+        assert pool.wait_page_locked() is True
     steps = driver.calls("cuMemHostRegister_v2")
     assert steps > 1
-    assert pool.stats()["registered"] == number
-    assert driver.locked_bytes() - before >= number * LARGER[1][0]
+    assert pool.stats()["page_locked"] == number
+    assert driver.page_locked_bytes() - before >= number * LARGER[1][0]
     assert driver.calls("cuMemHostAlloc") == 0
     seen.check(number)
     assert len(seen.calls) == steps
@@ -255,7 +255,7 @@ def test_a_large_pool_is_page_locked_in_steps(
     del pool, first, chunks, found
     caplog.clear()
     # A thread that has reported its last step may still hold the pool.
-    assert eventually(lambda: driver.locked_bytes() == before)
+    assert eventually(lambda: driver.page_locked_bytes() == before)
     assert driver.calls("cuMemHostUnregister") == steps
 
 
@@ -283,16 +283,16 @@ def test_a_full_pool_answers_none_while_page_locking_goes_on(driver: Driver) -> 
     try:
         chunks = within(60, lambda: some(pool.allocate_batch(number)))
         # The last step has not been told of, so it goes on.
-        assert within(10, lambda: pool.wait_registered(0.05)) is False
-        assert within(10, lambda: pool.wait_registered(0)) is False
+        assert within(10, lambda: pool.wait_page_locked(0.05)) is False
+        assert within(10, lambda: pool.wait_page_locked(0)) is False
         assert within(10, pool.allocate) is None
         assert within(10, lambda: pool.allocate_batch(2)) is None
         pool.free(chunks[7])
         assert some(within(10, pool.allocate)).index == 7
-        assert pool.stats()["registered"] == number
+        assert pool.stats()["page_locked"] == number
     finally:
         go.set()
-    assert pool.wait_registered(60) is True
+    assert pool.wait_page_locked(60) is True
     assert driver.planned() == 0
 
 
@@ -304,9 +304,9 @@ def test_waiting_lets_other_threads_run(driver: Driver) -> None:
     answers: list[tuple[bool, bool, bool]] = []
 
     def wait() -> None:
-        in_vain = pool.wait_registered(0.001)
+        in_vain = pool.wait_page_locked(0.001)
         all_wait.wait(60)
-        in_the_end = pool.wait_registered()
+        in_the_end = pool.wait_page_locked()
         answers.append((in_vain, in_the_end, go.is_set()))
 
     waiters = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
@@ -329,9 +329,9 @@ def test_a_step_that_fails_leaves_ordinary_memory(
     driver.fail("cuMemHostRegister_v2", left, code)
     with caplog.at_level(logging.INFO, logger="kvpool"), page_lock_threads(1):
         pool = make(*LARGER, torch.uint8, "cpu", progress=seen)
-        assert pool.wait_registered(60) is True
+        assert pool.wait_page_locked(60) is True
     assert driver.planned() == 0
-    assert 0 < pool.stats()["registered"] < number
+    assert 0 < pool.stats()["page_locked"] < number
     seen.check(number)
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
@@ -348,15 +348,15 @@ def test_a_step_that_fails_leaves_ordinary_memory(
 
 @cuda_only
 def test_a_small_pool_that_cannot_be_page_locked(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
-    before = driver.locked_bytes()
+    before = driver.page_locked_bytes()
     driver.fail("cuMemHostRegister_v2", 0, OUT_OF_MEMORY)
     with caplog.at_level(logging.WARNING, logger="kvpool"):
         pool = make(4, 12, where="cpu")
     assert len(caplog.records) == 1
     assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.records[0].getMessage()
-    assert pool.stats()["registered"] == 0
-    assert driver.locked_bytes() == before
-    assert pool.wait_registered() is True
+    assert pool.stats()["page_locked"] == 0
+    assert driver.page_locked_bytes() == before
+    assert pool.wait_page_locked() is True
     chunks, device = take(pool, 4), numbers(12).cuda()
     for chunk in chunks:
         chunk.copy_from(device).wait()
@@ -376,8 +376,8 @@ def test_a_progress_that_raises_changes_nothing(
 
     monkeypatch.setattr("sys.unraisablehook", lambda told: seen.append(str(told.exc_value)))
     pool = make(*shape, torch.uint8, "cpu", progress=broken)
-    assert pool.wait_registered(60) is True
-    assert pool.stats()["registered"] == shape[0]
+    assert pool.wait_page_locked(60) is True
+    assert pool.stats()["page_locked"] == shape[0]
     assert seen[-1].strip("'\"") == f"{shape[0]} of {shape[0]}"
     assert len(seen) == driver.calls("cuMemHostRegister_v2")
     assert len(some(pool.allocate_batch(shape[0]))) == shape[0]
@@ -393,12 +393,12 @@ def test_a_progress_that_uses_its_pool(driver: Driver) -> None:
         ready.wait(60)
         pool = pools[0]
         chunk = some(pool.allocate())
-        answers.append((pool.stats()["registered"] > 0, pool.wait_registered(0), chunk.tensor(3).tolist()))
+        answers.append((pool.stats()["page_locked"] > 0, pool.wait_page_locked(0), chunk.tensor(3).tolist()))
         pool.free(chunk)
 
     pools.append(make(*LARGE, torch.uint8, "cpu", progress=progress))
     ready.set()
-    assert within(60, pools[0].wait_registered) is True
+    assert within(60, pools[0].wait_page_locked) is True
     assert answers == [(True, False, [0, 0, 0])] * len(answers)
     assert len(answers) == driver.calls("cuMemHostRegister_v2")
     assert counts(pools[0])[1] == 0
@@ -411,7 +411,7 @@ def test_a_progress_is_let_go(driver: Driver, shape: tuple[int, tuple[int, ...]]
     gone = weakref.ref(seen)
     pool = make(*shape, torch.uint8, "cpu", progress=seen)
     del seen
-    assert pool.wait_registered(60) is True
+    assert pool.wait_page_locked(60) is True
     assert driver.calls("cuMemHostRegister_v2") > 0
 
     def is_gone() -> bool:
@@ -425,7 +425,7 @@ def test_a_progress_is_let_go(driver: Driver, shape: tuple[int, tuple[int, ...]]
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_pool_dropped_while_it_is_page_locked(driver: Driver, kept: bool) -> None:
     gc.collect()
-    before = driver.locked_bytes()
+    before = driver.page_locked_bytes()
     with page_lock_threads(2):
         pool = make(*LARGE, torch.uint8, "cpu")
     tensor = some(pool.allocate()).tensor()
@@ -438,7 +438,7 @@ def test_a_pool_dropped_while_it_is_page_locked(driver: Driver, kept: bool) -> N
         held = None
 
     # Memory of earlier tests may be on its way back as well.
-    assert eventually(lambda: driver.locked_bytes() <= before)
+    assert eventually(lambda: driver.page_locked_bytes() <= before)
 
 
 @cuda_only
@@ -489,7 +489,7 @@ def test_ordinary_memory_where_the_driver_has_no_device(
         import kvpool
         told = []
         pool = kvpool.ChunkPool(4, (8,), "float32", progress=lambda *numbers: told.append(numbers))
-        print(pool.pin_memory, pool.wait_registered(), pool.stats()["registered"], told)
+        print(pool.pin_memory, pool.wait_page_locked(), pool.stats()["page_locked"], told)
         print([chunk.index for chunk in pool.allocate_batch(4)], pool.allocate())
     """
     assert run_snippet(code, hidden=["torch"], env=env).splitlines() == [

@@ -926,7 +926,7 @@ def test_the_driver_is_the_one_that_everybody_opens(
 
 def test_tensors_outlive_their_pool_and_then_give_everything_back(driver: Driver) -> None:
     gc.collect()
-    before = driver.device_bytes(), driver.locked_bytes()
+    before = driver.device_bytes(), driver.page_locked_bytes()
     allocator, pool, table = make_allocator(), kv_pool(), ReqToTokenPool(4, 32, "cuda")
     kept = [some(allocator.alloc(5)), pool.k_buffer[0], table.req_to_token[1]]
     pool.k_buffer[0].fill_(3)
@@ -937,7 +937,7 @@ def test_tensors_outlive_their_pool_and_then_give_everything_back(driver: Driver
     assert driver.device_bytes() > before[0]
     kept.clear()
     gc.collect()
-    assert (driver.device_bytes(), driver.locked_bytes()) == before
+    assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
 @pytest.mark.parametrize(
@@ -1040,11 +1040,11 @@ def test_without_pytorch_tensors_are_ours_and_come_to_the_host(
 
 def test_memory_on_the_host_is_page_locked_where_there_is_a_driver(driver: Driver) -> None:
     gc.collect()
-    before = driver.locked_bytes()
+    before = driver.page_locked_bytes()
     pool = KVPool(1000, 2, 2, 8, "cpu", torch.float32)
-    assert driver.locked_bytes() - before >= pool.mem_bytes()
+    assert driver.page_locked_bytes() - before >= pool.mem_bytes()
     pageable = KVPool(1000, 2, 2, 8, "cpu", torch.float32, pin_memory=False)
-    assert driver.locked_bytes() - before < 2 * pool.mem_bytes()
+    assert driver.page_locked_bytes() - before < 2 * pool.mem_bytes()
     assert not pageable.k_buffer[0].any()
     assert not pool.k_buffer[1].any()
 

@@ -525,7 +525,7 @@ def test_a_tier_has_room_for_states_in_proportion(device: str) -> None:
     assert (tier.kv, tier.states, tier.page_bytes) == (kv, states, 16)
     assert HostTier(kv, 1, states=states, max_states=7).max_states == 7
     assert HostTier(kv, 1).max_states == 0
-    assert tier.wait_registered(60)
+    assert tier.wait_page_locked(60)
     assert tier.mem_bytes() >= 640 * 16
 
 

@@ -271,7 +271,7 @@ LATE = """
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("wait", ["pool.wait_registered()", "pool.allocate_batch(66)"])
+@pytest.mark.parametrize("wait", ["pool.wait_page_locked()", "pool.allocate_batch(66)"])
 def test_an_interrupt_while_page_locking_is_waited_for(
     driver: Driver, run_snippet: RunSnippet, wait: str
 ) -> None:
@@ -284,7 +284,7 @@ def test_an_interrupt_while_page_locking_is_waited_for(
         try:
             begin()
             {wait}
-            pool.wait_registered()
+            pool.wait_page_locked()
         except KeyboardInterrupt:
             print("interrupted")
         thread.join()
@@ -293,7 +293,7 @@ def test_an_interrupt_while_page_locking_is_waited_for(
         assert stats["available"] + stats["in_use"] == 66
         lost = stats["in_use"]
         assert lost in (0, 66)
-        assert pool.wait_registered(60)
+        assert pool.wait_page_locked(60)
         assert lost or len({{chunk.index for chunk in pool.allocate_batch(66)}}) == 66
         assert pool.allocate() is None
     """

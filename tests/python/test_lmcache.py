@@ -397,15 +397,15 @@ def test_reports_a_chunk_that_was_not_allocated(cls: type[LocalPool]) -> None:
 
 @cuda_only
 def test_chunks_are_page_locked_and_given_back(driver: Driver) -> None:
-    before = driver.device_bytes(), driver.locked_bytes()
+    before = driver.device_bytes(), driver.page_locked_bytes()
     for cls in POOLS:
         pool = cls(metadata(100))
-        held = driver.locked_bytes() - before[1], driver.device_bytes() - before[0]
+        held = driver.page_locked_bytes() - before[1], driver.device_bytes() - before[0]
         on_device = cls is LocalGPUPool
         assert held[on_device] >= 100 * CHUNK_BYTES
         assert held[not on_device] == 0
         del pool
-        assert (driver.device_bytes(), driver.locked_bytes()) == before
+        assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
 @cuda_only

@@ -596,7 +596,7 @@ def test_a_long_fetch_keeps_what_it_brought(device: str) -> None:
             kv = kvpool.KVPool(64 * 16, 1, 16, 4096, device, torch.float32, page_size=16)  # 8 MiB a page
             slots = kvpool.TokenToKVPoolAllocator(64 * 16, device, 16)
             tier = HostTier(kv, 16 * pages)
-            assert tier.wait_registered(30)  # of so much, in steps
+            assert tier.wait_page_locked(30)  # of so much, in steps
             return slots, tier, PrefixCache(slots, tiers=(tier, store), model="m")
 
         def publish(prompt: Sequence[int]) -> None:

@@ -226,7 +226,7 @@ def test_a_pool_that_goes_waits_for_no_more_than_events(driver: Driver, call: st
 
 
 def test_memory_of_a_captured_stream_goes_back_later(driver: Driver) -> None:
-    before = driver.device_bytes(), driver.locked_bytes()
+    before = driver.device_bytes(), driver.page_locked_bytes()
     stream = driver.stream()
     pools = used(driver, stream)
     size = pools[0].mem_bytes()
@@ -235,12 +235,12 @@ def test_memory_of_a_captured_stream_goes_back_later(driver: Driver) -> None:
     pools.clear()
     # The rows, and the word in which a kernel says what is wrong.
     assert driver.device_bytes() - before[0] >= size
-    assert driver.locked_bytes() > before[1]
+    assert driver.page_locked_bytes() > before[1]
     assert driver.end_capture(stream) >= 1
     # The next pool that goes takes what was parked along.
     spare = make_allocator(8)
     del spare
-    assert (driver.device_bytes(), driver.locked_bytes()) == before
+    assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
 def test_memory_goes_back_whatever_became_of_its_stream(driver: Driver) -> None:
@@ -254,9 +254,9 @@ def test_memory_goes_back_whatever_became_of_its_stream(driver: Driver) -> None:
 
 
 def test_page_locked_memory_waits_for_copies(driver: Driver) -> None:
-    before = driver.locked_bytes()
+    before = driver.page_locked_bytes()
     pool = ChunkPool(2, (64,), torch.float32)
-    assert pool.wait_registered()
+    assert pool.wait_page_locked()
     chunk = some(pool.allocate())
     values = torch.arange(64.0).cuda()
     driver.run()
@@ -267,13 +267,13 @@ def test_page_locked_memory_waits_for_copies(driver: Driver) -> None:
     del chunk, pool
     gc.collect()
     assert driver.pending(stream) == 0
-    assert driver.locked_bytes() == before
+    assert driver.page_locked_bytes() == before
 
 
 def test_work_of_others_is_noted_by_hand(driver: Driver) -> None:
     kv = KVPool(8, 1, 1, 4, "cpu", torch.float32)
     target = KVPool(8, 1, 1, 4, "cuda", torch.float32)
-    before, stream = driver.locked_bytes(), driver.stream()
+    before, stream = driver.page_locked_bytes(), driver.stream()
     driver.copy_to_host(kv.k_buffer[0], target.k_buffer[0], stream)
     for pool, tensor in ((kv, kv.k_buffer[0]), (target, target.k_buffer[0][2:])):
         pool.used_on(tensor, stream)
@@ -286,7 +286,7 @@ def test_work_of_others_is_noted_by_hand(driver: Driver) -> None:
     gc.collect()
     # Each waited for the copy, which the driver would have found without its memory else.
     assert driver.pending(stream) == 0
-    assert driver.locked_bytes() < before
+    assert driver.page_locked_bytes() < before
 
 
 def test_a_table_outlives_the_plan_that_writes_it(driver: Driver) -> None:
@@ -367,7 +367,7 @@ def test_a_pool_in_host_memory_is_page_locked_in_steps(driver: Driver) -> None:
 
 
 def test_a_part_that_the_driver_does_not_page_lock_is_told(driver: Driver) -> None:
-    before = driver.locked_bytes()
+    before = driver.page_locked_bytes()
     driver.set_register_limit(1 << 20)
     try:
         with pytest.raises(kvpool.OutOfMemoryError, match=r"\d+ bytes of host memory cannot be page-locked"):
@@ -378,7 +378,7 @@ def test_a_part_that_the_driver_does_not_page_lock_is_told(driver: Driver) -> No
     finally:
         driver.set_register_limit(512 << 30)
     gc.collect()
-    assert driver.locked_bytes() == before
+    assert driver.page_locked_bytes() == before
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "many", ""])

@@ -5,8 +5,8 @@ use std::thread;
 
 use kvpool::base::{DType, Device, Dims, ErrorKind};
 use kvpool::memory::{
-    ALIGNMENT, Backend, CountingBackend, FailingBackend, Host, LimitedBackend, Pinned, Region, RegionRange,
-    Stream, backend_for,
+    ALIGNMENT, Backend, CountingBackend, FailingBackend, Host, LimitedBackend, PageLockedHost, Region,
+    RegionRange, Stream, backend_for,
 };
 use kvpool::tensor::TensorView;
 
@@ -30,7 +30,7 @@ fn whole(region: &Region) -> RegionRange<'_> {
 
 fn fill(region: &Region, value: u8) {
     if let Some(gpu) = region.gpu() {
-        let source = Region::new(Arc::new(Pinned::new(gpu)), region.bytes()).expect("memory");
+        let source = Region::new(Arc::new(PageLockedHost::new(gpu)), region.bytes()).expect("memory");
         fill(&source, value);
         gpu.copy_in(whole(region), whole(&source), Stream::DEFAULT).expect("enqueued");
         return gpu.synchronize(Stream::DEFAULT).expect("copied");

@@ -11,8 +11,8 @@ use std::time::Duration;
 use kvpool::base::{DType, Device, ErrorKind, close_fork_gate, open_fork_gate};
 use kvpool::kernels::Indices;
 use kvpool::memory::{
-    Backend, Contents, CountingBackend, Cuda, Event, Gpu, Host, Keep, LimitedBackend, MappedHost, Pinned,
-    Region, Report, Ring, Stream,
+    Backend, Contents, CountingBackend, Cuda, Event, Gpu, Host, Keep, LimitedBackend, MappedHost,
+    PageLockedHost, Region, Report, Ring, Stream,
 };
 use kvpool::pool::{
     AllocatorConfig, ChunkConfig, ChunkPool, FreedAs, GdnConfig, GdnPool, TokenToKvPoolAllocator,
@@ -81,7 +81,7 @@ fn pools_conform_on_a_device() {
 #[test]
 fn page_locked_memory_conforms() {
     let Some((gpu, _alone)) = gpu("page_locked_memory_conforms") else { return };
-    let backend: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let backend: Arc<dyn Backend> = Arc::new(PageLockedHost::new(&gpu));
     assert_eq!(backend.device(), Device::Cpu);
     conforms(backend);
 }
@@ -102,12 +102,12 @@ fn no_process_forks_during_a_step_of_page_locking() {
     let mapped: Arc<dyn Backend> = Arc::new(MappedHost::default());
     let pool = Arc::new(ChunkPool::new(&config, &mapped).expect("memory"));
     close_fork_gate();
-    let locking = pool.lock_pages().expect("a driver");
+    let locking = pool.start_page_locking().expect("a driver");
     assert!(matches!(locking.next(Duration::from_millis(100)), Report::TimedOut));
-    assert_eq!(pool.counts(|_, registered| registered), 0);
+    assert_eq!(pool.counts(|_, page_locked| page_locked), 0);
     open_fork_gate();
     while !matches!(locking.next(Duration::from_secs(60)), Report::Finished) {}
-    assert_eq!(pool.counts(|_, registered| registered), 2);
+    assert_eq!(pool.counts(|_, page_locked| page_locked), 2);
 }
 
 /// The number that `second` reads after `ring` has uploaded on `first`, with or without an event between
@@ -120,7 +120,7 @@ fn seen(gpu: &Arc<Gpu>, [first, second]: [Stream; 2], is_ordered: bool) -> i32 {
         Event::record(gpu, first).and_then(|event| event.make_stream_wait(second)).expect("ordered");
     }
     let view = TensorView::contiguous(Arc::new(region), 0, DType::I32, &[1]).expect("inside");
-    let copy = Region::new(Arc::new(Pinned::new(gpu)), 4).expect("memory");
+    let copy = Region::new(Arc::new(PageLockedHost::new(gpu)), 4).expect("memory");
     gpu.copy_out(&view.borrow(), copy.range(0, copy.bytes()).expect("inside"), second).expect("enqueued");
     gpu.synchronize(second).expect("ran");
     contents::read::<i32>(&copy, 0, 1)[0]

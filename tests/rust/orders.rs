@@ -51,7 +51,7 @@ fn locking(num_chunks: usize) -> (Arc<ChunkPool>, PageLocking) {
     };
     let mapped: Arc<dyn Backend> = Arc::new(MappedHost::default());
     let pool = Arc::new(ChunkPool::new(&config, &mapped).expect("small"));
-    let locking = pool.lock_pages().expect("a driver, which LD_PRELOAD may give");
+    let locking = pool.start_page_locking().expect("a driver, which LD_PRELOAD may give");
     assert_eq!(locking.steps(), num_chunks);
     (pool, locking)
 }
@@ -97,8 +97,8 @@ fn waiting_for_page_locking_gets_chunks() {
         assert_eq!(steps_of(&locking), [1, 2]);
         drop(locking);
         assert!(matches!(waiter.join().unwrap(), Attempt::Taken(chunks) if chunks.len() == 2));
-        assert!(pool.wait_registered(FOREVER).unwrap());
-        assert_eq!(pool.counts(|chunks, registered| (chunks.in_use(), registered)), (2, 2));
+        assert!(pool.wait_page_locked(FOREVER).unwrap());
+        assert_eq!(pool.counts(|chunks, page_locked| (chunks.in_use(), page_locked)), (2, 2));
     });
 }
 
@@ -109,7 +109,7 @@ fn stopped_page_locking_ends_every_wait() {
         let waiter = {
             let pool = Arc::clone(&pool);
             thread::spawn(move || {
-                (pool.allocate(3, FOREVER).unwrap(), pool.wait_registered(FOREVER).unwrap())
+                (pool.allocate(3, FOREVER).unwrap(), pool.wait_page_locked(FOREVER).unwrap())
             })
         };
         locking.stop();
@@ -119,7 +119,7 @@ fn stopped_page_locking_ends_every_wait() {
         assert!(is_over);
         assert_eq!(attempt == Attempt::Full, steps < 3, "{attempt:?} after {steps} steps");
         assert_eq!(
-            pool.counts(|chunks, registered| (chunks.ready() + chunks.in_use(), registered)),
+            pool.counts(|chunks, page_locked| (chunks.ready() + chunks.in_use(), page_locked)),
             (steps, steps)
         );
     });

@@ -8,7 +8,7 @@ use kvpool::kernels::{
     Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
     RowBuffer, layer_bytes, piece_bytes,
 };
-use kvpool::memory::{Backend, Host, Pinned, Region, Stream};
+use kvpool::memory::{Backend, Host, PageLockedHost, Region, Stream};
 
 use crate::conformance::bytes;
 use crate::histories::contents;
@@ -152,7 +152,7 @@ fn put(region: &Region, bytes: &[u8]) {
         unsafe { region.address().as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         return;
     };
-    let source = Region::new(Arc::new(Pinned::new(gpu)), bytes.len()).expect("memory");
+    let source = Region::new(Arc::new(PageLockedHost::new(gpu)), bytes.len()).expect("memory");
     put(&source, bytes);
     let whole = |region| Region::range(region, 0, bytes.len()).expect("inside");
     gpu.copy_in(whole(region), whole(&source), STREAM).expect("enqueued");

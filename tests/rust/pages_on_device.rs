@@ -11,7 +11,7 @@ use kvpool::kernels::{
     piece_bytes,
 };
 use kvpool::memory::{
-    Backend, Event, Gpu, Host, MappedHost, PageKind, Pinned, Region, SideStream, Stream, lock_pages,
+    Backend, Event, Gpu, Host, MappedHost, PageKind, PageLockedHost, Region, SideStream, Stream, page_lock,
 };
 
 use crate::conformance::bytes;
@@ -103,7 +103,7 @@ impl Soft {
 fn locked_in_place(gpu: &Arc<Gpu>, bytes: usize) -> Arc<Region> {
     let backend = Arc::new(MappedHost::new(None, PageKind::Ordinary).expect("node"));
     let region = Arc::new(Region::new(backend, bytes).expect("memory"));
-    region.lock_pages(gpu, &(0..bytes)).expect("locked");
+    region.page_lock(gpu, &(0..bytes)).expect("locked");
     region
 }
 
@@ -131,7 +131,7 @@ fn pages_go_out_and_come_in_on_a_device() {
     let Some((gpu, _alone)) = gpu(test) else { return };
     let soft = Soft::find(test);
     let stream = gpu.side_stream(SideStream::Out).expect("a stream");
-    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let pinned: Arc<dyn Backend> = Arc::new(PageLockedHost::new(&gpu));
     for seed in 0..60 {
         let mut draws = Draws::new(seed);
         let shape = Shape::draw(&mut draws);
@@ -172,7 +172,7 @@ fn pages_go_out_and_come_in_on_a_device() {
 fn many_pages_take_few_launches() {
     let test = "many_pages_take_few_launches";
     let Some((gpu, _alone)) = gpu(test) else { return };
-    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let pinned: Arc<dyn Backend> = Arc::new(PageLockedHost::new(&gpu));
     let shape = Shape { rows: 1200, page_size: 1, pieces: 1100, ..SHAPE };
     let mut draws = Draws::new(5);
     let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &pinned, HostAccess::InPlace);
@@ -195,7 +195,7 @@ fn many_pages_take_few_launches() {
 #[test]
 fn large_pages_are_copied_by_blocks_in_turns() {
     let Some((gpu, _alone)) = gpu("large_pages_are_copied_by_blocks_in_turns") else { return };
-    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let pinned: Arc<dyn Backend> = Arc::new(PageLockedHost::new(&gpu));
     // Far more blocks of work than one launch has, in one kind and in both, in wide words and in bytes.
     for (row_bytes, gap) in [([0, 40_000], 0), ([8192, 24_576], 16), ([5000, 3001], 1)] {
         let mut draws = Draws::new(6);
@@ -214,7 +214,7 @@ fn copies_are_late_and_keep_their_memory() {
     let test = "copies_are_late_and_keep_their_memory";
     let Some((gpu, _alone)) = gpu(test) else { return };
     let (Some([first, second]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
-    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let pinned: Arc<dyn Backend> = Arc::new(PageLockedHost::new(&gpu));
     let mut draws = Draws::new(8);
     let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, HostAccess::InPlace);
     let before = bytes(tier.pieces.region());
@@ -285,7 +285,7 @@ fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
     let space = IndexSpace { noun: "row", len: 16 };
     let executor = Executor::new(&pool, 2, IndexSpaces::of_rows(space), 4096).expect("memory");
     let piece = piece_bytes(&rows, 4).expect("small");
-    let memory = Arc::new(Region::new(Arc::new(Pinned::new(&gpu)), 4 * piece).expect("memory"));
+    let memory = Arc::new(Region::new(Arc::new(PageLockedHost::new(&gpu)), 4 * piece).expect("memory"));
     for reach in [HostAccess::InPlace, HostAccess::Copied] {
         let pieces = Pieces::new(Arc::clone(&memory), reach, &rows, 4, piece, 4).expect("fits");
         for at in 0..2 * piece {
@@ -315,7 +315,7 @@ fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
 fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
     let test = "memory_that_a_device_does_not_reach_is_copied_or_refused";
     let Some((gpu, _alone)) = gpu(test) else { return };
-    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let pinned: Arc<dyn Backend> = Arc::new(PageLockedHost::new(&gpu));
     let mut draws = Draws::new(10);
     let tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, HostAccess::InPlace);
     let new = |region: Arc<Region>| {
@@ -366,7 +366,7 @@ fn memory_locked_in_place_is_reached_in_steps() {
         let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &mapped, reach);
         let region = Arc::clone(tier.pieces.region());
         if reach == HostAccess::InPlace {
-            lock_pages(&gpu, &region, &[0..4096, 4096..region.bytes()]).expect("locked");
+            page_lock(&gpu, &region, &[0..4096, 4096..region.bytes()]).expect("locked");
         }
         for direction in [PageCopy::Out, PageCopy::In] {
             let pairs = draws.pairs(&tier, direction, 60);
@@ -382,9 +382,10 @@ fn a_copy_into_a_graph_is_refused() {
     let Some((gpu, _alone)) = gpu(test) else { return };
     let (Some([stream, other]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
     let mut draws = Draws::new(12);
-    for (memory, reach) in
-        [(Arc::new(Pinned::new(&gpu)) as Arc<dyn Backend>, HostAccess::InPlace), (host(), HostAccess::Copied)]
-    {
+    for (memory, reach) in [
+        (Arc::new(PageLockedHost::new(&gpu)) as Arc<dyn Backend>, HostAccess::InPlace),
+        (host(), HostAccess::Copied),
+    ] {
         let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &memory, reach);
         let pairs = draws.pairs(&tier, PageCopy::Out, 5);
         assert_eq!((soft.begin_capture)(stream.handle()), 0);
@@ -404,9 +405,10 @@ fn every_driver_call_of_a_copy_may_fail_once() {
     let Some((gpu, _alone)) = gpu(test) else { return };
     let (Some([stream, _]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
     let mut draws = Draws::new(13);
-    for (memory, reach) in
-        [(Arc::new(Pinned::new(&gpu)) as Arc<dyn Backend>, HostAccess::InPlace), (host(), HostAccess::Copied)]
-    {
+    for (memory, reach) in [
+        (Arc::new(PageLockedHost::new(&gpu)) as Arc<dyn Backend>, HostAccess::InPlace),
+        (host(), HostAccess::Copied),
+    ] {
         let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &memory, reach);
         for direction in [PageCopy::Out, PageCopy::In] {
             let pairs = draws.pairs(&tier, direction, 9);

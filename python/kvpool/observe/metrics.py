@@ -84,7 +84,7 @@ _UNITS = {
     "shared": "with more than one owner",
     "cached": "of a prefix cache, which are in use",
     "pending": "that were freed, with numbers that only the GPU has yet",
-    "registered": "whose memory is page-locked",
+    "page_locked": "whose memory is page-locked",
 }
 _MEMORY: _Table = {
     "bytes": _gauge("kvpool_memory_bytes", "Memory of the pool; of the bookkeeping if it has no other"),
@@ -124,7 +124,7 @@ _TIERS: _Table = {
     "state_capacity": _gauge("kvpool_host_snapshots_capacity", "Snapshots that host memory has room for"),
     "storing": _gauge("kvpool_host_storing", "Pages and snapshots that a store copies, or is about to"),
     "arriving": _gauge("kvpool_host_arriving", "Pages and snapshots that are being copied to host memory"),
-    "registered": _gauge("kvpool_host_registered", "Pages and snapshots whose place is page-locked"),
+    "page_locked": _gauge("kvpool_host_page_locked", "Pages and snapshots whose place is page-locked"),
     "written": _counter("kvpool_host_written", "Pages and snapshots copied to host memory"),
     "loaded": _counter("kvpool_host_loaded", "Pages and snapshots copied back"),
     "evicted": _counter("kvpool_host_evicted", "Pages and snapshots given up for others"),

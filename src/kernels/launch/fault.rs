@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use crate::base::Result;
-use crate::memory::{Contents, Gpu, Pinned, Region, StreamSet};
+use crate::memory::{Contents, Gpu, PageLockedHost, Region, StreamSet};
 
 /// `Fault` of `params.cuh`, in page-locked memory.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl FaultRecord {
     /// Creates a record without a fault. `users` are the streams of the kernels.
     pub(super) fn new(gpu: &Arc<Gpu>, users: &Arc<StreamSet>) -> Result<Self> {
         let bytes = 2 * size_of::<AtomicI64>();
-        Region::with(Arc::new(Pinned::new(gpu)), bytes, Contents::Zeros, Arc::clone(users)).map(Self)
+        Region::with(Arc::new(PageLockedHost::new(gpu)), bytes, Contents::Zeros, Arc::clone(users)).map(Self)
     }
 
     /// Returns the address of the record, for kernels.

@@ -101,11 +101,11 @@ unsafe impl Backend for Cuda {
 
 /// Page-locked host memory, which a device reads and writes directly.
 #[derive(Clone, Debug)]
-pub struct Pinned {
+pub struct PageLockedHost {
     gpu: Arc<Gpu>,
 }
 
-impl Pinned {
+impl PageLockedHost {
     /// Creates host memory that is page-locked for every device, through `gpu`.
     #[must_use]
     pub fn new(gpu: &Arc<Gpu>) -> Self {
@@ -114,7 +114,7 @@ impl Pinned {
 }
 
 // SAFETY: as for `Cuda`; the driver maps the block for the host and the devices.
-unsafe impl Backend for Pinned {
+unsafe impl Backend for PageLockedHost {
     fn device(&self) -> Device {
         Device::Cpu
     }

@@ -11,7 +11,7 @@ use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionRange, Stream, StreamSet};
 
-use super::{Event, Gpu, Pinned};
+use super::{Event, Gpu, PageLockedHost};
 
 /// Alignment of pieces, in bytes.
 const PIECE_ALIGNMENT: usize = 16;
@@ -27,7 +27,7 @@ const RECLAIM_THRESHOLD: usize = 32;
 #[derive(Debug)]
 pub struct Ring {
     gpu: Arc<Gpu>,
-    pinned: Region,
+    host: Region,
     /// `None` for a ring on the host only; its uploads need a target of their own.
     twin: Option<Region>,
     /// The streams that use the ring and its twin.
@@ -110,16 +110,15 @@ impl Ring {
     }
 
     fn with_twin(gpu: &Arc<Gpu>, bytes: usize, twin: Option<Region>, users: Arc<StreamSet>) -> Result<Self> {
-        let pinned = Arc::new(Pinned::new(gpu));
-        let pinned =
-            Region::with(pinned, Self::padded_size(bytes)?, Contents::Undefined, Arc::clone(&users))?;
-        Ok(Self { gpu: Arc::clone(gpu), pinned, twin, users, pieces: Mutex::default() })
+        let host = Arc::new(PageLockedHost::new(gpu));
+        let host = Region::with(host, Self::padded_size(bytes)?, Contents::Undefined, Arc::clone(&users))?;
+        Ok(Self { gpu: Arc::clone(gpu), host, twin, users, pieces: Mutex::default() })
     }
 
     /// Returns the size of the largest piece in bytes.
     #[must_use]
     pub fn capacity(&self) -> usize {
-        self.pinned.bytes()
+        self.host.bytes()
     }
 
     /// Copies `arrays` to the twin and calls `work` with the range of each, to enqueue the work that uses
@@ -187,11 +186,11 @@ impl Ring {
         })?;
         for (offset, array) in piece_offsets(arrays) {
             // SAFETY: the piece is this call's until it is sealed.
-            unsafe { self.pinned.write(range.start + offset, array) }?;
+            unsafe { self.host.write(range.start + offset, array) }?;
         }
         let target = target(range.start, bytes)?;
         // From here on the device may use the piece, so it is kept even when a later step fails.
-        let source = self.pinned.range(range.start, bytes)?;
+        let source = self.host.range(range.start, bytes)?;
         let copied = self.gpu.copy_in(target, source, stream);
         let enqueued = copied.and_then(|()| work(range.start));
         let done = self.seal(&mut pieces, range, false, stream)?;
@@ -242,7 +241,7 @@ impl Ring {
         let mut pieces = lock(&self.pieces);
         Self::reclaim(&mut pieces)?;
         let Some(range) = self.find_room(&pieces, bytes) else { return Ok(None) };
-        let enqueued = self.pinned.range(range.start, bytes).and_then(work);
+        let enqueued = self.host.range(range.start, bytes).and_then(work);
         let done = self.seal(&mut pieces, range.clone(), true, stream)?;
         let reply = Reply { range, done };
         match enqueued {
@@ -263,7 +262,7 @@ impl Ring {
     /// copy. The piece is not freed then.
     pub fn take<T: Number>(&self, reply: &Reply, count: usize) -> Result<Vec<T>> {
         // SAFETY: the work that wrote the piece is done, and nothing has it until it is released.
-        let values = unsafe { self.pinned.read(reply.range.start, count) }?;
+        let values = unsafe { self.host.read(reply.range.start, count) }?;
         self.release(reply);
         Ok(values)
     }

@@ -101,13 +101,13 @@ impl Storage {
         rank: LockRank,
     ) -> Result<Self> {
         let device = rows.all().first().map_or(Device::Cpu, |buffer| buffer.region().device());
-        let is_locked = config.pin_memory && device != Device::Cpu;
+        let pin_memory = config.pin_memory && device != Device::Cpu;
         let chunks = ChunkPool::new(
             &ChunkConfig {
                 num_chunks: count,
                 chunk_shape: vec![piece_bytes(rows, page_size)?],
                 dtype: DType::U8,
-                pin_memory: is_locked,
+                pin_memory,
                 page_lock_threads: config.page_lock_threads,
                 strict: true,
             },
@@ -115,10 +115,10 @@ impl Storage {
         )?;
         let pieces =
             |reach| Pieces::new(Arc::clone(chunks.region()), reach, rows, page_size, chunks.stride(), count);
-        let in_place = chunks.is_locked().then(|| pieces(HostAccess::InPlace)).transpose()?;
+        let in_place = chunks.uses_page_locking().then(|| pieces(HostAccess::InPlace)).transpose()?;
         let copied = pieces(HostAccess::Copied)?;
         let chunks = Arc::new(chunks);
-        let locking = chunks.lock_pages();
+        let locking = chunks.start_page_locking();
         // The locking of a single step is done.
         let locking = locking.filter(|locking| locking.steps() > 1);
         let locking = RankedMutex::new(LockRank::TierPageLocking, locking);
@@ -145,11 +145,11 @@ impl Storage {
         self.chunks.config().num_chunks
     }
 
-    pub(super) fn registered(&self) -> usize {
-        self.chunks.counts(|_, registered| registered)
+    pub(super) fn page_locked(&self) -> usize {
+        self.chunks.counts(|_, page_locked| page_locked)
     }
 
-    pub(super) fn wait_registered(&self, timeout: Duration) -> Result<bool> {
+    pub(super) fn wait_page_locked(&self, timeout: Duration) -> Result<bool> {
         self.chunks.check_process()?;
         let begin = Instant::now();
         let mut locking = self.locking.lock();
@@ -172,7 +172,7 @@ impl Storage {
     /// Returns the pieces, as the device reaches them now: in place as long as every step could be
     /// page-locked.
     pub(super) fn pieces(&self) -> Pieces {
-        let in_place = self.in_place.as_ref().filter(|_| self.chunks.is_all_locked());
+        let in_place = self.in_place.as_ref().filter(|_| self.chunks.is_all_page_locked());
         in_place.unwrap_or(&self.copied).clone()
     }
 

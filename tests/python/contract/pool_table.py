@@ -213,7 +213,7 @@ def _copy_down_and_back(tier: kvpool.HostTier) -> None:
     kv = tier.kv
     allocator = kvpool.TokenToKVPoolAllocator(kv.size, kv.device, kv.page_size)
     cache = kvpool.PrefixCache(allocator, states=tier.states, tiers=[tier])
-    tier.wait_registered()
+    tier.wait_page_locked()
 
     for start in range(0, tier.size, kv.size):
         tokens = torch.arange(start, start + kv.size)
@@ -382,7 +382,7 @@ CASES = {
             on_device=False,
             hidden=_bytes_of_a_tier,
             use=_copy_down_and_back,
-            needs_device=lambda pool: [pool.wait_registered],
+            needs_device=lambda pool: [pool.wait_page_locked],
         ),
     )
 }

@@ -259,7 +259,7 @@ def answer(step: Callable[[Twin], object], twin: Twin) -> object:
 
 def picture(twin: Twin, look: Look) -> object:
     stats = twin.pool.stats()
-    memory = {"bytes", "registered"}
+    memory = {"bytes", "page_locked"}
     numbers = {key: value for key, value in stats.items() if key not in memory}
     return numbers, [
         tensor.cpu().contiguous().view(torch.uint8).tolist() for tensor in look(twin.pool, twin.held)

@@ -80,7 +80,7 @@ def test_memory_does_not_grow(case: Case) -> None:
 @every_pool
 @cuda_only
 def test_memory_comes_back_with_the_last_tensor(case: Case, driver: Driver) -> None:
-    before = driver.device_bytes(), driver.locked_bytes()
+    before = driver.device_bytes(), driver.page_locked_bytes()
     pool = case.make()
     case.use(pool)
     kept = case.tensors(pool)
@@ -94,7 +94,7 @@ def test_memory_comes_back_with_the_last_tensor(case: Case, driver: Driver) -> N
     tensor = torch.empty(0)
     gc.collect()
     driver.run()
-    assert (driver.device_bytes(), driver.locked_bytes()) == before
+    assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
 @every_pool

@@ -159,7 +159,7 @@ class World:
         self.matched = self.tree.match([7, 8])
         self.tree.lock(self.matched.node)
         self.chunks = kvpool.ChunkPool(4, 8, FLOAT)
-        assert self.chunks.wait_registered()
+        assert self.chunks.wait_page_locked()
         self.chunk = some(self.chunks.allocate())
         self.gpu_chunks = kvpool.ChunkPool(4, 8, FLOAT, "cuda")
         self.gpu_chunk = some(self.gpu_chunks.allocate())

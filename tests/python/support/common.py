@@ -155,7 +155,7 @@ def each_failure(
 
     def out() -> tuple[int, int]:
         # PyTorch keeps what it once had.
-        return driver.device_bytes() - torch.cuda.memory_reserved(), driver.locked_bytes()
+        return driver.device_bytes() - torch.cuda.memory_reserved(), driver.page_locked_bytes()
 
     def memory(expected: tuple[int, int] | None = None) -> tuple[int, int]:
         made.clear()

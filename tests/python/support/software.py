@@ -33,7 +33,7 @@ class Driver:
         self._library = ctypes.CDLL(None)
         for name in ("calls", "failures_left", "pending", "pending_all", "end_capture"):
             getattr(self._library, f"soft_{name}").restype = ctypes.c_long
-        for name in ("device_bytes", "locked_bytes"):
+        for name in ("device_bytes", "page_locked_bytes"):
             getattr(self._library, f"soft_{name}").restype = ctypes.c_long
         self._library.soft_stream.restype = ctypes.c_size_t
 
@@ -120,9 +120,9 @@ class Driver:
         """Device memory that is out."""
         return int(self._library.soft_device_bytes())
 
-    def locked_bytes(self) -> int:
+    def page_locked_bytes(self) -> int:
         """Page-locked memory that is out."""
-        return int(self._library.soft_locked_bytes())
+        return int(self._library.soft_page_locked_bytes())
 
     def begin_capture(self, stream: int) -> None:
         """Records what is enqueued on a stream instead of enqueuing it."""

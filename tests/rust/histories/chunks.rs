@@ -161,8 +161,8 @@ fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize)
 }
 
 fn check(pool: &ChunkPool, model: &Model) {
-    pool.counts(|counts, registered| {
-        assert_eq!((counts.broken_invariant(), registered), (None, 0));
+    pool.counts(|counts, page_locked| {
+        assert_eq!((counts.broken_invariant(), page_locked), (None, 0));
         assert_eq!((counts.available(), counts.ready()), (model.free.len(), model.free.len()));
         assert_eq!(counts.dropped_frees(), model.dropped);
     });

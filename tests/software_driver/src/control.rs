@@ -87,7 +87,7 @@ pub extern "C" fn soft_set_host_pointers(uses: c_int) {
 /// Sets the bytes from which on one call page-locks no memory, at first 512 GiB.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_set_register_limit(bytes: c_long) {
-    state().memory.most_locked = bytes.try_into().unwrap_or(0);
+    state().memory.most_page_locked = bytes.try_into().unwrap_or(0);
 }
 
 /// Decides in which order blocks and threads of the launches from now on run; 0 for the last first, at first 1. The
@@ -162,8 +162,8 @@ pub extern "C" fn soft_device_bytes() -> c_long {
 
 /// Bytes of page-locked memory that are out, registered ones too.
 #[unsafe(no_mangle)]
-pub extern "C" fn soft_locked_bytes() -> c_long {
-    long(state().memory.locked_bytes())
+pub extern "C" fn soft_page_locked_bytes() -> c_long {
+    long(state().memory.page_locked_bytes())
 }
 
 /// A new stream of a device, which does not wait for the default stream.

@@ -8,7 +8,7 @@ use crate::codes::{ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, OUT_OF_MEM
 /// Bytes that each device has, unless a test says otherwise.
 const CAPACITY: usize = 64 << 30;
 /// The bytes from which on one call cannot page-lock memory: the driver's list of pages gets too long.
-const MOST_LOCKED: usize = 512 << 30;
+const MOST_PAGE_LOCKED: usize = 512 << 30;
 /// The bytes from which on zeroing replaces pages instead of writing them.
 const MANY_BYTES: usize = 1 << 20;
 
@@ -19,7 +19,7 @@ struct Block {
 }
 
 /// Page-locked memory that is out.
-struct LockedBlock {
+struct PageLockedBlock {
     len: usize,
     /// Whether it is the caller's and was registered; else it is ours.
     is_registered: bool,
@@ -40,26 +40,26 @@ pub enum Place {
 
 pub struct Memory {
     device: BTreeMap<usize, Block>,
-    locked: BTreeMap<usize, LockedBlock>,
+    page_locked: BTreeMap<usize, PageLockedBlock>,
     device_arena: Arena,
-    locked_arena: Arena,
+    page_locked_arena: Arena,
     /// The memory that was given back, with its length: its addresses do not come again.
     gone: BTreeMap<usize, usize>,
     pub capacity: usize,
     /// The bytes from which on one call page-locks no memory.
-    pub most_locked: usize,
+    pub most_page_locked: usize,
 }
 
 impl Default for Memory {
     fn default() -> Self {
         Self {
             device: BTreeMap::new(),
-            locked: BTreeMap::new(),
+            page_locked: BTreeMap::new(),
             device_arena: Arena::new(),
-            locked_arena: Arena::new(),
+            page_locked_arena: Arena::new(),
             gone: BTreeMap::new(),
             capacity: CAPACITY,
-            most_locked: MOST_LOCKED,
+            most_page_locked: MOST_PAGE_LOCKED,
         }
     }
 }
@@ -88,19 +88,19 @@ impl Memory {
         if len == 0 {
             return Err(INVALID_VALUE);
         }
-        if len >= self.most_locked {
+        if len >= self.most_page_locked {
             return Err(OUT_OF_MEMORY);
         }
-        let start = self.locked_arena.take(len, true).ok_or(OUT_OF_MEMORY)?;
-        self.locked.insert(start, LockedBlock { len, is_registered: false });
+        let start = self.page_locked_arena.take(len, true).ok_or(OUT_OF_MEMORY)?;
+        self.page_locked.insert(start, PageLockedBlock { len, is_registered: false });
         Ok(start)
     }
 
     pub fn free_locked(&mut self, start: usize) -> Outcome {
-        let block = self.locked.get(&start).filter(|block| !block.is_registered).ok_or(INVALID_VALUE)?;
+        let block = self.page_locked.get(&start).filter(|block| !block.is_registered).ok_or(INVALID_VALUE)?;
         Arena::give_back(start, block.len);
         self.gone.insert(start, block.len);
-        self.locked.remove(&start);
+        self.page_locked.remove(&start);
         Ok(())
     }
 
@@ -109,21 +109,21 @@ impl Memory {
         if self.device_arena.has(start) {
             return Err(INVALID_VALUE);
         }
-        if touches(&self.locked, start, end) {
+        if touches(&self.page_locked, start, end) {
             return Err(ALREADY_REGISTERED);
         }
-        if len >= self.most_locked {
+        if len >= self.most_page_locked {
             return Err(OUT_OF_MEMORY);
         }
-        self.locked.insert(start, LockedBlock { len, is_registered: true });
+        self.page_locked.insert(start, PageLockedBlock { len, is_registered: true });
         Ok(())
     }
 
     pub fn unregister(&mut self, start: usize) -> Outcome {
-        if !self.locked.get(&start).is_some_and(|block| block.is_registered) {
+        if !self.page_locked.get(&start).is_some_and(|block| block.is_registered) {
             return Err(NOT_REGISTERED);
         }
-        self.locked.remove(&start);
+        self.page_locked.remove(&start);
         Ok(())
     }
 
@@ -135,19 +135,19 @@ impl Memory {
         {
             return Place::Device(block.device);
         }
-        if let Some((at, block)) = self.locked.range(..=start).next_back()
+        if let Some((at, block)) = self.page_locked.range(..=start).next_back()
             && end <= at + block.len
         {
             return Place::Locked;
         }
-        let is_ours = self.device_arena.has(start) || self.locked_arena.has(start);
-        if is_ours || touches(&self.locked, start, end) { Place::Nowhere } else { Place::Pageable }
+        let is_ours = self.device_arena.has(start) || self.page_locked_arena.has(start);
+        if is_ours || touches(&self.page_locked, start, end) { Place::Nowhere } else { Place::Pageable }
     }
 
     /// Limits memory as at first.
     pub fn restore_limits(&mut self) {
         self.capacity = CAPACITY;
-        self.most_locked = MOST_LOCKED;
+        self.most_page_locked = MOST_PAGE_LOCKED;
     }
 
     /// Whether an address lies in a block that was given back.
@@ -194,13 +194,13 @@ impl Memory {
     }
 
     /// Bytes of page-locked memory that are out, registered ones too.
-    pub fn locked_bytes(&self) -> usize {
-        self.locked.values().map(|block| block.len).sum()
+    pub fn page_locked_bytes(&self) -> usize {
+        self.page_locked.values().map(|block| block.len).sum()
     }
 }
 
 /// Whether `start..end` has bytes in common with a block.
-fn touches(blocks: &BTreeMap<usize, LockedBlock>, start: usize, end: usize) -> bool {
+fn touches(blocks: &BTreeMap<usize, PageLockedBlock>, start: usize, end: usize) -> bool {
     blocks.range(..end).next_back().is_some_and(|(at, block)| start < end && at + block.len > start)
 }
 

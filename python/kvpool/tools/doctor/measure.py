@@ -80,8 +80,8 @@ def _chunks(count: int, job: Job, device: str, *, pin_memory: bool = False) -> l
     import kvpool  # noqa: PLC0415 - this file must load even if kvpool does not
 
     pool = kvpool.ChunkPool(count, job.size, "uint8", device, pin_memory)
-    pool.wait_registered()
-    if pin_memory and pool.stats()["registered"] != count:
+    pool.wait_page_locked()
+    if pin_memory and pool.stats()["page_locked"] != count:
         raise MeasureError(f"{bytes_text(job.size)} of host memory could not be page-locked")
     found = pool.allocate_batch(count)
     assert found is not None  # noqa: S101 - it has as many

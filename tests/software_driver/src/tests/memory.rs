@@ -68,13 +68,13 @@ fn page_locked_memory_is_the_drivers_or_registered() {
     let mine = [0u8; 64];
     let start = mine.as_ptr().addr();
     ok(cuMemHostRegister_v2(start, 64, 0));
-    assert_eq!(soft_locked_bytes(), 164);
+    assert_eq!(soft_page_locked_bytes(), 164);
     assert_eq!(cuMemHostRegister_v2(start + 60, 64, 0), ALREADY_REGISTERED);
     assert_eq!((cuMemFreeHost(start), cuMemHostUnregister(page)), (INVALID_VALUE, NOT_REGISTERED));
     ok(cuMemHostUnregister(start));
     ok(cuMemFreeHost(page));
     assert_eq!((cuMemFreeHost(page), cuMemHostUnregister(start)), (INVALID_VALUE, NOT_REGISTERED));
-    assert_eq!(soft_locked_bytes(), 0);
+    assert_eq!(soft_page_locked_bytes(), 0);
 }
 
 /// Gives a block, page-locked memory or registered memory back.
