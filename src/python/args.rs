@@ -49,7 +49,8 @@ impl TensorArg<'_, '_> {
         }
     }
 
-    /// The object that keeps the memory alive beyond the call: a tensor made for the call, or `given`.
+    /// Returns the object that keeps the memory alive beyond the call: a tensor made for the call, or
+    /// `given`.
     pub(super) fn keeper(&self, given: &Bound<'_, PyAny>) -> Py<PyAny> {
         match self {
             Self::Torch(_, tensor) => tensor.as_ref().clone().unbind(),
@@ -57,8 +58,8 @@ impl TensorArg<'_, '_> {
         }
     }
 
-    /// The number of writes, if it is known. A `kvpool.Tensor` that was exported may have been written to by
-    /// the importer.
+    /// Returns the number of writes, if it is known. The importer of an exported `kvpool.Tensor` may have
+    /// written to it.
     fn version(&self) -> Option<u64> {
         match self {
             Self::Own(tensor) => (!tensor.is_exported()).then_some(0),
@@ -67,7 +68,8 @@ impl TensorArg<'_, '_> {
     }
 }
 
-/// PyTorch's count of writes to `tensor` (`_version`). `None` for inference tensors, which have no count.
+/// Returns PyTorch's count of writes to `tensor` (`_version`), or `None` for an inference tensor, which has
+/// no count.
 pub(super) fn version_of(tensor: &Bound<'_, PyAny>) -> Option<u64> {
     tensor.getattr(intern!(tensor.py(), "_version")).and_then(|version| version.extract()).ok()
 }
@@ -92,7 +94,7 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// The number of indices in host memory, which are sent to a device.
+    /// Returns the number of indices in host memory, which are sent to a device.
     pub(super) fn host_len(&self) -> usize {
         match self {
             Self::Host(values) => values.len(),
@@ -100,7 +102,7 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// The number of indices.
+    /// Returns the number of indices.
     pub(super) fn len(&self) -> PyResult<usize> {
         match self {
             Self::Host(values) => Ok(values.len()),
@@ -108,7 +110,8 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// The indices as they are on the host or on `device`. Waits for values that only another device has.
+    /// Returns the indices on the host or on the device `pool`. Waits for values that only another device
+    /// has.
     pub(super) fn on(self, py: Python<'_>, pool: Device) -> PyResult<Self> {
         match &self {
             Self::Device { device, .. } if *device != pool => self.values(py).map(Self::Host),
@@ -116,14 +119,15 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// The values. Waits for values that only a device has.
+    /// Returns the values. Waits for values that only a device has.
     pub(super) fn values(mut self, py: Python<'_>) -> PyResult<IndexVec> {
         let stream = self.stream(py, Device::Cpu)?;
         let indices = self.take()?;
         Ok(py.detach(|| values_now(indices, stream))?)
     }
 
-    /// The current stream of the pool's device or, for a pool in host memory, of the device of these indices.
+    /// Returns the current stream of the pool's device or, for a pool in host memory, of the device of these
+    /// indices.
     pub(super) fn stream(&self, py: Python<'_>, pool: Device) -> PyResult<Stream> {
         match (pool, self) {
             (Device::Cpu, Self::Device { device, .. }) => current_stream(py, *device),
@@ -132,7 +136,7 @@ impl IndexArg<'_, '_> {
     }
 }
 
-/// `object` as a tensor of PyTorch, kvpool, NumPy or a framework with DLPack; `None` for other objects.
+/// Converts a tensor of PyTorch, kvpool, NumPy or a framework with DLPack. Returns `None` for other objects.
 pub(super) fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Option<TensorArg<'a, 'py>>> {
     let py = object.py();
     if let Some(torch) = torch(py)?
@@ -154,7 +158,8 @@ pub(super) fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult
     Ok(None)
 }
 
-/// Whether NumPy was imported. If it was not, no object is an array, and the `numpy` crate would panic.
+/// Returns whether NumPy was imported. If it was not, no object is an array, and the `numpy` crate would
+/// panic.
 fn numpy_is_loaded(py: Python<'_>) -> PyResult<bool> {
     /// Whether NumPy was found before. Every call needs the answer, and modules are not unloaded.
     static LOADED: AtomicBool = AtomicBool::new(false);
@@ -167,7 +172,7 @@ fn numpy_is_loaded(py: Python<'_>) -> PyResult<bool> {
     Ok(loaded)
 }
 
-/// The dtype of an array in native byte order, or `None`.
+/// Returns the dtype of an array, or `None` if its byte order is not the native one.
 fn array_dtype(array: &Bound<'_, PyUntypedArray>) -> PyResult<Option<DType>> {
     let descr = array.dtype();
     if descr.byteorder() == b'>' {
@@ -216,14 +221,14 @@ fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed
     Ok(unsafe { BorrowedTensor::new(address, dtype, Device::Cpu, shape, Dims::new(&strides)?) })
 }
 
-/// `object` as a tensor.
+/// Converts the argument `name`, which must be a tensor.
 pub(super) fn tensor<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     tensor_or_none(object)?.ok_or_else(|| {
         PyTypeError::new_err(format!("{name} must be a tensor or an array, not {}", kind_of(object)))
     })
 }
 
-/// [`tensor`] for values. Resolves PyTorch's lazy negation.
+/// Converts the argument `name`, whose values are read. Resolves PyTorch's lazy negation.
 pub(super) fn values<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     match tensor(name, object)? {
         TensorArg::Torch(torch, tensor) if tensor.call_method0("is_neg")?.is_truthy()? => {
@@ -233,7 +238,7 @@ pub(super) fn values<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyRe
     }
 }
 
-/// A pair of output tensors.
+/// Converts the argument `out` with two tensors.
 pub(super) fn outputs<'py>(pair: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyAny>; 2]> {
     match pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>() {
         Ok((k, v)) => Ok([k, v]),
@@ -241,12 +246,12 @@ pub(super) fn outputs<'py>(pair: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyA
     }
 }
 
-/// [`tensor`] for an output: it must be writable.
+/// Converts the argument `out`, which must be a writable tensor.
 pub(super) fn output<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     writable("out", object)
 }
 
-/// [`output`] by another name.
+/// Converts the argument `name`, which must be a writable tensor.
 fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     let tensor = tensor(name, object)?;
     let writable = match &tensor {
@@ -263,7 +268,7 @@ fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<Tens
     if writable { Ok(tensor) } else { Err(Error::config(format!("{name} is read-only")).into()) }
 }
 
-/// Whether `object` is a `jax.Array`, whose capsules do not say that they are read-only.
+/// Returns whether `object` is a `jax.Array`, whose capsules do not say that they are read-only.
 fn is_jax_array(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     let jax = object.py().import("sys")?.getattr("modules")?.call_method1("get", ("jax",))?;
     match jax.getattr("Array") {
@@ -279,7 +284,8 @@ pub(super) enum Access {
     Write,
 }
 
-/// The rows of a tensor in host memory: those that dimension 0 counts. They keep the tensor.
+/// Returns the rows of a tensor in host memory, one for each index of dimension 0. They keep the tensor
+/// alive.
 pub(super) fn rows(name: &str, object: &Bound<'_, PyAny>, access: Access) -> PyResult<HostRows> {
     let given = if access == Access::Write { writable(name, object)? } else { tensor(name, object)? };
     let keep = Arc::new(given.keeper(object)) as Keep;
@@ -326,13 +332,13 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
     Ok(keys)
 }
 
-/// Indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, or a sequence of
-/// ints. Indices in host memory are copied.
+/// Converts indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, or a
+/// sequence of ints. Indices in host memory are copied.
 pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
     strided_indices(object, 1)
 }
 
-/// Every `step`th of [`indices`].
+/// Converts every `step`th of [`indices`].
 pub(super) fn strided_indices<'a, 'py>(
     object: &'a Bound<'py, PyAny>,
     step: usize,
@@ -403,8 +409,8 @@ pub(super) fn strided_indices<'a, 'py>(
     Err(not_indices(&kind_of(object)).into())
 }
 
-/// [`strided_indices`] of what [`TensorArg::borrow`] does not describe: arrays of the other byte order, tensors
-/// of many dimensions or of dtypes that are no indices.
+/// Converts indices that [`TensorArg::borrow`] cannot describe, like [`strided_indices`]: arrays of the other
+/// byte order, tensors of many dimensions or of dtypes other than the index dtypes.
 #[cold]
 fn indices_by_copy<'a, 'py>(
     object: &'a Bound<'py, PyAny>,
@@ -433,12 +439,13 @@ fn indices_by_copy<'a, 'py>(
     }
 }
 
-/// Whether `object` is a tensor or an array of more than [`MAX_NDIM`] dimensions.
+/// Returns whether `object` is a tensor or an array of more than [`MAX_NDIM`] dimensions.
 fn has_more_dimensions(object: &Bound<'_, PyAny>) -> bool {
     object.getattr("ndim").and_then(|ndim| ndim.extract::<usize>()).is_ok_and(|ndim| ndim > MAX_NDIM)
 }
 
-/// A single index: an int, or an object with `__index__` that is not a tensor.
+/// Converts a single index: an int, or an object with `__index__` that is not a tensor. Returns `None` for
+/// other objects.
 pub(super) fn single(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
     let py = object.py();
     let is_int = object.is_instance_of::<PyInt>()
@@ -456,7 +463,7 @@ pub(super) fn index_or_indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResu
     }
 }
 
-/// Every `step`th of values.
+/// Returns every `step`th value.
 fn every(values: IndexVec, step: usize) -> IndexVec {
     match values {
         _ if step == 1 => values,
@@ -481,7 +488,7 @@ fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     Ok(IndexVec::I64(values))
 }
 
-/// One index of a sequence.
+/// Converts one index of a sequence.
 fn item_of(object: &Bound<'_, PyAny>) -> PyResult<i64> {
     int(object).map_err(|error| {
         let is_type = error.is_instance_of::<PyTypeError>(object.py());
@@ -489,7 +496,7 @@ fn item_of(object: &Bound<'_, PyAny>) -> PyResult<i64> {
     })
 }
 
-/// The number of one of `layers` layers.
+/// Converts the number of a layer, which must be below `layers`.
 pub(super) fn layer(object: &Bound<'_, PyAny>, layers: usize) -> PyResult<usize> {
     let layer = int(object)?;
     usize::try_from(layer).ok().filter(|&layer| layer < layers).ok_or_else(|| {
@@ -512,7 +519,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Arg<'py> {
 }
 
 impl Arg<'_> {
-    /// The argument as a pool size, or `default`.
+    /// Converts the argument to a pool size; returns `default` if it is absent.
     pub(super) fn size(&self, name: &str, default: usize) -> PyResult<usize> {
         match self {
             Self::Missing => Ok(default),
@@ -520,7 +527,7 @@ impl Arg<'_> {
         }
     }
 
-    /// The argument as a count, or `default`.
+    /// Converts the argument to a count; returns `default` if it is absent.
     pub(super) fn count(&self, name: &str, default: usize) -> PyResult<usize> {
         match self {
             Self::Missing => Ok(default),
@@ -529,7 +536,7 @@ impl Arg<'_> {
     }
 }
 
-/// A count. An int beyond a machine word becomes `usize::MAX`, which no pool can satisfy.
+/// Converts a count. An int that does not fit a `usize` becomes `usize::MAX`, which no pool can satisfy.
 pub(super) fn count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     match object.extract::<usize>() {
         Ok(count) => Ok(count),
@@ -544,7 +551,7 @@ pub(super) fn count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     }
 }
 
-/// A pool size.
+/// Converts a pool size.
 pub(super) fn size(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     match count(name, object)? {
         usize::MAX => Err(Error::config(format!("{name} is {object}, more than an address can name")).into()),
@@ -556,8 +563,8 @@ fn negative(name: &str, object: &Bound<'_, PyAny>) -> PyErr {
     Error::config(format!("{name} is {object}; it must not be negative")).into()
 }
 
-/// A device in PyTorch's notation, or a `torch.device`. Defaults to "cuda", which is PyTorch's current CUDA
-/// device.
+/// Converts a device in PyTorch's notation, or a `torch.device`. Defaults to "cuda", which is PyTorch's
+/// current CUDA device.
 pub(super) fn device(py: Python<'_>, object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
     let Some(object) = object else { return current_device(py) };
     let text = object.str()?.to_string();
@@ -570,12 +577,12 @@ pub(super) fn device(py: Python<'_>, object: Option<&Bound<'_, PyAny>>) -> PyRes
     Err(PyTypeError::new_err(format!("device must be a str or a torch.device, not {}", kind_of(object))))
 }
 
-/// A device in PyTorch's notation, or a `torch.device`. Defaults to the host.
+/// Converts a device in PyTorch's notation, or a `torch.device`. Defaults to the host.
 pub(super) fn host_or(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
     object.map_or(Ok(Device::Cpu), |object| device(object.py(), Some(object)))
 }
 
-/// A CUDA stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or a stream handle.
+/// Converts a CUDA stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or a stream handle.
 pub(super) fn stream(object: &Bound<'_, PyAny>) -> PyResult<Stream> {
     let handle = object.getattr(intern!(object.py(), "cuda_stream")).unwrap_or_else(|_| object.clone());
     let handle = handle.extract::<usize>().map_err(|_| {
@@ -584,7 +591,7 @@ pub(super) fn stream(object: &Bound<'_, PyAny>) -> PyResult<Stream> {
     Ok(stream_of(handle))
 }
 
-/// The shape of a tensor: a sequence of ints, or a single int.
+/// Converts the shape of a tensor: a sequence of ints, or a single int.
 pub(super) fn shape(object: &Bound<'_, PyAny>) -> PyResult<Dims> {
     let mut extents = [0; MAX_NDIM];
     let tuple = object.cast::<PyTuple>();
@@ -605,7 +612,7 @@ pub(super) fn shape(object: &Bound<'_, PyAny>) -> PyResult<Dims> {
     }
 }
 
-/// [`shape`] for a pool, without negative extents.
+/// Converts the shape of a pool, without negative extents.
 pub(super) fn extents(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     let shape = shape(object)?;
     shape
@@ -619,22 +626,22 @@ pub(super) fn extents(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<usi
         .collect()
 }
 
-/// A storage dtype, or `default`.
+/// Converts a storage dtype; returns `default` if it is absent.
 pub(super) fn dtype(object: Option<&Bound<'_, PyAny>>, default: DType) -> PyResult<DType> {
     object.map_or(Ok(default), storage_dtype)
 }
 
-/// A storage dtype: a `torch.dtype`, a NumPy dtype, or the name of one.
+/// Converts a storage dtype: a `torch.dtype`, a NumPy dtype, or the name of one.
 pub(super) fn storage_dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
     Ok(DType::parse(&dtype_name(object)?)?)
 }
 
-/// The dtype of index tensors: a `torch.dtype`, a NumPy dtype, or the name of one.
+/// Converts the dtype of index tensors: a `torch.dtype`, a NumPy dtype, or the name of one.
 pub(super) fn index_dtype(object: &Bound<'_, PyAny>) -> PyResult<IndexDType> {
     Ok(IndexDType::parse(&dtype_name(object)?)?)
 }
 
-/// Any dtype, for scratch memory. A `torch.dtype` is recognised by its address.
+/// Converts any dtype, for scratch memory. A `torch.dtype` is recognised by its address.
 pub(super) fn any_dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
     match torch(object.py())?.and_then(|torch| torch.known_dtype(object)) {
         Some(dtype) => Ok(dtype),

@@ -85,7 +85,7 @@ fn class<'a, C: PoolClass>(slf: &'a Bound<'_, BasePool>) -> &'a C {
 }
 
 impl BasePool {
-    /// A Python object of class `C` with its base. The pool's name is `name` and a number.
+    /// Creates a Python object of class `C` with its base. The pool is called `name` and a number.
     pub(super) fn initializer<C: PoolClass>(
         name: &'static str,
         debug: Debug,
@@ -94,7 +94,7 @@ impl BasePool {
         Self::named(Self::next_name(name), debug, pool)
     }
 
-    /// `class` and a number, for the next pool of a class.
+    /// Returns the name of the next pool of a class: `class` and a number.
     pub(super) fn next_name(class: &'static str) -> String {
         static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
         let mut made = lock(&MADE);
@@ -104,7 +104,7 @@ impl BasePool {
         name
     }
 
-    /// [`Self::initializer`] with the whole name.
+    /// Works like [`Self::initializer`], with the whole name of the pool.
     pub(super) fn named<C: PoolClass>(name: String, debug: Debug, pool: C) -> PyClassInitializer<C> {
         let (mut unit, mut hands_out) = ("", false);
         pool.visit(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
@@ -120,7 +120,7 @@ impl BasePool {
         .add_subclass(pool)
     }
 
-    /// The value of `read` for the pool.
+    /// Calls `read` with the pool and returns the result.
     fn read<R: Default>(slf: &Bound<'_, Self>, read: impl Fn(&dyn Contract) -> R) -> R {
         let mut answer = R::default();
         (slf.get().class.visit)(slf, &mut |pool| answer = read(pool));

@@ -80,7 +80,7 @@ fn values(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     args::index_or_indices(object)?.values(py)
 }
 
-/// Batch sizes, which must not be negative.
+/// Converts batch sizes, which must not be negative.
 fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
     let size = |size: i64| {
         usize::try_from(size).map_err(|_| {
@@ -90,7 +90,8 @@ fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
     given.iter().map(size).collect()
 }
 
-/// One entry of `object` for each of `count` requests, converted unless it is `None`.
+/// Converts `object`, a sequence with an entry for each of `count` requests, entry by entry. `None` stays
+/// `None`.
 fn cached(
     name: &str,
     object: &Bound<'_, PyAny>,
@@ -116,7 +117,7 @@ fn cached(
     Ok(entries)
 }
 
-/// A lease as a prefix.
+/// Converts a lease to a prefix.
 fn leased(object: &Bound<'_, PyAny>) -> PyResult<Prefix> {
     let Ok(lease) = object.cast::<Lease>() else {
         let kind = args::kind_of(object);

@@ -52,7 +52,8 @@ pub(super) struct BufferPool {
     tensors: TensorCache<IndexHandle<BufferId>>,
 }
 
-/// Whether a PyTorch tensor covers only a part of its storage. Unknown, hence false, for other tensors.
+/// Returns whether a PyTorch tensor covers only a part of its storage, and false for other tensors, where it
+/// is unknown.
 fn is_part_of_storage(tensor: &Bound<'_, PyAny>, borrowed: &BorrowedTensor<'_>) -> PyResult<bool> {
     let Ok(storage) = tensor.call_method0("untyped_storage") else { return Ok(false) };
     let whole: usize = storage.call_method0("nbytes")?.extract()?;

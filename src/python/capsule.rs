@@ -13,14 +13,14 @@ use crate::tensor::dlpack::{
     export_versioned,
 };
 
-/// A capsule over the memory of `view`.
+/// Creates a capsule over the memory of `view`.
 pub(super) fn versioned_capsule<'py>(py: Python<'py>, view: &TensorView) -> PyResult<Bound<'py, PyCapsule>> {
     let managed = export_versioned(view).cast();
     // SAFETY: the pointer is a managed tensor that the capsule owns until it is renamed.
     unsafe { PyCapsule::new_with_pointer_and_destructor(py, managed, VERSIONED, Some(drop_versioned)) }
 }
 
-/// A capsule over the memory of `view`, without a version.
+/// Creates a capsule over the memory of `view`, without a version.
 pub(super) fn legacy_capsule<'py>(py: Python<'py>, view: &TensorView) -> PyResult<Bound<'py, PyCapsule>> {
     // SAFETY: the pointer is a managed tensor that the capsule owns until it is renamed.
     unsafe {
@@ -62,7 +62,7 @@ unsafe extern "C" fn drop_versioned(capsule: *mut pyo3::ffi::PyObject) {
     }
 }
 
-/// [`drop_versioned`] for a legacy capsule.
+/// Works like [`drop_versioned`], for a legacy capsule.
 unsafe extern "C" fn drop_legacy(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: called by Python on the capsule, with the GIL.
     if let Some(managed) = unsafe { unconsumed::<Legacy>(capsule, LEGACY) } {
@@ -70,7 +70,7 @@ unsafe extern "C" fn drop_legacy(capsule: *mut pyo3::ffi::PyObject) {
     }
 }
 
-/// The pointer of a capsule that still has its first name.
+/// Returns the pointer of a capsule that still has its first name.
 unsafe fn unconsumed<T>(capsule: *mut pyo3::ffi::PyObject, name: &CStr) -> Option<NonNull<T>> {
     // SAFETY: the caller passes a live capsule.
     if unsafe { pyo3::ffi::PyCapsule_IsValid(capsule, name.as_ptr()) } == 0 {

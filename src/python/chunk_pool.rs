@@ -168,7 +168,7 @@ impl PageLocking {
     }
 }
 
-/// The number of threads that page-lock memory: `KVPOOL_PAGE_LOCK_THREADS`.
+/// Returns the number of threads that page-lock memory: `KVPOOL_PAGE_LOCK_THREADS`.
 pub(super) fn page_lock_threads() -> PyResult<usize> {
     const VARIABLE: &str = "KVPOOL_PAGE_LOCK_THREADS";
     const USUAL: usize = 2;

@@ -25,8 +25,8 @@ impl Debug {
     /// The setting for pools that hand out nothing.
     pub(super) const OFF: Self = Self { is_on: false };
 
-    /// The setting of the argument `debug`, or of the environment variable `KVPOOL_DEBUG`. Opens the pool's ledger if
-    /// on.
+    /// Reads the argument `debug` or, without it, the environment variable `KVPOOL_DEBUG`. Opens the pool's
+    /// ledger if debugging is on.
     pub(super) fn new(wanted: Option<bool>, pool: &impl Contract) -> Self {
         let debug = Self::without_ledger(wanted);
         if debug.is_on {
@@ -35,7 +35,7 @@ impl Debug {
         debug
     }
 
-    /// [`Self::new`] for a pool that poisons memory but whose units have no owners.
+    /// Works like [`Self::new`], for a pool that poisons memory but whose units have no owners.
     pub(super) fn without_ledger(wanted: Option<bool>) -> Self {
         Self { is_on: wanted.unwrap_or_else(is_wanted_everywhere) }
     }
@@ -73,13 +73,13 @@ impl Debug {
     }
 }
 
-/// Whether `KVPOOL_DEBUG` turns debugging on for all pools.
+/// Returns whether `KVPOOL_DEBUG` turns debugging on for all pools.
 fn is_wanted_everywhere() -> bool {
     let value = std::env::var("KVPOOL_DEBUG").unwrap_or_default();
     ["1", "true", "yes", "on"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
-/// An owner, which is a str or an int.
+/// Converts an owner, which is a str or an int.
 fn to_owner(object: &Bound<'_, PyAny>) -> PyResult<Owner> {
     if let Ok(text) = object.cast::<PyString>() {
         return Ok(Owner::Text(text.to_string()));
@@ -89,8 +89,8 @@ fn to_owner(object: &Bound<'_, PyAny>) -> PyResult<Owner> {
     Ok(Owner::Number(number.str()?.to_string()))
 }
 
-/// The call site: file, line and function. `None` if no Python frame is active, for example at the start of a
-/// thread.
+/// Returns the call site: file, line and function; `None` if no Python frame is active, for example at the
+/// start of a thread.
 fn call_site(py: Python<'_>) -> PyResult<Option<String>> {
     let Ok(mut frame) = py.import("sys")?.getattr("_getframe")?.call0() else { return Ok(None) };
     loop {
@@ -112,7 +112,7 @@ type SpanTuple<'py> = (usize, usize, &'static str, Option<usize>, Vec<Holder<'py
 /// The result of `Pool._occupancy`: spans, and the numbers of lifetimes below 1, 2, 4, ... microseconds.
 pub(super) type OccupancyTuple<'py> = (Vec<SpanTuple<'py>>, Vec<u64>);
 
-/// The occupancy of a pool as Python objects.
+/// Converts the occupancy of a pool to Python objects.
 pub(super) fn occupancy<'py>(py: Python<'py>, occupancy: Occupancy) -> PyResult<OccupancyTuple<'py>> {
     // One moment for all, so that ages are in the order of the calls.
     let now = Instant::now();

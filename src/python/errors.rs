@@ -19,7 +19,7 @@ impl From<Error> for PyErr {
     }
 }
 
-/// The name of the exception class for a kind: of `kvpool.errors`, or Python's own.
+/// Returns the name of the exception class for a kind: a class of `kvpool.errors`, or one of Python's own.
 pub(super) const fn class_name(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::Config => "ConfigError",
@@ -35,7 +35,7 @@ pub(super) const fn class_name(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// An exception of the class for an error's kind, with its numbers as attributes.
+/// Creates an exception of the class for the error's kind, with the numbers of the error as attributes.
 fn to_exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let message = error.to_string();
     let exception = match error.kind() {

@@ -15,8 +15,8 @@ use super::capsule::legacy_capsule;
 use super::framework::{Exchange, Torch, fetch, torch};
 use super::tensor::Tensor;
 
-/// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory
-/// alive.
+/// Wraps `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`], without a copy. The tensor keeps
+/// the memory alive.
 pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
     match torch(py)? {
         Some(torch) => torch.import(py, view),
@@ -24,7 +24,7 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
     }
 }
 
-/// [`to_tensor`] for slots.
+/// Works like [`to_tensor`], for slots.
 pub(super) fn slots_to_tensor(py: Python<'_>, granted: &GrantedSlots) -> PyResult<Py<PyAny>> {
     let Some(torch) = torch(py)? else { return to_tensor(py, &granted.view().cache_aligned()?) };
     let (slot, dtype) = match granted {
@@ -39,8 +39,8 @@ pub(super) fn slots_to_tensor(py: Python<'_>, granted: &GrantedSlots) -> PyResul
     import(py, managed)
 }
 
-/// [`to_tensor`] for a cached tensor, which may be returned again outside of inference mode: never an
-/// inference tensor.
+/// Works like [`to_tensor`], for a cached tensor, which may be returned again outside of inference mode: it
+/// is never an inference tensor.
 pub(super) fn to_lasting_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
     match torch(py)? {
         Some(torch) => torch.import_outside(py, view),
@@ -48,7 +48,7 @@ pub(super) fn to_lasting_tensor(py: Python<'_>, view: &TensorView) -> PyResult<P
     }
 }
 
-/// Whether `tensor` still equals a tensor that [`to_lasting_tensor`] would make of `view`.
+/// Returns whether `tensor` still equals a tensor that [`to_lasting_tensor`] would make of `view`.
 pub(super) fn is_unchanged(tensor: &Bound<'_, PyAny>, view: &TensorView) -> bool {
     match torch(tensor.py()) {
         Ok(Some(torch)) => torch.is_unchanged(tensor, view).unwrap_or(false),
@@ -57,26 +57,26 @@ pub(super) fn is_unchanged(tensor: &Bound<'_, PyAny>, view: &TensorView) -> bool
     }
 }
 
-/// Whether the caller holds the only reference to `tensor`.
+/// Returns whether the caller holds the only reference to `tensor`.
 pub(super) fn has_single_reference(tensor: &Bound<'_, PyAny>) -> bool {
     // SAFETY: the tensor is live, and the GIL is held.
     let references = unsafe { pyo3::ffi::Py_REFCNT(tensor.as_ptr()) };
     references == 1
 }
 
-/// Two views as a tuple of tensors.
+/// Wraps two views as a tuple of tensors.
 pub(super) fn to_tensors(py: Python<'_>, views: &[TensorView; 2]) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
     Ok((to_tensor(py, &views[0])?, to_tensor(py, &views[1])?))
 }
 
 impl Torch {
-    /// `view` as a tensor. On a device it is never an inference tensor, because PyTorch counts no writes to
-    /// those.
+    /// Imports `view` as a tensor. On a device it is never an inference tensor, because PyTorch counts no
+    /// writes to those.
     fn import(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
         if view.device() == Device::Cpu { self.import_now(py, view) } else { self.import_outside(py, view) }
     }
 
-    /// `view` as a tensor that is not an inference tensor.
+    /// Imports `view` as a tensor that is not an inference tensor.
     fn import_outside(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
         if !self.is_inference.bind(py).call0()?.is_truthy()? {
             return self.import_now(py, view);
@@ -98,7 +98,7 @@ impl Torch {
         }
     }
 
-    /// A function that makes a tensor of a managed one, if there is an exchange table.
+    /// Returns a function that makes a tensor of a managed one, if there is an exchange table.
     #[inline]
     fn importer(&self) -> Option<impl Fn(Python<'_>, NonNull<Versioned>) -> PyResult<Py<PyAny>> + use<>> {
         let import = self.table()?.object_from_managed?;
@@ -129,8 +129,8 @@ impl Torch {
         bytes.call_method1(py, "view", (self.dtype(py, dtype)?,))
     }
 
-    /// Whether `tensor` still equals what [`to_lasting_tensor`] made of `view`: same shape, memory and class,
-    /// and no gradients. Attributes that the caller added are not checked.
+    /// Returns whether `tensor` still equals the tensor that [`to_lasting_tensor`] made of `view`: same
+    /// shape, memory and class, and no gradients. Attributes that the caller added are not checked.
     fn is_unchanged(&self, tensor: &Bound<'_, PyAny>, view: &TensorView) -> PyResult<bool> {
         let is_plain = tensor.get_type_ptr() == self.tensor_type.as_ptr().cast();
         if !is_plain {

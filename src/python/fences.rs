@@ -20,7 +20,7 @@ struct PythonFence {
     is_reported: AtomicBool,
 }
 
-/// The fence that a caller passed as `after`.
+/// Converts the argument `after`, an optional fence.
 ///
 /// # Errors
 /// `TypeError` if it has no callable `query`.
@@ -33,8 +33,8 @@ pub(super) fn fence(after: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Arc<dyn
 }
 
 impl Fence for PythonFence {
-    /// An exception of `query` is reported once and the fence is queried again later. `KeyboardInterrupt` and
-    /// other exceptions that end the program propagate.
+    /// Returns whether the fence has passed. An exception of `query` is reported once and the fence is
+    /// queried again later. `KeyboardInterrupt` and other exceptions that end the program propagate.
     fn has_passed(&self) -> Result<bool> {
         Python::attach(|py| {
             let answer = self.object.bind(py).call_method0("query").and_then(|answer| answer.is_truthy());

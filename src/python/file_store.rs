@@ -271,7 +271,7 @@ impl FileStore {
     }
 }
 
-/// The rows to transfer.
+/// Returns the rows to transfer.
 fn select_rows(
     py: Python<'_>,
     pages: &Bound<'_, PyAny>,

@@ -78,13 +78,13 @@ impl<'a> TensorDescription<'a> {
         unsafe { borrow(&self.raw, self.tensor) }
     }
 
-    /// The index of a 1-D tensor in host memory that has only one.
+    /// Returns the index of a 1-D tensor in host memory that has only one.
     pub(super) fn only_index(&self) -> Option<IndexVec> {
         // SAFETY: as above.
         unsafe { only_index(&self.raw) }
     }
 
-    /// Whether the tensor still is `view`: see [`is_view`].
+    /// Returns whether the tensor still is `view`: see [`is_view`].
     pub(super) fn is_view(&self, view: &TensorView) -> bool {
         // SAFETY: as above.
         unsafe { is_view(&self.raw, view) }
@@ -108,7 +108,7 @@ impl Api {
 
 static TORCH: PyOnceLock<Option<Torch>> = PyOnceLock::new();
 
-/// PyTorch, imported at the first call, or `None` when it is not installed.
+/// Returns PyTorch, imported at the first call, or `None` when it is not installed.
 pub(super) fn torch(py: Python<'_>) -> PyResult<Option<&'static Torch>> {
     let found = TORCH.get_or_try_init(py, || match py.import("torch") {
         Ok(module) => Torch::new(&module).map(Some),
@@ -119,7 +119,7 @@ pub(super) fn torch(py: Python<'_>) -> PyResult<Option<&'static Torch>> {
     Ok(found.as_ref())
 }
 
-/// Whether PyTorch itself is missing or hidden, rather than one of its dependencies.
+/// Returns whether PyTorch itself is missing or hidden, rather than one of its dependencies.
 fn is_absent(py: Python<'_>, error: &PyErr) -> PyResult<bool> {
     if !error.is_instance_of::<PyModuleNotFoundError>(py) {
         return Ok(false);
@@ -141,24 +141,25 @@ impl Torch {
         Ok(Self { module: module.clone().unbind(), tensor_type, dtypes, is_inference, exchange })
     }
 
-    /// Whether `object` is an instance of `torch.Tensor` or of a subclass, regardless of its `__class__`.
+    /// Returns whether `object` is an instance of `torch.Tensor` or of a subclass, regardless of its
+    /// `__class__`.
     pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> bool {
         let (found, tensor) = (object.get_type_ptr(), self.tensor_type.as_ptr().cast());
         // SAFETY: both are live types. Unlike `isinstance`, this asks the types and no Python code.
         found == tensor || unsafe { pyo3::ffi::PyType_IsSubtype(found, tensor) } == 1
     }
 
-    /// The dtype of `object`, if it is a `torch.dtype` that kvpool supports.
+    /// Returns the dtype of `object`, if it is a `torch.dtype` that kvpool supports.
     pub(super) fn known_dtype(&self, object: &Bound<'_, PyAny>) -> Option<DType> {
         self.dtypes.iter().find(|(known, _)| known.is(object)).map(|(_, dtype)| *dtype)
     }
 
-    /// The `torch.dtype` of `dtype`.
+    /// Returns the `torch.dtype` of `dtype`.
     pub(super) fn dtype<'py>(&self, py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> {
         self.module.bind(py).getattr(dtype.name())
     }
 
-    /// The exchange table, if there is one.
+    /// Returns the exchange table, if there is one.
     #[inline]
     pub(super) const fn table(&self) -> Option<&ExchangeApi> {
         match &self.exchange {
@@ -182,7 +183,7 @@ impl Torch {
         Ok(TensorDescription { raw, _import: None, tensor: PhantomData })
     }
 
-    /// [`Torch::describe`] without an exchange table. Like that, it looks at no gradients and at no stream.
+    /// Works like [`Torch::describe`], without an exchange table. Neither reads gradients or streams.
     fn describe_by_capsule<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<TensorDescription<'a>> {
         let py = tensor.py();
         let Exchange::Capsules { to_capsule, .. } = &self.exchange else {
@@ -206,7 +207,7 @@ impl Torch {
         Ok(TensorDescription { raw, _import: Some(import), tensor: PhantomData })
     }
 
-    /// A new tensor of PyTorch's own memory, with undefined contents.
+    /// Creates a tensor of PyTorch's own memory, with undefined contents.
     pub(super) fn empty<'py>(
         &self,
         py: Python<'py>,
@@ -220,7 +221,7 @@ impl Torch {
         self.module.bind(py).call_method("empty", (shape.as_slice(),), Some(&options))
     }
 
-    /// The stream on which PyTorch enqueues work on `device` now.
+    /// Returns the stream on which PyTorch enqueues work on `device` now.
     fn current_stream(&self, py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
         let Some(current) = self.table().and_then(|table| table.current_work_stream) else {
             let stream = self.module.bind(py).getattr("cuda")?.call_method1("current_stream", (ordinal,))?;
@@ -249,14 +250,14 @@ pub(super) fn use_stream(handle: Option<usize>) {
     STREAM.set(handle.map(stream_of));
 }
 
-/// The stream of a handle that comes from Python.
+/// Returns the stream of a handle that comes from Python.
 pub(super) const fn stream_of(handle: usize) -> Stream {
     // SAFETY: the caller in Python answers for the handle, as for one that it passes to the driver.
     unsafe { Stream::from_handle(handle) }
 }
 
-/// The stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream without
-/// it.
+/// Returns the stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream
+/// without PyTorch.
 pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream> {
     let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
     if let Some(stream) = STREAM.get() {
@@ -268,7 +269,7 @@ pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream>
     }
 }
 
-/// PyTorch's current CUDA device, or the first one if PyTorch does not use CUDA in this process.
+/// Returns PyTorch's current CUDA device, or the first one if PyTorch does not use CUDA in this process.
 pub(super) fn current_device(py: Python<'_>) -> PyResult<Device> {
     let Some(torch) = torch(py)? else { return Ok(Device::Cuda(0)) };
     let cuda = torch.module.bind(py).getattr("cuda")?;
@@ -279,8 +280,8 @@ pub(super) fn current_device(py: Python<'_>) -> PyResult<Device> {
     Ok(Device::Cuda(cuda.call_method0("current_device")?.extract()?))
 }
 
-/// The backend for a new pool on `device`. Zeroes memory on the current stream. Fails while that stream is
-/// captured.
+/// Creates the backend for a new pool on `device`. It zeroes memory on the current stream. Fails while that
+/// stream is captured.
 pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backend>> {
     // PyTorch is asked for its stream only once the device is known to exist.
     py.detach(|| backend_for(device, Stream::DEFAULT))?;
@@ -292,7 +293,7 @@ pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backen
     Ok(backend)
 }
 
-/// PyTorch refuses to describe a tensor, such as one that is sparse.
+/// Creates the error for a tensor that PyTorch refuses to describe, such as a sparse one.
 #[cold]
 fn cannot_be_read(py: Python<'_>, error: &PyErr) -> PyErr {
     let cause = error.value(py).to_string();
@@ -300,12 +301,12 @@ fn cannot_be_read(py: Python<'_>, error: &PyErr) -> PyErr {
     Error::config(format!("the tensor cannot be read: {reason}")).into()
 }
 
-/// The exception that a C function set.
+/// Takes the exception that a C function set.
 pub(super) fn fetch(py: Python<'_>) -> PyErr {
     PyErr::take(py).unwrap_or_else(|| PyRuntimeError::new_err("PyTorch failed without an exception"))
 }
 
-/// `dtype` as a `torch.dtype` or, without PyTorch, as its name.
+/// Converts `dtype` to a `torch.dtype` or, without PyTorch, to its name.
 pub(super) fn to_dtype(py: Python<'_>, dtype: DType) -> PyResult<Py<PyAny>> {
     match torch(py)? {
         Some(torch) => Ok(torch.dtype(py, dtype)?.unbind()),

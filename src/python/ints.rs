@@ -4,12 +4,12 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt};
 
-/// The name of an object's class, for messages.
+/// Returns the name of an object's class, for messages.
 pub(super) fn kind_of(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string())
 }
 
-/// One index. An int beyond 64 bits is outside every range, so the nearest 64-bit int stands for it.
+/// Converts one index. An int beyond 64 bits is outside every range, so the nearest 64-bit int stands for it.
 pub(super) fn int(object: &Bound<'_, PyAny>) -> PyResult<i64> {
     // A bool is a subclass of int in Python.
     if !object.is_exact_instance_of::<PyInt>() && object.is_instance_of::<PyBool>() {

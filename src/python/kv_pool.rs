@@ -65,7 +65,7 @@ pub(super) struct KvPool {
 }
 
 impl KvPool {
-    /// The pool, for an allocator that poisons its rows.
+    /// Returns the pool, for an allocator that poisons its rows.
     pub(super) const fn shared(&self) -> &Arc<Pool> {
         &self.pool
     }
@@ -80,13 +80,13 @@ impl KvPool {
         copying(py, self.pool.device(), rows.saturating_mul(self.pool.token_bytes()), work)
     }
 
-    /// The stream for a call that sends `numbers` numbers from the host.
+    /// Returns the stream for a call that sends `numbers` numbers from the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
         make_room(numbers, || self.pool.backpressure_event())?;
         current_stream(py, self.pool.device())
     }
 
-    /// Uninitialized PyTorch tensors for `count` rows of K and V on the pool's GPU.
+    /// Creates uninitialized PyTorch tensors for `count` rows of K and V on the pool's GPU.
     fn empty_rows<'py>(&self, py: Python<'py>, count: usize) -> PyResult<[Bound<'py, PyAny>; 2]> {
         let Some(torch) = torch(py)? else {
             return Err(PyTypeError::new_err(
@@ -105,7 +105,7 @@ impl KvPool {
 const SPLIT: &str = "split";
 const FUSED: &str = "fused";
 
-/// The layout of that name.
+/// Returns the layout called `name`.
 fn layout_of(name: &str) -> crate::base::Result<KvLayout> {
     match name {
         SPLIT => Ok(KvLayout::Split),
@@ -114,7 +114,7 @@ fn layout_of(name: &str) -> crate::base::Result<KvLayout> {
     }
 }
 
-/// The tensor of one layer.
+/// Returns the tensor of one layer.
 fn layer_tensor(py: Python<'_>, tensors: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
     Ok(tensors[args::layer(layer_id, tensors.len())?].clone_ref(py))
 }

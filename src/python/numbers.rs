@@ -15,7 +15,8 @@ use super::ints::{int, kind_of};
 /// Elements that are shown of a dimension from each end, if not all are, in the last two dimensions.
 const EDGE: usize = 3;
 
-/// The elements of a tensor in host memory: a number, or nested lists of as many dimensions as it has.
+/// Converts the elements of a tensor in host memory to a number, or to nested lists of as many dimensions as
+/// it has.
 pub(super) fn to_list<'py>(py: Python<'py>, view: &TensorView) -> PyResult<Bound<'py, PyAny>> {
     let values = elements(&view.borrow())?;
     nested(py, view.shape().as_slice(), &mut values.into_iter())
@@ -47,7 +48,7 @@ fn number(py: Python<'_>, element: Element) -> PyResult<Bound<'_, PyAny>> {
     }
 }
 
-/// The elements of a tensor in host memory as text, of long dimensions the first and the last ones.
+/// Formats the elements of a tensor in host memory; of a long dimension only the first and the last ones.
 pub(super) fn shown(view: &TensorView) -> crate::base::Result<String> {
     let shape = view.shape().as_slice();
     let Some(&extent) = shape.first() else {
@@ -77,7 +78,7 @@ fn text(element: Element) -> String {
     if text == "NaN" { "nan".to_owned() } else { text }
 }
 
-/// The part that an index of Python chooses of a tensor: an int or a slice, or a tuple of them.
+/// Returns the part of a tensor that an index of Python selects: an int or a slice, or a tuple of them.
 pub(super) fn part_of(view: &TensorView, index: &Bound<'_, PyAny>) -> PyResult<TensorView> {
     let Ok(tuple) = index.cast::<PyTuple>() else {
         return part_of(view, PyTuple::new(index.py(), [index])?.as_any());

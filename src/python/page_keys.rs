@@ -8,7 +8,7 @@ use crate::cache::{Namespace, PageHash};
 
 use super::args;
 
-/// A namespace as its user wrote it.
+/// Converts a namespace to the object that its user passed.
 pub(super) fn namespace_to_py<'py>(
     py: Python<'py>,
     namespace: &Namespace,
@@ -22,7 +22,7 @@ pub(super) fn namespace_to_py<'py>(
     })
 }
 
-/// The namespace that an argument means.
+/// Converts the argument `namespace`.
 pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     let Some(object) = object else { return Ok(Namespace::Unnamed) };
     if let Ok(text) = object.cast::<PyString>() {
@@ -41,7 +41,7 @@ pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namesp
     Err(PyTypeError::new_err(format!("namespace must be a str, bytes or an int, not {kind}")))
 }
 
-/// BLAKE3 of the concatenation of parts.
+/// Computes BLAKE3 of the concatenation of `parts`.
 pub(super) fn digest(parts: &[&[u8]]) -> PageHash {
     let mut hasher = blake3::Hasher::new();
     for part in parts {

@@ -101,7 +101,7 @@ impl PoolClass for PrefixCache {
     }
 }
 
-/// The tiers below the device.
+/// Converts the argument `tiers`.
 fn lower_tier(tiers: &[Bound<'_, PyAny>], model: Option<&str>) -> PyResult<Option<LowerTier>> {
     let (host, store) = match tiers {
         [] => (None, None),
@@ -157,7 +157,7 @@ impl<'a, 'py> GivenStore<'a, 'py> {
         Ok(Self::Python { store: object, queue })
     }
 
-    /// The store, which takes note of the memory of the tier above it.
+    /// Returns the store, after telling it the memory of the tier above it.
     fn attached(self, host: &HostTierOfPool) -> PyResult<Arc<dyn Store>> {
         match self {
             Self::Files(files) => Ok(Arc::clone(&files.get().store) as _),

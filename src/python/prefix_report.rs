@@ -184,7 +184,7 @@ fn keys<'py>(py: Python<'py>, keys: &[PageHash]) -> PyResult<Bound<'py, PyList>>
     PyList::new(py, keys.iter().map(|key| PyBytes::new(py, key)))
 }
 
-/// An event as a Python object.
+/// Converts an event to a Python object.
 pub(super) fn event_to_py(py: Python<'_>, event: CacheEvent) -> PyResult<Py<PyAny>> {
     Ok(match event {
         CacheEvent::Stored { pages, parent, tokens, namespace, tier } => {

@@ -67,7 +67,7 @@ impl PrefixTree {
     }
 }
 
-/// The node that an argument names.
+/// Converts an argument that names a node.
 fn node_of(object: &Bound<'_, PyAny>) -> PyResult<NodeHandle> {
     let number = args::int(object)?;
     let node = u64::try_from(number).map(NodeHandle::new);

@@ -69,7 +69,7 @@ enum TableIndexArg<'a, 'py> {
 }
 
 impl TableIndexArg<'_, '_> {
-    /// Number of indices in host memory, which are sent to a device.
+    /// Returns the number of indices in host memory, which are sent to a device.
     fn host_len(&self) -> usize {
         match self {
             Self::Columns { .. } => 0,
@@ -89,7 +89,7 @@ impl TableIndexArg<'_, '_> {
     }
 }
 
-/// `index`, repeated `count` times.
+/// Repeats `index` `count` times.
 fn repeated<'a, 'py>(index: i64, count: usize) -> PyResult<IndexArg<'a, 'py>> {
     let mut values = try_with_capacity(count)?;
     values.resize(count, index);
@@ -136,13 +136,13 @@ fn table_index<'a, 'py>(
 }
 
 impl ReqToTokenPool {
-    /// The stream for a call that sends `numbers` numbers from the host.
+    /// Returns the stream for a call that sends `numbers` numbers from the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
         make_room(numbers, || self.pool.backpressure_event())?;
         current_stream(py, self.device)
     }
 
-    /// PyTorch's count of its own writes to the table, if there is one.
+    /// Returns PyTorch's count of its own writes to the table, if there is one.
     fn version(&self, py: Python<'_>) -> Option<u64> {
         if self.device == Device::Cpu { None } else { version_of(self.table.bind(py)) }
     }

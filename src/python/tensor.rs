@@ -39,7 +39,7 @@ impl Tensor {
         Self { view, exported: AtomicBool::new(false) }
     }
 
-    /// Whether the memory was exported, so that the importer may write to it.
+    /// Returns whether the memory was exported, so that the importer may write to it.
     pub(super) fn is_exported(&self) -> bool {
         self.exported.load(Relaxed)
     }
@@ -68,7 +68,7 @@ impl Tensor {
         &self.view
     }
 
-    /// The view, if it is in host memory.
+    /// Returns the view, if it is in host memory.
     fn host_view(&self) -> PyResult<&TensorView> {
         match self.view.device() {
             Device::Cpu => Ok(&self.view),
@@ -78,7 +78,7 @@ impl Tensor {
         }
     }
 
-    /// A copy in host memory of a tensor on a device. Waits for the current stream of the device.
+    /// Copies a tensor on a device to host memory. Waits for the current stream of the device.
     fn copied(&self, py: Python<'_>) -> PyResult<Option<TensorView>> {
         let view = &self.view;
         let Some(gpu) = view.region().gpu() else { return Ok(None) };
@@ -357,7 +357,7 @@ impl Tensor {
     }
 }
 
-/// A pair of ints. Anything else is a `TypeError`: consumers expect only that and `BufferError`.
+/// Converts a pair of ints. Anything else is a `TypeError`: consumers expect only that and `BufferError`.
 fn pair<'py, T>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<(T, T)>
 where
     (T, T): for<'a> FromPyObject<'a, 'py, Error = PyErr>,
@@ -367,7 +367,7 @@ where
         .map_err(|error: PyErr| PyTypeError::new_err(format!("{name} must be a pair of ints: {error}")))
 }
 
-/// The current stream, which a producer on a GPU makes wait for its own work.
+/// Returns the current stream; a producer on a GPU makes it wait for its own work.
 fn consumer_stream(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
     /// `kDLCUDA`
     const CUDA: i32 = 2;

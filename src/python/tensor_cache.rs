@@ -37,8 +37,9 @@ impl<O> Default for TensorCache<O> {
 }
 
 impl<O: PartialEq> TensorCache<O> {
-    /// `view` as the tensor of place `at`. The same owner gets the same tensor. A new owner gets the tensor
-    /// made there last if that tensor matches `view` and has no other references, and a new one otherwise.
+    /// Returns `view` as the tensor of place `at`. The same owner gets the same tensor. A new owner gets the
+    /// tensor made there last if that tensor matches `view` and has no other references, and a new one
+    /// otherwise.
     pub(super) fn tensor(
         &self,
         py: Python<'_>,

@@ -83,7 +83,7 @@ pub(super) struct TokenToKvPoolAllocator {
 }
 
 impl TokenToKvPoolAllocator {
-    /// The stream for calls that enqueue work only if the pool debugs: freed rows are poisoned on it.
+    /// Returns the stream for calls that enqueue work only with `debug=True`, to poison freed rows.
     pub(super) fn debug_stream(&self, py: Python<'_>) -> PyResult<Stream> {
         if self.debug.is_on() { current_stream(py, self.device) } else { Ok(Stream::DEFAULT) }
     }
@@ -188,7 +188,8 @@ impl PoolClass for TokenToKvPoolAllocator {
         visitor(&*self.pool);
     }
 
-    /// A strict pool leaves frees pending here: their errors belong in `alloc` and `free`.
+    /// Polls fences and, unless the pool is strict, pending frees. A strict pool raises their errors in `alloc`
+    /// and `free`.
     fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
         let stream = self.debug_stream(py)?;
         Ok(if self.pool.strict() { self.pool.poll_fences(stream) } else { self.pool.poll(stream) }?)

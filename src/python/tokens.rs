@@ -19,8 +19,8 @@ use crate::memory::BorrowedTensor;
 
 use super::args;
 
-/// Whether this interpreter is built to run threads without the GIL: then others may change a list or resize
-/// an array while it is read, and both are copied first.
+/// Returns whether this interpreter is built to run threads without the GIL: then others may change a list or
+/// resize an array while it is read, and both are copied first.
 fn has_free_threads() -> bool {
     static ANSWER: OnceLock<bool> = OnceLock::new();
     *ANSWER.get_or_init(|| Python::version_str().contains("free-threading"))
@@ -203,7 +203,7 @@ where
     }
 }
 
-/// An error of a block that begins at `begin`.
+/// Creates the error of a block that begins at `begin`.
 #[cold]
 fn at_position(error: Error, begin: usize) -> Error {
     if begin == 0 { error } else { error.with_prefix(&format!("in the tokens from position {begin} on")) }

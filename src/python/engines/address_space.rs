@@ -191,7 +191,7 @@ impl AddressSpace {
     }
 }
 
-/// A number of bytes, which must be positive.
+/// Converts a number of bytes, which must be positive.
 fn at_least_one(size: &Bound<'_, PyAny>) -> PyResult<usize> {
     match args::count("size", size)? {
         0 => Err(Error::config("size is 0; it must be at least 1").into()),
@@ -199,13 +199,13 @@ fn at_least_one(size: &Bound<'_, PyAny>) -> PyResult<usize> {
     }
 }
 
-/// `bytes`, rounded up to the alignment of `space`.
+/// Rounds `bytes` up to the alignment of `space`.
 fn rounded(space: &Space, bytes: usize) -> Result<usize> {
     let too_much = || Error::config(format!("size is {bytes}, more than an address can name"));
     space.rounded(bytes).ok_or_else(too_much)
 }
 
-/// An address, below 2**63.
+/// Converts an address, which must be below 2**63.
 fn address(start: &Bound<'_, PyAny>) -> PyResult<usize> {
     let start = args::int(start)?;
     let negative = |_| Error::config(format!("start is {start}; it must not be negative"));

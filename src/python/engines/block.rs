@@ -51,12 +51,12 @@ impl Block {
         }
     }
 
-    /// The number of the block. An end of a queue has none.
+    /// Returns the number of the block. An end of a queue has none.
     pub(in crate::python) fn own_number(&self) -> PyResult<BlockId> {
         self.number().ok_or_else(|| ownership_error("the end of a queue is no block".to_owned()))
     }
 
-    /// The number of the block in the queue of a table.
+    /// Returns the number of the block in the queue of a table.
     pub(in crate::python) fn number_in(&self, table: &Arc<Mutex<BlockTable>>) -> Option<BlockId> {
         self.number().filter(|_| Arc::ptr_eq(&self.table, table))
     }
@@ -65,7 +65,7 @@ impl Block {
         lock(&self.table)
     }
 
-    /// The neighbouring object; `None` once the queue is dropped.
+    /// Returns the neighbouring object, or `None` once the queue is dropped.
     fn neighbour(
         &self,
         py: Python<'_>,
@@ -92,7 +92,7 @@ pub(in crate::python) fn ownership_error(message: String) -> PyErr {
     Error::new(ErrorKind::IndexOwnership, message).into()
 }
 
-/// An object in words, for messages.
+/// Describes an object for messages.
 pub(in crate::python) fn shown(object: &Bound<'_, PyAny>) -> String {
     object.repr().map_or_else(|_| args::kind_of(object), |text| text.to_string())
 }

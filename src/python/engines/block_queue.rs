@@ -69,7 +69,7 @@ impl BlockQueue {
         Ok(given)
     }
 
-    /// The numbers of blocks that must all be of this queue.
+    /// Returns the numbers of blocks, all of which must be of this queue.
     fn numbers(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
         let given = self.given(blocks)?;
         match given.others.first() {

@@ -10,7 +10,7 @@ use crate::python::page_keys::namespace_of;
 /// The byte that the bytes of a tuple begin with, and those of bytes that begin so.
 const ESCAPE: u8 = u8::MAX;
 
-/// The namespace that `object` names.
+/// Returns the namespace that `object` names.
 pub(in crate::python) fn name_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     let Some(parts) = object.and_then(|object| object.cast::<PyTuple>().ok()) else {
         let mut name = namespace_of(object)?;
@@ -37,7 +37,7 @@ pub(in crate::python) fn name_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<
     Ok(Namespace::Bytes(all))
 }
 
-/// The object that [`name_of`] was given.
+/// Returns the object that [`name_of`] was given.
 pub(in crate::python) fn object_of<'py>(py: Python<'py>, name: &Namespace) -> PyResult<Bound<'py, PyAny>> {
     match name {
         Namespace::Unnamed => Ok(py.None().into_bound(py)),

@@ -11,7 +11,7 @@ use crate::tensor::TensorView;
 use super::hybrid_names::object_of;
 use crate::python::export::to_tensor;
 
-/// A 1-D int64 tensor of `count` slots, run by run. Runs no Python code.
+/// Creates a 1-D int64 tensor of `count` slots, run by run. Runs no Python code.
 pub(in crate::python) fn view_of<'a>(
     count: usize,
     runs: impl Iterator<Item = &'a [EngineSlot]>,

@@ -255,7 +255,7 @@ impl HybridTree {
         })
     }
 
-    /// Whether an insertion is going on.
+    /// Returns whether an insertion is in progress.
     fn is_inserting(&self) -> bool {
         self.lock().is_inserting()
     }
@@ -388,8 +388,8 @@ impl HybridTree {
         Err(Error::config(format!("an eviction of part {part} is going on; end it first")).into())
     }
 
-    /// The next step of an eviction: an int, the leaf to evict with `evict_leaf`; or values that are gone
-    /// already, of a node that stays; or `None`, if enough was evicted or nothing evictable is left.
+    /// Returns the next step of an eviction: an int, the leaf to evict with `evict_leaf`; or values that were
+    /// removed already, of a node that stays; or `None`, if enough was evicted or nothing evictable is left.
     ///
     /// Args:
     ///     part: The part.
@@ -622,7 +622,7 @@ impl HybridTree {
         Ok((tensor_of_ints(py, &slots)?, tensor_of_ints(py, &positions)?, tensor_of_ints(py, &before)?))
     }
 
-    /// Whether a node exists.
+    /// Returns whether a node exists.
     fn contains(&self, node: u64) -> bool {
         self.lock().contains(handle_of(node))
     }

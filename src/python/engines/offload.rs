@@ -38,7 +38,7 @@ impl<'py> Keys<'py> {
         self.0.iter().map(PyBytesMethods::as_bytes)
     }
 
-    /// The keys with their positions, which Python code may give.
+    /// Returns the keys with their positions, which Python code may give.
     fn placed(&self, position: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<NamedChunk<'_>>> {
         let place = |key: &'_ Bound<'py, PyBytes>| {
             position.map_or(Ok(None), |position| position.call1((key,))?.extract::<Option<i64>>())

@@ -27,7 +27,7 @@ pub(super) fn part_of(number: usize) -> PyResult<Part> {
     })
 }
 
-/// A node, or part, of Python.
+/// Converts the number by which Python refers to a node.
 pub(super) fn handle_of(number: u64) -> NodeHandle {
     NodeHandle::new(number)
 }
@@ -45,7 +45,7 @@ pub(super) fn receipt_of(boundary: Option<u64>, skip: &[usize]) -> PyResult<Rece
     Ok(Receipt { skipped: skipped_of(skip)?, boundary: boundary.map(Boundary::new) })
 }
 
-/// All slots of a tensor or sequence.
+/// Returns all slots of a tensor or sequence.
 pub(super) fn slots_in(object: &Bound<'_, PyAny>) -> PyResult<Vec<EngineSlot>> {
     let values: IndexVec = args::indices(object)?.values(object.py())?;
     Ok(slots_of(values.iter(), 0)?)
