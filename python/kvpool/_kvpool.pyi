@@ -2847,7 +2847,7 @@ class TreeInsertion:
     def length(self) -> int:
         """Tokens inserted: those before the first slot that is 0 or not allocated."""
     @property
-    def gone(self) -> list[int]:
+    def removed_nodes(self) -> list[int]:
         """Nodes that ceased to exist: what had been kept behind a last whole page and became part of another node."""
 
 @final
@@ -2858,7 +2858,7 @@ class TreeEviction:
     def tokens(self) -> int:
         """Slots that became free."""
     @property
-    def gone(self) -> list[int]:
+    def removed_nodes(self) -> list[int]:
         """Nodes that ceased to exist, in order. Those of an allocator that was cleared before are among them."""
     @property
     def slots(self) -> torch.Tensor:

@@ -172,15 +172,15 @@ impl HybridConfig {
 /// A logical time. All nodes of a path are used at one time; the times of nodes nearer to the root are a
 /// little earlier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-struct Moment(u64);
+struct UseTime(u64);
 
 /// The number of times that a use of a path takes up.
-const MOMENTS_OF_PATH: u64 = 1 << 24;
+const TIMES_PER_PATH: u64 = 1 << 24;
 
-impl Moment {
+impl UseTime {
     /// Returns the time for the node `steps` nodes nearer to the root.
     const fn before(self, steps: u64) -> Self {
-        let steps = if steps < MOMENTS_OF_PATH { steps } else { MOMENTS_OF_PATH - 1 };
+        let steps = if steps < TIMES_PER_PATH { steps } else { TIMES_PER_PATH - 1 };
         Self(self.0 - steps)
     }
 }
@@ -211,8 +211,8 @@ struct Node {
     boundary: Option<Boundary>,
     /// The links in the lists of windows and states.
     links: [ListLink; 2],
-    used: Moment,
-    created: Moment,
+    used: UseTime,
+    created: UseTime,
     hits: u32,
     priority: i64,
     /// The rank of the node, if it is queued.
@@ -235,8 +235,8 @@ impl Node {
             locks: [0; 3],
             boundary: None,
             links: [ListLink::default(); 2],
-            used: Moment::default(),
-            created: Moment::default(),
+            used: UseTime::default(),
+            created: UseTime::default(),
             hits: 0,
             priority: 0,
             queued: None,
@@ -429,9 +429,9 @@ impl HybridTree {
     }
 
     /// Returns the next time.
-    const fn tick(&mut self) -> Moment {
+    const fn tick(&mut self) -> UseTime {
         self.now += 1;
-        Moment(self.now * MOMENTS_OF_PATH)
+        UseTime(self.now * TIMES_PER_PATH)
     }
 
     /// Returns the nodes from `id` up to the root, not including the root.
@@ -500,7 +500,7 @@ impl HybridTree {
 
     /// Creates the node of the first `len` tokens of a node, which keeps the others. No other node refers to
     /// it yet.
-    fn split_front(&mut self, id: NodeId, len: usize, used: Moment) -> Node {
+    fn split_front(&mut self, id: NodeId, len: usize, used: UseTime) -> Node {
         let pages = len / self.config.page_size;
         let node = self.node_mut(id);
         let end = node.end - node.tokens.len() + len;

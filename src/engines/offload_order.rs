@@ -149,7 +149,7 @@ impl<P> OffloadOrder<P> {
 
     /// Returns whether this order gave the rank, and has not been cleared since.
     #[must_use]
-    pub fn gave(&self, rank: &RequestRank) -> bool {
+    pub fn issued(&self, rank: &RequestRank) -> bool {
         rank.of == Some(self.owner)
     }
 
@@ -273,7 +273,7 @@ impl<P> OffloadOrder<P> {
 
     /// Returns the place of a request in the order. A rank that another order gave is replaced.
     fn rank_of(&mut self, request: &mut RequestRank) -> u64 {
-        if !self.gave(request) {
+        if !self.issued(request) {
             *request = self.rank_of_request();
         }
         *request.at.get_or_insert_with(|| {

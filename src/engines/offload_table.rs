@@ -22,13 +22,13 @@ pub struct NamedChunk<'a> {
 #[derive(Debug, Default)]
 pub struct OffloadRequest {
     rank: RequestRank,
-    used: Vec<Used>,
+    used: Vec<UsedChunk>,
     by_key: HashMap<OffloadKey, usize>,
     is_finished: bool,
 }
 
 #[derive(Clone, Debug)]
-struct Used {
+struct UsedChunk {
     key: OffloadKey,
     position: Option<i64>,
 }
@@ -37,8 +37,8 @@ impl OffloadRequest {
     /// Returns the chunks in the order of the prompt: by their positions, if all are known. Otherwise the
     /// groups of layers follow each other, each ordered by position if all of its positions are known, or by
     /// first use.
-    fn in_order(&self) -> Vec<&Used> {
-        let mut groups: BTreeMap<&[u8], Vec<&Used>> = BTreeMap::new();
+    fn in_order(&self) -> Vec<&UsedChunk> {
+        let mut groups: BTreeMap<&[u8], Vec<&UsedChunk>> = BTreeMap::new();
         for used in &self.used {
             groups.entry(used.key.rchunks(4).next().unwrap_or_default()).or_default().push(used);
         }
@@ -52,7 +52,7 @@ impl OffloadRequest {
     }
 }
 
-fn sort_if_known(chunks: &mut [&Used]) {
+fn sort_if_known(chunks: &mut [&UsedChunk]) {
     if chunks.iter().all(|used| used.position.is_some()) {
         chunks.sort_by_key(|used| used.position);
     }
@@ -216,7 +216,7 @@ impl OffloadTable {
         chunks: &[NamedChunk<'_>],
         request: &mut OffloadRequest,
     ) -> Result<Option<StorePlan>> {
-        self.adopt(request);
+        self.restart_if_foreign(request);
         let stages: Vec<Option<OffloadId>> = chunks.iter().map(|chunk| self.order.find(chunk.key)).collect();
         let arrives = |table: &Self, id| table.order.get(id).stage == OffloadStage::Arriving;
         expect_unfinished(
@@ -261,7 +261,7 @@ impl OffloadTable {
             match id {
                 Some(id) if self.order.get(*id).stage == OffloadStage::Arriving => continue,
                 Some(_) => (),
-                None if self.offers.as_ref().is_some_and(|offers| !offers.suffice(chunk.key)) => {
+                None if self.offers.as_ref().is_some_and(|offers| !offers.are_enough(chunk.key)) => {
                     self.skipped += 1;
                     continue;
                 }
@@ -344,13 +344,13 @@ impl OffloadTable {
             match id.map(|id| self.order.get(id).stage) {
                 Some(OffloadStage::Ready) => ids.extend(id),
                 Some(OffloadStage::Arriving) => {
-                    return Err(not_here(at, chunks.len(), "is still being stored"));
+                    return Err(not_offloaded_error(at, chunks.len(), "is still being stored"));
                 }
-                None => return Err(not_here(at, chunks.len(), "is not here")),
+                None => return Err(not_offloaded_error(at, chunks.len(), "is not here")),
             }
         }
         if let Some(request) = request {
-            self.adopt(request);
+            self.restart_if_foreign(request);
             expect_unfinished(chunks, request)?;
             self.record(chunks, request);
         }
@@ -403,7 +403,7 @@ impl OffloadTable {
     /// Ends a request: all chunks that it used count as used now, the beginning of the prompt last. A second
     /// call does nothing.
     pub fn finish(&mut self, request: &mut OffloadRequest) {
-        if !self.order.gave(&request.rank) || std::mem::replace(&mut request.is_finished, true) {
+        if !self.order.issued(&request.rank) || std::mem::replace(&mut request.is_finished, true) {
             return;
         }
         for used in request.in_order().into_iter().rev() {
@@ -444,8 +444,8 @@ impl OffloadTable {
     }
 
     /// Starts a request over that belongs to another table.
-    fn adopt(&self, request: &mut OffloadRequest) {
-        if !self.order.gave(&request.rank) {
+    fn restart_if_foreign(&self, request: &mut OffloadRequest) {
+        if !self.order.issued(&request.rank) {
             *request = OffloadRequest { rank: self.order.rank_of_request(), ..OffloadRequest::default() };
         }
     }
@@ -465,7 +465,7 @@ impl OffloadTable {
             }
             let key = found.map_or_else(|| OffloadKey::from(key), |id| Arc::clone(self.order.key(id)));
             request.by_key.insert(Arc::clone(&key), request.used.len());
-            request.used.push(Used { key, position });
+            request.used.push(UsedChunk { key, position });
         }
     }
 
@@ -500,7 +500,7 @@ impl OffloadTable {
     }
 }
 
-fn not_here(at: usize, count: usize, what: &str) -> Error {
+fn not_offloaded_error(at: usize, count: usize, what: &str) -> Error {
     Error::new(ErrorKind::StaleBuffer, format!("chunk {at} of {count} {what}"))
 }
 
@@ -552,7 +552,7 @@ impl OfferCounts {
         self.by_key.get(key).map_or(0, |&id| self.counts[widen(id.number())].count)
     }
 
-    fn suffice(&self, key: &[u8]) -> bool {
+    fn are_enough(&self, key: &[u8]) -> bool {
         self.count(key) >= self.threshold
     }
 

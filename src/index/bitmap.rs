@@ -93,7 +93,7 @@ impl Bitmap {
     }
 
     /// Returns the bound, rounded up to whole words.
-    pub(super) const fn room(&self) -> usize {
+    pub(super) const fn capacity(&self) -> usize {
         self.words.len() * 64
     }
 

@@ -81,7 +81,7 @@ impl Owners {
 
     /// Returns whether the cache is an owner of all of `pages`.
     pub(super) fn are_cached(&self, pages: Mask) -> bool {
-        self.cached.room() > widen(pages.word) * 64
+        self.cached.capacity() > widen(pages.word) * 64
             && self.cached.word(widen(pages.word)) & pages.bits == pages.bits
     }
 
@@ -103,7 +103,7 @@ impl Owners {
         pages: impl Iterator<Item = Mask> + Clone,
         are_live: impl Fn(Mask) -> bool,
     ) -> Result<bool> {
-        if self.cached.room() < space {
+        if self.cached.capacity() < space {
             self.cached = Bitmap::new(space)?;
         }
         for (done, mask) in pages.clone().enumerate() {
@@ -127,7 +127,7 @@ impl Owners {
         pages: &[Page],
         is_live: impl Fn(Page) -> bool,
     ) -> Result<std::result::Result<(), (Page, BadFree)>> {
-        if self.cached.room() < space {
+        if self.cached.capacity() < space {
             self.cached = Bitmap::new(space)?;
         }
         for (done, &page) in pages.iter().enumerate() {

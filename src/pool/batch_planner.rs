@@ -21,7 +21,7 @@ pub use self::plan::{Field, Plan, PlannerConfig};
 use self::state::{PlannerState, Pools, Release};
 use super::prefix_cache::{LeaseKeeper, LeasedRequest, LeasingRequest};
 use super::req_to_token_pool::RequestTable;
-use super::shortage::OrShort;
+use super::shortage::TakeResult;
 use super::{Fence, Lease, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
 
 /// The requests of a batch.
@@ -287,7 +287,8 @@ impl BatchPlanner {
             let rows = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
             (state.leases.of(rows[0], &table).cloned(), rows[1])
         };
-        let claim = leased.map(|lease| Claim::again(&lease, len, self.request(row), stream)).transpose()?;
+        let claim =
+            leased.map(|lease| Claim::of_prefix(&lease, len, self.request(row), stream)).transpose()?;
         self.alloc_with(stream, |state, pools| state.fork(pools, [src, dst], len, claim.as_ref(), stream))
     }
 
@@ -317,7 +318,7 @@ impl BatchPlanner {
     fn alloc_with<T>(
         &self,
         stream: Stream,
-        mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<OrShort<T>>,
+        mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<TakeResult<T>>,
     ) -> Result<Option<T>> {
         self.make_room()?;
         self.retire_freed(stream);

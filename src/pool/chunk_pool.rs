@@ -555,7 +555,7 @@ impl Pool for ChunkPool {
     }
 
     fn occupancy(&self) -> Occupancy {
-        self.counts(|chunks, _| Occupancy::even(chunks.spans(), chunks.ledger(), 1))
+        self.counts(|chunks, _| Occupancy::of_equal_units(chunks.spans(), chunks.ledger(), 1))
     }
 
     fn keep_ledger(&self) {

@@ -157,7 +157,7 @@ impl Occupancy {
     }
 
     /// Does [`Self::new`] for units of one size.
-    pub(super) fn even(spans: Vec<Span>, ledger: Option<&Ledger>, scale: usize) -> Self {
+    pub(super) fn of_equal_units(spans: Vec<Span>, ledger: Option<&Ledger>, scale: usize) -> Self {
         Self::new(spans.into_iter().map(|span| (span, None)), ledger, scale)
     }
 }

@@ -138,9 +138,9 @@ impl fmt::Debug for Fences {
 /// Polling does not nest: if a fence uses an allocator in `passed`, that call polls nothing.
 pub(super) fn passed(waiting: &[PendingFence]) -> (Vec<FenceId>, Result<()>) {
     /// Resets the flag, even if a fence panics.
-    struct Asking;
+    struct PollingGuard;
 
-    impl Drop for Asking {
+    impl Drop for PollingGuard {
         fn drop(&mut self) {
             IS_ASKING.set(false);
         }
@@ -150,7 +150,7 @@ pub(super) fn passed(waiting: &[PendingFence]) -> (Vec<FenceId>, Result<()>) {
     if IS_ASKING.replace(true) {
         return (passed, Ok(()));
     }
-    let _asking = Asking;
+    let _guard = PollingGuard;
     for PendingFence { id, fence } in waiting {
         match fence.has_passed() {
             Ok(true) => passed.push(*id),

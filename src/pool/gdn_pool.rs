@@ -335,7 +335,7 @@ impl Pool for GdnPool {
 
     fn occupancy(&self) -> Occupancy {
         let tracks = self.tracks.lock();
-        Occupancy::even(tracks.spans(), tracks.ledger(), 1)
+        Occupancy::of_equal_units(tracks.spans(), tracks.ledger(), 1)
     }
 
     fn keep_ledger(&self) {

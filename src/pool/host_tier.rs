@@ -73,7 +73,7 @@ pub struct HostTier {
     down: CopyQueue,
     up: CopyQueue,
     counts: RankedMutex<TierCounts>,
-    notes: RankedMutex<Notes>,
+    notes: RankedMutex<FailureNotes>,
     /// Whether a prefix cache has it.
     is_taken: AtomicBool,
     /// The model that the pages are of, as far as its caches have said.
@@ -105,7 +105,7 @@ pub(super) struct TierCounts {
 
 /// Failed copies to a tier.
 #[derive(Debug, Default)]
-struct Notes {
+struct FailureNotes {
     /// The first of each kind, in words, until they are taken.
     texts: Vec<String>,
     /// The kinds so far.
@@ -212,7 +212,7 @@ impl HostTier {
             down: CopyQueue::new(SideStream::Out, gpu.clone()),
             up: CopyQueue::new(SideStream::In, gpu),
             counts: RankedMutex::new(LockRank::TierCounts, TierCounts::default()),
-            notes: RankedMutex::new(LockRank::TierNotes, Notes::default()),
+            notes: RankedMutex::new(LockRank::TierNotes, FailureNotes::default()),
             is_taken: AtomicBool::new(false),
             model: RankedMutex::new(LockRank::TierModel, None),
         })

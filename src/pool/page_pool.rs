@@ -203,7 +203,7 @@ impl Pool for PagePool {
     }
 
     fn occupancy(&self) -> Occupancy {
-        self.with_pages(|pages| Occupancy::even(pages.spans(), pages.ledger(), 1))
+        self.with_pages(|pages| Occupancy::of_equal_units(pages.spans(), pages.ledger(), 1))
     }
 
     fn keep_ledger(&self) {

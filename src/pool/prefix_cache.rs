@@ -31,7 +31,7 @@ use crate::memory::Stream;
 use super::contract::{Pool, Stats};
 use super::{GdnPool, HostTier, Reclaim, Store, TokenToKvPoolAllocator};
 use backing::CacheRef;
-use fetch::{Clears, FetchRequest};
+use fetch::{ClearCounts, FetchRequest};
 use load::Loadable;
 use shared::{CacheCall, CacheCore, CacheState};
 use tier_link::TierLink;
@@ -348,14 +348,14 @@ impl PrefixCache {
         if let (Some(store_access), Some(continuation)) = (store_access, continuation) {
             let usable = continuation.usable;
             let rest = tokens.to_vec(usable..tokens.count())?;
-            let survey = match store_access.survey(continuation, &rest, || true) {
+            let available = match store_access.find_available(continuation, &rest, || true) {
                 // The wait for the store was interrupted.
                 Err(failure) if failure.is_foreign() => return Err(failure),
                 // A store that fails has nothing, and says so itself.
-                survey => survey.unwrap_or_default(),
+                available => available.unwrap_or_default(),
             };
             let page_size = self.allocator.page_size();
-            Segment::mark_stored(&mut parts, usable + survey.keys.len() * page_size);
+            Segment::mark_stored(&mut parts, usable + available.keys.len() * page_size);
         }
         Ok(parts)
     }
@@ -376,22 +376,22 @@ impl PrefixCache {
     ) -> Result<Fetch> {
         let call = self.begin_call(stream);
         let cache = call.current();
-        let Some(below) = &cache.below else { return Ok(Fetch::nothing()) };
-        let Some(backing) = &below.backing else { return Ok(Fetch::nothing()) };
+        let Some(below) = &cache.below else { return Ok(Fetch::empty()) };
+        let Some(backing) = &below.backing else { return Ok(Fetch::empty()) };
         let Some(continuation) = cache.tree.continuation(namespace, tokens, limit)? else {
-            return Ok(Fetch::nothing());
+            return Ok(Fetch::empty());
         };
         let page_size = cache.tree.page_size();
         let pages = (limit.min(tokens.count()) - continuation.usable) / page_size;
         let pages = pages.min(below.tier.config().size / page_size);
         if pages == 0 {
-            return Ok(Fetch::nothing());
+            return Ok(Fetch::empty());
         }
         let sought = FetchRequest {
             namespace: namespace.clone(),
             tokens: tokens.to_vec(continuation.usable..continuation.usable + pages * page_size)?,
             continuation,
-            clears: Clears::now(&below.tier),
+            clears: ClearCounts::of_tier(&below.tier),
             has_events: self.shared.config.events.is_some(),
         };
         Fetch::begin(backing, sought)

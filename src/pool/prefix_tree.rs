@@ -46,8 +46,8 @@ pub struct Inserted {
     pub cached: usize,
     /// Tokens inserted: those before the first slot that is not allocated.
     pub len: usize,
-    /// Nodes that ceased to exist.
-    pub gone: Vec<NodeHandle>,
+    /// Nodes that no longer exist.
+    pub removed_nodes: Vec<NodeHandle>,
 }
 
 /// The result of an eviction.
@@ -57,8 +57,8 @@ pub struct EvictedNodes {
     pub freed: usize,
     /// The slots that were evicted, in the order of eviction.
     pub slots: Vec<i32>,
-    /// Nodes that ceased to exist.
-    pub gone: Vec<NodeHandle>,
+    /// Nodes that no longer exist.
+    pub removed_nodes: Vec<NodeHandle>,
 }
 
 /// Finds slots by tokens, and names the nodes at the ends of prefixes. Calls are atomic and thread-safe.
@@ -85,7 +85,7 @@ pub struct EvictedNodes {
 /// assert_eq!(tree.evict(3, stream).freed, 0);
 /// tree.unlock(inserted.node, stream).unwrap();
 /// assert_eq!(tree.find(&name, &&prompt[..2], usize::MAX, stream).unwrap().len, 2);
-/// assert_eq!(tree.evict(3, stream).gone.len(), 2, "the look-up has cut the node in two");
+/// assert_eq!(tree.evict(3, stream).removed_nodes.len(), 2, "the look-up has cut the node in two");
 /// assert_eq!(allocator.available_size(), 8);
 /// ```
 pub struct PrefixTree {
@@ -202,21 +202,21 @@ impl PrefixTree {
                 node: state.root,
                 cached,
                 len,
-                gone: std::mem::take(&mut state.unreported),
+                removed_nodes: std::mem::take(&mut state.unreported),
             });
         }
         let returned = state.tree.returned_pages(&plan);
         let new = &pages[state.tree.first_new_page(&plan)..];
         call.as_ref().map_or(Ok(()), |slots| self.take(slots, state.clears, new, &returned))?;
-        let mut gone = std::mem::take(&mut state.unreported);
-        let node = state.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut gone);
-        Ok(Inserted { node, cached, len, gone })
+        let mut removed_nodes = std::mem::take(&mut state.unreported);
+        let node = state.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut removed_nodes);
+        Ok(Inserted { node, cached, len, removed_nodes })
     }
 
     /// Keeps a node, and those before it, from being evicted.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] for a node that is gone.
+    /// [`ErrorKind::StaleBuffer`] for a node that no longer exists.
     pub fn lock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
         self.current(stream).tree.lock_node(node).ok_or_else(|| is_gone(node))
     }
@@ -224,8 +224,8 @@ impl PrefixTree {
     /// Undoes one [`Self::lock`].
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] for a node that is gone; [`ErrorKind::IndexOwnership`] for one that has no
-    /// lock.
+    /// [`ErrorKind::StaleBuffer`] for a node that no longer exists; [`ErrorKind::IndexOwnership`] for one
+    /// that has no lock.
     pub fn unlock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
         let mut state = self.current(stream);
         let end = state.tree.end_of(node).ok_or_else(|| is_gone(node))?;
@@ -241,20 +241,23 @@ impl PrefixTree {
     pub fn evict(&self, tokens: usize, stream: Stream) -> EvictedNodes {
         let call = self.begin_call(stream);
         let mut state = self.current(stream);
-        let mut all =
-            EvictedNodes { freed: 0, slots: Vec::new(), gone: std::mem::take(&mut state.unreported) };
+        let mut all = EvictedNodes {
+            freed: 0,
+            slots: Vec::new(),
+            removed_nodes: std::mem::take(&mut state.unreported),
+        };
         // A slot that has another owner frees nothing.
         while all.freed < tokens {
-            let mut gone = Evicted::default();
+            let mut evicted = Evicted::default();
             let cause = Cause { pressure: Pressure::Evict, at: Instant::now() };
-            state.tree.evict_leaves(tokens - all.freed, cause, &mut gone, &mut all.gone);
-            if gone.pages.is_empty() {
+            state.tree.evict_leaves(tokens - all.freed, cause, &mut evicted, &mut all.removed_nodes);
+            if evicted.pages.is_empty() {
                 break;
             }
             // The next call reports what the end of the allocator's slots has left.
-            let Some(freed) = self.give_back(call.as_ref(), state.clears, &gone.pages) else { break };
+            let Some(freed) = self.give_back(call.as_ref(), state.clears, &evicted.pages) else { break };
             all.freed += freed;
-            all.slots.extend(gone.pages.iter().map(|page| page.number().cast_signed()));
+            all.slots.extend(evicted.pages.iter().map(|page| page.number().cast_signed()));
         }
         all
     }
@@ -264,14 +267,14 @@ impl PrefixTree {
     pub fn clear(&self, stream: Stream) -> EvictedNodes {
         let call = self.begin_call(stream);
         let mut state = self.current(stream);
-        let mut gone = std::mem::take(&mut state.unreported);
-        gone.extend(state.tree.handles());
+        let mut removed_nodes = std::mem::take(&mut state.unreported);
+        removed_nodes.extend(state.tree.handles());
         let pages = self.begin_anew(&mut state).pages;
         match self.give_back(call.as_ref(), state.clears, &pages) {
-            None => EvictedNodes { freed: 0, slots: Vec::new(), gone },
+            None => EvictedNodes { freed: 0, slots: Vec::new(), removed_nodes },
             Some(freed) => {
                 let slots = pages.iter().map(|page| page.number().cast_signed()).collect();
-                EvictedNodes { freed, slots, gone }
+                EvictedNodes { freed, slots, removed_nodes }
             }
         }
     }
@@ -279,7 +282,7 @@ impl PrefixTree {
     /// Returns the slots of the tokens `from..` up to the end of a node: 1-D int32, valid on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] for a node that is gone; as
+    /// [`ErrorKind::StaleBuffer`] for a node that no longer exists; as
     /// [`TokenToKvPoolAllocator::alloc`](super::TokenToKvPoolAllocator::alloc).
     pub fn slots(&self, node: NodeHandle, from: usize, stream: Stream) -> Result<TensorView> {
         let state = self.current(stream);
@@ -296,7 +299,7 @@ impl PrefixTree {
     /// Returns the present state of a node. Its cost grows with the number of nodes.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] for a node that is gone.
+    /// [`ErrorKind::StaleBuffer`] for a node that no longer exists.
     pub fn info(&self, node: NodeHandle, stream: Stream) -> Result<NodeInfo> {
         self.current(stream).tree.info(node).ok_or_else(|| is_gone(node))
     }
@@ -396,8 +399,8 @@ impl PrefixTree {
         let clears = self.allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
         if state.clears != clears {
             state.clears = clears;
-            let gone = state.tree.handles();
-            state.unreported.extend(gone);
+            let removed_nodes = state.tree.handles();
+            state.unreported.extend(removed_nodes);
             // The slots are free already.
             drop(self.begin_anew(&mut state));
         }

@@ -396,7 +396,7 @@ impl Pool for ReqToTokenPool {
     }
 
     fn occupancy(&self) -> Occupancy {
-        self.with_rows(|rows| Occupancy::even(rows.spans(), rows.ledger(), 1))
+        self.with_rows(|rows| Occupancy::of_equal_units(rows.spans(), rows.ledger(), 1))
     }
 
     fn keep_ledger(&self) {

@@ -37,7 +37,7 @@ pub struct Obtainable {
 
 /// Why there are not enough slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Short {
+pub(super) enum Shortage {
     /// Frees in flight must be complete first.
     InFlight,
     Missing(Shortfall),
@@ -68,4 +68,4 @@ impl Shortfall {
 }
 
 /// The result of an attempt to take slots: success, or the shortage.
-pub(super) type OrShort<T> = std::result::Result<T, Short>;
+pub(super) type TakeResult<T> = std::result::Result<T, Shortage>;

@@ -22,7 +22,7 @@ use crate::transfer::Transfer;
 use super::KvPool;
 use super::deferred::{DeferredFrees, Part, abandon};
 use super::fences::Fences;
-use super::shortage::{OrShort, Short, Shortfall};
+use super::shortage::{Shortage, Shortfall, TakeResult};
 use super::stage::Stage;
 pub(super) use batch::{BatchLens, LastLocs};
 use frees::fetched_at_once;
@@ -180,9 +180,9 @@ impl SlotTensors {
 
     /// Takes `count` slots: a 1-D tensor, valid on `stream`.
     #[inline]
-    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<GrantedSlots>> {
+    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<TakeResult<GrantedSlots>> {
         if self.must_land_before(|| count) {
-            return Ok(Err(Short::InFlight));
+            return Ok(Err(Shortage::InFlight));
         }
         let Some(stage) = &mut self.stage else {
             return match self.index_dtype {
@@ -222,10 +222,10 @@ impl SlotTensors {
     }
 
     /// Takes `count` pages for a prefix cache, the `owner`.
-    pub(super) fn take_cached_pages(&mut self, count: usize, owner: &Owner) -> Result<OrShort<Vec<Page>>> {
+    pub(super) fn take_cached_pages(&mut self, count: usize, owner: &Owner) -> Result<TakeResult<Vec<Page>>> {
         let slots = count * self.slots.page_size();
         if self.must_land_before(|| slots) {
-            return Ok(Err(Short::InFlight));
+            return Ok(Err(Shortage::InFlight));
         }
         let mut pages = try_with_capacity(count)?;
         let mut runs = Vec::new();
@@ -245,7 +245,7 @@ impl SlotTensors {
 
     /// Does [`Self::alloc`] in host memory.
     #[inline]
-    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<OrShort<GrantedSlots>> {
+    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<TakeResult<GrantedSlots>> {
         let slots = self.slots.alloc::<T>(count)?;
         let tensor = |slots| GrantedSlots::Tensor(TensorView::from_indices(T::values(slots)));
         Ok(slots.map(tensor).ok_or_else(|| self.short(count)))
@@ -253,7 +253,7 @@ impl SlotTensors {
 
     /// Does [`Self::alloc`] of one slot in host memory.
     #[inline]
-    fn alloc_one(&mut self) -> OrShort<GrantedSlots> {
+    fn alloc_one(&mut self) -> TakeResult<GrantedSlots> {
         let mut page = None;
         self.slots.alloc_pages(1, |run| page = Some(run.start));
         let slot = page.map(|page| Slot::new(page.number() * narrow(self.slots.page_size())));
@@ -266,10 +266,10 @@ impl SlotTensors {
         count: usize,
         fit: Fit,
         stream: Stream,
-    ) -> Result<OrShort<TensorView>> {
+    ) -> Result<TakeResult<TensorView>> {
         self.check_writable(stream)?;
         if self.has_deferred() {
-            return Ok(Err(Short::InFlight));
+            return Ok(Err(Shortage::InFlight));
         }
         let taken = match self.dtype_on_host() {
             IndexDType::I32 => self.slots.alloc_contiguous(count, fit)?.map(IndexVec::I32),
@@ -293,7 +293,7 @@ impl SlotTensors {
         lens: BatchLens<'_>,
         last_loc: &LastLocs<'_>,
         stream: Stream,
-    ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
+    ) -> Result<TakeResult<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
         self.stage.as_ref().map_or(Ok(()), Stage::take_fault)?;
         match self.dtype_on_host() {
@@ -308,9 +308,9 @@ impl SlotTensors {
         lens: BatchLens<'_>,
         last_loc: &LastLocs<'_>,
         stream: Stream,
-    ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
+    ) -> Result<TakeResult<(TensorView, Vec<Page>)>> {
         if self.must_land_before(|| lens.max_slots(self.slots.page_size())) {
-            return Ok(Err(Short::InFlight));
+            return Ok(Err(Shortage::InFlight));
         }
         let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc.of_index())? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
@@ -347,11 +347,11 @@ impl SlotTensors {
 
     /// Returns the shortage for `count` more slots, beside those that are on their way as values that have
     /// not landed. A request beyond the capacity is not worth reclaiming for.
-    pub(super) fn short(&self, count: usize) -> Short {
+    pub(super) fn short(&self, count: usize) -> Shortage {
         let coming = self.slots.available() + self.landing();
         let is_possible = count <= self.slots.capacity();
         let slots = if is_possible { count.saturating_sub(coming) } else { 0 };
-        Short::Missing(Shortfall { slots, fenced: self.slots.stats().fenced })
+        Shortage::Missing(Shortfall { slots, fenced: self.slots.stats().fenced })
     }
 
     /// Checks that a tensor of slots can be made for `stream` now.

@@ -463,7 +463,7 @@ impl TokenToKvPoolAllocator {
     ) -> Result<R> {
         // The caller's own reference is dropped when no lock is held.
         let fence = after.cloned();
-        self.freeing(self.polled(stream)?, stream, |slots| slots.behind(fence, free))
+        self.freeing(self.polled(stream)?, stream, |slots| slots.with_fence(fence, free))
     }
 
     /// Does `work` under the lock. If a ledger is kept, also poisons the rows of slots that it frees, before
@@ -694,7 +694,7 @@ impl Pool for TokenToKvPoolAllocator {
         let locked = self.locked_pages();
         self.inspect(|slots| {
             let spans = slots.spans(|page| locked.contains(&page));
-            Occupancy::even(spans, slots.ledger(), slots.page_size())
+            Occupancy::of_equal_units(spans, slots.ledger(), slots.page_size())
         })
     }
 

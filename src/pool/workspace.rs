@@ -176,7 +176,7 @@ impl ArenaState {
     }
 
     /// Gives up ownership, if no memory is in use.
-    fn unclaim(&mut self) {
+    fn release_ownership(&mut self) {
         if self.entered == 0 && self.arena.used() == 0 {
             self.owner = None;
         }
@@ -416,7 +416,7 @@ fn as_owner<R>(
     let mut state = shared.state();
     state.claim()?;
     let answer = work(shared, &mut state);
-    state.unclaim();
+    state.release_ownership();
     answer
 }
 
@@ -466,7 +466,7 @@ pub fn give_back_segment(address: usize) {
     state.arena.give_back(range);
     state.segments -= 1;
     state.order.give_back();
-    state.unclaim();
+    state.release_ownership();
 }
 
 fn segments() -> MutexGuard<'static, Segments> {

@@ -343,7 +343,7 @@ pub(super) fn strided_indices<'a, 'py>(
     object: &'a Bound<'py, PyAny>,
     step: usize,
 ) -> PyResult<IndexArg<'a, 'py>> {
-    let ints = |object| Ok::<_, PyErr>(IndexArg::Host(every(ints(object)?, step)));
+    let ints = |object| Ok::<_, PyErr>(IndexArg::Host(every_nth(ints(object)?, step)));
     if object.is_instance_of::<PyList>()
         || object.is_instance_of::<PyTuple>()
         || object.is_instance_of::<PyRange>()
@@ -464,7 +464,7 @@ pub(super) fn index_or_indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResu
 }
 
 /// Returns every `step`th value.
-fn every(values: IndexVec, step: usize) -> IndexVec {
+fn every_nth(values: IndexVec, step: usize) -> IndexVec {
     match values {
         _ if step == 1 => values,
         IndexVec::I32(values) => IndexVec::I32(values.into_iter().step_by(step).collect()),

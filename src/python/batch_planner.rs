@@ -92,7 +92,7 @@ fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
 
 /// Converts `object`, a sequence with an entry for each of `count` requests, entry by entry. `None` stays
 /// `None`.
-fn cached(
+fn prefix_entries(
     name: &str,
     object: &Bound<'_, PyAny>,
     count: usize,
@@ -118,7 +118,7 @@ fn cached(
 }
 
 /// Converts a lease to a prefix.
-fn leased(object: &Bound<'_, PyAny>) -> PyResult<Prefix> {
+fn leased_prefix(object: &Bound<'_, PyAny>) -> PyResult<Prefix> {
     let Ok(lease) = object.cast::<Lease>() else {
         let kind = args::kind_of(object);
         return Err(PyTypeError::new_err(format!(
@@ -195,10 +195,10 @@ impl BatchPlanner {
         let seq_lens = values(py, seq_lens)?.into_i64()?;
         let prefixes = match (prefix_slots, prefixes) {
             (None, None) => Vec::new(),
-            (Some(slots), None) => cached("prefix_slots", slots, rows.len(), |slots| {
+            (Some(slots), None) => prefix_entries("prefix_slots", slots, rows.len(), |slots| {
                 args::indices(slots)?.values(py).map(Prefix::Slots)
             })?,
-            (None, Some(leases)) => cached("prefixes", leases, rows.len(), leased)?,
+            (None, Some(leases)) => prefix_entries("prefixes", leases, rows.len(), leased_prefix)?,
             (Some(_), Some(_)) => {
                 return Err(
                     Error::config("prefixes come from prefix_slots or prefixes, not from both").into()

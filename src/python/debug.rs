@@ -52,11 +52,11 @@ impl Debug {
         py: Python<'_>,
         owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<CallGuard>> {
-        if self.is_on || owner.is_some() { self.announce(py, owner) } else { Ok(None) }
+        if self.is_on || owner.is_some() { self.begin_call(py, owner) } else { Ok(None) }
     }
 
     #[cold]
-    fn announce(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<CallGuard>> {
+    fn begin_call(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<CallGuard>> {
         if let Some(owner) = owner
             && !owner.is_instance_of::<PyString>()
             && !owner.is_instance_of::<PyInt>()

@@ -49,13 +49,13 @@ fn number(py: Python<'_>, element: Element) -> PyResult<Bound<'_, PyAny>> {
 }
 
 /// Formats the elements of a tensor in host memory; of a long dimension only the first and the last ones.
-pub(super) fn shown(view: &TensorView) -> crate::base::Result<String> {
+pub(super) fn format_tensor(view: &TensorView) -> crate::base::Result<String> {
     let shape = view.shape().as_slice();
     let Some(&extent) = shape.first() else {
-        return Ok(elements(&view.borrow())?.into_iter().map(text).collect());
+        return Ok(elements(&view.borrow())?.into_iter().map(format_element).collect());
     };
     let (extent, edge) = (unsigned(extent), if shape.len() > 2 { 1 } else { EDGE });
-    let row = |index| shown(&view.select(&[DimIndex { start: index, count: None, step: 1 }])?);
+    let row = |index| format_tensor(&view.select(&[DimIndex { start: index, count: None, step: 1 }])?);
     let is_long = extent > 2 * EDGE;
     let (first, last) = if is_long { (0..edge, extent - edge..extent) } else { (0..extent, extent..extent) };
     let mut parts = first.map(row).collect::<crate::base::Result<Vec<_>>>()?;
@@ -68,7 +68,7 @@ pub(super) fn shown(view: &TensorView) -> crate::base::Result<String> {
     Ok(format!("[{}]", parts.join(", ")))
 }
 
-fn text(element: Element) -> String {
+fn format_element(element: Element) -> String {
     let text = match element {
         Element::Int(value) => format!("{value}"),
         Element::Single(value) => format!("{value:?}"),
@@ -85,11 +85,11 @@ pub(super) fn part_of(view: &TensorView, index: &Bound<'_, PyAny>) -> PyResult<T
     };
     view.check_dimensions(tuple.len())?;
     let extents = view.shape().as_slice();
-    let picks = tuple.iter().zip(extents).map(|(index, &extent)| pick(&index, extent));
+    let picks = tuple.iter().zip(extents).map(|(index, &extent)| select(&index, extent));
     Ok(view.select(&picks.collect::<PyResult<Vec<_>>>()?)?)
 }
 
-fn pick(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<DimIndex> {
+fn select(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<DimIndex> {
     if let Ok(slice) = index.cast::<PySlice>() {
         let chosen = slice.indices(distance(extent))?;
         let Ok(step) = usize::try_from(chosen.step) else {

@@ -120,7 +120,7 @@ fn lower_tier(tiers: &[Bound<'_, PyAny>], model: Option<&str>) -> PyResult<Optio
         PyTypeError::new_err(format!("tiers[0] must be a HostTier, not {}", args::kind_of(given)))
     })?;
     let host = Arc::clone(&host.get().tier);
-    let store = match (store.map(GivenStore::of).transpose()?, model) {
+    let store = match (store.map(StoreArg::of).transpose()?, model) {
         (None, None) => None,
         (Some(store), Some(model)) => {
             Some(LowerStore { store: store.attached(&host)?, model: model.to_owned() })
@@ -139,12 +139,12 @@ fn without_store(model: &str) -> PyErr {
 }
 
 /// A store as its user gave it.
-enum GivenStore<'a, 'py> {
+enum StoreArg<'a, 'py> {
     Files(&'a Bound<'py, FileStore>),
     Python { store: &'a Bound<'py, PyAny>, queue: Bound<'py, StoreQueue> },
 }
 
-impl<'a, 'py> GivenStore<'a, 'py> {
+impl<'a, 'py> StoreArg<'a, 'py> {
     fn of(object: &'a Bound<'py, PyAny>) -> PyResult<Self> {
         if let Ok(files) = object.cast::<FileStore>() {
             return Ok(Self::Files(files));

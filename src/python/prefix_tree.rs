@@ -336,10 +336,10 @@ impl TreeInsertion {
         self.0.len
     }
 
-    /// Nodes that ceased to exist: what had been kept behind a last whole page and became part of another node.
+    /// Nodes that no longer exist: tails that became part of another node.
     #[getter]
-    fn gone(&self) -> Vec<u64> {
-        numbers(&self.0.gone)
+    fn removed_nodes(&self) -> Vec<u64> {
+        numbers(&self.0.removed_nodes)
     }
 
     fn __repr__(&self) -> String {
@@ -359,10 +359,11 @@ impl TreeEviction {
         self.0.freed
     }
 
-    /// Nodes that ceased to exist, in order. Those of an allocator that was cleared before are among them.
+    /// Nodes that no longer exist, in the order of their removal, with those that a `clear` of the allocator
+    /// removed before.
     #[getter]
-    fn gone(&self) -> Vec<u64> {
-        numbers(&self.0.gone)
+    fn removed_nodes(&self) -> Vec<u64> {
+        numbers(&self.0.removed_nodes)
     }
 
     /// The slots evicted: 1-D int32 in host memory, a new tensor each time.
@@ -372,7 +373,7 @@ impl TreeEviction {
     }
 
     fn __repr__(&self) -> String {
-        format!("TreeEviction(tokens={}, gone={})", self.tokens(), self.0.gone.len())
+        format!("TreeEviction(tokens={}, removed_nodes={})", self.tokens(), self.0.removed_nodes.len())
     }
 }
 

@@ -17,7 +17,7 @@ use crate::tensor::dlpack::{Import, RawDevice, raw_device};
 
 use super::capsule::{legacy_capsule, take_capsule, versioned_capsule};
 use super::framework::{current_stream, stream_of};
-use super::numbers::{part_of, shown, to_list};
+use super::numbers::{format_tensor, part_of, to_list};
 
 /// A tensor over memory that kvpool owns, for programs without PyTorch: `numpy()`, `numpy.asarray`, `memoryview` (from
 /// Python 3.12 on) and the `from_dlpack` of NumPy, CuPy and JAX see the same bytes without a copy.
@@ -208,7 +208,7 @@ impl Tensor {
         let (shape, dtype) = (self.view.shape().as_slice(), self.view.dtype());
         let about = format!("shape={shape:?}, dtype={dtype}, device={}", self.view.device());
         Ok(match self.view.device() {
-            Device::Cpu => format!("kvpool.Tensor({}, {about})", shown(&self.view)?),
+            Device::Cpu => format!("kvpool.Tensor({}, {about})", format_tensor(&self.view)?),
             // Printing a tensor must not wait for a device.
             Device::Cuda(_) => format!("kvpool.Tensor({about})"),
         })

@@ -74,7 +74,7 @@ impl ListTokens<'_, '_> {
         // SAFETY: the interpreter's GIL is held, the object is a list, and the call checks the index.
         let item = unsafe { ffi::PyList_GetItem(self.list.as_ptr(), index) };
         if item.is_null() {
-            return Err(raised(self.list.py()));
+            return Err(python_error(self.list.py()));
         }
         // SAFETY: the list owns the item, and no Python code runs before its use: exact ints convert natively.
         let is_int = unsafe { ffi::PyLong_CheckExact(item) } == 1;
@@ -95,7 +95,7 @@ impl ListTokens<'_, '_> {
 }
 
 #[cold]
-fn raised(py: Python<'_>) -> Error {
+fn python_error(py: Python<'_>) -> Error {
     Error::foreign(PyErr::fetch(py))
 }
 

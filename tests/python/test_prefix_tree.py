@@ -46,7 +46,7 @@ def scene(device: str) -> Scene:
 def test_what_is_inserted_is_found_and_belongs_to_the_tree(scene: Scene) -> None:
     slots = scene.take(4)
     done = scene.tree.insert([1, 2, 3, 4], torch.tensor(slots))
-    assert (done.cached, done.length, done.gone) == (0, 4, [])
+    assert (done.cached, done.length, done.removed_nodes) == (0, 4, [])
     found = scene.tree.match([1, 2, 3, 4, 5])
     assert (found.node, found.length, scene.slots(found.node)) == (done.node, 4, slots)
     assert scene.tree.slots(found.node, 3).tolist() == slots[3:]
@@ -75,9 +75,9 @@ def test_a_cut_leaves_name_end_and_locks_to_the_deeper_half(scene: Scene) -> Non
     assert scene.tree.evict(1).tokens == 0
     scene.tree.unlock(whole)
     scene.tree.unlock(whole)
-    gone = scene.tree.evict(3)
-    assert (gone.tokens, gone.gone) == (4, [whole, half])
-    assert sorted(gone.slots.tolist()) == sorted(lower.slots + upper.slots)
+    evicted = scene.tree.evict(3)
+    assert (evicted.tokens, evicted.removed_nodes) == (4, [whole, half])
+    assert sorted(evicted.slots.tolist()) == sorted(lower.slots + upper.slots)
     assert scene.allocator.available_size() == 64
 
 
@@ -89,7 +89,7 @@ def test_names_are_not_used_again(scene: Scene) -> None:
         assert node < 2**63
         seen.add(node)
         if number % 2:
-            assert {*scene.tree.evict(4).gone} <= seen
+            assert {*scene.tree.evict(4).removed_nodes} <= seen
         if number % 10 == 9:
             seen.add(scene.tree.root)
             scene.tree.clear()
@@ -143,12 +143,12 @@ def test_a_rest_behind_the_last_page_waits_for_its_request(device: str) -> None:
     # The same slots again: nothing is new. More of them: the rest becomes part of a page.
     assert scene.tree.insert([1, 2, 3, 4, 5, 6], mine[:6]).node == done.node
     longer = scene.tree.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], mine)
-    assert (longer.cached, longer.gone) == (4, [done.node])
+    assert (longer.cached, longer.removed_nodes) == (4, [done.node])
     assert scene.tree.match([1, 2, 3, 4, 5, 6, 7, 8]).length == 8
     # Others have inserted the page in between: the rest goes back to its request with the duplicates.
     late = scene.take(2)
     beaten = scene.tree.insert([1, 2, 3, 4, 5, 6, 7, 8], mine[:4] + other[4:] + late)
-    assert (beaten.cached, beaten.gone) == (8, [twin.node])
+    assert (beaten.cached, beaten.removed_nodes) == (8, [twin.node])
     scene.allocator.free(torch.tensor(other[4:] + late))
     scene.tree.verify()
     scene.tree.unlock(found.node)
@@ -162,16 +162,16 @@ def test_a_rest_without_a_page_waits_for_its_second_insertion(device: str) -> No
     node = scene.tree.insert([1, 2], slots[:2]).node
     assert (scene.tree.locked_size(), scene.tree.evict(9).tokens) == (2, 0)
     longer = scene.tree.insert([1, 2, 3], slots)
-    assert longer.gone == [node]
+    assert longer.removed_nodes == [node]
     assert longer.node != node
-    assert scene.tree.evict(9).gone == [longer.node]
+    assert scene.tree.evict(9).removed_nodes == [longer.node]
 
 
 def test_a_partial_match_refreshes_only_what_it_found(scene: Scene) -> None:
     deep = scene.tree.insert([1, 2, 3, 4], scene.take(4)).node
     other = scene.tree.insert([5], scene.take(1)).node
     assert scene.tree.match([1, 2]).length == 2
-    assert scene.tree.evict(3).gone == [deep, other]
+    assert scene.tree.evict(3).removed_nodes == [deep, other]
 
 
 def test_the_least_recently_used_goes_first(scene: Scene) -> None:
@@ -179,7 +179,7 @@ def test_the_least_recently_used_goes_first(scene: Scene) -> None:
     order = random.Random(3).sample(range(6), 6)  # noqa: S311 - only variety is needed
     for number in order:
         scene.tree.match([number])
-    assert scene.tree.evict(6).gone == [nodes[number] for number in order]
+    assert scene.tree.evict(6).removed_nodes == [nodes[number] for number in order]
 
 
 def test_a_lock_is_undone_once(scene: Scene) -> None:
@@ -206,7 +206,7 @@ def test_every_root_is_unlocked_as_often_as_it_was_locked(scene: Scene) -> None:
         with pytest.raises(IndexOwnershipError, match="has no lock to undo"):
             scene.tree.unlock(locked)
     scene.tree.lock(root)
-    assert scene.tree.evict(2).gone == [node]
+    assert scene.tree.evict(2).removed_nodes == [node]
     scene.tree.unlock(root)
     with pytest.raises(StaleBufferError, match="evicted"):
         scene.tree.unlock(root)
@@ -217,13 +217,13 @@ def test_clearing_gives_up_everything_locked_or_not(scene: Scene) -> None:
     nodes = {scene.tree.insert([1, 2], scene.take(2)).node, scene.tree.insert([3], scene.take(1)).node}
     scene.tree.lock(min(nodes))
     done = scene.tree.clear()
-    assert ({*done.gone}, done.tokens) == (nodes, 3)
+    assert ({*done.removed_nodes}, done.tokens) == (nodes, 3)
     assert scene.allocator.available_size() == 64
     node = scene.tree.insert([1], scene.take(1)).node
     scene.allocator.clear()
     assert scene.tree.match([1]).length == 0
-    assert scene.tree.evict(0).gone == [node], "what the allocator's end took is reported once"
-    assert scene.tree.evict(0).gone == []
+    assert scene.tree.evict(0).removed_nodes == [node], "what the allocator's end took is reported once"
+    assert scene.tree.evict(0).removed_nodes == []
 
 
 def test_misuse_changes_nothing(scene: Scene) -> None:
@@ -263,8 +263,8 @@ def test_without_an_allocator_slots_are_numbers() -> None:
     with pytest.raises(IndexOwnershipError, match="page 40 is cached twice"):
         tree.verify()
     done = tree.evict(1)
-    assert (done.tokens, done.slots.tolist(), done.gone) == (4, [40, 40, 0, 7], [node])
-    assert repr(done) == "TreeEviction(tokens=4, gone=1)"
+    assert (done.tokens, done.slots.tolist(), done.removed_nodes) == (4, [40, 40, 0, 7], [node])
+    assert repr(done) == "TreeEviction(tokens=4, removed_nodes=1)"
     assert repr(tree) == "PrefixTree(page_size=2, policy='adaptive', cached=0, locked=0, device='cpu')"
     assert repr(tree.match([1])) == f"TreeMatch(node={tree.root}, length=0)"
 

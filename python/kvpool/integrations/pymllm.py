@@ -156,18 +156,18 @@ class RadixCache(base.BasePrefixCache):  # type: ignore[misc] # without types
             )
         tree = self._tree
         done = tree.insert(key.token_ids, key.token_ids if value is None else value, namespace=key.extra_key)
-        self._report(done.gone)
+        self._report(done.removed_nodes)
         return base.InsertResult(done.cached, TreeNode(tree, done.node))
 
     def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> Any:  # noqa: ANN401 - a class of pymllm
         """Evict whole nodes until that many slots are free, or nothing is evictable: an `EvictResult`."""
         done = self._tree.evict(max(num_tokens, swa_num_tokens))
-        self._report(done.gone)
+        self._report(done.removed_nodes)
         return base.EvictResult(full_evicted=done.tokens, swa_evicted=done.tokens)
 
     def reset(self) -> None:
         """Give up everything, locked or not, and free the slots."""
-        self._report(self._tree.clear().gone)
+        self._report(self._tree.clear().removed_nodes)
 
     def _report(self, removed: list[int]) -> None:
         if self.on_node_evict is not None:

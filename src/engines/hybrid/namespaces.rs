@@ -25,14 +25,14 @@ impl NamespaceId {
 pub(super) struct Namespaces {
     /// The inverse of `by_number`.
     numbers: HashMap<Namespace, NamespaceId>,
-    by_number: HashMap<NamespaceId, Numbered>,
+    by_number: HashMap<NamespaceId, NumberedNamespace>,
     /// The last number that was given, so that no number is given twice.
     last: u32,
 }
 
 /// A namespace that has a number.
 #[derive(Debug)]
-struct Numbered {
+struct NumberedNamespace {
     name: Namespace,
     /// The number of children of the root in this namespace.
     children: usize,
@@ -52,7 +52,7 @@ impl Namespaces {
         self.last += 1;
         let number = NamespaceId(self.last);
         self.numbers.insert(name.clone(), number);
-        self.by_number.insert(number, Numbered { name: name.clone(), children: 0 });
+        self.by_number.insert(number, NumberedNamespace { name: name.clone(), children: 0 });
         number
     }
 
@@ -78,7 +78,7 @@ impl Namespaces {
     /// Drops a number that no node has.
     pub(super) fn forget_unused(&mut self, number: NamespaceId) {
         if self.by_number.get(&number).is_some_and(|numbered| numbered.children == 0)
-            && let Some(Numbered { name, .. }) = self.by_number.remove(&number)
+            && let Some(NumberedNamespace { name, .. }) = self.by_number.remove(&number)
         {
             self.numbers.remove(&name);
         }
@@ -98,7 +98,7 @@ impl Namespaces {
     pub(super) fn bytes(&self) -> usize {
         let names = self.by_number.values().map(|numbered| 2 * numbered.name.text_bytes());
         self.numbers.capacity() * size_of::<(Namespace, NamespaceId)>()
-            + self.by_number.capacity() * size_of::<(NamespaceId, Numbered)>()
+            + self.by_number.capacity() * size_of::<(NamespaceId, NumberedNamespace)>()
             + names.sum::<usize>()
     }
 }

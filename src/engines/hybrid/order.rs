@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Moment, Node, NodeId};
+use super::{Node, NodeId, UseTime};
 
 /// The rank of a leaf: its level, and within a level a time. The leaf of the lowest rank is evicted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,7 +33,7 @@ pub enum EvictionOrder {
 
 impl EvictionOrder {
     pub(super) fn rank(self, node: &Node) -> EvictionRank {
-        let (Moment(used), Moment(created)) = (node.used, node.created);
+        let (UseTime(used), UseTime(created)) = (node.used, node.created);
         match self {
             Self::Lru => EvictionRank(0, used),
             Self::Mru => EvictionRank(0, !used),

@@ -61,9 +61,14 @@ impl Claim {
     ///
     /// # Errors
     /// The errors of a lease.
-    pub(super) fn again(lease: &Lease, len: i64, request: LeasingRequest, stream: Stream) -> Result<Self> {
+    pub(super) fn of_prefix(
+        lease: &Lease,
+        len: i64,
+        request: LeasingRequest,
+        stream: Stream,
+    ) -> Result<Self> {
         // The planner refuses a negative length later; it claims no page.
-        let lease = Arc::new(lease.again(usize::try_from(len).unwrap_or(0), stream)?);
+        let lease = Arc::new(lease.lease_prefix(usize::try_from(len).unwrap_or(0), stream)?);
         let pages = lease.bind(request)?;
         Ok(Self { lease, pages, is_kept: Cell::new(false) })
     }

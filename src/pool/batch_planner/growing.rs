@@ -9,15 +9,15 @@ use crate::pool::slot_tensors::SlotTensors;
 
 use super::metadata::GrownBatch;
 
-/// Requests that have grown. Dropping it before [`Growing::keep`] takes the growth back.
+/// Requests that have grown. Dropping it before [`GrowthGuard::keep`] takes the growth back.
 #[must_use]
-pub(super) struct Growing<'a> {
+pub(super) struct GrowthGuard<'a> {
     requests: &'a mut Requests,
     slots: &'a mut SlotTensors,
     growths: Cow<'a, [Growth]>,
 }
 
-impl<'a> Growing<'a> {
+impl<'a> GrowthGuard<'a> {
     /// Grows the requests of a batch: see [`Requests::grow`]. Returns `None`, and changes nothing, if there
     /// are not enough pages.
     pub(super) fn batch(
@@ -65,7 +65,7 @@ impl<'a> Growing<'a> {
     }
 }
 
-impl Drop for Growing<'_> {
+impl Drop for GrowthGuard<'_> {
     fn drop(&mut self) {
         self.requests.shrink(&self.growths, self.slots.slots_mut());
     }

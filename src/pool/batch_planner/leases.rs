@@ -25,7 +25,7 @@ impl BoundLease {
 
 /// The end of a request's lease: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
 #[derive(Debug)]
-pub(super) struct LeaseCut {
+pub(super) struct LeaseEnd {
     lease: Arc<Lease>,
     len: usize,
     /// Keeps what the lease had locked until a fence has passed; without it, that is not locked.
@@ -33,7 +33,7 @@ pub(super) struct LeaseCut {
     stream: Stream,
 }
 
-impl LeaseCut {
+impl LeaseEnd {
     pub(super) const fn new(
         lease: Arc<Lease>,
         len: usize,
@@ -44,14 +44,14 @@ impl LeaseCut {
     }
 
     /// Returns the end of the whole lease.
-    const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
+    const fn of_whole(lease: Arc<Lease>, stream: Stream) -> Self {
         Self { lease, len: 0, fenced: None, stream }
     }
 }
 
-impl Drop for LeaseCut {
+impl Drop for LeaseEnd {
     fn drop(&mut self) {
-        let cut = self.lease.cut(self.len, self.stream);
+        let cut = self.lease.shorten(self.len, self.stream);
         if let (Some(cut), Some(fenced)) = (cut, &self.fenced) {
             fenced.set(cut).expect("it is for this one");
         }
@@ -66,7 +66,7 @@ pub(super) struct Leases {
     frees: u64,
     /// Leases of requests whose rows were freed by another call, which end when this is dropped, without
     /// locks.
-    retired: Vec<LeaseCut>,
+    retired: Vec<LeaseEnd>,
 }
 
 impl Leases {
@@ -80,7 +80,7 @@ impl Leases {
     pub(super) fn bind(&mut self, row: RequestRow, lease: Arc<Lease>, table: &RequestTable, stream: Stream) {
         let bound = BoundLease { generation: table.rows().generation(row), lease };
         let earlier = self.by_row[widen(row.number())].replace(bound);
-        self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
+        self.retired.extend(earlier.map(|bound| LeaseEnd::of_whole(bound.lease, stream)));
     }
 
     /// Retires the leases of requests whose rows were freed by another call. It checks them only if there
@@ -92,7 +92,7 @@ impl Leases {
         }
         for (row, place) in (0..).map(RequestRow::new).zip(&mut self.by_row) {
             let is_over = |bound: &mut BoundLease| !bound.is_of(row, table);
-            self.retired.extend(place.take_if(is_over).map(|bound| LeaseCut::end(bound.lease, stream)));
+            self.retired.extend(place.take_if(is_over).map(|bound| LeaseEnd::of_whole(bound.lease, stream)));
         }
     }
 
@@ -109,7 +109,7 @@ impl Leases {
 
     /// Takes the leases that were retired, to be dropped without locks: leases end in the cache.
     #[must_use]
-    pub(super) fn take_retired(&mut self) -> Vec<LeaseCut> {
+    pub(super) fn take_retired(&mut self) -> Vec<LeaseEnd> {
         std::mem::take(&mut self.retired)
     }
 

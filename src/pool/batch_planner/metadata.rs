@@ -33,7 +33,7 @@ pub(super) struct GrownBatch<'a> {
 
 /// What a plan refers to in the metadata that was written for it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Written {
+pub(super) struct PlanVersion {
     /// The number of the plan.
     pub(super) number: usize,
     /// The count of changes of the pages of requests.
@@ -123,7 +123,7 @@ impl PlanMetadata {
         padding_tokens: usize,
         table: &mut RequestTable,
         stream: Stream,
-    ) -> Result<Written> {
+    ) -> Result<PlanVersion> {
         self.small_fields.fill(batch, narrow(padding_tokens));
         let outcome = match &self.executor {
             Executor::Host(_) => self.write_on_host(batch, table),
@@ -137,7 +137,7 @@ impl PlanMetadata {
             return Err(failure);
         }
         let kv_len = self.small_fields.kv_begin(batch.padded_size);
-        Ok(Written { number: self.plans, changes: self.changes, kv_len })
+        Ok(PlanVersion { number: self.plans, changes: self.changes, kv_len })
     }
 
     /// Records that the pages of some requests have changed.

@@ -10,13 +10,13 @@ use crate::index::{CallRecord, Growth, GrowthRequest, Owner, PageList, Requests}
 use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
 use crate::pool::req_to_token_pool::RequestTable;
-use crate::pool::shortage::{OrShort, Short};
+use crate::pool::shortage::{Shortage, TakeResult};
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{TableIndex, at_least_one};
 use crate::tensor::TensorView;
 
 use super::claim::{CachedPages, Claim};
-use super::growing::Growing;
+use super::growing::GrowthGuard;
 use super::leases::Leases;
 use super::metadata::{PlanMetadata, slots_of};
 use super::{Batch, Field, Plan, PlannerConfig, Prefix};
@@ -118,7 +118,7 @@ impl PlannerState {
         batch: Batch<'_>,
         claims: &mut [Option<Claim>],
         stream: Stream,
-    ) -> Result<OrShort<Plan>> {
+    ) -> Result<TakeResult<Plan>> {
         let Pools { slots, table } = pools;
         let (rows, count) = (batch.rows, batch.rows.len());
         let cached = if batch.prefixes.is_empty() { count } else { batch.prefixes.len() };
@@ -223,7 +223,7 @@ impl PlannerState {
         tokens_per_req: usize,
         pad_to: Option<&[usize]>,
         stream: Stream,
-    ) -> Result<OrShort<Plan>> {
+    ) -> Result<TakeResult<Plan>> {
         let Pools { slots, table } = pools;
         let count = rows.len();
         at_least_one(&[("tokens_per_req", tokens_per_req)])?;
@@ -305,7 +305,7 @@ impl PlannerState {
         prefixes: &mut [&mut PageList],
         padding: Padding,
         stream: Stream,
-    ) -> Result<OrShort<Plan>> {
+    ) -> Result<TakeResult<Plan>> {
         let Pools { slots, table } = pools;
         for (position, growth) in batch.iter().enumerate() {
             self.requests.check_open(position, *growth, slots.slots())?;
@@ -315,9 +315,9 @@ impl PlannerState {
         let page_size = slots.slots().page_size();
         let new_slots = || batch.iter().map(|growth| widen(growth.new_pages) * page_size).sum();
         if slots.must_land_before(new_slots) {
-            return Ok(Err(Short::InFlight));
+            return Ok(Err(Shortage::InFlight));
         }
-        let Some(growing) = Growing::batch(&mut self.requests, slots, batch, prefixes)? else {
+        let Some(growing) = GrowthGuard::batch(&mut self.requests, slots, batch, prefixes)? else {
             return Ok(Err(slots.short(new_slots())));
         };
         let grown = growing.grown(padding.batch_size);
@@ -362,7 +362,7 @@ impl PlannerState {
         len: i64,
         claim: Option<&Claim>,
         stream: Stream,
-    ) -> Result<OrShort<[TensorView; 2]>> {
+    ) -> Result<TakeResult<[TensorView; 2]>> {
         let Pools { slots, table } = pools;
         let rows = self.resolve(&IndexVec::I64(vec![src, dst]), table)?;
         let (src, dst) = (rows[0], rows[1]);
@@ -385,9 +385,10 @@ impl PlannerState {
         let leased = claim.map_or(0, |claim| claim.pages().len());
         let page_size = slots.slots().page_size();
         if slots.must_land_before(|| page_size) {
-            return Ok(Err(Short::InFlight));
+            return Ok(Err(Shortage::InFlight));
         }
-        let Some((mut growing, copied)) = Growing::fork(&mut self.requests, slots, [src, dst], len, leased)?
+        let Some((mut growing, copied)) =
+            GrowthGuard::fork(&mut self.requests, slots, [src, dst], len, leased)?
         else {
             return Ok(Err(slots.short(page_size)));
         };
@@ -405,7 +406,7 @@ impl PlannerState {
 /// Writes the slots of a request with `len` tokens of another to the table. Returns the slots to copy to and
 /// from as tensors.
 fn write_fork(
-    growing: &mut Growing<'_>,
+    growing: &mut GrowthGuard<'_>,
     table: &mut RequestTable,
     dst: RequestRow,
     len: u32,

@@ -69,9 +69,9 @@ impl Drop for HeldPieces {
 
 /// A time in which pieces that have arrived are about to be sent to a store: they are counted already.
 #[derive(Debug)]
-pub(in crate::pool) struct Sending(Arc<HostTier>);
+pub(in crate::pool) struct SendingGuard(Arc<HostTier>);
 
-impl Drop for Sending {
+impl Drop for SendingGuard {
     fn drop(&mut self) {
         let _gate = ForkGate::enter_on_own_thread();
         self.0.counts.lock().sending -= 1;
@@ -177,10 +177,10 @@ impl HostTier {
     }
 
     /// Begins to count pieces as on their way to a store, before they are found.
-    pub(in crate::pool) fn begin_sending(self: &Arc<Self>) -> Sending {
+    pub(in crate::pool) fn begin_sending(self: &Arc<Self>) -> SendingGuard {
         let _gate = ForkGate::enter_on_own_thread();
         self.counts.lock().sending += 1;
-        Sending(Arc::clone(self))
+        SendingGuard(Arc::clone(self))
     }
 
     /// Holds those pieces that are here for a store, and returns their keys; the first ones only, if there is

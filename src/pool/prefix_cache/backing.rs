@@ -69,13 +69,13 @@ impl CacheRef {
 pub(super) struct StoreAccess {
     tier: Arc<HostTier>,
     store: Arc<dyn Store>,
-    pages: Names,
-    states: Names,
+    pages: PieceNames,
+    states: PieceNames,
 }
 
 /// The names of the pieces of one kind, and the parts in which they are stored.
 #[derive(Debug)]
-struct Names {
+struct PieceNames {
     keys: StoreKeys,
     /// Bytes of a piece, and the most of a part.
     piece_bytes: usize,
@@ -84,7 +84,7 @@ struct Names {
 
 /// The part of a prompt that is available behind what the device has: in the tier already, or from the store.
 #[derive(Debug, Default)]
-pub(super) struct Survey {
+pub(super) struct AvailablePages {
     /// The keys of the pages that a request could go on from, behind `usable` tokens of the device.
     pub(super) keys: Vec<PageHash>,
     /// The positions of the keys that the store alone has.
@@ -93,7 +93,7 @@ pub(super) struct Survey {
     pub(super) lacks_state: bool,
 }
 
-impl Names {
+impl PieceNames {
     fn new(tier: &HostTier, kind: PieceKind, part_bytes: usize, model: &str, digest: Digest) -> Self {
         let geometry = tier.geometry(kind);
         let parts: Vec<&[u8]> =
@@ -136,7 +136,7 @@ impl Names {
 }
 
 impl StoreAccess {
-    const fn names(&self, kind: PieceKind) -> &Names {
+    const fn names(&self, kind: PieceKind) -> &PieceNames {
         match kind {
             PieceKind::Page => &self.pages,
             PieceKind::State => &self.states,
@@ -181,19 +181,19 @@ impl StoreAccess {
     ///
     /// # Errors
     /// The error of the store.
-    pub(super) fn survey(
+    pub(super) fn find_available(
         &self,
         continuation: Continuation,
         tokens: &[i32],
         should_continue: impl Fn() -> bool,
-    ) -> Result<Survey> {
+    ) -> Result<AvailablePages> {
         let Continuation { mut chain, usable, cached } = continuation;
         let page_size = self.tier.kv().config().page_size;
         let on_device = (cached - usable) / page_size;
         let (mut keys, mut missing) = (Vec::new(), Vec::new());
         for tokens in tokens.chunks(SURVEYED * page_size) {
             if !should_continue() {
-                return Ok(Survey::default());
+                return Ok(AvailablePages::default());
             }
             let begin = keys.len();
             keys.extend(tokens.chunks_exact(page_size).map(|page| chain.next(page)));
@@ -209,16 +209,16 @@ impl StoreAccess {
                 break;
             }
         }
-        let mut survey = Survey { keys, missing, lacks_state: false };
+        let mut available = AvailablePages { keys, missing, lacks_state: false };
         if self.tier.states().is_some() {
-            self.end_with_state(&mut survey)?;
+            self.end_with_state(&mut available)?;
         }
-        Ok(survey)
+        Ok(available)
     }
 
     /// Shortens the pages found to the last one with a snapshot at its end.
-    fn end_with_state(&self, survey: &mut Survey) -> Result<()> {
-        let Survey { keys, missing, lacks_state } = survey;
+    fn end_with_state(&self, available: &mut AvailablePages) -> Result<()> {
+        let AvailablePages { keys, missing, lacks_state } = available;
         let mut end = keys.len();
         let mut usable = 0;
         while end > 0 {
@@ -251,7 +251,7 @@ impl Backing {
     ) -> Result<Self> {
         // One that is closed already says so.
         store.find(&[])?;
-        let names = |kind| Names::new(tier, kind, store.max_bytes(), model, digest);
+        let names = |kind| PieceNames::new(tier, kind, store.max_bytes(), model, digest);
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
         let store_access = Arc::new(StoreAccess { tier: Arc::clone(tier), store, pages, states });
         let [puts, fetches] = ["kvpool-put", "kvpool-fetch"].map(JobThread::new);

@@ -11,7 +11,7 @@ use crate::cache::{Continuation, Namespace, OfferedPages, PageHash};
 use crate::pool::host_tier::{HeldPieces, IncomingPieces, PieceKind};
 use crate::pool::{HostTier, StoreTransfer};
 
-use super::backing::{Backing, CacheRef, StoreAccess, Survey};
+use super::backing::{AvailablePages, Backing, CacheRef, StoreAccess};
 
 /// Bytes of a batch that is requested from a store, unless one page has more.
 const BATCH_BYTES: usize = 16 << 20;
@@ -32,18 +32,18 @@ pub struct Fetch {
 /// The progress of a fetch.
 #[derive(Debug)]
 struct FetchProgress {
-    now: RankedMutex<Now>,
-    moved: Condvar,
+    state: RankedMutex<FetchState>,
+    changed: Condvar,
 }
 
 impl FetchProgress {
-    fn new(now: Now) -> Self {
-        Self { now: RankedMutex::new(LockRank::Fetch, now), moved: Condvar::new() }
+    fn new(state: FetchState) -> Self {
+        Self { state: RankedMutex::new(LockRank::Fetch, state), changed: Condvar::new() }
     }
 }
 
 #[derive(Debug, Default)]
-struct Now {
+struct FetchState {
     /// Tokens whose pages came.
     len: usize,
     is_over: bool,
@@ -60,21 +60,21 @@ pub(super) struct FetchRequest {
     pub(super) tokens: Vec<i32>,
     pub(super) continuation: Continuation,
     /// The number of times that pieces of the tier were cleared.
-    pub(super) clears: Clears,
+    pub(super) clears: ClearCounts,
     /// Whether the cache reports events.
     pub(super) has_events: bool,
 }
 
 /// The number of times that the pieces of each kind were cleared.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Clears {
+pub(super) struct ClearCounts {
     pages: u64,
     states: u64,
 }
 
-impl Clears {
-    /// Returns the counts of a tier now.
-    pub(super) fn now(tier: &HostTier) -> Self {
+impl ClearCounts {
+    /// Returns the counts of a tier state.
+    pub(super) fn of_tier(tier: &HostTier) -> Self {
         Self { pages: tier.clears(PieceKind::Page), states: tier.clears(PieceKind::State) }
     }
 
@@ -88,9 +88,9 @@ impl Clears {
 
 impl Fetch {
     /// Creates a fetch that has nothing to bring.
-    pub(super) fn nothing() -> Self {
-        let now = Now { is_over: true, ..Now::default() };
-        let progress = FetchProgress::new(now);
+    pub(super) fn empty() -> Self {
+        let state = FetchState { is_over: true, ..FetchState::default() };
+        let progress = FetchProgress::new(state);
         Self { process: std::process::id(), progress: Arc::new(progress) }
     }
 
@@ -99,13 +99,13 @@ impl Fetch {
     /// # Errors
     /// See [`JobThread::submit`](crate::transfer::JobThread::submit).
     pub(super) fn begin(backing: &Backing, request: FetchRequest) -> Result<Self> {
-        let progress = Arc::new(FetchProgress::new(Now::default()));
+        let progress = Arc::new(FetchProgress::new(FetchState::default()));
         let (store_access, cache_ref) = (Arc::clone(backing.store_access()), Arc::clone(backing.cache_ref()));
         let end = End(Arc::clone(&progress));
         backing.fetches().submit(move || {
-            let courier = FetchJob { store_access, cache_ref, progress: &end.0, request: &request };
+            let job = FetchJob { store_access, cache_ref, progress: &end.0, request: &request };
             // A store that fails has nothing more, and says so itself.
-            let _ = courier.run();
+            let _ = job.run();
         })?;
         Ok(Self { process: std::process::id(), progress })
     }
@@ -116,7 +116,7 @@ impl Fetch {
     /// [`match`]: super::PrefixCache::match_prefix
     #[must_use]
     pub fn len(&self) -> usize {
-        if self.is_foreign() { 0 } else { self.progress.now.lock().len }
+        if self.is_foreign() { 0 } else { self.progress.state.lock().len }
     }
 
     /// Returns whether none came so far.
@@ -128,7 +128,7 @@ impl Fetch {
     /// Returns whether no more will come. True in the child of a fork.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.is_foreign() || self.progress.now.lock().is_over
+        self.is_foreign() || self.progress.state.lock().is_over
     }
 
     /// Waits up to `timeout` until no more will come. Returns whether that is so.
@@ -138,13 +138,13 @@ impl Fetch {
             return true;
         }
         let begin = Instant::now();
-        let mut now = self.progress.now.lock();
-        while !now.is_over {
+        let mut state = self.progress.state.lock();
+        while !state.is_over {
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
                 return false;
             }
-            now = now.wait_timeout(&self.progress.moved, left);
+            state = state.wait_timeout(&self.progress.changed, left);
         }
         true
     }
@@ -152,7 +152,7 @@ impl Fetch {
     /// Brings no more. What came stays.
     pub fn cancel(&self) {
         if !self.is_foreign() {
-            self.progress.now.lock().is_given_up = true;
+            self.progress.state.lock().is_given_up = true;
         }
     }
 
@@ -168,10 +168,10 @@ impl Drop for Fetch {
         if self.is_foreign() {
             return;
         }
-        let mut now = self.progress.now.lock();
-        now.is_given_up = true;
-        let mut held = std::mem::take(&mut now.held);
-        drop(now);
+        let mut state = self.progress.state.lock();
+        state.is_given_up = true;
+        let mut held = std::mem::take(&mut state.held);
+        drop(state);
         // The first of all is used last.
         while held.pop().is_some() {}
     }
@@ -182,8 +182,8 @@ struct End(Arc<FetchProgress>);
 
 impl Drop for End {
     fn drop(&mut self) {
-        self.0.now.lock().is_over = true;
-        self.0.moved.notify_all();
+        self.0.state.lock().is_over = true;
+        self.0.changed.notify_all();
     }
 }
 
@@ -210,19 +210,20 @@ impl Drop for Batch {
 
 impl FetchJob<'_> {
     fn should_continue(&self) -> bool {
-        !self.progress.now.lock().is_given_up
+        !self.progress.state.lock().is_given_up
     }
 
     fn run(&self) -> Result<()> {
         let FetchRequest { tokens, continuation, .. } = self.request;
-        let survey = self.store_access.survey(continuation.clone(), tokens, || self.should_continue())?;
-        let Survey { keys, missing, lacks_state } = &survey;
+        let available =
+            self.store_access.find_available(continuation.clone(), tokens, || self.should_continue())?;
+        let AvailablePages { keys, missing, lacks_state } = &available;
         let tier = self.store_access.tier();
         // Pieces that are there already must not be evicted for the others.
         self.keep(tier.hold_found(PieceKind::Page, keys).1);
         let state = keys.last().map(std::slice::from_ref).unwrap_or_default();
         if *lacks_state {
-            if self.bring(PieceKind::State, state, |_| ())? < state.len() {
+            if self.fetch_pieces(PieceKind::State, state, |_| ())? < state.len() {
                 return Ok(());
             }
         } else {
@@ -230,11 +231,11 @@ impl FetchJob<'_> {
         }
         let wanted: Vec<PageHash> = missing.iter().map(|&at| keys[at]).collect();
         let mut places = missing.iter().copied();
-        self.bring(PieceKind::Page, &wanted, |arrived| {
+        self.fetch_pieces(PieceKind::Page, &wanted, |arrived| {
             // In their order, but perhaps not all.
             let arrived: Vec<usize> =
                 arrived.iter().filter_map(|key| places.find(|&at| keys[at] == *key)).collect();
-            self.progress.now.lock().len += arrived.len() * self.page_size();
+            self.progress.state.lock().len += arrived.len() * self.page_size();
             self.record_arrived(&self.runs(keys, &arrived));
         })?;
         Ok(())
@@ -242,12 +243,12 @@ impl FetchJob<'_> {
 
     /// Keeps pieces as long as the fetch lives.
     fn keep(&self, pieces: HeldPieces) {
-        let mut now = self.progress.now.lock();
+        let mut state = self.progress.state.lock();
         // Otherwise they go without the lock.
-        if !now.is_given_up {
-            return now.held.push(pieces);
+        if !state.is_given_up {
+            return state.held.push(pieces);
         }
-        drop(now);
+        drop(state);
         drop(pieces);
     }
 
@@ -257,7 +258,7 @@ impl FetchJob<'_> {
 
     /// Brings pieces, in order and as far as they come, reports those of each batch, and returns how many
     /// came.
-    fn bring(
+    fn fetch_pieces(
         &self,
         kind: PieceKind,
         keys: &[PageHash],

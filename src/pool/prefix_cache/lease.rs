@@ -119,7 +119,7 @@ impl Lease {
         let Some(lease) = guard.as_mut() else { return Err(stale("it was released")) };
         let mut cache = call.current();
         if cache.clears != self.clears {
-            return Err(cleared());
+            return Err(cleared_error());
         }
         ended = lease.settle(&call, &mut cache, stream)?;
         let answer = work(&call, &mut cache, lease);
@@ -255,12 +255,12 @@ impl Lease {
 
     /// Undoes [`Self::bind`]. Its planner exists still, so that no other request has the lease since.
     pub(in crate::pool) fn unbind(&self) {
-        self.end_if(LeaseState::lose_request, self.stream);
+        self.end_if(LeaseState::remove_request, self.stream);
     }
 
     /// Ends what the lease was to a request whose planner is gone. The lease may be another request's since.
     pub(in crate::pool) fn unbind_gone(&self) {
-        self.end_if(|lease| lease.request().is_none() && lease.lose_request(), self.stream);
+        self.end_if(|lease| lease.request().is_none() && lease.remove_request(), self.stream);
     }
 
     /// Checks that the pages are still those of the allocator, whose lock the caller holds.
@@ -268,29 +268,29 @@ impl Lease {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when it was cleared.
     pub(in crate::pool) fn check_clears(&self, slots: &SlotTensors) -> Result<()> {
-        if slots.clears() == self.clears { Ok(()) } else { Err(cleared()) }
+        if slots.clears() == self.clears { Ok(()) } else { Err(cleared_error()) }
     }
 
     /// Creates another lease of the first `len` tokens, in whole pages.
     ///
     /// # Errors
     /// See [`Self::len`].
-    pub(in crate::pool) fn again(&self, len: usize, stream: Stream) -> Result<Self> {
+    pub(in crate::pool) fn lease_prefix(&self, len: usize, stream: Stream) -> Result<Self> {
         let (hold, load) = self.with_request(stream, |_, cache, lease| {
             let len = in_whole_pages(len, &cache.tree);
             Ok((cache.tree.hold_first(&lease.hold, len), lease.share_of(len)))
         })?;
-        let again =
+        let prefix =
             Self::new(&self.shared, &self.allocator, hold, self.clears, self.namespace.clone(), stream);
-        if let Some(lease) = again.state.lock().as_mut() {
+        if let Some(lease) = prefix.state.lock().as_mut() {
             lease.load = load;
         }
-        Ok(again)
+        Ok(prefix)
     }
 
-    /// Shortens it to the whole pages of `len` tokens, or ends it if that is 0: its request was cut. Returns
-    /// a lock of what it had, unless it has ended before.
-    pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) -> Option<PrefixLock> {
+    /// Shortens the lease of a truncated request to the whole pages of `len` tokens, or ends it if `len` is
+    /// 0. Returns a lock of what it had, unless it has ended before.
+    pub(in crate::pool) fn shorten(&self, len: usize, stream: Stream) -> Option<PrefixLock> {
         if len == 0 {
             let lease = self.state.lock().take();
             return lease.map(|lease| self.lock_of(lease.hold, lease.load, stream));
@@ -307,7 +307,7 @@ impl Lease {
     /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's
     /// request stays until the request is finished.
     pub fn release(&self, stream: Stream) {
-        self.end_if(LeaseState::lose_user, stream);
+        self.end_if(LeaseState::remove_user, stream);
     }
 
     /// Ends the lease if `is_over` says so. One lock for both: in between it could become that of a request.
@@ -349,7 +349,7 @@ pub(super) const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
     len / tree.page_size() * tree.page_size()
 }
 
-pub(super) fn cleared() -> Error {
+pub(super) fn cleared_error() -> Error {
     stale("the allocator was cleared, and its slots are gone")
 }
 

@@ -120,8 +120,8 @@ impl LeaseState {
         self.holder.request().filter(|request| request.is_planned())
     }
 
-    /// Returns the user releases it. Returns whether that was its only holder.
-    pub(super) fn lose_user(&mut self) -> bool {
+    /// Removes the user as a holder. Returns whether that was its only holder.
+    pub(super) fn remove_user(&mut self) -> bool {
         let request = self.request().cloned();
         let is_over = request.is_none();
         self.holder = request.map_or(Holder::User, Holder::Request);
@@ -129,7 +129,7 @@ impl LeaseState {
     }
 
     /// Removes its request as a holder, if it has one. Returns whether that was its only holder.
-    pub(super) fn lose_request(&mut self) -> bool {
+    pub(super) fn remove_request(&mut self) -> bool {
         matches!(std::mem::replace(&mut self.holder, Holder::User), Holder::Request(_))
     }
 }

@@ -12,7 +12,7 @@ use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
 use crate::transfer::Transfer;
 
-use super::lease::cleared;
+use super::lease::cleared_error;
 use super::lease_state::LeaseState;
 use super::lock::PrefixLock;
 use super::taken_slot::TakenSlot;
@@ -224,7 +224,7 @@ impl Lease {
         };
         let begin = request.begin;
         let (load, lock) = self.start_copies(request, pages, stream)?;
-        let added = self.go_on_with(&load, begin, lock, stream)?;
+        let added = self.extend_lease(&load, begin, lock, stream)?;
         Ok(Some(Load::new(Arc::downgrade(self), Some(&load), added)))
     }
 
@@ -247,7 +247,7 @@ impl Lease {
             }
             started
         })?;
-        let transfer = started.ok_or_else(cleared)?;
+        let transfer = started.ok_or_else(cleared_error)?;
         drop(call);
         self.shared.change_loading(self.clears, |loading| loading + pages.len());
         let load = Arc::new(SharedLoad {
@@ -270,7 +270,7 @@ impl Lease {
 
     /// Extends the lease, which had `begin` tokens, to what `lock` holds and by `load` behind that. Returns
     /// the number of tokens that it grew by.
-    fn go_on_with(
+    fn extend_lease(
         &self,
         load: &Arc<SharedLoad>,
         begin: usize,

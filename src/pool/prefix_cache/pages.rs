@@ -4,7 +4,7 @@ use crate::base::{Error, Id, IndexVec, Page, Result};
 
 /// The treatment of a partial page at the end of what is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Rest {
+pub(super) enum PartialPage {
     /// The partial page stays the caller's.
     Kept,
     Freed,
@@ -15,8 +15,8 @@ pub(super) enum Rest {
 /// # Errors
 /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is
 /// elsewhere.
-pub(super) fn pages_of(slots: &IndexVec, page_size: usize, rest: Rest) -> Result<Vec<Page>> {
-    let kept = if rest == Rest::Kept { slots.len() % page_size } else { 0 };
+pub(super) fn pages_of(slots: &IndexVec, page_size: usize, partial_page: PartialPage) -> Result<Vec<Page>> {
+    let kept = if partial_page == PartialPage::Kept { slots.len() % page_size } else { 0 };
     match slots {
         IndexVec::I32(slots) => pages_of_values(&slots[..slots.len() - kept], page_size),
         IndexVec::I64(slots) => pages_of_values(&slots[..slots.len() - kept], page_size),

@@ -9,10 +9,10 @@ use crate::memory::Stream;
 use crate::pool::gdn_pool::Source;
 use crate::pool::slot_tensors::SlotTensors;
 
-use super::lease::{Lease, cleared, in_whole_pages};
+use super::lease::{Lease, cleared_error, in_whole_pages};
 use super::lease_state::LeaseState;
 use super::load::Loadable;
-use super::pages::{Rest, pages_of};
+use super::pages::{PartialPage, pages_of};
 use super::request::{LeaseKeeper, LeasedRequest};
 use super::shared::{CacheCall, CacheState};
 use super::taken_slot::TakenSlot;
@@ -59,7 +59,8 @@ impl Lease {
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     pub fn publish(&self, publication: &Publication<'_>, stream: Stream) -> Result<Published> {
         let tokens = publication.tokens.count();
-        let pages = publication.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
+        let pages =
+            publication.slots.map(|slots| self.pages_for(tokens, slots, PartialPage::Kept)).transpose()?;
         // Dropped without locks: it may be the last owner.
         let mut planner = None;
         let Some(row) = publication.state else {
@@ -117,7 +118,7 @@ impl Lease {
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
-        let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
+        let pages = self.pages_for(tokens.count(), slots, PartialPage::Freed)?;
         let published = self.with(stream, |call, cache, lease| {
             if let Some(request) = lease.request() {
                 let row = request.row();
@@ -131,14 +132,14 @@ impl Lease {
     }
 
     /// Returns the pages of the slots that are offered for so many tokens.
-    fn pages_for(&self, tokens: usize, slots: &IndexVec, rest: Rest) -> Result<Vec<Page>> {
+    fn pages_for(&self, tokens: usize, slots: &IndexVec, partial_page: PartialPage) -> Result<Vec<Page>> {
         if tokens != slots.len() {
             return Err(Error::config(format!(
                 "{tokens} tokens and {} slots were published; the numbers must be equal",
                 slots.len()
             )));
         }
-        pages_of(slots, self.allocator.page_size(), rest)
+        pages_of(slots, self.allocator.page_size(), partial_page)
     }
 
     /// Publishes the whole pages of `tokens`, and frees a partly filled page behind them. `planner` is the
@@ -169,7 +170,7 @@ impl Lease {
             }
             Ok((pages, duplicates * page_size))
         })?;
-        let (pages, duplicates) = published.ok_or_else(cleared)?;
+        let (pages, duplicates) = published.ok_or_else(cleared_error)?;
         let new = &pages[found.len() / page_size..];
         cache.counts.published += fresh.len();
         cache.tree.publish(&mut lease.hold, found, fresh, new);

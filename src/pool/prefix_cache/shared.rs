@@ -256,7 +256,7 @@ impl CacheCall<'_> {
         let parting = ReleaseOnDrop { states: self.shared.states.clone(), slots, _pieces: pieces };
         // A cleared allocator has its pages already.
         let _ = self.slots.change(clears, |slots| {
-            slots.behind(Some(fence), |slots, id| {
+            slots.with_fence(Some(fence), |slots, id| {
                 slots.slots_mut().release_cached(&pages, id, &self.shared.owner);
                 if let Some(id) = id {
                     slots.fences_mut().keep(id, Arc::new(parting));

@@ -56,13 +56,13 @@ impl SlotTensors {
         stream: Stream,
     ) -> Result<Option<BadFrees>> {
         if let Indices::Host(values) = given
-            && !self.stays_behind(fence)
+            && !self.must_wait_behind(fence)
         {
             return self.free_values(values, fence).map(Some);
         }
         let Some(values) = self.values_of(given, keep, stream)? else { return Ok(None) };
         let freed = match values {
-            Values::Known(values) if !self.stays_behind(fence) => self.free_values(&values, fence),
+            Values::Known(values) if !self.must_wait_behind(fence) => self.free_values(&values, fence),
             values => self.free_parts(vec![Part { values, freed_as: FreedAs::Slots }], fence),
         };
         freed.map(Some)
@@ -127,14 +127,14 @@ impl SlotTensors {
     /// Returns whether a free of known values must stay behind those in flight, so that slots return in the
     /// order in which they were freed. In sorted order it has no effect.
     #[inline]
-    pub(super) fn stays_behind(&self, fence: Option<FenceId>) -> bool {
+    pub(super) fn must_wait_behind(&self, fence: Option<FenceId>) -> bool {
         !self.deferred.is_empty() && !self.need_sort() && fence.is_none() && !self.slots.in_group()
     }
 
     /// Frees the slots of `parts`: now, if all of their values are known.
     pub(super) fn free_parts(&mut self, mut parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
         let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
-        if is_known && !self.stays_behind(fence) {
+        if is_known && !self.must_wait_behind(fence) {
             let slots = slots_of(&mut parts, self.slots.page_size())?;
             return self.free_values(&slots, fence);
         }
@@ -156,7 +156,7 @@ impl SlotTensors {
 
     /// Calls `free` with a new fence id if there is a fence.
     #[inline]
-    pub(in crate::pool) fn behind<R>(
+    pub(in crate::pool) fn with_fence<R>(
         &mut self,
         fence: Option<Arc<dyn Fence>>,
         free: impl FnOnce(&mut Self, Option<FenceId>) -> Result<R>,
@@ -259,7 +259,7 @@ impl SlotTensors {
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub(in crate::pool) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
         let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
-        if self.group.is_empty() && !self.stays_behind(None) {
+        if self.group.is_empty() && !self.must_wait_behind(None) {
             return Ok((given.len(), self.slots.free_attributed(&given, None, &by, self.on_bad_free)?));
         }
         let mut end = given.len();

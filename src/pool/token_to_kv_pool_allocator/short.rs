@@ -7,7 +7,7 @@ use crate::base::lock_order::RankedGuard;
 use crate::base::{Page, Result, run_blocking};
 use crate::memory::Stream;
 use crate::pool::fences::passed;
-use crate::pool::shortage::{Obtainable, OrShort, Reclaim, Short, Shortfall};
+use crate::pool::shortage::{Obtainable, Reclaim, Shortage, Shortfall, TakeResult};
 use crate::pool::slot_tensors::SlotTensors;
 
 use super::{Notice, TokenToKvPoolAllocator};
@@ -98,7 +98,7 @@ impl TokenToKvPoolAllocator {
     pub(in crate::pool) fn alloc_with<T>(
         &self,
         stream: Stream,
-        mut take: impl FnMut(&mut SlotTensors) -> Result<OrShort<T>>,
+        mut take: impl FnMut(&mut SlotTensors) -> Result<TakeResult<T>>,
     ) -> Result<Option<T>> {
         let mut shortage = usize::MAX;
         loop {
@@ -115,8 +115,8 @@ impl TokenToKvPoolAllocator {
                 // How many slots landed was a guess until now.
                 Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
                 // Another thread has completed them.
-                Err(Short::InFlight) => (),
-                Err(Short::Missing(short)) => {
+                Err(Shortage::InFlight) => (),
+                Err(Shortage::Missing(short)) => {
                     let missing = short.to_reclaim(self.obtainable(short, stream));
                     // Asking again is worth it as long as it helps.
                     if !(1..shortage).contains(&missing) {

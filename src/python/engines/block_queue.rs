@@ -37,7 +37,7 @@ pub(in crate::python) struct BlockQueue {
 }
 
 /// Blocks of a call: the numbers of those of this queue, and what else was given.
-struct GivenBlocks<'py> {
+struct BlockArgs<'py> {
     own: Vec<BlockId>,
     others: Vec<Bound<'py, PyAny>>,
 }
@@ -56,9 +56,8 @@ impl BlockQueue {
     }
 
     /// Sorts what is given. Iterating may run Python code.
-    fn given<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<GivenBlocks<'py>> {
-        let mut given =
-            GivenBlocks { own: Vec::with_capacity(blocks.len().unwrap_or(0)), others: Vec::new() };
+    fn given<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<BlockArgs<'py>> {
+        let mut given = BlockArgs { own: Vec::with_capacity(blocks.len().unwrap_or(0)), others: Vec::new() };
         for item in blocks.try_iter()? {
             let item = item?;
             match item.cast::<Block>().ok().and_then(|block| block.get().number_in(&self.table)) {

@@ -26,7 +26,7 @@ use crate::python::args;
 use crate::python::export::to_tensor;
 use crate::python::tokens::{with_keys, with_slots};
 use arguments::{
-    handle_of, node_gone_error, not_begun, not_locked, part_of, receipt_of, skipped_of, slots_in,
+    handle_of, no_eviction_error, node_gone_error, not_locked, part_of, receipt_of, skipped_of, slots_in,
 };
 
 /// Finds slots by tokens for an engine that drives eviction itself, with values of several kinds of attention.
@@ -404,7 +404,7 @@ impl HybridTree {
         evicted: usize,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let Some(victim) = self.lock().next_victim(part_of(part)?, evicted) else {
-            return Err(not_begun(part));
+            return Err(no_eviction_error(part));
         };
         Ok(match victim {
             Victim::Leaf(node) => Some(node.number().into_pyobject(py)?.into_any()),
@@ -432,7 +432,7 @@ impl HybridTree {
     /// Raises:
     ///     ConfigError: If no eviction of the part has begun.
     fn end_eviction(&self, part: usize) -> PyResult<()> {
-        if self.lock().end_eviction(part_of(part)?) { Ok(()) } else { Err(not_begun(part)) }
+        if self.lock().end_eviction(part_of(part)?) { Ok(()) } else { Err(no_eviction_error(part)) }
     }
 
     /// Evicts leaves until at least `wanted` slots for full attention were given up, in one call.

@@ -39,7 +39,7 @@ impl<'py> Keys<'py> {
     }
 
     /// Returns the keys with their positions, which Python code may give.
-    fn placed(&self, position: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<NamedChunk<'_>>> {
+    fn with_positions(&self, position: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<NamedChunk<'_>>> {
         let place = |key: &'_ Bound<'py, PyBytes>| {
             position.map_or(Ok(None), |position| position.call1((key,))?.extract::<Option<i64>>())
         };
@@ -54,7 +54,7 @@ type Stored<'py> = (Bound<'py, PyList>, Bound<'py, PyArray1<i32>>, Bound<'py, Py
 /// A chunk that was evicted.
 type Pair<'py> = (Bound<'py, PyBytes>, Py<PyAny>);
 
-fn list<'py>(py: Python<'py>, keys: &[OffloadKey]) -> PyResult<Bound<'py, PyList>> {
+fn keys_to_list<'py>(py: Python<'py>, keys: &[OffloadKey]) -> PyResult<Bound<'py, PyList>> {
     PyList::new(py, keys.iter().map(|key| PyBytes::new(py, key)))
 }
 
@@ -172,11 +172,11 @@ impl OffloadTable {
         position: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Stored<'py>>> {
         let keys = Keys::of(keys)?;
-        let chunks = keys.placed(position)?;
+        let chunks = keys.with_positions(position)?;
         let storing = with(&request.0, |request| self.lock().begin_store(&chunks, request))?;
         let Some(storing) = storing else { return Ok(None) };
         let chosen = PyList::new(py, storing.chosen.iter().map(|&at| &keys.0[at]))?;
-        Ok(Some((chosen, array(py, storing.places)?, list(py, &storing.evicted)?)))
+        Ok(Some((chosen, array(py, storing.places)?, keys_to_list(py, &storing.evicted)?)))
     }
 
     /// Ends the store of chunks: they can be read, or are gone if `success` is False. Others are left as they are.
@@ -215,7 +215,7 @@ impl OffloadTable {
         position: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let keys = Keys::of(keys)?;
-        let chunks = keys.placed(position)?;
+        let chunks = keys.with_positions(position)?;
         let places = match request {
             Some(request) => with(&request.0, |request| self.lock().begin_load(&chunks, Some(request)))?,
             None => self.lock().begin_load(&chunks, None)?,
@@ -257,7 +257,7 @@ impl OffloadTable {
     /// A store that failed is left out if the chunk is here again.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Vec<(&'static str, Bound<'py, PyList>)>> {
         let events = self.lock().take_events();
-        let event = |event: &OffloadEvent| Ok((name_of(event.change), list(py, &event.keys)?));
+        let event = |event: &OffloadEvent| Ok((name_of(event.change), keys_to_list(py, &event.keys)?));
         events.iter().map(event).collect()
     }
 
@@ -396,7 +396,7 @@ impl OffloadOrder {
         position: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let keys = Keys::of(keys)?;
-        let chunks = keys.placed(Some(position))?;
+        let chunks = keys.with_positions(Some(position))?;
         let mut turn = lock(&turn.0);
         let mut order = self.lock();
         order.assign_rank(&mut turn);

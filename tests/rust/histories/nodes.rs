@@ -207,7 +207,7 @@ impl Nodes {
         let info = self.tree.info(inserted.node, STREAM).expect("a node");
         assert!(request.tokens.ends_with(&info.tokens) && !self.gone.contains(&inserted.node));
         let before = self.gone.len();
-        self.gone.extend(&inserted.gone);
+        self.gone.extend(&inserted.removed_nodes);
         // The tails of the request: those that others have overtaken are its own again.
         let mut continues = false;
         let mut taken = 0;
@@ -304,7 +304,7 @@ impl Nodes {
         let done = self.tree.evict(asked, STREAM);
         assert_eq!(done.freed, done.slots.len());
         assert!(done.freed >= asked.min(evictable), "{asked} of {evictable}: {done:?}");
-        assert_eq!(done.freed == 0, done.gone.is_empty());
+        assert_eq!(done.freed == 0, done.removed_nodes.is_empty());
         let kept: Vec<Key> = self.pages.keys().filter(|key| self.is_locked(key)).cloned().collect();
         let kept_tails: Vec<i32> =
             self.tails.iter().filter(|tail| self.is_kept(tail)).map(|tail| tail.slots[0]).collect();
@@ -321,7 +321,7 @@ impl Nodes {
     }
 
     fn record_gone(&mut self, done: &EvictedNodes) {
-        for node in &done.gone {
+        for node in &done.removed_nodes {
             assert!(self.gone.insert(*node), "{node:?} is gone twice");
             assert!(self.tree.slots(*node, 0, STREAM).is_err());
         }

@@ -11,13 +11,13 @@ use crate::pool::req_to_token_pool::RequestTable;
 use crate::pool::{FreedRows, Lease};
 
 use super::{PlannerState, Pools, as_many, call_of_request};
-use crate::pool::batch_planner::leases::LeaseCut;
+use crate::pool::batch_planner::leases::LeaseEnd;
 
 /// The way in which a batch is given back: at once, or behind a fence.
 pub(in crate::pool::batch_planner) struct Release<'a> {
     pub(in crate::pool::batch_planner) fence: Option<FenceId>,
     /// The leases that are cut, to be dropped without locks.
-    pub(in crate::pool::batch_planner) leases: &'a mut Vec<LeaseCut>,
+    pub(in crate::pool::batch_planner) leases: &'a mut Vec<LeaseEnd>,
     pub(in crate::pool::batch_planner) stream: Stream,
 }
 
@@ -101,7 +101,7 @@ impl PlannerState {
                     slots.fences_mut().keep(id, Arc::clone(&lock) as _);
                     lock
                 });
-                leases.push(LeaseCut::new(lease, widen(len), fenced, stream));
+                leases.push(LeaseEnd::new(lease, widen(len), fenced, stream));
             }
             let _acting = call_of_request(row, slots, table).map(CallRecord::begin);
             let pages = self.requests.truncate(row, len);

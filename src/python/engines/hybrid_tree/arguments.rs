@@ -32,7 +32,7 @@ pub(super) fn handle_of(number: u64) -> NodeHandle {
     NodeHandle::new(number)
 }
 
-pub(super) fn not_begun(part: usize) -> PyErr {
+pub(super) fn no_eviction_error(part: usize) -> PyErr {
     Error::config(format!("no eviction of part {part} has begun")).into()
 }
 
