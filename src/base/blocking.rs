@@ -50,8 +50,8 @@ pub fn set_interrupt_check(check: InterruptCheck) {
     let _ = INTERRUPT_CHECK.set(check);
 }
 
-/// Calls `wait`, which waits up to a time and returns whether it is over, until it is. The caller must hold no
-/// lock.
+/// Calls `wait`, which waits for at most the given time and returns whether it is done, until it is. The
+/// caller must hold no lock.
 ///
 /// # Errors
 /// The error of `wait`, or that of the installed check, which ends the wait.
@@ -63,8 +63,8 @@ pub fn wait_interruptibly(wait: impl Fn(Duration) -> Result<bool> + Send + Sync)
     Ok(())
 }
 
-/// Calls `wait`, which may take long: it waits for a device or another thread, or copies much. The caller
-/// must hold no lock.
+/// Calls `wait`, which may take long because it waits for a device or another thread, or copies many bytes.
+/// The caller must hold no lock.
 ///
 /// ```
 /// use kvpool::base::run_blocking;

@@ -1,4 +1,4 @@
-//! The error type: a kind to match on, a message for people, and the numbers for programs.
+//! The error type. An error has a kind to match on, a message, and its numbers for programs.
 
 use std::fmt;
 use std::sync::Arc;
@@ -108,10 +108,10 @@ impl Error {
         self
     }
 
-    /// Puts `words` and a colon before the message.
+    /// Puts `prefix` and a colon before the message.
     #[must_use]
-    pub fn with_prefix(mut self, words: &str) -> Self {
-        self.0.message = format!("{words}: {}", self.0.message);
+    pub fn with_prefix(mut self, prefix: &str) -> Self {
+        self.0.message = format!("{prefix}: {}", self.0.message);
         self
     }
 

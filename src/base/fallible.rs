@@ -1,4 +1,5 @@
-//! Vectors whose length comes from a caller: out of memory is an error here, not the end of the process.
+//! Vectors whose length comes from a caller. Running out of memory is an error here, and does not abort the
+//! process.
 
 use super::{Error, ErrorKind, Result};
 

@@ -1,4 +1,4 @@
-//! A gate that delays a fork while a thread of kvpool holds locks that the child would wait for forever.
+//! A gate that delays a fork while a thread of kvpool holds locks. The child would wait for them forever.
 
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
@@ -10,23 +10,23 @@ use super::lock_order::assert_none_held;
 static GATE: RwLock<()> = RwLock::new(());
 
 thread_local! {
-    /// The number of times that this thread has entered, and what the first of them holds.
+    /// The number of times that this thread has entered, and the guard of the first entry.
     static ENTRIES: Cell<usize> = const { Cell::new(0) };
     static ENTERED: RefCell<Option<RwLockReadGuard<'static, ()>>> = const { RefCell::new(None) };
     static CLOSED: RefCell<Option<RwLockWriteGuard<'static, ()>>> = const { RefCell::new(None) };
 }
 
-/// A guard: as long as it exists, [`close_fork_gate`] waits, so that the process is not forked. Threads of
-/// kvpool take one before they lock anything that callers also lock.
+/// A guard that makes [`close_fork_gate`] wait as long as it exists, so that the process is not forked.
+/// Threads of kvpool take one before they lock anything that callers also lock.
 #[derive(Debug)]
 pub struct ForkGate {
-    /// It is counted for its thread, where it must drop.
+    /// A guard is counted for its thread, and must be dropped there.
     of_this_thread: PhantomData<*const ()>,
 }
 
 impl ForkGate {
-    /// Enters on [a thread of kvpool](super::mark_own_thread). Other threads may hold locks that such a
-    /// thread waits for inside the gate, so they must not wait for the gate.
+    /// Enters the gate if this is [a thread of kvpool](super::mark_own_thread). Other threads must not wait
+    /// for the gate, because they may hold locks that a thread of kvpool waits for inside it.
     #[must_use]
     pub fn enter_on_own_thread() -> Option<Self> {
         is_own_thread().then(Self::enter)

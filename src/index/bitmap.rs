@@ -1,6 +1,6 @@
 //! A set of small integers that finds its lowest member in a few steps, at any size and density.
 //!
-//! It does not know about ownership, which [`FreeList`](super::FreeList) builds on it.
+//! Has no notion of ownership; [`FreeList`](super::FreeList) adds that.
 
 use crate::base::{Result, try_zeros};
 

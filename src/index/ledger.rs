@@ -95,7 +95,7 @@ impl CallRecord {
     }
 }
 
-/// A guard: dropping it ends the call that [`CallRecord::begin`] began.
+/// A guard that ends the call begun by [`CallRecord::begin`] when it is dropped.
 #[derive(Debug)]
 pub struct CallGuard {
     outer: Option<Arc<CallRecord>>,

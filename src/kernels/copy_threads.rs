@@ -57,7 +57,7 @@ impl WorkSlot {
         self.0.load(Acquire).is_null()
     }
 
-    /// Does the parts that are offered here, each as number `part` of its work, until the slot is closed.
+    /// Runs the parts that are offered here, each as number `part` of its work, until the slot is closed.
     fn serve(&self, part: usize) {
         let mut spins_left = SPIN_LIMIT;
         loop {
@@ -83,7 +83,7 @@ impl WorkSlot {
     }
 }
 
-/// Waits a moment or, when no looks are left, until another thread wakes this one.
+/// Spins once or, when no spins are left, sleeps until another thread wakes this one.
 fn pause(spins_left: &mut usize) {
     if *spins_left > 0 {
         *spins_left -= 1;
@@ -133,7 +133,7 @@ impl Drop for Offers<'_> {
 #[derive(Debug, Default)]
 pub struct CopyThreads {
     threads: Vec<CopyThread>,
-    /// The processor that they are kept off, and how many of them.
+    /// The processor that the threads are kept off, and the number of these threads.
     #[cfg(all(target_os = "linux", not(loom)))]
     excluded: Option<(usize, usize)>,
 }
@@ -152,7 +152,7 @@ impl CopyThreads {
     /// Calls `part(number, parts)` for every part, and returns when all are done. Each thread always gets the
     /// same number: what it copies again is in its caches.
     ///
-    /// The caller does the first part, and then those that no thread has begun yet, so a copy never waits for
+    /// The caller runs the first part, and then those that no thread has begun yet, so a copy never waits for
     /// a thread that gets no processor.
     ///
     /// # Panics

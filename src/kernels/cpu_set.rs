@@ -1,8 +1,8 @@
 //! The processors that a copy's threads run on.
 //!
-//! A thread that is woken is often put on the processor of its waker. The caller of a copy does a part itself
-//! and makes no room there, so the thread would begin when the copy is over. It is kept off that processor
-//! instead.
+//! The system often runs a woken thread on the processor of the thread that woke it. The caller of a copy
+//! copies a part itself and keeps its processor busy, so the woken thread would begin when the copy is over.
+//! Therefore it is kept off that processor.
 
 use std::os::unix::thread::JoinHandleExt;
 use std::thread::JoinHandle;

@@ -1,8 +1,8 @@
 //! Execution of a pool's operations: on the host under locks, or on a device in the order of a stream.
 //!
-//! The memory of an [`Executor`] decides which, once, at construction. Each operation is then one call: it
-//! checks the devices of its arguments, reports a fault of an earlier call, checks all bounds, and runs or is
-//! enqueued.
+//! Which of the two is used depends on the memory of an [`Executor`], and is decided at construction. Each
+//! operation is then one call: it checks the devices of its arguments, reports a fault of an earlier call,
+//! checks all bounds, and runs or is enqueued.
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};

@@ -134,7 +134,7 @@ pub enum Numbers<'a> {
     Arange(i64),
 }
 
-/// Returns the error for what is no index: `found` is a dtype or the type of an object.
+/// Returns the error for an argument that is not an index; `found` is a dtype or the type of an object.
 #[cold]
 #[must_use]
 pub(crate) fn not_indices(found: &str) -> Error {
@@ -156,7 +156,7 @@ pub(crate) fn check_ints(dtype: DType) -> Result<()> {
 }
 
 /// Copies the values of an index tensor in host memory, of any shape and stride, in row-major order. Integers
-/// of 8 bits are none: they are bytes, or, as PyTorch reads them in an index, masks.
+/// of 8 bits are not indices: they are bytes or, in PyTorch's indexing, masks.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it has no integers of 16 bits or more,
@@ -170,7 +170,7 @@ pub fn read_indices(tensor: &BorrowedTensor<'_>) -> Result<IndexVec> {
         DType::I16 => widened(tensor, |value: i16| value.into()),
         DType::U16 => widened(tensor, |value: u16| value.into()),
         DType::U32 => widened(tensor, |value: u32| value.into()),
-        // A number beyond 63 bits is outside every range, as is the greatest int64.
+        // A number beyond 63 bits is outside every range, so the largest int64 is used for it.
         DType::U64 => widened(tensor, |value: u64| i64::try_from(value).unwrap_or(i64::MAX)),
         other => Err(not_indices(other.name())),
     }

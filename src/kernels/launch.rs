@@ -154,7 +154,7 @@ impl Launcher {
         self.take_fault()
     }
 
-    /// Reports, once, what a kernel of an earlier call found wrong. Makes no driver call.
+    /// Returns, once, the error that a kernel of an earlier call has recorded. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] with the number, its position and its bound.

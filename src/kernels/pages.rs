@@ -322,7 +322,7 @@ fn check_within(noun: &str, index: u32, count: usize) -> Result<()> {
     Err(Error::index(format!("{noun} {index} is outside [0, {count})")).with_index(index))
 }
 
-/// Checks that no target appears twice: its contents would be those of either source.
+/// Checks that no target appears twice, since its contents would be undefined.
 fn check_unique_targets(noun: &str, indices: &[[i32; 2]]) -> Result<()> {
     let targets = || indices.iter().map(|[_, target]| *target);
     if first_not_above(targets()).is_none() {

@@ -94,7 +94,7 @@ pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
                 .with_index(slot));
         }
         let mut targets = try_with_capacity(values.len())?;
-        // Negative values are skipped, so one of them stands for all.
+        // Negative values are skipped, so all of them are replaced by one value.
         targets.extend(wide().map(|value| i32::try_from(value.max(-1)).expect("rows fit int32")));
         Ok(targets)
     }

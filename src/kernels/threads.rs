@@ -8,10 +8,10 @@ use std::{process, thread};
 
 use super::CopyThreads;
 
-/// The least work of a thread. On a virtual Intel Xeon with 2 MiB of second-level cache a core (2026-11) two
-/// threads copy 2 MiB in 35 us instead of 130 when they are awake, as in a series of copies. When they
-/// sleep, to wake one delays its caller by 15 us, and two threads win from 4 MiB on: 2 MiB take 145 us
-/// instead of 124.
+/// The minimum work for which a thread is used. On a virtual Intel Xeon with 2 MiB of second-level cache a
+/// core (2026-11) two threads copy 2 MiB in 35 us instead of 130 when they are awake, as in a series of
+/// copies. When they sleep, waking one delays its caller by 15 us, and two threads are faster from 4 MiB on:
+/// 2 MiB take 145 us instead of 124.
 const BYTES_PER_THREAD: usize = 1 << 20;
 
 /// More threads than this add no bandwidth on any host we know of.
@@ -43,7 +43,7 @@ pub fn set_num_threads(threads: usize) {
     THREADS.store(threads, Relaxed);
 }
 
-/// The standing threads, and the process that has them: the child of a fork does not.
+/// The standing threads, and the process that they belong to: the child of a fork has none.
 static COPY_THREADS: Mutex<(u32, CopyThreads)> = Mutex::new((0, CopyThreads::new()));
 
 /// Calls `work(part, parts)` for every part, on as many threads as pay for `bytes`, or on this one alone
@@ -54,7 +54,7 @@ pub(super) fn run_in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
     }
 }
 
-/// Does the work in parts on several threads, or returns false if one thread should do all of it. It is not
+/// Runs the work in parts on several threads, or returns false if one thread should do all of it. It is not
 /// inlined, to keep small copies cheap.
 #[inline(never)]
 fn try_run_on_threads(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) -> bool {

@@ -16,7 +16,7 @@ pub const ALIGNMENT: usize = 256;
 
 /// Memory that a backend has allocated and not deallocated.
 ///
-/// It is a receipt, not an owner: dropping it frees nothing. [`Region`](super::Region) is the owner.
+/// Dropping a block frees nothing. The owner of the memory is [`Region`](super::Region).
 #[derive(Debug)]
 pub struct Block {
     address: NonNull<u8>,
@@ -48,14 +48,14 @@ impl Block {
     }
 }
 
-/// The initial contents of a new block. Memory of the host alone is zeroed in any case.
+/// The initial contents of a new block. Pageable host memory is zeroed in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
     /// Zeros, for every stream: allocating waits for the device.
     Zeros,
     /// Zeros in the order of this stream: another stream needs an event.
     ZerosOn(Stream),
-    /// Anything, for memory that is always written before it is read.
+    /// Undefined contents, for memory that is always written before it is read.
     Undefined,
 }
 

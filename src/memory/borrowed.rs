@@ -98,7 +98,7 @@ impl BorrowedTensor<'_> {
         (self.shape.numel() == 1).then_some(Self { shape, strides, ..*self })
     }
 
-    /// Elements 0, `step`, 2 * `step`, ... in row-major order, in one dimension.
+    /// Returns the elements 0, `step`, 2 * `step`, ... in row-major order, in one dimension.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor of more dimensions that is not
@@ -118,9 +118,9 @@ impl BorrowedTensor<'_> {
         Ok(Self { shape: Dims::new(&[signed(count)])?, strides, ..*self })
     }
 
-    /// Records that work on `stream` uses its memory. From then on the memory is freed, and slots of an
-    /// allocator are written again, only after that work, even if the owner drops it before. No effect on
-    /// memory that devices cannot access or that no backend allocated.
+    /// Records that work on `stream` uses the memory. From then on the memory is freed, and slots of an
+    /// allocator are written again, only after that work, even if the owner drops the tensor before. Has no
+    /// effect on memory that devices cannot access or that no backend allocated.
     pub fn record_stream(&self, stream: Stream) {
         with_streams_at(self.address.as_ptr().addr(), |users| users.record(stream));
     }
@@ -131,7 +131,7 @@ impl BorrowedTensor<'_> {
         with_streams_at(self.address.as_ptr().addr(), Arc::clone)
     }
 
-    /// Checks that it is on `device`, the device of the pool.
+    /// Checks that the tensor is on `device`, the device of the pool.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.

@@ -1,4 +1,4 @@
-//! A lock on a file, which belongs to this process and is released when the process ends, however it ends.
+//! A lock on a file, which belongs to this process and is released when the process ends for any reason.
 
 use std::collections::HashSet;
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -16,7 +16,8 @@ use crate::base::sync::lock;
 /// parent's.
 type Claim = (u32, u64, u64);
 
-/// The files that this process has locked: the lock of the system excludes other processes only.
+/// The files that this process has locked. They are listed here because the system's lock excludes other
+/// processes only.
 static CLAIMS: LazyLock<Mutex<HashSet<Claim>>> = LazyLock::new(Mutex::default);
 
 /// An exclusive lock on a file among all processes of this machine, held until it is dropped or the process

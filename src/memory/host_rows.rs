@@ -49,7 +49,7 @@ unsafe impl Send for HostRows {}
 unsafe impl Sync for HostRows {}
 
 impl HostRows {
-    /// Returns the rows of `tensor`: what dimension 0 counts.
+    /// Returns the rows of `tensor`, one for each index of dimension 0.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless the tensor is in host memory, each row is

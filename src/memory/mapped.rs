@@ -25,8 +25,8 @@ pub enum PageKind {
 /// Host memory for large regions: on a NUMA node, in huge pages, and page-locked in steps, where the system
 /// supports it.
 ///
-/// Whatever the system does not provide is reported by [`MappedHost::take_notes`]; the memory is allocated
-/// without it. Use [`Host`](super::Host) for small or pageable memory,
+/// If the system does not provide one of these, the memory is allocated without it, and
+/// [`MappedHost::take_notes`] reports it. Use [`Host`](super::Host) for small or pageable memory,
 /// [`PageLockedHost`](super::PageLockedHost) for memory page-locked at once.
 #[derive(Debug, Default)]
 pub struct MappedHost {
@@ -80,7 +80,7 @@ impl MappedHost {
         lock(&self.blocks).iter().any(|block| block.pages.are_huge)
     }
 
-    /// Takes the notes since the last call: requests that the system did not fulfil, in words.
+    /// Takes the messages since the last call, about requests that the system did not fulfil.
     pub fn take_notes(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.notes))
     }

@@ -43,7 +43,7 @@ pub fn page_lock_steps(piece_ends: impl IntoIterator<Item = usize>) -> Vec<Range
     steps
 }
 
-/// Page-locks a region step by step through `gpu`, and returns when all of it is.
+/// Page-locks a region step by step through `gpu`, and returns when all steps are done.
 ///
 /// # Errors
 /// Same as [`Backend::page_lock`](super::Backend::page_lock).
@@ -56,7 +56,7 @@ pub trait Sink: Debug + Send + Sync {
     /// Receives the bytes of a step. With `is_page_locked == false` they are ordinary memory.
     fn offer(&self, bytes: &Range<usize>, is_page_locked: bool);
 
-    /// Called once no further step is worth waiting for.
+    /// Called once no further step will be offered.
     fn end(&self);
 }
 
@@ -82,7 +82,7 @@ pub enum Report {
     Finished,
 }
 
-/// Page-locking in progress. [`Sink::end`] is called when it drops.
+/// Page-locking in progress. Dropping this calls [`Sink::end`].
 #[derive(Debug)]
 pub struct PageLocking(Arc<Job>);
 

@@ -21,12 +21,12 @@ use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
 /// It is never cloned; views hold an `Arc<Region>`.
 ///
 /// # Contents
-/// The bytes are shared with tensors of other libraries, with other threads and with devices, as those of a
-/// NumPy array are. Rust therefore never refers to them: they are accessed through raw addresses and copies
-/// within bounds. Whoever writes them excludes other accesses: a pool by `&mut` of its `RegionWriter`,
-/// kernels by the locks of their executor or by the order of a stream; so only this crate writes and reads
-/// the contents of a region itself. Numbers that decide about memory are checked in the copy, which nothing
-/// else can change.
+/// The bytes are shared with tensors of other libraries, with other threads and with devices, as
+/// those of a NumPy array are. Rust therefore never refers to them: they are accessed through raw addresses
+/// and copies within bounds. A writer has to exclude other accesses: a pool does so with the `&mut` of its
+/// `RegionWriter`, kernels with the locks of their executor or the order of a stream. Therefore only this
+/// crate writes and reads the contents of a region. Numbers that decide about memory are checked in the copy,
+/// which nothing else can change.
 pub struct Region {
     /// Its address and length, for every kind of owner; valid until this drops.
     block: Block,
@@ -129,7 +129,7 @@ impl Region {
     /// Creates `bytes` zeros from `backend`.
     ///
     /// # Errors
-    /// The backend's, when it has not enough.
+    /// The error of the backend when there is not enough memory.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -491,7 +491,7 @@ mod tests {
     use crate::base::{Device, ErrorKind, IndexVec, Result};
     use crate::memory::{Backend, Block, Contents, Host, RegionWriter, StreamSet};
 
-    /// Host memory that says it belongs to a device.
+    /// Host memory that reports a device as its owner.
     #[derive(Debug)]
     struct Elsewhere;
 

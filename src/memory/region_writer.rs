@@ -6,10 +6,10 @@ use crate::base::Result;
 
 use super::{Plain, Region};
 
-/// The only writer of a region, by the host: a pool writes through it, and shares the region for views.
+/// The only writer of a region in host memory. A pool writes through it, and shares the region for views.
 ///
-/// Writes need `&mut self`, so no two of them meet. Tensors of the region are memory that other code has:
-/// whoever hands them out tells it when the pool writes.
+/// Writes need `&mut self`, so two writes never overlap. Other code has tensors of the region; the pool that
+/// hands them out documents when it writes.
 #[derive(Debug)]
 pub(crate) struct RegionWriter {
     region: Arc<Region>,

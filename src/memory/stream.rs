@@ -2,7 +2,7 @@
 
 /// A CUDA stream, by its driver handle; 0 is the default stream. Host memory ignores it.
 ///
-/// It is a name, not an owner: the creator of the stream keeps it alive for as long as pools work on it.
+/// Does not own the stream: the creator has to keep it alive for as long as pools work on it.
 ///
 /// ```
 /// use kvpool::memory::Stream;

@@ -1,6 +1,6 @@
-//! Backends around other backends: one limits, one fails a chosen allocation, one counts.
+//! Backends that wrap other backends, to limit them, to make a chosen allocation fail, or to count.
 //!
-//! Use them in tests and to cap the memory of a pool; each forwards everything else to the backend inside.
+//! Use them in tests and to limit the memory of a pool. Each forwards all other calls to the wrapped backend.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -126,7 +126,7 @@ unsafe impl Backend for FailingBackend {
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
-        // After the failure it wraps to the largest number, which no test counts down.
+        // After the failure the counter wraps to the largest number, which is never counted down to 0.
         if self.until_failure.fetch_sub(1, Relaxed) == 0 {
             return Err(Error::new(
                 ErrorKind::OutOfMemory,

@@ -40,7 +40,7 @@ pub struct Batch<'a> {
 /// The cached prefix of a new request.
 #[derive(Clone, Debug)]
 pub enum Prefix {
-    /// There is no prefix; also for requests that have tokens.
+    /// No prefix. Requests that have tokens have this, too.
     None,
     /// Slots of whole pages, of which the request becomes another owner.
     Slots(IndexVec),
@@ -62,9 +62,10 @@ pub struct FinishedRequests {
 
 /// Plans the steps of a scheduler: one call takes the slots, writes the table and builds the metadata.
 ///
-/// The truth about requests is on the host. The table and the metadata on a device are written from it, in
-/// one launch and at most one copy, without waiting. On the CPU the tensors are written directly. The cost
-/// grows with the new tokens and the requests; only [`Field::KvIndices`] is rewritten whole in every step.
+/// The bookkeeping of requests is on the host. The table and the metadata on a device are written from it,
+/// with one launch and at most one copy, without waiting. On the CPU the tensors are written directly. The
+/// cost grows with the new tokens and the requests; only [`Field::KvIndices`] is rewritten whole in every
+/// step.
 ///
 /// All calls are atomic and thread-safe. [`TokenToKvPoolAllocator`] describes what happens when there are not
 /// enough slots.
@@ -92,7 +93,7 @@ pub struct FinishedRequests {
 /// assert_eq!(planner.field(&plan, Field::QoIndptr).unwrap().unwrap().shape().as_slice(), [3]);
 /// ```
 pub struct BatchPlanner {
-    /// The reference to this planner for leases, which write to the table of their request.
+    /// The reference by which leases reach this planner, to write to the table rows of their requests.
     me: Weak<Self>,
     state: RankedMutex<PlannerState>,
     slots: Arc<TokenToKvPoolAllocator>,
@@ -207,8 +208,8 @@ impl BatchPlanner {
         LeasingRequest::new(Weak::clone(&self.me) as _, row)
     }
 
-    /// Does [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the
-    /// batch to the smallest size of `pad_to` that it fits.
+    /// Extends each request by `tokens_per_req` tokens, like [`BatchPlanner::extend`]. Requests of the
+    /// padding row pad the batch to the smallest size of `pad_to` that it fits.
     ///
     /// # Errors
     /// See [`BatchPlanner::extend`]; also [`ErrorKind::Config`] when no size of `pad_to` fits, or there is no
@@ -329,7 +330,7 @@ impl BatchPlanner {
             retired.append(&mut state.leases.take_retired());
             taken
         });
-        // Without locks: leases end in the cache.
+        // Dropped without locks: the end of a lease locks the cache.
         drop(retired);
         taken
     }

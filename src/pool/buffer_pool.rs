@@ -279,7 +279,7 @@ impl BufferPool {
 }
 
 impl BufferState {
-    /// Does [`BufferPool::region`].
+    /// Works like [`BufferPool::region`].
     fn region(&mut self, buffer: IndexHandle<BufferId>) -> Result<&Arc<Region>> {
         let region = self.regions.get(widen(buffer.index().number())).and_then(Option::as_ref);
         let region = region.filter(|_| self.buckets.is_live(buffer));
@@ -290,7 +290,7 @@ impl BufferState {
         })
     }
 
-    /// Does [`BufferPool::clear`].
+    /// Works like [`BufferPool::clear`].
     fn clear(&mut self) {
         for buffer in self.buckets.drain_free() {
             self.regions[widen(buffer.number())] = None;

@@ -282,7 +282,7 @@ impl ChunkPool {
         Self::attempt(&mut self.state(), count)
     }
 
-    /// Does [`ChunkPool::try_allocate`] for one chunk, without a list.
+    /// Works like [`ChunkPool::try_allocate`] for one chunk, without a list.
     ///
     /// # Errors
     /// See [`ChunkPool::try_allocate`].

@@ -43,7 +43,7 @@ pub trait Pool {
     fn device(&self) -> Device;
 
     /// Returns whether an invalid free is an error. A pool without frees is not strict; a prefix cache is
-    /// what its allocator is.
+    /// strict if its allocator is.
     fn strict(&self) -> bool {
         false
     }
@@ -117,7 +117,7 @@ impl<const N: usize> From<[(&'static str, usize); N]> for Stats {
 /// A span of units with the same state and the same holders.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// The first unit, and the one behind the last.
+    /// The first unit, and one past the last.
     pub range: Range<usize>,
     /// The state of each.
     pub state: IndexState,
@@ -156,7 +156,7 @@ impl Occupancy {
         }
     }
 
-    /// Does [`Self::new`] for units of one size.
+    /// Works like [`Self::new`] for units of one size.
     pub(super) fn of_equal_units(spans: Vec<Span>, ledger: Option<&Ledger>, scale: usize) -> Self {
         Self::new(spans.into_iter().map(|span| (span, None)), ledger, scale)
     }

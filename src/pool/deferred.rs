@@ -22,8 +22,8 @@ pub enum FreedAs {
 }
 
 impl FreedAs {
-    /// Returns the number of slots that `count` values free, if each names a page of its own. Slots may share
-    /// their pages, which is unknown before they have landed.
+    /// Returns the number of slots that `count` values free if each names a different page. Values may name
+    /// the same page, which is unknown until they have arrived.
     pub(super) const fn slots(self, count: usize, page_size: usize) -> usize {
         match self {
             Self::Slots => count,
@@ -94,7 +94,7 @@ struct Free {
     parts: Vec<Part>,
     /// The fence that the slots wait for once they are known.
     fence: Option<FenceId>,
-    /// The calls that freed them, if a ledger is kept.
+    /// The calls that made the frees, if a ledger is kept.
     by: Attribution,
     /// Owners of tensors whose values are on the host. Drop them without locks.
     keeps: Vec<Keep>,
@@ -218,7 +218,7 @@ pub(super) fn slots_of(parts: &mut [Part], page_size: usize) -> Result<IndexVec>
     for part in parts {
         let Values::Known(values) = &part.values else { continue };
         let stride = part.freed_as.stride(page_size);
-        // A number that is too large to multiply is beyond every slot as it is.
+        // A number that is too large to multiply is larger than every slot number.
         all.extend(values.iter().map(|value| value.checked_mul(stride).unwrap_or(value)));
     }
     Ok(IndexVec::I64(all))

@@ -108,8 +108,8 @@ impl Fences {
         self.waiting.clone()
     }
 
-    /// Removes the passed fences, and what was kept until then. Drop them without locks: they may be the last
-    /// owners of foreign objects.
+    /// Removes the passed fences, and the owners that were kept until then. Drop them without locks: they may
+    /// be the last references to foreign objects.
     pub(super) fn take_passed(&mut self, passed: &[FenceId]) -> Self {
         Self {
             waiting: self.waiting.extract_if(.., |waiting| passed.contains(&waiting.id)).collect(),

@@ -43,11 +43,12 @@ pub struct FileStoreConfig {
     pub digest: Digest,
 }
 
-/// Pages by their keys in two files, which survive the process and its end at any moment.
+/// Pages by their keys in two files, which survive the end of the process, even if it is killed at any
+/// moment.
 ///
-/// A page that is found has the bytes that were put under its key: a checksum covers both. What a killed
-/// process has not completed is missing. The pages used least recently are evicted; of a call, the last ones
-/// first.
+/// A page that is found has the bytes that were put under its key; a checksum covers both. Pages that a
+/// killed process has not completed are missing. The least recently used pages are evicted first and, of the
+/// pages of one call, the last ones.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -91,7 +92,7 @@ pub struct FileStore {
     workers: RankedMutex<Vec<JoinHandle<()>>>,
 }
 
-/// The state that the store and its threads have in common.
+/// The state that the store and its threads share.
 #[derive(Debug)]
 struct StoreCore {
     config: FileStoreConfig,
@@ -118,9 +119,9 @@ struct StoreState {
     is_closing: bool,
     workers: usize,
     counts: Counts,
-    /// Failures in words, the first of each kind.
+    /// The message of the first failure of each kind.
     notes: Vec<String>,
-    /// The notes so far: what failed, and the kind of its cause.
+    /// The failures noted so far: the operation, and the kind of the cause.
     noted: HashSet<(&'static str, io::ErrorKind)>,
 }
 
@@ -227,8 +228,8 @@ impl FileStore {
         Ok(store)
     }
 
-    /// Returns the number of keys before the first whose page is not there. Looks in memory only, and counts
-    /// as a use of those that are there.
+    /// Returns the number of keys before the first whose page is not there, and records a use of these pages.
+    /// Reads no file.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
@@ -278,7 +279,8 @@ impl FileStore {
         self.begin_put(keys, rows, self.shared.config.queue_bytes / self.shared.config.page_bytes)
     }
 
-    /// Writes pages from rows, unless `most` wait already. What is behind a shorter row in its page is zero.
+    /// Writes pages from rows, unless `most` pages wait already. The rest of a page after a shorter row is
+    /// zero.
     fn begin_put(&self, keys: Vec<PageHash>, rows: HostRows, most: usize) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
         let mut state = self.open_state()?;
@@ -289,7 +291,7 @@ impl FileStore {
                 known.push(slot);
                 present[page] = true;
             } else if state.pending.contains(key) {
-                // The other put may still fail: this one does not vouch for it.
+                // The other put may still fail, so this one does not report the page as present.
             } else if state.pending.len() >= most {
                 state.counts.dropped += 1;
             } else {
@@ -357,7 +359,7 @@ impl FileStore {
         drop(state);
         let handles = std::mem::take(&mut *self.workers.lock());
         for handle in handles {
-            // A thread that has panicked has said so.
+            // A thread that has panicked has reported it.
             let _ = handle.join();
         }
         self.shared.disk.lock().take();
@@ -370,13 +372,13 @@ impl FileStore {
         &self.shared.config
     }
 
-    /// Returns the path, or what the disk is called.
+    /// Returns the path, or the name of the disk.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// Returns whether pages pass the system's cache by.
+    /// Returns whether pages bypass the system's cache.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.shared.is_direct
@@ -434,7 +436,7 @@ impl FileStore {
         ]))
     }
 
-    /// Takes the failures since the last call, in words: the first of each kind.
+    /// Takes the messages of failures since the last call: the first of each kind.
     #[must_use]
     pub fn take_notes(&self) -> Vec<String> {
         // In the child of a fork, another thread may have had the lock for ever.
@@ -508,7 +510,7 @@ impl Store for FileStore {
         self.shared.config.page_bytes
     }
 
-    /// Looks in memory only.
+    /// Reads no file.
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
         let state = self.open_state()?;
         Ok(keys.iter().map(|key| state.slots.find(key).is_some()).collect())

@@ -119,7 +119,7 @@ pub struct GdnPool {
 pub(super) enum Source {
     /// The state of another slot.
     Slot(i64),
-    /// The state of no tokens.
+    /// The initial state, zeros.
     Zeros,
 }
 
@@ -136,7 +136,7 @@ impl GdnPool {
         let [LayerLayout { shape: [slots, ..], .. }, conv] = kinds;
         let slots = IndexSpace { noun: "state", len: slots };
         let region = Arc::new(Region::new(Arc::clone(backend), conv.end(layers))?);
-        // All of it is one section: a call works on every layer.
+        // There is one section, because a call works on every layer.
         let executor = Executor::new(&region, 1, IndexSpaces::of_rows(slots), row_ring_bytes(slots.len))?;
         let rows = LayerRows::new(&region, layers, kinds)?;
         let shape = [layers, slots.len, config.num_v_heads, config.head_v_dim, config.head_k_dim];

@@ -39,8 +39,8 @@ pub struct HostTierConfig {
     pub page_lock_threads: usize,
 }
 
-/// Host memory for pages that a prefix cache has published, from where they come back faster than they can be
-/// computed. Each page is one contiguous piece: K and then V of the first layer, then of the next.
+/// Host memory for pages that a prefix cache has published. Loading them from here is faster than computing
+/// them again. Each page is one contiguous piece: K and then V of the first layer, then of the next.
 ///
 /// Copies run beside their callers, in either direction one after the other: on a thread or, for a pool on a
 /// device, on a stream of their own. A page is found when it is complete here.
@@ -74,9 +74,9 @@ pub struct HostTier {
     up: CopyQueue,
     counts: RankedMutex<TierCounts>,
     notes: RankedMutex<FailureNotes>,
-    /// Whether a prefix cache has it.
+    /// Whether the tier belongs to a prefix cache.
     is_taken: AtomicBool,
-    /// The model that the pages are of, as far as its caches have said.
+    /// The model of the pages, if a cache has set it.
     model: RankedMutex<Option<String>>,
 }
 
@@ -89,7 +89,7 @@ pub(super) struct TierCounts {
     loaded: usize,
     /// Pieces given up for others.
     evicted: usize,
-    /// Pieces not copied here: there was no place, since copies use all.
+    /// Pieces that were not copied here because copies use all places.
     skipped: usize,
     /// Copies that failed.
     failed: usize,
@@ -106,9 +106,9 @@ pub(super) struct TierCounts {
 /// Failed copies to a tier.
 #[derive(Debug, Default)]
 struct FailureNotes {
-    /// The first of each kind, in words, until they are taken.
+    /// The message of the first failure of each kind, until it is taken.
     texts: Vec<String>,
-    /// The kinds so far.
+    /// The kinds of the failures so far.
     noted: Vec<ErrorKind>,
 }
 
@@ -268,7 +268,7 @@ impl HostTier {
         self.forget(namespace);
     }
 
-    /// Does [`Self::clear`], and returns the keys of the pages.
+    /// Works like [`Self::clear`], and also returns the keys of the pages.
     pub(super) fn forget(&self, namespace: Option<&Namespace>) -> Vec<PageHash> {
         if let Some(states) = &self.states {
             states.clear(namespace);
@@ -328,7 +328,7 @@ impl HostTier {
         std::iter::once(&self.pages).chain(&self.states)
     }
 
-    /// Makes it the tier of a prefix cache, until [`Self::detach`].
+    /// Makes this the tier of a prefix cache, until [`Self::detach`].
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if another one has it.
@@ -367,9 +367,9 @@ impl HostTier {
         self.pages.set_device_presence(keys, presence);
     }
 
-    /// Starts to copy the offered pages that are not here, behind the work enqueued on the streams `after`.
-    /// Returns it if there is any, and the keys of the pages that went for it. A copy that cannot be started
-    /// counts as failed.
+    /// Starts to copy the offered pages that are not here, after the work enqueued on the streams `after`.
+    /// Returns the write, if there is something to copy, and the keys of the pages that were evicted for it.
+    /// A copy that cannot be started counts as failed.
     pub(super) fn write(&self, offered: &OfferedPieces, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
         let (mut pages, mut states, mut runs) = (Arrivals::new(), Arrivals::new(), Vec::new());
         for run in &offered.pages {
@@ -417,8 +417,7 @@ impl HostTier {
         self.count(TierCounts { written: write.len(), ..TierCounts::default() });
     }
 
-    /// Ends a write that has failed, perhaps with its device, or whose pages are not those of their keys any
-    /// more.
+    /// Ends a write that has failed, perhaps with its device, or whose pages may have been overwritten.
     pub(super) fn discard(&self, write: &Write, of_device: Option<&Error>) {
         if let Some(cause) = of_device.or(write.transfer.failure()) {
             self.note(cause);

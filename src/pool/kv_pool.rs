@@ -60,7 +60,7 @@ pub struct KvConfig {
 }
 
 impl KvConfig {
-    /// Rows of every buffer: enough for every slot of a paged allocator of `size`.
+    /// Returns the number of rows of every buffer, enough for every slot of a paged allocator of `size`.
     fn rows(&self) -> Result<usize> {
         let end =
             self.size.checked_add(self.page_size).and_then(|end| end.checked_next_multiple_of(ROW_MULTIPLE));
@@ -86,7 +86,7 @@ impl KvConfig {
         Ok([k, v])
     }
 
-    /// Does [`Self::layouts`] of [`KvLayout::Fused`]; `alignment` is a power of two.
+    /// Works like [`Self::layouts`], for [`KvLayout::Fused`]; `alignment` is a power of two.
     fn fused(&self, rows: usize, alignment: usize) -> Result<[LayerLayout; 2]> {
         let shape = [rows, self.k_head_num, self.k_head_dim];
         if [self.v_head_num, self.v_head_dim] != shape[1..] {
@@ -98,7 +98,7 @@ impl KvConfig {
         }
         let buffer = bytes_of("one buffer", &shape, self.dtype)?;
         let page = bytes_of("one page", &[self.page_size, self.k_head_num, self.k_head_dim], self.dtype)?;
-        // The least whole pages that are aligned.
+        // The smallest number of whole pages that is aligned.
         let times = alignment >> page.trailing_zeros().min(alignment.trailing_zeros());
         let whole = bytes_of("aligned pages", &[page, times], DType::U8)?.max(1);
         let half = bytes_of("one buffer", &[buffer.div_ceil(whole), whole], DType::U8)?;
@@ -322,7 +322,7 @@ impl KvPool {
         self.executor.take_fault()
     }
 
-    /// Does [`KvPool::take_fault`] after waiting for every call on `stream` so far.
+    /// Works like [`KvPool::take_fault`], after waiting for every call on `stream` so far.
     ///
     /// # Errors
     /// See [`KvPool::take_fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device

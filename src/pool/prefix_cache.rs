@@ -73,8 +73,8 @@ pub struct LowerTier {
 pub struct LowerStore {
     /// The store.
     pub store: Arc<dyn Store>,
-    /// The model, and all else that K and V depend on beside the tokens and the shape of the pools, such as
-    /// the rank of a part of it: caches with the same name share pages.
+    /// The name of the model, and of everything else that K and V depend on besides the tokens and the shape
+    /// of the pools, such as the rank of a model part. Caches with the same name share pages.
     pub model: String,
 }
 
@@ -106,8 +106,8 @@ pub struct CachedSizes {
     pub locked: usize,
 }
 
-/// Keeps finished pages by their tokens, so that a request that begins like an earlier one does not compute
-/// them again. Calls are atomic and thread-safe.
+/// Keeps the K and V of requests by their tokens, so that a request that begins like an earlier one does not
+/// compute them again. Calls are atomic and thread-safe.
 ///
 /// Cached pages belong to the cache: frees do not remove them. Requests hold [`Lease`]s. A call of the
 /// allocator that is short of slots evicts pages without a lease. Clearing the allocator empties the cache
@@ -141,7 +141,7 @@ pub struct CachedSizes {
 pub struct PrefixCache {
     shared: Arc<CacheCore>,
     allocator: Arc<TokenToKvPoolAllocator>,
-    /// The reference to the cache of the threads that work for its store.
+    /// The reference by which the threads of the store reach the cache.
     cache_ref: Option<Arc<CacheRef>>,
 }
 
@@ -249,8 +249,8 @@ impl PrefixCache {
         self.begin_call(stream).evict(tokens, Pressure::Evict)
     }
 
-    /// Gives up the prefixes of a namespace, or all, pinned or not. Those with a lease are found no more, and
-    /// are given up with it.
+    /// Gives up the prefixes of a namespace, or all, pinned or not. Those with a lease are no longer found,
+    /// and are given up when the lease ends.
     pub fn clear(&self, namespace: Option<&Namespace>, stream: Stream) {
         let call = self.begin_call(stream);
         let mut cache = call.current();
@@ -271,9 +271,9 @@ impl PrefixCache {
         call.give_back(&cache, evicted);
     }
 
-    /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and
-    /// `priority` has no effect; without one it is evicted after all that are not retained, the lowest
-    /// `priority` first.
+    /// Retains the prefix of a lease. With a `time`, it is not evicted until that time is over, and
+    /// `priority` has no effect. Without one, it is evicted after all prefixes that are not retained, the
+    /// lowest `priority` first.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the
@@ -349,9 +349,9 @@ impl PrefixCache {
             let usable = continuation.usable;
             let rest = tokens.to_vec(usable..tokens.count())?;
             let available = match store_access.find_available(continuation, &rest, || true) {
-                // The wait for the store was interrupted.
+                // A signal interrupted the wait for the store.
                 Err(failure) if failure.is_foreign() => return Err(failure),
-                // A store that fails has nothing, and says so itself.
+                // A store that fails reports it itself, and counts as empty here.
                 available => available.unwrap_or_default(),
             };
             let page_size = self.allocator.page_size();
@@ -360,9 +360,9 @@ impl PrefixCache {
         Ok(parts)
     }
 
-    /// Begins to bring to the host tier what the store below has of `tokens`, at most of the first `limit`.
-    /// Waits for nothing; prompts come one after the other. When it is over, or at any time before,
-    /// [`Self::match_prefix`] finds how much can be loaded.
+    /// Begins to fetch the pages of the first `limit` of `tokens` from the store to the host tier. Does not
+    /// wait; prompts are fetched one after the other. At any time, [`Self::match_prefix`] finds how much can
+    /// be loaded.
     ///
     /// # Errors
     /// See [`Self::match_prefix`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
@@ -403,7 +403,7 @@ impl PrefixCache {
         self.shared.state.lock().below.as_ref().map(|below| Arc::clone(&below.tier))
     }
 
-    /// Takes the events of what came and went since the last call, in order.
+    /// Takes the events since the last call, in order.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a cache that was made without events.
@@ -414,13 +414,13 @@ impl PrefixCache {
         Ok(self.begin_call(stream).current().tree.take_events())
     }
 
-    /// Waits up to `timeout` until nothing is on its way to the tiers below: no copy to host memory, and no page
-    /// to the store. Returns whether that is so. The caller must hold no lock.
+    /// Waits up to `timeout` until no copy to host memory and no write to the store is in progress. Returns
+    /// whether none is. The caller must hold no lock.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed, which ends no copy.
     pub fn wait_written(&self, timeout: Duration, stream: Stream) -> Result<bool> {
-        /// The time between two looks: copies take longer.
+        /// The polling interval, which is shorter than a copy.
         const PAUSE: Duration = Duration::from_micros(200);
         let begin = Instant::now();
         loop {
@@ -444,21 +444,21 @@ impl PrefixCache {
         CachedSizes { evictable: cache.tree.evictable(), locked: cache.tree.locked() + loading }
     }
 
-    /// Returns the numbers of the tree, in tokens.
+    /// Returns the statistics of the tree, in tokens.
     #[must_use]
     pub fn tree_stats(&self, stream: Stream) -> TreeStats {
         let call = self.begin_call(stream);
         call.current().stats()
     }
 
-    /// Returns the counts of what happened so far.
+    /// Returns the counters since the cache was created.
     #[must_use]
     pub fn counts(&self) -> PrefixCounts {
         self.shared.state.lock().counts
     }
 
-    /// Returns all numbers at one time, without a check of whether the allocator was cleared or a pin is
-    /// over.
+    /// Returns all statistics, read at the same time, without checking whether the allocator was cleared or a
+    /// pin is over.
     pub(super) fn numbers(&self) -> (TreeStats, PrefixCounts) {
         let cache = self.shared.state.lock();
         (cache.stats(), cache.counts)
@@ -494,7 +494,7 @@ impl Pool for PrefixCache {
         Slot::NOUN
     }
 
-    /// Returns false: the slots of a cache are the allocator's.
+    /// Returns false, because the slots of a cache are units of the allocator.
     fn hands_out(&self) -> bool {
         false
     }
@@ -566,7 +566,7 @@ fn fits_tier(
     }
 }
 
-/// Requests of a model with states resume only where there is a snapshot.
+/// Requests of a model with states can only continue at a snapshot.
 const fn resume_at(states: Option<&Arc<GdnPool>>) -> ResumeAt {
     if states.is_some() { ResumeAt::Snapshot } else { ResumeAt::AnyPage }
 }

@@ -61,11 +61,12 @@ pub struct EvictedNodes {
     pub removed_nodes: Vec<NodeHandle>,
 }
 
-/// Finds slots by tokens, and names the nodes at the ends of prefixes. Calls are atomic and thread-safe.
+/// Finds slots by tokens, and gives callers access to the nodes at the ends of prefixes. Calls are atomic and
+/// thread-safe.
 ///
 /// Slots that are inserted belong to the tree until they are evicted, if it has an allocator; without one
 /// they are plain numbers. Insertions free nothing: slots of tokens that were cached before stay the
-/// caller's. Only [`evict`](Self::evict) evicts, and whole nodes alone.
+/// caller's. Only [`evict`](Self::evict) evicts, and it evicts whole nodes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -98,11 +99,11 @@ pub struct PrefixTree {
 
 struct TreeState {
     tree: Tree,
-    /// The node at the end of no tokens.
+    /// The root node, which is the end of the empty prefix.
     root: NodeHandle,
     /// The number of times that the allocator had been cleared.
     clears: u64,
-    /// Nodes that ceased to exist when the allocator was cleared, for the next report.
+    /// Nodes that were removed when the allocator was cleared, for the next report.
     unreported: Vec<NodeHandle>,
 }
 
@@ -164,16 +165,16 @@ impl PrefixTree {
 
     /// Adds `tokens` with their `slots`, up to the first slot that is not allocated.
     ///
-    /// What is left behind the last whole page is kept in a node that no look-up finds: it stays with the
-    /// caller, whose next insertion of the same slots takes it over. Until then it is not evicted while the
-    /// node before it is locked or is the root.
+    /// The slots after the last whole page are kept in a node that no look-up finds. The caller's next
+    /// insertion of the same slots takes it over. Until then it is not evicted while its parent is locked or
+    /// is the root.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a number that is no token id or no slot, and when there are not as many
-    /// slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are listed twice, or are cached with
-    /// other tokens; [`ErrorKind::StaleBuffer`] when another thread clears the allocator meanwhile. Nothing
-    /// is changed. Without an allocator, different slots are the caller's duty; [`Self::verify`] finds a slot
-    /// that the tree has twice.
+    /// [`ErrorKind::Config`] for a number that is no token id or no slot, and when there are not as
+    /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are listed twice, or are cached
+    /// with other tokens; [`ErrorKind::StaleBuffer`] when another thread clears the allocator meanwhile.
+    /// Nothing is changed. Without an allocator, the caller has to pass different slots; [`Self::verify`]
+    /// finds a slot that the tree has twice.
     pub fn insert(
         &self,
         namespace: &Namespace,
@@ -246,7 +247,7 @@ impl PrefixTree {
             slots: Vec::new(),
             removed_nodes: std::mem::take(&mut state.unreported),
         };
-        // A slot that has another owner frees nothing.
+        // A slot with another owner does not become free.
         while all.freed < tokens {
             let mut evicted = Evicted::default();
             let cause = Cause { pressure: Pressure::Evict, at: Instant::now() };
@@ -254,7 +255,7 @@ impl PrefixTree {
             if evicted.pages.is_empty() {
                 break;
             }
-            // The next call reports what the end of the allocator's slots has left.
+            // The next call reports the nodes that a clear of the allocator has removed.
             let Some(freed) = self.give_back(call.as_ref(), state.clears, &evicted.pages) else { break };
             all.freed += freed;
             all.slots.extend(evicted.pages.iter().map(|page| page.number().cast_signed()));
@@ -296,7 +297,7 @@ impl PrefixTree {
         }
     }
 
-    /// Returns the present state of a node. Its cost grows with the number of nodes.
+    /// Returns the present state of a node. The cost of this call grows with the number of nodes.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] for a node that no longer exists.
@@ -311,7 +312,7 @@ impl PrefixTree {
         CachedSizes { evictable: state.tree.evictable(), locked: state.tree.locked() }
     }
 
-    /// Returns the numbers of the tree, in tokens.
+    /// Returns the statistics of the tree, in tokens.
     #[must_use]
     pub fn tree_stats(&self, stream: Stream) -> TreeStats {
         self.current(stream).tree.stats()
@@ -448,7 +449,7 @@ impl fmt::Debug for PrefixTree {
 }
 
 fn new_tree(config: &PrefixTreeConfig, allocator: Option<&TokenToKvPoolAllocator>) -> Tree {
-    /// The tokens that a policy that learns remembers without an allocator.
+    /// The capacity in tokens for which a learning policy keeps records if there is no allocator.
     const TOKENS: u64 = 1 << 20;
     let capacity = allocator.map_or(TOKENS, |allocator| allocator.stats().capacity as u64);
     let policy = config.policy.policy(capacity, BlockTokens::of_page_size(1));

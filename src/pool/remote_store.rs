@@ -78,7 +78,7 @@ struct CallQueues {
     is_closed: bool,
 }
 
-/// A call of a store. If it is dropped, nothing was there and nothing was done.
+/// A call of a store. If it is dropped without an answer, no piece was found or stored.
 #[derive(Debug)]
 pub struct StoreCall {
     work: Work,
@@ -119,8 +119,8 @@ impl RemoteStore {
         }
     }
 
-    /// Takes no more calls, and waits up to `timeout` until those before are answered. Returns whether they
-    /// are.
+    /// Rejects further calls, and waits up to `timeout` until the earlier ones are answered. Returns whether
+    /// they are.
     ///
     /// # Errors
     /// [`ErrorKind::State`] in the child of a fork.
@@ -139,14 +139,15 @@ impl RemoteStore {
         Ok(true)
     }
 
-    /// Takes no more calls, and drops those that nothing answers yet. Does nothing in the child of a fork.
+    /// Rejects further calls, and drops those that no thread answers yet. Does nothing in the child of a
+    /// fork.
     pub fn abandon(&self) {
         let Ok(mut state) = self.state() else { return };
         state.is_closed = true;
         let (reads, writes) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.writes));
         drop(state);
         self.shared.changed.notify_all();
-        // Without the lock, which they take.
+        // Dropped without the lock, which their drop takes.
         drop((reads, writes));
     }
 
@@ -248,7 +249,8 @@ impl StoreCall {
         self.work.rows()
     }
 
-    /// Answers for each piece whether it is where it was to go; those without an answer are not.
+    /// Finishes the call with an answer for each piece: whether it was found, read or written. Pieces without
+    /// an answer were not.
     pub fn finish(mut self, present: &[bool]) {
         self.present.iter_mut().zip(present).for_each(|(here, is_present)| *here = *is_present);
     }

@@ -8,8 +8,8 @@ use crate::memory::Stream;
 /// A pool calls it without holding a lock, from the threads that are short, possibly several at once. It may
 /// use the pool.
 pub trait Reclaim: Send + Sync {
-    /// Returns the slots that it could free now, at most: a call that lacks more than all doors could free
-    /// fails without a reclaim. It may be more than it turns out to be, never less.
+    /// Returns an upper bound of the slots that it could free now. A call that is short of more slots than
+    /// all holders together could free fails without a call of [`Self::reclaim`].
     fn obtainable(&self, stream: Stream) -> Obtainable;
 
     /// Frees at least `slots` slots, or as many as possible, and returns the number freed: at once, or behind
@@ -19,8 +19,8 @@ pub trait Reclaim: Send + Sync {
     /// The call that was short returns the error.
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize>;
 
-    /// Returns the pages that it holds and cannot free now, for a snapshot of the pool. Called without a
-    /// lock, too.
+    /// Returns the pages that it holds and cannot free now, for a snapshot of the pool. Also called without a
+    /// lock.
     fn locked(&self) -> Vec<Page> {
         Vec::new()
     }

@@ -44,9 +44,9 @@ pub(super) struct SlotTensors {
     runs: Vec<Run<Page>>,
     on_bad_free: OnBadFree,
     index_dtype: IndexDType,
-    /// The number of times that it was cleared: slots taken before a clear are no longer their taker's.
+    /// The number of clears. A clear ends the ownership of all slots that were taken before.
     clears: u64,
-    /// Copies to slots in use, and some that are over.
+    /// Copies to slots in use. Some of them may be over.
     writers: Vec<Arc<Transfer>>,
     /// Pools whose rows are poisoned when their slots become free.
     poisoned: Vec<Weak<KvPool>>,
@@ -158,7 +158,7 @@ impl SlotTensors {
         self.poisoned.iter().filter_map(Weak::upgrade).try_for_each(|kv| kv.poison(&slots, stream))
     }
 
-    /// Does [`Self::slots`] for a planner, which makes its own tensors.
+    /// Works like [`Self::slots`] for a planner, which makes its own tensors.
     pub(super) const fn slots_mut(&mut self) -> &mut Ledgered<SlotAllocator> {
         &mut self.slots
     }
@@ -192,7 +192,7 @@ impl SlotTensors {
             };
         };
         if !stage.has_ready(count) || self.slots.merges_for(count) {
-            // Taking slots can be undone; merging released slots cannot.
+            // Slots can be given back after an error; a merge of released slots cannot be undone.
             stage.check_writable(stream)?;
         }
         self.runs.clear();
@@ -243,7 +243,7 @@ impl SlotTensors {
         Ok(Ok(pages))
     }
 
-    /// Does [`Self::alloc`] in host memory.
+    /// Works like [`Self::alloc`] in host memory.
     #[inline]
     fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<TakeResult<GrantedSlots>> {
         let slots = self.slots.alloc::<T>(count)?;
@@ -251,7 +251,7 @@ impl SlotTensors {
         Ok(slots.map(tensor).ok_or_else(|| self.short(count)))
     }
 
-    /// Does [`Self::alloc`] of one slot in host memory.
+    /// Works like [`Self::alloc`] of one slot in host memory.
     #[inline]
     fn alloc_one(&mut self) -> TakeResult<GrantedSlots> {
         let mut page = None;
@@ -302,7 +302,7 @@ impl SlotTensors {
         }
     }
 
-    /// Does [`Self::alloc_extend`] with slots that the host lists as `T`.
+    /// Works like [`Self::alloc_extend`] with slots that the host lists as `T`.
     fn extend<T: IndexNumber>(
         &mut self,
         lens: BatchLens<'_>,
@@ -336,10 +336,10 @@ impl SlotTensors {
         Ok(Ok((view, continued)))
     }
 
-    /// Returns whether frees in flight, if there are any, must be complete before `count()` slots are taken:
-    /// the slots that are handed out must not depend on when values land. First in, first out, later frees
-    /// stay behind those in flight, and a call takes from the other end. Lowest first, the order of frees has
-    /// no effect until they are merged.
+    /// Returns whether frees in flight must be complete before `count()` slots are taken, so that the slots
+    /// handed out do not depend on when values arrive. In first in, first out order, later frees wait behind
+    /// those in flight, and a call takes slots from the other end. In sorted order, the order of frees has no
+    /// effect until they are merged.
     #[inline]
     pub(super) fn must_land_before(&self, count: impl FnOnce() -> usize) -> bool {
         !self.deferred.is_empty() && self.need_sort() && self.slots.merges_for(count())

@@ -47,7 +47,7 @@ pub(super) struct Stage {
     free: Bitmap,
     window: Option<Window>,
     page_size: usize,
-    /// Completes slots that continue a page whose number only the device has.
+    /// Computes slots that continue a page whose number only the device has.
     completer: Executor,
     /// Slots in the next copy.
     ahead: usize,
@@ -206,7 +206,8 @@ impl Stage {
         self.ring.backpressure_event()
     }
 
-    /// Returns whether `count` slots can be handed out without a copy, if they are as predicted.
+    /// Returns whether `count` slots can be handed out without a copy, provided that they are the predicted
+    /// ones.
     pub(super) fn has_ready(&self, count: usize) -> bool {
         self.window.as_ref().is_some_and(|window| window.positions.len() >= count)
     }
@@ -221,15 +222,16 @@ impl Stage {
         self.gpu.check_can_order(&self.users.streams(), stream)
     }
 
-    /// Shows numbers as a tensor that is valid on `stream`.
+    /// Writes numbers to the stage, and returns a tensor of them that is valid on `stream`.
     pub(super) fn show(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
         self.check_writable(stream)?;
         let (positions, _) = self.write(values.len(), values, stream)?;
         self.view(positions)
     }
 
-    /// Does [`Self::show`] for the slots of a batch that grows. The padding slot in `values` stands for those that
-    /// continue a page behind a slot of `last_loc`, which only the device has: a launch writes them.
+    /// Works like [`Self::show`] for the slots of a batch that grows. The padding slot in `values` stands for
+    /// those that continue a page behind a slot of `last_loc`, which only the device has: a launch writes
+    /// them.
     pub(super) fn complete(
         &mut self,
         values: &[i32],

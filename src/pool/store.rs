@@ -12,34 +12,34 @@ use crate::memory::HostRows;
 
 /// Keeps pieces of memory by their keys, in a place that is slower and larger than host memory.
 ///
-/// A key names all that its bytes depend on. What is found has the bytes that were put; a piece that was
-/// damaged or given up is missing. Calls may come from any thread.
+/// A key identifies everything that the bytes of its piece depend on. A piece that is found has the bytes
+/// that were put; a piece that was damaged or evicted is missing. Calls may come from any thread.
 pub trait Store: fmt::Debug + Send + Sync {
     /// Returns the number of bytes of the largest piece that it takes.
     fn max_bytes(&self) -> usize;
 
-    /// Finds which of the keys are there. May wait for other machines; the caller holds no locks.
+    /// Returns which of the keys the store has. May wait for other machines; the caller holds no locks.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>>;
 
-    /// Begins to copy pieces to `rows`, one for each key, which must not be used before they are done. A row
-    /// whose piece is not found has any bytes.
+    /// Begins to copy pieces to `rows`, one for each key, which must not be used before they are done. The
+    /// row of a piece that is not found has undefined contents.
     ///
     /// # Errors
     /// See [`Store::find`]; also [`ErrorKind::Config`] for sizes that do not fit.
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
 
     /// Begins to copy pieces from `rows`, one for each key, which must not change before they are done. Never
-    /// waits; the caller bounds what is on its way.
+    /// waits; the caller limits the pieces that are in flight.
     ///
     /// # Errors
     /// See [`Store::get`].
     fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
 }
 
-/// The pages of a `get` or a `put`, on their way.
+/// A `get` or a `put` in progress.
 #[derive(Debug)]
 pub struct StoreTransfer {
     /// The process whose threads work on it.
@@ -88,8 +88,8 @@ impl StoreTransfer {
         Ok(true)
     }
 
-    /// Returns whether each page is where it was to go: after a `get` in memory, after a `put` in the store.
-    /// Pages that are not done are not.
+    /// Returns for each page whether it was transferred: after a `get` to memory, after a `put` to the store.
+    /// False for pages that are not done.
     ///
     /// # Errors
     /// See [`StoreTransfer::query`].

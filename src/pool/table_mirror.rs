@@ -92,7 +92,7 @@ impl TableMirror {
         }
     }
 
-    /// Records values written to places of row and column. Only when settled.
+    /// Records values written to places, given by row and column. No change may be pending.
     pub(super) fn wrote_points(&self, places: impl Iterator<Item = (RequestRow, u32, i32)>) {
         let mut state = self.lock();
         for (row, column, value) in places {
@@ -203,7 +203,7 @@ impl MirrorState {
                 self.values[row * columns + widen(column)] = triple[2];
                 self.written[row] = self.written[row].max(column + 1);
                 if !seen.insert((row, column)) {
-                    // The device chooses which value a place has that was listed twice.
+                    // If a place was listed twice, the device has chosen which value is stored.
                     self.unknown.insert_run(row, 1);
                 }
             }

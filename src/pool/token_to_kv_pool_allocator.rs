@@ -92,10 +92,11 @@ impl AllocatorConfig {
 /// flight from a device, calls the [`Reclaim`]s registered with [`Self::on_shortage`], and only then returns
 /// `None`. If all of them together could not free what is missing, none is called.
 ///
-/// Which slots a call hands out depends on the calls before it alone, and not on when values of frees land:
-/// processes that make the same calls get the same slots. For that, a merge of released slots waits for
-/// values in flight, and first in, first out, a free stays behind those in flight. Slots that were freed
-/// behind a fence, or by a prefix cache in first in, first out order, are free when they are.
+/// The slots that a call hands out depend only on the calls before it, and not on when values of frees
+/// arrive, so that processes that make the same calls get the same slots. Therefore a merge of released slots
+/// waits for values in flight and, in first in, first out order, a free waits behind those in flight. There
+/// are two exceptions: slots freed behind a fence, and slots freed by a prefix cache in first in, first out
+/// order, become free at a time that may vary.
 ///
 /// A `stream` argument is the stream of the caller's work: tensors are valid on it, and values are copied and
 /// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].
@@ -177,7 +178,7 @@ impl TokenToKvPoolAllocator {
     /// the driver refuses; see [`Self::poll`]. Nothing is taken.
     #[inline]
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
-        // Written in place: a grant is large, and each result around it would be a copy.
+        // The grant is written in place, because it is large and every result around it would be a copy.
         let mut granted = None;
         self.alloc_with(stream, |slots| {
             let taken = slots.alloc(count, stream)?;
@@ -207,8 +208,8 @@ impl TokenToKvPoolAllocator {
         Ok(self.alloc_with(stream, take)?.flatten())
     }
 
-    /// Works like [`Self::alloc`], with slots in one ascending run: the one which `fit` says. Reclaims
-    /// nothing if there are enough slots, but not in one run.
+    /// Works like [`Self::alloc`], with slots in one ascending run, chosen by `fit`. Reclaims nothing if
+    /// there are enough slots, but not in one run.
     ///
     /// # Errors
     /// See [`Self::alloc`].
@@ -435,7 +436,7 @@ impl TokenToKvPoolAllocator {
         Ok(())
     }
 
-    /// Locks the slots when nothing is copied to them any more, in the order of `stream`.
+    /// Locks the slots when no copy to them is in flight any more, in the order of `stream`.
     fn without_writers(&self, stream: Stream) -> RankedGuard<'_, SlotTensors> {
         loop {
             let mut slots = self.lock();
@@ -445,7 +446,8 @@ impl TokenToKvPoolAllocator {
             }
             drop(slots);
             for writer in writers {
-                // The call waits for a copy that cannot be ordered. A device that has failed writes nothing.
+                // If the copy cannot be ordered before `stream`, the call waits for it. A device that has
+                // failed writes nothing.
                 if writer.stop(stream).is_err() {
                     let _ = writer.wait();
                 }
@@ -466,7 +468,7 @@ impl TokenToKvPoolAllocator {
         self.freeing(self.polled(stream)?, stream, |slots| slots.with_fence(fence, free))
     }
 
-    /// Does `work` under the lock. If a ledger is kept, also poisons the rows of slots that it frees, before
+    /// Calls `work` under the lock. If a ledger is kept, also poisons the rows of slots that it frees, before
     /// another call can take them.
     #[inline]
     pub(super) fn freeing<R>(
@@ -482,8 +484,8 @@ impl TokenToKvPoolAllocator {
         answer
     }
 
-    /// Does [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a
-    /// notice when it holds none.
+    /// Works like [`Self::freeing`] for a caller that holds locks: also returns whether the rows are
+    /// poisoned, for a notice when it holds none.
     #[inline]
     fn freeing_quietly<R>(
         mut slots: RankedGuard<'_, SlotTensors>,
@@ -586,7 +588,7 @@ impl TokenToKvPoolAllocator {
         self.lock().available_size()
     }
 
-    /// Does [`Self::available_size`] after [`Self::poll`], in one step.
+    /// Calls [`Self::poll`] and then [`Self::available_size`], in one step.
     ///
     /// # Errors
     /// See [`Self::poll`].
@@ -690,7 +692,7 @@ impl Pool for TokenToKvPoolAllocator {
     }
 
     fn occupancy(&self) -> Occupancy {
-        // Asked before: a cache takes its own lock, and then that of the slots.
+        // Asked before the slots are locked: a cache locks itself first, and then the slots.
         let locked = self.locked_pages();
         self.inspect(|slots| {
             let spans = slots.spans(|page| locked.contains(&page));

@@ -249,7 +249,7 @@ impl Workspace {
         self.shared.lock()
     }
 
-    /// Does `work` with the arena, as the owner.
+    /// Calls `work` with the arena, as the owner.
     fn with<R>(&self, work: impl FnOnce(&Arc<SharedArena>, &mut ArenaState) -> Result<R>) -> Result<R> {
         let shared = self.lock();
         let shared =
@@ -272,7 +272,7 @@ impl Workspace {
         })
     }
 
-    /// Does [`Workspace::empty`], filled with zeros.
+    /// Works like [`Workspace::empty`], with elements that are zero.
     ///
     /// # Errors
     /// See [`Workspace::empty`].
@@ -375,7 +375,7 @@ impl Pool for Workspace {
     }
 
     fn stats(&self) -> Stats {
-        // In this order: once it is closed nothing of it is in use.
+        // In this order, because no memory of a closed workspace is in use.
         let capacity = if self.is_closed() { 0 } else { self.arena_bytes() };
         let [in_use, high_water] = self.usage();
         Stats::from([
@@ -408,7 +408,7 @@ impl ArenaState {
     }
 }
 
-/// Does `work` with an arena, as its owner.
+/// Calls `work` with an arena, as its owner.
 fn as_owner<R>(
     shared: &Arc<SharedArena>,
     work: impl FnOnce(&Arc<SharedArena>, &mut ArenaState) -> Result<R>,

@@ -289,7 +289,7 @@ impl BufferPool {
         Ok(Buffer::new(slf, &buffer, shape, dtype))
     }
 
-    /// Does `work`. If it runs out of memory, drops the cached tensors of free buffers, which keep memory
+    /// Calls `work`. If it runs out of memory, drops the cached tensors of free buffers, which keep memory
     /// alive, and tries again.
     fn try_twice<T>(&self, work: impl Fn(&Pool) -> crate::base::Result<T>) -> PyResult<T> {
         let answer = work(&self.pool);

@@ -59,14 +59,14 @@ use crate::base::{DType, Device, Error, LONG_COPY, bytes_of, close_fork_gate, op
 use crate::memory::Region;
 use crate::tensor::TensorView;
 
-/// Does `work` under the lock. An error becomes an exception, which runs Python code, after the lock is
+/// Calls `work` under the lock. An error becomes an exception, which runs Python code, after the lock is
 /// released.
 fn with<T, R>(value: &Mutex<T>, work: impl FnOnce(&mut T) -> crate::base::Result<R>) -> PyResult<R> {
     let answer = work(&mut lock(value));
     Ok(answer?)
 }
 
-/// Does `work`, which copies `bytes` bytes. Releases the GIL for large copies in host memory.
+/// Calls `work`, which copies `bytes` bytes. Releases the GIL for large copies in host memory.
 fn copying<R: Send>(
     py: Python<'_>,
     device: Device,

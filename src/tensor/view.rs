@@ -38,7 +38,7 @@ const LINE: usize = 64;
 pub struct DimIndex {
     /// The first index.
     pub start: usize,
-    /// The number of indices; `None` for the first alone, without its dimension.
+    /// The number of indices; `None` to select only the first one and drop the dimension.
     pub count: Option<usize>,
     /// The distance from one index to the next.
     pub step: usize,

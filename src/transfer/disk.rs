@@ -90,7 +90,7 @@ pub(crate) fn read_whole(disk: &dyn Disk, file: DiskFile, buffer: &mut [u8], off
 /// Writes all of `bytes`.
 ///
 /// # Errors
-/// [`ErrorKind::WriteZero`] when the disk takes no more, and its own errors.
+/// [`ErrorKind::WriteZero`] when the disk accepts no more bytes; the errors of the disk.
 pub(crate) fn write_whole(disk: &dyn Disk, file: DiskFile, bytes: &[u8], offset: u64) -> Result<()> {
     let mut at = 0;
     while at < bytes.len() {

@@ -22,7 +22,7 @@ pub struct Folder {
 /// Whether reads and writes of pages use the page cache of the system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileCaching {
-    /// They bypass the page cache, if the file system can do that.
+    /// Reads and writes bypass the page cache, if the file system supports that.
     Direct,
     /// They use the page cache.
     Cached,

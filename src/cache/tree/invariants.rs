@@ -32,7 +32,7 @@ impl Tree {
         runs.find_map(broken_run).or_else(|| self.broken_pages(&ids)).or_else(|| self.broken_sums(&ids))
     }
 
-    /// Checks that a node is queued, and has a snapshot, exactly if it says so.
+    /// Checks that the flags of a node for the queue and for a snapshot are right.
     fn broken_state(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let is_leaf = (node.locks, node.children) == (0, 0);
@@ -70,7 +70,7 @@ impl Tree {
         pages.find(|page| !seen.insert(**page)).map(|page| format!("page {page} is cached twice"))
     }
 
-    /// Checks that the counts of each node and of the tree are what they count.
+    /// Checks that the counts of each node and of the tree equal the sums over the nodes.
     fn broken_sums(&self, ids: &[NodeId]) -> Option<String> {
         let mut counts = Counts::default();
         let mut children: HashMap<NodeId, Children> = HashMap::new();

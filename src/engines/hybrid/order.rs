@@ -26,8 +26,8 @@ pub enum EvictionOrder {
     /// First the leaves that were used fewer times than this, then the others; both by least recent use.
     Slru(u32),
     /// First the leaves within this many tokens of the end of the longest prompt that contained them, because
-    /// what a prompt loses there is soon computed again; then the others. Both by least recent use. It does
-    /// not matter whether the end of the prompt is still cached.
+    /// the end of a prompt is cheap to compute again; then the others. Both by least recent use. It does not
+    /// matter whether the end of the prompt is still cached.
     Tlru(usize),
 }
 

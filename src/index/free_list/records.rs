@@ -223,7 +223,7 @@ impl Records {
 
     /// Lists the lowest free indices in `out` and makes them live; with `MERGE` the released ones, too.
     ///
-    /// A function of its own for each: the loop is worth all registers.
+    /// A separate function for each case, so that the loop has all registers.
     #[inline(never)]
     fn list_lowest<T: IndexNumber, const MERGE: bool>(&mut self, out: &mut [T]) {
         let Self { sets, with_free, with_released, .. } = self;

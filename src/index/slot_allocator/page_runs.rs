@@ -1,4 +1,4 @@
-//! Ownership by runs of pages, for owners that keep pages: no conversion to slots and back.
+//! Ownership by runs of pages, for owners that keep pages, without a conversion to slots and back.
 
 use crate::base::bounded::narrow;
 use crate::base::{Error, ErrorKind, Id, Page, Result, widen};
@@ -151,7 +151,7 @@ fn run_len(pages: &[Page]) -> usize {
     let mut next = pages[0].number();
     let mut len = 0;
     for block in pages.chunks(BLOCK) {
-        // Blocks that go on are found without a branch for each page.
+        // Runs are continued block by block, without a branch for each page.
         let differ = block
             .iter()
             .zip(0..)

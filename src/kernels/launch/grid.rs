@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn parts_of_different_widths_have_blocks_of_their_own() {
-        // 64 rows of 1024 and of 64 bytes: 2 rows a warp, and 32.
+        // 64 rows of 1024 bytes, 2 in each warp, and 64 rows of 64 bytes, 32 in each warp.
         let splits = [1024 / 16, 64 / 16].map(|words| Split::new(words, WORDS_PER_LANE).expect("a split"));
         assert_eq!(parts_grid(splits, 64).expect("a grid"), (4, [4 + 1, 1]));
         assert!(parts_grid(splits, 1 << 31).is_err());

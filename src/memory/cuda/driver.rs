@@ -1,7 +1,7 @@
 //! The driver's functions, each checked and named.
 //!
-//! A [`Driver`] exists only when its whole table was found, so no call can fail for lack of a function. The
-//! caller has made the right context current; further requirements stand at each call.
+//! A [`Driver`] exists only if all functions of its table were found, so no call can fail because one is
+//! missing. The caller must have made the right context current; each method documents further requirements.
 
 mod entry_points;
 mod handles;
@@ -90,7 +90,7 @@ impl Driver {
     /// Opens the driver.
     ///
     /// # Errors
-    /// The missing part, in words.
+    /// A description of the missing part.
     pub(super) fn open() -> std::result::Result<Self, String> {
         Table::open().map(Self)
     }

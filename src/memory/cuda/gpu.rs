@@ -51,7 +51,7 @@ pub enum SideStream {
 #[derive(Clone, Copy, Debug)]
 pub struct Function(FunctionHandle);
 
-/// Keeps the device's context current until it drops.
+/// Keeps the device's context current until this guard drops.
 pub(super) struct ContextGuard {
     driver: Driver,
     pushed: bool,
@@ -109,7 +109,7 @@ impl Gpu {
         }
         check_not_forked()?;
         let driver = probe::probe(0)?;
-        // A call that fails here fails in `open`, which says so.
+        // If this call fails, `open` fails for the same reason and returns the error.
         let is_active = |ordinal: &u32| driver.has_context(*ordinal).unwrap_or(false);
         let in_use = || (0..driver.device_count().unwrap_or(0)).find(is_active);
         Self::open(driver.current_device().ok().or_else(in_use).unwrap_or(0))

@@ -8,7 +8,7 @@ use crate::memory::{BorrowedTensor, Keep, StreamSet};
 use super::Gpu;
 use super::parked::{HostPtr, Resource, retire};
 
-/// Page-locks host memory until it drops, so that every device can access it directly.
+/// A guard that keeps host memory page-locked, so that every device can access it directly.
 #[derive(Debug)]
 pub struct PageLock {
     gpu: Arc<Gpu>,
@@ -19,11 +19,11 @@ pub struct PageLock {
 }
 
 impl PageLock {
-    /// Page-locks the memory of a contiguous tensor through `gpu`, in one piece: a copy must not reach beyond
-    /// it. Dropping it waits for the work of `users`. `None` if all or part of the memory is page-locked
-    /// already: only its locker may unlock it.
+    /// Page-locks the memory of a contiguous tensor through `gpu`, in one piece; a copy must not reach beyond
+    /// the piece. Dropping the guard waits for the work of `users`. `None` if all or part of the memory is
+    /// page-locked already, because only the code that page-locked it may undo that.
     ///
-    /// `keep` keeps the memory alive, possibly beyond this lock.
+    /// `keep` keeps the memory alive, possibly longer than the guard.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory or a tensor with gaps,

@@ -46,8 +46,8 @@ struct Allocations {
 #[derive(Debug)]
 struct Allocation {
     range: Range<usize>,
-    /// The point after its work; the failure of the device when that is unknown, and the piece is never
-    /// reused.
+    /// The point after the work of the piece or, if it is unknown, the failure of the device; the piece is
+    /// then never reused.
     done: Result<Arc<Event>>,
     /// Whether the host still has to read it.
     is_held: bool,

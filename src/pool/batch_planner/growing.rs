@@ -9,7 +9,7 @@ use crate::pool::slot_tensors::SlotTensors;
 
 use super::metadata::GrownBatch;
 
-/// Requests that have grown. Dropping it before [`GrowthGuard::keep`] takes the growth back.
+/// A guard of requests that have grown. Dropping it before [`GrowthGuard::keep`] undoes the growth.
 #[must_use]
 pub(super) struct GrowthGuard<'a> {
     requests: &'a mut Requests,

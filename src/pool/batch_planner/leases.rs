@@ -17,7 +17,7 @@ struct BoundLease {
 }
 
 impl BoundLease {
-    /// Returns whether it is of the request that has `row` now.
+    /// Returns whether the lease belongs to the request that has `row` now.
     fn is_of(&self, row: RequestRow, table: &RequestTable) -> bool {
         self.generation == table.rows().generation(row) && table.rows().rows().is_live(row)
     }
@@ -28,7 +28,8 @@ impl BoundLease {
 pub(super) struct LeaseEnd {
     lease: Arc<Lease>,
     len: usize,
-    /// Keeps what the lease had locked until a fence has passed; without it, that is not locked.
+    /// Keeps the pages that the lease had locked until a fence has passed. Without it, they are unlocked at
+    /// once.
     fenced: Option<FencedLock>,
     stream: Stream,
 }
@@ -62,7 +63,7 @@ impl Drop for LeaseEnd {
 #[derive(Debug)]
 pub(super) struct Leases {
     by_row: Vec<Option<BoundLease>>,
-    /// The number of frees of rows until which leases of other calls' frees have ended.
+    /// The number of frees of rows up to which the leases of freed rows have ended.
     frees: u64,
     /// Leases of requests whose rows were freed by another call, which end when this is dropped, without
     /// locks.
@@ -76,7 +77,7 @@ impl Leases {
         Self { by_row, frees: table.rows().frees(), retired: Vec::new() }
     }
 
-    /// Makes `lease` that of the request in `row`.
+    /// Makes `lease` the lease of the request in `row`.
     pub(super) fn bind(&mut self, row: RequestRow, lease: Arc<Lease>, table: &RequestTable, stream: Stream) {
         let bound = BoundLease { generation: table.rows().generation(row), lease };
         let earlier = self.by_row[widen(row.number())].replace(bound);
@@ -120,7 +121,7 @@ impl Leases {
 }
 
 impl Drop for Leases {
-    /// Requests end with their planner, and so do leases that were released before.
+    /// Requests end with their planner, and so do the leases that their users have released.
     fn drop(&mut self) {
         self.by_row.iter().flatten().for_each(|bound| bound.lease.unbind_gone());
     }

@@ -31,7 +31,7 @@ pub(super) struct GrownBatch<'a> {
     pub(super) padded_size: usize,
 }
 
-/// What a plan refers to in the metadata that was written for it.
+/// The version of the metadata that was written for a plan.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanVersion {
     /// The number of the plan.

@@ -375,7 +375,7 @@ impl PlannerState {
         };
         table.check_not_capturing(stream)?;
         claim.map_or(Ok(()), |claim| claim.check(slots))?;
-        // The lease is of use only if it is still of the same prefix.
+        // The lease is useful only if it still has the same prefix.
         let full = widen(self.requests.page_size().page(len));
         let is_same = |claim: &&Claim| {
             let leased = claim.pages();

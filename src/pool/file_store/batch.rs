@@ -24,7 +24,7 @@ impl Batch {
     }
 }
 
-/// A page of a transfer at work. It is done when this drops.
+/// A page of a transfer that a thread works on. It is done when this drops.
 #[derive(Debug)]
 pub(super) struct PageWork {
     pub(super) batch: Arc<Batch>,

@@ -17,11 +17,11 @@ const MAGIC: &[u8; 8] = b"kvpoolFS";
 /// The layout that this version reads and writes.
 const VERSION: u32 = 1;
 
-/// Bytes of a header that say something, of those behind its checksum, and of that.
+/// Bytes of the fields of a header, of the fields that its checksum covers, and of the checksum.
 const HEADER_BYTES: usize = 40;
 const HEADER_SAYS: usize = 24;
 
-/// Ticks from here on are no order that a store has written.
+/// A store writes no ticks from this value on.
 const END_OF_TICKS: u64 = 1 << 62;
 
 /// The checksum of a page: of its key and its bytes.

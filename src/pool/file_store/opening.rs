@@ -31,11 +31,11 @@ type Page = (FileSlot, Record);
 /// The slots and the damage that were found.
 pub(super) struct FoundSlots {
     pub(super) slots: Slots,
-    /// Entries and pages that were not what they should be.
+    /// The number of damaged entries and pages.
     pub(super) damaged: usize,
 }
 
-/// Clears the entries of slots in the index: all that it can.
+/// Clears the entries of slots in the index, as many as possible.
 ///
 /// # Errors
 /// The first failure.
@@ -75,8 +75,8 @@ impl Opening<'_> {
                 kept.push((slot, record));
             }
         }
-        // Damaged entries may look right again when others have written, and one of two be back without the
-        // other.
+        // A damaged entry could become valid when other entries are written, and one of two duplicates could
+        // remain without the other.
         clear_entries(self.disk, &unfit).map_err(failed)?;
         damaged += self.move_down(&mut kept)?;
         self.cut()?;

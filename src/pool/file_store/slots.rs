@@ -1,4 +1,4 @@
-//! The slot of each page, and the order of eviction. It has neither bytes nor files.
+//! The slot of each page, and the order of eviction. Contains no page contents and accesses no files.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -59,7 +59,7 @@ pub(super) struct Slots {
     stored_since_full: usize,
     by_key: HashMap<PageHash, FileSlot>,
     written: usize,
-    /// Slots that were used; from the back first, where the system surely has space for them.
+    /// Free slots that were used before, so that the disk has space for them. The last one is taken first.
     free: VecDeque<FileSlot>,
     /// The pages that can be found.
     order: RecencyList<FileSlot>,
@@ -135,7 +135,7 @@ impl Slots {
         }
     }
 
-    /// Returns the record to write to the index because that there is much older, once it is written.
+    /// Returns the record to write to the index, if the one in the index is much older.
     pub(super) fn stale(&mut self, slot: FileSlot) -> Option<Record> {
         let lag = self.next_tick - self.place(slot).written_tick;
         let place = &mut self.places[widen(slot.number())];
@@ -215,7 +215,7 @@ impl Slots {
         }
     }
 
-    /// Gives up a taken slot. It is the last one to be taken again: its place on the disk may be bad.
+    /// Gives up a taken slot. It is taken again after all others, as its place on the disk may be bad.
     pub(super) fn give_up(&mut self, slot: FileSlot) {
         self.place_mut(slot).usage = Use::Free;
         self.written -= 1;
@@ -259,7 +259,7 @@ impl Slots {
         Ok(())
     }
 
-    /// Returns the first disagreement between the parts, in words.
+    /// Returns a description of the first broken invariant.
     pub(super) fn broken_invariant(&self) -> Option<String> {
         let mut seen = 0;
         for slot in self.order.iter_oldest() {

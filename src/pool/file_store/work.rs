@@ -13,7 +13,7 @@ use super::batch::PageWork;
 use super::layout::{ENTRY_BYTES, FileSlot, Record, entry_offset, page_offset, page_sum};
 use super::opening::clear_entries;
 
-/// One thread: it takes pages from the queues, those to read first, until the store closes and they are
+/// A thread that takes pages from the queues, those to read first, until the store closes and the queues are
 /// empty.
 pub(super) struct Worker {
     shared: Arc<StoreCore>,
@@ -82,8 +82,9 @@ impl Worker {
         }
     }
 
-    /// Counts a page that was read, and writes its entry if that is long out of date, so that a later process
-    /// finds this use. Returns whether the entry was written; if that fails, the old one stays right.
+    /// Counts a page that was read. If its entry is long out of date, also writes the entry, so that a later
+    /// process knows of this use. Returns whether the entry was written; if that fails, the old one stays
+    /// valid.
     fn count_hit(&self, held: &HeldSlot<'_>) -> bool {
         let shared = &self.shared;
         let stale = {
@@ -98,9 +99,9 @@ impl Worker {
         true
     }
 
-    /// Counts a page that could not be read, or is damaged, and removes it: it will be computed again, and then
-    /// stored elsewhere. Returns whether it is damaged, so that its entry has to go, too. After a failed read
-    /// the entry stays: a later process may have more luck.
+    /// Counts a page that could not be read or is damaged, and removes it: it will be computed again and
+    /// stored elsewhere. Returns whether it is damaged, so that its entry has to be cleared, too. After a
+    /// failed read the entry stays, as a later process may succeed.
     fn count_miss(&self, held: &HeldSlot<'_>, record: &Record, failed: Option<io::Error>) -> bool {
         let mut state = self.shared.state();
         state.counts.misses += 1;
@@ -160,7 +161,8 @@ fn is_full(kind: io::ErrorKind) -> bool {
     matches!(kind, StorageFull | QuotaExceeded | FileTooLarge)
 }
 
-/// Returns the entry of the page that was there goes first, and that of the new one comes last.
+/// Writes a page to its slot. The entry of the previous page is cleared first, and the entry of the new page
+/// is written last.
 fn write_page(
     disk: &dyn Disk,
     bytes: &[u8],

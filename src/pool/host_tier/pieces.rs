@@ -67,7 +67,7 @@ impl Drop for HeldPieces {
     }
 }
 
-/// A time in which pieces that have arrived are about to be sent to a store: they are counted already.
+/// A guard of pieces that are about to be sent to a store, and are counted as on their way to it.
 #[derive(Debug)]
 pub(in crate::pool) struct SendingGuard(Arc<HostTier>);
 
@@ -99,14 +99,15 @@ impl Drop for OutgoingPieces {
     }
 }
 
-/// Pieces on their way from a store. What has not [arrived](Self::arrive) when this drops is given up.
+/// Pieces on their way from a store. Those that have not [arrived](Self::arrive) when this drops are given
+/// up.
 #[derive(Debug)]
 pub(in crate::pool) struct IncomingPieces {
     tier: Arc<HostTier>,
     kind: PieceKind,
     keys: Vec<PageHash>,
     ranges: Vec<Range<usize>>,
-    /// Keys of what went for them, and whether something had no place.
+    /// Keys of the pieces that were evicted for them, and whether there was no place for some.
     pub(in crate::pool) evicted: Vec<PageHash>,
     pub(in crate::pool) is_cut: bool,
     entries: RankedMutex<Vec<EntryId>>,
@@ -127,8 +128,8 @@ impl IncomingPieces {
         self.tier.storage(self.kind)
     }
 
-    /// Makes the first `count` of them complete and holds them, and gives up the others. Nothing is copied
-    /// there any more.
+    /// Makes the first `count` pieces complete and holds them, and gives up the others. No copy to them may
+    /// be in flight.
     pub(in crate::pool) fn arrive(&self, count: usize) -> HeldPieces {
         let entries = std::mem::take(&mut *self.entries.lock());
         let held = self.storage().map_or(Vec::new(), |storage| storage.arrive_fetched(&entries, count));
@@ -136,7 +137,8 @@ impl IncomingPieces {
         HeldPieces::of(&self.tier, self.kind, held)
     }
 
-    /// Lets others bring them. Their places stay in use as long as this lives: they may be written still.
+    /// Lets other fetches request these pieces. Their places stay in use as long as this lives, as they may
+    /// still be written.
     pub(in crate::pool) fn give_up(&self) {
         self.storage().iter().for_each(|storage| storage.cancel_fetch(&self.keys));
     }
@@ -150,7 +152,7 @@ impl Drop for IncomingPieces {
 }
 
 impl HostTier {
-    /// Holds pages and a snapshot for a copy; `None` if one of them is not here. It is a use of them.
+    /// Holds pages and a snapshot for a copy, and records a use of them. `None` if one of them is not here.
     pub(in crate::pool) fn hold(
         self: &Arc<Self>,
         keys: &[PageHash],
@@ -183,8 +185,8 @@ impl HostTier {
         SendingGuard(Arc::clone(self))
     }
 
-    /// Holds those pieces that are here for a store, and returns their keys; the first ones only, if there is
-    /// more to be stored than half of what there is room for.
+    /// Holds those pieces that are here for a store, and returns their keys. At most half of all places are
+    /// held for a store; pieces beyond that are left out.
     pub(in crate::pool) fn send_out(
         self: &Arc<Self>,
         kind: PieceKind,
@@ -205,8 +207,8 @@ impl HostTier {
         self.count(TierCounts { unstored: count, ..TierCounts::default() });
     }
 
-    /// Makes places for pieces from a store, as far as there can be; those that are here or come from the
-    /// device are left out. `None` if anything was cleared since there had been `clears`.
+    /// Takes places for pieces from a store, as many as possible. Pieces that are here, or are being copied
+    /// from the device, are left out. `None` if the tier was cleared since it had `clears`.
     pub(in crate::pool) fn expect(
         self: &Arc<Self>,
         kind: PieceKind,

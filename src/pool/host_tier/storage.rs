@@ -14,11 +14,11 @@ use crate::pool::{ChunkConfig, ChunkPool};
 
 use super::HostTierConfig;
 
-/// The memory of one kind of pieces, and which key has which.
+/// The memory of one kind of pieces, and the key of each piece.
 #[derive(Debug)]
 pub(super) struct Storage {
     chunks: Arc<ChunkPool>,
-    /// The pieces as the device reaches them in place, if it does.
+    /// The pieces for access in place, if the device can access them there.
     in_place: Option<Pieces>,
     copied: Pieces,
     resident: RankedMutex<Residency<IndexHandle<ChunkId>>>,
@@ -55,7 +55,7 @@ pub(super) struct Arrivals<I> {
     pub(super) from: Vec<I>,
     /// The chunks that they go to.
     pieces: Vec<ChunkId>,
-    /// The keys of the pieces that made way for them.
+    /// The keys of the pieces that were evicted for them.
     pub(super) evicted: Vec<PageHash>,
     /// The number of pieces that had no place.
     pub(super) skipped: usize,
@@ -206,7 +206,7 @@ impl Storage {
             }
             let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.evicted) };
             let Some(place) = place else {
-                // Nothing behind it would be found.
+                // Pages after it would not be found.
                 is_full = true;
                 arrivals.skipped += 1;
                 continue;
@@ -280,7 +280,8 @@ impl Storage {
         }
     }
 
-    /// Returns a place for one more: a free one, or that of what goes first.
+    /// Returns a place for one more piece: a free one or, if there is none, that of the piece that is evicted
+    /// first.
     fn place(
         &self,
         resident: &mut Residency<IndexHandle<ChunkId>>,
@@ -308,7 +309,7 @@ impl Storage {
         presence: impl Fn(I, &PageHash) -> DevicePresence,
     ) {
         let mut resident = self.resident();
-        // The first is used last.
+        // The first piece is used last, so that it is evicted last.
         for (&entry, &from) in arrivals.entries.iter().zip(&arrivals.from).rev() {
             let presence = presence(from, resident.key(entry));
             self.free(resident.arrive(entry, presence));
@@ -374,7 +375,7 @@ impl Storage {
         held.iter().map(piece).zip(places).map(|(piece, place)| pair(*place, piece)).collect()
     }
 
-    /// Gives up what a namespace has, or all, and returns the keys of what could be found.
+    /// Gives up the pieces of a namespace, or all, and returns the keys of those that could be found.
     pub(super) fn clear(&self, namespace: Option<&Namespace>) -> Vec<PageHash> {
         let mut resident = self.resident();
         let (keys, places) = resident.clear(namespace);

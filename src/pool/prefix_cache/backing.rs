@@ -23,13 +23,13 @@ pub(super) struct Backing {
     /// The part that threads use.
     store_access: Arc<StoreAccess>,
     cache_ref: Arc<CacheRef>,
-    /// Waits for copies to the tier, so that the store gets them without a call of the cache. Names and puts
-    /// their pieces, which is too slow for a call of the cache.
+    /// The thread that waits for copies to the tier, and then computes the names of their pieces and puts
+    /// them in the store. Calls of the cache would take too long if they did this.
     puts: JobThread,
     fetches: JobThread,
 }
 
-/// The reference by which threads reach the cache, until it goes.
+/// The reference by which threads reach the cache until it is dropped.
 #[derive(Debug)]
 pub(super) struct CacheRef(RankedMutex<Weak<CacheCore>>);
 
@@ -44,11 +44,11 @@ impl CacheRef {
         *self.0.lock() = Arc::downgrade(cache);
     }
 
-    /// Lets no thread reach the cache from now on, and waits for one that has.
+    /// Prevents threads from reaching the cache from now on, and waits for a thread that is using it.
     pub(super) fn end(&self) {
         match self.0.try_lock() {
             Some(mut cache) => *cache = Weak::new(),
-            // The thread may wait for what the caller's interpreter has.
+            // The thread may wait for the interpreter, whose lock the caller has.
             None => run_blocking(|| *self.0.lock() = Weak::new()),
         }
     }
@@ -56,7 +56,8 @@ impl CacheRef {
     /// Calls `work` with the cache, if it is there.
     pub(super) fn visit(&self, work: impl FnOnce(&CacheCore)) {
         let _gate = ForkGate::enter();
-        // Held until the thread has let go of the cache, so that it ends where its owner drops it.
+        // Held until the thread no longer uses the cache, so that the cache is dropped by its owner, not by
+        // the thread.
         let cache = self.0.lock();
         if let Some(shared) = cache.upgrade() {
             work(&shared);
@@ -77,19 +78,20 @@ pub(super) struct StoreAccess {
 #[derive(Debug)]
 struct PieceNames {
     keys: StoreKeys,
-    /// Bytes of a piece, and the most of a part.
+    /// Bytes of a piece, and the maximum bytes of a part.
     piece_bytes: usize,
     part_bytes: usize,
 }
 
-/// The part of a prompt that is available behind what the device has: in the tier already, or from the store.
+/// The part of a prompt that follows the part on the device, and is in the tier or in the store.
 #[derive(Debug, Default)]
 pub(super) struct AvailablePages {
-    /// The keys of the pages that a request could go on from, behind `usable` tokens of the device.
+    /// The keys of the pages that follow the usable tokens on the device, up to the last one from which a
+    /// request can continue.
     pub(super) keys: Vec<PageHash>,
-    /// The positions of the keys that the store alone has.
+    /// The positions of the keys that only the store has.
     pub(super) missing: Vec<usize>,
-    /// Whether the store alone has the snapshot at their end.
+    /// Whether only the store has the snapshot at their end.
     pub(super) lacks_state: bool,
 }
 
@@ -176,8 +178,8 @@ impl StoreAccess {
         &self.tier
     }
 
-    /// Looks for pages of `tokens`, which go on behind the usable tokens of `continuation`, as long as
-    /// `should_continue` says so. Waits for the store.
+    /// Looks for pages of `tokens`, which follow the usable tokens of `continuation`, as long as
+    /// `should_continue` returns true. Waits for the store.
     ///
     /// # Errors
     /// The error of the store.
@@ -249,7 +251,7 @@ impl Backing {
         model: &str,
         digest: Digest,
     ) -> Result<Self> {
-        // One that is closed already says so.
+        // A store that is closed returns its error here.
         store.find(&[])?;
         let names = |kind| PieceNames::new(tier, kind, store.max_bytes(), model, digest);
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
@@ -271,7 +273,8 @@ impl Backing {
         &self.fetches
     }
 
-    /// Lets a thread put what a copy has brought to the tier. What the store does not take is counted there.
+    /// Has a thread put the pieces that a copy has brought to the tier in the store. The tier counts those
+    /// that the store does not take.
     pub(super) fn put<'a>(&self, keys: impl Fn(PieceKind) -> &'a [PageHash]) {
         for kind in PieceKind::ALL {
             let (keys, outgoing) = self.store_access.tier.send_out(kind, keys(kind));
@@ -293,7 +296,8 @@ impl Backing {
     /// Waits until every piece was passed to the store. Called when the cache is dropped.
     pub(super) fn finish(&self) {
         let (sender, given) = std::sync::mpsc::channel::<()>();
-        // Without a thread nothing waits. When the job is done, or dropped, so is its end of the channel.
+        // If there is no thread, no piece waits. When the job is done or dropped, its end of the channel is
+        // dropped.
         let _ = self.puts.submit(move || drop(sender));
         let _ = run_blocking(move || given.recv());
     }

@@ -44,7 +44,7 @@ impl FetchProgress {
 
 #[derive(Debug, Default)]
 struct FetchState {
-    /// Tokens whose pages came.
+    /// Tokens whose pages have arrived.
     len: usize,
     is_over: bool,
     is_given_up: bool,
@@ -56,7 +56,7 @@ struct FetchState {
 #[derive(Debug)]
 pub(super) struct FetchRequest {
     pub(super) namespace: Namespace,
-    /// Tokens behind what the device has and a request could use.
+    /// The tokens that follow the part of the prompt that the device has and a request can use.
     pub(super) tokens: Vec<i32>,
     pub(super) continuation: Continuation,
     /// The number of times that pieces of the tier were cleared.
@@ -73,7 +73,7 @@ pub(super) struct ClearCounts {
 }
 
 impl ClearCounts {
-    /// Returns the counts of a tier state.
+    /// Returns the present counts of a tier.
     pub(super) fn of_tier(tier: &HostTier) -> Self {
         Self { pages: tier.clears(PieceKind::Page), states: tier.clears(PieceKind::State) }
     }
@@ -87,7 +87,7 @@ impl ClearCounts {
 }
 
 impl Fetch {
-    /// Creates a fetch that has nothing to bring.
+    /// Creates a fetch that is over and has no pages.
     pub(super) fn empty() -> Self {
         let state = FetchState { is_over: true, ..FetchState::default() };
         let progress = FetchProgress::new(state);
@@ -104,7 +104,7 @@ impl Fetch {
         let end = End(Arc::clone(&progress));
         backing.fetches().submit(move || {
             let job = FetchJob { store_access, cache_ref, progress: &end.0, request: &request };
-            // A store that fails has nothing more, and says so itself.
+            // A store that fails reports its failure itself; the fetch ends with the pages that have arrived.
             let _ = job.run();
         })?;
         Ok(Self { process: std::process::id(), progress })
@@ -119,19 +119,19 @@ impl Fetch {
         if self.is_foreign() { 0 } else { self.progress.state.lock().len }
     }
 
-    /// Returns whether none came so far.
+    /// Returns whether no pages have arrived so far.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns whether no more will come. True in the child of a fork.
+    /// Returns whether the fetch is over. True in the child of a fork.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.is_foreign() || self.progress.state.lock().is_over
     }
 
-    /// Waits up to `timeout` until no more will come. Returns whether that is so.
+    /// Waits up to `timeout` for the end of the fetch. Returns whether it has ended.
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> bool {
         if self.is_foreign() {
@@ -149,15 +149,15 @@ impl Fetch {
         true
     }
 
-    /// Brings no more. What came stays.
+    /// Fetches no more pages. Those that have arrived stay in the tier.
     pub fn cancel(&self) {
         if !self.is_foreign() {
             self.progress.state.lock().is_given_up = true;
         }
     }
 
-    /// Returns whether the thread that works on it is that of another process, which may have had the lock
-    /// for ever.
+    /// Returns whether the fetch belongs to the process that this one was forked from. Its lock may be held
+    /// forever.
     fn is_foreign(&self) -> bool {
         self.process != std::process::id()
     }
@@ -172,7 +172,7 @@ impl Drop for Fetch {
         state.is_given_up = true;
         let mut held = std::mem::take(&mut state.held);
         drop(state);
-        // The first of all is used last.
+        // The first page of the prompt is used last, so that it is evicted last.
         while held.pop().is_some() {}
     }
 }
@@ -187,7 +187,7 @@ impl Drop for End {
     }
 }
 
-/// Brings one prompt.
+/// Fetches one prompt.
 struct FetchJob<'a> {
     store_access: Arc<StoreAccess>,
     cache_ref: Arc<CacheRef>,
@@ -195,8 +195,8 @@ struct FetchJob<'a> {
     request: &'a FetchRequest,
 }
 
-/// Pieces that a store was asked for. What has not arrived when this drops may be brought by others, while
-/// the store still copies to its places.
+/// Pieces that were requested from a store. When this drops, other fetches may request those that have not
+/// arrived, while the store still copies to their places.
 struct Batch {
     incoming: Arc<IncomingPieces>,
     transfer: Arc<StoreTransfer>,
@@ -232,7 +232,7 @@ impl FetchJob<'_> {
         let wanted: Vec<PageHash> = missing.iter().map(|&at| keys[at]).collect();
         let mut places = missing.iter().copied();
         self.fetch_pieces(PieceKind::Page, &wanted, |arrived| {
-            // In their order, but perhaps not all.
+            // The pages arrive in order, but perhaps not all of them.
             let arrived: Vec<usize> =
                 arrived.iter().filter_map(|key| places.find(|&at| keys[at] == *key)).collect();
             self.progress.state.lock().len += arrived.len() * self.page_size();
@@ -244,7 +244,7 @@ impl FetchJob<'_> {
     /// Keeps pieces as long as the fetch lives.
     fn keep(&self, pieces: HeldPieces) {
         let mut state = self.progress.state.lock();
-        // Otherwise they go without the lock.
+        // Dropped without the lock.
         if !state.is_given_up {
             return state.held.push(pieces);
         }
@@ -256,8 +256,8 @@ impl FetchJob<'_> {
         self.store_access.tier().kv().config().page_size
     }
 
-    /// Brings pieces, in order and as far as they come, reports those of each batch, and returns how many
-    /// came.
+    /// Fetches pieces in order until one is missing, reports those of each batch, and returns how many have
+    /// arrived.
     fn fetch_pieces(
         &self,
         kind: PieceKind,

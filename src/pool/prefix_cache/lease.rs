@@ -202,7 +202,7 @@ impl Lease {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("the prefix cache was made without states"));
         };
-        // A lock of its own: the snapshot is not given up before it is copied.
+        // This lock keeps the snapshot from being given up before it is copied.
         let (snapshot, lock) = self.with(stream, |_, cache, lease| {
             let snapshot = lease.state(&cache.tree);
             if snapshot.is_none() && lease.len() > 0 {
@@ -222,7 +222,7 @@ impl Lease {
         states.set_state(row, source, stream)
     }
 
-    /// Returns the row of its request, if a planner has that.
+    /// Returns the row of the request that keeps the lease, if there is one.
     #[must_use]
     pub fn row(&self) -> Option<RequestRow> {
         let lease = self.state.lock();
@@ -234,7 +234,7 @@ impl Lease {
         Arc::ptr_eq(&self.allocator, allocator)
     }
 
-    /// Makes it the lease of `request`, and returns its pages.
+    /// Makes this the lease of `request`, and returns the pages.
     ///
     /// # Errors
     /// See [`Self::len`]; also [`ErrorKind::Config`] when it is that of another request.
@@ -253,12 +253,12 @@ impl Lease {
         })
     }
 
-    /// Undoes [`Self::bind`]. Its planner exists still, so that no other request has the lease since.
+    /// Undoes [`Self::bind`]. The planner still exists, so no other request can have taken the lease since.
     pub(in crate::pool) fn unbind(&self) {
         self.end_if(LeaseState::remove_request, self.stream);
     }
 
-    /// Ends what the lease was to a request whose planner is gone. The lease may be another request's since.
+    /// Ends the lease for a request whose planner was dropped, unless another request has the lease by now.
     pub(in crate::pool) fn unbind_gone(&self) {
         self.end_if(|lease| lease.request().is_none() && lease.remove_request(), self.stream);
     }
@@ -310,7 +310,8 @@ impl Lease {
         self.end_if(LeaseState::remove_user, stream);
     }
 
-    /// Ends the lease if `is_over` says so. One lock for both: in between it could become that of a request.
+    /// Ends the lease if `is_over` returns true. Both happen under one lock, as a request could take the
+    /// lease in between.
     fn end_if(&self, is_over: impl FnOnce(&mut LeaseState) -> bool, stream: Stream) {
         let lease = self.state.lock().take_if(is_over);
         let Some(mut lease) = lease else { return };

@@ -36,12 +36,12 @@ impl LeaseState {
         self.hold.len() + self.load_in_flight().map_or(0, |load| load.len)
     }
 
-    /// Returns the load that is on its way.
+    /// Returns the load that is in flight.
     pub(super) fn load_in_flight(&self) -> Option<&LeaseLoad> {
         self.load.as_ref().filter(|load| !load.has_arrived)
     }
 
-    /// Returns the pages of the prefix that are on their way.
+    /// Returns the pages of the prefix that are being loaded.
     pub(super) fn loading_pages(&self) -> &[Page] {
         self.load_in_flight().map_or(&[], |load| load.shared.pages(load.len))
     }
@@ -64,10 +64,10 @@ impl LeaseState {
         Some(load.share(loading.min(load.len)))
     }
 
-    /// Checks that nothing is on its way.
+    /// Checks that no part of the prefix is being loaded.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] with its tokens.
+    /// [`ErrorKind::Config`] with the number of tokens that are being loaded.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub(super) fn check_arrived(&self) -> Result<()> {
@@ -90,7 +90,7 @@ impl LeaseState {
         let has_request = self.request().is_some();
         let Self { hold, load, .. } = self;
         let Some(load) = load.as_mut().filter(|load| !load.has_arrived) else { return Ok(None) };
-        // Asked first: what ends in between has not ended early.
+        // Asked first, so that a load that ends between the two questions does not count as failed.
         let may_give_up = !has_request && load.shared.transfer().is_over()?;
         if load.shared.transfer().is_complete_on(stream)? {
             if let Some(fallback) = load.settle(cache, hold)? {
@@ -115,7 +115,7 @@ impl LeaseState {
         Some(given_up)
     }
 
-    /// Returns the request whose prefix it is, unless its planner is gone.
+    /// Returns the request that keeps the lease, unless its planner was dropped.
     pub(super) fn request(&self) -> Option<&LeasingRequest> {
         self.holder.request().filter(|request| request.is_planned())
     }

@@ -28,8 +28,8 @@ pub(super) struct Loadable {
     pub(super) keys: Vec<PageHash>,
 }
 
-/// A load that leases share: a part of a prefix on its way from the tier below, in pages of the cache that
-/// the tree does not have yet. It gets them when they are complete.
+/// A load that leases share: it copies a part of a prefix from the tier below to pages of the cache. The tree
+/// gets these pages when they are complete.
 ///
 /// Drop it without locks.
 pub(super) struct SharedLoad {
@@ -44,7 +44,7 @@ pub(super) struct SharedLoad {
     pages: Vec<Page>,
     state: Option<StateSlot>,
     copies: Copies,
-    /// The pieces that it comes from; `None` once nothing reads it.
+    /// The pieces that the load reads; `None` once it no longer reads them.
     pieces: RankedMutex<Option<HeldPieces>>,
     arrived: RankedMutex<Option<ArrivedLoad>>,
 }
@@ -58,7 +58,7 @@ enum Outcome {
     GivenUp,
 }
 
-/// What became of the pages of a load that is complete.
+/// The result of a complete load.
 #[derive(Debug)]
 struct ArrivedLoad {
     /// Keeps it in the tree.
@@ -69,11 +69,11 @@ struct ArrivedLoad {
     state: Option<StateSlot>,
 }
 
-/// What a lease has of a load.
+/// The share of a load that belongs to a lease.
 #[derive(Debug)]
 pub(super) struct LeaseLoad {
     pub(super) shared: Arc<SharedLoad>,
-    /// Tokens behind the hold of the lease that are the lease's.
+    /// The number of tokens after the hold of the lease that belong to the lease.
     pub(super) len: usize,
     /// The hold to which the lease returns if the load ends early, unless that is its present one.
     pub(super) fallback: Option<Hold>,
@@ -83,7 +83,8 @@ pub(super) struct LeaseLoad {
 
 /// Pages of a prefix that are on their way from the tier below, layer by layer.
 ///
-/// The lease that loads has them already. What uses a layer goes behind [`Load::wait_layer`].
+/// The pages belong to the lease that loads them from the beginning. Call [`Load::wait_layer`] before work
+/// that uses a layer.
 pub struct Load {
     lease: Weak<Lease>,
     /// `None` if there was nothing to load.
@@ -117,8 +118,8 @@ impl Load {
         self.len == 0
     }
 
-    /// Lets `stream` go on when the pages of a layer are there, and those of the layers before; without a
-    /// device, the calling thread. The host does not wait for a device.
+    /// Makes `stream` wait until the pages of a layer and of the layers before it have arrived; without a
+    /// device, the calling thread waits. The host does not wait for a device.
     ///
     /// # Errors
     /// See [`Transfer::make_stream_wait`].
@@ -166,7 +167,7 @@ impl fmt::Debug for Load {
     }
 }
 
-/// What a lease has to do for a load.
+/// The steps that are left for a load.
 enum LoadStart<'a> {
     /// Nothing: there is nothing to load, or another load does it.
     Done(Load),
@@ -191,10 +192,10 @@ struct LoadRequest<'a> {
 }
 
 impl Lease {
-    /// Brings back what the tier below has behind the prefix, at most `limit` tokens: the lease has its pages
-    /// from now on, and what uses a layer of them goes behind [`Load::wait_layer`]. What others are loading,
-    /// or have loaded, is not loaded twice. `None` if there are not enough slots, or no track slot for the
-    /// state.
+    /// Loads the tokens that the tier below has after the prefix, at most `limit` of them. The lease has
+    /// their pages from now on; call [`Load::wait_layer`] before work that uses a layer of them. Pages that
+    /// other leases are loading or have loaded are not loaded twice. `None` if there are not enough slots, or
+    /// no track slot for the state.
     ///
     /// The copies run behind the work enqueued on `stream`.
     ///
@@ -268,8 +269,8 @@ impl Lease {
         Ok((load, lock))
     }
 
-    /// Extends the lease, which had `begin` tokens, to what `lock` holds and by `load` behind that. Returns
-    /// the number of tokens that it grew by.
+    /// Extends the lease, which had `begin` tokens, to the prefix that `lock` holds and, after that, by
+    /// `load`. Returns the number of tokens added.
     fn extend_lease(
         &self,
         load: &Arc<SharedLoad>,
@@ -361,7 +362,7 @@ impl Lease {
 
     /// Completes a load that is over.
     fn complete_load(&self, stream: Stream) {
-        // A lease that has ended has nothing to complete.
+        // Does nothing for a lease that has ended.
         let _ = self.with_request(stream, |_, _, _| Ok(()));
     }
 
@@ -396,8 +397,8 @@ impl SharedLoad {
         &self.copies.transfer
     }
 
-    /// Returns whether it has the pages of `keys`, which begin where it does, and ends with them if it
-    /// `must_end`; and the tree does not have it yet.
+    /// Returns whether this load has the pages of `keys`, which begin where it does, and the tree does not
+    /// have them yet. With `must_end`, the load also has to end with them.
     pub(super) fn covers(&self, keys: &[PageHash], must_end: bool) -> bool {
         // A state alone has no keys from which its prefix would follow.
         let is_one = !keys.is_empty() && (!must_end || self.keys.len() == keys.len());
@@ -410,7 +411,7 @@ impl SharedLoad {
         &self.pages[..len.checked_div(page_size).unwrap_or(0)]
     }
 
-    /// Returns whether it is in flight or complete, and not yet in the tree.
+    /// Returns whether the load is in flight or complete, and its pages are not in the tree yet.
     fn can_arrive(&self) -> bool {
         let has_failed = || {
             self.copies.transfer.is_over().unwrap_or(true)
@@ -419,7 +420,7 @@ impl SharedLoad {
         self.arrived.lock().is_none() && !has_failed()
     }
 
-    /// Its pages, until the tree has them.
+    /// The pages, until the tree has them.
     pub(super) fn pages_in_flight(&self) -> Vec<Page> {
         if self.arrived.lock().is_some() { Vec::new() } else { self.pages.clone() }
     }
@@ -429,7 +430,7 @@ impl SharedLoad {
         self.state.filter(|_| len == self.tokens.len())
     }
 
-    /// Publishes what has arrived in the tree, behind `hold`, unless that was done before.
+    /// Publishes the pages that have arrived in the tree, after `hold`, unless that was done before.
     fn arrive(&self, cache: &mut CacheState, hold: &Hold) {
         let mut arrived = self.arrived.lock();
         if arrived.is_some() {
@@ -450,8 +451,8 @@ impl SharedLoad {
         cache.loading_pages -= self.pages.len() - cached;
         *self.copies.outcome.lock() = Outcome::Arrived;
         *arrived = Some(ArrivedLoad { hold: own, spare: self.pages[..cached].to_vec(), state });
-        // The pieces in the tier are needed no more, unless the copy is complete in the order of a stream
-        // only: then they are dropped with this.
+        // The pieces in the tier are no longer needed, unless the copy is complete only in the order of a
+        // stream. Then they are dropped with this load.
         if self.copies.transfer.is_over().unwrap_or(false) {
             drop(self.pieces.lock().take());
         }
@@ -469,7 +470,8 @@ impl LeaseLoad {
         Self { shared: Arc::clone(&self.shared), len, fallback: None, has_arrived: self.has_arrived }
     }
 
-    /// Moves `hold` to the end of what has arrived. Returns the fallback, which is not needed any more.
+    /// Moves `hold` to the end of the pages that have arrived. Returns the fallback, which is no longer
+    /// needed.
     pub(super) fn settle(&mut self, cache: &mut CacheState, hold: &mut Hold) -> Result<Option<Hold>> {
         self.shared.arrive(cache, hold);
         let found = cache.tree.find(hold, &&self.shared.tokens[..self.len])?;
@@ -481,7 +483,7 @@ impl LeaseLoad {
 
 impl Drop for SharedLoad {
     fn drop(&mut self) {
-        // Without an allocator its pages are gone.
+        // If the allocator was dropped, there are no pages to give back.
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
         self.copies.transfer.cancel();
         let call = self.shared.begin_call(&allocator, self.stream);

@@ -24,12 +24,12 @@ pub(in crate::pool) struct PrefixLock {
     pub(super) stream: Stream,
 }
 
-/// The lock that a fence keeps: put here once, it ends when the fence drops it.
+/// A place for the lock that a fence keeps. The lock is set once and released when the fence drops it.
 pub(in crate::pool) type FencedLock = Arc<OnceLock<PrefixLock>>;
 
 impl Drop for PrefixLock {
     fn drop(&mut self) {
-        // Without an allocator its pages are gone.
+        // If the allocator was dropped, there are no pages to unlock.
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
         let fallback = self.load.as_mut().and_then(|load| load.fallback.take());
         for hold in self.hold.take().into_iter().chain(fallback) {

@@ -28,7 +28,7 @@ fn pages_of_values<T: Copy + Into<i64>>(slots: &[T], page_size: usize) -> Result
     let size = i64::try_from(page_size).expect("a page fits int32");
     for (number, slots) in slots.chunks(page_size).enumerate() {
         let first: i64 = slots[0].into();
-        // A division of a page costs more than all else here.
+        // The division costs more than the rest of the loop.
         let (page, offset) = if page_size == 1 { (first, 0) } else { (first / size, first % size) };
         // Without a branch for each slot.
         let is_run =

@@ -1,4 +1,4 @@
-//! Publications: the tokens that a request has computed become the cache's.
+//! Publications, by which pages that a request has computed become the cache's.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub struct Publication<'a> {
     pub tokens: &'a dyn Tokens,
     /// The slots of the tokens. A planner has those of its requests.
     pub slots: Option<&'a IndexVec>,
-    /// The working slot whose state is that of the last whole page's end.
+    /// The working slot that has the state at the end of the last whole page.
     pub state: Option<i64>,
 }
 
@@ -69,14 +69,14 @@ impl Lease {
                 self.publish_pages(call, cache, lease, publication.tokens, pages, planner.as_deref())
             });
         };
-        // As they are now: others may run while the state is copied.
+        // Read now, because other calls may run while the state is copied.
         let tokens = publication.tokens.to_vec(0..tokens)?;
         let snapshot = self.take_snapshot(&tokens, row, stream)?;
         self.with(stream, |call, cache, lease| {
             planner = lease.holder.planner()?;
             let tokens = &tokens.as_slice();
             let published = self.publish_pages(call, cache, lease, tokens, pages, planner.as_deref())?;
-            // Others may have been as fast.
+            // Another thread may have published the same pages meanwhile.
             if let Some(snapshot) = snapshot
                 && cache.tree.snapshot(&lease.hold).is_none()
             {

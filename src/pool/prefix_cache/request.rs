@@ -21,8 +21,8 @@ pub(in crate::pool) trait LeasedRequest {
     /// does not end at `from`.
     fn pages(&self, from: usize, to: usize) -> Result<Vec<Page>>;
 
-    /// Records that the cache keeps its pages up to those of `cached`, which take the place of its own from
-    /// page `from` on.
+    /// Records that the cache owns the pages of the request up to those of `cached`, which replace the
+    /// request's own pages from page `from` on.
     fn record_published(&mut self, from: usize, cached: &[Page]);
 }
 

@@ -24,8 +24,8 @@ use super::{PrefixCacheConfig, PrefixCounts, new_tree, resume_at};
 
 /// The state that a cache and its leases share.
 pub(super) struct CacheCore {
-    /// The allocator, which this does not own: the allocator may own this, by a lock of a prefix that waits
-    /// there for a fence.
+    /// The allocator, by a weak reference: it may own this state through the lock of a prefix that waits for
+    /// a fence.
     pub(super) allocator: Weak<TokenToKvPoolAllocator>,
     pub(super) states: Option<Arc<GdnPool>>,
     pub(super) config: PrefixCacheConfig,
@@ -43,7 +43,8 @@ pub(super) struct CacheState {
     /// The number of times that the allocator had been cleared.
     pub(super) clears: u64,
     pub(super) below: Option<TierLink>,
-    /// Pages from the tier below, on their way or there twice, which the tree does not have.
+    /// Pages that the tree does not have: they are being loaded from the tier below, or are duplicates of
+    /// loaded pages.
     pub(super) loading_pages: usize,
 }
 
@@ -136,7 +137,8 @@ impl CacheCall<'_> {
     pub(super) fn current(&self) -> RankedGuard<'_, CacheState> {
         let mut cache = self.shared.state.lock();
         let allocator = self.slots.allocator();
-        // Counted before the clears: copies that were over before a clear have what was published.
+        // Counted before the clears are read: copies that were over before a clear have the published
+        // contents.
         let over = cache.below.as_ref().map_or(0, TierLink::over);
         let clears = allocator.lock().clears();
         if cache.clears != clears {
@@ -191,7 +193,7 @@ impl CacheCall<'_> {
         let mut cache = self.current();
         let page_size = cache.tree.page_size();
         let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
-        // A page that has another owner frees nothing.
+        // A page with another owner does not become free.
         while freed < wanted {
             let evicted = cache.tree.evict(wanted - freed, Cause { pressure, at: Instant::now() });
             if evicted.pages.is_empty() {

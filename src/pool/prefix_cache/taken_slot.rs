@@ -1,4 +1,4 @@
-//! Track slots for snapshots that are not there yet.
+//! Track slots that were taken for snapshots that are still to be copied.
 
 use std::sync::Arc;
 
@@ -15,12 +15,12 @@ use super::tier_link::free_states;
 pub(super) struct TakenSlot<'a> {
     states: &'a GdnPool,
     slot: Option<StateSlot>,
-    /// The copy that reads the snapshot that was there.
+    /// The copy that reads the snapshot that was in the slot before.
     reader: Option<Arc<Transfer>>,
 }
 
 impl<'a> TakenSlot<'a> {
-    /// Creates a free one, or that of the snapshot that goes first.
+    /// Takes a free track slot or, if there is none, that of the snapshot that is evicted first.
     pub(super) fn new(states: &'a GdnPool, cache: &mut CacheState, hold: &mut Hold) -> Option<Self> {
         let free = states.alloc_track_slot();
         let slot = free.or_else(|| cache.tree.evict_snapshot(hold))?;
@@ -28,7 +28,8 @@ impl<'a> TakenSlot<'a> {
         Some(Self { states, slot: Some(slot), reader })
     }
 
-    /// Makes it safe for later work on `stream` to write to it; without a device, for the calling thread.
+    /// Makes it safe for later work on `stream` to write to the slot; without a device, for the calling
+    /// thread.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.

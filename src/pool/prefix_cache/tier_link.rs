@@ -28,7 +28,7 @@ pub(super) struct TierLink {
     /// Pages and snapshots that are being copied to the tier.
     pages: HashMap<Page, Arc<Transfer>>,
     states: HashMap<StateSlot, Arc<Transfer>>,
-    /// Streams on which pages were published, and behind which nothing was copied down since.
+    /// Streams on which pages were published that have not been copied down since.
     publishers: Vec<Stream>,
     /// Loads from the tier, in flight or complete.
     loads: Vec<Weak<SharedLoad>>,
@@ -37,7 +37,7 @@ pub(super) struct TierLink {
 #[derive(Debug)]
 struct InFlight {
     write: Write,
-    /// Whether its pages may have had other contents before they were copied.
+    /// Whether the pages may have been overwritten before they were copied.
     is_void: bool,
 }
 
@@ -78,7 +78,7 @@ impl TierLink {
     pub(super) fn settle(&mut self, count: usize, tree: &mut Tree) {
         let over: Vec<_> = self.writes.drain(..count).collect();
         for InFlight { write, is_void } in over {
-            // Its places may have been used again since, and be copied again.
+            // Its places may be in use again, and in another copy.
             for page in write.pages() {
                 remove_if(&mut self.pages, page, &write.transfer);
             }
@@ -213,23 +213,24 @@ impl TierLink {
         Ok(Loadable { tokens: tokens.to_vec(hold.len()..end)?, keys })
     }
 
-    /// Lists a prefix on its way.
+    /// Lists a prefix that is being loaded.
     pub(super) fn add_load(&mut self, load: &Arc<SharedLoad>) {
         self.loads.retain(|load| load.strong_count() > 0);
         self.loads.push(Arc::downgrade(load));
     }
 
-    /// Prefixes that may be on their way. Drop them without locks.
+    /// Prefixes that may be being loaded. Drop them without locks.
     pub(super) fn shared_loads(&self) -> Vec<Arc<SharedLoad>> {
         self.loads.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// No lease joins a prefix that is on its way now: it is found no more.
+    /// Removes the prefixes that are being loaded from the list, so that no further lease joins them.
     pub(super) fn forget_tails(&mut self) {
         self.loads.clear();
     }
 
-    /// Waits for every write, and ends it; if then `is_valid`, as right. For the end of a cache.
+    /// Waits for every write and ends it, as successful if `is_valid` returns true. Called when the cache is
+    /// dropped.
     pub(super) fn finish(&mut self, tree: &mut Tree, is_valid: impl FnOnce() -> bool) {
         let last = self.writes.back().map(|flight| Arc::clone(&flight.write.transfer));
         let is_over = last.is_none_or(|last| last.wait().is_ok());

@@ -66,7 +66,7 @@ impl KnownPlaces {
 }
 
 impl RequestTable {
-    /// Does [`Self::write`] in one launch.
+    /// Works like [`Self::write`] in one launch.
     pub(super) fn write_on_device(
         &mut self,
         index: &TableIndex<'_>,
@@ -165,7 +165,7 @@ impl RequestTable {
                 mirror.wrote_points(points.map(|(at, &(row, column))| (row, column, nth(values, at))));
             }
             (None, Some(held)) => mirror.expect_echo(held, places.count),
-            // There was no room for an echo.
+            // The ring has no room for an echo.
             (None, None) => forget(),
         }
         match places.known {

@@ -197,7 +197,7 @@ impl RequestTable {
         }
     }
 
-    /// Does [`ReqToTokenPool::write`](super::ReqToTokenPool::write) with arguments that are not part of the
+    /// Works like [`ReqToTokenPool::write`](super::ReqToTokenPool::write) with arguments that are not part of the
     /// table: within one launch, the order of reads and writes is undefined.
     pub(in crate::pool) fn write(
         &mut self,
@@ -282,7 +282,7 @@ impl RequestTable {
         Ok(())
     }
 
-    /// Does [`Self::put`] with pages of one slot, which has the number of its page.
+    /// Works like [`Self::put`] with pages of one slot, which has the number of its page.
     pub(in crate::pool) fn put_pages(&mut self, row: RequestRow, from: usize, pages: &[Page]) -> Result<()> {
         if self.executor.gpu().is_some() {
             let slots: Vec<_> = pages.iter().map(|page| page.number().cast_signed()).collect();

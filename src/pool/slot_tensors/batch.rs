@@ -55,8 +55,8 @@ impl BatchLens<'_> {
         tokens.fold(0, |slots: usize, tokens| slots.saturating_add(tokens).saturating_add(page_size))
     }
 
-    /// Returns the slots that each request has in its last page, 0 if that is full, and where its new slots
-    /// begin among those of the batch, with the end of all. Call it after slots were taken.
+    /// Returns for each request the number of slots in its last page, 0 if that page is full, and the offset
+    /// of its new slots in the batch; and, last, the end of all offsets. Call it after slots were taken.
     pub(super) fn in_pages(self, page_size: usize) -> Result<(Vec<i32>, Vec<i32>)> {
         let (mut offsets, mut indptr) =
             (try_with_capacity(self.prefix.len())?, try_with_capacity(self.seq.len() + 1)?);

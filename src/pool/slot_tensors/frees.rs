@@ -1,4 +1,4 @@
-//! Frees, those whose values a device has first included.
+//! Frees of slots, including those whose values are on a device and have to be copied to the host first.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ impl SlotTensors {
         }
     }
 
-    /// Does [`Self::free_values`] for indices on any device.
+    /// Works like [`Self::free_values`] for indices on any device.
     ///
     /// Values that only a device has are copied in the order of `stream`, without waiting. What `keep`
     /// returns keeps the tensor alive until then. Returns `None`, and frees nothing, if so many values are in
@@ -110,7 +110,8 @@ impl SlotTensors {
         }
     }
 
-    /// Frees slots of the planner in their turn; drops those that are not live. Groups do not delay it.
+    /// Frees slots of the planner, after pending frees where the order matters; drops those that are not
+    /// live. Groups do not delay this free.
     pub(in crate::pool) fn free_now(&mut self, slots: IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
         match fence {
             Some(fence) => self.slots.free_after(fence, &slots, OnBadFree::Report),

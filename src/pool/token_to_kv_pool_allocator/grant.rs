@@ -1,4 +1,4 @@
-//! Guards of slots: of those that a call takes, and of those that it changes while it holds other locks.
+//! Guards of slots that a call takes, and of slots that a call changes while it holds other locks.
 
 use std::cell::RefCell;
 
@@ -9,7 +9,7 @@ use crate::tensor::TensorView;
 
 use super::{Notice, TokenToKvPoolAllocator};
 
-/// A guard of taken slots: dropping it returns them to the pool, [`Grant::keep`] hands them on.
+/// A guard of taken slots. Dropping it returns them to the pool; [`Grant::keep`] passes them to the caller.
 #[derive(Debug)]
 #[must_use]
 pub struct Grant<'a> {
@@ -39,7 +39,7 @@ impl<'a> Grant<'a> {
         &self.granted
     }
 
-    /// Hands the slots on. Free them with [`TokenToKvPoolAllocator::free`].
+    /// Passes the slots to the caller, who frees them with [`TokenToKvPoolAllocator::free`].
     #[must_use]
     pub fn keep(mut self) -> TensorView {
         let view = self.granted.view();
@@ -47,7 +47,7 @@ impl<'a> Grant<'a> {
         view
     }
 
-    /// [`Self::keep`] for a caller that has made a tensor of [`Self::granted`].
+    /// Works like [`Self::keep`], for a caller that has made a tensor of [`Self::granted`].
     #[inline]
     pub const fn commit(&mut self) {
         self.is_kept = true;

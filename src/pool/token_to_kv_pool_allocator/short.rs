@@ -23,7 +23,7 @@ impl TokenToKvPoolAllocator {
         self.polled(stream).map(drop)
     }
 
-    /// Polls, then locks the slots.
+    /// Calls [`Self::poll`], and then locks the slots.
     #[inline]
     pub(super) fn polled(&self, stream: Stream) -> Result<RankedGuard<'_, SlotTensors>> {
         let slots = self.lock();
@@ -36,7 +36,7 @@ impl TokenToKvPoolAllocator {
         Ok(self.lock())
     }
 
-    /// Does [`Self::poll`] for fences only: finds no invalid late free.
+    /// Works like [`Self::poll`], for fences only. Reports no invalid frees.
     ///
     /// # Errors
     /// The error of a fence.
@@ -56,7 +56,7 @@ impl TokenToKvPoolAllocator {
         end
     }
 
-    /// Does [`Self::poll`] that also waits for values in flight.
+    /// Works like [`Self::poll`], and also waits for values in flight.
     ///
     /// # Errors
     /// See [`Self::poll`].
@@ -112,26 +112,26 @@ impl TokenToKvPoolAllocator {
             drop(slots);
             match taken {
                 Ok(taken) => return Ok(Some(taken)),
-                // How many slots landed was a guess until now.
+                // The number of pending slots was an estimate until now.
                 Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
                 // Another thread has completed them.
                 Err(Shortage::InFlight) => (),
                 Err(Shortage::Missing(short)) => {
                     let missing = short.to_reclaim(self.obtainable(short, stream));
-                    // Asking again is worth it as long as it helps.
+                    // Tried again as long as it frees slots.
                     if !(1..shortage).contains(&missing) {
                         return Ok(None);
                     }
                     let freed = self.reclaim(missing, stream)?;
-                    // If that was enough and is gone again, another thread has taken it.
+                    // If enough slots were freed and there are not enough now, another thread has taken them.
                     shortage = if freed < missing { missing } else { usize::MAX };
                 }
             }
         }
     }
 
-    /// Returns the slots that the registered [`Reclaim`]s could free, as far as they know and a shortage
-    /// needs to know.
+    /// Returns the slots that the registered [`Reclaim`]s could free, by their own estimates. Stops counting
+    /// when the shortage is covered.
     fn obtainable(&self, short: Shortfall, stream: Stream) -> Obtainable {
         let mut all = Obtainable::default();
         for reclaim in self.reclaims() {

@@ -83,7 +83,7 @@ macro_rules! define {
             $($name: unsafe extern "C" fn($($kind),*) -> Code,)*
         }
 
-        // Parameter types are compared with the header.
+        // The parameter types are compared with those of the header at compile time.
         $(const _: unsafe fn($(Header<$kind>),*) -> sys::CUresult = sys::$name;)*
 
         #[expect(non_snake_case, reason = "the driver's names")]
@@ -146,7 +146,7 @@ impl Table {
     /// Returns the table of this process. Parts that are missing are looked up again by the next call.
     ///
     /// # Errors
-    /// The missing part, in words.
+    /// A description of the missing part.
     pub(super) fn open() -> Result<&'static Self, String> {
         static TABLE: OnceLock<Table> = OnceLock::new();
         if let Some(table) = TABLE.get() {

@@ -100,7 +100,7 @@ fn put_earlier(
             Ok(())
         });
     }
-    // In parts that stay in the nearest cache.
+    // Written in parts that fit in the first-level cache.
     let mut slots = try_with_capacity(PART.min(widen(to - from)))?;
     for at in (from..to).step_by(PART) {
         slots.clear();

@@ -13,7 +13,7 @@ use crate::pool::{FreedRows, Lease};
 use super::{PlannerState, Pools, as_many, call_of_request};
 use crate::pool::batch_planner::leases::LeaseEnd;
 
-/// The way in which a batch is given back: at once, or behind a fence.
+/// Whether the slots of a batch are freed at once, or behind a fence.
 pub(in crate::pool::batch_planner) struct Release<'a> {
     pub(in crate::pool::batch_planner) fence: Option<FenceId>,
     /// The leases that are cut, to be dropped without locks.
@@ -72,7 +72,8 @@ impl PlannerState {
         Ok(FinishedRequests { pages, bad, not_zeroed })
     }
 
-    /// Returns the lease of a request that is cut to `len` tokens, if it has to be cut, too.
+    /// Returns the lease of a request that is truncated to `len` tokens, if the lease has to be shortened,
+    /// too.
     fn cut_lease(&mut self, row: RequestRow, len: u32, table: &RequestTable) -> Option<Arc<Lease>> {
         if len > 0 && self.requests.leased(row) <= len {
             return None;
