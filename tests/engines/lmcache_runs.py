@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from sglang_on_cpu import ENGINES, HAS_PACKAGES, HERE
-from vllm_runs import VLLM, Ran, ran
+from vllm_runs import VLLM, RunResult, ran
 
 LMCACHE = Path(os.environ.get("KVPOOL_LMCACHE_PATH") or ENGINES.with_name("lmcache"))
 """Where `make` puts LMCache and its tests."""
@@ -66,7 +66,7 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
-def run(folder: Path, *arguments: str, **variables: str) -> Ran:
+def run(folder: Path, *arguments: str, **variables: str) -> RunResult:
     """Runs pytest within LMCache. All tests must pass."""
     report = folder / "report.xml"
     options = ["-q", "-c", os.devnull, "--rootdir", str(LMCACHE), "-p", "no:cacheprovider", "--timeout=300"]

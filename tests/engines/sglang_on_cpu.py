@@ -41,8 +41,8 @@ TREE_ON = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "kvpool"}
 """The prefix cache over kvpool's tree core, too."""
 
 
-class Served(NamedTuple):
-    """What an engine gave for all requests."""
+class ServingResult(NamedTuple):
+    """The results of an engine for all requests."""
 
     tokens: list[list[int]]
     cached: int
@@ -50,8 +50,8 @@ class Served(NamedTuple):
     log: str
 
 
-class Ended(NamedTuple):
-    """How a process ended, and what it printed."""
+class ProcessResult(NamedTuple):
+    """The exit status and the output of a process."""
 
     status: int
     log: str
@@ -119,12 +119,12 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
-def fork(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, Ended]:
+def fork(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, ProcessResult]:
     """Runs scripts in forks of one process that has imported SGLang."""
     done = run(folder, str(HERE / "sglang_forks.py"), json.dumps({"folder": str(folder), "jobs": jobs}))
     assert done.returncode == 0, done.stdout + done.stderr
     statuses = json.loads(done.stdout.splitlines()[-1])
-    return {name: Ended(statuses[name], (folder / f"{name}.log").read_text("utf-8")) for name in jobs}
+    return {name: ProcessResult(statuses[name], (folder / f"{name}.log").read_text("utf-8")) for name in jobs}
 
 
 def job(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def job(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
     return {"arguments": [str(HERE / script), *arguments], "variables": variables}
 
 
-def spawn(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, Ended]:
+def spawn(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, ProcessResult]:
     """The same, but every process is a new interpreter, as SGLang starts its own."""
     with ThreadPoolExecutor(2) as threads:
         runs = {
@@ -140,14 +140,14 @@ def spawn(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, Ended]:
             for name, each in jobs.items()
         }
     done = {name: each.result() for name, each in runs.items()}
-    return {name: Ended(each.returncode, each.stdout + each.stderr) for name, each in done.items()}
+    return {name: ProcessResult(each.returncode, each.stdout + each.stderr) for name, each in done.items()}
 
 
-def served(out: Path, ended: Ended) -> Served:
+def served(out: Path, ended: ProcessResult) -> ServingResult:
     """What an engine wrote before it ended."""
     assert ended.status == 0, ended.log[-4000:]
     assert out.exists(), ended.log[-4000:]
-    return Served(**json.loads(out.read_text(encoding="utf-8")), log=ended.log)
+    return ServingResult(**json.loads(out.read_text(encoding="utf-8")), log=ended.log)
 
 
 def tiny_model(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from sglang_on_cpu import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sglang_on_cpu import Ended
+    from sglang_on_cpu import ProcessResult
 
 pytestmark = [
     pytest.mark.timeout(3600),
@@ -132,7 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forked(request: pytest.FixtureRequest, folder: Path) -> dict[str, Ended]:
+def forked(request: pytest.FixtureRequest, folder: Path) -> dict[str, ProcessResult]:
     """How the engines of all selected tests ended, but of those that are spawned."""
     selected = {
         item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")

@@ -6,21 +6,21 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from vllm_runs import APART, CORE, NOT_HERE, OFFLOADING, Ran, run
+from vllm_runs import APART, CORE, NOT_HERE, OFFLOADING, RunResult, run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def own(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     [ran] = run(tmp_path_factory.mktemp("own"), {"none": [OFFLOADING, *APART]})
     return ran
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("mode", "inside"), [("manager", 7), ("policy", 2)])
-def test_all_tests_of_offloading_pass(tmp_path: Path, own: Ran, mode: str, inside: int) -> None:
+def test_all_tests_of_offloading_pass(tmp_path: Path, own: RunResult, mode: str, inside: int) -> None:
     [ran] = run(tmp_path, {mode: [OFFLOADING, *APART]})
     more = Counter(ran.skipped) - Counter(own.skipped)
     assert more.total() == inside

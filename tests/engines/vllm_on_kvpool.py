@@ -104,7 +104,7 @@ class _Counts:
     get = __getitem__
 
 
-class _Shown:
+class _InspectedManager:
     """Names by which vLLM's tests look into a manager."""
 
     _table: Any
@@ -126,15 +126,15 @@ class _Shown:
 def _kind(own: type, pooled: type) -> type:
     """A class that makes kvpool's manager for "lru", and vLLM's otherwise."""
 
-    class Chosen(type):
+    class PolicyDispatch(type):
         def __call__(cls, *args: Any, cache_policy: str = "lru", **options: Any) -> Any:  # noqa: ANN401
             if cls is replaced and cache_policy != "lru":
                 return own(*args, cache_policy=cache_policy, **options)
             return super().__call__(*args, cache_policy=cache_policy, **options)
 
-    # Derived from `pooled`, which may be abstract: `Chosen` must be of its metaclass, too.
-    meta = type("Chosen", (Chosen, type(pooled)), {})
-    replaced: Any = meta(own.__name__, (_Shown, pooled), {})
+    # Derived from `pooled`, which may be abstract: `PolicyDispatch` must be of its metaclass, too.
+    meta = type("PolicyDispatch", (PolicyDispatch, type(pooled)), {})
+    replaced: Any = meta(own.__name__, (_InspectedManager, pooled), {})
     return replaced  # type: ignore[no-any-return]
 
 

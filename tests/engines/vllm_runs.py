@@ -60,7 +60,7 @@ def write_configs(folder: Path) -> None:
         kind(architectures=[architecture], dtype="float16").save_pretrained(model / "snapshots" / "made")
 
 
-class Ran(NamedTuple):
+class RunResult(NamedTuple):
     """How many tests passed, and why others were skipped."""
 
     passed: int
@@ -78,7 +78,7 @@ def require() -> None:
         pytest.skip(missing)
 
 
-def run(folder: Path, runs: dict[str, list[str]]) -> list[Ran]:
+def run(folder: Path, runs: dict[str, list[str]]) -> list[RunResult]:
     """Runs pytest within vLLM, for each mode of `vllm_on_kvpool` with its arguments. All tests must pass."""
     require()
     package = find_spec("kvpool")
@@ -115,8 +115,8 @@ def run(folder: Path, runs: dict[str, list[str]]) -> list[Ran]:
     return [ran(report) for report in reports.values()]
 
 
-def ran(report: Path) -> Ran:
+def ran(report: Path) -> RunResult:
     """What a report of pytest says."""
     cases = ET.parse(report).getroot().iter("testcase")  # noqa: S314 - pytest wrote it
     reasons = [[skip.get("message", "") for skip in case.iter("skipped")] for case in cases]
-    return Ran(sum(not reason for reason in reasons), [text for reason in reasons for text in reason])
+    return RunResult(sum(not reason for reason in reasons), [text for reason in reasons for text in reason])

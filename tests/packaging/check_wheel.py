@@ -111,7 +111,7 @@ def problems_of_contents(wheel: Wheel) -> list[str]:
     return wrong + [f"its bill of materials lists {purl}" for purl in sorted(listed - expected)]
 
 
-def said_by(*command: str) -> tuple[bool, str]:
+def output_of(*command: str) -> tuple[bool, str]:
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, text=True, cwd=ROOT
     )
@@ -120,9 +120,9 @@ def said_by(*command: str) -> tuple[bool, str]:
 
 def problems_of_tools(wheel: Wheel) -> list[str]:
     """What `twine check` and `auditwheel show` find."""
-    passed, text = said_by(sys.executable, "-m", "twine", "check", "--strict", str(wheel.path))
+    passed, text = output_of(sys.executable, "-m", "twine", "check", "--strict", str(wheel.path))
     wrong = [] if passed else [text]
-    passed, text = said_by(sys.executable, "-m", "auditwheel", "show", str(wheel.path))
+    passed, text = output_of(sys.executable, "-m", "auditwheel", "show", str(wheel.path))
     if not passed:
         return [*wrong, text]
     found = re.search(r'platform tag:\s+"([^"]+)"', text)
@@ -140,7 +140,7 @@ def installed(wheel: Wheel) -> tuple[list[str], str]:
     if python is None:
         return [], f"not installed, as there is no {' or '.join(names)}"
     with tempfile.TemporaryDirectory() as folder:
-        passed, text = said_by(python, "-m", "venv", "--without-pip", folder)
+        passed, text = output_of(python, "-m", "venv", "--without-pip", folder)
         inside = f"{folder}/bin/python"
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", inside)
         for command in (
@@ -149,7 +149,7 @@ def installed(wheel: Wheel) -> tuple[list[str], str]:
             (inside, "-I", "-m", "kvpool", "doctor", "--json"),
         ):
             if passed:
-                passed, text = said_by(*command)
+                passed, text = output_of(*command)
     return ([] if passed else [text]), f"runs in an empty environment of {Path(python).name}"
 
 

@@ -851,7 +851,7 @@ def test_memory_does_not_grow() -> None:
     table, allocator = ReqToTokenPool(8, 4096, "cpu"), TokenToKVPoolAllocator(1 << 14, "cpu", 4)
     planner = BatchPlanner(table, allocator, 4, 4096)
 
-    def day() -> None:
+    def serve_two_requests() -> None:
         one, two = some(table.alloc(2))
         plan = some(planner.extend([one], [0], [3000]))
         some(planner.fork(one, two, 2999))
@@ -860,8 +860,8 @@ def test_memory_does_not_grow() -> None:
         planner.truncate([two], [2996])
         planner.finish([one, two])
 
-    # The slots of one request, lost each day, would be 6 MiB.
-    assert_steady(day, 4 << 20)
+    # The slots of one request, lost each serve_two_requests, would be 6 MiB.
+    assert_steady(serve_two_requests, 4 << 20)
 
 
 # What callers can do from inside
@@ -872,7 +872,7 @@ def test_a_fence_may_use_the_planner() -> None:
     pair = Pair()
     rows = pair.start(3, 3, 3)
 
-    class Nosy:
+    class PlannerUsingFence:
         passed = False
 
         def query(self) -> bool:
@@ -881,7 +881,7 @@ def test_a_fence_may_use_the_planner() -> None:
             pair.planner.truncate(rows[2:], [2])
             return self.passed
 
-    fence = Nosy()
+    fence = PlannerUsingFence()
     pair.planner.finish(rows[:1], after=fence)
     pair.planner.finish(rows[1:2], after=fence)
     assert pair.allocator.available_size() == 64 - 8
@@ -894,13 +894,13 @@ def test_arguments_may_use_the_planner_while_they_are_read() -> None:
     pair = Pair()
     rows = pair.start(3, 5)
 
-    class Row:
+    class PlannerUsingIndex:
         def __index__(self) -> int:
             pair.planner.stats()
             pair.planner.decode(rows[1:], [pair.planner.seq_len(rows[1]) + 1])
             return rows[0]
 
-    assert some(pair.planner.decode([Row()], [4])).req_pool_indices.tolist() == rows[:1]
+    assert some(pair.planner.decode([PlannerUsingIndex()], [4])).req_pool_indices.tolist() == rows[:1]
     assert [pair.planner.seq_len(row) for row in rows] == [4, 6]
     with pytest.raises(ZeroDivisionError):
         pair.planner.decode([type("Bad", (), {"__index__": lambda _: 1 // 0})()], [1])

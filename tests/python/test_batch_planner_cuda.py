@@ -48,7 +48,7 @@ def _on_cuda() -> Iterator[None]:
         yield
 
 
-def quiet(driver: Driver) -> None:
+def assert_no_wait(driver: Driver) -> None:
     assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 7
     assert driver.calls("cuMemcpyDtoHAsync_v2") == 0
 
@@ -56,7 +56,7 @@ def quiet(driver: Driver) -> None:
 def one_launch(driver: Driver, *, copies: int = 0) -> None:
     assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuEventRecord") == copies
     assert driver.calls("cuLaunchKernel") == 1
-    quiet(driver)
+    assert_no_wait(driver)
 
 
 class Scene:
@@ -167,7 +167,7 @@ def test_a_long_run_of_steps_waits_for_nothing(driver: Driver) -> None:
         lens[0] -= 1
     assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuEventRecord") == 0
     assert driver.calls("cuLaunchKernel") == 200
-    quiet(driver)
+    assert_no_wait(driver)
     assert (driver.device_bytes(), driver.page_locked_bytes()) == before
 
 
@@ -236,7 +236,7 @@ def test_finish_and_fork_wait_for_nothing(driver: Driver) -> None:
     assert driver.calls("cuLaunchKernel") <= 1
     scene.pair.planner.finish([scene.one, scene.new])
     assert driver.calls("cuLaunchKernel") <= 2
-    quiet(driver)
+    assert_no_wait(driver)
 
 
 def test_a_batch_of_long_cached_prefixes_is_one_copy_and_one_launch(driver: Driver) -> None:

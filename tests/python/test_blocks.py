@@ -187,7 +187,7 @@ def hashes(queue: BlockQueue, count: int, mask: list[bool] | None = None) -> Non
     BlockMap().cache(queue.blocks, [b"a"] * count, 0, 4, 4, mask, {})
 
 
-def hash_twice(block: Block) -> None:
+def set_hash_twice(block: Block) -> None:
     block.set_block_hash(b"a")
     block.set_block_hash(b"a")
 
@@ -213,7 +213,7 @@ MISUSE: dict[str, Misuse] = {
     "take more": (lambda q, _: q.popleft_n(4), ValueError, "4 blocks asked for, 3 are free"),
     "alloc more": (lambda q, _: q.alloc(4, BlockMap(), {}), ValueError, "4 blocks asked for, 3 are free"),
     "hash twice": (
-        lambda q, _: hash_twice(q.blocks[0]),
+        lambda q, _: set_hash_twice(q.blocks[0]),
         AssertionError,
         "block 0 already has a hash",
     ),

@@ -35,11 +35,11 @@ SECRET = b"an open secret for tests"
 HERE = ("127.0.0.1", 0)
 
 
-class House:
-    """A listener, and what it has heard."""
+class RecordingServer:
+    """A listener that records the payloads and errors of its channels."""
 
     def __init__(self, secret: bytes = SECRET, address: tuple[str, int] = HERE) -> None:
-        self.heard: queue.SimpleQueue[bytes | ChannelError] = queue.SimpleQueue()
+        self.received: queue.SimpleQueue[bytes | ChannelError] = queue.SimpleQueue()
         self.channels: list[Channel] = []
         self.listener = Listener(address, secret, self._listen)
         self.address = self.listener.address
@@ -48,16 +48,16 @@ class House:
         self.channels.append(channel)
         try:
             while True:
-                self.heard.put(channel.receive())
+                self.received.put(channel.receive())
         except ChannelError as error:
-            self.heard.put(error)
+            self.received.put(error)
 
     def next(self) -> bytes | ChannelError:
-        return self.heard.get(timeout=10)
+        return self.received.get(timeout=10)
 
-    def refuses(self, callers: int) -> None:
+    def assert_refused(self, callers: int) -> None:
         until(lambda: self.listener.refused == callers)
-        assert self.heard.empty()
+        assert self.received.empty()
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -68,41 +68,41 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    house = House()
-    yield house
-    house.listener.close()
+def server() -> Iterator[RecordingServer]:
+    server = RecordingServer()
+    yield server
+    server.listener.close()
 
 
 @contextmanager
-def caller(house: House) -> Iterator[Channel]:
-    channel = connect(house.address, SECRET)
+def client(server: RecordingServer) -> Iterator[Channel]:
+    channel = connect(server.address, SECRET)
     yield channel
     channel.close()
 
 
 @contextmanager
-def raw(house: House) -> Iterator[socket.socket]:
-    with socket.create_connection(house.address, 10) as connection:
+def raw_connection(server: RecordingServer) -> Iterator[socket.socket]:
+    with socket.create_connection(server.address, 10) as connection:
         yield connection
 
 
-def taken(connection: socket.socket, count: int) -> bytes:
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
     return channels._take(connection, count)
 
 
-def test_payloads_arrive_in_order_both_ways(house: House) -> None:
+def test_payloads_arrive_in_order_both_ways(server: RecordingServer) -> None:
     payloads = [b"", b"a", bytes(range(256)) * 300, bytes(MAX_BYTES)]
-    with caller(house) as channel:
+    with client(server) as channel:
         for payload in payloads:
             channel.send(payload)
-        assert [house.next() for _ in payloads] == payloads
+        assert [server.next() for _ in payloads] == payloads
         for payload in payloads:
-            house.channels[0].send(payload)
+            server.channels[0].send(payload)
         assert [channel.receive() for _ in payloads] == payloads
         with pytest.raises(ChannelError, match="16777217 bytes is larger than 16777216"):
             channel.send(bytes(MAX_BYTES + 1))
-    assert "ended" in str(house.next())
+    assert "ended" in str(server.next())
     with pytest.raises(ChannelError, match="ended"):
         channel.send(b"")
     with pytest.raises(ChannelError, match="ended"):
@@ -110,127 +110,129 @@ def test_payloads_arrive_in_order_both_ways(house: House) -> None:
     channel.close()
 
 
-def test_a_last_payload_arrives_before_the_end(house: House) -> None:
+def test_a_last_payload_arrives_before_the_end(server: RecordingServer) -> None:
     last = bytes(MAX_BYTES)
-    with caller(house) as channel:
-        until(lambda: len(house.channels) == 1)
-        house.channels[0].send(b"first")
-        house.channels[0].finish(last)
-        house.channels[0].close()  # for what else there was to send
-        assert house.channels[0].is_over
+    with client(server) as channel:
+        until(lambda: len(server.channels) == 1)
+        server.channels[0].send(b"first")
+        server.channels[0].finish(last)
+        server.channels[0].close()  # for what else there was to send
+        assert server.channels[0].is_over
         with pytest.raises(ChannelError, match="ended"):
-            house.channels[0].send(b"later")
+            server.channels[0].send(b"later")
         assert [channel.receive(), channel.receive()] == [b"first", last]
         with pytest.raises(ChannelError, match="ended"):
             channel.receive()
-    assert "ended" in str(house.next())
+    assert "ended" in str(server.next())
 
 
-def test_a_last_payload_that_nobody_takes_keeps_no_channel(house: House) -> None:
-    with raw(house) as connection:
+def test_a_last_payload_that_nobody_takes_keeps_no_channel(server: RecordingServer) -> None:
+    with raw_connection(server) as connection:
         other = channels._call(connection, SECRET)
-        until(lambda: len(house.channels) == 1)
-        house.channels[0].finish(bytes(MAX_BYTES))
+        until(lambda: len(server.channels) == 1)
+        server.channels[0].finish(bytes(MAX_BYTES))
         other.close()
-        assert "ended" in str(house.next())
-        until(lambda: house.channels[0]._state is channels._State.CLOSED)
+        assert "ended" in str(server.next())
+        until(lambda: server.channels[0]._state is channels._State.CLOSED)
 
 
-def test_several_callers_are_heard_at_once(house: House) -> None:
-    with caller(house) as first, caller(house) as second:
+def test_several_callers_are_heard_at_once(server: RecordingServer) -> None:
+    with client(server) as first, client(server) as second:
         second.send(b"second")
-        assert house.next() == b"second"
+        assert server.next() == b"second"
         first.send(b"first")
-        assert house.next() == b"first"
+        assert server.next() == b"first"
 
 
 def test_a_listener_that_is_closed_ends_its_channels() -> None:
-    house = House()
-    with caller(house) as channel:
-        until(lambda: len(house.channels) == 1)
-        house.listener.close()
+    server = RecordingServer()
+    with client(server) as channel:
+        until(lambda: len(server.channels) == 1)
+        server.listener.close()
         with pytest.raises(ChannelError, match="ended"):
             channel.receive()
     with pytest.raises(ChannelError, match="cannot be reached"):
-        connect(house.address, SECRET)
+        connect(server.address, SECRET)
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1:1"):
-        House(address=("192.0.2.1", 1))
+        RecordingServer(address=("192.0.2.1", 1))
 
 
-def test_what_is_not_taken_ends_the_channel(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_taken_ends_the_channel(server: RecordingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "_MAX_UNSENT_BYTES", 1 << 20)
-    with caller(house), pytest.raises(ChannelError, match="bytes are not taken by the other end"):
-        until(lambda: len(house.channels) == 1)
+    with client(server), pytest.raises(ChannelError, match="bytes are not taken by the other end"):
+        until(lambda: len(server.channels) == 1)
         for _ in range(64):
-            house.channels[0].send(bytes(1 << 19))
-    assert "ended" in str(house.next())
+            server.channels[0].send(bytes(1 << 19))
+    assert "ended" in str(server.next())
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
-def test_a_machine_that_is_gone_is_noticed(house: House) -> None:
-    with caller(house) as channel:
-        until(lambda: len(house.channels) == 1)
-        for end in (channel, house.channels[0]):
+def test_a_machine_that_is_gone_is_noticed(server: RecordingServer) -> None:
+    with client(server) as channel:
+        until(lambda: len(server.channels) == 1)
+        for end in (channel, server.channels[0]):
             limit = end._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
             assert limit == 1000 * channels.SILENCE_S
 
 
 @pytest.mark.parametrize("kind", ["Thread", "Timer"])
-def test_a_lack_of_threads_passes(house: House, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_lack_of_threads_passes(
+    server: RecordingServer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     def fail(_self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     kinds = SimpleNamespace(Thread=threading.Thread, Timer=threading.Timer)
     setattr(kinds, kind, type(kind, (getattr(threading, kind),), {"start": fail}))
     monkeypatch.setattr(channels, "threading", kinds)
-    monkeypatch.setattr(house.listener, "_handshakes", threading.Semaphore(1))
+    monkeypatch.setattr(server.listener, "_handshakes", threading.Semaphore(1))
     for number in range(1, 4):
-        with raw(house) as connection:
+        with raw_connection(server) as connection:
             assert connection.recv(1) == b""
-        until(lambda: house.listener.refused == number)  # noqa: B023 - called at once
+        until(lambda: server.listener.refused == number)  # noqa: B023 - called at once
     monkeypatch.setattr(channels, "threading", threading)
-    with caller(house) as channel:
+    with client(server) as channel:
         channel.send(b"in")
-        assert house.next() == b"in"
+        assert server.next() == b"in"
 
 
 def test_a_lack_of_files_passes(
-    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: RecordingServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The listener does not ask for another one at once, again and again, and says so once."""
     asked: list[float] = []
-    waits = house.listener._socket
+    waits = server.listener._socket
 
     def fail() -> None:
         asked.append(time.monotonic())
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(house.listener, "_socket", SimpleNamespace(accept=fail, close=waits.close))
-    with raw(house) as connection:  # ends the wait of the socket itself
+    monkeypatch.setattr(server.listener, "_socket", SimpleNamespace(accept=fail, close=waits.close))
+    with raw_connection(server) as connection:  # ends the wait of the socket itself
         connection.recv(1)
     until(lambda: len(asked) == 3)
     assert asked[2] - asked[0] > channels._RETRY_S
     assert sum("connections cannot be accepted" in text for text in caplog.messages) == 1
-    monkeypatch.setattr(house.listener, "_socket", waits)
-    with caller(house) as channel:
+    monkeypatch.setattr(server.listener, "_socket", waits)
+    with client(server) as channel:
         channel.send(b"in")
-        assert house.next() == b"in"
+        assert server.next() == b"in"
 
 
 # Intruders
 
 
-def test_who_does_not_know_the_secret_is_refused(house: House) -> None:
+def test_who_does_not_know_the_secret_is_refused(server: RecordingServer) -> None:
     with pytest.raises(ChannelError, match="ended"):
-        connect(house.address, SECRET + b"!")
-    house.refuses(1)
+        connect(server.address, SECRET + b"!")
+    server.assert_refused(1)
 
 
 def test_a_listener_that_does_not_know_the_secret_is_left() -> None:
-    house = House(SECRET + b"!")
+    server = RecordingServer(SECRET + b"!")
     with pytest.raises(ChannelError, match="ended"):
-        connect(house.address, SECRET)
-    house.listener.close()
+        connect(server.address, SECRET)
+    server.listener.close()
 
 
 @pytest.mark.parametrize("answer", ["nothing", "zeros", "what the caller said"])
@@ -239,15 +241,15 @@ def test_an_impostor_learns_nothing(answer: str) -> None:
     with socket.create_server(HERE) as server:
         told: list[bytes] = []
 
-        def pretend() -> None:
+        def impersonate() -> None:
             connection, _ = server.accept()
             with connection:
                 connection.sendall(channels._HELLO.pack(b"kvpool\r\n", channels.VERSION, bytes(32)))
-                told.append(taken(connection, 64))
+                told.append(receive_exactly(connection, 64))
                 if answer != "nothing":
                     connection.sendall(bytes(32) if answer == "zeros" else told[0][32:])
 
-        thread = threading.Thread(target=pretend)
+        thread = threading.Thread(target=impersonate)
         thread.start()
         with pytest.raises(
             ChannelError, match="ended" if answer == "nothing" else "does not know the secret"
@@ -257,29 +259,29 @@ def test_an_impostor_learns_nothing(answer: str) -> None:
     assert SECRET not in told[0]
 
 
-def test_a_proof_is_good_for_one_challenge(house: House) -> None:
+def test_a_proof_is_good_for_one_challenge(server: RecordingServer) -> None:
     """A proof that was recorded, or made by the listener itself, opens nothing."""
-    with socket.create_server(HERE) as server:
-        thread = threading.Thread(target=lambda: suppressed(lambda: connect(server.getsockname(), SECRET)))
+    with socket.create_server(HERE) as impostor:
+        thread = threading.Thread(target=lambda: suppressed(lambda: connect(impostor.getsockname(), SECRET)))
         thread.start()
-        connection, _ = server.accept()
-        with connection, raw(house) as other:
-            # The challenge of the house goes to a caller, whose proof comes back: so far it is the caller
-            # itself. What it proved to the house a second one cannot say again.
-            hello = taken(other, channels._HELLO.size)
+        connection, _ = impostor.accept()
+        with connection, raw_connection(server) as other:
+            # The challenge of the server goes to a caller, whose proof comes back: so far it is the caller
+            # itself. What it proved to the server a second one cannot say again.
+            hello = receive_exactly(other, channels._HELLO.size)
             connection.sendall(hello)
-            recorded = taken(connection, 64)
+            recorded = receive_exactly(connection, 64)
         thread.join()
-    with raw(house) as again:
-        assert taken(again, channels._HELLO.size) != hello
+    with raw_connection(server) as again:
+        assert receive_exactly(again, channels._HELLO.size) != hello
         again.sendall(recorded)
         assert again.recv(1) == b""
-    until(lambda: house.listener.refused == 2)
-    with raw(house) as mirrored:
-        _, _, challenge = channels._HELLO.unpack(taken(mirrored, channels._HELLO.size))
+    until(lambda: server.listener.refused == 2)
+    with raw_connection(server) as mirrored:
+        _, _, challenge = channels._HELLO.unpack(receive_exactly(mirrored, channels._HELLO.size))
         mirrored.sendall(challenge + channels._proof(bytes(16), b"listener", challenge, challenge))
         assert mirrored.recv(1) == b""
-    house.refuses(3)
+    server.assert_refused(3)
 
 
 def suppressed(call: Callable[[], object]) -> None:
@@ -287,13 +289,13 @@ def suppressed(call: Callable[[], object]) -> None:
         call()
 
 
-class Between:
-    """Stands between a caller and a house, and changes frames of the caller."""
+class TamperingProxy:
+    """A proxy between a client and a server that changes the frames of the client."""
 
-    def __init__(self, house: House, change: Callable[[int, bytes], bytes]) -> None:
+    def __init__(self, target: RecordingServer, change: Callable[[int, bytes], bytes]) -> None:
         self.server = socket.create_server(HERE)
         self.address: tuple[str, int] = self.server.getsockname()
-        self._house = house
+        self._target = target
         self._change = change
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -304,19 +306,21 @@ class Between:
 
     def _run(self) -> None:
         here, _ = self.server.accept()
-        there = socket.create_connection(self._house.address)
+        there = socket.create_connection(self._target.address)
         with here, there, suppress(ChannelError, OSError):
-            here.sendall(taken(there, channels._HELLO.size))
-            there.sendall(taken(here, 64))
-            here.sendall(taken(there, 32))
+            here.sendall(receive_exactly(there, channels._HELLO.size))
+            there.sendall(receive_exactly(here, 64))
+            here.sendall(receive_exactly(there, 32))
             for number in range(100):
-                length = taken(here, 4)
-                frame = length + taken(here, *struct.unpack("<I", length)) + taken(here, 32)
+                length = receive_exactly(here, 4)
+                frame = (
+                    length + receive_exactly(here, *struct.unpack("<I", length)) + receive_exactly(here, 32)
+                )
                 there.sendall(self._change(number, frame))
 
 
 @pytest.mark.parametrize(
-    ("change", "heard"),
+    ("change", "received"),
     [
         (lambda number, frame: frame if number != 1 else frame[:4] + b"X" + frame[5:], 1),
         (lambda number, frame: frame if number != 1 else frame[:-1] + bytes([frame[-1] ^ 1]), 1),
@@ -327,70 +331,70 @@ class Between:
     ids=["payload", "tag", "twice", "left out", "length"],
 )
 def test_frames_that_were_changed_on_the_way_are_refused(
-    house: House, change: Callable[[int, bytes], bytes], heard: int
+    server: RecordingServer, change: Callable[[int, bytes], bytes], received: int
 ) -> None:
-    between = Between(house, change)
+    between = TamperingProxy(server, change)
     channel = connect(between.address, SECRET)
     for number in range(4):
         with suppress(ChannelError):
             channel.send(b"payload %d" % number)
-    for number in range(heard):
-        assert house.next() == b"payload %d" % number
-    assert str(house.next()).startswith("a frame ")
+    for number in range(received):
+        assert server.next() == b"payload %d" % number
+    assert str(server.next()).startswith("a frame ")
     channel.close()
     between.end()
 
 
-def test_a_channel_cannot_be_answered_with_its_own_frames(house: House) -> None:
-    with caller(house) as channel:
+def test_a_channel_cannot_be_answered_with_its_own_frames(server: RecordingServer) -> None:
+    with client(server) as channel:
         channel.send(b"hello")
-        house.next()
+        server.next()
         own = channels._Tags(channel._sending._key)
-        there = house.channels[0]
+        there = server.channels[0]
         there._connection.sendall(struct.pack("<I", 5) + b"hello" + own.of(b"hello"))
         with pytest.raises(ChannelError, match="not of the other end"):
             channel.receive()
 
 
 def test_callers_that_say_nothing_do_not_keep_others_out(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    server: RecordingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch, raw(house) as slow:
+    with monkeypatch.context() as patch, raw_connection(server) as slow:
         patch.setattr(channels, "HANDSHAKE_S", 0.3)
-        silent = [socket.create_connection(house.address) for _ in range(channels._MAX_HANDSHAKES + 4)]
-        until(lambda: house.listener.refused >= 5)  # too many at once
+        silent = [socket.create_connection(server.address) for _ in range(channels._MAX_HANDSHAKES + 4)]
+        until(lambda: server.listener.refused >= 5)  # too many at once
         for _ in range(20):  # a byte now and then is not enough
             with suppress(OSError):
                 slow.send(b"x")
             time.sleep(0.03)
-        until(lambda: house.listener.refused == len(silent) + 1)
+        until(lambda: server.listener.refused == len(silent) + 1)
     for connection in silent:
         connection.close()
-    with caller(house) as channel:
+    with client(server) as channel:
         channel.send(b"in")
-        assert house.next() == b"in"
+        assert server.next() == b"in"
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(4096)])
-def test_strangers_are_refused(house: House, said: bytes) -> None:
-    with raw(house) as connection:
+def test_strangers_are_refused(server: RecordingServer, said: bytes) -> None:
+    with raw_connection(server) as connection:
         connection.sendall(said)
         connection.shutdown(socket.SHUT_WR)
         with suppress(ConnectionError):
             while connection.recv(4096):
                 pass
-    house.refuses(1)
+    server.assert_refused(1)
 
 
 @pytest.mark.parametrize("hello", [b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(40), b"kvpool\r\n\x02\x00" + bytes(32)])
 def test_a_caller_leaves_who_is_not_kvpool_or_of_another_version(hello: bytes) -> None:
     with socket.create_server(HERE) as server:
 
-        def greet() -> None:
+        def send_hello() -> None:
             with server.accept()[0] as connection:
                 connection.sendall(hello)
 
-        thread = threading.Thread(target=greet)
+        thread = threading.Thread(target=send_hello)
         thread.start()
         with pytest.raises(ChannelError, match="not kvpool, or of version"):
             connect(server.getsockname(), SECRET)
@@ -434,11 +438,11 @@ def test_addresses_are_of_this_machine_unless_it_is_said() -> None:
 
 
 def test_a_listener_may_be_at_an_ipv6_address() -> None:
-    house = House(address=("::1", 0))
-    with caller(house) as channel:
+    server = RecordingServer(address=("::1", 0))
+    with client(server) as channel:
         channel.send(b"six")
-        assert house.next() == b"six"
-    house.listener.close()
+        assert server.next() == b"six"
+    server.listener.close()
 
 
 # Whatever comes
@@ -456,7 +460,7 @@ def test_no_bytes_are_a_proof(content: bytes, *, is_caller: bool) -> None:
         with pytest.raises(ChannelError):
             (channels._call if is_caller else channels._answer)(here, SECRET)
         here.shutdown(socket.SHUT_WR)
-        assert len(taken(there, 64 if is_caller else channels._HELLO.size)) > 0
+        assert len(receive_exactly(there, 64 if is_caller else channels._HELLO.size)) > 0
         assert there.recv(1) == b""
 
 

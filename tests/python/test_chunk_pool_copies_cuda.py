@@ -41,14 +41,14 @@ COPIES = (
 pytestmark = pytest.mark.usefixtures("device")
 
 
-class Handle:
-    """A stream as PyTorch has it."""
+class FakeStream:
+    """A stream with the attribute that PyTorch gives it."""
 
     def __init__(self, handle: int) -> None:
         self.cuda_stream = handle
 
 
-def pinned(count: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def page_locked(count: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor in page-locked host memory."""
     tensor: torch.Tensor = some(make(1, count, dtype, "cpu").allocate()).tensor()
     return tensor.copy_(numbers(count, dtype))
@@ -76,7 +76,7 @@ def routes(driver: Driver) -> Iterator[Route]:
     ):
         pool = make(3, 12, where=where)
         chunk = some(pool.allocate())
-        tensor = pinned() if there == "cpu" else numbers(12).cuda()
+        tensor = page_locked() if there == "cpu" else numbers(12).cuda()
         found.append(Route(pool, chunk, tensor, getattr(chunk, name)))
     driver.set_patience(NEVER)
     for each in found:
@@ -118,7 +118,7 @@ def test_runs_that_are_equally_far_apart_are_one_copy(driver: Driver, gap: str) 
     expected = cut(whole).reshape(-1)
     for where, there in (("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")):
         chunk = some(make(1, 4096, where=where).allocate())
-        base = pinned(4096) if there == "cpu" else torch.zeros(4096).cuda()
+        base = page_locked(4096) if there == "cpu" else torch.zeros(4096).cuda()
         base.copy_(whole)
         driver.run()
         driver.reset_calls()
@@ -183,7 +183,7 @@ def test_a_copy_goes_to_its_stream(driver: Driver) -> None:
         for named, where in (
             (None, stream),
             (stream, stream),
-            (Handle(stream), stream),
+            (FakeStream(stream), stream),
             (theirs, theirs.cuda_stream),
         ):
             with on_stream(stream if named is None else other):
@@ -244,7 +244,7 @@ def test_a_copy_sees_what_its_stream_has_written(driver: Driver) -> None:
     source = torch.zeros(12).cuda()
     driver.run()
     driver.set_patience(NEVER)
-    source.copy_(pinned())
+    source.copy_(page_locked())
     chunk.copy_from(source).wait()
     assert same(chunk.tensor(), numbers(12))
 
@@ -374,8 +374,8 @@ def test_memory_lives_until_its_copy_is_done(driver: Driver) -> None:
     driver.run()
     driver.set_patience(NEVER)
     with on_stream(driver.stream()):
-        chunk.copy_from(pinned())
-        copy = chunk.copy_to(pinned())
+        chunk.copy_from(page_locked())
+        copy = chunk.copy_to(page_locked())
         driver.run()
     assert copy.query() is True
     assert same(chunk.tensor(), numbers(12))

@@ -80,8 +80,8 @@ def page_lock_threads(count: int) -> Iterator[None]:
         yield
 
 
-class Seen:
-    """A `progress` that notes what it is told, and by which thread."""
+class ProgressRecorder:
+    """A `progress` callback that records its calls and their threads."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -104,7 +104,7 @@ class Seen:
 def test_where_nothing_is_registered_all_is_ready(pin_memory: bool) -> None:
     if devices.current() == "cpu" and pin_memory and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    seen = Seen()
+    seen = ProgressRecorder()
     pool = make(4, 12, pin_memory=pin_memory, progress=seen)
     if pool.pin_memory:
         pytest.skip("there is a driver")
@@ -181,7 +181,7 @@ def test_huge_pages_are_not_mentioned_unless_asked_for(caplog: pytest.LogCapture
 def test_a_small_pool_is_page_locked_when_it_is_made(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, seen = driver.page_locked_bytes(), Seen()
+    before, seen = driver.page_locked_bytes(), ProgressRecorder()
     with caplog.at_level(logging.INFO, logger="kvpool"):
         pool = make(100, 12, where="cpu", progress=seen)
     assert pool.pin_memory is True
@@ -216,7 +216,7 @@ def test_ordinary_memory_on_request(driver: Driver, caplog: pytest.LogCaptureFix
 
 @cuda_only
 def test_a_pool_on_a_device_is_not_registered(driver: Driver) -> None:
-    seen = Seen()
+    seen = ProgressRecorder()
     pool = make(4, 12, where="cuda", progress=seen)
     assert (pool.pin_memory, pool.stats()["page_locked"], seen.calls) == (False, 0, [])
     assert pool.wait_page_locked() is True
@@ -228,7 +228,7 @@ def test_a_pool_on_a_device_is_not_registered(driver: Driver) -> None:
 def test_a_large_pool_is_page_locked_in_steps(
     driver: Driver, caplog: pytest.LogCaptureFixture, threads: int
 ) -> None:
-    before, seen = driver.page_locked_bytes(), Seen()
+    before, seen = driver.page_locked_bytes(), ProgressRecorder()
     number = LARGER[0]
     with caplog.at_level(logging.INFO, logger="kvpool"), page_lock_threads(threads):
         pool = make(*LARGER, torch.uint8, "cpu", progress=seen)
@@ -325,7 +325,7 @@ def test_waiting_lets_other_threads_run(driver: Driver) -> None:
 def test_a_step_that_fails_leaves_ordinary_memory(
     driver: Driver, caplog: pytest.LogCaptureFixture, left: int, code: int
 ) -> None:
-    seen, number = Seen(), LARGER[0]
+    seen, number = ProgressRecorder(), LARGER[0]
     driver.fail("cuMemHostRegister_v2", left, code)
     with caplog.at_level(logging.INFO, logger="kvpool"), page_lock_threads(1):
         pool = make(*LARGER, torch.uint8, "cpu", progress=seen)
@@ -407,7 +407,7 @@ def test_a_progress_that_uses_its_pool(driver: Driver) -> None:
 @cuda_only
 @pytest.mark.parametrize("shape", [LARGE, (4, (12,))])
 def test_a_progress_is_let_go(driver: Driver, shape: tuple[int, tuple[int, ...]]) -> None:
-    seen = Seen()
+    seen = ProgressRecorder()
     gone = weakref.ref(seen)
     pool = make(*shape, torch.uint8, "cpu", progress=seen)
     del seen

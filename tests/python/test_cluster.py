@@ -38,7 +38,7 @@ SECRET = b"an open secret for tests"
 MODEL: dict[str, str | int] = {"model": "pool reader", "vocab_size": VOCAB}
 
 
-class Member:
+class ClusterWorker:
     """A worker in a thread of its own."""
 
     def __init__(self, router: Router, name: str, role: Role, **sizes: Any) -> None:  # noqa: ANN401
@@ -81,13 +81,13 @@ class Member:
 
 
 @contextmanager
-def cluster(prefill: int, decode: int, **sizes: Any) -> Iterator[tuple[Router, dict[str, Member]]]:  # noqa: ANN401
-    members: dict[str, Member] = {}
+def cluster(prefill: int, decode: int, **sizes: Any) -> Iterator[tuple[Router, dict[str, ClusterWorker]]]:  # noqa: ANN401
+    members: dict[str, ClusterWorker] = {}
     with Router(SECRET, model=MODEL) as router:
         for role, many in (("prefill", prefill), ("decode", decode)):
             for number in range(many):
                 name = f"{role}-{number}"
-                members[name] = Member(router, name, role, **sizes)  # type: ignore[arg-type]
+                members[name] = ClusterWorker(router, name, role, **sizes)  # type: ignore[arg-type]
         try:
             until(router, lambda: router.stats()["workers"] == prefill + decode)
             yield router, members
@@ -208,12 +208,12 @@ def test_without_workers_for_prompts_the_others_compute_them() -> None:
 def test_requests_wait_for_workers() -> None:
     with Router(SECRET) as router:
         request = router.submit([1, 2, 3], 5)
-        early = Member(router, "prefill-0", "prefill")
+        early = ClusterWorker(router, "prefill-0", "prefill")
         until(router, lambda: router.stats()["workers"] == 1)
         for _ in range(5):
             assert router.step()
         assert request.state == "waiting"
-        late = Member(router, "decode-0", "decode")
+        late = ClusterWorker(router, "decode-0", "decode")
         router.run()
         assert request.tokens == expected(request)
         assert request.workers == ["prefill-0", "decode-0"]
@@ -223,7 +223,7 @@ def test_requests_wait_for_workers() -> None:
 
 def test_a_worker_waits_for_a_router_and_for_the_next_one() -> None:
     first = Router(SECRET, model=MODEL)
-    member = Member(first, "decode-0", "decode")
+    member = ClusterWorker(first, "decode-0", "decode")
     request = first.submit([5] * 20, 60)
     until(first, lambda: bool(request.tokens))
     first.close()
@@ -280,7 +280,7 @@ def test_a_worker_of_the_same_name_takes_the_place_of_the_first() -> None:
     with cluster(0, 1) as (router, members):
         request = router.submit([1] * 9, 60)
         until(router, lambda: bool(request.tokens))
-        other = Member(router, "decode-0", "decode")
+        other = ClusterWorker(router, "decode-0", "decode")
         members["decode-0"].stop.set()  # otherwise it would take its place back
         router.run()
         assert request.tokens == expected(request)
@@ -289,7 +289,7 @@ def test_a_worker_of_the_same_name_takes_the_place_of_the_first() -> None:
 
 def test_a_worker_with_another_model_is_refused() -> None:
     with cluster(0, 1) as (router, _members):
-        other = Member(router, "decode-1", "decode", model={**MODEL, "seed": 7})
+        other = ClusterWorker(router, "decode-1", "decode", model={**MODEL, "seed": 7})
         until(router, lambda: other.error is not None)
         assert isinstance(other.error, ConfigError)
         assert "refuses decode-1: its seed is 7, and that of others is None" in str(other.error)
@@ -300,13 +300,13 @@ def test_a_worker_with_another_model_is_refused() -> None:
 def test_a_worker_whose_name_routers_do_not_take_is_refused() -> None:
     """The router would leave it, and it would come back, for ever."""
     with Router(SECRET) as router, pytest.raises(ConfigError, match=r"this cannot be sent: .* at `\$\.name`"):
-        Member(router, "a#b", "decode")
+        ClusterWorker(router, "a#b", "decode")
 
 
 def test_workers_of_one_name_do_not_wear_out_the_router(caplog: pytest.LogCaptureFixture) -> None:
     """Each takes the place of the other, a few times a second."""
     with cluster(0, 1) as (router, members):
-        members["other"] = Member(router, "decode-0", "decode")
+        members["other"] = ClusterWorker(router, "decode-0", "decode")
         until(router, lambda: router.stats()["lost_workers"] > 0)
         before, begun = router.stats()["lost_workers"], time.monotonic()
         while time.monotonic() < begun + 0.5:
@@ -376,7 +376,7 @@ def test_seeds_and_namespaces_may_be_negative() -> None:
 
 def test_a_request_goes_to_a_worker_that_is_large_enough() -> None:
     with cluster(1, 1, size=32) as (router, members):
-        members |= {f"{role}-1": Member(router, f"{role}-1", role) for role in ("prefill", "decode")}
+        members |= {f"{role}-1": ClusterWorker(router, f"{role}-1", role) for role in ("prefill", "decode")}
         until(router, lambda: router.stats()["workers"] == 4)
         # They have nothing in common: where one has been served would draw the others.
         lengths = enumerate((24, 23, 300), 1)
@@ -440,7 +440,7 @@ def test_random_histories(seed: int) -> None:
     chance = Random(seed)  # noqa: S311 - no secrets
     delivered: dict[Any, list[int]] = {}
     requests: list[ClusterRequest] = []
-    gone: list[Member] = []
+    gone: list[ClusterWorker] = []
     with cluster(2, 2, size=160, max_reqs=4) as (router, members):
         for step in range(60):
             what = chance.random()
@@ -454,7 +454,9 @@ def test_random_histories(seed: int) -> None:
                 member.stop.set()
                 gone.append(member)
                 role: Role = "prefill" if name.startswith("prefill") else "decode"
-                members[f"{role}-{step}"] = Member(router, f"{role}-{step}", role, size=160, max_reqs=4)
+                members[f"{role}-{step}"] = ClusterWorker(
+                    router, f"{role}-{step}", role, size=160, max_reqs=4
+                )
             for _ in range(chance.randint(1, 6)):
                 router.step(0.001)
         router.run()
@@ -473,8 +475,8 @@ def test_random_histories(seed: int) -> None:
 
 
 @contextmanager
-def stranger(router: Router) -> Iterator[Channel]:
-    """Who knows the secret, and says what it likes."""
+def authenticated_channel(router: Router) -> Iterator[Channel]:
+    """A connection that knows the secret, and may send anything."""
     channel = channels.connect(parse_address("a", router.address, allow_remote=False), SECRET)
     with suppress(ChannelError):
         yield channel
@@ -498,7 +500,7 @@ def joined(name: str = "false", role: Role = "decode") -> bytes:
     ],
 )
 def test_who_says_what_no_worker_says_is_left(said: bytes) -> None:
-    with ThreadPoolExecutor(1) as threads, Router(SECRET) as router, stranger(router) as channel:
+    with ThreadPoolExecutor(1) as threads, Router(SECRET) as router, authenticated_channel(router) as channel:
         channel.send(said)
         answer = threads.submit(channel.receive)
         until(router, answer.done)
@@ -508,7 +510,7 @@ def test_who_says_what_no_worker_says_is_left(said: bytes) -> None:
 
 
 def test_reports_that_make_no_sense_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with Router(SECRET, model=MODEL) as router, stranger(router) as channel:
+    with Router(SECRET, model=MODEL) as router, authenticated_channel(router) as channel:
         channel.send(joined())
         until(router, lambda: router.stats()["workers"] == 1)
         request = router.submit([1, 2, 3], 4)
@@ -534,7 +536,7 @@ def test_a_worker_cannot_name_endpoints_elsewhere(
 ) -> None:
     """The router asks nobody beyond this machine, and no socket within its own process."""
     here = {"events": "tcp://127.0.0.1:1", "replay": "tcp://127.0.0.1:1"}
-    with Router(SECRET) as router, stranger(router) as channel:
+    with Router(SECRET) as router, authenticated_channel(router) as channel:
         channel.send(messages.encode(Join("false", "decode", MODEL, b"", 64, **(here | {what: where}))))
         until(router, lambda: router.stats()["workers"] == 1)
         assert router._subscriber.stats()["workers"] == 0
@@ -542,7 +544,7 @@ def test_a_worker_cannot_name_endpoints_elsewhere(
 
 
 def test_who_joins_twice_is_left() -> None:
-    with Router(SECRET) as router, stranger(router) as channel:
+    with Router(SECRET) as router, authenticated_channel(router) as channel:
         channel.send(joined())
         channel.send(joined())
         until(router, lambda: router.stats()["lost_workers"] == 1)
@@ -552,7 +554,7 @@ def test_who_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with Router(SECRET) as router:
         request = router.submit([1, 2, 3], 4)
         for number, name in enumerate(("false", "false-2", "false-3"), 1):
-            with stranger(router) as channel, monkeypatch.context() as patch:
+            with authenticated_channel(router) as channel, monkeypatch.context() as patch:
                 channel.send(joined(name))
                 until(router, lambda: request.state == "decode")
                 # Not before: a busy machine takes longer for that.
@@ -570,7 +572,7 @@ def test_workers_that_are_lost_are_not_listed_for_ever(monkeypatch: pytest.Monke
     monkeypatch.setattr(members, "MAX_LOST", 2)
     with Router(SECRET) as router:
         for number in range(6):
-            with stranger(router) as channel:
+            with authenticated_channel(router) as channel:
                 channel.send(joined(f"false-{number}"))
                 until(router, lambda: router.stats()["workers"] == 1)
             until(router, lambda: router.stats()["workers"] == 0)
@@ -579,7 +581,7 @@ def test_workers_that_are_lost_are_not_listed_for_ever(monkeypatch: pytest.Monke
 
 def test_a_prefill_worker_with_false_rows_costs_time_only() -> None:
     """Neither its metadata nor its ticket is valid: the other worker computes the prompt."""
-    with cluster(0, 1) as (router, members), stranger(router) as channel:
+    with cluster(0, 1) as (router, members), authenticated_channel(router) as channel:
         channel.send(joined("false", "prefill"))
         until(router, lambda: router.stats()["workers"] == 2)
         request = router.submit([1, 2, 3], 6)

@@ -69,7 +69,7 @@ def test_without_extras_commands_say_all_that_they_need(command: str, said: str)
 
 
 def test_with_typer_commands_say_all_that_they_need(hide: Callable[[set[str]], None]) -> None:
-    def said(*arguments: str) -> str:
+    def error_output(*arguments: str) -> str:
         result = CliRunner().invoke(app, arguments)
         assert (result.exit_code, result.stdout) == (1, "")
         return result.stderr
@@ -82,7 +82,7 @@ def test_with_typer_commands_say_all_that_they_need(hide: Callable[[set[str]], N
         (("replay",), "torch", "torch"),
     ):
         needed = f"{arguments[0]} needs {names}"
-        assert said(*arguments) == f"kvpool: {needed}: pip install 'kvpool[{extras}]'\n"
+        assert error_output(*arguments) == f"kvpool: {needed}: pip install 'kvpool[{extras}]'\n"
 
 
 def test_extras_have_what_messages_say() -> None:

@@ -517,7 +517,7 @@ def test_capsules_that_lie_are_refused(run_snippet: RunSnippet) -> None:
     run_snippet(
         """
         import kvpool
-        class Liar:
+        class InvalidProducer:
             def __init__(self, answer):
                 self.answer = answer
             def __dlpack__(self, **arguments):
@@ -529,11 +529,11 @@ def test_capsules_that_lie_are_refused(run_snippet: RunSnippet) -> None:
         allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")
         slots = allocator.alloc(3)
         used = slots.__dlpack__(max_version=(1, 0))
-        allocator.free(Liar(used))
+        allocator.free(InvalidProducer(used))
         assert allocator.available_size() == 16
         for answer in (None, 3, "capsule", object(), used, BufferError("no")):
             try:
-                allocator.free(Liar(answer))
+                allocator.free(InvalidProducer(answer))
             except (TypeError, BufferError, kvpool.ConfigError):
                 pass
             else:

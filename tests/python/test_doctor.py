@@ -183,7 +183,7 @@ def test_a_trial_works_on_the_cpu(run_snippet: RunSnippet) -> None:
     assert json.loads(run_snippet(code, hidden=("torch", "numpy"))) == [True, trial("cpu")]
 
 
-class Lying:
+class PatchedPool:
     """A pool with one replaced method."""
 
     def __init__(self, pool: Any, name: str, other: Callable[..., Any]) -> None:  # noqa: ANN401 - any pool
@@ -207,15 +207,15 @@ def test_a_trial_finds_wrong_results(
 ) -> None:
     make, make_table = kvpool.make_full_attention_net_mem_pool, kvpool.make_req_to_token_pool
 
-    def lying(number: int, pool: Any) -> Any:  # noqa: ANN401 - any pool
-        return Lying(pool, name, other) if number == which else pool
+    def patched(number: int, pool: Any) -> Any:  # noqa: ANN401 - any pool
+        return PatchedPool(pool, name, other) if number == which else pool
 
     def make_both(*arguments: Any) -> tuple[Any, Any]:  # noqa: ANN401 - the factory's
         pool, allocator = make(*arguments)
-        return lying(0, pool), lying(1, allocator)
+        return patched(0, pool), patched(1, allocator)
 
     monkeypatch.setattr(kvpool, "make_full_attention_net_mem_pool", make_both)
-    monkeypatch.setattr(kvpool, "make_req_to_token_pool", lambda *given: lying(2, make_table(*given)))
+    monkeypatch.setattr(kvpool, "make_req_to_token_pool", lambda *given: patched(2, make_table(*given)))
     with pytest.raises(TrialError, match=message):
         trial("cpu")
 
@@ -324,7 +324,7 @@ def test_tensors_that_do_not_share_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
     def copying(*arguments: Any) -> Any:  # noqa: ANN401 - a `KVPool`
         pool = make(*arguments)
-        return Lying(pool, "get_key_buffer", lambda layer: pool.get_key_buffer(layer).clone())
+        return PatchedPool(pool, "get_key_buffer", lambda layer: pool.get_key_buffer(layer).clone())
 
     monkeypatch.setattr(kvpool, "KVPool", copying)
     assert torch_state(0).problem == "a tensor of a pool does not share its memory"

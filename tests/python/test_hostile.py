@@ -69,8 +69,8 @@ def test_a_destructor_may_use_the_pool_while_its_exception_is_made(run_snippet: 
     )
 
 
-class Nosy:
-    """A fence that asks the allocator itself, and is never passed until told so."""
+class QueryingFence:
+    """A fence whose `query` calls the allocator. It passes when `passed` is set."""
 
     def __init__(self, allocator: kvpool.TokenToKVPoolAllocator) -> None:
         self.allocator = allocator
@@ -87,7 +87,7 @@ class Nosy:
 @pytest.mark.timeout(60)
 def test_fences_that_use_their_allocator_do_not_multiply() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
-    fences = [Nosy(allocator) for _ in range(4)]
+    fences = [QueryingFence(allocator) for _ in range(4)]
     for fence in fences:
         allocator.free(some(allocator.alloc(4)), after=fence)
     before = [fence.calls for fence in fences]
@@ -115,13 +115,13 @@ def test_a_value_may_not_change_another_after_it_was_described() -> None:
     pool = small_pool()
     k = torch.ones(2, 2, 4)
 
-    class Shrinks:
+    class ShrinkingArgument:
         def __dlpack__(self, **_: object) -> object:
             k.untyped_storage().resize_(0)
             return torch.ones(2, 2, 4).__dlpack__()
 
     with pytest.raises(ConfigError, match="without memory"):
-        pool.set_kv_buffer(0, [1, 2], k, Shrinks())  # type: ignore[arg-type]
+        pool.set_kv_buffer(0, [1, 2], k, ShrinkingArgument())  # type: ignore[arg-type]
     assert not pool.k_buffer[0].any()
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("device")
 
 
-class World:
+class UsedPools:
     """Pools in the middle of their work: 32 slots, four rows, and requests in rows 3 and 4."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def shown(answer: Any) -> Any:  # noqa: ANN401
 @each_call
 def test_every_form_is_taken_as_a_list_is(as_index: Callable[[Sequence[int]], Any], name: str) -> None:
     call, arguments = CALLS[name]
-    world, other = World(), World()
+    world, other = UsedPools(), UsedPools()
     answer = call(world, *map(as_index, arguments))
     assert shown(answer) == shown(call(other, *arguments))
     assert world.picture() == other.picture()
@@ -112,7 +112,7 @@ def test_every_form_is_taken_as_a_list_is(as_index: Callable[[Sequence[int]], An
 @each_call
 def test_rejects_what_is_not_an_index_and_changes_nothing(bad_index: Any, name: str) -> None:  # noqa: ANN401
     call, arguments = CALLS[name]
-    world = World()
+    world = UsedPools()
     before = world.picture()
     for place in range(len(arguments)):
         # Lengths that are checked are optional, and so is a prefix.

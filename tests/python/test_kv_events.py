@@ -732,13 +732,13 @@ def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up(index: PrefixInde
         publisher.publish()
         last = publisher.stats()["batches"]
 
-        def nudge() -> bool:
+        def change_cache() -> bool:
             insert(cache, [7] * 16)
             cache.evict(16)
             publisher.publish()
             return index.match(prompt) == {"a": cache.cached_len(prompt)}
 
-        until(subscriber, nudge)
+        until(subscriber, change_cache)
         assert subscriber.stats()["replays"] >= 1
         assert last > 1
 
@@ -896,7 +896,9 @@ def test_others_are_allowed_to_those_who_say_so() -> None:
         open_publisher(make_cache(), endpoint="udp://*:0", allow_remote=True)
 
 
-def heard(publisher: EventPublisher, secret: bytes | None, cache: PrefixCache, seconds: float = 0.5) -> int:
+def subscribed_length(
+    publisher: EventPublisher, secret: bytes | None, cache: PrefixCache, seconds: float = 0.5
+) -> int:
     """Tokens of the first prompt that a subscriber knows of, within a time in which batches are sent."""
     index = PrefixIndex()
     # The lease keeps the prompt from being evicted for the batches.
@@ -921,8 +923,8 @@ def test_only_who_knows_the_secret_hears_events() -> None:
         host, _, port = publisher.endpoint.rpartition(":")
         assert host == "tcp://0.0.0.0"
         for other in (None, b"another secret"):
-            assert heard(publisher, other, cache) == 0
-        assert heard(publisher, b"a secret", cache, PATIENCE_S) == 4
+            assert subscribed_length(publisher, other, cache) == 0
+        assert subscribed_length(publisher, b"a secret", cache, PATIENCE_S) == 4
         with socket.create_connection(("127.0.0.1", int(port)), PATIENCE_S) as stranger:
             said = stranger.recv(4096)
             stranger.settimeout(0.2)
@@ -939,7 +941,7 @@ def test_who_does_not_know_the_secret_cannot_publish() -> None:
     insert(cache, range(4))
     for other in (None, b"another secret"):
         with open_publisher(cache, secret=other) as publisher:
-            assert heard(publisher, b"a secret", make_cache(size=1024)) == 0
+            assert subscribed_length(publisher, b"a secret", make_cache(size=1024)) == 0
 
 
 def test_without_curve_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,8 +269,8 @@ def test_clearing_the_allocator_ends_leases_of_requests() -> None:
     scene.cache.verify()
 
 
-class Clears:
-    """A fence that has passed. When it is asked first, it clears the allocator and takes all of its slots."""
+class ClearingFence:
+    """A fence that has passed. The first query clears the allocator and takes all of its slots."""
 
     def __init__(self, allocator: TokenToKVPoolAllocator) -> None:
         self.allocator = allocator
@@ -291,7 +291,7 @@ def test_no_request_begins_with_a_prefix_of_before_a_clear(call: str) -> None:
     lease.publish(scene.prompt, row=row)
     other = scene.cache.match(scene.prompt)
     [new] = some(scene.table.alloc(1))
-    scene.allocator.free(some(scene.allocator.alloc(4)), after=Clears(scene.allocator))
+    scene.allocator.free(some(scene.allocator.alloc(4)), after=ClearingFence(scene.allocator))
     with pytest.raises(StaleBufferError, match="the allocator was cleared"):
         if call == "extend":
             scene.planner.extend([new], [8], [10], prefixes=[other])

@@ -354,7 +354,7 @@ def test_long_copies_of_states_let_others_run(call: str) -> None:
 # Notices
 
 
-class Caller(logging.Handler):
+class CacheUsingHandler(logging.Handler):
     """Uses a cache whenever something is logged."""
 
     def __init__(self, cache: PrefixCache, lease: kvpool.Lease) -> None:
@@ -381,7 +381,7 @@ def test_a_notice_is_logged_without_locks(call: str, driver: Driver) -> None:
     given = some(scene.allocator.alloc(2))
     if call == "release":
         scene.cache.clear("mine")
-    handler = Caller(scene.cache, rival)
+    handler = CacheUsingHandler(scene.cache, rival)
     logger = logging.getLogger("kvpool")
     logger.addHandler(handler)
     driver.fail("cuMemsetD8Async", 1, 719)

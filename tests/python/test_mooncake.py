@@ -405,7 +405,7 @@ def test_a_read_that_would_go_on_gives_the_store_up(start: Callable[..., Cluster
     cluster = start()
     one, other = cluster.server(), cluster.server()
     assert one("write", [1], PAGE) == [True]
-    assert one("creep", 1, PAGE) == [[["missing"], ["missing"]], ["missing"], [False], [False]]
+    assert one("read_slowly", 1, PAGE) == [[["missing"], ["missing"]], ["missing"], [False], [False]]
     assert "the store is given up" in one.log
     assert other.writes(2)
 

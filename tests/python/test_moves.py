@@ -369,7 +369,7 @@ def test_tokens_that_are_known_are_not_generated_again(network: Network) -> None
         side.engine.submit([1], 4, tokens=[50])
 
 
-class Interrupted:
+class InterruptedPair:
     """Two engines, one of which is interrupted at an event."""
 
     def __init__(self, network: Network, at: int, *, side: str) -> None:
@@ -429,7 +429,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_interrupt_anywhere_loses_no_slot_that_moves(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
-    whole = Interrupted(Network(monkeypatch), 0, side=side)
+    whole = InterruptedPair(Network(monkeypatch), 0, side=side)
     clock = SimpleNamespace(monotonic=lambda: whole.pair.network.seconds)
     monkeypatch.setattr("kvpool.cluster.handover.time", clock)
     places = whole.serve()
@@ -441,7 +441,7 @@ def test_an_interrupt_anywhere_loses_no_slot_that_moves(monkeypatch: pytest.Monk
     chosen = [at for place, at in firsts.items() if place[0] in moves]
     assert len(chosen) > 60
     for at in chosen:
-        one = Interrupted(Network(monkeypatch), at, side=side)
+        one = InterruptedPair(Network(monkeypatch), at, side=side)
         clock.monotonic = lambda one=one: one.pair.network.seconds
         one.serve()
         one.check()

@@ -389,17 +389,17 @@ def is_asleep():
                     return False
     return True
 
-def comes_to_rest():
+def wait_until_idle():
     looks, end = 0, time.monotonic() + {PATIENCE_S / 3}
     while looks < 100 and time.monotonic() < end:
         looks = looks + 1 if is_asleep() else 0
     return looks == 100
 
 a, b = [Endpoint(name, kvpool.KVPool(64, 2, 2, 4, "cpu", "float32")) for name in "ab"]
-assert comes_to_rest()
+assert wait_until_idle()
 peer = b.connect(a.metadata())
 assert peer.read(peer.slots(a.lend([5, 6, 7]).ticket), [1, 2, 3]).wait(10)
-assert comes_to_rest()
+assert wait_until_idle()
 b.close(), a.close()
 """,
         {**nixl, **network},

@@ -200,14 +200,14 @@ def test_layer_rules_have_exceptions() -> None:
     ]
 
 
-class Made(NamedTuple):
+class ConstructedPools(NamedTuple):
     """The pools of the printed constructors."""
 
     names: dict[str, Any]
     taken_bytes: int
 
 
-def construct(code: str) -> Made:
+def construct(code: str) -> ConstructedPools:
     """Run the constructors, and count their memory on the CPU."""
     names: dict[str, Any] = {}
     exec(code, names)  # noqa: S102 - what a user pastes
@@ -219,7 +219,7 @@ def construct(code: str) -> Made:
             taken_bytes += -(-(max(addresses) - min(addresses) + sizes[-1]) // 256) * 256
     if "states" in names:
         taken_bytes += names["states"].mem_bytes()
-    return Made(names, taken_bytes)
+    return ConstructedPools(names, taken_bytes)
 
 
 def more_slots(plan: Plan, count: int) -> Plan:

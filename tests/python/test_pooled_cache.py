@@ -80,7 +80,7 @@ def generated(
     return tokens
 
 
-def surely(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int) -> list[list[int]]:  # noqa: ANN401
+def unambiguous_tokens(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int) -> list[list[int]]:  # noqa: ANN401
     """The best tokens, where noise changes none of them."""
     found = model.generate(
         **inputs, max_new_tokens=new_tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -106,7 +106,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("config", MODELS)
 def test_padded_prompts_generate_the_same(config: str) -> None:
     model, inputs = a_model(config), padded()
-    wanted = surely(reference(config, devices.current()), inputs, 12)
+    wanted = unambiguous_tokens(reference(config, devices.current()), inputs, 12)
     with PooledCache(model, 256, 3, page_size=4) as cache:
         assert generated(model, inputs, max_new_tokens=12, cache=cache) == wanted
         assert cache.get_seq_length() == max(PROMPT_LENS) + 11
@@ -478,7 +478,8 @@ def test_continuous_batching(*, mixed: bool, monkeypatch: pytest.MonkeyPatch) ->
     )
     prompts = [list(task.prompt) for task in some_tasks(12)]
     wanted = [
-        surely(model, {"input_ids": here(torch.tensor([prompt]))}, 12)[0][len(prompt) :] for prompt in prompts
+        unambiguous_tokens(model, {"input_ids": here(torch.tensor([prompt]))}, 12)[0][len(prompt) :]
+        for prompt in prompts
     ]
     config_of: Any = GenerationConfig
     options = config_of(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)

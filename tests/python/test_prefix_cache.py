@@ -979,8 +979,8 @@ def test_tokens_whose_values_come_from_calls() -> None:
     assert scene.sizes() == before
 
 
-class Stopping:
-    """Python code that runs inside of calls: raises at the turn after `left` others."""
+class RaisingHook:
+    """Python code that runs within calls, and raises after `left` other turns."""
 
     def __init__(self) -> None:
         self.left = 1 << 30
@@ -1021,13 +1021,13 @@ class Stopping:
         return Values()
 
 
-class Interrupted(Scene):
-    """Calls in which Python code runs: the values of arguments, and fences that are asked."""
+class InterruptedScene(Scene):
+    """Calls in which Python code runs: in the values of arguments, and in fences."""
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size, strict=True)
         where = devices.current()
-        self.stop = Stopping()
+        self.stop = RaisingHook()
         self.insert(range(8))
         self.allocator.free(self.alloc(4), after=self.stop)
         self.table = kvpool.ReqToTokenPool(3, 32, where)
@@ -1045,7 +1045,7 @@ class Interrupted(Scene):
         return self.sizes(), leases, lens, self.allocator.stats()["fenced"], self.cache.stats()["lookups"]
 
 
-INTERRUPTED: dict[str, Callable[[Interrupted], object]] = {
+INTERRUPTED: dict[str, Callable[[InterruptedScene], object]] = {
     "match": lambda scene: scene.cache.match(scene.stop.list(range(8))),
     "match a sequence": lambda scene: scene.cache.match(scene.stop.sequence(range(8))),
     "limit": lambda scene: scene.cache.match(range(8), limit=scene.stop.index(4)),
@@ -1079,7 +1079,7 @@ INTERRUPTED: dict[str, Callable[[Interrupted], object]] = {
 def test_an_interrupt_wherever_python_code_runs_changes_nothing(name: str, page_size: int) -> None:
     call = INTERRUPTED[name]
     for left in itertools.count():
-        scene = Interrupted(page_size)
+        scene = InterruptedScene(page_size)
         before = scene.books()
         scene.stop.left = left
         try:

@@ -292,13 +292,13 @@ def test_a_notice_is_logged_without_locks(call: str, driver: Driver) -> None:
     seen: list[int] = []
     held = weakref.ref(tree)
 
-    class Caller(logging.Handler):
+    class TreeUsingHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             assert "not poisoned" in record.getMessage()
             found = held()
             seen.append(allocator.stats()["cached"] if found is None else found.cached_size())
 
-    handler, logger = Caller(), logging.getLogger("kvpool")
+    handler, logger = TreeUsingHandler(), logging.getLogger("kvpool")
     logger.addHandler(handler)
     driver.fail("cuMemsetD8Async", 1, 719)
     try:

@@ -431,7 +431,7 @@ def test_offers_that_do_not_fit_are_refused(network: Network, caplog: pytest.Log
         (reader, messages.note(messages.Offered(*named(writable), b"", messages.ticket(outside)))),
         (reader, messages.note(messages.Offered(*named(writable), b"", b"?"))),
         (reader, messages.note(messages.Returned(*named(writable)))),
-        ("stranger#1/1", messages.note(messages.Offered(*named(writable), b"", two.ticket))),
+        ("unknown_introduction#1/1", messages.note(messages.Offered(*named(writable), b"", two.ticket))),
         (reader, b"nonsense"),
     ]:
         agent.heard.append((sender, note))
@@ -641,10 +641,10 @@ def test_misuse_changes_nothing(network: Network) -> None:
         (ConfigError, "timeout is -1", lambda: lease.wait(-1)),
         (ConfigError, "a peer's message cannot be used", lambda: pair.to_a.slots(b"")),
         (ConfigError, "a peer's message cannot be used", lambda: pair.b.connect(b"")),
-        (TransferError, "there is no agent", lambda: pair.b.connect(stranger())),
+        (TransferError, "there is no agent", lambda: pair.b.connect(unknown_introduction())),
     ]
 
-    def stranger() -> bytes:
+    def unknown_introduction() -> bytes:
         who = messages.introduced(pair.a.metadata())
         return messages.introduction(who._replace(agent="x", metadata=b"x"))
 
@@ -656,11 +656,11 @@ def test_misuse_changes_nothing(network: Network) -> None:
 
 
 def test_states_on_another_device(network: Network) -> None:
-    class Elsewhere:
+    class CudaStates:
         device = "cuda:0"
 
     with pytest.raises(ConfigError, match="states are on cuda:0, and kv is on cpu"):
-        network.endpoint("a", filled(), Elsewhere())  # type: ignore[arg-type]
+        network.endpoint("a", filled(), CudaStates())  # type: ignore[arg-type]
 
 
 def test_leases_and_transfers_are_bounded(network: Network) -> None:
@@ -795,8 +795,8 @@ def test_several_threads_read_through_one_endpoint(network: Network) -> None:
 # Random histories
 
 
-class Held:
-    """Slots of a process that something may arrive in, or that a peer may use."""
+class HeldSlots:
+    """Slots of a process to which a transfer may write, or that a peer may use."""
 
     def __init__(
         self, process: Process, slots: list[int], lease: SlotLease | None = None, *, writable: bool = True
@@ -856,9 +856,9 @@ class Histories(RuleBasedStateMachine):
             for other in self.processes:
                 if one is not other:
                     one.peers[other.endpoint.name] = one.endpoint.connect(other.endpoint.metadata())
-        self.lent: list[Held] = []
-        self.reads: list[Held] = []
-        self.tickets: list[tuple[Held, bytes, list[float]]] = []
+        self.lent: list[HeldSlots] = []
+        self.reads: list[HeldSlots] = []
+        self.tickets: list[tuple[HeldSlots, bytes, list[float]]] = []
 
     def teardown(self) -> None:
         for one in self.processes:
@@ -877,7 +877,7 @@ class Histories(RuleBasedStateMachine):
         slots = process.alloc(count)
         if slots is not None:
             lease = process.endpoint.lend(slots, seconds=seconds, writable=writable)
-            held = Held(process, slots, lease, writable=writable)
+            held = HeldSlots(process, slots, lease, writable=writable)
             self.lent.append(held)
             self.tickets.append((held, lease.ticket, [process.known[slot] for slot in slots]))
 
@@ -890,7 +890,7 @@ class Histories(RuleBasedStateMachine):
         slots = None if process is there.process else process.alloc(len(there.slots))
         if slots is None:
             return
-        held = Held(process, slots)
+        held = HeldSlots(process, slots)
         peer = process.peers[there.process.endpoint.name]
         remote = peer.slots(ticket)
         if remote.is_writable:
@@ -957,7 +957,7 @@ class Histories(RuleBasedStateMachine):
             held.process.allocator.free(torch.tensor(held.slots))
 
     @staticmethod
-    def marked(held: Held) -> list[tuple[Process, int]]:
+    def marked(held: HeldSlots) -> list[tuple[Process, int]]:
         return [(held.process, slot) for slot in held.slots]
 
     def unknown(self) -> set[Any]:

@@ -525,7 +525,7 @@ def test_an_interrupt_within_a_call_of_a_pool_loses_nothing() -> None:
 
 @devices.cpu_only
 def test_a_model_cannot_change_the_engine_in_the_middle_of_a_step() -> None:
-    class Meddler(PoolReader):
+    class ReentrantReader(PoolReader):
         def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
             logits = super().forward(token_ids, plan)
             for call in (lambda: engine.abort(requests[1]), engine.step):
@@ -533,7 +533,7 @@ def test_a_model_cannot_change_the_engine_in_the_middle_of_a_step() -> None:
                     call()
             return logits
 
-    engine = Engine(Meddler(32, 3, 40, 4), 12)
+    engine = Engine(ReentrantReader(32, 3, 40, 4), 12)
     requests = [engine.submit([1, 2, 3, 4, 5], 4), engine.submit([7, 8, 9], 4)]
     engine.run()
     assert all(request.tokens == alone(request) for request in requests)

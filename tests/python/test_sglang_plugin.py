@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 import sglang_on_cpu
-from sglang_on_cpu import PLUGIN_ON, TREE_ON, Ended, fork, job, require, served, tiny_hybrid_model, tiny_model
+from sglang_on_cpu import (
+    PLUGIN_ON,
+    TREE_ON,
+    ProcessResult,
+    fork,
+    job,
+    require,
+    served,
+    tiny_hybrid_model,
+    tiny_model,
+)
 
 from kvpool.integrations import sglang
 
@@ -63,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(folder: Path) -> dict[str, Ended]:
+def ended(folder: Path) -> dict[str, ProcessResult]:
     """How each check and each engine ended, in forks of one process: the import takes the most time."""
     require()
     models = {"dense": tiny_model(folder / "dense"), "hybrid": tiny_hybrid_model(folder / "hybrid")}
@@ -96,7 +106,7 @@ def test_an_engine_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyP
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("checks", CHECKS)
-def test_checks_within_sglang(ended: dict[str, Ended], checks: str) -> None:
+def test_checks_within_sglang(ended: dict[str, ProcessResult], checks: str) -> None:
     status, log = ended[checks]
     assert status == 0, log
     assert f"checked {checks}\n" in log
@@ -105,7 +115,7 @@ def test_checks_within_sglang(ended: dict[str, Ended], checks: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "rows"), [("dense", "ReqToTokenPool"), ("hybrid", "HybridReqToTokenPool")])
 def test_the_engine_gives_the_same_tokens(
-    folder: Path, ended: dict[str, Ended], kind: str, rows: str
+    folder: Path, ended: dict[str, ProcessResult], kind: str, rows: str
 ) -> None:
     own, pooled = (served(folder / f"{kind} {name}.json", ended[f"{kind} {name}"]) for name in ENGINES)
     assert pooled.tokens == own.tokens
@@ -119,7 +129,7 @@ def test_the_engine_gives_the_same_tokens(
 
 
 @pytest.mark.timeout(600)
-def test_the_prefix_cache_is_the_same_over_both_tree_cores(ended: dict[str, Ended]) -> None:
+def test_the_prefix_cache_is_the_same_over_both_tree_cores(ended: dict[str, ProcessResult]) -> None:
     status, log = ended["tree core"]
     assert status == 0, log
     made = json.loads(log.splitlines()[-1])

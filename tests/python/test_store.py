@@ -192,14 +192,14 @@ def test_a_fetch_keeps_what_it_brought(device: str) -> None:
 def test_a_wait_ends_when_all_tiers_have_what_was_published(device: str) -> None:
     answers = threading.Event()
 
-    class Slow(Memory):
+    class SlowStore(Memory):
         def write(
             self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]
         ) -> Sequence[bool]:
             answers.wait(30)
             return super().write(keys, addresses, sizes)
 
-    with Slow() as store:
+    with SlowStore() as store:
         scene = Scene(device, store=store)
         assert scene.cache.wait_written()
         scene.keep(PROMPT)
@@ -216,12 +216,12 @@ def test_a_wait_ends_when_all_tiers_have_what_was_published(device: str) -> None
 def test_an_interrupt_ends_a_wait_for_a_store_that_does_not_answer(device: str) -> None:
     answers = threading.Event()
 
-    class Slow(Memory):
+    class SlowStore(Memory):
         def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
             answers.wait(30)
             return super().find(keys)
 
-    scene = Scene(device, store=Slow())
+    scene = Scene(device, store=SlowStore())
     interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     interrupt.start()
     try:
@@ -322,7 +322,7 @@ def test_some_pages_of_a_batch_may_be_missing(device: str) -> None:
         assert other.tier.stats()["pages"] == 2
 
 
-class Held(Memory):
+class BlockingStore(Memory):
     """A store whose answers to one kind of call wait."""
 
     def __init__(self, kind: str) -> None:
@@ -346,7 +346,7 @@ class Held(Memory):
 @pytest.mark.parametrize("kind", ["find", "read"])
 @pytest.mark.parametrize("end", ["cancel", "drop", "clear", "clear tier", "drop cache", "close"])
 def test_nothing_waits_for_a_store_and_a_fetch_can_end_early(device: str, kind: str, end: str) -> None:
-    with Held(kind) as store:
+    with BlockingStore(kind) as store:
         scene = stored_prompt(device, store)
         other = Scene(device, store=store)
         fetch: Fetch | None = other.cache.fetch(PROMPT)
@@ -385,7 +385,7 @@ def test_nothing_waits_for_a_store_and_a_fetch_can_end_early(device: str, kind: 
 
 
 def test_what_waits_to_be_written_is_bounded(device: str) -> None:
-    with Held("write") as store:
+    with BlockingStore("write") as store:
         scene = Scene(device, store=store, host=28)  # seven pages: four may wait
         scene.keep(PROMPT)
         scene.settle()
@@ -567,7 +567,7 @@ def test_a_thread_that_ends_before_its_store_is_logged(caplog: pytest.LogCapture
 
 
 def test_a_store_may_close_itself_and_survives_any_exception(caplog: pytest.LogCaptureFixture) -> None:
-    class Odd(Memory):
+    class ExitingStore(Memory):
         def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
             if not self.calls:
                 self.calls.append(("find", 1))
@@ -575,7 +575,7 @@ def test_a_store_may_close_itself_and_survives_any_exception(caplog: pytest.LogC
             self.close()
             return [False] * len(keys)
 
-    with Odd() as store, caplog.at_level(logging.ERROR, "kvpool"):
+    with ExitingStore() as store, caplog.at_level(logging.ERROR, "kvpool"):
         scene = Scene("cpu", store=store)
         for _ in range(2):
             assert fetched(scene, PROMPT).length == 0
@@ -618,7 +618,7 @@ def test_a_long_fetch_keeps_what_it_brought(device: str) -> None:
 
 @pytest.mark.parametrize("end", ["cancel", "drop"])
 def test_a_prompt_is_fetched_again_after_a_fetch_that_ended_early(device: str, end: str) -> None:
-    with Held("read") as store:
+    with BlockingStore("read") as store:
         stored_prompt(device, store)
         other = Scene(device, store=store)
         first: Fetch | None = other.cache.fetch(PROMPT)
@@ -642,7 +642,7 @@ def test_a_prompt_is_fetched_again_after_a_fetch_that_ended_early(device: str, e
 
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_what_is_computed_while_it_is_fetched_goes_down_nevertheless(device: str, write: str) -> None:
-    with Held("read") as store:
+    with BlockingStore("read") as store:
         stored_prompt(device, store)
         other = Scene(device, store=store, write=write)
         fetch = other.cache.fetch(PROMPT)
@@ -684,7 +684,7 @@ def test_a_fetched_snapshot_is_kept_beside_pages_of_the_device(device: str) -> N
 
 
 def test_a_prompt_without_a_missing_page_waits_for_no_other(device: str) -> None:
-    with Held("find") as store:
+    with BlockingStore("find") as store:
         scene = Scene(device, store=store)
         scene.keep(PROMPT)
         slow = scene.cache.fetch(range(500, 524))

@@ -104,7 +104,7 @@ def assert_served(engine: Engine, requests: list[Request]) -> None:
     assert is_whole(engine)
 
 
-def converse(engine: Engine, users: int = 7, turns: int = 2, seed: int = 0) -> list[Request]:
+def serve_conversations(engine: Engine, users: int = 7, turns: int = 2, seed: int = 0) -> list[Request]:
     """Serves conversations that begin alike, greedy and sampled; a turn comes some steps after the last."""
     chance = random.Random(seed)  # noqa: S311 - no secrets
     head = chance.choices(range(VOCAB), k=9)
@@ -150,7 +150,7 @@ def converse(engine: Engine, users: int = 7, turns: int = 2, seed: int = 0) -> l
 def test_tokens_are_the_same_with_every_swap(kind: str, page_size: int, write: str, swap: SwapMode) -> None:
     model = READERS[kind](64, 6, page_size=page_size)
     engine = tiered(model, 24, 1000, write, swap)
-    requests = converse(engine)
+    requests = serve_conversations(engine)
     assert_served(engine, requests)
     stats = engine.stats()
     assert stats["retractions"] > 0
@@ -185,8 +185,8 @@ def evicted_prompt(
     return Prompts(engine, first.prompt, first.tokens)
 
 
-class Watched:
-    """A load that says when it is waited for."""
+class ObservedLoad:
+    """A load that calls `wait` before it is waited for."""
 
     def __init__(self, load: Load, wait: Callable[[int], object]) -> None:
         self._load, self._wait, self.length = load, wait, load.length
@@ -204,7 +204,7 @@ def watched(wait: Callable[[int], object]) -> Iterator[None]:
     def patched(self: Prefixes[Request], request: Request) -> bool:
         answer = try_load(self, request)
         if request.held.load is not None:
-            request.held.load = cast("Load", Watched(request.held.load, wait))
+            request.held.load = cast("Load", ObservedLoad(request.held.load, wait))
         return answer
 
     with pytest.MonkeyPatch.context() as patch:
@@ -574,8 +574,8 @@ def test_an_interrupt_while_prefixes_are_loaded_loses_nothing(kind: str, write: 
 # What auto chooses
 
 
-class Machine:
-    """Seconds of steps on a machine that is made up."""
+class SimulatedMachine:
+    """The seconds of steps on a simulated machine."""
 
     def __init__(self, step: float, token: float, load: float, loaded_token: float) -> None:
         self.step, self.token, self.load, self.loaded_token = step, token, load, loaded_token
@@ -599,7 +599,7 @@ class Machine:
 
 @devices.cpu_only
 def test_auto_tries_both_and_keeps_to_the_cheaper() -> None:
-    fast, slow = Machine(0.02, 1e-4, 1e-3, 1e-5), Machine(0.02, 1e-4, 1e-3, 1e-3)
+    fast, slow = SimulatedMachine(0.02, 1e-4, 1e-3, 1e-5), SimulatedMachine(0.02, 1e-4, 1e-3, 1e-3)
     assert fast.serve(Swap(), [500] * 20) == [False, *[True] * 19]
     assert slow.serve(Swap(), [500] * 20) == [False, True, *[False] * 18]
 
@@ -607,14 +607,14 @@ def test_auto_tries_both_and_keeps_to_the_cheaper() -> None:
 @devices.cpu_only
 def test_auto_chooses_by_the_number_of_tokens() -> None:
     """A load costs 10 ms and more, a computed token 0.1 ms: below 112 tokens computing is cheaper."""
-    machine, swap = Machine(0.02, 1e-4, 1e-2, 1e-5), Swap()
+    machine, swap = SimulatedMachine(0.02, 1e-4, 1e-2, 1e-5), Swap()
     machine.serve(swap, [64, 500, 64, 1000, 64, 2000])
     assert [size for size in (16, 32, 64, 100, 125, 250, 1000) if swap.pays(size)] == [125, 250, 1000]
 
 
 @devices.cpu_only
 def test_auto_learns_that_costs_change() -> None:
-    slow, fast = Machine(0.02, 1e-4, 1e-3, 1e-3), Machine(0.02, 1e-4, 1e-3, 1e-6)
+    slow, fast = SimulatedMachine(0.02, 1e-4, 1e-3, 1e-3), SimulatedMachine(0.02, 1e-4, 1e-3, 1e-6)
     swap = Swap()
     slow.serve(swap, [500] * 20)
     choices = fast.serve(swap, [500] * 1000)
@@ -626,7 +626,7 @@ def test_auto_learns_that_costs_change() -> None:
 @devices.cpu_only
 def test_auto_tries_loads_larger_than_any() -> None:
     """A first load of few tokens, whose cost is that of a call, says nothing of large ones."""
-    machine, swap = Machine(0.02, 1e-4, 1e-2, 1e-6), Swap()
+    machine, swap = SimulatedMachine(0.02, 1e-4, 1e-2, 1e-6), Swap()
     assert machine.serve(swap, [4, 4, 4, 4, 4000]) == [False, True, False, False, True]
 
 
@@ -673,8 +673,8 @@ def test_a_swap_has_one_of_three_names() -> None:
         Engine(PoolReader(60), 16, swap=cast("SwapMode", "sometimes"))
 
 
-class Shelf(Memory):
-    """A store whose answers may wait."""
+class DelayedStore(Memory):
+    """A store that answers look-ups only while it is open."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -686,7 +686,7 @@ class Shelf(Memory):
         return super().find(keys)
 
 
-def with_store(reader: str, store: Shelf, swap: SwapMode = "load") -> Engine:
+def with_store(reader: str, store: DelayedStore, swap: SwapMode = "load") -> Engine:
     model = READERS[reader](64, page_size=4)
     tier = HostTier(model.pool, 4096, states=model.gdn_pool)
     cache = PrefixCache(model.allocator, states=model.gdn_pool, tiers=(tier, store), model=reader)
@@ -708,7 +708,7 @@ def prompts_of(seed: int, count: int = 6) -> list[list[int]]:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_another_engine_goes_on_with_what_the_store_has(reader: str) -> None:
-    with Shelf() as store:
+    with DelayedStore() as store:
         one, other = with_store(reader, store), with_store(reader, store)
         first = stored(one, prompts_of(1))
         assert_served(one, first)
@@ -728,7 +728,7 @@ def test_another_engine_goes_on_with_what_the_store_has(reader: str) -> None:
 
 
 def test_others_run_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Shelf() as store:
+    with DelayedStore() as store:
         engine = with_store("dense", store)
         stored(engine, prompts_of(1, 2))
         running = engine.submit(prompts_of(2)[0], 30)
@@ -753,7 +753,7 @@ def test_others_run_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
         store.is_open.set()
 
 
-def serve_fetched(store: Shelf, prompts: list[list[int]], at: int) -> list[Place]:
+def serve_fetched(store: DelayedStore, prompts: list[list[int]], at: int) -> list[Place]:
     """Serves prompts that are fetched, with an interrupt at an event, and goes on; all events up to it."""
     engine, interrupts = with_store("dense", store), Interrupts(at)
     requests: list[Request] = []
@@ -781,7 +781,7 @@ def serve_fetched(store: Shelf, prompts: list[list[int]], at: int) -> list[Place
 
 @devices.cpu_only
 def test_an_interrupt_while_prompts_are_fetched_loses_nothing() -> None:
-    with Shelf() as store:
+    with DelayedStore() as store:
         first = stored(with_store("dense", store), prompts_of(1, 3))
         prompts = [request.prompt + request.tokens for request in first]
         places = serve_fetched(store, prompts, 0)

@@ -62,7 +62,7 @@ def frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def let_work(pools: Pools, seed: int, steps: int) -> None:
+def run_users(pools: Pools, seed: int, steps: int) -> None:
     """Eight threads, each with a user of every kind."""
     groups = [users_of(pools, number, seed) for number in range(THREADS)]
 
@@ -84,7 +84,7 @@ def let_work(pools: Pools, seed: int, steps: int) -> None:
 def test_eight_threads_on_one_pool_of_each_class(page_size: int, strict: bool) -> None:
     end = time.monotonic() + SOAK_S / len(LAYOUTS)
     for seed in itertools.count():
-        let_work(Pools(Sizes("cpu", page_size, seed % 2 == 0, strict, users=THREADS)), seed, 120)
+        run_users(Pools(Sizes("cpu", page_size, seed % 2 == 0, strict, users=THREADS)), seed, 120)
         if time.monotonic() >= end:
             return
 
@@ -111,7 +111,7 @@ def test_destructors_of_garbage_use_the_pools_in_the_middle_of_calls() -> None:
     gc.set_threshold(20)
     try:
         Cycle()
-        let_work(pools, 1, 40)
+        run_users(pools, 1, 40)
     finally:
         gc.set_threshold(*before)
         gc.collect()
@@ -119,7 +119,7 @@ def test_destructors_of_garbage_use_the_pools_in_the_middle_of_calls() -> None:
     assert not pools.allocator.stats()["in_use"]
 
 
-class Asking:
+class ThreadedFence:
     """A fence whose `query` has another thread use the pools, and waits until it has."""
 
     def __init__(self, pools: Pools, left: int) -> None:
@@ -161,7 +161,7 @@ class Asking:
 @pytest.mark.timeout(120)
 def test_a_fence_may_wait_for_a_thread_that_uses_the_pools() -> None:
     pools = Pools(Sizes())
-    fences = [Asking(pools, 2 + number) for number in range(THREADS)]
+    fences = [ThreadedFence(pools, 2 + number) for number in range(THREADS)]
 
     def work(number: int) -> None:
         for i in range(10):
@@ -177,16 +177,16 @@ def test_a_fence_may_wait_for_a_thread_that_uses_the_pools() -> None:
     pools.check()
 
 
-class Talkative(logging.Handler):
-    """Uses the pools that it is told about."""
+class PoolUsingHandler(logging.Handler):
+    """A log handler that uses the pools of each record."""
 
     def __init__(self, pools: Pools) -> None:
         super().__init__()
         self.pools = pools
-        self.told = 0
+        self.records = 0
 
     def emit(self, _record: logging.LogRecord) -> None:
-        self.told += 1
+        self.records += 1
         self.pools.check()
         slots = self.pools.allocator.alloc(2)
         if slots is not None:
@@ -196,7 +196,7 @@ class Talkative(logging.Handler):
 @pytest.mark.timeout(120)
 def test_a_logging_handler_may_use_the_pools(caplog: pytest.LogCaptureFixture) -> None:
     pools = Pools(Sizes(users=THREADS))
-    handler = Talkative(pools)
+    handler = PoolUsingHandler(pools)
 
     def work(number: int) -> None:
         for _ in range(20):
@@ -210,6 +210,6 @@ def test_a_logging_handler_may_use_the_pools(caplog: pytest.LogCaptureFixture) -
             together(work)
         finally:
             logging.getLogger("kvpool").removeHandler(handler)
-    assert handler.told == THREADS * 20 * 3
+    assert handler.records == THREADS * 20 * 3
     pools.check()
     assert not pools.allocator.stats()["in_use"]

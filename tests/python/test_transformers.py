@@ -76,8 +76,8 @@ def check_served(config: str, served: list[Request]) -> None:
         check_alone(config, request.prompt, request.tokens)
 
 
-class Room(NamedTuple):
-    """The pool of a test, whether it has a prefix cache, and how much must be found in that."""
+class PoolOptions(NamedTuple):
+    """The size of a pool, whether it has a prefix cache, and how many tokens must be found in that."""
 
     size: int
     page_size: int
@@ -85,10 +85,10 @@ class Room(NamedTuple):
     found_tokens: int = 0
 
 
-ROOMS = {
-    "ample": Room(3000, 16, prefix_cache=True, found_tokens=700),
-    "much too small": Room(224, 4, prefix_cache=True, found_tokens=60),
-    "much too small, without a cache": Room(224, 1, prefix_cache=False),
+POOL_OPTIONS = {
+    "ample": PoolOptions(3000, 16, prefix_cache=True, found_tokens=700),
+    "much too small": PoolOptions(224, 4, prefix_cache=True, found_tokens=60),
+    "much too small, without a cache": PoolOptions(224, 1, prefix_cache=False),
 }
 
 
@@ -105,7 +105,7 @@ ROOMS = {
 )
 def test_every_request_equals_the_model_alone(config: str, room_name: str) -> None:
     """Conversations go on as they are answered, some requests are forked, and prompts are chunked."""
-    room = ROOMS[room_name]
+    room = POOL_OPTIONS[room_name]
     snapshots = room.size // 64
     pooled = PooledModel(
         a_model(config), room.size, 24, 200, page_size=room.page_size, max_track_slots=snapshots
@@ -117,7 +117,7 @@ def test_every_request_equals_the_model_alone(config: str, room_name: str) -> No
     assert max(len(request.prompt) for request in served) > 48
     stats, cache = engine.stats(), engine.prefix_cache
     assert (stats["retractions"] > 0) == (room.size < 1000)
-    assert (cache is not None and cache.stats()["evicted"] > 0) == (room == ROOMS["much too small"])
+    assert (cache is not None and cache.stats()["evicted"] > 0) == (room == POOL_OPTIONS["much too small"])
     assert stats["found_tokens"] >= room.found_tokens
     assert (stats["found_tokens"] > 0) == room.prefix_cache
     assert is_whole(engine)

@@ -15,9 +15,9 @@ use kvpool::pool::{
 const STREAM: Stream = Stream::DEFAULT;
 const PROMPT: &[i32] = &[5, 6, 7, 8];
 
-struct Never;
+struct NeverPassingFence;
 
-impl Fence for Never {
+impl Fence for NeverPassingFence {
     fn has_passed(&self) -> Result<bool> {
         Ok(false)
     }
@@ -92,7 +92,7 @@ fn a_planner_dropped_during_a_publication_holds_no_locks() {
 fn an_allocator_is_dropped_although_a_fence_never_passes() {
     let Scene { slots, planner, cache, lease, row } = scene();
     lease.publish(&Publication { tokens: &PROMPT, slots: None, state: None }, STREAM).unwrap();
-    let fence: Arc<dyn Fence> = Arc::new(Never);
+    let fence: Arc<dyn Fence> = Arc::new(NeverPassingFence);
     assert_eq!(planner.finish(&row, None, Some(&fence), STREAM).unwrap().bad.dropped(), 0);
     assert_eq!((cache.tree_stats(STREAM).locked, cache.evict(4, STREAM)), (4, 0));
     let weak = Arc::downgrade(&slots);

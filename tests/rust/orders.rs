@@ -332,11 +332,11 @@ fn a_new_request_keeps_its_lease_while_the_planner_before_ends() {
     });
 }
 
-/// A fence that has passed, or never does.
+/// A fence that has passed, or never passes.
 #[derive(Debug)]
-struct Fixed(bool);
+struct FixedFence(bool);
 
-impl Fence for Fixed {
+impl Fence for FixedFence {
     fn has_passed(&self) -> kvpool::base::Result<bool> {
         Ok(self.0)
     }
@@ -351,7 +351,7 @@ fn a_fence_frees_no_slots_allocated_after_a_resize() {
         let free_two = |passed| {
             let grant = slots.alloc(2, NO_STREAM).unwrap().expect("there are eight").keep();
             let own = Indices::Host(read_indices(&grant.borrow()).unwrap());
-            let fence: Arc<dyn Fence> = Arc::new(Fixed(passed));
+            let fence: Arc<dyn Fence> = Arc::new(FixedFence(passed));
             assert_eq!(slots.free_after(&own, &fence, NO_STREAM).unwrap().dropped(), 0);
         };
         free_two(true);

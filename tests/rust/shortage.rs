@@ -225,9 +225,9 @@ fn slots_behind_fences_do_not_keep_a_call_from_reclaiming() {
 #[test]
 fn slots_in_flight_are_not_reclaimed_twice() {
     /// Slots whose last use is still in flight when they are freed.
-    struct Busy(Mutex<usize>, Weak<TokenToKvPoolAllocator>);
+    struct BusySlots(Mutex<usize>, Weak<TokenToKvPoolAllocator>);
 
-    impl Reclaim for Busy {
+    impl Reclaim for BusySlots {
         fn obtainable(&self, _stream: Stream) -> Obtainable {
             Obtainable { at_once: 0, behind_fences: 100 - *self.0.lock().expect("no panic") }
         }
@@ -246,7 +246,7 @@ fn slots_in_flight_are_not_reclaimed_twice() {
 
     let allocator = allocator(100, 1);
     let _ = allocator.alloc(100, STREAM).expect("memory").expect("room").keep();
-    let busy = Arc::new(Busy(Mutex::new(0), Arc::downgrade(&allocator)));
+    let busy = Arc::new(BusySlots(Mutex::new(0), Arc::downgrade(&allocator)));
     allocator.on_shortage(&(Arc::clone(&busy) as Arc<dyn Reclaim>));
     for _ in 0..5 {
         assert_eq!(count(allocator.alloc(3, STREAM)), None);

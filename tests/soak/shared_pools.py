@@ -130,8 +130,8 @@ class Pools:
         expect(not any(map(len, self.owners.values())), "somebody has something that no pool has given")
 
 
-class Passing:
-    """A fence that is passed after some queries, and then strikes out what waited behind it."""
+class DelayedFence:
+    """A fence that passes after some queries, and then takes the slots behind it off the record."""
 
     def __init__(self, queries: int, give: Callable[[], None]) -> None:
         self._queries = queries
@@ -139,7 +139,7 @@ class Passing:
         self._lock = threading.Lock()
 
     def query(self) -> bool:
-        # Who is told that it is passed may hand the places out at once, so they must have been struck out.
+        # Once this returns True, the slots may be handed out again, so they must be off the record before.
         with self._lock:
             self._queries -= 1
             if self._queries > 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from shared_pools import HEAD_DIM, HEADS, Holding, Passing, Pools, User, expect
+from shared_pools import HEAD_DIM, HEADS, DelayedFence, Holding, Pools, User, expect
 
 import kvpool
 
@@ -96,7 +96,7 @@ class SlotUser(User):
             held = self.pop(self.held)
             self.check(held)
             pages = self.pages(held.slots)
-            fence = Passing(self.random.randrange(1, 5), lambda: self.owners.give(pages, held))
+            fence = DelayedFence(self.random.randrange(1, 5), lambda: self.owners.give(pages, held))
             self.pools.allocator.free(self._as_given(held), after=fence)
 
     def share(self) -> None:

@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 STEPS = 120
 
 
-class Twin:
+class SteppedPool:
     """One of two pools to which the same is done, with what it needs to know between the steps."""
 
     def __init__(self, name: str, device: str, seed: int, **options: Any) -> None:  # noqa: ANN401
@@ -67,7 +67,7 @@ class Twin:
         return self.here(wide)[..., ::spread]
 
 
-def step_kv(twin: Twin) -> object:
+def step_kv(twin: SteppedPool) -> object:
     pool, choose = twin.pool, twin.choose
     rows, count, layer = pool.stats()["rows"], choose.randrange(9), choose.randrange(2)
     what = choose.randrange(5)
@@ -88,7 +88,7 @@ def step_kv(twin: Twin) -> object:
     return None
 
 
-def step_table(twin: Twin) -> object:  # noqa: PLR0911 - one for each thing to do
+def step_table(twin: SteppedPool) -> object:  # noqa: PLR0911 - one for each thing to do
     pool, choose = twin.pool, twin.choose
     rows, columns = pool.req_to_token.shape
     what = choose.randrange(8)
@@ -114,7 +114,7 @@ def step_table(twin: Twin) -> object:  # noqa: PLR0911 - one for each thing to d
     return pool.read(choose.randrange(rows + 1), stop).tolist()
 
 
-def step_gdn(twin: Twin) -> object:
+def step_gdn(twin: SteppedPool) -> object:
     pool, choose = twin.pool, twin.choose
     slots = pool.pool_size
     what = choose.randrange(6)
@@ -135,7 +135,7 @@ def step_gdn(twin: Twin) -> object:
     return None
 
 
-def step_pages(twin: Twin) -> object:
+def step_pages(twin: SteppedPool) -> object:
     pool, choose = twin.pool, twin.choose
     what = choose.randrange(4)
     if what == 0:
@@ -148,7 +148,7 @@ def step_pages(twin: Twin) -> object:
     return page.tolist()
 
 
-def step_chunks(twin: Twin) -> object:
+def step_chunks(twin: SteppedPool) -> object:
     pool, choose = twin.pool, twin.choose
     what = choose.randrange(8)
     if what < 2:
@@ -176,7 +176,7 @@ def step_chunks(twin: Twin) -> object:
     return chunk.index
 
 
-def step_buffers(twin: Twin) -> object:
+def step_buffers(twin: SteppedPool) -> object:
     pool, choose = twin.pool, twin.choose
     what = choose.randrange(8)
     taken = []
@@ -218,13 +218,13 @@ def live_buffers(pool: Any, held: list[Any]) -> list[torch.Tensor]:  # noqa: ANN
     return found
 
 
-class Look(Protocol):
+class TensorsOf(Protocol):
     """The tensors of a pool, and of what was taken from it."""
 
     def __call__(self, pool: Any, held: list[Any], /) -> list[torch.Tensor]: ...  # noqa: ANN401
 
 
-HISTORIES: dict[str, tuple[Callable[[Twin], object], Look, list[dict[str, Any]]]] = {
+HISTORIES: dict[str, tuple[Callable[[SteppedPool], object], TensorsOf, list[dict[str, Any]]]] = {
     "KVPool": (
         step_kv,
         lambda pool, _held: [*pool.k_buffer, *pool.v_buffer],
@@ -250,14 +250,14 @@ HISTORIES: dict[str, tuple[Callable[[Twin], object], Look, list[dict[str, Any]]]
 }
 
 
-def answer(step: Callable[[Twin], object], twin: Twin) -> object:
+def answer(step: Callable[[SteppedPool], object], twin: SteppedPool) -> object:
     try:
         return step(twin)
     except (TypeError, IndexError, kvpool.KvPoolError) as error:
         return type(error)
 
 
-def picture(twin: Twin, look: Look) -> object:
+def picture(twin: SteppedPool, look: TensorsOf) -> object:
     stats = twin.pool.stats()
     memory = {"bytes", "page_locked"}
     numbers = {key: value for key, value in stats.items() if key not in memory}
@@ -272,7 +272,7 @@ def test_random_histories_agree(name: str) -> None:
     step, look, shapes = HISTORIES[name]
     for seed, options in enumerate(shapes):
         strict = {"strict": seed % 2 == 1} if CASES[name].take else {}
-        twins = [Twin(name, device, seed, **options, **strict) for device in ("cpu", "cuda")]
+        twins = [SteppedPool(name, device, seed, **options, **strict) for device in ("cpu", "cuda")]
         # What is left out on a GPU is told by a later call, so nothing that only a GPU has is wrong here.
         for number in range(STEPS):
             host, device = (answer(step, twin) for twin in twins)

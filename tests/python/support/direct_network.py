@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _agents: dict[str, DirectAgent] = {}
 
 
-class Done:
+class FinishedRead:
     """A read that is over."""
 
     def state(self) -> Literal["done"]:
@@ -45,7 +45,7 @@ class DirectAgent:
     def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> tuple[str, Sequence[Blocks]]:
         return metadata.decode(), blocks
 
-    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> Done:
+    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> FinishedRead:
         _, blocks = self._peer(peer)
         for (source, size), (target, _) in zip(
             located(blocks[kind], there), located(self.blocks[kind], here), strict=True
@@ -53,7 +53,7 @@ class DirectAgent:
             ctypes.memmove(target, source, size)
         if note:
             self.send(peer, note)
-        return Done()
+        return FinishedRead()
 
     def notes(self) -> list[tuple[str, bytes]]:
         with self.lock:

@@ -33,7 +33,7 @@ class Row(NamedTuple):
     size: int
 
 
-class Reached(NamedTuple):
+class ConnectedPeer(NamedTuple):
     """A peer, as an agent knows it."""
 
     agent: FakeAgent
@@ -82,15 +82,15 @@ class FakeAgent:
         self.network.called("metadata")
         return self.name.encode()
 
-    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> Reached:
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> ConnectedPeer:
         self.network.called("connect")
         agent = self.network.agents.get(metadata.decode())
         if agent is None:
             raise TransferError(f"there is no agent {metadata.decode()}")
-        return Reached(agent, tuple(blocks))
+        return ConnectedPeer(agent, tuple(blocks))
 
     def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> FakeReading:
-        assert isinstance(peer, Reached)
+        assert isinstance(peer, ConnectedPeer)
         assert not self.is_closed
         rows = [
             Row(source, target, size)
@@ -115,7 +115,7 @@ class FakeAgent:
         return heard
 
     def send(self, peer: object, note: bytes) -> None:
-        assert isinstance(peer, Reached)
+        assert isinstance(peer, ConnectedPeer)
         self.network.called("send")
         if peer.agent.is_closed:
             raise TransferError(f"{peer.agent.name} is gone")

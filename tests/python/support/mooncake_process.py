@@ -118,11 +118,11 @@ class Process:
             self.memory[size - 1] ^= 1
             return put(*arguments)
 
-        class Changed:
+        class PatchedClient:
             batch_put_from_multi_buffers = staticmethod(change_and_put)
             health_check = client.health_check
 
-        self.store._client = Changed()  # type: ignore[assignment]
+        self.store._client = PatchedClient()  # type: ignore[assignment]
         assert self.store.write(*pages[1:]) == [True]
         self.store._client = client
 
@@ -173,12 +173,12 @@ class Process:
             thread.join()
         return states
 
-    def creep(self, number: int, size: int) -> list[object]:
+    def read_slowly(self, number: int, size: int) -> list[object]:
         """What the store says when a read was ended by Mooncake's own limit, in two threads at once."""
         client: Any = self.store._client
         both = threading.Barrier(2, timeout=60)
 
-        class Creeping:
+        class SlowClient:
             close = client.close
             health_check = client.health_check
             register_buffer = client.register_buffer
@@ -188,7 +188,7 @@ class Process:
                 both.wait()
                 return [-800] * len(keys)
 
-        self.store._client = Creeping()  # type: ignore[assignment]
+        self.store._client = SlowClient()  # type: ignore[assignment]
         mooncake._SLOW_S = 0.0
         states: list[list[str]] = []
         threads = [

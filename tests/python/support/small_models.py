@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from kvpool.integrations.transformers.model import cache_argument
 
 
-class Kept(NamedTuple):
+class StateShapes(NamedTuple):
     """Shapes by layer: keys and values, recurrent states, convolution states."""
 
     kv: dict[int, tuple[int, ...]]
@@ -19,14 +19,14 @@ class Kept(NamedTuple):
     conv: dict[int, tuple[int, ...]]
 
 
-def kept_by(config: Any) -> Kept:  # noqa: ANN401 - a configuration of `transformers`
+def kept_by(config: Any) -> StateShapes:  # noqa: ANN401 - a configuration of `transformers`
     """What a model of random weights keeps of one token."""
     cache = DynamicCache(config=config)
     with torch.no_grad():
         make: Any = AutoModelForCausalLM.from_config
         model = make(config).eval()
         model(torch.ones(1, 1, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})
-    kept = Kept({}, {}, {})
+    kept = StateShapes({}, {}, {})
     for i, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is not None and values is not None:

@@ -21,7 +21,7 @@ use super::{Source, agree, dims};
 const DTYPES: [DType; 5] = [DType::I32, DType::I64, DType::U8, DType::F32, DType::Bool];
 
 /// An incoming tensor, and the memory behind its pointers.
-struct Sent {
+struct IncomingTensor {
     memory: Guarded,
     shape: Guarded,
     strides: Guarded,
@@ -74,7 +74,7 @@ fn contiguous(shape: &[i64]) -> Vec<i64> {
     strides
 }
 
-impl Sent {
+impl IncomingTensor {
     fn new(source: &mut Source<'_>) -> Self {
         let ndim = if source.rarely(8) { source.below(12) } else { source.below(4) };
         let shape: Vec<i64> = (0..ndim)
@@ -188,7 +188,7 @@ fn receive(source: &mut Source<'_>) {
     unsafe extern "C" fn end_legacy(_: *mut Legacy) {
         ENDED.set(ENDED.get() + 1);
     }
-    let sent = Sent::new(source);
+    let sent = IncomingTensor::new(source);
     let flags = source.of(&[0, 1, 2, 3, 4, u64::MAX]);
     let has_deleter = !source.rarely(8);
     let version = if source.rarely(8) {
@@ -197,7 +197,7 @@ fn receive(source: &mut Source<'_>) {
     } else {
         Version { major: VERSION.major, minor: source.of(&[0, 1, 3, u32::MAX]) }
     };
-    let Sent { memory, shape, strides, tensor, is_honest, is_readable } = sent;
+    let IncomingTensor { memory, shape, strides, tensor, is_honest, is_readable } = sent;
     let before = ENDED.get();
     let context: *mut c_void = ptr::null_mut();
     match source.below(3) {

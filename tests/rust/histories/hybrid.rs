@@ -62,8 +62,8 @@ struct Hybrid {
     next: u32,
 }
 
-/// An insertion on its way.
-struct Going {
+/// An insertion in progress.
+struct OngoingInsertion {
     key: Key,
     row: Vec<EngineSlot>,
     /// The engine's still.
@@ -301,8 +301,14 @@ impl Hybrid {
         };
         let reaches_branch = has_window && whole > 0 && insert.branch.is_some_and(|at| tokens.len() >= at);
         let own = row[found..].iter().copied().collect();
-        let mut going =
-            Going { key: (name, tokens.clone()), row, own, old: Vec::new(), state, is_evicted: false };
+        let mut going = OngoingInsertion {
+            key: (name, tokens.clone()),
+            row,
+            own,
+            old: Vec::new(),
+            state,
+            is_evicted: false,
+        };
         let result = self.carry_out(source, &mut going, &insert);
         assert!(!self.tree.is_inserting());
         if let Some(result) = &result {
@@ -327,7 +333,7 @@ impl Hybrid {
     fn carry_out(
         &mut self,
         source: &mut Source<'_>,
-        going: &mut Going,
+        going: &mut OngoingInsertion,
         insert: &Insert,
     ) -> Option<InsertResult> {
         let names = source.flip();
@@ -373,7 +379,7 @@ impl Hybrid {
     }
 
     /// Evicts the node that an insertion has reached, if it is a leaf without locks.
-    fn evict_reached(&mut self, node: NodeHandle, going: &mut Going) {
+    fn evict_reached(&mut self, node: NodeHandle, going: &mut OngoingInsertion) {
         if self.tree.value(node, Part::State).is_some_and(|state| state == going.state) {
             self.record_state(going, going.key.1.len() / self.config.page_size * self.config.page_size);
         }
@@ -385,7 +391,7 @@ impl Hybrid {
 
     /// Gives the tokens from `start` on slots of the engine, where these are not theirs already. Returns
     /// those that they had.
-    fn adopt(&mut self, going: &mut Going, start: usize, slots: &[EngineSlot]) -> Vec<EngineSlot> {
+    fn adopt(&mut self, going: &mut OngoingInsertion, start: usize, slots: &[EngineSlot]) -> Vec<EngineSlot> {
         let mut old = Vec::new();
         for (page, slots) in slots.chunks(self.config.page_size).enumerate() {
             let key = self.page(going.key.0, &going.key.1, start + page * self.config.page_size);
@@ -413,14 +419,14 @@ impl Hybrid {
     }
 
     /// Records that a prefix has a state now, if it had none.
-    fn record_state(&mut self, going: &mut Going, end: usize) {
+    fn record_state(&mut self, going: &mut OngoingInsertion, end: usize) {
         if end > 0 && !going.state.is_empty() {
             let key = (going.key.0, going.key.1[..end].to_vec());
             self.states.entry(key).or_insert(std::mem::take(&mut going.state));
         }
     }
 
-    fn act(&mut self, act: Action, going: &mut Going) {
+    fn act(&mut self, act: Action, going: &mut OngoingInsertion) {
         let (name, tokens) = going.key.clone();
         let row = going.row.clone();
         match act {

@@ -10,7 +10,7 @@ use kvpool::pool::{
     ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
-use super::planner_model::{Limits, Model, Refused, Step, Wish};
+use super::planner_model::{Limits, Model, Refused, RequestedGrowth, Step};
 use super::slots::{Fences, check as check_slots, given};
 use super::{STREAM, Source, agree, contents, host, int, ints_of, size};
 
@@ -99,7 +99,7 @@ impl Planner {
         rows
     }
 
-    fn wish(&self, source: &mut Source<'_>, row: i64) -> Wish {
+    fn wish(&self, source: &mut Source<'_>, row: i64) -> RequestedGrowth {
         let len = int(self.model.len(row));
         let mut prefix = if source.rarely(24) { source.index(40) } else { len };
         let mut cached = None;
@@ -122,11 +122,12 @@ impl Planner {
             cached = Some(slots);
         }
         let more = if source.rarely(24) { source.index(60) } else { source.within(0, 12) };
-        Wish { row, prefix, seq: prefix.saturating_add(more), cached }
+        RequestedGrowth { row, prefix, seq: prefix.saturating_add(more), cached }
     }
 
     fn extend(&mut self, source: &mut Source<'_>) {
-        let wishes: Vec<Wish> = self.rows(source).into_iter().map(|row| self.wish(source, row)).collect();
+        let wishes: Vec<RequestedGrowth> =
+            self.rows(source).into_iter().map(|row| self.wish(source, row)).collect();
         let rows: Vec<i64> = wishes.iter().map(|wish| wish.row).collect();
         let rows = source.index_vec(&rows);
         let prefix_lens: Vec<i64> = wishes.iter().map(|wish| wish.prefix).collect();
@@ -158,13 +159,13 @@ impl Planner {
             sizes.as_deref(),
             STREAM,
         );
-        let wish = |(&row, &seq): (&i64, &i64)| Wish {
+        let wish = |(&row, &seq): (&i64, &i64)| RequestedGrowth {
             row,
             prefix: seq.saturating_sub(int(width)),
             seq,
             cached: None,
         };
-        let wishes: Vec<Wish> = rows.iter().zip(&seq_lens).map(wish).collect();
+        let wishes: Vec<RequestedGrowth> = rows.iter().zip(&seq_lens).map(wish).collect();
         let padded = if width == 0 { Err(Refused) } else { self.model.padded(rows.len(), sizes.as_deref()) };
         let expected = padded.and_then(|padded| self.model.grow(&wishes, padded, width));
         self.planned(answer, expected);

@@ -24,7 +24,7 @@ pub(super) struct Limits {
 
 /// The growth of one request of a batch, as the caller asks for it.
 #[derive(Clone, Debug)]
-pub(super) struct Wish {
+pub(super) struct RequestedGrowth {
     pub(super) row: i64,
     pub(super) prefix: i64,
     pub(super) seq: i64,
@@ -67,7 +67,7 @@ impl Model {
     }
 
     /// The pages of a cached prefix, if it is one.
-    fn cached(&self, wish: &Wish, cached: &[i64]) -> Option<Vec<usize>> {
+    fn cached(&self, wish: &RequestedGrowth, cached: &[i64]) -> Option<Vec<usize>> {
         let size = int(self.slots.page_size);
         let is_right = self.len(wish.row) == 0
             && int(cached.len()) == wish.prefix
@@ -82,7 +82,7 @@ impl Model {
     }
 
     /// Grows requests, and pads the batch up to `padded` requests with ones of `padding` tokens.
-    pub(super) fn grow(&mut self, wishes: &[Wish], padded: usize, padding: usize) -> Answer<Step> {
+    pub(super) fn grow(&mut self, wishes: &[RequestedGrowth], padded: usize, padding: usize) -> Answer<Step> {
         if padded > self.limits.max_batch {
             return Err(Refused);
         }

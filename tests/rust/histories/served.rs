@@ -11,7 +11,7 @@ use kvpool::pool::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};
 type Pieces = HashMap<[u8; 32], Vec<u8>>;
 
 /// A store that has everything that it was given, unless it `fails`.
-pub(super) struct Served {
+pub(super) struct AnsweringStore {
     pub(super) store: Arc<RemoteStore>,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -60,7 +60,7 @@ impl Shared {
     }
 }
 
-impl Served {
+impl AnsweringStore {
     pub(super) fn new(fails: bool) -> Self {
         let store = Arc::<RemoteStore>::default();
         let shared = Arc::new(Shared { pieces: Mutex::default(), fails, calls: AtomicUsize::new(0) });
@@ -83,7 +83,7 @@ impl Served {
     }
 }
 
-impl Drop for Served {
+impl Drop for AnsweringStore {
     fn drop(&mut self) {
         self.store.abandon();
         for thread in self.threads.drain(..) {

@@ -23,15 +23,15 @@ struct Group {
 /// The fences that have not passed, each with its number in the model.
 #[derive(Default)]
 pub(super) struct Fences {
-    waiting: Vec<(usize, Arc<Flag>)>,
+    waiting: Vec<(usize, Arc<FlagFence>)>,
     made: usize,
 }
 
 /// A fence that the history passes.
 #[derive(Default)]
-struct Flag(AtomicBool);
+struct FlagFence(AtomicBool);
 
-impl Fence for Flag {
+impl Fence for FlagFence {
     fn has_passed(&self) -> Result<bool> {
         Ok(self.0.load(Relaxed))
     }

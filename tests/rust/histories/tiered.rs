@@ -20,7 +20,7 @@ use kvpool::pool::{
 use kvpool::tensor::TensorView;
 
 use super::prefixes::digest;
-use super::served::Served;
+use super::served::AnsweringStore;
 use super::{STREAM, Source, contents, host, ints_of, size};
 
 const LAYERS: usize = 3;
@@ -47,7 +47,7 @@ struct World {
     of_cache: PrefixCacheConfig,
     /// `None` in between two caches.
     cache: Option<PrefixCache>,
-    served: Option<Served>,
+    served: Option<AnsweringStore>,
     fetches: Vec<Fetch>,
     /// The contents of pages depend on it.
     model: i64,
@@ -131,7 +131,7 @@ impl World {
             name: "cache".into(),
             events: source.flip().then_some(digest),
         };
-        let served = source.flip().then(|| Served::new(source.flip()));
+        let served = source.flip().then(|| AnsweringStore::new(source.flip()));
         let mut world = Self {
             kv,
             allocator,

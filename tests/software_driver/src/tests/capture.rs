@@ -15,7 +15,7 @@ pub fn status(stream: usize) -> i32 {
 
 #[test]
 fn a_graph_does_again_what_was_captured() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, page, first, other) = (allocate(2), locked(&[1]), stream(), stream());
     assert_eq!(status(first), 0);
     ok(soft_begin_capture(first));
@@ -39,7 +39,7 @@ fn a_graph_does_again_what_was_captured() {
 
 #[test]
 fn what_cannot_be_captured_spoils_the_capture() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, first, done) = (allocate(8), stream(), event());
     ok(cuEventRecord(done, 0));
     let host = std::cell::Cell::new([0u8; 8]);
@@ -67,7 +67,7 @@ fn what_cannot_be_captured_spoils_the_capture() {
 
 #[test]
 fn streams_join_a_capture_by_events() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, [first, side], done) = (allocate(2), [stream(), stream()], event());
     ok(soft_begin_capture(first));
     ok(cuEventRecord(done, first));
@@ -110,7 +110,7 @@ fn alloc() -> i32 {
 
 #[test]
 fn unsafe_calls_are_forbidden_by_the_modes_of_thread_and_capture() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let first = stream();
     for capture in [GLOBAL, THREAD_LOCAL, RELAXED] {
         for thread in [GLOBAL, THREAD_LOCAL, RELAXED] {
@@ -133,7 +133,7 @@ fn unsafe_calls_are_forbidden_by_the_modes_of_thread_and_capture() {
 
 #[test]
 fn a_capture_ends_in_its_thread() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let first = stream();
     ok(cuStreamBeginCapture_v2(first, RELAXED));
     ok(elsewhere(|| end(first)));
@@ -141,7 +141,7 @@ fn a_capture_ends_in_its_thread() {
 
 #[test]
 fn streams_that_joined_are_awaited_at_the_end() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, [first, side, third], done) = (allocate(4), [stream(), stream(), stream()], event());
     let pull = |stream, from| {
         ok(cuEventRecord(done, from));
@@ -170,7 +170,7 @@ fn streams_that_joined_are_awaited_at_the_end() {
 
 #[test]
 fn the_default_streams_are_two() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let block = allocate(4);
     ok(cuMemsetD8Async(block, 1, 1, 0));
     ok(cuMemsetD8Async(block + 1, 2, 1, 1));
@@ -189,7 +189,7 @@ fn the_default_streams_are_two() {
 
 #[test]
 fn a_blocking_capture_forbids_to_wait_for_the_legacy_stream() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let mut blocking = 0;
     ok(cuStreamCreate(&raw mut blocking, 0));
     ok(cuStreamBeginCapture_v2(blocking, RELAXED));
@@ -199,7 +199,7 @@ fn a_blocking_capture_forbids_to_wait_for_the_legacy_stream() {
 
 #[test]
 fn nothing_is_loaded_in_a_capture() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (function, out, first) = (kernels::function(), allocate(8), stream());
     let launch = || kernels::launch(function, 1, 256, &kernels::five(out), first);
     for mode in [GLOBAL, RELAXED] {

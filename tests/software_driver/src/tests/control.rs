@@ -9,7 +9,7 @@ use crate::codes::{
 
 #[test]
 fn a_driver_is_initialised_and_entered_first() {
-    let _fresh = Fresh::new();
+    let _fresh = FreshDriver::new();
     let mut count = 0;
     assert_eq!(cuDeviceGetCount(&raw mut count), NOT_INITIALIZED);
     assert_eq!(cuCtxSynchronize(), NOT_INITIALIZED);
@@ -36,7 +36,7 @@ fn a_driver_is_initialised_and_entered_first() {
 
 #[test]
 fn calls_fail_once_as_planned() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let block = allocate(8);
     soft_fail(c"cuMemAlloc_v2".as_ptr(), 2, OUT_OF_MEMORY);
     soft_fail(ptr::null(), 4, INVALID_HANDLE);
@@ -53,7 +53,7 @@ fn calls_fail_once_as_planned() {
 
 #[test]
 fn what_a_test_chose_is_restored() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let block = allocate(8);
     soft_break(700);
     soft_deinitialize();
@@ -68,7 +68,7 @@ fn what_a_test_chose_is_restored() {
 
 #[test]
 fn functions_are_found_in_the_version_that_is_asked_for() {
-    let _fresh = Fresh::new();
+    let _fresh = FreshDriver::new();
     let mut function = ptr::null();
     let mut find = |name: &CStr, version| {
         let mut status = -1;

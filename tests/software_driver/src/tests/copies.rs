@@ -12,7 +12,7 @@ fn at(kind: u32, address: u64, pitch: usize) -> Half {
 
 #[test]
 fn rows_are_copied_late() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, page) = (allocate(16), locked(&[1, 2, 3, 4, 5, 6, 7, 8]));
     let zeros = locked(&[0; 16]);
     ok(cuMemcpyHtoDAsync_v2(block, zeros, 16, 0));
@@ -38,7 +38,7 @@ fn rows_are_copied_late() {
 
 #[test]
 fn copies_of_rows_are_checked() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, page) = (allocate(16), locked(&[0; 16]));
     let good = Copy2D { source: at(HOST, page as u64, 8), target: at(DEVICE, block, 8), width: 4, height: 2 };
     let with = |change: &dyn Fn(&mut Copy2D)| {
@@ -63,7 +63,7 @@ fn copies_of_rows_are_checked() {
 
 #[test]
 fn copies_of_rows_are_captured_unless_they_are_pageable() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, page, first) = (allocate(4), locked(&[1, 0, 2, 0]), stream());
     let source = at(HOST, page as u64, 2);
     let good = Copy2D { source, target: at(DEVICE, block, 1), width: 1, height: 2 };

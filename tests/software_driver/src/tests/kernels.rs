@@ -61,7 +61,7 @@ pub fn five(out: u64) -> ReadParams {
 
 #[test]
 fn kernels_run_late_with_the_parameters_of_the_call() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (function, side) = (function(), stream());
     let (list, out) = (allocate(8), allocate(16));
     let source = locked(&[7, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]);
@@ -93,7 +93,7 @@ fn numbers_of_a_list_are_not_taken_for_addresses() {
 
 #[test]
 fn launches_are_checked() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (function, out) = (function(), allocate(8));
     let params = five(out);
     assert_eq!(launch(function, 0, 256, &params, 0), INVALID_VALUE);
@@ -110,7 +110,7 @@ fn launches_are_checked() {
 
 #[test]
 fn kernels_die_where_a_device_would_fail() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (function, out) = (function(), allocate(256));
     let misaligned = out + 1;
     for (out, count) in [(misaligned, 1), (out, 33)] {
@@ -123,7 +123,7 @@ fn kernels_die_where_a_device_would_fail() {
 
 #[test]
 fn modules_are_ptx_that_the_driver_knows() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     assert_eq!(load(c"\x7fELF").0, INVALID_IMAGE);
     assert_eq!(load(c"hello").0, INVALID_PTX);
     let (code, module) = load(&ptx());
@@ -141,7 +141,7 @@ fn modules_are_ptx_that_the_driver_knows() {
 
 #[test]
 fn cubins_are_for_one_generation() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     for (major, minor) in [(8, 0), (8, 9), (9, 0), (10, 3), (11, 0), (12, 1)] {
         soft_set_capability(major, minor);
         for architecture in [80, 90, 100, 120] {

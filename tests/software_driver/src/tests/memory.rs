@@ -11,7 +11,7 @@ fn touch(address: u64) {
 
 #[test]
 fn the_host_cannot_touch_device_memory() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let block = allocate(1000);
     assert!(dies(|| touch(block)));
     ok(cuMemsetD8Async(block, 1, 1000, 0));
@@ -28,7 +28,7 @@ fn the_host_cannot_touch_device_memory() {
 
 #[test]
 fn memory_is_fresh_and_limited() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let large = allocate(40 << 20);
     assert_eq!((large % 256, peek(large + (33 << 20))), (0, [0xA5; 64]));
     ok(cuMemsetD8Async(large + 100, 0, 39 << 20, 0));
@@ -49,7 +49,7 @@ fn memory_is_fresh_and_limited() {
 
 #[test]
 fn addresses_are_checked() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, page) = (allocate(16), locked(&[0; 16]));
     let pageable = [0u8; 16];
     let to_device = |target, source, len| cuMemcpyHtoDAsync_v2(target, source, len, 0);
@@ -63,7 +63,7 @@ fn addresses_are_checked() {
 
 #[test]
 fn page_locked_memory_is_the_drivers_or_registered() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let page = locked(&[0; 100]);
     let mine = [0u8; 64];
     let start = mine.as_ptr().addr();
@@ -82,7 +82,7 @@ type Free = fn(&mut State, u64, usize, usize) -> Outcome;
 
 #[test]
 fn frees_wait_only_if_set_to() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let mine = [0u8; 16];
     let start = mine.as_ptr().addr();
     let frees: [(Free, &str); 3] = [
@@ -119,7 +119,7 @@ fn frees_wait_only_if_set_to() {
 
 #[test]
 fn late_work_with_memory_that_is_gone_ends_the_process() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, page) = (allocate(16), locked(&[0; 16]));
     ok(cuMemcpyHtoDAsync_v2(block, page, 16, 0));
     ok(cuMemFreeHost(page));

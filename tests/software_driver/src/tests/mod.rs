@@ -19,11 +19,11 @@ use crate::driver::*;
 use crate::state::{State, state};
 
 /// A new driver, which one test has for itself.
-struct Fresh {
+struct FreshDriver {
     _alone: MutexGuard<'static, ()>,
 }
 
-impl Fresh {
+impl FreshDriver {
     /// A driver that is not initialised.
     fn new() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());

@@ -14,7 +14,7 @@ fn order<const N: usize>(seed: u64) -> [u32; N] {
 
 #[test]
 fn a_seed_decides_the_order_of_threads() {
-    let _fresh = Fresh::new();
+    let _fresh = FreshDriver::new();
     assert_eq!(order(0), [4, 3, 2, 1, 0]);
     for seed in 1..50 {
         let found: [u32; 256] = order(seed);

@@ -12,7 +12,7 @@ unsafe extern "C" {
 
 #[test]
 fn errors_are_kept_until_asked_for() {
-    let _fresh = Fresh::new();
+    let _fresh = FreshDriver::new();
     assert_eq!(
         (cudaLaunchKernel(), cudaGetLastError(), cudaGetLastError()),
         (NOT_SUPPORTED, NOT_SUPPORTED, SUCCESS)

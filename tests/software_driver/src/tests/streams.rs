@@ -3,7 +3,7 @@ use crate::codes::{INVALID_HANDLE, NOT_READY};
 
 #[test]
 fn work_waits_for_somebody_who_synchronises() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, first) = (allocate(4), stream());
     ok(cuMemsetD8Async(block, 1, 4, first));
     assert_eq!((soft_pending(first), peek(block)), (1, [0xA5; 4]));
@@ -20,7 +20,7 @@ fn work_waits_for_somebody_who_synchronises() {
 
 #[test]
 fn only_what_is_waited_for_runs() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, [producer, consumer, other], done) = (allocate(4), [stream(), stream(), stream()], event());
     ok(cuMemsetD8Async(block, 1, 1, producer));
     ok(cuEventRecord(done, producer));
@@ -39,7 +39,7 @@ fn only_what_is_waited_for_runs() {
 
 #[test]
 fn a_wait_means_the_record_of_its_time() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, [producer, consumer], done) = (allocate(2), [stream(), stream()], event());
     // There is nothing to wait for of an event that was never recorded.
     ok(cuStreamWaitEvent(consumer, done, 0));
@@ -58,7 +58,7 @@ fn a_wait_means_the_record_of_its_time() {
 
 #[test]
 fn queries_run_what_lies_before_them_in_the_end() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, done) = (allocate(2), event());
     ok(cuMemsetD8Async(block, 1, 1, 0));
     ok(cuEventRecord(done, 0));
@@ -78,7 +78,7 @@ fn queries_run_what_lies_before_them_in_the_end() {
 
 #[test]
 fn page_locked_memory_is_read_and_written_late() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, page) = (allocate(8), locked(&[1; 4]));
     let mut pageable = [2u8; 4];
     ok(cuMemcpyHtoDAsync_v2(block, page, 4, 0));
@@ -99,7 +99,7 @@ fn page_locked_memory_is_read_and_written_late() {
 
 #[test]
 fn a_destroyed_stream_has_its_work_done() {
-    let _fresh = Fresh::with_context();
+    let _fresh = FreshDriver::with_context();
     let (block, gone) = (allocate(1), stream());
     ok(cuMemsetD8Async(block, 1, 1, gone));
     ok(cuStreamDestroy_v2(gone));
