@@ -106,7 +106,7 @@ def bandwidth(report: Report, folder: Path, size: int, *, direct: bool) -> None:
 
 
 def lookups(report: Report, folder: Path) -> None:
-    """What a scheduler asks in a store of many pages, and how long such a store takes to open."""
+    """Look-ups of a scheduler in a store of many pages, and the time to open such a store."""
     keys = keys_of(ENTRIES)
     pages = np.zeros((4096, 64), dtype=np.uint8)
     capacity = ENTRIES * 4096

@@ -47,7 +47,7 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
 
 
 def decode_step(made: dict[str, Any], size: int, page_size: int) -> Callable[[], object]:
-    """What the scheduler does with its pools for one token of each of 256 requests."""
+    """The scheduler's calls of its pools for one token of each of 256 requests."""
     requests = 256
     where = "cpu"
     if page_size == 1:

@@ -132,7 +132,7 @@ def run_long(subject: Subject, rounds: int) -> None:
 
 
 def run_path(subject: Subject, tokens: array[int], node: int, rounds: int, name: str) -> None:
-    """What a request does with a path, call by call, and all of it in turn."""
+    """The calls of a request for a path, one by one and all in turn."""
     cache = subject.cache
     for _ in range(rounds):
         subject.time(f"match 131k, {name}", lambda: subject.match(tokens))

@@ -35,7 +35,7 @@ RUNNING, CONTEXT, STEPS = 256, 1000, 16
 
 
 class Hashed:
-    """What a pool reads of a request: hashes that no other has."""
+    """The attributes of a request that a pool reads, with hashes that no other request has."""
 
     made = 0
 

@@ -1,4 +1,4 @@
-"""What is timed on a GPU: rows of K and V and states, in kvpool and in plain PyTorch."""
+"""The cases that are timed on a GPU: rows of K and V and states, in kvpool and in plain PyTorch."""
 
 from __future__ import annotations
 

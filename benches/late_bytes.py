@@ -31,7 +31,7 @@ STEP = 1 << 16
 
 
 class Case(NamedTuple):
-    """What the peer does when it is stopped, and how it is given up."""
+    """The operation during which the peer is stopped, and the way in which it is given up."""
 
     what: str
     network: str
@@ -59,7 +59,7 @@ class Side:
         self.handle: Any = None
 
     def introduction(self) -> tuple[bytes, tuple[int, int, int]]:
-        """What the other has to know."""
+        """The addresses that the other side has to know."""
         return self.agent.get_agent_metadata(), self.place
 
     def begin(self, operation: str, other: tuple[bytes, tuple[int, int, int]]) -> None:

@@ -208,7 +208,7 @@ def same(generated: dict[Path, bytes]) -> None:
 
 
 def assembled(tools: Path, compiled: dict[Path, bytes]) -> dict[str, object]:
-    """What each assembler says of all modules, which are written already, on every architecture it knows.
+    """The report of each assembler about all modules, which are written already, on every architecture.
 
     Raises:
         GenerateError: If one does not take them, or a kernel does not fit.

@@ -69,7 +69,7 @@ def test_lmcache_has_put_kvpool_in() -> None:
 
 
 def answer(call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """What a call returns, or the built-in error that it raises."""
+    """The result of a call, or the built-in error that it raises."""
     try:
         return call()
     except RuntimeError:

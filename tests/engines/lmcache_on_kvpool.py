@@ -23,7 +23,7 @@ IS_ON = os.environ.get("KVPOOL_LMCACHE") == "1"
 
 @pytest.fixture(autouse=True, scope="session")
 def on_kvpool() -> None:
-    """It is kvpool that is tested, or it is not."""
+    """Checks that LMCache uses kvpool if, and only if, it should."""
     assert (memory_management.AddressManager.__module__ == "kvpool.integrations.lmcache.memory") is IS_ON
 
 
@@ -39,7 +39,7 @@ def memory_allocator() -> Iterator[Any]:
 
 @pytest.fixture
 def lmcache_engine_metadata() -> Any:  # noqa: ANN401
-    """What LMCache knows of a model."""
+    """LMCache's metadata of a model."""
     return LMCacheMetadata(
         model_name="test_model",
         world_size=1,

@@ -144,7 +144,7 @@ def spawn(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, ProcessRes
 
 
 def served(out: Path, ended: ProcessResult) -> ServingResult:
-    """What an engine wrote before it ended."""
+    """The output of an engine before it ended."""
     assert ended.status == 0, ended.log[-4000:]
     assert out.exists(), ended.log[-4000:]
     return ServingResult(**json.loads(out.read_text(encoding="utf-8")), log=ended.log)

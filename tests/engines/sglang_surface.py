@@ -65,7 +65,7 @@ def check_replaced() -> None:
 
 
 def check_attributes() -> None:
-    """What SGLang's objects have, kvpool's have."""
+    """kvpool's objects have every attribute of SGLang's."""
     own = switch_on()
     token = original(f"{ALLOCATOR}.token.TokenToKVPoolAllocator")
     paged = original(f"{ALLOCATOR}.paged.PagedTokenToKVPoolAllocator")
@@ -254,7 +254,7 @@ def check_overridden() -> None:
 
 
 def _no_start(error: type[BaseException]) -> str:
-    """What an engine raises instead of starting."""
+    """The error that an engine raises instead of starting."""
     arguments = {"device": "cpu", "attention_backend": "torch_native", "skip_tokenizer_init": True}
     try:
         import_module("sglang").Engine(model_path=os.environ["MODEL"], **arguments)

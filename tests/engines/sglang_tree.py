@@ -301,7 +301,7 @@ class Tree:
 
 @dataclasses.dataclass
 class Request:
-    """What a request would do."""
+    """The operations of a request."""
 
     tokens: list[int]
     extra_key: str | None
@@ -355,7 +355,7 @@ class Pair:
         return answers[0][0]
 
     def _comparable(self, freed: list[Any]) -> Any:
-        """What was freed, in its order as far as that is the same."""
+        """The freed slots, in order as far as both cores have the same order."""
         if self.core == "compiled":
             # It frees the values of a node in another order.
             return sorted((name, slot) for name, slots in freed for slot in slots)
@@ -612,7 +612,7 @@ class Pair:
 
 
 def _pages(event: Any) -> list[Any]:
-    """What an event says of each page."""
+    """The content of an event, page by page."""
     kind = type(event).__name__
     if kind != "BlockStored":
         return [(kind, page) for page in getattr(event, "block_hashes", [None])]

@@ -30,7 +30,7 @@ STEPS = 1500
 
 
 def request(name: str, blocks: int) -> SimpleNamespace:
-    """What a pool reads of a request, whose hashes are those of its name."""
+    """The attributes of a request that a pool reads. The hashes are made from its name."""
     return SimpleNamespace(
         block_hashes=[f"{name}:{number}".encode() for number in range(blocks)],
         all_token_ids=list(range(blocks * SIZE)),

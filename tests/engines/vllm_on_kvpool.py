@@ -74,7 +74,7 @@ class _Chunk:
 
 
 class _Policy:
-    """What vLLM's tests ask a policy for."""
+    """The attributes of a policy that vLLM's tests read."""
 
     def __init__(self, table: Any) -> None:  # noqa: ANN401
         self._table = table
@@ -193,7 +193,7 @@ def pytest_pyfunc_call() -> Iterator[None]:
 
 @pytest.fixture
 def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """That of vLLM's `conftest.py`, which needs more packages."""
+    """The fixture of vLLM's `conftest.py`, which needs more packages."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO):
         yield caplog

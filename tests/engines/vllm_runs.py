@@ -24,7 +24,7 @@ APART = [
     f"--ignore={OFFLOADING}/{name}"
     for name in ("cpu/test_gpu_worker.py", "cpu/test_shared_offload_region.py", "tiering/p2p")
 ]
-"""What copies GPU memory, maps files and talks to peers, in which kvpool has no part. Some of it is timed."""
+"""Tests that copy GPU memory, map files and talk to peers, without kvpool. Some of them are timed."""
 
 
 CORE = "tests/v1/core"
@@ -37,7 +37,7 @@ NOT_HERE = [
         "test_scheduler_e2e",
     )
 ]
-"""What runs a model, which vLLM needs its kernels for."""
+"""Tests that run a model, for which vLLM needs its kernels."""
 
 CONFIGS = {
     "facebook/opt-125m": (OPTConfig, "OPTForCausalLM"),
@@ -116,7 +116,7 @@ def run(folder: Path, runs: dict[str, list[str]]) -> list[RunResult]:
 
 
 def ran(report: Path) -> RunResult:
-    """What a report of pytest says."""
+    """The content of a report of pytest."""
     cases = ET.parse(report).getroot().iter("testcase")  # noqa: S314 - pytest wrote it
     reasons = [[skip.get("message", "") for skip in case.iter("skipped")] for case in cases]
     return RunResult(sum(not reason for reason in reasons), [text for reason in reasons for text in reason])

@@ -1,4 +1,4 @@
-"""What processes of a cluster say as a target for atheris, which takes libFuzzer's arguments."""
+"""A target for atheris: the messages of the processes of a cluster, which takes libFuzzer's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What peers say as a target for atheris, which takes libFuzzer's arguments."""
+"""A target for atheris: the messages of peers, which takes libFuzzer's arguments."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class RealGpu:
         torch.cuda.synchronize()
 
     def use_pytorch(self) -> None:
-        """It is in use from the beginning."""
+        """The GPU is in use from the beginning."""
 
     def stream(self) -> Any:  # noqa: ANN401
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]

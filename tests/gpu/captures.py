@@ -149,7 +149,7 @@ class Attempt:
         return graph
 
     def did(self) -> str:
-        """What the call did: `worked`, `refused`, or what is wrong with it."""
+        """The outcome of the call: `worked`, `refused`, or a description of the fault."""
         if self.error is None:
             is_right = self._world is None or self._entry.check is None or self.spoilt
             if is_right or self._entry.check(self._world, self.answer):  # type: ignore[misc, arg-type]
@@ -161,12 +161,12 @@ class Attempt:
 
 
 def everything(world: World) -> tuple[list[object], list[torch.Tensor]]:
-    """What a call that refuses must not change, in host memory."""
+    """The state in host memory that a refused call must not change."""
     return world.stats(), [tensor.detach().cpu().clone() for tensor in world.tensors()]
 
 
 def difference(before: Any, after: Any) -> str:  # noqa: ANN401
-    """What a call changed that it must not."""
+    """The forbidden changes that a call has made."""
     for old, new in zip(before[0], after[0], strict=True):
         changed = [f"{name} {old[name]} to {new[name]}" for name in old if old[name] != new[name]]
         if changed:
@@ -220,7 +220,7 @@ def try_first(device: Device, make: Callable[[], object], case: str, wanted: str
 
 
 def make_all(device: Device) -> Callable[[], object]:
-    """What makes and uses all pools."""
+    """Calls that make and use all pools."""
     device.use_pytorch()
     with device.memory():
         inputs = Inputs()
@@ -347,7 +347,7 @@ class Child:
         told.close()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """What it tells next, `None` at its end; raises `TimeoutError` if it tells nothing for too long."""
+        """Its next message, `None` at its end. Raises `TimeoutError` if there is none for too long."""
         if not self._told.poll(seconds):
             raise TimeoutError(f"nothing for {seconds:.0f} s")
         try:

@@ -17,7 +17,7 @@ from backend import is_software
 
 
 def output_of(*command: str) -> str:
-    """What a program prints, or why it does not."""
+    """The output of a program, or the reason why there is none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -88,13 +88,13 @@ class Driver:
             raise RuntimeError(f"{name} answers {code}")
 
     def make(self, name: str, *arguments: object) -> int:
-        """What a function makes, which it writes to its first argument."""
+        """The handle that a function writes to its first argument."""
         made = size(0)
         self.must(name, ctypes.byref(made), *arguments)
         return made.value
 
     def number(self, name: str, *arguments: object) -> tuple[int, int]:
-        """What a function answers, and the number that it writes to its first argument."""
+        """The code of a function, and the number that it writes to its first argument."""
         number = ctypes.c_int(-1)
         return self.call(name, ctypes.byref(number), *arguments), number.value
 
@@ -114,7 +114,7 @@ class Driver:
         return self.call("cuLaunchKernel", size(function), *grid, size(stream), params, None)
 
     def status(self, stream: int) -> tuple[int, int]:
-        """What a driver says of a stream's capture: a code, and whether it is captured."""
+        """The driver's answer about a stream's capture: a code, and whether it is captured."""
         status = ctypes.c_int(-1)
         return self.call("cuStreamIsCapturing", size(stream), ctypes.byref(status)), status.value
 
@@ -132,7 +132,7 @@ class Driver:
 
 
 def elsewhere(driver: Driver, work: Callable[[], object]) -> object:
-    """What `work` answers in another thread with the same context."""
+    """The result of `work` in another thread with the same context."""
     answers: list[object] = []
 
     def enter() -> None:
@@ -247,7 +247,7 @@ def end_elsewhere(driver: Driver, stream: int) -> object:
 
 
 def ask_legacy(driver: Driver, _: int) -> list[int]:
-    """What the default streams say of a capture while a stream is captured that is tied to them."""
+    """The answers of the default streams while a stream that is tied to them is captured."""
     return [driver.status(handle)[0] for handle in (0, LEGACY, PER_THREAD)]
 
 
@@ -297,7 +297,7 @@ def launch_first(driver: Driver) -> str:
 
 
 def copy_halves(driver: Driver, registered: int, offset: int, length: int) -> str:
-    """What a copy of host memory answers whose first `registered` halves are page-locked, one by one."""
+    """The code of a copy of host memory whose first `registered` halves are page-locked, one by one."""
     with host_memory() as start:
         halves = [size(start + half * HALF) for half in range(registered)]
         for half in halves:
@@ -332,7 +332,7 @@ def libraries(_: Driver) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, the answers that the documentation allows, and where it says so."""
+    """A question, the answers that the documentation allows, and the place where it does."""
 
     text: str
     ask: Callable[[Driver], str]

@@ -52,7 +52,7 @@ def told(results: Sequence[Result], kind: str) -> list[dict[str, Any]]:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """What came of it, in a sentence."""
+    """The result, in a sentence."""
     counts = Counter(result.status for result in results)
     words = [f"{counts[status]} {status}" for status in (OK, FAILED, SKIPPED, NOT_RUN) if counts[status]]
     failed = ", ".join(result.step.name for result in results if result.status == FAILED)

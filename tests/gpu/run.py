@@ -169,7 +169,7 @@ def packages() -> tuple[list[str], dict[str, str]]:
 
 
 def environment(folders: Sequence[str], software: Path | None) -> dict[str, str]:
-    """What all steps have in their environment."""
+    """The environment variables of all steps."""
     paths = [*folders, str(ROOT / HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {
         **os.environ,

@@ -75,7 +75,7 @@ def _decode_steps(planner: kvpool.BatchPlanner, rows: list[int], context: int) -
 
 
 def copy_case() -> Iterator[Case]:
-    """What the memory can do: a copy of 1 GiB."""
+    """The bandwidth of the memory: a copy of 1 GiB."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     yield Case("Tensor.copy_ of 1 GiB (bandwidth)", [partial(target.copy_, source)], 2 << 30)

@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a step.
+    """The result of a step.
 
     Attributes:
         step: The step.

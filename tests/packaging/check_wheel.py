@@ -119,7 +119,7 @@ def output_of(*command: str) -> tuple[bool, str]:
 
 
 def problems_of_tools(wheel: Wheel) -> list[str]:
-    """What `twine check` and `auditwheel show` find."""
+    """The problems that `twine check` and `auditwheel show` find."""
     passed, text = output_of(sys.executable, "-m", "twine", "check", "--strict", str(wheel.path))
     wrong = [] if passed else [text]
     passed, text = output_of(sys.executable, "-m", "auditwheel", "show", str(wheel.path))

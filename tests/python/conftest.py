@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def why_no_cuda(config: pytest.Config) -> str | None:
-    """What a test on a GPU lacks here."""
+    """Why a test on a GPU cannot run here."""
     if config.getoption("--software") or torch.cuda.is_available():
         return None
     return "no NVIDIA GPU that PyTorch can use; `pytest --software` runs this on the software driver"

@@ -340,7 +340,7 @@ def invoke(*arguments: str) -> Result:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Bandwidth]:
-    """What the machine of a test has; nothing is measured."""
+    """The bandwidths of a machine in a test; nothing is measured."""
     lines = list(LINES)
     monkeypatch.setattr(driver, "examine", lambda _: ([], 0))
 

@@ -106,7 +106,7 @@ class Scene:
         }
 
     def books(self) -> dict[str, Any]:
-        """What must not change when a call fails: owners, lengths, and the table as far as it is used."""
+        """The state that a failed call must not change: owners, lengths, and the used part of the table."""
         books = self.pair.books()
         books["slots"] = sorted(books.pop("free") + books.pop("released"))
         books["table"] = {row: books["table"][row][:length] for row, length in books["lens"].items()}

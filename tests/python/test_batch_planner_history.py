@@ -75,7 +75,7 @@ class PlannerHistory(RuleBasedStateMachine):
         self.is_changed = False
 
     def both(self, call: Callable[[Side, bool], Any]) -> tuple[Any, Any]:
-        """What both answer, the same error included; the twin is given plain lists."""
+        """The answers of both planners, the same error included; the second one gets plain lists."""
         found, expected = outcome(lambda: call(self.pair, True)), outcome(lambda: call(self.twin, False))
         if isinstance(expected, type):
             assert found is expected

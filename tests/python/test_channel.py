@@ -237,7 +237,7 @@ def test_a_listener_that_does_not_know_the_secret_is_left() -> None:
 
 @pytest.mark.parametrize("answer", ["nothing", "zeros", "what the caller said"])
 def test_an_impostor_learns_nothing(answer: str) -> None:
-    """It listens in the place of the router, and gives back what it was told."""
+    """The impostor listens in the place of the router, and may send back what it has received."""
     with socket.create_server(HERE) as server:
         told: list[bytes] = []
 

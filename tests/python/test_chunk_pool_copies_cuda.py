@@ -444,7 +444,7 @@ def test_random_copies_without_waits(driver: Driver) -> None:
 
 
 def check_unhurt(pool: ChunkPool, held: Chunk, source: torch.Tensor) -> None:
-    """That a pool of four chunks, of which somebody has one, hands out each once and copies as ever."""
+    """Checks that a pool of four chunks, one of them in use, hands out each once and copies correctly."""
     while held.references:
         held.release()
     chunks = take(pool, 4)

@@ -351,7 +351,7 @@ def test_a_request_that_nobody_can_serve_fails() -> None:
     ],
 )
 def test_what_workers_cannot_be_told_is_refused(options: dict[str, Any], message: str) -> None:
-    """It would stay first in the queue for ever, or end one connection after the other."""
+    """Such a request would stay first in the queue forever, or end one connection after the other."""
     request: dict[str, Any] = {"prompt": [1], "max_new_tokens": 3} | options
     with Router(SECRET) as router:
         with pytest.raises(ConfigError, match=f"this cannot be sent: .*{message}"):

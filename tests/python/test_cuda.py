@@ -284,7 +284,7 @@ def free_in_one_of_many_ways(
 @pytest.mark.parametrize("need_sort", [True, False])
 def test_slots_do_not_depend_on_when_frees_land(driver: Driver, page_size: int, need_sort: bool) -> None:
     def history(patience: int) -> list[object]:
-        """What a random but fixed history is given while the device is `patience` queries late."""
+        """The results of a history with a fixed seed, while the device is `patience` queries late."""
         numbers = np.random.default_rng(7)
         allocator = make_allocator(40 * page_size, page_size, need_sort=need_sort)
         rows: list[list[int]] = []

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests run in does not count."""
+    """The frames of pytest do not count."""
     monkeypatch.delenv("KVPOOL_DEBUG", raising=False)
 
 

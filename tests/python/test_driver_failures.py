@@ -44,7 +44,7 @@ def assert_adds_up(pool: TokenToKVPoolAllocator | ReqToTokenPool) -> None:
 
 
 def assert_each_once(allocator: TokenToKVPoolAllocator, table: ReqToTokenPool, evictable: int = 0) -> None:
-    """What is free is handed out, once, and nothing of what somebody has."""
+    """Every free unit is handed out once, and no unit in use is."""
     allocator.verify()
     assert_adds_up(allocator)
     assert_adds_up(table)

@@ -70,7 +70,7 @@ def insert(cache: PrefixCache, prompt: Sequence[int], namespace: Namespace = Non
 
 
 def payload_of(cache: PrefixCache, *, int_hashes: bool = False) -> bytes:
-    """What a cache did since the last time, as one payload."""
+    """The changes of a cache since the last call, as one payload."""
     parts = batches(cache.events(), cache.allocator.page_size, int_hashes=int_hashes)
     return encode(EventBatch(time.time(), [event for part in parts for event in part]))
 
@@ -899,7 +899,7 @@ def test_others_are_allowed_to_those_who_say_so() -> None:
 def subscribed_length(
     publisher: EventPublisher, secret: bytes | None, cache: PrefixCache, seconds: float = 0.5
 ) -> int:
-    """Tokens of the first prompt that a subscriber knows of, within a time in which batches are sent."""
+    """The tokens of the first prompt that a subscriber receives in `seconds`, while batches are sent."""
     index = PrefixIndex()
     # The lease keeps the prompt from being evicted for the batches.
     with cache.match(range(4)), EventSubscriber(index, secret=secret) as subscriber:
@@ -936,7 +936,7 @@ def test_only_who_knows_the_secret_hears_events() -> None:
 
 
 def test_who_does_not_know_the_secret_cannot_publish() -> None:
-    """It takes the place of a publisher, with another secret or none: a subscriber does not hear it."""
+    """A subscriber ignores an impostor that takes the place of a publisher, with another secret or none."""
     cache = make_cache()
     insert(cache, range(4))
     for other in (None, b"another secret"):

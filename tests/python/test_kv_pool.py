@@ -497,7 +497,7 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
 
 
 def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `tensor.to(dtype)` gives, also where PyTorch is old and float8_e4m3fn overflows to NaN."""
+    """The result of `tensor.to(dtype)`, also where PyTorch is old and float8_e4m3fn overflows to NaN."""
     if dtype is torch.float8_e4m3fn and tensor.dtype is not dtype:
         tensor = tensor.float().clamp(-448, 448)
     return tensor.to(dtype)

@@ -336,7 +336,7 @@ def test_a_request_waits_for_slots_that_move(network: Network) -> None:
 
 
 def test_a_request_that_was_matched_in_vain_is_matched_again_when_slots_have_moved(network: Network) -> None:
-    """What it has in common with others would be locked by it, and then it does not fit beside what moves."""
+    """A request would lock the prefix that it shares with others, and then not fit beside the moving rows."""
     pair = Pair(network, {"size": 48, "page_size": 4})
     network.stopped.add("prefill")
     engine = pair.prefill.engine

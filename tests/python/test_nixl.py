@@ -308,7 +308,7 @@ def was_killed(env: dict[str, str]) -> bool:
 
 
 NO_TORCH = "import sys; sys.modules['torch'] = None\n"
-"""It takes seconds, and nothing here needs it."""
+"""Loading it takes seconds, and no test here needs it."""
 
 
 def run(code: str, env: dict[str, str]) -> None:

@@ -152,7 +152,7 @@ def test_growth_that_fails_changes_nothing() -> None:
 
 @pytest.mark.parametrize("grow", [2**31, 2**40, 2**62])
 def test_rejects_bad_growth(grow: int) -> None:
-    """It is refused at once or when it would happen, and both leave no trace."""
+    """Growth beyond the limit is refused by the constructor or when it would happen, and changes nothing."""
     try:
         pool = make(1 << 20, 1, grow=grow)
     except ConfigError as error:

@@ -66,7 +66,7 @@ class Scene:
         return row, lease
 
     def books(self) -> Any:  # noqa: ANN401
-        """What may not change, if a call changes nothing. What is evicted for a call stays evicted."""
+        """The state that a failed call must not change. Pages evicted for the call stay evicted."""
         leases = [repr(lease) for lease in (self.lease, self.miss, self.by_hand, self.again)]
         numbers = self.cache.stats()
         stats = {name: numbers[name] for name in ("lookups", "published", "duplicates", "locked")}
@@ -110,7 +110,7 @@ Call = tuple["Callable[[Scene], object]", "Callable[[Scene, Any], list[int]]"]
 
 
 def as_kept(scene: Scene, _answer: object) -> list[int]:
-    """What is left to free by hand: all of it."""
+    """The slots that are left to free by hand: all of them."""
     return scene.kept
 
 

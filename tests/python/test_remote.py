@@ -176,7 +176,7 @@ def test_reads_from_a_peer_that_is_gone_fail_at_once(network: Network, *, began:
 
 
 def test_a_stopped_peer_writes_nothing_when_it_wakes_up(network: Network) -> None:
-    """What nobody waits for any more is cut off, when other reads have ended."""
+    """Reads that nobody waits for any more are cut off when the other reads have ended."""
     pair = Pair(network)
     other = network.endpoint("c", filled(seed=3))
     to_c = pair.b.connect(other.metadata())
@@ -304,7 +304,7 @@ def test_a_cancelled_read_is_over_when_nothing_arrives_any_more(network: Network
 
 
 def test_an_agent_that_cannot_be_closed_is_waited_for(network: Network) -> None:
-    """That one read has failed does not mean that nothing more comes of the others from its peer."""
+    """After one read has failed, rows of other reads from the same peer may still arrive."""
     lender = network.endpoint("a", filled(seed=1))
     pool = filled(seed=2)
     reader = network.endpoint("b", pool, may_cut=False)
@@ -936,7 +936,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """What is over has what was wanted, or nothing in particular; then it gets a new owner."""
+        """Completed reads have the expected rows, others any rows. Then their slots get a new owner."""
         for held in [*self.reads, *self.lent]:
             fence = held.transfer or held.lease
             assert fence is not None

@@ -86,7 +86,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def private_names(name: str) -> set[str]:
-    """What a module imports from the extension that `kvpool` does not export."""
+    """The names that a module imports from the extension and that `kvpool` does not export."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == EXTENSION]
     return {alias.name for node in froms for alias in node.names} - {*kvpool.__all__}

@@ -44,7 +44,7 @@ def environ(nixl: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 def plot(router: Router, processes: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """What happens to workers while requests run. Each is in the middle of some when it happens."""
+    """Failures of workers while requests run. Each worker is serving requests when it fails."""
 
     def status(name: str) -> tuple[bool, int]:
         [found] = [worker for worker in router.workers() if worker.name == name]

@@ -1,4 +1,4 @@
-"""What a process holds over time, and whether that stays the same.
+"""The memory of a process over time, and whether it grows.
 
 A sample is taken when nothing runs. Whether a series is flat is decided by the Theil-Sen slope, the median of
 the slopes between all pairs of samples, of its second half: the first half is for warming up, and neither one
@@ -44,7 +44,7 @@ or starts to use, too, are private at one time and not at another."""
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process holds at one time.
+    """The memory of a process at one time.
 
     Attributes:
         seconds: Since the beginning.
@@ -84,7 +84,7 @@ class MallInfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """What malloc has given to somebody, in arenas and as mappings; 0 where the C library does not say."""
+    """Bytes allocated by malloc, in arenas and as mappings; 0 where the C library does not report them."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return 0

@@ -29,7 +29,7 @@ def expect(is_so: object, words: str) -> None:
 
 
 class Owners:
-    """Who has which place of a pool."""
+    """The owner of each unit of a pool."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -43,7 +43,7 @@ class Owners:
             expect(other is owner, f"{self._what} {place} was handed out to {owner}, but {other} has it")
 
     def give(self, places: Iterable[int], owner: object) -> None:
-        """Strikes out places, before the pool is given them back."""
+        """Removes units from the record, before they are freed."""
         for place in places:
             other = self._owners.pop(place, None)
             expect(other is owner, f"{self._what} {place} is given back by {owner}, but {other} has it")
@@ -100,7 +100,7 @@ class Pools:
         self.owners = {name: Owners(name.removesuffix("s")) for name in names}
 
     def check(self) -> None:
-        """What holds at any time."""
+        """Checks the invariants that hold at any time."""
         pools = (self.allocator, self.table, self.states, self.chunks, self.pages, self.buffers)
         for pool in pools:
             stats = pool.stats()
@@ -109,7 +109,7 @@ class Pools:
         self.allocator.verify()
 
     def check_returned(self, users: Sequence[User]) -> None:
-        """What holds when all users are finished."""
+        """Checks the invariants that hold when all users are finished."""
         self.kv.check()
         self.check()
         pools: dict[str, Any] = {
@@ -152,7 +152,7 @@ class DelayedFence:
 
 @dataclass(eq=False)
 class Holding:
-    """What one call handed out, and the mark that is stored there."""
+    """The units that one call handed out, and the mark that is stored there."""
 
     user: User
     mark: float
@@ -197,7 +197,7 @@ class User:
             self.give()
 
     def places(self, slots: Iterable[int]) -> set[int]:
-        """What is entered among the owners for some slots."""
+        """The recorded owners of some slots."""
         return set(slots)
 
     def pages(self, slots: Iterable[int]) -> set[int]:
@@ -218,7 +218,7 @@ class User:
         raise NotImplementedError
 
     def give(self) -> None:
-        """Gives something back that bears its mark still."""
+        """Gives one holding back, whose mark must be unchanged."""
         if self.held:
             held = self.pop(self.held)
             self.check(held)

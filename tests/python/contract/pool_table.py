@@ -67,7 +67,7 @@ class Case:
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """What the signature says."""
+        """The parameters of the constructor."""
         return inspect.signature(self.cls).parameters
 
     @property

@@ -55,5 +55,5 @@ def free(pool: BufferPool) -> tuple[int, int]:
 
 
 def outside(size: int = 1000) -> torch.Tensor:
-    """What somebody else allocated, in host memory."""
+    """Host memory that was allocated outside of the pool."""
     return torch.arange(size, dtype=torch.int32)

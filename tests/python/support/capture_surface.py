@@ -55,7 +55,7 @@ def _can_be_made(kind: type) -> bool:
 
 
 def _members(kind: type) -> Iterator[tuple[str, object]]:
-    """What a class has itself, or from a private one."""
+    """The members of a class, and those inherited from private classes."""
     for base in kind.__mro__:
         if base is kind or base is Closing or base.__name__.startswith("_"):
             yield from vars(base).items()

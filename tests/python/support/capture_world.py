@@ -191,7 +191,7 @@ class World:
         return [part.stats() for part in vars(self).values() if hasattr(part, "stats")]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What a call may write to."""
+        """The tensors to which calls may write."""
         return [
             *self.kv.k_buffer,
             *self.kv.v_buffer,

@@ -69,13 +69,13 @@ class Fence:
 
 
 def some(value: T | None) -> T:
-    """What must not be None."""
+    """Returns a value that must not be None."""
     assert value is not None
     return value
 
 
 def outcome(call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """What a call answers, or the class of what it raises."""
+    """The result of a call, or the class of the exception that it raises."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - the caller looks at it
@@ -97,7 +97,7 @@ def together(work: Callable[[int], None]) -> None:
 
 @contextmanager
 def on_stream(handle: int) -> Iterator[None]:
-    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
+    """Works like `torch.cuda.stream`, where there is no PyTorch stream."""
     _use_stream(handle)
     try:
         yield
@@ -180,7 +180,7 @@ def each_failure(
 
 
 def failing(driver: Driver, call: Callable[[], object]) -> Iterator[Exception | None]:
-    """What `call` raises when the next driver call fails, the one after, ...; the caller makes all anew."""
+    """The exceptions of `call` when the next driver call fails, then the one after, and so on."""
     left, is_over = 0, False
     while not is_over:
         driver.run()

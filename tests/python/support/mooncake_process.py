@@ -137,7 +137,7 @@ class Process:
             first += 4
 
     def fork(self) -> str:
-        """What a child can do with the store."""
+        """The results of the store's calls in the child of a fork."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -174,7 +174,7 @@ class Process:
         return states
 
     def read_slowly(self, number: int, size: int) -> list[object]:
-        """What the store says when a read was ended by Mooncake's own limit, in two threads at once."""
+        """The store's answers to reads that were ended by Mooncake's own limit, in two threads at once."""
         client: Any = self.store._client
         both = threading.Barrier(2, timeout=60)
 
@@ -229,7 +229,7 @@ class Process:
         return said
 
     def attach_again(self) -> list[list[bool]]:
-        """What can be written after memory was attached once more, freed and attached in other pieces."""
+        """The writes that succeed after memory was attached again, freed, and attached in other pieces."""
         half, quarter, key = MEMORY // 2, MEMORY // 4, bytes([7]) * 32
         self.store.attach([(self.base, half)])
         written = [self.store.write([key], [self.base], [64])]
@@ -247,7 +247,7 @@ class Process:
             MooncakeStore(MASTER)
 
     def errors(self) -> list[str]:
-        """What misuse raises."""
+        """The errors of invalid calls."""
         page, key = self.base, bytes(32)
         end = self.base + MEMORY
         said = []

@@ -26,7 +26,7 @@ VOCAB = 50
 
 
 def logits_after(tokens: Sequence[int]) -> torch.Tensor:
-    """What the model says after these tokens."""
+    """The model's next token after these tokens."""
     seed = zlib.crc32(bytes(tokens))
     return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32))
 
@@ -136,7 +136,7 @@ def is_whole(engine: Engine) -> bool:
 
 
 def alone(request: Request) -> list[int]:
-    """What a request must get."""
+    """The tokens that a request must get."""
     tokens = list(request.prompt)
     for _ in range(request.max_new_tokens):
         tokens += sample(logits_after(tokens)[None], [(request.sampling, len(tokens))])

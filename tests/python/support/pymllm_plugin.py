@@ -10,7 +10,7 @@ from kvpool.integrations import pymllm  # noqa: E402 - found once the folder is 
 
 
 def _evictable_leaves(cache: pymllm.RadixCache) -> list[pymllm.TreeNode]:
-    """What pymllm's tests ask its cache for."""
+    """The attributes of the cache that pymllm's tests read."""
     leaves, rest = [], [cache.root_node]
     while rest:
         node = rest.pop()

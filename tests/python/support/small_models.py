@@ -20,7 +20,7 @@ class StateShapes(NamedTuple):
 
 
 def kept_by(config: Any) -> StateShapes:  # noqa: ANN401 - a configuration of `transformers`
-    """What a model of random weights keeps of one token."""
+    """The shapes of the states that a model of random weights keeps for one token."""
     cache = DynamicCache(config=config)
     with torch.no_grad():
         make: Any = AutoModelForCausalLM.from_config

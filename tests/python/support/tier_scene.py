@@ -26,7 +26,7 @@ SIZE = 64
 
 
 class Scene:
-    """A cache with host memory below, whose K, V and states tell their tokens."""
+    """A cache with host memory below, whose K, V and states encode their tokens."""
 
     def __init__(  # noqa: PLR0913 - the options of a scene
         self,
