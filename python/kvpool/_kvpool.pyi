@@ -162,7 +162,9 @@ def _report_leaks_with(reporter: Callable[[], ModuleType]) -> None:
     """
 
 def _before_fork() -> None:
-    """Keeps threads of the crate from holding locks while the process is forked: a child would wait for them for ever."""
+    """Keeps threads of the crate from holding locks while the process is forked. A child would wait for them
+    forever.
+    """
 
 def _after_fork() -> None:
     """Ends `_before_fork`, in both processes."""
@@ -182,11 +184,11 @@ class Tensor:
     """A tensor over memory that kvpool owns, for programs without PyTorch: `numpy()`, `numpy.asarray`, `memoryview` (from
     Python 3.12 on) and the `from_dlpack` of NumPy, CuPy and JAX see the same bytes without a copy.
 
-    It keeps its memory alive even after the pool is dropped, and shows what is written there later, as every view of
-    it does. It has no arithmetic. Elements are read as Python numbers: `tolist()`, iteration, and `tensor[i]`, or
-    `tensor[i, j]` of two dimensions, where indices may be negative. Fewer indices, and slices with a positive step,
-    give a view. Reading elements on a device copies them, and waits for its current stream. `==` raises `TypeError`
-    unless it is the same object: compare `tolist()` or `numpy()`.
+    A tensor keeps its memory alive even after the pool is dropped, and shows later writes to that memory. It
+    has no arithmetic. Elements are read as Python numbers: `tolist()`, iteration, and `tensor[i]`, or
+    `tensor[i, j]` of two dimensions, where indices may be negative. Fewer indices, and slices with a positive
+    step, give a view. Reading elements on a device copies them, and waits for its current stream. `==` raises
+    `TypeError` unless it is the same object: compare `tolist()` or `numpy()`.
     """
 
     @property
@@ -227,7 +229,7 @@ class Tensor:
             BufferError: If the tensor is not in host memory.
         """
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Returns what `numpy.asarray` makes of the tensor: see `numpy()`.
+        """Returns the tensor as an array, for `numpy.asarray`: see `numpy()`.
 
         Args:
             dtype: The dtype of the array. Another than the tensor's takes a copy.
@@ -289,9 +291,9 @@ class Pool:
     `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache` and `HostTier`.
 
     A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
-    `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`, their
-    arguments go to `__new__`; `__init__` takes any, and lists the pool in `kvpool.pools()`. What an overridden
-    method does is for callers in Python: kvpool's classes use the pool itself.
+    `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`,
+    their arguments go to `__new__`; `__init__` takes any, and lists the pool in `kvpool.pools()`. kvpool's
+    own classes never call methods that a Python class overrides.
     """
 
     name: str
@@ -648,11 +650,11 @@ class TokenToKVPoolAllocator(Pool):
     values of any other GPU tensor are copied asynchronously on the current stream, and its slots become free
     when the copy has completed. Until then `available_size` already counts them, as whole pages of their own.
 
-    Which slots a call returns depends on the calls before it alone, and not on when such a copy completes:
-    ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies under way;
-    without it, a free stays behind those under way, and finds invalid slots when they complete. The
-    exceptions are slots freed with a fence and, without `need_sort`, slots that a `PrefixCache` gives up: the time at
-    which they become free varies.
+    The slots that a call returns depend only on the calls before it, and not on when such a copy completes:
+    ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies in progress.
+    Without it, a free waits behind those in progress, and finds invalid slots when they complete. The
+    exceptions are slots freed with a fence and, without `need_sort`, slots that a `PrefixCache` gives up: the
+    time at which they become free varies.
 
     Args:
         size: Number of slots. A partial last page is never handed out.
@@ -853,7 +855,7 @@ class TokenToKVPoolAllocator(Pool):
     def free_pages(
         self, page_ids: IndicesLike, *, after: Fence | None = None, owner: str | int | None = None
     ) -> None:
-        """Frees pages by their numbers: page `p` has the slots from `p * page_size` on.
+        """Frees pages by their numbers. Page `p` has the slots from `p * page_size` on.
 
         Args:
             page_ids: Pages, an int tensor or array of any shape or a sequence of ints.
@@ -1691,23 +1693,24 @@ class HybridTree:
 
     Every node of the tree has the slots of its tokens for full attention (part 0). Models with sliding-window
     attention have windows beside them (part 1, one slot a token), those with linear attention states (part 2,
-    one value a node). A prefix is found up to the deepest node that all parts accept: a window needs its whole
-    last stretch, a state only the node itself.
+    one value a node). A prefix is found up to the deepest node that all parts accept: sliding-window
+    attention needs the slots of the whole last window, linear attention only the state of the node itself.
 
-    The tree owns no slots: the engine frees what an eviction returns, and what an insertion says. Nodes are ints
-    that are never used again. When a node is cut in two, the deeper part keeps the number.
+    The tree owns no slots: the engine frees the values that an eviction returns, and those that the actions
+    of an insertion name. Nodes are ints that are never used again. When a node is split, the deeper part
+    keeps the number.
 
     Tokens are 64-bit ints; an `array.array("q")` is read in place. Slots are ints in `[0, 2**31)`; a contiguous
     int32 or int64 tensor in host memory is read in place, one on a GPU is copied first, which waits for the GPU.
     Tensors that are returned are int64, on the host, and copies.
 
     A namespace keeps prefixes apart: `None`, a str, bytes, an int, or a tuple of these. Calls are atomic and
-    thread-safe. A node that is gone raises `KeyError`.
+    thread-safe. A node that no longer exists raises `KeyError`.
 
     Args:
         page_size: Tokens that are found together.
         policy: The order of eviction: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
-        protected_uses: With "slru", how often a node is used until it goes after the others.
+        protected_uses: With "slru", the number of uses from which on a node is evicted after the others.
         tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
             prompt that went through them.
         window: Tokens of history that sliding-window attention reads; `None` for models without it.
@@ -1735,11 +1738,11 @@ class HybridTree:
     def reset(
         self,
     ) -> None:
-        """Forgets everything, locked or not. No later node has the number of an earlier one."""
+        """Removes all nodes, locked or not. No later node has the number of an earlier one."""
     def root(
         self,
     ) -> int:
-        """Returns the node at the end of no tokens."""
+        """Returns the root node, which is the end of the empty prefix."""
     def match(
         self,
         tokens: IndicesLike,
@@ -1792,7 +1795,8 @@ class HybridTree:
         state: IndicesLike | None = None,
         branch: int | None = None,
     ) -> HybridStep:
-        """Inserts the whole pages of tokens with their slots, up to the first step that the engine must act on.
+        """Inserts the whole pages of tokens with their slots, up to the first step after which the engine must
+        act.
 
         Args:
             tokens: Token ids, as in `match`.
@@ -1805,13 +1809,13 @@ class HybridTree:
                 freed.
             inserted: Tokens that the request has inserted before: they do not count as used again.
             window_freed: Tokens whose windows are free already, a whole number of pages.
-            priority: Nodes with a higher one go later, with the policy "priority".
+            priority: Nodes of higher priority are evicted later, with the policy "priority".
             state: The state at the end of the tokens, required where nodes have states.
             branch: The number of tokens at which the request branches off from a window.
 
         Raises:
             ConfigError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
-                another insertion is going on, or the state is missing.
+                another insertion is in progress, or the state is missing.
         """
     def advance(
         self,
@@ -1821,7 +1825,7 @@ class HybridTree:
         end: int | None = None,
         namespace: Namespace | tuple[Namespace, ...] = None,
     ) -> HybridStep:
-        """Goes on with an insertion of the same tokens and slots, when the actions of the step before are done.
+        """Continues an insertion of the same tokens and slots, after the actions of the previous step.
 
         Args:
             tokens: The tokens of the insertion.
@@ -1831,17 +1835,17 @@ class HybridTree:
             namespace: As in `match`.
 
         Raises:
-            ConfigError: If no insertion is going on, it has failed, the node that it has reached was
+            ConfigError: If no insertion is in progress, it has failed, the node that it has reached was
                 evicted since, or it began with other tokens or in another namespace.
         """
     def is_inserting(
         self,
     ) -> bool:
-        """Whether an insertion is going on."""
+        """Returns whether an insertion is in progress."""
     def end_insertion(
         self,
     ) -> list[HybridAction]:
-        """Gives up an insertion that is going on, if there is one, and returns what is still to be done, as
+        """Gives up the insertion in progress, if there is one, and returns the remaining actions, as
         `HybridStep.actions`.
         """
     def lock_node(
@@ -1857,7 +1861,7 @@ class HybridTree:
             skip: Parts that are not locked.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
         """
     def unlock_node(
         self,
@@ -1877,7 +1881,7 @@ class HybridTree:
                 the state, leave the window out by `skip` instead.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
             IndexOwnershipError: If it has no such lock. Nothing is changed.
         """
     def unlock_window(
@@ -1888,8 +1892,8 @@ class HybridTree:
         *,
         with_state: bool = True,
     ) -> HybridFrees:
-        """Releases the window of one `lock_node` early, and the state with it, when the request has moved on.
-        Returns the windows that nothing locks any more and that no other prefix needs.
+        """Releases the window of one `lock_node` early, and the state with it, because the request has moved
+        past it. Returns the windows that are no longer locked and that no other prefix needs.
 
         Args:
             node: The node.
@@ -1898,7 +1902,7 @@ class HybridTree:
             with_state: Whether the state is released, too.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
             IndexOwnershipError: If it has no such lock. Nothing is changed.
         """
     def pin(
@@ -1908,7 +1912,7 @@ class HybridTree:
         """Locks only the slots for full attention up to the end of a node.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
         """
     def unpin(
         self,
@@ -1917,7 +1921,7 @@ class HybridTree:
         """Undoes one `pin`.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
             IndexOwnershipError: If it has no lock. Nothing is changed.
         """
     def slots(
@@ -1928,7 +1932,7 @@ class HybridTree:
         """Returns the slots for full attention behind `until` up to the end of `node`, a 1-D int64 tensor.
 
         Raises:
-            KeyError: If a node is gone, or `until` is not on the way to `node`.
+            KeyError: If a node no longer exists, or `until` is not on the way to `node`.
         """
     def begin_eviction(
         self,
@@ -1938,15 +1942,15 @@ class HybridTree:
         """Begins to evict values of a part, `wanted` of them.
 
         Raises:
-            ConfigError: If an eviction of the part is going on.
+            ConfigError: If an eviction of the part is in progress.
         """
     def next_victim(
         self,
         part: int,
         evicted: int,
     ) -> int | HybridFrees | None:
-        """The next step of an eviction: an int, the leaf to evict with `evict_leaf`; or values that are gone
-        already, of a node that stays; or `None`, if enough was evicted or nothing evictable is left.
+        """Returns the next step of an eviction: an int, the leaf to evict with `evict_leaf`; or values that were
+        removed already, of a node that stays; or `None`, if enough was evicted or nothing evictable is left.
 
         Args:
             part: The part.
@@ -1962,7 +1966,7 @@ class HybridTree:
         """Evicts a leaf with all its values.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
             IndexOwnershipError: If it is no leaf, or is locked.
         """
     def end_eviction(
@@ -1983,11 +1987,11 @@ class HybridTree:
         self,
         node: int,
     ) -> HybridFrees:
-        """Gives up states of the nodes before a node beyond the number that a path keeps, those nearest to the root
-        first. Forks, locked nodes and leaves keep theirs.
+        """Evicts the states of ancestors of a node that exceed the number that a path keeps, those nearest to
+        the root first. Nodes with several children, locked nodes and leaves keep their states.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
         """
     def evictable_size(
         self,
@@ -2008,7 +2012,7 @@ class HybridTree:
         """Changes what a part counts on a node whose values the engine backs with more or fewer rows than values.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
             ConfigError: If the size would become negative.
         """
     def value(
@@ -2019,7 +2023,7 @@ class HybridTree:
         """Returns the value of a node, a 1-D int64 tensor; `None` if it has none.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
         """
     def set_value(
         self,
@@ -2030,7 +2034,7 @@ class HybridTree:
         """Gives a node a window or a state that it does not have.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
             ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
         """
     def hash_at(
@@ -2042,7 +2046,7 @@ class HybridTree:
         none.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
         """
     def set_hashes(
         self,
@@ -2050,8 +2054,8 @@ class HybridTree:
         start: int,
         hashes: bytes,
     ) -> None:
-        """Names the pages from the token `start` up to the end of a node, for engines that publish what is
-        there: `HybridFrees.removed` names those that are gone.
+        """Sets the hashes of the pages from the token `start` up to the end of a node, for engines that publish
+        the contents of the tree. `HybridFrees.removed` has the hashes of removed nodes.
 
         Args:
             node: The node.
@@ -2059,7 +2063,7 @@ class HybridTree:
             hashes: 32 bytes for each page.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
             ConfigError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
                 changed.
         """
@@ -2072,7 +2076,7 @@ class HybridTree:
         end: int | None = None,
         namespace: Namespace | tuple[Namespace, ...] = None,
     ) -> list[tuple[int, int]]:
-        """Returns the ranges of tokens within `begin..limit` that are there without a window."""
+        """Returns the ranges of tokens within `begin..limit` that are in the tree without a window."""
     def attach_window(
         self,
         tokens: IndicesLike,
@@ -2096,7 +2100,7 @@ class HybridTree:
         groups first.
 
         Raises:
-            KeyError: If a node is gone.
+            KeyError: If a node no longer exists.
         """
     def path(
         self,
@@ -2106,7 +2110,7 @@ class HybridTree:
         children of each.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
         """
     def values(
         self,
@@ -2130,7 +2134,7 @@ class HybridTree:
         self,
         node: int,
     ) -> bool:
-        """Whether a node exists."""
+        """Returns whether a node exists."""
     def nodes(
         self,
     ) -> list[int]:
@@ -2139,10 +2143,10 @@ class HybridTree:
         self,
         node: int,
     ) -> list[int]:
-        """Returns the nodes directly behind a node, in the order in which they came. Looks at every node.
+        """Returns the children of a node, in the order of their insertion. Looks at every node.
 
         Raises:
-            KeyError: If the node is gone.
+            KeyError: If the node no longer exists.
         """
     def listed(
         self,
@@ -2156,7 +2160,7 @@ class HybridTree:
         """Returns a node as it is now.
 
         Raises:
-            KeyError: If it is gone.
+            KeyError: If it no longer exists.
         """
     def verify(
         self,
@@ -2183,19 +2187,19 @@ class HybridMatch:
         """The node at its end."""
     @property
     def visited(self) -> int | None:
-        """The deepest node with tokens of the prompt, accepted or not; `None` if no token is there."""
+        """The deepest node with tokens of the prompt, accepted or not; `None` if there is none."""
     @property
     def full_length(self) -> int:
         """Tokens with slots for full attention."""
     @property
     def window_branch(self) -> int | None:
-        """The end of the whole pages with slots for full attention, if it is behind the prefix and nodes have
-        windows: with one there, more could be used.
+        """The end of the whole pages with slots for full attention, if it is after the prefix and nodes have
+        windows. With a window there, more of the prompt could be used.
         """
     @property
     def state_branch(self) -> int | None:
-        """The last place of the grid with slots for full attention, if it is behind the prefix and nodes have
-        states: with one there, more could be used.
+        """The last position of the grid with slots for full attention, if it is after the prefix and nodes have
+        states. With a state there, more of the prompt could be used.
         """
 
 @final
@@ -2221,13 +2225,13 @@ class HybridStep:
         """
     @property
     def found(self) -> int:
-        """Tokens that were there before, in whole pages."""
+        """Tokens that were in the tree before, in whole pages."""
     @property
     def node(self) -> int | None:
         """The node at the end of the inserted tokens; `None` until the insertion is done."""
     @property
     def had_state(self) -> bool:
-        """Whether the node had a state already: the inserted one is the caller's still."""
+        """Whether the node had a state already, so that the inserted one still belongs to the caller."""
     @property
     def reached_branch(self) -> bool:
         """Whether the tokens reach the branch that `insert` was given."""
@@ -2239,7 +2243,7 @@ class HybridStep:
 
 @final
 class HybridFrees:
-    """Values that the tree gave up, for the engine to free."""
+    """Values that the tree has removed, for the engine to free."""
 
     @property
     def full(self) -> torch.Tensor | None:
@@ -2252,45 +2256,45 @@ class HybridFrees:
         """States; `None` for none."""
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The numbers of values of each part that were given up."""
+        """The number of removed values of each part."""
     @property
     def removed(self) -> list[tuple[Namespace | tuple[Namespace, ...], bytes]]:
-        """The nodes that are gone, of those whose pages have hashes: the namespace and the hashes of each, in the
-        order in which they went. Hashes are bytes, 32 a page.
+        """The removed nodes whose pages have hashes: the namespace and the hashes of each, in the order of their
+        removal. Hashes are bytes, 32 for each page.
         """
 
 @final
 class HybridNode:
-    """A node of a `HybridTree` as it was."""
+    """A node of a `HybridTree` at the time of `HybridTree.node`."""
 
     @property
     def parent(self) -> int | None:
-        """The node before it; `None` for the root."""
+        """The parent node; `None` for the root."""
     @property
     def tokens(self) -> list[int]:
         """The node's own tokens."""
     @property
     def end(self) -> int:
-        """Tokens up to its end."""
+        """Tokens up to the end of the node."""
     @property
     def locks(self) -> tuple[int, int, int]:
         """Locks by part."""
     @property
     def hits(self) -> int:
-        """The number of times that it was inserted."""
+        """The number of times that the node was inserted."""
     @property
     def is_leaf(self) -> bool:
-        """Whether it may be evicted as a whole."""
+        """Whether the node may be evicted as a whole."""
 
 @final
 class PrefixCache(Pool):
     """Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
     does not compute them again.
 
-    The cache owns whole pages of an allocator, from their publication to their eviction; requests hold leases. A call
-    of the allocator, or of a planner on it, that is short of slots evicts pages without a lease, and fails, without
-    evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
-    locked_size()`. Freeing a cached slot through the allocator is an invalid free.
+    The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
+    leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
+    lease. If all evictable pages would not suffice, it evicts none and fails. At any time `cached_size() ==
+    evictable_size() + locked_size()`. Freeing a cached slot through the allocator is an invalid free.
 
     Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
     in place; other sequences of ints and tensors on a GPU are copied first. Prefixes are compared token by
@@ -2308,13 +2312,13 @@ class PrefixCache(Pool):
         states: A `GDNPool` with track slots, on the same device, for models with linear-attention states. A
             prefix is then found only up to a snapshot of the state at its end.
         policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
-            prefixes are evicted, never what other cached prefixes continue.
+            prefixes are evicted, never pages that other cached prefixes continue.
         tiers: The tiers below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
             or another `Store`. `Lease.load` loads evicted pages from the first, `fetch` copies pages from the
             second to the first.
-        model: Names, for a store, what the bytes of K and V depend on beside the tokens, the namespace and the shape of
-            the pools: the model and its revision, and the part of it if there are several, such as a rank.
-            Caches with the same name share pages. Needed with a store, and only then.
+        model: The name, in a store, of everything that K and V depend on besides the tokens, the namespace and the
+            shape of the pools: the model with its revision, and the rank if the model is divided among ranks.
+            Caches with the same name share pages. Required with a store, and only then.
         max_pinned: The share of the allocator's capacity that `pin` may retain.
         events: Whether to record changes for `events`.
         name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
@@ -2350,7 +2354,7 @@ class PrefixCache(Pool):
         """The tiers below the device: a tuple."""
     @property
     def model(self) -> str | None:
-        """The name of what the K and V are of, if there is a store."""
+        """The name of the model in the store, as passed to the constructor; `None` without a store."""
     @property
     def policy(self) -> str:
         """The name of the policy."""
@@ -2371,7 +2375,7 @@ class PrefixCache(Pool):
 
         Raises:
             ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
-            TypeError: If `tokens` are no ints, or `namespace` is of another type.
+            TypeError: If `tokens` are not ints, or `namespace` is of another type.
         """
     def fetch(
         self,
@@ -2380,9 +2384,9 @@ class PrefixCache(Pool):
         namespace: Namespace = None,
         limit: SupportsIndex | None = None,
     ) -> Fetch:
-        """Starts to fetch the pages of a prompt from the store to the host tier. Returns at once: a thread looks them up,
-        one prompt after another. Call it when a request arrives, and `match` when it is its turn: that finds the pages
-        that have arrived.
+        """Starts to fetch the pages of a prompt from the store to the host tier. Returns at once; a thread
+        fetches the pages, one prompt after another. Call it when a request arrives, and call `match` when the
+        request is about to run: `match` finds the pages that have arrived.
 
         Args:
             tokens: As in `match`.
@@ -2390,7 +2394,7 @@ class PrefixCache(Pool):
             limit: Maximum length of the prefix in tokens.
 
         Returns:
-            A `Fetch`; without a store one that is over.
+            A `Fetch`; without a store it is over at once.
 
         Raises:
             ConfigError: As in `match`.
@@ -2417,26 +2421,26 @@ class PrefixCache(Pool):
             ConfigError: If `tokens` is negative.
         """
     def wait_written(self, timeout: float | None = None) -> bool:
-        """Waits, without the GIL, until nothing is on its way to the tiers below: pages that are being copied to host
-        memory, and from there to a store. Without tiers it returns at once.
+        """Waits, without the GIL, until all copies of pages to host memory, and from there to a store, are
+        complete. Without tiers it returns at once.
 
         Args:
             timeout: Seconds; `None` for any time.
 
         Returns:
-            Whether all has arrived within the time.
+            Whether all copies completed within the time.
 
         Raises:
             ConfigError: If `timeout` is negative.
             DriverError: If the device has failed.
         """
     def clear(self, namespace: Namespace = None) -> None:
-        """Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are found no more,
-        and are given up with their last lease.
+        """Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are no longer
+        found, and are given up when their last lease ends.
         """
     def pin(self, lease: Lease, *, seconds: float | None = None, priority: SupportsIndex = 0) -> None:
-        """Retains the prefix of a lease beyond it: pages are evicted after all that are not retained, the lowest
-        priority first.
+        """Retains the prefix of a lease, also after the lease ends: its pages are evicted after all pages that
+        are not retained, the lowest priority first.
 
         Args:
             lease: A lease of this cache.
@@ -2456,11 +2460,11 @@ class PrefixCache(Pool):
             TypeError: As in `match`.
         """
     def explain(self, tokens: IndicesLike, namespace: Namespace = None) -> list[Segment]:
-        """Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
+        """Returns where each part of a prompt is cached, or why it is not. Refreshes nothing.
 
-        Evictions are remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
-        and one where an eviction ended, so fewer tokens if pages go one by one. A look at every namespace makes
-        this a call for debugging. Waits for the store, if there is one.
+        Evictions are remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix and
+        one where an eviction ended, so fewer tokens if pages are evicted one by one. This is a call for
+        debugging, because it looks at every namespace. Waits for the store, if there is one.
 
         Args:
             tokens: As in `match`.
@@ -2541,9 +2545,9 @@ class Lease:
         """
     @property
     def kv_length(self) -> int:
-        """Tokens whose K and V were cached at the match, in whole pages. More than `length` only if the cache has
-        states, and no snapshot of the state at their end: other prompts part from this one there, so that a chunk
-        of a prefill should end there and be published with its state.
+        """Tokens whose K and V were cached at the match, in whole pages. This is more than `length` only if the
+        cache has states, and no snapshot of the state at the end of these tokens. Other prompts diverge from
+        this one there: end a chunk of the prefill there, and publish it with its state.
 
         Raises:
             StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -2552,8 +2556,8 @@ class Lease:
         """Return len(self)."""
     @property
     def loadable(self) -> int:
-        """Tokens behind the prefix that the tiers below the device had at the match: what `load` can bring back. 0 after
-        a load or a publication.
+        """Tokens after the prefix that the tiers below the device had at the match, and that `load` can load. 0
+        after a load or a publication.
 
         Raises:
             StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -2590,8 +2594,8 @@ class Lease:
         """Publishes what the request has computed since: whole pages become the cache's, and the lease grows over
         them. The cost is proportional to the number of new tokens. The partial page at the end stays the caller's.
 
-        What another request has published in between is not kept twice: the caller's slots of these pages are
-        freed, and the request continues with those of the cache (`Published.slots`).
+        Pages that another request has published in between are not kept twice: the caller's slots of these
+        pages are freed, and the request continues with those of the cache (`Published.slots`).
 
         Args:
             tokens: Token ids of positions `length` and up, only the new ones.
@@ -2630,13 +2634,13 @@ class Lease:
             StaleBufferError: As in `publish`.
         """
     def load(self, *, limit: SupportsIndex | None = None) -> Load | None:
-        """Loads the pages that the tiers below the device have behind the prefix. The lease has their slots from now on;
-        call `Load.wait_layer` before the work that uses a layer. Pages that another request is loading are not loaded
-        twice.
+        """Loads the pages that the tiers below the device have after the prefix. The lease has their slots from
+        now on; call `Load.wait_layer` before the work that uses a layer. Pages that another request is
+        loading are not loaded twice.
 
-        Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
-        their way raises. On a GPU the copies run on a stream of their own, behind the work enqueued on the current
-        stream.
+        Load before you pass the lease to a planner, and publish after `wait_layer` of the last layer: a
+        publication raises while tokens are being loaded. On a GPU the copies run on a separate stream, after
+        the work enqueued on the current stream.
 
         Args:
             limit: Maximum number of tokens to load.
@@ -2683,18 +2687,18 @@ class Published:
 
 @final
 class PrefixTree:
-    """The tree of a prefix cache by its nodes, for engines that hold nodes, lock them and evict by themselves.
-    `PrefixCache`, which has leases and evicts when an allocation is short, is for other users.
+    """The tree of a prefix cache, with access to its nodes, for engines that hold nodes, lock them and evict by
+    themselves. Otherwise use `PrefixCache`, which has leases and evicts when an allocation is short.
 
-    A node is a run of tokens with their slots; its name is an int that no other node of the tree ever has, below
-    2**63. A node that is cut in two keeps its name, its end and its locks for the deeper half. Prefixes are found
-    in whole pages, and compared token by token. Tokens and namespaces are those of `PrefixCache`.
+    A node is a run of tokens with their slots. Its number is an int below 2**63 that no other node of the
+    tree ever has. When a node is split, the deeper half keeps its number, its end and its locks. Prefixes are
+    found in whole pages, and compared token by token. Tokens and namespaces are those of `PrefixCache`.
 
-    Slots that are inserted belong to the tree until they are evicted: freeing them through the allocator is an
-    invalid free. An insertion frees nothing; slots of tokens that were cached before stay the caller's. What an
-    insertion has behind its last whole page is kept, too, in a node that no look-up finds: the next insertion of
-    the same slots takes it over, and it is not evicted while the node before it is locked. Where no node is
-    before it, it is not evicted until the same slots are inserted again.
+    Slots that are inserted belong to the tree until they are evicted: freeing them through the allocator is
+    an invalid free. An insertion frees nothing; slots of tokens that were cached before stay the caller's.
+    The slots of an insertion after its last whole page are kept, too, in a node that no look-up finds. The
+    next insertion of the same slots takes this node over, and it is not evicted while its parent is locked.
+    If its parent is the root, it is not evicted until the same slots are inserted again.
 
     All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
     does not have. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
@@ -2723,7 +2727,7 @@ class PrefixTree:
     def match(
         self, tokens: IndicesLike, *, namespace: Namespace = None, limit: SupportsIndex | None = None
     ) -> TreeMatch:
-        """Finds the longest cached prefix, in whole pages, and refreshes it. Cuts a node in two if none ends there.
+        """Finds the longest cached prefix, in whole pages, and refreshes it. Splits a node if none ends there.
 
         Args:
             tokens: Token ids of the prompt.
@@ -2732,7 +2736,7 @@ class PrefixTree:
 
         Raises:
             ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
-            TypeError: If `tokens` are no ints, or `namespace` is of another type.
+            TypeError: If `tokens` are not ints, or `namespace` is of another type.
         """
     def insert(
         self, tokens: IndicesLike, slots: IndicesLike, *, namespace: Namespace = None
@@ -2752,7 +2756,7 @@ class PrefixTree:
             TypeError: As in `match`.
         """
     def lock(self, node: SupportsIndex) -> None:
-        """Keeps a node, and those before it, from being evicted. Locks of a node are counted.
+        """Keeps a node and its ancestors from being evicted. Locks of a node are counted.
 
         Raises:
             StaleBufferError: If the node was evicted.
@@ -2786,14 +2790,14 @@ class PrefixTree:
             ConfigError: If `start` is negative.
         """
     def node(self, node: SupportsIndex) -> TreeNode:
-        """Describes a node as it is now. A look at every node makes this a call for debugging.
+        """Describes a node as it is now. This is a call for debugging, because it looks at every node.
 
         Raises:
             StaleBufferError: If the node was evicted.
         """
     @property
     def root(self) -> int:
-        """The node at the end of no tokens, of which every prefix is a child. It changes when the tree is cleared."""
+        """The root node, which is the end of the empty prefix. It changes when the tree is cleared."""
     def cached_size(self) -> int:
         """Returns the number of cached tokens."""
     def evictable_size(self) -> int:
@@ -2801,8 +2805,8 @@ class PrefixTree:
     def locked_size(self) -> int:
         """Returns the number of cached tokens that locks keep."""
     def stats(self) -> dict[str, int]:
-        """Returns the numbers of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the `bytes` of
-        the bookkeeping.
+        """Returns the statistics of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the
+        `bytes` of the bookkeeping.
         """
     def verify(self) -> None:
         """Checks every invariant of the tree.
@@ -2848,7 +2852,7 @@ class TreeInsertion:
         """Tokens inserted: those before the first slot that is 0 or not allocated."""
     @property
     def removed_nodes(self) -> list[int]:
-        """Nodes that ceased to exist: what had been kept behind a last whole page and became part of another node."""
+        """Nodes that no longer exist: tails that became part of another node."""
 
 @final
 class TreeEviction:
@@ -2859,7 +2863,9 @@ class TreeEviction:
         """Slots that became free."""
     @property
     def removed_nodes(self) -> list[int]:
-        """Nodes that ceased to exist, in order. Those of an allocator that was cleared before are among them."""
+        """Nodes that no longer exist, in the order of their removal, with those that a `clear` of the allocator
+        removed before.
+        """
     @property
     def slots(self) -> torch.Tensor:
         """The slots evicted: 1-D int32 in host memory, a new tensor each time."""
@@ -2870,22 +2876,22 @@ class TreeNode:
 
     @property
     def node(self) -> int:
-        """The name of the node."""
+        """The number of the node."""
     @property
     def parent(self) -> int | None:
-        """The node before it; `None` for a root."""
+        """The parent node; `None` for a root."""
     @property
     def children(self) -> list[int]:
-        """The nodes behind it."""
+        """The child nodes."""
     @property
     def tokens(self) -> list[int]:
-        """The node's own tokens, without those of the nodes before it."""
+        """The node's own tokens, without those of its ancestors."""
     @property
     def slots(self) -> list[int]:
         """The slots of its own tokens."""
     @property
     def locks(self) -> int:
-        """Locks of the node and of all nodes behind it."""
+        """Locks of the node and of all its descendants."""
 
 @final
 class Segment:
@@ -2905,22 +2911,22 @@ class Segment:
         """
     @property
     def pressure(self) -> str | None:
-        """The cause of the eviction, if it was evicted: "alloc" for an allocation that was short, "evict" and "clear" for
-        these calls.
+        """The cause of the eviction, if the segment was evicted: "alloc" for an allocation that was short,
+        "evict" and "clear" for these calls.
         """
     @property
     def evicted_s(self) -> float | None:
-        """Seconds since its eviction, if it was evicted."""
+        """Seconds since the eviction, if the segment was evicted."""
     @property
     def idle_tokens(self) -> int | None:
         """The age of evicted pages: the tokens looked up between their last use and their eviction. `None` for others."""
     @property
     def namespace(self) -> Namespace:
-        """The other namespace that has it."""
+        """The other namespace that has the segment."""
 
 @final
 class Stored:
-    """Pages that follow each other were stored."""
+    """Consecutive pages were stored."""
 
     @property
     def pages(self) -> list[bytes]:
@@ -2930,7 +2936,7 @@ class Stored:
         """
     @property
     def parent(self) -> bytes | None:
-        """The key of the page before them; `None` at the beginning of a prompt."""
+        """The key of the previous page; `None` at the beginning of a prompt."""
     @property
     def tokens(self) -> list[int]:
         """The token ids of the pages."""
@@ -2939,7 +2945,7 @@ class Stored:
         """The namespace of the pages."""
     @property
     def tier(self) -> str:
-        """The place where they are: "device" or "host"."""
+        """The tier of the pages: "device" or "host"."""
 
 @final
 class Removed:
@@ -2950,7 +2956,7 @@ class Removed:
         """The keys of the pages."""
     @property
     def tier(self) -> str:
-        """The place where they were: "device" or "host"."""
+        """The tier of the pages: "device" or "host"."""
 
 @final
 class Cleared:
@@ -3557,16 +3563,16 @@ class _Workspace(Pool):
 
 @final
 class HostTier(Pool):
-    """Host memory below a `PrefixCache`: pages that were copied there are loaded, by `Lease.load`, faster than
-    they can be computed.
+    """Host memory below a `PrefixCache`. Loading pages from there with `Lease.load` is faster than computing
+    them.
 
-    Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next. Copies run
-    beside their callers, in either direction one after the other: on a thread or, for a pool on a GPU, on a stream of
-    their own. A page is found when it is complete. Pages that the cache has on the device, too, go last; of the others
-    those used least recently go first.
+    Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next.
+    Copies run in the background, one after the other in each direction: on a thread or, for a pool on a GPU,
+    on a separate stream. A page is found when it is complete. Pages that the cache has on the device, too,
+    are evicted last; of the others, the least recently used ones are evicted first.
 
-    If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, as that of a
-    `ChunkPool`, and used as far as it is.
+    If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
+    a `ChunkPool`, and can be used before all of it is page-locked.
 
     Args:
         kv: The pool of the K and V.
@@ -3604,16 +3610,16 @@ class HostTier(Pool):
         """The pool of states, if there is one."""
     @property
     def size(self) -> int:
-        """Tokens that it was made for."""
+        """Tokens that the tier has room for, as passed to the constructor."""
     @property
     def max_states(self) -> int:
-        """Snapshots of states that it has room for."""
+        """Snapshots of states that the tier has room for."""
     @property
     def pin_memory(self) -> bool:
-        """Whether the memory was to be page-locked."""
+        """Whether page-locking was requested, as passed to the constructor."""
     @property
     def write(self) -> str:
-        """The moment when pages are copied there: "through", "selective" or "back"."""
+        """When pages are copied to the tier: "through", "selective" or "back"."""
     @property
     def page_bytes(self) -> int:
         """Bytes of K and V of a page."""
@@ -3675,7 +3681,7 @@ class Load:
 
     @property
     def length(self) -> int:
-        """Tokens that it adds to the lease, 0 if there was nothing to load."""
+        """Tokens that the load adds to the lease; 0 if there was nothing to load."""
     def __len__(self) -> int:
         """Return len(self)."""
     def wait_layer(self, layer: SupportsIndex) -> None:
@@ -3705,14 +3711,14 @@ class Load:
 class FileStore:
     """Pages by their keys in files on a local disk, for one process at a time.
 
-    Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes of each
-    page: a page that is found is right to the byte, and a damaged one is missing. The
-    pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
-    call the last are evicted first, as suits prefixes.
+    Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes
+    of each page: a page that is found has exactly the bytes that were put, and a damaged one is missing. The
+    pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the
+    pages of one call, the last are evicted first, so that the beginning of a prefix stays longest.
 
-    Threads read and write, bypassing the page cache where the file system supports it. They report failures in
-    `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. Nothing is evicted or
-    lost because one page could not be read or written, but for the page that made room.
+    Threads read and write, bypassing the page cache where the file system supports it. They report failures
+    in `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. If a page
+    cannot be read or written, no other page is lost, except the one that was evicted to make room for it.
 
     Nothing is flushed: after a power cut the last pages may be missing. Use as a context manager, or call `close`:
     a store that is dropped without it drops the pages in its queue.
@@ -3725,7 +3731,7 @@ class FileStore:
         page_bytes: Bytes of a page.
         threads: Threads that read and write.
         queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
-        direct: Whether to pass the system's cache by, if the file system can do that.
+        direct: Whether to bypass the system's cache, if the file system supports that.
 
     Raises:
         ConfigError: If a size does not fit, the directory is in use by a process, also this one, has a store with
@@ -3759,7 +3765,7 @@ class FileStore:
     def closed(self) -> bool:
         """Whether `close` was called."""
     def exists(self, keys: KeysLike) -> int:
-        """Returns how many of the keys are there before the first that is not. Looks in memory only.
+        """Returns the number of keys before the first whose page is not in the store. Reads no file.
 
         Args:
             keys: A sequence of `bytes` objects of 32 bytes, or a uint8 array or tensor `[n, 32]` in host memory.
@@ -3779,7 +3785,7 @@ class FileStore:
             keys: As in `exists`.
             pages: A tensor or array in host memory whose dimension 0 counts pages, with `page_bytes` contiguous bytes
                 in each, of any dtype.
-            rows: The rows of `pages` that are meant, one for each key and none twice. By default all, in their order.
+            rows: The rows of `pages` to use, one for each key and none twice. By default all, in order.
 
         Returns:
             A `StoreTransfer`.
@@ -3879,7 +3885,7 @@ class StoreTransfer:
         """
     @property
     def leading(self) -> int:
-        """The number of present pages before the first that is not: of a prefix, what can be used.
+        """The number of present pages before the first that is not: the part of a prefix that can be used.
 
         Raises:
             RuntimeError: As in `query`.
@@ -3928,13 +3934,13 @@ class _StoreQueue:
     def next_write(self) -> _StoreCall | None:
         """Returns the next call of `write`. Otherwise like `next_read`."""
     def close(self) -> None:
-        """Takes no more calls, and waits, without the GIL, until those before are answered.
+        """Rejects further calls, and waits, without the GIL, until the earlier ones are answered.
 
         Raises:
             RuntimeError: In the child of a fork.
         """
     def abandon(self) -> None:
-        """Takes no more calls, and drops those that are not being answered."""
+        """Rejects further calls, and drops those that are not being answered."""
 
 @final
 class _StoreCall:
@@ -3942,7 +3948,7 @@ class _StoreCall:
 
     @property
     def kind(self) -> str | None:
-        """The operation that it asks for: "find", "read" or "write"; `None` once it is finished."""
+        """The requested operation: "find", "read" or "write"; `None` once the call is finished."""
     @property
     def keys(self) -> list[bytes]:
         """The keys of the pages."""
@@ -3950,7 +3956,9 @@ class _StoreCall:
     def places(self) -> tuple[list[int], list[int]]:
         """The address and the bytes of each page in memory."""
     def finish(self, present: Sequence[bool]) -> None:
-        """Answers for each page whether it is where it was to go; without an answer, it is not."""
+        """Finishes the call with an answer for each page: whether it was found, read or written. Pages without
+        an answer were not.
+        """
 
 @final
 class _PageLocking:
@@ -3963,10 +3971,11 @@ class _PageLocking:
 
 @final
 class AddressSpace:
-    """Keeps which bytes of a memory that others own are taken: the lowest range that is long enough comes first.
+    """Records which byte ranges of some memory are taken. The lowest range that is long enough is handed out
+    first.
 
-    It hands out offsets from 0, and has no memory of its own. Calls are atomic and thread-safe. They take one step for
-    each 64 gaps.
+    It hands out offsets from 0 on, and does not access the memory. Calls are atomic and thread-safe. Their
+    cost is one step for each 64 gaps.
 
     Args:
         capacity: Bytes, below 2**63.
@@ -4027,7 +4036,7 @@ class AddressSpace:
             IndexOwnershipError: If the space is strict and the range cannot be freed. Nothing is changed.
         """
     def grow(self, size: SupportsIndex) -> None:
-        """Adds bytes behind the last one.
+        """Adds bytes at the end.
 
         Args:
             size: Bytes, which are rounded up to the alignment.
@@ -4062,8 +4071,8 @@ class AddressSpace:
 
 @final
 class OffloadRequest:
-    """The chunks that a request has used, for `OffloadTable`. With another table, or when that was cleared, it begins
-    anew.
+    """The chunks that a request has used, for an `OffloadTable`. If it is passed to another table, or the table
+    was cleared, the request starts over.
     """
 
     def __new__(cls) -> OffloadRequest: ...
@@ -4083,41 +4092,42 @@ class Block:
         """The number of requests that use it."""
     @property
     def is_null(self) -> bool:
-        """Whether it stands for no memory. It is never freed."""
+        """Whether this is a null block, which stands for no memory and is never freed."""
     @is_null.setter
     def is_null(self, is_null: bool) -> None:
-        """Whether it stands for no memory. It is never freed."""
+        """Whether this is a null block, which stands for no memory and is never freed."""
     @property
     def pool(self) -> object:
-        """The pool that its queue was made for; `None` if there was none, or it is gone."""
+        """The pool that the queue was made for; `None` if there was none, or it no longer exists."""
     @property
     def block_hash(self) -> bytes | None:
-        """The hash of the block, bytes; `None` if it has none."""
+        """The hash of the block, as bytes; `None` if it has none."""
     @property
     def block_hash_num_tokens(self) -> int | None:
         """The number of tokens of the prompt that its hash covers."""
     def set_block_hash(self, block_hash: bytes, num_tokens: int | None = None) -> None:
-        """Gives it a hash.
+        """Sets the hash of the block.
 
         Raises:
             AssertionError: If it has one.
         """
     def reset_hash(self) -> None:
-        """Takes its hash."""
+        """Removes the hash of the block."""
     @property
     def prev_free_block(self) -> Block | None:
         """The free block before it, or the front of the queue; `None` if it is not free."""
     @property
     def next_free_block(self) -> Block | None:
-        """The free block behind it, or the end of the queue; `None` if it is not free."""
+        """The free block after it, or the end of the queue; `None` if it is not free."""
 
 @final
 class BlockQueue:
     """Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
     the lowest in front.
 
-    The methods by vLLM's names do what those of its `FreeKVCacheBlockQueue` do; `alloc`, `free` and `retain` are calls
-    for many blocks at once. Calls are atomic and thread-safe. A block of another queue is never taken in.
+    The methods with vLLM's names work like those of its `FreeKVCacheBlockQueue`; `alloc`, `free` and `retain`
+    are calls for many blocks at once. Calls are atomic and thread-safe. A block of another queue is never
+    added.
 
     Args:
         count: Blocks, below 2**31.
@@ -4136,10 +4146,10 @@ class BlockQueue:
         """The number of free blocks."""
     @property
     def fake_free_list_head(self) -> Block:
-        """The object that stands before the first free block."""
+        """The object before the first free block."""
     @property
     def fake_free_list_tail(self) -> Block:
-        """The object that stands behind the last free block."""
+        """The object after the last free block."""
     def popleft(self) -> Block:
         """Takes the first free block, regardless of its reference count.
 
@@ -4153,7 +4163,7 @@ class BlockQueue:
             ValueError: If there are fewer. Nothing is taken.
         """
     def remove(self, block: Block) -> None:
-        """Takes a block out.
+        """Removes a block from the queue.
 
         Raises:
             IndexOwnershipError: If it is of another queue.
@@ -4172,8 +4182,8 @@ class BlockQueue:
     def get_all_free_blocks(self) -> list[Block]:
         """Returns the free blocks, the first one in front."""
     def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
-        """Returns an iterator over the free blocks behind a block, or all. It ends where the queue ends, or at a block
-        that is taken meanwhile.
+        """Returns an iterator over the free blocks after a block, or over all. It ends where the queue ends, or
+        at a block that is taken meanwhile.
         """
     def alloc(
         self, count: int, cached: BlockMap, more_hashes: dict[int, set[bytes]], *, events: bool = False
@@ -4182,17 +4192,17 @@ class BlockQueue:
 
         Args:
             count: The number of blocks.
-            cached: The map with the hashes.
-            more_hashes: By the number of a block, a set of hashes that it has beside its own. Those of taken blocks go.
+            cached: The map of the hashes.
+            more_hashes: By the number of a block, a set of hashes that it has beside its own. Those of taken blocks are removed.
             events: Whether to return the hashes.
 
         Returns:
-            The blocks, and the hashes that are in the map no more, in order; none without `events`.
+            The blocks, and the hashes that are no longer in the map, in order; none without `events`.
 
         Raises:
             ValueError: If there are fewer free blocks. Nothing is taken.
             AssertionError: If one of them is counted as used. Nothing is taken.
-            TypeError: If `more_hashes` has what is not bytes. Nothing is taken.
+            TypeError: If `more_hashes` has an object that is not bytes. Nothing is taken.
         """
     def free(self, blocks: Iterable[_T], *, keep_hashed: bool = True) -> list[_T]:
         """Gives back one use of each block. Those that are no longer used are free: the ones with a hash at the end, the
@@ -4208,7 +4218,7 @@ class BlockQueue:
             The objects that are not blocks of this queue, unchanged.
         """
     def retain(self, blocks: Iterable[_T]) -> list[_T]:
-        """Adds one use of each block, and takes those that were free out of the queue. Null blocks are left out.
+        """Adds one use of each block, and removes those that were free from the queue. Null blocks are left out.
 
         Returns:
             The objects that are not blocks of this queue, unchanged.
@@ -4224,21 +4234,23 @@ class BlockMap:
     """An engine's blocks by their hashes: bytes of any length that end with the group of layers, 4 bytes, the highest
     first, as vLLM's `BlockHashWithGroupId` has them. Several blocks may have one hash.
 
-    The methods by vLLM's names do what those of its `BlockHashToBlockMap` do; `find`, `find_prefix` and `cache` are
-    calls for groups and for many blocks. Calls are atomic and thread-safe.
+    The methods with vLLM's names work like those of its `BlockHashToBlockMap`; `find`, `find_prefix` and
+    `cache` are calls for groups and for many blocks. Calls are atomic and thread-safe.
     """
 
     def __new__(cls) -> Self: ...
     def get_one_block(self, key: bytes) -> BlockLike | None:
-        """Returns the block that has had a hash for longest; `None` if none has it."""
+        """Returns the block that has had this hash for the longest time; `None` if no block has it."""
     def contain(self, key: bytes, block_id: int) -> bool:
         """Returns whether the block with a number has a hash."""
     def insert(self, key: bytes, block: BlockLike) -> None:
         """Gives a block a hash."""
     def pop(self, key: bytes, block_id: int) -> BlockLike | None:
-        """Takes a hash from the block with a number, and returns the block; `None` if the block does not have it."""
+        """Removes a hash of the block with a number, and returns the block; `None` if the block does not have
+        it.
+        """
     def clear(self) -> None:
-        """Takes all hashes from all blocks."""
+        """Removes all hashes of all blocks."""
     def items(self) -> list[tuple[bytes, list[BlockLike]]]:
         """Returns pairs of a hash and the list of its blocks, those that got it first in front."""
     def find(self, block_hash: bytes, group_ids: Sequence[int]) -> list[BlockLike] | None:
@@ -4272,7 +4284,7 @@ class BlockMap:
             block_hashes: As many hashes without a group.
             group_id: The group.
             num_tokens: The tokens of the prompt that the first hash covers.
-            block_size: How many more the next one covers.
+            block_size: The number of tokens that each further hash covers in addition.
             block_mask: Which of them to hash; all, if it is `None`.
             more_hashes: As in `BlockQueue.alloc`.
 
@@ -4288,11 +4300,12 @@ class BlockMap:
 
 @final
 class OffloadTable:
-    """Keeps which chunk is in which place of host memory, for an engine that names chunks and moves them itself.
+    """Records the place of each chunk in host memory, for an engine that chooses the keys of chunks and moves
+    them itself.
 
     Keys are bytes of any length, compared whole; their last four bytes are the group of layers, as vLLM's
-    `OffloadKey` has it. Of what nothing uses, chunks of the request that is longest ago go first, and of a request
-    the end of its prompt before the beginning.
+    `OffloadKey` has it. Of the chunks that no transfer uses, those of the least recently active request are
+    evicted first and, of one request, the end of its prompt before the beginning.
 
     `position`, where a call takes it, is called with each key and gives where the chunk ends in the prompt, or `None`.
     Arrays of places are int32 in host memory, in the order of the keys. Calls are atomic and thread-safe.
@@ -4301,7 +4314,7 @@ class OffloadTable:
         capacity: Places, below 2**31.
         store_threshold: How often a chunk is offered until it is stored. Up to 1, each is stored at once.
         max_tracked: Chunks whose offers are counted: those offered lately.
-        events: Whether `take_events` has something to return.
+        events: Whether to record events for `take_events`.
 
     Raises:
         ConfigError: If `capacity` is 2**31 or more, or a number is negative.
@@ -4327,11 +4340,12 @@ class OffloadTable:
         request: OffloadRequest,
         position: Callable[[bytes], int | None] | None = None,
     ) -> tuple[list[bytes], npt.NDArray[np.int32], list[bytes]] | None:
-        """Takes places for those of the chunks that are not here, evicting others if need be: never one of `keys`.
+        """Takes places for the chunks that are not here, and evicts other chunks, never one of `keys`, if
+        necessary.
 
         Args:
             keys: Keys of the request, in the order of its prompt. A key that is listed again is left out.
-            request: The request. It uses what it stores, and of the rest what can be read.
+            request: The request. It uses the chunks that it stores, and those of the others that can be read.
             position: As above.
 
         Returns:
@@ -4343,7 +4357,9 @@ class OffloadTable:
             TypeError: If a key is not bytes.
         """
     def end_store(self, keys: Iterable[bytes], success: bool = True) -> None:
-        """Ends the store of chunks: they can be read, or are gone if `success` is False. Others are left as they are."""
+        """Ends the store of chunks: they can be read or, if `success` is False, are removed. Chunks that are not
+        being stored are left as they are.
+        """
     def begin_load(
         self,
         keys: Iterable[bytes],
@@ -4375,11 +4391,11 @@ class OffloadTable:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Records a use of chunks: the first of them is evicted last."""
     def finish(self, request: OffloadRequest) -> None:
-        """Ends a request: what it used counts as used now, the beginning of its prompt last."""
+        """Ends a request: the chunks that it used count as used now, the beginning of its prompt last."""
     def clear(self) -> None:
-        """Gives up all chunks, also those that transfers use."""
+        """Removes all chunks, also those that transfers use."""
     def take_events(self) -> list[tuple[Literal["stored", "evicted", "failed"], list[bytes]]]:
-        """Returns what came and went since the last call, in order: pairs of "stored", "evicted" or "failed", and keys.
+        """Returns the changes since the last call, in order: pairs of "stored", "evicted" or "failed", and keys.
         A store that failed is left out if the chunk is here again.
         """
     def take_asked(self) -> list[int]:
@@ -4387,7 +4403,7 @@ class OffloadTable:
     def take_skipped(self) -> int:
         """Returns how many chunks were not stored as they were not offered often enough, since the last time."""
     def stats(self) -> dict[Literal["capacity", "arriving", "loading", "idle"], int]:
-        """Returns numbers of chunks: `capacity`, `arriving` (being stored), `loading` and `idle`."""
+        """Returns the statistics in chunks: `capacity`, `arriving` (being stored), `loading` and `idle`."""
     def verify(self) -> None:
         """Raises `AssertionError` if the bookkeeping is not consistent."""
 
@@ -4399,8 +4415,8 @@ class OffloadTurn:
 
 @final
 class OffloadOrder:
-    """The order in which offloaded chunks are evicted, and an object of the engine for each chunk. `OffloadTable` has one
-    within; this is for engines that keep places and counts of loads themselves.
+    """The order in which offloaded chunks are evicted, and an object of the engine for each chunk.
+    `OffloadTable` contains one; use this class if the engine keeps places and counts of loads itself.
 
     Keys and positions are those of `OffloadTable`.
     """
@@ -4413,13 +4429,13 @@ class OffloadOrder:
         is not evicted before `set_evictable`.
         """
     def remove(self, key: bytes) -> Any:
-        """Takes a chunk out, and returns its object.
+        """Removes a chunk, and returns its object.
 
         Raises:
             KeyError: If it is not here.
         """
     def set_evictable(self, key: bytes, is_evictable: bool) -> None:
-        """Lets a chunk be evicted, or keeps it from it.
+        """Allows or prevents the eviction of a chunk.
 
         Raises:
             KeyError: If it is not here.
@@ -4429,26 +4445,26 @@ class OffloadOrder:
     def access(
         self, keys: Iterable[bytes], turn: OffloadTurn, position: Callable[[bytes], int | None]
     ) -> None:
-        """Records that a request at work uses chunks, which counts as its turn. Those that are not here, or have no
-        position, or were used later, are left as they are.
+        """Records that an active request uses chunks, which counts as its turn. Chunks that are not here, have
+        no position, or were used later are left as they are.
         """
     def evict(self, count: int, spared: Iterable[bytes]) -> list[tuple[bytes, Any]] | None:
-        """Takes out the chunks that go first, but for those that are spared. Returns pairs of keys and objects; `None`,
-        and nothing is changed, if there are not so many.
+        """Removes the chunks that are first in the order, except the spared ones. Returns pairs of keys and
+        objects. If there are not enough chunks, returns `None` and changes nothing.
         """
     def clear(self) -> None:
-        """Takes all chunks out."""
+        """Removes all chunks."""
     def __len__(self) -> int:
         """Return len(self)."""
     def __bool__(self) -> bool:
         """True if self else False"""
 
 def _store_keys(space: bytes, keys: Iterable[bytes]) -> list[bytes]:
-    """Names of 32 bytes for a store, of chunks that are of one space: BLAKE3 of the length of the space as uint64 in
-    little endian, the space, and the key.
+    """Returns names of 32 bytes for a store, for chunks of one space: BLAKE3 of the length of the space as
+    uint64 in little endian, the space, and the key.
 
     Args:
-        space: What else the bytes of a chunk depend on: the model, its dtype, the layout.
+        space: Everything else that the bytes of a chunk depend on: the model, its dtype, the layout.
         keys: Bytes of any length.
 
     Raises:

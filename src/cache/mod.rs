@@ -45,6 +45,6 @@ pub(crate) use tokens::not_a_token;
 pub(crate) use tree::Edges;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,
-    LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Place, Pressure, ResumeAt,
-    Segment, SegmentState, Tree, TreeStats, WritePolicy,
+    LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment,
+    SegmentState, Tree, TreePosition, TreeStats, WritePolicy,
 };

@@ -121,7 +121,7 @@ impl History {
     }
 }
 
-/// What a policy remembers of evicted pages; by default nothing.
+/// A policy's record of evicted pages; empty by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
     /// The value of [`History::uses`] when the pages were evicted.

@@ -120,16 +120,16 @@ enum Kind {
     Run,
 }
 
-/// A place in the tree: the first `pages` pages of a node.
+/// A position in the tree: the first `pages` pages of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct TreePosition {
     node: NodeId,
     pages: usize,
     /// The number of tokens from the root to the place.
     len: usize,
 }
 
-impl Place {
+impl TreePosition {
     pub(super) const fn len(self) -> usize {
         self.len
     }
@@ -297,18 +297,18 @@ impl Tree {
         namespace: &Namespace,
         tokens: &dyn Tokens,
         len: usize,
-    ) -> Result<Option<Place>> {
+    ) -> Result<Option<TreePosition>> {
         let root = self.root(namespace);
         root.map(|root| self.descend(root, tokens, len / self.page_size)).transpose()
     }
 
     /// Returns the last place, at or before `place`, from which a request can resume.
-    pub(super) fn usable_place(&self, place: Place) -> Place {
+    pub(super) fn usable_place(&self, place: TreePosition) -> TreePosition {
         if !self.is_stateful {
             return place;
         }
         let node = self.last_snapshot(place);
-        Place { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
+        TreePosition { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
     }
 
     /// Returns the number of tokens that no lease holds.
@@ -423,9 +423,9 @@ impl Tree {
 
     /// Walks down from the end of `node` as far as the nodes have `tokens`, in whole match units and over at
     /// most `limit` pages. Returns the place where the walk ends.
-    fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
+    fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<TreePosition> {
         let begin = widen(self.node(node).end);
-        let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
+        let mut place = TreePosition { node, pages: self.node(node).pages.len(), len: begin };
         let (mut first, pages_per_unit) =
             (Vec::with_capacity(self.match_unit), self.match_unit / self.page_size);
         let limit = limit / pages_per_unit * self.match_unit;
@@ -440,7 +440,7 @@ impl Tree {
             let node = self.node(child);
             let equal = tokens.common(at + self.match_unit, &node.tokens[self.match_unit..])?;
             let pages = (1 + equal / self.match_unit).min((limit - at) / self.match_unit) * pages_per_unit;
-            place = Place { node: child, pages, len: place.len + pages * self.page_size };
+            place = TreePosition { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);
             }
@@ -448,7 +448,7 @@ impl Tree {
     }
 
     /// Returns the node that ends at `place`. If no node ends there, splits one in two.
-    fn split_node(&mut self, place: Place) -> NodeId {
+    fn split_node(&mut self, place: TreePosition) -> NodeId {
         if place.pages == self.node(place.node).pages.len() {
             return place.node;
         }
@@ -480,7 +480,7 @@ impl Tree {
     }
 
     /// Returns the hash of the tokens up to `place`. Costs the distance to the nearer end of its node.
-    pub(super) fn hash_at(&self, place: Place) -> RollingHash {
+    pub(super) fn hash_at(&self, place: TreePosition) -> RollingHash {
         let node = self.node(place.node);
         let (front, back) = node.tokens.split_at(place.pages * self.page_size);
         if front.len() < back.len() {

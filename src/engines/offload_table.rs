@@ -58,7 +58,7 @@ fn sort_if_known(chunks: &mut [&UsedChunk]) {
     }
 }
 
-/// What to store: the result of [`OffloadTable::begin_store`].
+/// The chunks to store: the result of [`OffloadTable::begin_store`].
 #[derive(Debug, Default)]
 pub struct StorePlan {
     /// The positions of the chunks to store among those that were offered.
@@ -69,7 +69,7 @@ pub struct StorePlan {
     pub evicted: Vec<OffloadKey>,
 }
 
-/// What has happened to chunks.
+/// A change of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadChange {
     /// The chunks were stored and can be found.
@@ -83,7 +83,7 @@ pub enum OffloadChange {
 /// A change of several chunks at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OffloadEvent {
-    /// What has happened to the chunks.
+    /// The change.
     pub change: OffloadChange,
     /// The keys of the chunks.
     pub keys: Vec<OffloadKey>,

@@ -136,7 +136,7 @@ impl BadFrees {
     }
 }
 
-/// What a free does about invalid indices.
+/// The treatment of invalid indices in a free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnBadFree {
     /// The call frees all others, and reports the invalid ones.

@@ -42,7 +42,9 @@ pub use host::{Host, prefer_huge_pages};
 pub use host_rows::HostRows;
 pub(crate) use image::Image;
 pub use mapped::{MappedHost, PageKind};
-pub use page_locking::{PageLockProgress, PageLocking, Report, Sink, page_lock, page_lock_steps};
+pub use page_locking::{
+    PageLockEvent, PageLockProgress, PageLockSink, PageLocking, page_lock, page_lock_steps,
+};
 pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
 pub(crate) use region_writer::RegionWriter;
 pub use stream::Stream;

@@ -1,7 +1,7 @@
 //! Page-locking of a region in steps on background threads, while finished steps are already used.
 //!
 //! A large region takes minutes. A step holds the driver's locks for some tens of milliseconds, so that other
-//! calls run in between. Its bytes are offered to a [`Sink`] as soon as it is done.
+//! calls run in between. Its bytes are offered to a [`PageLockSink`] as soon as it is done.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -52,7 +52,7 @@ pub fn page_lock(gpu: &Arc<Gpu>, region: &Region, steps: &[Range<usize>]) -> Res
 }
 
 /// Receives the bytes of a region as they are page-locked.
-pub trait Sink: Debug + Send + Sync {
+pub trait PageLockSink: Debug + Send + Sync {
     /// Receives the bytes of a step. With `is_page_locked == false` they are ordinary memory.
     fn offer(&self, bytes: &Range<usize>, is_page_locked: bool);
 
@@ -73,7 +73,7 @@ pub struct PageLockProgress {
 
 /// The result of [`PageLocking::next`].
 #[derive(Clone, Debug)]
-pub enum Report {
+pub enum PageLockEvent {
     /// A step is done.
     Step(PageLockProgress),
     /// No step was done within the timeout.
@@ -82,7 +82,7 @@ pub enum Report {
     Finished,
 }
 
-/// Page-locking in progress. Dropping this calls [`Sink::end`].
+/// Page-locking in progress. Dropping this calls [`PageLockSink::end`].
 #[derive(Debug)]
 pub struct PageLocking(Arc<Job>);
 
@@ -94,7 +94,7 @@ struct Job {
     steps: Vec<Range<usize>>,
     next: AtomicUsize,
     /// Page-locking ends early when the sink is dropped.
-    sink: Weak<dyn Sink>,
+    sink: Weak<dyn PageLockSink>,
     stop: AtomicBool,
     state: Mutex<JobState>,
     /// Signalled when a step is done or a worker has ended.
@@ -118,7 +118,7 @@ impl PageLocking {
         region: &Arc<Region>,
         steps: Vec<Range<usize>>,
         threads: usize,
-        sink: Weak<dyn Sink>,
+        sink: Weak<dyn PageLockSink>,
     ) -> Self {
         let count = steps.len();
         let shared = Arc::new(Job {
@@ -156,19 +156,19 @@ impl PageLocking {
 
     /// Waits for the next step, at most for `timeout`.
     #[must_use]
-    pub fn next(&self, timeout: Duration) -> Report {
+    pub fn next(&self, timeout: Duration) -> PageLockEvent {
         let begin = Instant::now();
         let mut state = self.0.state();
         loop {
             if let Some(step) = state.reports.pop_front() {
-                return Report::Step(step);
+                return PageLockEvent::Step(step);
             }
             if state.workers == 0 {
-                return Report::Finished;
+                return PageLockEvent::Finished;
             }
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
-                return Report::TimedOut;
+                return PageLockEvent::TimedOut;
             }
             state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -12,8 +12,8 @@ use crate::base::{ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, by
 use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, Returning, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
-    ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, PageLocking, Region, Sink, Stream, page_lock_steps,
-    system_page_size,
+    ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, PageLockSink, PageLocking, Region, Stream,
+    page_lock_steps, system_page_size,
 };
 use crate::tensor::TensorView;
 
@@ -201,7 +201,7 @@ impl ChunkPool {
         let together = page / (1usize << self.stride.trailing_zeros()).min(page);
         let ends = (together..).step_by(together).take_while(|end| *end < self.config.num_chunks);
         let ends = ends.chain([self.config.num_chunks]).map(|end| end * self.stride);
-        let sink: Weak<dyn Sink> = Arc::<Self>::downgrade(self);
+        let sink: Weak<dyn PageLockSink> = Arc::<Self>::downgrade(self);
         let threads = self.config.page_lock_threads;
         Some(PageLocking::start(gpu, &self.region, page_lock_steps(ends), threads, sink))
     }
@@ -563,7 +563,7 @@ impl Pool for ChunkPool {
     }
 }
 
-impl Sink for ChunkPool {
+impl PageLockSink for ChunkPool {
     fn offer(&self, bytes: &Range<usize>, is_page_locked: bool) {
         let chunks = narrow(bytes.start / self.stride)..narrow(bytes.end / self.stride);
         let mut state = self.state();

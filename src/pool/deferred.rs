@@ -42,7 +42,7 @@ impl FreedAs {
 
 /// Values of a free.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct FreedValues {
     pub(super) values: Values,
     pub(super) freed_as: FreedAs,
 }
@@ -54,7 +54,7 @@ pub(super) enum Values {
     Fetched(Arc<Fetcher>, PendingFetch),
 }
 
-impl Part {
+impl FreedValues {
     /// Returns the slots on the host.
     pub(super) const fn of_slots(slots: IndexVec) -> Self {
         Self { values: Values::Known(slots), freed_as: FreedAs::Slots }
@@ -91,7 +91,7 @@ impl Part {
 /// Values that were freed together, by one call or one group.
 #[derive(Debug)]
 struct Free {
-    parts: Vec<Part>,
+    parts: Vec<FreedValues>,
     /// The fence that the slots wait for once they are known.
     fence: Option<FenceId>,
     /// The calls that made the frees, if a ledger is kept.
@@ -148,7 +148,7 @@ impl DeferredFrees {
         Ok(fetcher.fetch(tensor, keep, stream)?.map(|fetch| Values::Fetched(fetcher, fetch)))
     }
 
-    pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, by: Attribution) {
+    pub(super) fn push(&mut self, parts: Vec<FreedValues>, fence: Option<FenceId>, by: Attribution) {
         self.frees.push_back(Free { parts, fence, by, keeps: Vec::new() });
     }
 
@@ -208,13 +208,13 @@ impl DeferredFrees {
 /// # Errors
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list;
 /// the parts are as they were.
-pub(super) fn slots_of(parts: &mut [Part], page_size: usize) -> Result<IndexVec> {
-    if let [Part { values: Values::Known(slots), freed_as }] = parts
+pub(super) fn slots_of(parts: &mut [FreedValues], page_size: usize) -> Result<IndexVec> {
+    if let [FreedValues { values: Values::Known(slots), freed_as }] = parts
         && freed_as.stride(page_size) == 1
     {
         return Ok(std::mem::replace(slots, IndexVec::I32(Vec::new())));
     }
-    let mut all: Vec<i64> = try_with_capacity(parts.iter().map(Part::len).sum())?;
+    let mut all: Vec<i64> = try_with_capacity(parts.iter().map(FreedValues::len).sum())?;
     for part in parts {
         let Values::Known(values) = &part.values else { continue };
         let stride = part.freed_as.stride(page_size);
@@ -225,7 +225,7 @@ pub(super) fn slots_of(parts: &mut [Part], page_size: usize) -> Result<IndexVec>
 }
 
 /// Abandons values in flight, and returns the owners of their tensors.
-pub(super) fn abandon(parts: impl IntoIterator<Item = Part>) -> Vec<Keep> {
+pub(super) fn abandon(parts: impl IntoIterator<Item = FreedValues>) -> Vec<Keep> {
     let fetches = parts.into_iter().filter_map(|part| match part.values {
         Values::Known(_) => None,
         Values::Fetched(fetcher, fetch) => {

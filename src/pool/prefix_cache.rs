@@ -147,8 +147,8 @@ pub struct PrefixCache {
 
 impl PrefixCache {
     /// Creates an empty cache of pages of `allocator`. With `states`, a prefix is found only up to a snapshot
-    /// of the state at its end. What is copied to the `tier` below can be [loaded](Lease::load) when it is
-    /// evicted.
+    /// of the state at its end. Pages that were copied to the `tier` below can be [loaded](Lease::load) after
+    /// they are evicted.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_pinned` is not a share, the pools are

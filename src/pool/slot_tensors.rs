@@ -20,7 +20,7 @@ use crate::tensor::TensorView;
 use crate::transfer::Transfer;
 
 use super::KvPool;
-use super::deferred::{DeferredFrees, Part, abandon};
+use super::deferred::{DeferredFrees, FreedValues, abandon};
 use super::fences::Fences;
 use super::shortage::{Shortage, Shortfall, TakeResult};
 use super::stage::Stage;
@@ -39,7 +39,7 @@ pub(super) struct SlotTensors {
     /// The fences of frees in `slots` and `deferred`.
     fences: Fences,
     /// Values of the open group that the host does not have yet.
-    group: Vec<(Part, Option<Arc<CallRecord>>)>,
+    group: Vec<(FreedValues, Option<Arc<CallRecord>>)>,
     /// Pages of the current call; kept for its capacity.
     runs: Vec<Run<Page>>,
     on_bad_free: OnBadFree,

@@ -284,9 +284,9 @@ impl TokenToKvPoolAllocator {
     /// Frees slots, at once or after a fence, and keeps the tensor that lists them alive while its values are
     /// needed.
     ///
-    /// Values that only a device has are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots; then the call waits, without locks, for its own values.
-    /// What `keep` returns keeps the tensor alive until then; it is dropped without locks.
+    /// Values that only a device has are copied in the order of `stream`, without waiting unless more values
+    /// are in flight than the pool has slots; then the call waits, without locks, for its own values. The
+    /// result of `keep` keeps the tensor alive until then, and is dropped without locks.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
@@ -313,7 +313,7 @@ impl TokenToKvPoolAllocator {
         Ok(freed?.expect("values on the host need no room"))
     }
 
-    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position of
+    /// Frees pages: each value of `given` names one. The result of `keep` keeps the tensor at a position of
     /// `given` alive. Otherwise like [`Self::free_keeping`].
     ///
     /// # Errors

@@ -49,9 +49,9 @@ pub(super) trait PoolClass:
 /// `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache` and `HostTier`.
 ///
 /// A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
-/// `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`, their
-/// arguments go to `__new__`; `__init__` takes any, and lists the pool in `kvpool.pools()`. What an overridden
-/// method does is for callers in Python: kvpool's classes use the pool itself.
+/// `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`,
+/// their arguments go to `__new__`; `__init__` takes any, and lists the pool in `kvpool.pools()`. kvpool's
+/// own classes never call methods that a Python class overrides.
 #[pyclass(frozen, subclass, weakref, module = "kvpool", name = "Pool")]
 pub(super) struct BasePool {
     name: Mutex<String>,

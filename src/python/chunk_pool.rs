@@ -12,7 +12,7 @@ use crate::base::{ChunkId, Device, Dims, Error, Id, widen};
 use crate::index::IndexHandle;
 use crate::kernels::Direction;
 use crate::memory::{
-    Backend, Event, MappedHost, PageKind, PageLockProgress, PageLocking as Locking, Report, Stream,
+    Backend, Event, MappedHost, PageKind, PageLockEvent, PageLockProgress, PageLocking as Locking, Stream,
 };
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
@@ -127,7 +127,7 @@ impl PageLocking {
     fn report_next(&self, py: Python<'_>, most: Duration) -> bool {
         let wait = || lock(&self.locking).as_ref().map(|locking| locking.next(most));
         match py.detach(wait) {
-            Some(Report::Step(PageLockProgress { done, total, failure })) => {
+            Some(PageLockEvent::Step(PageLockProgress { done, total, failure })) => {
                 let (done, total) = (done / self.stride, total / self.stride);
                 if let Some(failure) = failure {
                     logging::warn(py, &format!("some chunks stay ordinary memory: {failure}"));
@@ -141,8 +141,8 @@ impl PageLocking {
                 }
                 true
             }
-            Some(Report::TimedOut) => true,
-            Some(Report::Finished) => {
+            Some(PageLockEvent::TimedOut) => true,
+            Some(PageLockEvent::Finished) => {
                 py.detach(|| drop(lock(&self.locking).take()));
                 false
             }

@@ -18,14 +18,14 @@ use super::wait_in_slices;
 
 /// Pages by their keys in files on a local disk, for one process at a time.
 ///
-/// Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes of each
-/// page: a page that is found is right to the byte, and a damaged one is missing. The
-/// pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
-/// call the last are evicted first, as suits prefixes.
+/// Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes
+/// of each page: a page that is found has exactly the bytes that were put, and a damaged one is missing. The
+/// pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the
+/// pages of one call, the last are evicted first, so that the beginning of a prefix stays longest.
 ///
-/// Threads read and write, bypassing the page cache where the file system supports it. They report failures in
-/// `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. Nothing is evicted or
-/// lost because one page could not be read or written, but for the page that made room.
+/// Threads read and write, bypassing the page cache where the file system supports it. They report failures
+/// in `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. If a page
+/// cannot be read or written, no other page is lost, except the one that was evicted to make room for it.
 ///
 /// Nothing is flushed: after a power cut the last pages may be missing. Use as a context manager, or call `close`:
 /// a store that is dropped without it drops the pages in its queue.
@@ -38,7 +38,7 @@ use super::wait_in_slices;
 ///     page_bytes: Bytes of a page.
 ///     threads: Threads that read and write.
 ///     queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
-///     direct: Whether to pass the system's cache by, if the file system can do that.
+///     direct: Whether to bypass the system's cache, if the file system supports that.
 ///
 /// Raises:
 ///     ConfigError: If a size does not fit, the directory is in use by a process, also this one, has a store with
@@ -64,7 +64,7 @@ impl FileStore {
         queue_bytes: Arg<'_>,
         direct: bool,
     ) -> PyResult<Self> {
-        /// Some hundred milliseconds of a disk.
+        /// What a disk writes in some hundred milliseconds.
         const QUEUE_BYTES: usize = 256 << 20;
         let page_bytes = args::size("page_bytes", page_bytes)?;
         let config = FileStoreConfig {
@@ -78,7 +78,7 @@ impl FileStore {
         Ok(Self { store: Arc::new(py.detach(|| Store::at(&path, &config, caching))?) })
     }
 
-    /// Returns how many of the keys are there before the first that is not. Looks in memory only.
+    /// Returns the number of keys before the first whose page is not in the store. Reads no file.
     ///
     /// Args:
     ///     keys: A sequence of `bytes` objects of 32 bytes, or a uint8 array or tensor `[n, 32]` in host memory.
@@ -102,7 +102,7 @@ impl FileStore {
     ///     keys: As in `exists`.
     ///     pages: A tensor or array in host memory whose dimension 0 counts pages, with `page_bytes` contiguous bytes
     ///         in each, of any dtype.
-    ///     rows: The rows of `pages` that are meant, one for each key and none twice. By default all, in their order.
+    ///     rows: The rows of `pages` to use, one for each key and none twice. By default all, in order.
     ///
     /// Returns:
     ///     A `StoreTransfer`.
@@ -329,7 +329,7 @@ impl StoreTransfer {
         Ok(self.transfer.present()?)
     }
 
-    /// The number of present pages before the first that is not: of a prefix, what can be used.
+    /// The number of present pages before the first that is not: the part of a prefix that can be used.
     ///
     /// Raises:
     ///     RuntimeError: As in `query`.

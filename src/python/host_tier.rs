@@ -20,16 +20,16 @@ use super::gdn_pool::GdnPool;
 use super::kv_pool::KvPool;
 use super::{logging, wait_in_slices};
 
-/// Host memory below a `PrefixCache`: pages that were copied there are loaded, by `Lease.load`, faster than
-/// they can be computed.
+/// Host memory below a `PrefixCache`. Loading pages from there with `Lease.load` is faster than computing
+/// them.
 ///
-/// Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next. Copies run
-/// beside their callers, in either direction one after the other: on a thread or, for a pool on a GPU, on a stream of
-/// their own. A page is found when it is complete. Pages that the cache has on the device, too, go last; of the others
-/// those used least recently go first.
+/// Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next.
+/// Copies run in the background, one after the other in each direction: on a thread or, for a pool on a GPU,
+/// on a separate stream. A page is found when it is complete. Pages that the cache has on the device, too,
+/// are evicted last; of the others, the least recently used ones are evicted first.
 ///
-/// If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, as that of a
-/// `ChunkPool`, and used as far as it is.
+/// If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
+/// a `ChunkPool`, and can be used before all of it is page-locked.
 ///
 /// Args:
 ///     kv: The pool of the K and V.
@@ -150,25 +150,25 @@ impl HostTier {
         self.states.as_ref().map(|states| states.clone_ref(py))
     }
 
-    /// Tokens that it was made for.
+    /// Tokens that the tier has room for, as passed to the constructor.
     #[getter]
     fn size(&self) -> usize {
         self.tier.config().size
     }
 
-    /// Snapshots of states that it has room for.
+    /// Snapshots of states that the tier has room for.
     #[getter]
     fn max_states(&self) -> usize {
         self.tier.config().max_states
     }
 
-    /// Whether the memory was to be page-locked.
+    /// Whether page-locking was requested, as passed to the constructor.
     #[getter]
     fn pin_memory(&self) -> bool {
         self.tier.config().pin_memory
     }
 
-    /// The moment when pages are copied there: "through", "selective" or "back".
+    /// When pages are copied to the tier: "through", "selective" or "back".
     #[getter]
     fn write(&self) -> &'static str {
         let write = self.tier.config().write;
@@ -209,7 +209,7 @@ pub(super) struct Load {
 
 #[pymethods]
 impl Load {
-    /// Tokens that it adds to the lease, 0 if there was nothing to load.
+    /// Tokens that the load adds to the lease; 0 if there was nothing to load.
     #[getter]
     const fn length(&self) -> usize {
         self.load.len()

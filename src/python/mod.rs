@@ -82,10 +82,11 @@ fn without_gil(section: &mut (dyn FnMut() + Send)) {
     Python::attach(|py| py.detach(section));
 }
 
-/// Keeps threads of the crate from holding locks while the process is forked: a child would wait for them for ever.
+/// Keeps threads of the crate from holding locks while the process is forked. A child would wait for them
+/// forever.
 #[pyfunction]
 fn _before_fork(py: Python<'_>) {
-    // A thread that is in may wait for the GIL.
+    // A thread inside the gate may wait for the GIL.
     py.detach(close_fork_gate);
 }
 

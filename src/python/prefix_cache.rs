@@ -40,10 +40,10 @@ pub(super) use lease::{Lease, Published};
 /// Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
 /// does not compute them again.
 ///
-/// The cache owns whole pages of an allocator, from their publication to their eviction; requests hold leases. A call
-/// of the allocator, or of a planner on it, that is short of slots evicts pages without a lease, and fails, without
-/// evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
-/// locked_size()`. Freeing a cached slot through the allocator is an invalid free.
+/// The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
+/// leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
+/// lease. If all evictable pages would not suffice, it evicts none and fails. At any time `cached_size() ==
+/// evictable_size() + locked_size()`. Freeing a cached slot through the allocator is an invalid free.
 ///
 /// Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
 /// in place; other sequences of ints and tensors on a GPU are copied first. Prefixes are compared token by
@@ -61,13 +61,13 @@ pub(super) use lease::{Lease, Published};
 ///     states: A `GDNPool` with track slots, on the same device, for models with linear-attention states. A
 ///         prefix is then found only up to a snapshot of the state at its end.
 ///     policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
-///         prefixes are evicted, never what other cached prefixes continue.
+///         prefixes are evicted, never pages that other cached prefixes continue.
 ///     tiers: The tiers below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
 ///         or another `Store`. `Lease.load` loads evicted pages from the first, `fetch` copies pages from the
 ///         second to the first.
-///     model: Names, for a store, what the bytes of K and V depend on beside the tokens, the namespace and the shape of
-///         the pools: the model and its revision, and the part of it if there are several, such as a rank.
-///         Caches with the same name share pages. Needed with a store, and only then.
+///     model: The name, in a store, of everything that K and V depend on besides the tokens, the namespace and the
+///         shape of the pools: the model with its revision, and the rank if the model is divided among ranks.
+///         Caches with the same name share pages. Required with a store, and only then.
 ///     max_pinned: The share of the allocator's capacity that `pin` may retain.
 ///     events: Whether to record changes for `events`.
 ///     name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
@@ -94,7 +94,7 @@ impl PoolClass for PrefixCache {
         visitor(&self.cache);
     }
 
-    /// Gives back what a cleared allocator or the end of a pin leaves.
+    /// Gives back pages and snapshots after a clear of the allocator or the end of a pin.
     fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
         let _ = self.cache.sizes(self.stream(py)?);
         Ok(())
@@ -233,7 +233,7 @@ impl PrefixCache {
     ///
     /// Raises:
     ///     ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
-    ///     TypeError: If `tokens` are no ints, or `namespace` is of another type.
+    ///     TypeError: If `tokens` are not ints, or `namespace` is of another type.
     #[pyo3(signature = (tokens, *, namespace=None, limit=None))]
     fn r#match(
         slf: &Bound<'_, Self>,
@@ -250,9 +250,9 @@ impl PrefixCache {
         Ok(Self::lease(slf, lease))
     }
 
-    /// Starts to fetch the pages of a prompt from the store to the host tier. Returns at once: a thread looks them up,
-    /// one prompt after another. Call it when a request arrives, and `match` when it is its turn: that finds the pages
-    /// that have arrived.
+    /// Starts to fetch the pages of a prompt from the store to the host tier. Returns at once; a thread
+    /// fetches the pages, one prompt after another. Call it when a request arrives, and call `match` when the
+    /// request is about to run: `match` finds the pages that have arrived.
     ///
     /// Args:
     ///     tokens: As in `match`.
@@ -260,7 +260,7 @@ impl PrefixCache {
     ///     limit: Maximum length of the prefix in tokens.
     ///
     /// Returns:
-    ///     A `Fetch`; without a store one that is over.
+    ///     A `Fetch`; without a store it is over at once.
     ///
     /// Raises:
     ///     ConfigError: As in `match`.
@@ -323,14 +323,14 @@ impl PrefixCache {
         Ok(self.cache.evict(tokens, self.stream(py)?))
     }
 
-    /// Waits, without the GIL, until nothing is on its way to the tiers below: pages that are being copied to host
-    /// memory, and from there to a store. Without tiers it returns at once.
+    /// Waits, without the GIL, until all copies of pages to host memory, and from there to a store, are
+    /// complete. Without tiers it returns at once.
     ///
     /// Args:
     ///     timeout: Seconds; `None` for any time.
     ///
     /// Returns:
-    ///     Whether all has arrived within the time.
+    ///     Whether all copies completed within the time.
     ///
     /// Raises:
     ///     ConfigError: If `timeout` is negative.
@@ -342,8 +342,8 @@ impl PrefixCache {
         wait_in_slices(py, timeout, |timeout| self.cache.wait_written(timeout, stream))
     }
 
-    /// Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are found no more,
-    /// and are given up with their last lease.
+    /// Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are no longer
+    /// found, and are given up when their last lease ends.
     #[pyo3(signature = (namespace=None))]
     fn clear(&self, py: Python<'_>, namespace: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let namespace = namespace.map(|object| namespace_of(Some(object))).transpose()?;
@@ -352,8 +352,8 @@ impl PrefixCache {
         Ok(())
     }
 
-    /// Retains the prefix of a lease beyond it: pages are evicted after all that are not retained, the lowest
-    /// priority first.
+    /// Retains the prefix of a lease, also after the lease ends: its pages are evicted after all pages that
+    /// are not retained, the lowest priority first.
     ///
     /// Args:
     ///     lease: A lease of this cache.
@@ -391,11 +391,11 @@ impl PrefixCache {
         with_tokens(tokens, |tokens| Ok(self.cache.cached_len(&namespace, tokens, stream)?))
     }
 
-    /// Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
+    /// Returns where each part of a prompt is cached, or why it is not. Refreshes nothing.
     ///
-    /// Evictions are remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
-    /// and one where an eviction ended, so fewer tokens if pages go one by one. A look at every namespace makes
-    /// this a call for debugging. Waits for the store, if there is one.
+    /// Evictions are remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix and
+    /// one where an eviction ended, so fewer tokens if pages are evicted one by one. This is a call for
+    /// debugging, because it looks at every namespace. Waits for the store, if there is one.
     ///
     /// Args:
     ///     tokens: As in `match`.
@@ -485,7 +485,7 @@ impl PrefixCache {
         PyTuple::new(py, &self.tiers)
     }
 
-    /// The name of what the K and V are of, if there is a store.
+    /// The name of the model in the store, as passed to the constructor; `None` without a store.
     #[getter]
     fn model(&self) -> Option<&str> {
         self.model.as_deref()

@@ -43,8 +43,8 @@ impl Segment {
         }
     }
 
-    /// The cause of the eviction, if it was evicted: "alloc" for an allocation that was short, "evict" and "clear" for
-    /// these calls.
+    /// The cause of the eviction, if the segment was evicted: "alloc" for an allocation that was short,
+    /// "evict" and "clear" for these calls.
     #[getter]
     const fn pressure(&self) -> Option<&'static str> {
         match &self.0.state {
@@ -53,7 +53,7 @@ impl Segment {
         }
     }
 
-    /// Seconds since its eviction, if it was evicted.
+    /// Seconds since the eviction, if the segment was evicted.
     #[getter]
     fn evicted_s(&self) -> Option<f64> {
         match &self.0.state {
@@ -71,7 +71,7 @@ impl Segment {
         }
     }
 
-    /// The other namespace that has it.
+    /// The other namespace that has the segment.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         match &self.0.state {
@@ -96,7 +96,7 @@ impl Segment {
     }
 }
 
-/// Pages that follow each other were stored.
+/// Consecutive pages were stored.
 #[pyclass(frozen, module = "kvpool", name = "Stored")]
 pub(super) struct Stored {
     pages: Vec<PageHash>,
@@ -118,7 +118,7 @@ impl Stored {
         keys(py, &self.pages)
     }
 
-    /// The key of the page before them; `None` at the beginning of a prompt.
+    /// The key of the previous page; `None` at the beginning of a prompt.
     #[getter]
     fn parent<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.parent.as_ref().map(|key| PyBytes::new(py, key))
@@ -130,7 +130,7 @@ impl Stored {
         namespace_to_py(py, &self.namespace)
     }
 
-    /// The place where they are: "device" or "host".
+    /// The tier of the pages: "device" or "host".
     #[getter]
     const fn tier(&self) -> &'static str {
         self.tier.name()
@@ -158,7 +158,7 @@ impl Removed {
         keys(py, &self.pages)
     }
 
-    /// The place where they were: "device" or "host".
+    /// The tier of the pages: "device" or "host".
     #[getter]
     const fn tier(&self) -> &'static str {
         self.tier.name()

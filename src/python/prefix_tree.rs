@@ -22,18 +22,18 @@ use super::page_keys::namespace_of;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 
-/// The tree of a prefix cache by its nodes, for engines that hold nodes, lock them and evict by themselves.
-/// `PrefixCache`, which has leases and evicts when an allocation is short, is for other users.
+/// The tree of a prefix cache, with access to its nodes, for engines that hold nodes, lock them and evict by
+/// themselves. Otherwise use `PrefixCache`, which has leases and evicts when an allocation is short.
 ///
-/// A node is a run of tokens with their slots; its name is an int that no other node of the tree ever has, below
-/// 2**63. A node that is cut in two keeps its name, its end and its locks for the deeper half. Prefixes are found
-/// in whole pages, and compared token by token. Tokens and namespaces are those of `PrefixCache`.
+/// A node is a run of tokens with their slots. Its number is an int below 2**63 that no other node of the
+/// tree ever has. When a node is split, the deeper half keeps its number, its end and its locks. Prefixes are
+/// found in whole pages, and compared token by token. Tokens and namespaces are those of `PrefixCache`.
 ///
-/// Slots that are inserted belong to the tree until they are evicted: freeing them through the allocator is an
-/// invalid free. An insertion frees nothing; slots of tokens that were cached before stay the caller's. What an
-/// insertion has behind its last whole page is kept, too, in a node that no look-up finds: the next insertion of
-/// the same slots takes it over, and it is not evicted while the node before it is locked. Where no node is
-/// before it, it is not evicted until the same slots are inserted again.
+/// Slots that are inserted belong to the tree until they are evicted: freeing them through the allocator is
+/// an invalid free. An insertion frees nothing; slots of tokens that were cached before stay the caller's.
+/// The slots of an insertion after its last whole page are kept, too, in a node that no look-up finds. The
+/// next insertion of the same slots takes this node over, and it is not evicted while its parent is locked.
+/// If its parent is the root, it is not evicted until the same slots are inserted again.
 ///
 /// All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
 /// does not have. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
@@ -99,7 +99,7 @@ impl PrefixTree {
         Ok(Self { tree: Tree::new(config, pool)?, allocator, device })
     }
 
-    /// Finds the longest cached prefix, in whole pages, and refreshes it. Cuts a node in two if none ends there.
+    /// Finds the longest cached prefix, in whole pages, and refreshes it. Splits a node if none ends there.
     ///
     /// Args:
     ///     tokens: Token ids of the prompt.
@@ -108,7 +108,7 @@ impl PrefixTree {
     ///
     /// Raises:
     ///     ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
-    ///     TypeError: If `tokens` are no ints, or `namespace` is of another type.
+    ///     TypeError: If `tokens` are not ints, or `namespace` is of another type.
     #[pyo3(signature = (tokens, *, namespace=None, limit=None))]
     fn r#match(
         &self,
@@ -151,7 +151,7 @@ impl PrefixTree {
         with_tokens(tokens, |tokens| Ok(TreeInsertion(self.tree.insert(&namespace, tokens, &slots, stream)?)))
     }
 
-    /// Keeps a node, and those before it, from being evicted. Locks of a node are counted.
+    /// Keeps a node and its ancestors from being evicted. Locks of a node are counted.
     ///
     /// Raises:
     ///     StaleBufferError: If the node was evicted.
@@ -201,7 +201,7 @@ impl PrefixTree {
         to_tensor(py, &self.tree.slots(node, start, self.stream(py)?)?)
     }
 
-    /// Describes a node as it is now. A look at every node makes this a call for debugging.
+    /// Describes a node as it is now. This is a call for debugging, because it looks at every node.
     ///
     /// Raises:
     ///     StaleBufferError: If the node was evicted.
@@ -210,7 +210,7 @@ impl PrefixTree {
         Ok(TreeNode { name, info: self.tree.info(name, self.stream(py)?)? })
     }
 
-    /// The node at the end of no tokens, of which every prefix is a child. It changes when the tree is cleared.
+    /// The root node, which is the end of the empty prefix. It changes when the tree is cleared.
     #[getter]
     fn root(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.tree.root(self.stream(py)?).number())
@@ -232,8 +232,8 @@ impl PrefixTree {
         Ok(self.tree.sizes(self.stream(py)?).locked)
     }
 
-    /// Returns the numbers of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the `bytes` of
-    /// the bookkeeping.
+    /// Returns the statistics of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the
+    /// `bytes` of the bookkeeping.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.tree.tree_stats(self.stream(py)?);
         let all = PyDict::new(py);
@@ -386,25 +386,25 @@ pub(super) struct TreeNode {
 
 #[pymethods]
 impl TreeNode {
-    /// The name of the node.
+    /// The number of the node.
     #[getter]
     const fn node(&self) -> u64 {
         self.name.number()
     }
 
-    /// The node before it; `None` for a root.
+    /// The parent node; `None` for a root.
     #[getter]
     fn parent(&self) -> Option<u64> {
         self.info.parent.map(NodeHandle::number)
     }
 
-    /// The nodes behind it.
+    /// The child nodes.
     #[getter]
     fn children(&self) -> Vec<u64> {
         numbers(&self.info.children)
     }
 
-    /// The node's own tokens, without those of the nodes before it.
+    /// The node's own tokens, without those of its ancestors.
     #[getter]
     fn tokens(&self) -> Vec<i32> {
         self.info.tokens.clone()
@@ -416,7 +416,7 @@ impl TreeNode {
         self.info.pages.iter().map(|page| page.number()).collect()
     }
 
-    /// Locks of the node and of all nodes behind it.
+    /// Locks of the node and of all its descendants.
     #[getter]
     const fn locks(&self) -> usize {
         self.info.locks

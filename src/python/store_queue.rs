@@ -38,7 +38,7 @@ impl StoreQueue {
         self.next(py, StoreCallQueue::Writes)
     }
 
-    /// Takes no more calls, and waits, without the GIL, until those before are answered.
+    /// Rejects further calls, and waits, without the GIL, until the earlier ones are answered.
     ///
     /// Raises:
     ///     RuntimeError: In the child of a fork.
@@ -46,7 +46,7 @@ impl StoreQueue {
         wait_in_slices(py, None, |slice| self.store.close(slice)).map(drop)
     }
 
-    /// Takes no more calls, and drops those that are not being answered.
+    /// Rejects further calls, and drops those that are not being answered.
     fn abandon(&self, py: Python<'_>) {
         py.detach(|| {
             let _gate = ForkGate::enter();
@@ -72,7 +72,7 @@ pub(super) struct StoreCall {
 
 #[pymethods]
 impl StoreCall {
-    /// The operation that it asks for: "find", "read" or "write"; `None` once it is finished.
+    /// The requested operation: "find", "read" or "write"; `None` once the call is finished.
     #[getter]
     fn kind(&self) -> Option<&'static str> {
         lock(&self.call).as_ref().map(|call| match call.kind() {
@@ -98,7 +98,8 @@ impl StoreCall {
         (0..count).map(|row| (rows.address_of(row), rows.bytes_of(row))).unzip()
     }
 
-    /// Answers for each page whether it is where it was to go; without an answer, it is not.
+    /// Finishes the call with an answer for each page: whether it was found, read or written. Pages without
+    /// an answer were not.
     fn finish(&self, py: Python<'_>, present: Vec<bool>) {
         let call = lock(&self.call).take();
         py.detach(|| {

@@ -22,11 +22,11 @@ use super::numbers::{format_tensor, part_of, to_list};
 /// A tensor over memory that kvpool owns, for programs without PyTorch: `numpy()`, `numpy.asarray`, `memoryview` (from
 /// Python 3.12 on) and the `from_dlpack` of NumPy, CuPy and JAX see the same bytes without a copy.
 ///
-/// It keeps its memory alive even after the pool is dropped, and shows what is written there later, as every view of
-/// it does. It has no arithmetic. Elements are read as Python numbers: `tolist()`, iteration, and `tensor[i]`, or
-/// `tensor[i, j]` of two dimensions, where indices may be negative. Fewer indices, and slices with a positive step,
-/// give a view. Reading elements on a device copies them, and waits for its current stream. `==` raises `TypeError`
-/// unless it is the same object: compare `tolist()` or `numpy()`.
+/// A tensor keeps its memory alive even after the pool is dropped, and shows later writes to that memory. It
+/// has no arithmetic. Elements are read as Python numbers: `tolist()`, iteration, and `tensor[i]`, or
+/// `tensor[i, j]` of two dimensions, where indices may be negative. Fewer indices, and slices with a positive
+/// step, give a view. Reading elements on a device copies them, and waits for its current stream. `==` raises
+/// `TypeError` unless it is the same object: compare `tolist()` or `numpy()`.
 #[pyclass(frozen, module = "kvpool", name = "Tensor", weakref)]
 pub(super) struct Tensor {
     view: TensorView,
@@ -235,7 +235,7 @@ impl Tensor {
         numpy.call_method1("from_dlpack", (carried,))?.call_method1("view", (dtype,))
     }
 
-    /// Returns what `numpy.asarray` makes of the tensor: see `numpy()`.
+    /// Returns the tensor as an array, for `numpy.asarray`: see `numpy()`.
     ///
     /// Args:
     ///     dtype: The dtype of the array. Another than the tensor's takes a copy.

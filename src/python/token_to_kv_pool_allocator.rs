@@ -53,11 +53,11 @@ pub(super) use free_group::FreeGroup;
 /// values of any other GPU tensor are copied asynchronously on the current stream, and its slots become free
 /// when the copy has completed. Until then `available_size` already counts them, as whole pages of their own.
 ///
-/// Which slots a call returns depends on the calls before it alone, and not on when such a copy completes:
-/// ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies under way;
-/// without it, a free stays behind those under way, and finds invalid slots when they complete. The
-/// exceptions are slots freed with a fence and, without `need_sort`, slots that a `PrefixCache` gives up: the time at
-/// which they become free varies.
+/// The slots that a call returns depend only on the calls before it, and not on when such a copy completes:
+/// ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies in progress.
+/// Without it, a free waits behind those in progress, and finds invalid slots when they complete. The
+/// exceptions are slots freed with a fence and, without `need_sort`, slots that a `PrefixCache` gives up: the
+/// time at which they become free varies.
 ///
 /// Args:
 ///     size: Number of slots. A partial last page is never handed out.
@@ -166,7 +166,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Contiguous {
 
 /// Hands slots to Python. If that fails, they are returned to the pool, because no caller would free them.
 ///
-/// The grant is used where it lies: it is large, and small calls would notice each move.
+/// The grant is used in place, because it is large and moving it would slow down small calls.
 #[inline]
 fn hand_out(
     py: Python<'_>,
@@ -441,7 +441,7 @@ impl TokenToKvPoolAllocator {
         self.free_all_segments(py, &segments, after, owner)
     }
 
-    /// Frees pages by their numbers: page `p` has the slots from `p * page_size` on.
+    /// Frees pages by their numbers. Page `p` has the slots from `p * page_size` on.
     ///
     /// Args:
     ///     page_ids: Pages, an int tensor or array of any shape or a sequence of ints.

@@ -12,7 +12,7 @@ use kvpool::base::{DType, Device, ErrorKind, close_fork_gate, open_fork_gate};
 use kvpool::kernels::Indices;
 use kvpool::memory::{
     Backend, Contents, CountingBackend, Cuda, Event, Gpu, Host, Keep, LimitedBackend, MappedHost,
-    PageLockedHost, Region, Report, Ring, Stream,
+    PageLockEvent, PageLockedHost, Region, Ring, Stream,
 };
 use kvpool::pool::{
     AllocatorConfig, ChunkConfig, ChunkPool, FreedAs, GdnConfig, GdnPool, TokenToKvPoolAllocator,
@@ -103,10 +103,10 @@ fn no_process_forks_during_a_step_of_page_locking() {
     let pool = Arc::new(ChunkPool::new(&config, &mapped).expect("memory"));
     close_fork_gate();
     let locking = pool.start_page_locking().expect("a driver");
-    assert!(matches!(locking.next(Duration::from_millis(100)), Report::TimedOut));
+    assert!(matches!(locking.next(Duration::from_millis(100)), PageLockEvent::TimedOut));
     assert_eq!(pool.counts(|_, page_locked| page_locked), 0);
     open_fork_gate();
-    while !matches!(locking.next(Duration::from_secs(60)), Report::Finished) {}
+    while !matches!(locking.next(Duration::from_secs(60)), PageLockEvent::Finished) {}
     assert_eq!(pool.counts(|_, page_locked| page_locked), 2);
 }
 

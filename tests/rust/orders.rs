@@ -12,7 +12,7 @@ use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, read_indices, set_num_threads};
 use kvpool::memory::{
-    Backend, Host, LimitedBackend, MappedHost, PageLocking, Region, Report, Stream, system_page_size,
+    Backend, Host, LimitedBackend, MappedHost, PageLockEvent, PageLocking, Region, Stream, system_page_size,
 };
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, Grant, Lease,
@@ -61,12 +61,12 @@ fn steps_of(locking: &PageLocking) -> Vec<usize> {
     let mut steps = Vec::new();
     loop {
         match locking.next(FOREVER) {
-            Report::Step(progress) => {
+            PageLockEvent::Step(progress) => {
                 assert!(progress.failure.is_none(), "{progress:?}");
                 steps.push(progress.done / system_page_size());
             }
-            Report::TimedOut => panic!("time stands still"),
-            Report::Finished => return steps,
+            PageLockEvent::TimedOut => panic!("time stands still"),
+            PageLockEvent::Finished => return steps,
         }
     }
 }

@@ -7,11 +7,11 @@ use std::time::Instant;
 use crate::base::Result;
 
 use super::offers::DevicePrefix;
-use super::{LowerTierContents, Namespace, Place, Tick, Tokens, Tree};
+use super::{LowerTierContents, Namespace, Tick, Tokens, Tree, TreePosition};
 use crate::cache::BlockKey;
 use crate::cache::rolling_hash::RollingHasher;
 
-/// What made the cache evict pages.
+/// The reason for an eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pressure {
     /// An allocation was short.
@@ -43,7 +43,7 @@ pub struct Cause {
     pub at: Instant,
 }
 
-/// What is remembered of an eviction.
+/// The record of an eviction.
 #[derive(Clone, Copy, Debug)]
 pub struct EvictionRecord {
     /// The cause of the eviction.
@@ -214,9 +214,9 @@ impl Tree {
         let whole = count / page_size * page_size;
         tokens.check(0..count)?;
         let place = self.place_of(namespace, tokens, whole)?;
-        let cached = place.map_or(0, Place::len);
+        let cached = place.map_or(0, TreePosition::len);
         let usable = place.map(|place| self.usable_place(place));
-        let end = add(usable.map_or(0, Place::len), SegmentState::Device);
+        let end = add(usable.map_or(0, TreePosition::len), SegmentState::Device);
         if let Some(lower) = lower {
             let keys = self.keys_after(namespace, DevicePrefix { usable, cached }, tokens, whole, lower)?;
             add(end + keys.len() * page_size, SegmentState::Host);
@@ -255,7 +255,7 @@ impl Tree {
     ) -> Result<Option<(usize, &Namespace)>> {
         let mut longest = None;
         for name in self.namespaces().filter(|&name| name != namespace) {
-            let found = self.place_of(name, tokens, limit)?.map_or(0, Place::len);
+            let found = self.place_of(name, tokens, limit)?.map_or(0, TreePosition::len);
             if longest.is_none_or(|(end, _)| end < found) {
                 longest = Some((found, name));
             }

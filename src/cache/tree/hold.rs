@@ -4,7 +4,7 @@ use crate::base::{Page, Result, widen};
 use crate::index::PageList;
 
 use super::evict::Evicted;
-use super::{Kind, Namespace, NodeId, Place, Tick, Tokens, Tree, narrow};
+use super::{Kind, Namespace, NodeId, Tick, Tokens, Tree, TreePosition, narrow};
 
 /// A lock of a prefix: until [`Tree::release`] the prefix is not evicted.
 ///
@@ -104,13 +104,13 @@ impl Tree {
     }
 
     /// Returns the place of position `len` on the path to `node`.
-    fn place_on_path(&self, node: NodeId, len: usize) -> Place {
+    fn place_on_path(&self, node: NodeId, len: usize) -> TreePosition {
         let mut at = node;
         loop {
             let here = self.node(at);
             let begin = widen(here.end) - here.tokens.len();
             if begin < len || here.kind != Kind::Run {
-                return Place { node: at, pages: (len - begin) / self.page_size, len };
+                return TreePosition { node: at, pages: (len - begin) / self.page_size, len };
             }
             at = here.parent;
         }
@@ -118,7 +118,7 @@ impl Tree {
 
     /// Returns the deepest node that ends at or before `place` and has a snapshot. If there is none, returns
     /// the root.
-    pub(super) fn last_snapshot(&self, place: Place) -> NodeId {
+    pub(super) fn last_snapshot(&self, place: TreePosition) -> NodeId {
         let is_whole = place.pages == self.node(place.node).pages.len();
         let mut at = if is_whole { place.node } else { self.node(place.node).parent };
         while self.node(at).kind == Kind::Run && !self.node(at).has_snapshot {
@@ -131,7 +131,7 @@ impl Tree {
     #[must_use]
     pub fn pages(&self, hold: &Hold, from: usize) -> Vec<Page> {
         let pages = self.node(hold.node).pages.len();
-        self.pages_up_to(Place { node: hold.node, pages, len: hold.len }, from)
+        self.pages_up_to(TreePosition { node: hold.node, pages, len: hold.len }, from)
     }
 
     /// Returns the pages of a hold, in order. Long runs are not copied: the list shares their memory with the
@@ -151,12 +151,12 @@ impl Tree {
     }
 
     /// Returns the pages of positions `from..place.len`.
-    pub(super) fn pages_up_to(&self, place: Place, from: usize) -> Vec<Page> {
+    pub(super) fn pages_up_to(&self, place: TreePosition, from: usize) -> Vec<Page> {
         self.runs_up_to(place, from).concat()
     }
 
     /// Returns the pages of positions `from..place.len` as slices of the nodes, in order.
-    fn runs_up_to(&self, place: Place, from: usize) -> Vec<&[Page]> {
+    fn runs_up_to(&self, place: TreePosition, from: usize) -> Vec<&[Page]> {
         let mut parts = Vec::new();
         let mut begin = place.len;
         for id in self.path(place.node) {

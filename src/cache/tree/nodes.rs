@@ -15,7 +15,7 @@ use crate::base::{Page, Result, widen};
 use super::Cause;
 use super::evict::Evicted;
 use super::publish::Segment;
-use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
+use super::{History, Kind, Namespace, NodeId, Tick, Tokens, Tree, TreePosition};
 use crate::cache::node_arena::NodeArena;
 use crate::cache::{NodeHandle, Remembered};
 
@@ -24,7 +24,7 @@ use crate::cache::{NodeHandle, Remembered};
 #[must_use]
 pub struct Insertion {
     /// `None` for a namespace without a root.
-    place: Option<Place>,
+    place: Option<TreePosition>,
     /// The tails of the caller whose tokens others have inserted in the meantime.
     returned: Vec<NodeId>,
     /// The tail of the caller that continues the cached tokens.
@@ -148,7 +148,7 @@ impl Tree {
     pub fn pages_of(&self, node: NodeHandle, from: usize) -> Option<Vec<Page>> {
         let id = self.at(node)?;
         let here = self.node(id);
-        Some(self.pages_up_to(Place { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
+        Some(self.pages_up_to(TreePosition { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
     }
 
     /// Determines where `tokens` and their `pages` would be inserted. Changes nothing.

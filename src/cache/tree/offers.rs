@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::base::{Page, Result, StateSlot, try_with_capacity};
 
-use super::{Hold, Namespace, NodeId, PageHash, Place, Tokens, Tree};
+use super::{Hold, Namespace, NodeId, PageHash, Tokens, Tree, TreePosition};
 use crate::cache::{Digest, KeyChain};
 
 /// When pages are offered for a copy in the tier below.
@@ -32,7 +32,7 @@ pub trait LowerTierContents {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DevicePrefix {
     /// The end of the part that a request can use; `None` if the namespace has no root, and no part is there.
-    pub(super) usable: Option<Place>,
+    pub(super) usable: Option<TreePosition>,
     /// The number of tokens whose pages are there. It exceeds the usable number if a snapshot is missing.
     pub(super) cached: usize,
 }
@@ -145,7 +145,7 @@ impl Tree {
         lower: &dyn LowerTierContents,
     ) -> Result<Vec<PageHash>> {
         let pages = self.node(hold.node).pages.len();
-        let usable = Some(Place { node: hold.node, pages, len: hold.len });
+        let usable = Some(TreePosition { node: hold.node, pages, len: hold.len });
         self.keys_after(namespace, DevicePrefix { usable, cached: hold.found() }, tokens, limit, lower)
     }
 
@@ -163,9 +163,10 @@ impl Tree {
         let whole = limit.min(tokens.count()) / self.page_size * self.page_size;
         tokens.check(0..whole)?;
         let place = self.place_of(namespace, tokens, whole)?;
-        let (cached, usable) = (place.map_or(0, Place::len), place.map(|place| self.usable_place(place)));
+        let (cached, usable) =
+            (place.map_or(0, TreePosition::len), place.map(|place| self.usable_place(place)));
         let chain = self.chain_after(namespace, usable);
-        Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, Place::len), cached }))
+        Ok(chain.map(|chain| Continuation { chain, usable: usable.map_or(0, TreePosition::len), cached }))
     }
 
     /// Returns the keys of the pages with which the tier below can continue `prefix`, for at most the first
@@ -180,7 +181,7 @@ impl Tree {
     ) -> Result<Vec<PageHash>> {
         let mut keys = Vec::new();
         let Some(mut chain) = self.chain_after(namespace, prefix.usable) else { return Ok(keys) };
-        let (mut at, mut usable) = (prefix.usable.map_or(0, Place::len), 0);
+        let (mut at, mut usable) = (prefix.usable.map_or(0, TreePosition::len), 0);
         let (limit, mut page) = (limit.min(tokens.count()), try_with_capacity(self.page_size)?);
         while at + self.page_size <= limit {
             page.clear();
@@ -200,7 +201,7 @@ impl Tree {
     }
 
     /// Returns a chain that makes the keys after a place, if the tree keeps keys and the place can be found.
-    fn chain_after(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
+    fn chain_after(&self, namespace: &Namespace, place: Option<TreePosition>) -> Option<KeyChain> {
         let digest = self.keyed.keys()?.digest();
         let Some(place) = place.filter(|place| place.len > 0) else {
             return Some(KeyChain::at_root(digest, namespace, self.page_size));

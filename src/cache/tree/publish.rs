@@ -4,14 +4,14 @@ use std::borrow::Cow;
 
 use crate::base::{Page, Result, widen};
 
-use super::{History, Hold, Kind, Node, NodeId, Place, RollingHash, Tokens, Tree, narrow};
+use super::{History, Hold, Kind, Node, NodeId, RollingHash, Tokens, Tree, TreePosition, narrow};
 use crate::cache::Remembered;
 
 /// The tokens after a hold that others have cached already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct FoundPrefix {
-    pub(super) place: Place,
+    pub(super) place: TreePosition,
     /// The number of tokens of the hold.
     pub(super) begin: usize,
 }
@@ -33,7 +33,7 @@ impl FoundPrefix {
 /// New pages that share a history.
 pub(super) struct Segment {
     pub(super) pages: usize,
-    /// What the policy remembers of an earlier stay of the pages in the cache.
+    /// The policy's record of an earlier stay of the pages in the cache.
     pub(super) remembered: Remembered,
     pub(super) hash: RollingHash,
 }

@@ -4,7 +4,7 @@ use super::{HybridTree, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotSource,
 use crate::base::{EngineSlot, Error, Result};
 use crate::cache::Namespace;
 
-/// What the tree needs to know about the tokens to insert.
+/// The tokens to insert, and the request's relation to them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Insert {
     /// The number of tokens that the request had found in the tree and has locked since: their slots belong

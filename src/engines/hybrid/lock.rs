@@ -21,7 +21,7 @@ impl Boundary {
     }
 }
 
-/// What a lock has locked, which is needed to release it.
+/// The parts that a lock has locked, which are needed to release it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Receipt {
     /// The parts that are not locked.

@@ -88,7 +88,7 @@ impl Fetcher {
     }
 
     /// Enqueues a copy of `tensor`, int32 or int64, with its contents at this point of `stream`. `None` when
-    /// too many values are in transfer. What `keep` returns keeps the tensor's memory alive, even beyond the
+    /// too many values are in transfer. The result of `keep` keeps the tensor's memory alive, even beyond the
     /// end of its stream; it is only called when the copy is enqueued.
     ///
     /// # Errors

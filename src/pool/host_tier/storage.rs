@@ -9,7 +9,7 @@ use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
 use crate::cache::{DevicePresence, EntryId, Namespace, PageHash, Residency};
 use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, piece_bytes};
-use crate::memory::{Backend, PageLocking, Region, Report};
+use crate::memory::{Backend, PageLockEvent, PageLocking, Region};
 use crate::pool::{ChunkConfig, ChunkPool};
 
 use super::HostTierConfig;
@@ -155,9 +155,9 @@ impl Storage {
         let mut locking = self.locking.lock();
         while let Some(steps) = &*locking {
             match steps.next(timeout.saturating_sub(begin.elapsed())) {
-                Report::Step(_) => (),
-                Report::TimedOut => return Ok(false),
-                Report::Finished => *locking = None,
+                PageLockEvent::Step(_) => (),
+                PageLockEvent::TimedOut => return Ok(false),
+                PageLockEvent::Finished => *locking = None,
             }
         }
         Ok(true)

@@ -6,7 +6,7 @@ use crate::base::{Device, Error, IndexVec, Result};
 use crate::index::{BadFrees, FenceId, OnBadFree, SlotAllocator};
 use crate::kernels::Indices;
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
-use crate::pool::deferred::{FreedAs, Part, Values, abandon, slots_of};
+use crate::pool::deferred::{FreedAs, FreedValues, Values, abandon, slots_of};
 use crate::pool::fences::{Fence, Fences};
 use crate::pool::mirror::known_values;
 
@@ -44,8 +44,8 @@ impl SlotTensors {
 
     /// Works like [`Self::free_values`] for indices on any device.
     ///
-    /// Values that only a device has are copied in the order of `stream`, without waiting. What `keep`
-    /// returns keeps the tensor alive until then. Returns `None`, and frees nothing, if so many values are in
+    /// Values that only a device has are copied in the order of `stream`, without waiting. The result of
+    /// `keep` keeps the tensor alive until then. Returns `None`, and frees nothing, if so many values are in
     /// flight that there is no room for the copy: read the values without locks, and free those.
     #[inline]
     pub(in crate::pool) fn free(
@@ -63,12 +63,12 @@ impl SlotTensors {
         let Some(values) = self.values_of(given, keep, stream)? else { return Ok(None) };
         let freed = match values {
             Values::Known(values) if !self.must_wait_behind(fence) => self.free_values(&values, fence),
-            values => self.free_parts(vec![Part { values, freed_as: FreedAs::Slots }], fence),
+            values => self.free_parts(vec![FreedValues { values, freed_as: FreedAs::Slots }], fence),
         };
         freed.map(Some)
     }
 
-    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position
+    /// Frees pages: each value of `given` names one. The result of `keep` keeps the tensor at a position
     /// alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl SlotTensors {
         let mut parts = Vec::with_capacity(given.len());
         for (position, given) in given.iter().enumerate() {
             match self.values_of(given, || keep(position), stream) {
-                Ok(Some(values)) => parts.push(Part { values, freed_as }),
+                Ok(Some(values)) => parts.push(FreedValues { values, freed_as }),
                 answer => {
                     abandoned.extend(abandon(parts));
                     return answer.map(|_| None);
@@ -119,7 +119,7 @@ impl SlotTensors {
                 self.slots.free_now(&slots, OnBadFree::Report)
             }
             None => {
-                self.defer(vec![Part::of_slots(slots)], None);
+                self.defer(vec![FreedValues::of_slots(slots)], None);
                 Ok(BadFrees::default())
             }
         }
@@ -133,7 +133,11 @@ impl SlotTensors {
     }
 
     /// Frees the slots of `parts`: now, if all of their values are known.
-    pub(super) fn free_parts(&mut self, mut parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
+    pub(super) fn free_parts(
+        &mut self,
+        mut parts: Vec<FreedValues>,
+        fence: Option<FenceId>,
+    ) -> Result<BadFrees> {
         let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
         if is_known && !self.must_wait_behind(fence) {
             let slots = slots_of(&mut parts, self.slots.page_size())?;
@@ -149,8 +153,8 @@ impl SlotTensors {
     }
 
     /// Frees the slots of `parts` when all of their values have arrived.
-    pub(super) fn defer(&mut self, parts: Vec<Part>, fence: Option<FenceId>) {
-        let count = parts.iter().map(Part::len).sum();
+    pub(super) fn defer(&mut self, parts: Vec<FreedValues>, fence: Option<FenceId>) {
+        let count = parts.iter().map(FreedValues::len).sum();
         let by = self.call().map(|call| (count, call)).into_iter().collect();
         self.deferred.push(parts, fence, by);
     }
@@ -264,7 +268,7 @@ impl SlotTensors {
             return Ok((given.len(), self.slots.free_attributed(&given, None, &by, self.on_bad_free)?));
         }
         let mut end = given.len();
-        let mut parts = vec![Part::of_slots(given)];
+        let mut parts = vec![FreedValues::of_slots(given)];
         for (part, call) in self.group.drain(..) {
             end += part.len();
             by.extend(call.map(|call| (end, call)));

@@ -14,10 +14,11 @@ use crate::python::debug::Debug;
 use crate::python::logging::Reporter;
 use crate::python::{args, with};
 
-/// Keeps which bytes of a memory that others own are taken: the lowest range that is long enough comes first.
+/// Records which byte ranges of some memory are taken. The lowest range that is long enough is handed out
+/// first.
 ///
-/// It hands out offsets from 0, and has no memory of its own. Calls are atomic and thread-safe. They take one step for
-/// each 64 gaps.
+/// It hands out offsets from 0 on, and does not access the memory. Calls are atomic and thread-safe. Their
+/// cost is one step for each 64 gaps.
 ///
 /// Args:
 ///     capacity: Bytes, below 2**63.
@@ -123,7 +124,7 @@ impl AddressSpace {
         self.free(py, &starts, at_least_one(size)?)
     }
 
-    /// Adds bytes behind the last one.
+    /// Adds bytes at the end.
     ///
     /// Args:
     ///     size: Bytes, which are rounded up to the alignment.

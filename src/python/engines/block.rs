@@ -23,11 +23,11 @@ pub(in crate::python) struct Objects {
 /// The position of a block object in its queue.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::python) enum BlockPlace {
-    /// It is one of the blocks of its queue.
+    /// A block of the queue.
     At(BlockId),
-    /// It is the end before the first block.
+    /// The end before the first block.
     Front,
-    /// It is the end behind the last block.
+    /// The end after the last block.
     Back,
 }
 
@@ -37,7 +37,7 @@ pub(in crate::python) enum BlockPlace {
 pub(in crate::python) struct Block {
     pub(in crate::python) place: BlockPlace,
     pub(in crate::python) table: Arc<Mutex<BlockTable>>,
-    /// Empty until all are made, and gone with the queue.
+    /// Empty until all objects are made, and after the queue is dropped.
     pub(in crate::python) objects: Weak<OnceLock<Objects>>,
     /// A weak reference to the pool of the engine.
     pub(in crate::python) pool: Option<Py<PyAny>>,
@@ -118,7 +118,7 @@ impl Block {
         Ok(())
     }
 
-    /// Whether it stands for no memory. It is never freed.
+    /// Whether this is a null block, which stands for no memory and is never freed.
     #[getter]
     fn is_null(&self) -> bool {
         self.number().is_some_and(|number| self.lock().is_null(number))
@@ -131,7 +131,7 @@ impl Block {
         Ok(())
     }
 
-    /// The pool that its queue was made for; `None` if there was none, or it is gone.
+    /// The pool that the queue was made for; `None` if there was none, or it no longer exists.
     #[getter]
     fn pool(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         let Some(pool) = &self.pool else { return Ok(None) };
@@ -139,7 +139,7 @@ impl Block {
         Ok((!pool.is_none(py)).then_some(pool))
     }
 
-    /// The hash of the block, bytes; `None` if it has none.
+    /// The hash of the block, as bytes; `None` if it has none.
     #[getter]
     fn block_hash<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         let hash = self.lock().hashed(self.number()?)?.hash.clone();
@@ -152,7 +152,7 @@ impl Block {
         self.lock().hashed(self.number()?)?.tokens
     }
 
-    /// Gives it a hash.
+    /// Sets the hash of the block.
     ///
     /// Raises:
     ///     AssertionError: If it has one.
@@ -167,7 +167,7 @@ impl Block {
         }
     }
 
-    /// Takes its hash.
+    /// Removes the hash of the block.
     fn reset_hash(&self) {
         if let Some(number) = self.number() {
             self.lock().take_hash(number);
@@ -187,7 +187,7 @@ impl Block {
         })
     }
 
-    /// The free block behind it, or the end of the queue; `None` if it is not free.
+    /// The free block after it, or the end of the queue; `None` if it is not free.
     #[getter]
     pub(in crate::python) fn next_free_block(&self, py: Python<'_>) -> Option<Py<Self>> {
         self.neighbour(py, |queue| {

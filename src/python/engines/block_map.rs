@@ -18,8 +18,8 @@ const SHORT: usize = 64;
 /// An engine's blocks by their hashes: bytes of any length that end with the group of layers, 4 bytes, the highest
 /// first, as vLLM's `BlockHashWithGroupId` has them. Several blocks may have one hash.
 ///
-/// The methods by vLLM's names do what those of its `BlockHashToBlockMap` do; `find`, `find_prefix` and `cache` are
-/// calls for groups and for many blocks. Calls are atomic and thread-safe.
+/// The methods with vLLM's names work like those of its `BlockHashToBlockMap`; `find`, `find_prefix` and
+/// `cache` are calls for groups and for many blocks. Calls are atomic and thread-safe.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "BlockMap", subclass)]
 #[derive(Default)]
 pub(in crate::python) struct BlockMap {
@@ -31,8 +31,8 @@ impl BlockMap {
         lock(&self.map)
     }
 
-    /// Takes all hashes from blocks of a table, and returns those that the map had of them, by block in their
-    /// order. If `more` has what is no hash, nothing is done.
+    /// Removes all hashes of blocks of a table, and returns those that were in the map, by block in their
+    /// order. If `more` has an object that is not a hash, nothing is changed.
     pub(in crate::python) fn take_hashes(
         &self,
         table: &Mutex<BlockTable>,
@@ -60,7 +60,7 @@ impl BlockMap {
     }
 }
 
-/// Takes from `more` the hashes of those of the blocks that have some there, in their order.
+/// Removes the hashes of these blocks from `more`, and returns them in the order of the blocks.
 fn take_more(more: &Bound<'_, PyDict>, blocks: &[BlockId]) -> PyResult<Vec<(BlockId, Vec<BlockHash>)>> {
     let mut found = Vec::new();
     if more.is_empty() {
@@ -118,7 +118,7 @@ impl BlockMap {
         Self::default()
     }
 
-    /// Returns the block that has had a hash for longest; `None` if none has it.
+    /// Returns the block that has had this hash for the longest time; `None` if no block has it.
     fn get_one_block(&self, py: Python<'_>, key: &Bound<'_, PyBytes>) -> Option<Py<PyAny>> {
         self.lock().first(key.as_bytes()).map(|block| block.clone_ref(py))
     }
@@ -139,12 +139,13 @@ impl BlockMap {
         Ok(())
     }
 
-    /// Takes a hash from the block with a number, and returns the block; `None` if the block does not have it.
+    /// Removes a hash of the block with a number, and returns the block; `None` if the block does not have
+    /// it.
     fn pop(&self, key: &Bound<'_, PyBytes>, block_id: i64) -> Option<Py<PyAny>> {
         self.lock().remove(key.as_bytes(), block_id)
     }
 
-    /// Takes all hashes from all blocks.
+    /// Removes all hashes of all blocks.
     fn clear(&self) {
         let old = std::mem::take(&mut *self.lock());
         drop(old); // may run Python code
@@ -208,7 +209,7 @@ impl BlockMap {
     ///     block_hashes: As many hashes without a group.
     ///     group_id: The group.
     ///     num_tokens: The tokens of the prompt that the first hash covers.
-    ///     block_size: How many more the next one covers.
+    ///     block_size: The number of tokens that each further hash covers in addition.
     ///     block_mask: Which of them to hash; all, if it is `None`.
     ///     more_hashes: As in `BlockQueue.alloc`.
     ///

@@ -19,8 +19,9 @@ use crate::python::logging::Reporter;
 /// Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
 /// the lowest in front.
 ///
-/// The methods by vLLM's names do what those of its `FreeKVCacheBlockQueue` do; `alloc`, `free` and `retain` are calls
-/// for many blocks at once. Calls are atomic and thread-safe. A block of another queue is never taken in.
+/// The methods with vLLM's names work like those of its `FreeKVCacheBlockQueue`; `alloc`, `free` and `retain`
+/// are calls for many blocks at once. Calls are atomic and thread-safe. A block of another queue is never
+/// added.
 ///
 /// Args:
 ///     count: Blocks, below 2**31.
@@ -36,7 +37,7 @@ pub(in crate::python) struct BlockQueue {
     reporter: Reporter,
 }
 
-/// Blocks of a call: the numbers of those of this queue, and what else was given.
+/// The blocks of a call: the numbers of those of this queue, and the other objects.
 struct BlockArgs<'py> {
     own: Vec<BlockId>,
     others: Vec<Bound<'py, PyAny>>,
@@ -55,7 +56,7 @@ impl BlockQueue {
         self.objects().at(BlockPlace::At(number)).clone_ref(py)
     }
 
-    /// Sorts what is given. Iterating may run Python code.
+    /// Separates the blocks of this queue from other objects. Iterating may run Python code.
     fn given<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<BlockArgs<'py>> {
         let mut given = BlockArgs { own: Vec::with_capacity(blocks.len().unwrap_or(0)), others: Vec::new() };
         for item in blocks.try_iter()? {
@@ -125,13 +126,13 @@ impl BlockQueue {
         self.lock().queue().len()
     }
 
-    /// The object that stands before the first free block.
+    /// The object before the first free block.
     #[getter]
     fn fake_free_list_head(&self, py: Python<'_>) -> Py<Block> {
         self.objects().front.clone_ref(py)
     }
 
-    /// The object that stands behind the last free block.
+    /// The object after the last free block.
     #[getter]
     fn fake_free_list_tail(&self, py: Python<'_>) -> Py<Block> {
         self.objects().back.clone_ref(py)
@@ -163,7 +164,7 @@ impl BlockQueue {
         Ok(numbers.into_iter().map(|number| self.object(py, number)).collect())
     }
 
-    /// Takes a block out.
+    /// Removes a block from the queue.
     ///
     /// Raises:
     ///     IndexOwnershipError: If it is of another queue.
@@ -200,8 +201,8 @@ impl BlockQueue {
         numbers.into_iter().map(|number| self.object(py, number)).collect()
     }
 
-    /// Returns an iterator over the free blocks behind a block, or all. It ends where the queue ends, or at a block
-    /// that is taken meanwhile.
+    /// Returns an iterator over the free blocks after a block, or over all. It ends where the queue ends, or
+    /// at a block that is taken meanwhile.
     #[pyo3(signature = (cursor))]
     fn iter_blocks_after(&self, py: Python<'_>, cursor: Option<Py<Block>>) -> BlockIterator {
         let here = cursor.unwrap_or_else(|| self.fake_free_list_head(py));
@@ -212,17 +213,17 @@ impl BlockQueue {
     ///
     /// Args:
     ///     count: The number of blocks.
-    ///     cached: The map with the hashes.
-    ///     more_hashes: By the number of a block, a set of hashes that it has beside its own. Those of taken blocks go.
+    ///     cached: The map of the hashes.
+    ///     more_hashes: By the number of a block, a set of hashes that it has beside its own. Those of taken blocks are removed.
     ///     events: Whether to return the hashes.
     ///
     /// Returns:
-    ///     The blocks, and the hashes that are in the map no more, in order; none without `events`.
+    ///     The blocks, and the hashes that are no longer in the map, in order; none without `events`.
     ///
     /// Raises:
     ///     ValueError: If there are fewer free blocks. Nothing is taken.
     ///     AssertionError: If one of them is counted as used. Nothing is taken.
-    ///     TypeError: If `more_hashes` has what is not bytes. Nothing is taken.
+    ///     TypeError: If `more_hashes` has an object that is not bytes. Nothing is taken.
     #[pyo3(signature = (count, cached, more_hashes, *, events=false))]
     fn alloc<'py>(
         &self,
@@ -271,7 +272,7 @@ impl BlockQueue {
         Ok(given.others)
     }
 
-    /// Adds one use of each block, and takes those that were free out of the queue. Null blocks are left out.
+    /// Adds one use of each block, and removes those that were free from the queue. Null blocks are left out.
     ///
     /// Returns:
     ///     The objects that are not blocks of this queue, unchanged.

@@ -50,7 +50,7 @@ impl HybridMatch {
         self.0.node.number()
     }
 
-    /// The deepest node with tokens of the prompt, accepted or not; `None` if no token is there.
+    /// The deepest node with tokens of the prompt, accepted or not; `None` if there is none.
     #[getter]
     fn visited(&self) -> Option<u64> {
         self.0.visited.map(NodeHandle::number)
@@ -62,22 +62,22 @@ impl HybridMatch {
         self.0.full_len
     }
 
-    /// The end of the whole pages with slots for full attention, if it is behind the prefix and nodes have
-    /// windows: with one there, more could be used.
+    /// The end of the whole pages with slots for full attention, if it is after the prefix and nodes have
+    /// windows. With a window there, more of the prompt could be used.
     #[getter]
     const fn window_branch(&self) -> Option<usize> {
         self.0.window_branch
     }
 
-    /// The last place of the grid with slots for full attention, if it is behind the prefix and nodes have
-    /// states: with one there, more could be used.
+    /// The last position of the grid with slots for full attention, if it is after the prefix and nodes have
+    /// states. With a state there, more of the prompt could be used.
     #[getter]
     const fn state_branch(&self) -> Option<usize> {
         self.0.state_branch
     }
 }
 
-/// Values that the tree gave up, for the engine to free.
+/// Values that the tree has removed, for the engine to free.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridFrees")]
 pub(in crate::python) struct HybridFrees(pub(in crate::python) Frees);
 
@@ -101,15 +101,15 @@ impl HybridFrees {
         tensor_or_none(py, &self.0.state)
     }
 
-    /// The numbers of values of each part that were given up.
+    /// The number of removed values of each part.
     #[getter]
     const fn counts(&self) -> (usize, usize, usize) {
         let [full, window, state] = self.0.counts;
         (full, window, state)
     }
 
-    /// The nodes that are gone, of those whose pages have hashes: the namespace and the hashes of each, in the
-    /// order in which they went. Hashes are bytes, 32 a page.
+    /// The removed nodes whose pages have hashes: the namespace and the hashes of each, in the order of their
+    /// removal. Hashes are bytes, 32 for each page.
     #[getter]
     fn removed<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyBytes>)>> {
         let gone = self.0.removed.iter().map(|removed| {
@@ -162,7 +162,7 @@ impl HybridStep {
         Some((added.node.number(), added.tokens.start, added.tokens.end))
     }
 
-    /// Tokens that were there before, in whole pages.
+    /// Tokens that were in the tree before, in whole pages.
     #[getter]
     fn found(&self) -> usize {
         self.0.result.as_ref().map_or(0, |result| result.found)
@@ -174,7 +174,7 @@ impl HybridStep {
         self.0.result.as_ref().map(|result| result.node.number())
     }
 
-    /// Whether the node had a state already: the inserted one is the caller's still.
+    /// Whether the node had a state already, so that the inserted one still belongs to the caller.
     #[getter]
     fn had_state(&self) -> bool {
         self.0.result.as_ref().is_some_and(|result| result.had_state)
@@ -220,13 +220,13 @@ pub(in crate::python) fn actions_to_py<'py>(
     Ok(list)
 }
 
-/// A node of a `HybridTree` as it was.
+/// A node of a `HybridTree` at the time of `HybridTree.node`.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridNode")]
 pub(in crate::python) struct HybridNode(pub(in crate::python) NodeState);
 
 #[pymethods]
 impl HybridNode {
-    /// The node before it; `None` for the root.
+    /// The parent node; `None` for the root.
     #[getter]
     fn parent(&self) -> Option<u64> {
         self.0.parent.map(NodeHandle::number)
@@ -238,7 +238,7 @@ impl HybridNode {
         self.0.tokens.clone()
     }
 
-    /// Tokens up to its end.
+    /// Tokens up to the end of the node.
     #[getter]
     const fn end(&self) -> usize {
         self.0.end
@@ -251,13 +251,13 @@ impl HybridNode {
         (full, window, state)
     }
 
-    /// The number of times that it was inserted.
+    /// The number of times that the node was inserted.
     #[getter]
     const fn hits(&self) -> u32 {
         self.0.hits
     }
 
-    /// Whether it may be evicted as a whole.
+    /// Whether the node may be evicted as a whole.
     #[getter]
     const fn is_leaf(&self) -> bool {
         self.0.is_leaf

@@ -33,23 +33,24 @@ use arguments::{
 ///
 /// Every node of the tree has the slots of its tokens for full attention (part 0). Models with sliding-window
 /// attention have windows beside them (part 1, one slot a token), those with linear attention states (part 2,
-/// one value a node). A prefix is found up to the deepest node that all parts accept: a window needs its whole
-/// last stretch, a state only the node itself.
+/// one value a node). A prefix is found up to the deepest node that all parts accept: sliding-window
+/// attention needs the slots of the whole last window, linear attention only the state of the node itself.
 ///
-/// The tree owns no slots: the engine frees what an eviction returns, and what an insertion says. Nodes are ints
-/// that are never used again. When a node is cut in two, the deeper part keeps the number.
+/// The tree owns no slots: the engine frees the values that an eviction returns, and those that the actions
+/// of an insertion name. Nodes are ints that are never used again. When a node is split, the deeper part
+/// keeps the number.
 ///
 /// Tokens are 64-bit ints; an `array.array("q")` is read in place. Slots are ints in `[0, 2**31)`; a contiguous
 /// int32 or int64 tensor in host memory is read in place, one on a GPU is copied first, which waits for the GPU.
 /// Tensors that are returned are int64, on the host, and copies.
 ///
 /// A namespace keeps prefixes apart: `None`, a str, bytes, an int, or a tuple of these. Calls are atomic and
-/// thread-safe. A node that is gone raises `KeyError`.
+/// thread-safe. A node that no longer exists raises `KeyError`.
 ///
 /// Args:
 ///     page_size: Tokens that are found together.
 ///     policy: The order of eviction: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
-///     protected_uses: With "slru", how often a node is used until it goes after the others.
+///     protected_uses: With "slru", the number of uses from which on a node is evicted after the others.
 ///     tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
 ///         prompt that went through them.
 ///     window: Tokens of history that sliding-window attention reads; `None` for models without it.
@@ -120,12 +121,12 @@ impl HybridTree {
         Ok(Self { tree: Mutex::new(Tree::new(config)) })
     }
 
-    /// Forgets everything, locked or not. No later node has the number of an earlier one.
+    /// Removes all nodes, locked or not. No later node has the number of an earlier one.
     fn reset(&self) {
         self.lock().reset();
     }
 
-    /// Returns the node at the end of no tokens.
+    /// Returns the root node, which is the end of the empty prefix.
     fn root(&self) -> u64 {
         self.lock().root().number()
     }
@@ -178,7 +179,8 @@ impl HybridTree {
         })
     }
 
-    /// Inserts the whole pages of tokens with their slots, up to the first step that the engine must act on.
+    /// Inserts the whole pages of tokens with their slots, up to the first step after which the engine must
+    /// act.
     ///
     /// Args:
     ///     tokens: Token ids, as in `match`.
@@ -191,13 +193,13 @@ impl HybridTree {
     ///         freed.
     ///     inserted: Tokens that the request has inserted before: they do not count as used again.
     ///     window_freed: Tokens whose windows are free already, a whole number of pages.
-    ///     priority: Nodes with a higher one go later, with the policy "priority".
+    ///     priority: Nodes of higher priority are evicted later, with the policy "priority".
     ///     state: The state at the end of the tokens, required where nodes have states.
     ///     branch: The number of tokens at which the request branches off from a window.
     ///
     /// Raises:
     ///     ConfigError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
-    ///         another insertion is going on, or the state is missing.
+    ///         another insertion is in progress, or the state is missing.
     #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None, *, found=0, inserted=0, window_freed=0, priority=0, state=None, branch=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of a Python call")]
     fn insert(
@@ -228,7 +230,7 @@ impl HybridTree {
         })
     }
 
-    /// Goes on with an insertion of the same tokens and slots, when the actions of the step before are done.
+    /// Continues an insertion of the same tokens and slots, after the actions of the previous step.
     ///
     /// Args:
     ///     tokens: The tokens of the insertion.
@@ -238,7 +240,7 @@ impl HybridTree {
     ///     namespace: As in `match`.
     ///
     /// Raises:
-    ///     ConfigError: If no insertion is going on, it has failed, the node that it has reached was
+    ///     ConfigError: If no insertion is in progress, it has failed, the node that it has reached was
     ///         evicted since, or it began with other tokens or in another namespace.
     #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None))]
     fn advance(
@@ -260,7 +262,7 @@ impl HybridTree {
         self.lock().is_inserting()
     }
 
-    /// Gives up an insertion that is going on, if there is one, and returns what is still to be done, as
+    /// Gives up the insertion in progress, if there is one, and returns the remaining actions, as
     /// `HybridStep.actions`.
     fn end_insertion<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let actions = self.lock().end_insertion();
@@ -275,7 +277,7 @@ impl HybridTree {
     ///     skip: Parts that are not locked.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     #[pyo3(signature = (node, skip=Vec::new()))]
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
     fn lock_node(&self, node: u64, skip: Vec<usize>) -> PyResult<(usize, Option<u64>)> {
@@ -295,7 +297,7 @@ impl HybridTree {
     ///         the state, leave the window out by `skip` instead.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     ///     IndexOwnershipError: If it has no such lock. Nothing is changed.
     #[pyo3(signature = (node, boundary=None, skip=Vec::new(), *, window_done=false))]
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
@@ -311,8 +313,8 @@ impl HybridTree {
         self.lock().unlock(node, receipt, released).ok_or_else(|| node_gone_error(node))?.map_err(not_locked)
     }
 
-    /// Releases the window of one `lock_node` early, and the state with it, when the request has moved on.
-    /// Returns the windows that nothing locks any more and that no other prefix needs.
+    /// Releases the window of one `lock_node` early, and the state with it, because the request has moved
+    /// past it. Returns the windows that are no longer locked and that no other prefix needs.
     ///
     /// Args:
     ///     node: The node.
@@ -321,7 +323,7 @@ impl HybridTree {
     ///     with_state: Whether the state is released, too.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     ///     IndexOwnershipError: If it has no such lock. Nothing is changed.
     #[pyo3(signature = (node, boundary=None, skip=Vec::new(), *, with_state=true))]
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
@@ -341,7 +343,7 @@ impl HybridTree {
     /// Locks only the slots for full attention up to the end of a node.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     fn pin(&self, node: u64) -> PyResult<()> {
         let node = handle_of(node);
         self.lock().pin(node).ok_or_else(|| node_gone_error(node))
@@ -350,7 +352,7 @@ impl HybridTree {
     /// Undoes one `pin`.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     ///     IndexOwnershipError: If it has no lock. Nothing is changed.
     fn unpin(&self, node: u64) -> PyResult<()> {
         let node = handle_of(node);
@@ -360,7 +362,7 @@ impl HybridTree {
     /// Returns the slots for full attention behind `until` up to the end of `node`, a 1-D int64 tensor.
     ///
     /// Raises:
-    ///     KeyError: If a node is gone, or `until` is not on the way to `node`.
+    ///     KeyError: If a node no longer exists, or `until` is not on the way to `node`.
     fn slots(&self, py: Python<'_>, node: u64, until: u64) -> PyResult<Py<PyAny>> {
         let (node, until) = (handle_of(node), handle_of(until));
         let tree = self.lock();
@@ -380,7 +382,7 @@ impl HybridTree {
     /// Begins to evict values of a part, `wanted` of them.
     ///
     /// Raises:
-    ///     ConfigError: If an eviction of the part is going on.
+    ///     ConfigError: If an eviction of the part is in progress.
     fn begin_eviction(&self, part: usize, wanted: usize) -> PyResult<()> {
         if self.lock().begin_eviction(part_of(part)?, wanted) {
             return Ok(());
@@ -416,7 +418,7 @@ impl HybridTree {
     /// Evicts a leaf with all its values.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     ///     IndexOwnershipError: If it is no leaf, or is locked.
     fn evict_leaf(&self, node: u64) -> PyResult<HybridFrees> {
         let node = handle_of(node);
@@ -440,11 +442,11 @@ impl HybridTree {
         HybridFrees(self.lock().evict_full(wanted))
     }
 
-    /// Gives up states of the nodes before a node beyond the number that a path keeps, those nearest to the root
-    /// first. Forks, locked nodes and leaves keep theirs.
+    /// Evicts the states of ancestors of a node that exceed the number that a path keeps, those nearest to
+    /// the root first. Nodes with several children, locked nodes and leaves keep their states.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     fn evict_excess_states(&self, node: u64) -> PyResult<HybridFrees> {
         let node = handle_of(node);
         self.lock().evict_excess_states(node).map(HybridFrees).ok_or_else(|| node_gone_error(node))
@@ -463,7 +465,7 @@ impl HybridTree {
     /// Changes what a part counts on a node whose values the engine backs with more or fewer rows than values.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     ///     ConfigError: If the size would become negative.
     fn adjust_size(&self, node: u64, part: usize, delta: i64) -> PyResult<()> {
         let node = handle_of(node);
@@ -475,7 +477,7 @@ impl HybridTree {
     /// Returns the value of a node, a 1-D int64 tensor; `None` if it has none.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     fn value(&self, py: Python<'_>, node: u64, part: usize) -> PyResult<Option<Py<PyAny>>> {
         let (node, part) = (handle_of(node), part_of(part)?);
         let value =
@@ -486,7 +488,7 @@ impl HybridTree {
     /// Gives a node a window or a state that it does not have.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     ///     ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
     fn set_value(&self, node: u64, part: usize, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (node, part, value) = (handle_of(node), part_of(part)?, slots_in(value)?);
@@ -497,15 +499,15 @@ impl HybridTree {
     /// none.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     fn hash_at<'py>(&self, py: Python<'py>, node: u64, end: usize) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let node = handle_of(node);
         let hash = self.lock().hash_at(node, end).ok_or_else(|| node_gone_error(node))?;
         Ok(hash.map(|hash| PyBytes::new(py, &hash.0)))
     }
 
-    /// Names the pages from the token `start` up to the end of a node, for engines that publish what is
-    /// there: `HybridFrees.removed` names those that are gone.
+    /// Sets the hashes of the pages from the token `start` up to the end of a node, for engines that publish
+    /// the contents of the tree. `HybridFrees.removed` has the hashes of removed nodes.
     ///
     /// Args:
     ///     node: The node.
@@ -513,7 +515,7 @@ impl HybridTree {
     ///     hashes: 32 bytes for each page.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     ///     ConfigError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
     ///         changed.
     fn set_hashes(&self, node: u64, start: usize, hashes: &[u8]) -> PyResult<()> {
@@ -526,7 +528,7 @@ impl HybridTree {
         Ok(self.lock().set_hashes(node, start, &hashes).ok_or_else(|| node_gone_error(node))??)
     }
 
-    /// Returns the ranges of tokens within `begin..limit` that are there without a window.
+    /// Returns the ranges of tokens within `begin..limit` that are in the tree without a window.
     #[pyo3(signature = (tokens, begin, limit, start=0, end=None, namespace=None))]
     fn window_gaps(
         &self,
@@ -566,7 +568,7 @@ impl HybridTree {
     /// groups first.
     ///
     /// Raises:
-    ///     KeyError: If a node is gone.
+    ///     KeyError: If a node no longer exists.
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
     fn by_common_prefix(&self, nodes: Vec<u64>) -> PyResult<Vec<usize>> {
         let handles: Vec<_> = nodes.iter().copied().map(handle_of).collect();
@@ -581,7 +583,7 @@ impl HybridTree {
     /// children of each.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     fn path(&self, node: u64) -> PyResult<Vec<PathTuple>> {
         let node = handle_of(node);
         let path = self.lock().path_to(node).ok_or_else(|| node_gone_error(node))?;
@@ -632,10 +634,10 @@ impl HybridTree {
         self.lock().handles().into_iter().map(NodeHandle::number).collect()
     }
 
-    /// Returns the nodes directly behind a node, in the order in which they came. Looks at every node.
+    /// Returns the children of a node, in the order of their insertion. Looks at every node.
     ///
     /// Raises:
-    ///     KeyError: If the node is gone.
+    ///     KeyError: If the node no longer exists.
     fn children(&self, node: u64) -> PyResult<Vec<u64>> {
         let node = handle_of(node);
         let children = self.lock().children(node).ok_or_else(|| node_gone_error(node))?;
@@ -653,7 +655,7 @@ impl HybridTree {
     /// Returns a node as it is now.
     ///
     /// Raises:
-    ///     KeyError: If it is gone.
+    ///     KeyError: If it no longer exists.
     fn info(&self, node: u64) -> PyResult<HybridNode> {
         let node = handle_of(node);
         self.lock().state(node).map(HybridNode).ok_or_else(|| node_gone_error(node))

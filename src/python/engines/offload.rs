@@ -66,8 +66,8 @@ fn array(py: Python<'_>, places: Vec<OffloadSlot>) -> PyResult<Bound<'_, PyArray
     Ok(PyArray1::from_vec(py, places.collect()))
 }
 
-/// The chunks that a request has used, for `OffloadTable`. With another table, or when that was cleared, it begins
-/// anew.
+/// The chunks that a request has used, for an `OffloadTable`. If it is passed to another table, or the table
+/// was cleared, the request starts over.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadRequest")]
 pub(in crate::python) struct OffloadRequest(Mutex<Request>);
 
@@ -79,11 +79,12 @@ impl OffloadRequest {
     }
 }
 
-/// Keeps which chunk is in which place of host memory, for an engine that names chunks and moves them itself.
+/// Records the place of each chunk in host memory, for an engine that chooses the keys of chunks and moves
+/// them itself.
 ///
 /// Keys are bytes of any length, compared whole; their last four bytes are the group of layers, as vLLM's
-/// `OffloadKey` has it. Of what nothing uses, chunks of the request that is longest ago go first, and of a request
-/// the end of its prompt before the beginning.
+/// `OffloadKey` has it. Of the chunks that no transfer uses, those of the least recently active request are
+/// evicted first and, of one request, the end of its prompt before the beginning.
 ///
 /// `position`, where a call takes it, is called with each key and gives where the chunk ends in the prompt, or `None`.
 /// Arrays of places are int32 in host memory, in the order of the keys. Calls are atomic and thread-safe.
@@ -92,7 +93,7 @@ impl OffloadRequest {
 ///     capacity: Places, below 2**31.
 ///     store_threshold: How often a chunk is offered until it is stored. Up to 1, each is stored at once.
 ///     max_tracked: Chunks whose offers are counted: those offered lately.
-///     events: Whether `take_events` has something to return.
+///     events: Whether to record events for `take_events`.
 ///
 /// Raises:
 ///     ConfigError: If `capacity` is 2**31 or more, or a number is negative.
@@ -149,11 +150,12 @@ impl OffloadTable {
         self.lock().offers_of(key.as_bytes())
     }
 
-    /// Takes places for those of the chunks that are not here, evicting others if need be: never one of `keys`.
+    /// Takes places for the chunks that are not here, and evicts other chunks, never one of `keys`, if
+    /// necessary.
     ///
     /// Args:
     ///     keys: Keys of the request, in the order of its prompt. A key that is listed again is left out.
-    ///     request: The request. It uses what it stores, and of the rest what can be read.
+    ///     request: The request. It uses the chunks that it stores, and those of the others that can be read.
     ///     position: As above.
     ///
     /// Returns:
@@ -179,7 +181,8 @@ impl OffloadTable {
         Ok(Some((chosen, array(py, storing.places)?, keys_to_list(py, &storing.evicted)?)))
     }
 
-    /// Ends the store of chunks: they can be read, or are gone if `success` is False. Others are left as they are.
+    /// Ends the store of chunks: they can be read or, if `success` is False, are removed. Chunks that are not
+    /// being stored are left as they are.
     #[pyo3(signature = (keys, success=true))]
     fn end_store(&self, keys: &Bound<'_, PyAny>, success: bool) -> PyResult<()> {
         let keys = Keys::of(keys)?;
@@ -242,18 +245,18 @@ impl OffloadTable {
         Ok(())
     }
 
-    /// Ends a request: what it used counts as used now, the beginning of its prompt last.
+    /// Ends a request: the chunks that it used count as used now, the beginning of its prompt last.
     fn finish(&self, request: &OffloadRequest) {
         let mut request = lock(&request.0);
         self.lock().finish(&mut request);
     }
 
-    /// Gives up all chunks, also those that transfers use.
+    /// Removes all chunks, also those that transfers use.
     fn clear(&self) {
         self.lock().clear();
     }
 
-    /// Returns what came and went since the last call, in order: pairs of "stored", "evicted" or "failed", and keys.
+    /// Returns the changes since the last call, in order: pairs of "stored", "evicted" or "failed", and keys.
     /// A store that failed is left out if the chunk is here again.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Vec<(&'static str, Bound<'py, PyList>)>> {
         let events = self.lock().take_events();
@@ -271,7 +274,7 @@ impl OffloadTable {
         self.lock().take_skipped()
     }
 
-    /// Returns numbers of chunks: `capacity`, `arriving` (being stored), `loading` and `idle`.
+    /// Returns the statistics in chunks: `capacity`, `arriving` (being stored), `loading` and `idle`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counts = self.lock().counts();
         let dict = PyDict::new(py);
@@ -310,8 +313,8 @@ impl OffloadTurn {
     }
 }
 
-/// The order in which offloaded chunks are evicted, and an object of the engine for each chunk. `OffloadTable` has one
-/// within; this is for engines that keep places and counts of loads themselves.
+/// The order in which offloaded chunks are evicted, and an object of the engine for each chunk.
+/// `OffloadTable` contains one; use this class if the engine keeps places and counts of loads itself.
 ///
 /// Keys and positions are those of `OffloadTable`.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "OffloadOrder", weakref)]
@@ -354,7 +357,7 @@ impl OffloadOrder {
         drop(before); // may run Python code
     }
 
-    /// Takes a chunk out, and returns its object.
+    /// Removes a chunk, and returns its object.
     ///
     /// Raises:
     ///     KeyError: If it is not here.
@@ -364,7 +367,7 @@ impl OffloadOrder {
         Ok(order.remove(chunk))
     }
 
-    /// Lets a chunk be evicted, or keeps it from it.
+    /// Allows or prevents the eviction of a chunk.
     ///
     /// Raises:
     ///     KeyError: If it is not here.
@@ -387,8 +390,8 @@ impl OffloadOrder {
         Ok(())
     }
 
-    /// Records that a request at work uses chunks, which counts as its turn. Those that are not here, or have no
-    /// position, or were used later, are left as they are.
+    /// Records that an active request uses chunks, which counts as its turn. Chunks that are not here, have
+    /// no position, or were used later are left as they are.
     fn access(
         &self,
         keys: &Bound<'_, PyAny>,
@@ -408,8 +411,8 @@ impl OffloadOrder {
         Ok(())
     }
 
-    /// Takes out the chunks that go first, but for those that are spared. Returns pairs of keys and objects; `None`,
-    /// and nothing is changed, if there are not so many.
+    /// Removes the chunks that are first in the order, except the spared ones. Returns pairs of keys and
+    /// objects. If there are not enough chunks, returns `None` and changes nothing.
     fn evict<'py>(
         &self,
         py: Python<'py>,
@@ -422,7 +425,7 @@ impl OffloadOrder {
         Ok(evicted.map(|evicted| evicted.into_iter().map(pair).collect()))
     }
 
-    /// Takes all chunks out.
+    /// Removes all chunks.
     fn clear(&self) {
         let before = self.lock().drain();
         drop(before); // may run Python code
@@ -448,11 +451,11 @@ impl OffloadOrder {
     }
 }
 
-/// Names of 32 bytes for a store, of chunks that are of one space: BLAKE3 of the length of the space as uint64 in
-/// little endian, the space, and the key.
+/// Returns names of 32 bytes for a store, for chunks of one space: BLAKE3 of the length of the space as
+/// uint64 in little endian, the space, and the key.
 ///
 /// Args:
-///     space: What else the bytes of a chunk depend on: the model, its dtype, the layout.
+///     space: Everything else that the bytes of a chunk depend on: the model, its dtype, the layout.
 ///     keys: Bytes of any length.
 ///
 /// Raises:

@@ -56,9 +56,9 @@ impl Lease {
         Ok(self.lease.len()?)
     }
 
-    /// Tokens whose K and V were cached at the match, in whole pages. More than `length` only if the cache has
-    /// states, and no snapshot of the state at their end: other prompts part from this one there, so that a chunk
-    /// of a prefill should end there and be published with its state.
+    /// Tokens whose K and V were cached at the match, in whole pages. This is more than `length` only if the
+    /// cache has states, and no snapshot of the state at the end of these tokens. Other prompts diverge from
+    /// this one there: end a chunk of the prefill there, and publish it with its state.
     ///
     /// Raises:
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -71,8 +71,8 @@ impl Lease {
         self.length()
     }
 
-    /// Tokens behind the prefix that the tiers below the device had at the match: what `load` can bring back. 0 after
-    /// a load or a publication.
+    /// Tokens after the prefix that the tiers below the device had at the match, and that `load` can load. 0
+    /// after a load or a publication.
     ///
     /// Raises:
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -115,8 +115,8 @@ impl Lease {
     /// Publishes what the request has computed since: whole pages become the cache's, and the lease grows over
     /// them. The cost is proportional to the number of new tokens. The partial page at the end stays the caller's.
     ///
-    /// What another request has published in between is not kept twice: the caller's slots of these pages are
-    /// freed, and the request continues with those of the cache (`Published.slots`).
+    /// Pages that another request has published in between are not kept twice: the caller's slots of these
+    /// pages are freed, and the request continues with those of the cache (`Published.slots`).
     ///
     /// Args:
     ///     tokens: Token ids of positions `length` and up, only the new ones.
@@ -187,13 +187,13 @@ impl Lease {
         Ok(())
     }
 
-    /// Loads the pages that the tiers below the device have behind the prefix. The lease has their slots from now on;
-    /// call `Load.wait_layer` before the work that uses a layer. Pages that another request is loading are not loaded
-    /// twice.
+    /// Loads the pages that the tiers below the device have after the prefix. The lease has their slots from
+    /// now on; call `Load.wait_layer` before the work that uses a layer. Pages that another request is
+    /// loading are not loaded twice.
     ///
-    /// Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
-    /// their way raises. On a GPU the copies run on a stream of their own, behind the work enqueued on the current
-    /// stream.
+    /// Load before you pass the lease to a planner, and publish after `wait_layer` of the last layer: a
+    /// publication raises while tokens are being loaded. On a GPU the copies run on a separate stream, after
+    /// the work enqueued on the current stream.
     ///
     /// Args:
     ///     limit: Maximum number of tokens to load.

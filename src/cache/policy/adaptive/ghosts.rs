@@ -16,7 +16,7 @@ const WAYS: usize = 8;
 /// The number of remembered blocks for each block of the capacity.
 const TIMES: u64 = 16;
 
-/// What is remembered of a block.
+/// The record of an evicted block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ghost {
     /// When a request used the block last.

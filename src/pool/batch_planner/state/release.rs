@@ -96,7 +96,7 @@ impl PlannerState {
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
             if let Some(lease) = self.cut_lease(row, len, table) {
-                // The lease is cut without locks. What it had stays locked until the fence has passed.
+                // The lease is shortened without locks. Its pages stay locked until the fence has passed.
                 let fenced = fence.map(|id| {
                     let lock = FencedLock::default();
                     slots.fences_mut().keep(id, Arc::clone(&lock) as _);
