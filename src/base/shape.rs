@@ -30,7 +30,7 @@ impl Dims {
     #[inline]
     pub fn new(values: &[i64]) -> Result<Self> {
         if values.len() > MAX_NDIM {
-            return Err(too_many(values.len()));
+            return Err(too_many_dimensions_error(values.len()));
         }
         let mut dims = Self { values: [0; MAX_NDIM], len: values.len() };
         // Index tensors have one dimension, rows of tables two, K and V three: they need no call.
@@ -138,6 +138,6 @@ fn too_many_bytes_error(shape: &[i64], dtype: DType) -> Error {
 }
 
 #[cold]
-fn too_many(ndim: usize) -> Error {
+fn too_many_dimensions_error(ndim: usize) -> Error {
     Error::config(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
 }

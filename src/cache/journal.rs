@@ -111,12 +111,12 @@ impl Journal {
         }
     }
 
-    /// Records that nothing can be found any more.
-    pub(super) fn cleared(&mut self) {
-        self.begin_anew();
+    /// Records that the cache is empty.
+    pub(super) fn record_cleared(&mut self) {
+        self.start_over();
     }
 
-    fn begin_anew(&mut self) {
+    fn start_over(&mut self) {
         self.events.clear();
         self.events.push_back(CacheEvent::Cleared);
         self.tokens = 0;
@@ -125,7 +125,7 @@ impl Journal {
     fn push(&mut self, event: CacheEvent) {
         let tokens = event.size();
         if self.events.len() == MAX_EVENTS || self.tokens + tokens > MAX_TOKENS && !self.events.is_empty() {
-            self.begin_anew();
+            self.start_over();
         }
         self.tokens += tokens;
         self.events.push_back(event);
@@ -158,7 +158,7 @@ mod tests {
     fn what_is_kept_is_counted() {
         let mut journal = Journal::default();
         store(&mut journal, 2 * HALF);
-        journal.cleared();
+        journal.record_cleared();
         store(&mut journal, HALF);
         store(&mut journal, HALF);
         assert_eq!(journal.take().len(), 3, "what was before a clear does not count");

@@ -41,7 +41,7 @@ pub use recency_list::RecencyList;
 pub use residency::{DevicePresence, EntryId, Residency};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
-pub(crate) use tokens::not_a_token;
+pub(crate) use tokens::not_a_token_error;
 pub(crate) use tree::Edges;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,

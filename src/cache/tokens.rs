@@ -40,7 +40,7 @@ pub trait Tokens: fmt::Debug {
 
 /// Returns the error for `number` at `position`, which is not a token id.
 #[cold]
-pub(crate) fn not_a_token(number: i64, position: usize) -> Error {
+pub(crate) fn not_a_token_error(number: i64, position: usize) -> Error {
     Error::config(format!("token {number} at position {position} is outside [0, 2**31)")).with_index(number)
 }
 
@@ -80,7 +80,7 @@ impl Tokens for &[i32] {
             return Ok(());
         }
         let at = tokens.iter().position(|&token| token < 0).expect("the sign bit of one token is set");
-        Err(not_a_token(tokens[at].into(), range.start + at))
+        Err(not_a_token_error(tokens[at].into(), range.start + at))
     }
 }
 
@@ -106,7 +106,7 @@ impl Tokens for &[i64] {
         let is_token = |token: &i64| (0..=i64::from(i32::MAX)).contains(token);
         match tokens.iter().position(|token| !is_token(token)) {
             None => Ok(()),
-            Some(at) => Err(not_a_token(tokens[at], range.start + at)),
+            Some(at) => Err(not_a_token_error(tokens[at], range.start + at)),
         }
     }
 }

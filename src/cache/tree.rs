@@ -278,7 +278,7 @@ impl Tree {
         }
     }
 
-    pub(super) const fn rolling(&self) -> &RollingHasher {
+    pub(super) const fn hasher(&self) -> &RollingHasher {
         &self.rolling
     }
 

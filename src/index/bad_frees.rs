@@ -29,7 +29,7 @@ pub enum BadFree {
 }
 
 impl BadFree {
-    pub(super) const fn words(self) -> &'static str {
+    pub(super) const fn description(self) -> &'static str {
         match self {
             Self::OutOfRange => "out of range",
             Self::Padding => "padding",
@@ -120,7 +120,7 @@ impl BadFrees {
         let mut text = format!("{} of {total} freed {noun}s: ", self.dropped);
         for (position, (index, reason)) in self.first.iter().enumerate() {
             let comma = if position == 0 { "" } else { ", " };
-            let _ = write!(text, "{comma}{index} ({})", reason.words());
+            let _ = write!(text, "{comma}{index} ({})", reason.description());
         }
         if self.dropped > self.first.len() {
             text.push_str(", ...");

@@ -16,8 +16,8 @@ use super::{BadFree, Bitmap};
 pub(super) struct Owners {
     /// The numbers of owners beyond the first, by page number; empty until a page is shared for the first
     /// time.
-    more: Vec<u32>,
-    /// The number of entries of `more` that are not 0.
+    extra: Vec<u32>,
+    /// The number of entries of `extra` that are not 0.
     shared: usize,
     /// The numbers of removed owners whose fence has not passed, by page number. No entry is 0.
     pending: HashMap<u32, u32>,
@@ -34,8 +34,8 @@ pub(super) struct Room(());
 impl Owners {
     /// Creates the record of pages with one owner each.
     pub(super) fn new() -> Result<Self> {
-        let (more, pending, removed) = (Vec::new(), HashMap::new(), Vec::new());
-        Ok(Self { more, shared: 0, pending, removed, cached: Bitmap::new(0)? })
+        let (extra, pending, removed) = (Vec::new(), HashMap::new(), Vec::new());
+        Ok(Self { extra, shared: 0, pending, removed, cached: Bitmap::new(0)? })
     }
 
     /// Returns whether every page has one owner, and no removal is pending.
@@ -57,11 +57,11 @@ impl Owners {
 
     /// Returns the size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
-        self.more.capacity() * size_of::<u32>() + self.cached.bytes()
+        self.extra.capacity() * size_of::<u32>() + self.cached.bytes()
     }
 
-    fn more(&self, page: Page) -> u32 {
-        self.more.get(widen(page.number())).copied().unwrap_or(0)
+    fn extra(&self, page: Page) -> u32 {
+        self.extra.get(widen(page.number())).copied().unwrap_or(0)
     }
 
     fn pending(&self, page: Page) -> u32 {
@@ -71,7 +71,7 @@ impl Owners {
     /// Returns whether `page`, which is live, has or had more than one owner, or belongs to the cache:
     /// [`RemovalBatch::remove`] handles such pages.
     pub(super) fn counts_page(&self, page: Page) -> bool {
-        self.more(page) > 0 || self.pending(page) > 0 || self.is_cached(page)
+        self.extra(page) > 0 || self.pending(page) > 0 || self.is_cached(page)
     }
 
     /// Returns whether the cache is an owner of `page`.
@@ -92,7 +92,7 @@ impl Owners {
 
     /// Returns whether `page`, which is live, has an owner other than the cache whose removal is not pending.
     pub(super) fn is_in_use(&self, page: Page) -> bool {
-        self.more(page) + 1 > self.pending(page) + u32::from(self.is_cached(page))
+        self.extra(page) + 1 > self.pending(page) + u32::from(self.is_cached(page))
     }
 
     /// Works like [`Owners::cache`], word by word, for pages that are live and have one owner each. If there
@@ -154,7 +154,7 @@ impl Owners {
 
     /// Returns whether `page`, which is live, has an owner whose removal is not pending.
     pub(super) fn is_owned(&self, page: Page) -> bool {
-        self.more(page) + 1 > self.pending(page)
+        self.extra(page) + 1 > self.pending(page)
     }
 
     /// Returns the number of pages whose owners are all removed, but whose fences have not passed.
@@ -164,23 +164,23 @@ impl Owners {
 
     /// Allocates the counts of `pages` pages; later calls do nothing.
     pub(super) fn prepare(&mut self, pages: usize) -> Result<Room> {
-        if self.more.is_empty() {
-            self.more = try_zeros(pages)?;
+        if self.extra.is_empty() {
+            self.extra = try_zeros(pages)?;
         }
         Ok(Room(()))
     }
 
     /// Adds an owner.
     pub(super) fn add(&mut self, _room: Room, page: Page) {
-        let more = &mut self.more[widen(page.number())];
-        *more += 1;
-        self.shared += usize::from(*more == 1);
+        let extra = &mut self.extra[widen(page.number())];
+        *extra += 1;
+        self.shared += usize::from(*extra == 1);
     }
 
     fn subtract(&mut self, page: Page) {
-        let more = &mut self.more[widen(page.number())];
-        *more -= 1;
-        self.shared -= usize::from(*more == 0);
+        let extra = &mut self.extra[widen(page.number())];
+        *extra -= 1;
+        self.shared -= usize::from(*extra == 0);
     }
 
     fn subtract_pending(&mut self, page: Page) {
@@ -206,7 +206,7 @@ impl Owners {
     /// Completes a removal whose fence has passed. Returns whether it removed the last owner.
     pub(super) fn complete(&mut self, page: Page) -> bool {
         self.subtract_pending(page);
-        let is_last = self.more(page) == 0;
+        let is_last = self.extra(page) == 0;
         if !is_last {
             self.subtract(page);
         }
@@ -215,7 +215,7 @@ impl Owners {
 
     /// Removes all but the first owner of each page.
     pub(super) fn clear(&mut self) {
-        self.more.fill(0);
+        self.extra.fill(0);
         self.shared = 0;
         self.pending.clear();
         self.cached.clear();
@@ -223,7 +223,7 @@ impl Owners {
 
     /// Returns the pages with more than one owner, lowest first.
     pub(super) fn pages(&self) -> impl Iterator<Item = Page> + '_ {
-        (0..).zip(&self.more).filter(|(_, more)| **more > 0).map(|(page, _)| Page::new(page))
+        (0..).zip(&self.extra).filter(|(_, extra)| **extra > 0).map(|(page, _)| Page::new(page))
     }
 }
 

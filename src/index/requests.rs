@@ -378,11 +378,11 @@ impl Requests {
     /// Checks that a request still owns one of its pages.
     #[inline]
     fn check_owned(&self, position: usize, row: RequestRow, page: Page, slots: &SlotAllocator) -> Result<()> {
-        if slots.is_owned(page) { Ok(()) } else { Err(self.not_owned(position, row, page)) }
+        if slots.is_owned(page) { Ok(()) } else { Err(self.not_owned_error(position, row, page)) }
     }
 
     #[cold]
-    fn not_owned(&self, position: usize, row: RequestRow, page: Page) -> Error {
+    fn not_owned_error(&self, position: usize, row: RequestRow, page: Page) -> Error {
         let slot = page.number() * self.page_size.slots();
         Error::new(
             ErrorKind::IndexOwnership,

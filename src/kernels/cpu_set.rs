@@ -16,7 +16,7 @@ impl CpuSet {
         if cfg!(miri) {
             return None;
         }
-        // SAFETY: it takes nothing and touches no memory of ours.
+        // SAFETY: the call has no arguments and touches no memory of this process.
         usize::try_from(unsafe { libc::sched_getcpu() }).ok()
     }
 

@@ -137,7 +137,7 @@ pub enum Numbers<'a> {
 /// Returns the error for an argument that is not an index; `found` is a dtype or the type of an object.
 #[cold]
 #[must_use]
-pub(crate) fn not_indices(found: &str) -> Error {
+pub(crate) fn not_indices_error(found: &str) -> Error {
     Error::wrong_type(format!(
         "indices must be int16, uint16, int32, uint32, int64 or uint64 in a tensor, an array or a series, or a \
          sequence of ints, not {found}"
@@ -152,7 +152,7 @@ pub(crate) fn check_ints(dtype: DType) -> Result<()> {
     if matches!(dtype, DType::I32 | DType::I64) {
         return Ok(());
     }
-    Err(not_indices(&format!("{dtype} on a GPU, where int32 and int64 are read")))
+    Err(not_indices_error(&format!("{dtype} on a GPU, where int32 and int64 are read")))
 }
 
 /// Copies the values of an index tensor in host memory, of any shape and stride, in row-major order. Integers
@@ -172,7 +172,7 @@ pub fn read_indices(tensor: &BorrowedTensor<'_>) -> Result<IndexVec> {
         DType::U32 => widened(tensor, |value: u32| value.into()),
         // A number beyond 63 bits is outside every range, so the largest int64 is used for it.
         DType::U64 => widened(tensor, |value: u64| i64::try_from(value).unwrap_or(i64::MAX)),
-        other => Err(not_indices(other.name())),
+        other => Err(not_indices_error(other.name())),
     }
 }
 

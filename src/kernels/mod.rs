@@ -33,7 +33,7 @@ pub use executor::Executor;
 pub(crate) use indices::Numbers;
 pub use indices::{IndexSpace, IndexSpaces, Indices, read_indices};
 #[cfg(feature = "python")]
-pub(crate) use indices::{check_ints, not_indices};
+pub(crate) use indices::{check_ints, not_indices_error};
 pub(crate) use launch::{Fetcher, GrowingBatch, PendingFetch, PlanBatch, PlanFields, PlanRequest, read_now};
 pub use pack::Direction;
 pub(crate) use pack::pack;

@@ -18,7 +18,7 @@ const MAP_THRESHOLD: usize = if cfg!(miri) { usize::MAX } else { 1 << 20 };
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Host;
 
-pub(super) fn out_of_memory(bytes: usize) -> Error {
+pub(super) fn out_of_memory_error(bytes: usize) -> Error {
     let cause = std::io::Error::last_os_error();
     Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes: {cause}"))
         .with_asked(bytes)
@@ -43,7 +43,7 @@ unsafe impl Backend for Host {
             // SAFETY: the layout has a size of at least one byte.
             layout(bytes).and_then(|layout| NonNull::new(unsafe { alloc_zeroed(layout) }))
         };
-        address.map(|address| Block::new(address, bytes)).ok_or_else(|| out_of_memory(bytes))
+        address.map(|address| Block::new(address, bytes)).ok_or_else(|| out_of_memory_error(bytes))
     }
 
     unsafe fn deallocate(&self, block: Block, _users: &StreamSet) {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use crate::base::sync::lock;
 use crate::base::{Device, Error, Result};
 
-use super::host::{map, out_of_memory, unmap};
+use super::host::{map, out_of_memory_error, unmap};
 use super::system_pages::{huge_pages_for, system_page_size};
 use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, StreamSet};
 
@@ -157,7 +157,7 @@ unsafe impl Backend for MappedHost {
             block
         } else {
             let mapped = bytes.next_multiple_of(system_page_size());
-            let address = map(mapped).ok_or_else(|| out_of_memory(bytes))?;
+            let address = map(mapped).ok_or_else(|| out_of_memory_error(bytes))?;
             self.keep(address, mapped, false, bytes)
         };
         if let Some(node) = self.numa_node

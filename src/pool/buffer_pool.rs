@@ -286,7 +286,7 @@ impl BufferState {
         self.stale_uses += usize::from(region.is_none());
         region.ok_or_else(|| {
             let ledger = self.buckets.ledger();
-            stale(buffer, ledger.and_then(|ledger| ledger.history(buffer.index().number())))
+            stale_buffer_error(buffer, ledger.and_then(|ledger| ledger.history(buffer.index().number())))
         })
     }
 
@@ -346,7 +346,7 @@ impl Pool for BufferPool {
     }
 }
 
-fn stale(buffer: IndexHandle<BufferId>, history: Option<String>) -> Error {
+fn stale_buffer_error(buffer: IndexHandle<BufferId>, history: Option<String>) -> Error {
     let history = history.map_or(String::new(), |history| format!("; it was {history}"));
     let text = format!("buffer {} was given back, by release or reset{history}", buffer.index());
     Error::new(ErrorKind::StaleBuffer, text)

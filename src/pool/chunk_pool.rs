@@ -110,8 +110,8 @@ struct ChunkCopies {
 }
 
 impl ChunkCopies {
-    /// Returns whether all copies are complete.
-    fn is_over(&mut self) -> Result<bool> {
+    /// Polls the events, and returns whether all copies are complete.
+    fn poll(&mut self) -> Result<bool> {
         while let Some(event) = self.done.last() {
             if !event.has_passed()? {
                 return Ok(false);
@@ -127,7 +127,7 @@ impl ChunkStates {
     fn settle(&mut self) -> Result<()> {
         let mut at = 0;
         while let Some(index) = self.returning.get(at).map(Returning::index) {
-            if self.copies.get_mut(&index).map_or(Ok(true), ChunkCopies::is_over)? {
+            if self.copies.get_mut(&index).map_or(Ok(true), ChunkCopies::poll)? {
                 self.copies.remove(&index);
                 self.chunks.give_back(self.returning.remove(at));
             } else {
@@ -141,7 +141,7 @@ impl ChunkStates {
     fn give_back(&mut self, returning: Returning<ChunkId>) {
         let index = returning.index();
         // After a driver error, the copies are polled again when the chunk is needed.
-        let is_over = self.copies.get_mut(&index).is_none_or(|copies| matches!(copies.is_over(), Ok(true)));
+        let is_over = self.copies.get_mut(&index).is_none_or(|copies| matches!(copies.poll(), Ok(true)));
         if is_over {
             self.copies.remove(&index);
             self.chunks.give_back(returning);
@@ -356,7 +356,7 @@ impl ChunkPool {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed.
     pub fn retain(&self, chunk: IndexHandle<ChunkId>) -> Result<()> {
-        if self.state().chunks.retain(chunk) { Ok(()) } else { Err(stale(chunk)) }
+        if self.state().chunks.retain(chunk) { Ok(()) } else { Err(stale_chunk_error(chunk)) }
     }
 
     /// Drops a reference. Dropping the last one frees the chunk as soon as its copies are complete. Drops and
@@ -425,7 +425,7 @@ impl ChunkPool {
     /// fit.
     pub fn tensor(&self, chunk: IndexHandle<ChunkId>, shape: Option<Dims>) -> Result<TensorView> {
         if self.references(chunk) == 0 {
-            return Err(stale(chunk));
+            return Err(stale_chunk_error(chunk));
         }
         let shape = match shape {
             Some(shape) => self.fitting(shape)?,
@@ -507,10 +507,10 @@ impl ChunkPool {
     fn begin_copy(&self, chunk: IndexHandle<ChunkId>) -> Result<()> {
         let mut state = self.state();
         if state.chunks.references(chunk) == 0 {
-            return Err(stale(chunk));
+            return Err(stale_chunk_error(chunk));
         }
         let copies = state.copies.entry(chunk.index()).or_default();
-        copies.is_over()?;
+        copies.poll()?;
         copies.calls += 1;
         Ok(())
     }
@@ -580,6 +580,6 @@ impl PageLockSink for ChunkPool {
     }
 }
 
-fn stale(chunk: IndexHandle<ChunkId>) -> Error {
+fn stale_chunk_error(chunk: IndexHandle<ChunkId>) -> Error {
     Error::new(ErrorKind::StaleBuffer, format!("chunk {} was freed", chunk.index()))
 }

@@ -270,7 +270,8 @@ impl FileStore {
     }
 
     /// Writes pages from `rows`, one for each key, which must not change before they are done. Never waits:
-    /// pages beyond `queue_bytes` are dropped. Those that are there, or on their way, are not written again.
+    /// pages beyond `queue_bytes` are dropped. Pages that are in the store, or in the queue, are not written
+    /// again.
     ///
     /// # Errors
     /// See [`FileStore::get`].
@@ -338,7 +339,7 @@ impl FileStore {
         self.remove(&keys)
     }
 
-    /// Takes no more calls, and waits up to `timeout` for the calls in progress. Returns whether they are
+    /// Rejects further calls, and waits up to `timeout` for the calls in progress. Returns whether they are
     /// done; then the files can be opened again.
     ///
     /// # Errors
@@ -439,7 +440,7 @@ impl FileStore {
     /// Takes the messages of failures since the last call: the first of each kind.
     #[must_use]
     pub fn take_notes(&self) -> Vec<String> {
-        // In the child of a fork, another thread may have had the lock for ever.
+        // In the child of a fork, the lock may be held forever, because its thread exists only in the parent.
         if self.check_process().is_err() {
             Vec::new()
         } else {

@@ -95,9 +95,9 @@ pub(super) struct TierCounts {
     failed: usize,
     /// Pieces copied here from the store below.
     fetched: usize,
-    /// Pieces on their way to the store below.
+    /// Pieces that are being written to the store below.
     storing: usize,
-    /// Calls that are about to send some there.
+    /// Calls that are about to send pieces to the store.
     sending: usize,
     /// Pieces not taken by the store below.
     unstored: usize,
@@ -112,7 +112,8 @@ struct FailureNotes {
     noted: Vec<ErrorKind>,
 }
 
-/// Pages and snapshots on their way down, from places of the device that must not change meanwhile.
+/// A copy of pages and snapshots from the device to the tier. Their places on the device must not change
+/// meanwhile.
 #[derive(Debug)]
 pub(super) struct Write {
     pub(super) transfer: Arc<Transfer>,
@@ -277,9 +278,9 @@ impl HostTier {
     }
 
     /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
-    /// `state_capacity`; what was `written` and `loaded`, `evicted`, `skipped` for want of a place, `failed`,
-    /// and `fetched` from a store, what is on its way to it (`storing`) and what it did not take
-    /// (`unstored`), with snapshots; page-locked places (`page_locked`); `bytes`.
+    /// `state_capacity`; and, with snapshots, the pieces `written`, `loaded`, `evicted`, `skipped` because no
+    /// place was free, `failed`, `fetched` from a store, being written to it (`storing`) and not accepted by
+    /// it (`unstored`); page-locked places (`page_locked`); `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *self.counts.lock();
@@ -492,7 +493,8 @@ impl HostTier {
         }
     }
 
-    /// Returns the number of pieces on their way to the store below, and of calls that are about to send some.
+    /// Returns the number of pieces that are being written to the store below, plus the calls that are about
+    /// to send some.
     pub(super) fn storing(&self) -> usize {
         let _gate = ForkGate::enter_on_own_thread();
         let counts = self.counts.lock();

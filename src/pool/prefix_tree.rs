@@ -270,7 +270,7 @@ impl PrefixTree {
         let mut state = self.current(stream);
         let mut removed_nodes = std::mem::take(&mut state.unreported);
         removed_nodes.extend(state.tree.handles());
-        let pages = self.begin_anew(&mut state).pages;
+        let pages = self.replace_tree(&mut state).pages;
         match self.give_back(call.as_ref(), state.clears, &pages) {
             None => EvictedNodes { freed: 0, slots: Vec::new(), removed_nodes },
             Some(freed) => {
@@ -292,7 +292,7 @@ impl PrefixTree {
         let mut slots = try_with_capacity(pages.len())?;
         slots.extend(pages.iter().map(|page| page.number().cast_signed()));
         match &self.allocator {
-            Some(allocator) => allocator.lock().show(slots, stream),
+            Some(allocator) => allocator.lock().tensor_of(slots, stream),
             None => Ok(TensorView::from_indices(IndexVec::I32(slots))),
         }
     }
@@ -403,13 +403,13 @@ impl PrefixTree {
             let removed_nodes = state.tree.handles();
             state.unreported.extend(removed_nodes);
             // The slots are free already.
-            drop(self.begin_anew(&mut state));
+            drop(self.replace_tree(&mut state));
         }
         state
     }
 
     /// Replaces the tree by an empty one. Returns the contents of the old one.
-    fn begin_anew(&self, state: &mut TreeState) -> Evicted {
+    fn replace_tree(&self, state: &mut TreeState) -> Evicted {
         let fresh = new_tree(&self.config, self.allocator.as_deref()).after(&state.tree);
         let mut old = std::mem::replace(&mut state.tree, fresh);
         state.root = state.tree.keep_root();

@@ -109,7 +109,7 @@ impl RemoteStore {
                 return Ok(Some(call));
             }
             if state.is_closed {
-                return Err(closed());
+                return Err(closed_error());
             }
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
@@ -167,7 +167,7 @@ impl RemoteStore {
         let transfer = Arc::new(StoreTransfer::new(present.clone(), keys.len()));
         let mut state = self.state()?;
         if state.is_closed {
-            return Err(closed());
+            return Err(closed_error());
         }
         if keys.is_empty() {
             return Ok(transfer);
@@ -268,6 +268,6 @@ impl Drop for StoreCall {
     }
 }
 
-fn closed() -> Error {
+fn closed_error() -> Error {
     Error::new(ErrorKind::State, "the store is closed")
 }

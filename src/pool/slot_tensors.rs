@@ -144,7 +144,7 @@ impl SlotTensors {
     /// Poisons the rows of slots that became free since the last call, in the order of `stream`.
     ///
     /// # Errors
-    /// See [`KvPool::poison`]; the slots are free all the same.
+    /// See [`KvPool::poison`]; the slots are free in either case.
     #[inline]
     pub(super) fn poison(&mut self, stream: Stream) -> Result<()> {
         if self.poisoned.is_empty() {
@@ -345,8 +345,8 @@ impl SlotTensors {
         !self.deferred.is_empty() && self.need_sort() && self.slots.merges_for(count())
     }
 
-    /// Returns the shortage for `count` more slots, beside those that are on their way as values that have
-    /// not landed. A request beyond the capacity is not worth reclaiming for.
+    /// Returns the shortage for `count` more slots, assuming that all pending frees complete. A request
+    /// beyond the capacity is not worth reclaiming for.
     pub(super) fn short(&self, count: usize) -> Shortage {
         let coming = self.slots.available() + self.landing();
         let is_possible = count <= self.slots.capacity();
@@ -376,7 +376,7 @@ impl SlotTensors {
     fn hand_out(&mut self, slots: IndexVec, continued: &[Page], stream: Stream) -> Result<TensorView> {
         let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
         let slots = slots.into_i32()?;
-        stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
+        stage.tensor_of(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
     }
 
     /// Returns an event to wait for, without locks, before more slots are taken, if the device is far behind.
@@ -443,7 +443,7 @@ impl SlotTensors {
     /// # Errors
     /// See [`Self::alloc`].
     pub(super) fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(numbers_of(&self.slots.pages().free_indices()?), stream)
+        self.tensor_of(numbers_of(&self.slots.pages().free_indices()?), stream)
     }
 
     /// Returns the released pages, lowest first.
@@ -451,13 +451,13 @@ impl SlotTensors {
     /// # Errors
     /// See [`Self::alloc`].
     pub(super) fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(numbers_of(&self.slots.pages().released_indices()?), stream)
+        self.tensor_of(numbers_of(&self.slots.pages().released_indices()?), stream)
     }
 
     /// Returns the numbers as a tensor that is valid on `stream`.
-    pub(super) fn show(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
+    pub(super) fn tensor_of(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
         if let Some(stage) = &mut self.stage {
-            return stage.show(&numbers, stream);
+            return stage.tensor_of(&numbers, stream);
         }
         let numbers = IndexVec::I32(numbers);
         Ok(TensorView::from_indices(match self.index_dtype {

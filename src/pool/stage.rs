@@ -223,13 +223,13 @@ impl Stage {
     }
 
     /// Writes numbers to the stage, and returns a tensor of them that is valid on `stream`.
-    pub(super) fn show(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
+    pub(super) fn tensor_of(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
         self.check_writable(stream)?;
         let (positions, _) = self.write(values.len(), values, stream)?;
         self.view(positions)
     }
 
-    /// Works like [`Self::show`] for the slots of a batch that grows. The padding slot in `values` stands for
+    /// Works like [`Self::tensor_of`] for the slots of a batch that grows. The padding slot in `values` stands for
     /// those that continue a page behind a slot of `last_loc`, which only the device has: a launch writes
     /// them.
     pub(super) fn complete(
@@ -239,7 +239,7 @@ impl Stage {
         grown: &GrowingBatch<'_>,
         stream: Stream,
     ) -> Result<TensorView> {
-        let view = self.show(values, stream)?;
+        let view = self.tensor_of(values, stream)?;
         if let Executor::Device(launcher) = &self.completer {
             launcher.continue_pages(&view.borrow(), last_loc, grown, stream)?;
         }

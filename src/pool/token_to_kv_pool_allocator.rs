@@ -376,7 +376,7 @@ impl TokenToKvPoolAllocator {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; see [`Self::free`]. The
-    /// group is closed all the same.
+    /// group is closed in any case.
     pub fn free_group_end(&self, stream: Stream) -> Result<(usize, BadFrees)> {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)
     }

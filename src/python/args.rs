@@ -13,7 +13,7 @@ use pyo3::types::{PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTu
 
 use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, try_push, try_with_capacity};
 use crate::cache::PageHash;
-use crate::kernels::{Indices, check_ints, not_indices, read_indices};
+use crate::kernels::{Indices, check_ints, not_indices_error, read_indices};
 use crate::memory::{BorrowedTensor, HostRows, Keep, Stream};
 use crate::pool::values_now;
 use crate::tensor::dlpack::{Import, address_of};
@@ -402,11 +402,11 @@ pub(super) fn strided_indices<'a, 'py>(
         let (py, numpy) = (object.py(), object.py().import("numpy")?);
         let array = numpy.call_method1("asarray", (object,)).map_err(|error| {
             let is_none = error.is_instance_of::<PyValueError>(py);
-            if is_none { not_indices(&kind_of(object)).into() } else { error }
+            if is_none { not_indices_error(&kind_of(object)).into() } else { error }
         })?;
         return strided_indices(&array, step)?.values(object.py()).map(IndexArg::Host);
     }
-    Err(not_indices(&kind_of(object)).into())
+    Err(not_indices_error(&kind_of(object)).into())
 }
 
 /// Converts indices that [`TensorArg::borrow`] cannot describe, like [`strided_indices`]: arrays of the other
@@ -433,7 +433,7 @@ fn indices_by_copy<'a, 'py>(
     }
     match object.getattr("dtype") {
         Ok(dtype) if error.is_instance_of::<PyTypeError>(py) => {
-            Err(not_indices(&dtype.str()?.to_string()).into())
+            Err(not_indices_error(&dtype.str()?.to_string()).into())
         }
         _ => Err(error),
     }
@@ -492,7 +492,7 @@ fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
 fn item_of(object: &Bound<'_, PyAny>) -> PyResult<i64> {
     int(object).map_err(|error| {
         let is_type = error.is_instance_of::<PyTypeError>(object.py());
-        if is_type { not_indices(&format!("one with {}", kind_of(object))).into() } else { error }
+        if is_type { not_indices_error(&format!("one with {}", kind_of(object))).into() } else { error }
     })
 }
 
@@ -542,7 +542,7 @@ pub(super) fn count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
         Ok(count) => Ok(count),
         Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
             if object.lt(0)? {
-                Err(negative(name, object))
+                Err(negative_error(name, object))
             } else {
                 Ok(usize::MAX)
             }
@@ -559,7 +559,7 @@ pub(super) fn size(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     }
 }
 
-fn negative(name: &str, object: &Bound<'_, PyAny>) -> PyErr {
+fn negative_error(name: &str, object: &Bound<'_, PyAny>) -> PyErr {
     Error::config(format!("{name} is {object}; it must not be negative")).into()
 }
 

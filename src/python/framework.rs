@@ -176,7 +176,7 @@ impl Torch {
         // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and
         // `raw` is room for one description.
         if unsafe { describe(tensor.as_ptr().cast(), raw.as_mut_ptr()) } != 0 {
-            return Err(cannot_be_read(tensor.py(), &fetch(tensor.py())));
+            return Err(unreadable_tensor_error(tensor.py(), &fetch(tensor.py())));
         }
         // SAFETY: the function filled it in; all zeros would be a valid value, too.
         let raw = unsafe { raw.assume_init() };
@@ -195,7 +195,7 @@ impl Torch {
             // The first versions with 8-bit floats do not export them: their bytes are.
             Err(error) => {
                 let dtype = self.known_dtype(&tensor.getattr("dtype")?).filter(|dtype| dtype.is_fp8());
-                let Some(dtype) = dtype else { return Err(cannot_be_read(py, &error)) };
+                let Some(dtype) = dtype else { return Err(unreadable_tensor_error(py, &error)) };
                 let bytes = self.dtype(py, DType::U8)?;
                 let bytes = tensor.call_method0("detach")?.call_method1("view", (bytes,))?;
                 (to_capsule.call1((bytes,))?, Some(dtype))
@@ -295,7 +295,7 @@ pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backen
 
 /// Creates the error for a tensor that PyTorch refuses to describe, such as a sparse one.
 #[cold]
-fn cannot_be_read(py: Python<'_>, error: &PyErr) -> PyErr {
+fn unreadable_tensor_error(py: Python<'_>, error: &PyErr) -> PyErr {
     let cause = error.value(py).to_string();
     let reason = cause.lines().next().unwrap_or_default();
     Error::config(format!("the tensor cannot be read: {reason}")).into()

@@ -13,7 +13,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyType};
 
 use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, try_with_capacity};
-use crate::cache::{Tokens, not_a_token};
+use crate::cache::{Tokens, not_a_token_error};
 use crate::engines::hybrid::{self, SlotSource, TokenBlock, TokenSource, differ};
 use crate::memory::BorrowedTensor;
 
@@ -90,7 +90,7 @@ impl ListTokens<'_, '_> {
 
     fn token(&self, at: usize) -> Result<i32> {
         let value = self.get(at)?;
-        i32::try_from(value).ok().filter(|token| *token >= 0).ok_or_else(|| not_a_token(value, at))
+        i32::try_from(value).ok().filter(|token| *token >= 0).ok_or_else(|| not_a_token_error(value, at))
     }
 }
 

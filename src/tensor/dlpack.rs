@@ -203,11 +203,11 @@ pub fn dtype_of(raw: RawDType) -> Result<DType> {
         (12, _) => DType::F8E5M2,
         _ => DType::F32,
     };
-    if raw_dtype(likely) == raw { Ok(likely) } else { Err(unknown_dtype(raw)) }
+    if raw_dtype(likely) == raw { Ok(likely) } else { Err(unknown_dtype_error(raw)) }
 }
 
 #[cold]
-fn unknown_dtype(raw: RawDType) -> Error {
+fn unknown_dtype_error(raw: RawDType) -> Error {
     let RawDType { code, bits, lanes } = raw;
     let name = match code {
         0 => format!("int{bits}"),
@@ -453,7 +453,7 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     let device = device_of(raw.device)?;
     let ndim = match usize::try_from(raw.ndim) {
         Ok(ndim) if ndim <= MAX_NDIM => ndim,
-        _ => return Err(too_many_dimensions(raw.ndim).into()),
+        _ => return Err(too_many_dimensions_error(raw.ndim).into()),
     };
     let shape = if ndim == 0 {
         Dims::new(&[])?
@@ -507,7 +507,7 @@ fn without_shape(ndim: usize) -> Error {
 }
 
 #[cold]
-fn too_many_dimensions(ndim: i32) -> Error {
+fn too_many_dimensions_error(ndim: i32) -> Error {
     Error::config(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
 }
 

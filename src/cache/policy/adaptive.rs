@@ -101,7 +101,7 @@ impl Policy for Adaptive {
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {
         self.lifetimes.end(class(history.uses), self.ages.of(now.since(history.used)), tokens);
         self.lifetimes.begin(class(history.uses.saturating_add(1)), tokens, now);
-        self.recency.found(history.used, tokens, now);
+        self.recency.record_found(history.used, tokens, now);
     }
 
     fn fetch(&self, keys: &mut dyn Iterator<Item = BlockKey>) {
@@ -117,7 +117,7 @@ impl Policy for Adaptive {
         };
         self.lifetimes.end(class(ghost.uses), self.ages.of(now.since(ghost.used)), tokens);
         self.lifetimes.begin(class(ghost.uses.saturating_add(1)), tokens, now);
-        self.recency.missed(ghost.used, tokens, now);
+        self.recency.record_missed(ghost.used, tokens, now);
         Remembered { uses: ghost.uses }
     }
 

@@ -224,7 +224,7 @@ impl Tree {
         let mut explained = add(cached, SegmentState::NoSnapshot).max(cached);
         let hash =
             place.map_or_else(|| RollingHasher::start(self.hash_of(namespace)), |place| self.hash_at(place));
-        let (mut cursor, mut page) = (self.rolling().cursor(hash, cached), Vec::new());
+        let (mut cursor, mut page) = (self.hasher().cursor(hash, cached), Vec::new());
         let records = if cached < whole { self.evictions.by_key() } else { HashMap::new() };
         for at in (cached..whole).step_by(page_size) {
             page.clear();

@@ -57,12 +57,12 @@ impl KeyedPages {
         keys
     }
 
-    /// Records that no page can be found any more.
+    /// Records that all pages were removed.
     pub(super) fn record_cleared(&mut self) {
         let Some(keys) = &mut self.keys else { return };
         keys.clear();
         if let Some(journal) = &mut self.journal {
-            journal.cleared();
+            journal.record_cleared();
         }
     }
 
@@ -78,11 +78,11 @@ impl Tree {
         self.keyed.journal.get_or_insert_with(Journal::default);
     }
 
-    /// Takes over the journal of `earlier`, none of whose pages is cached any more.
+    /// Takes over the journal of `earlier`, all of whose pages were removed.
     pub fn keep_journal_of(&mut self, earlier: &mut Self) {
         self.keyed.journal = earlier.keyed.journal.take();
         if let Some(journal) = &mut self.keyed.journal {
-            journal.cleared();
+            journal.record_cleared();
         }
     }
 

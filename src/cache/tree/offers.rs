@@ -14,8 +14,8 @@ pub enum WritePolicy {
     Through,
     /// Pages are offered when a second request uses them.
     Selective,
-    /// Pages are offered when they are evicted. Snapshots are offered when they are made all the same: a pool
-    /// has few slots for them.
+    /// Pages are offered when they are evicted. Snapshots are still offered when they are made: a pool has
+    /// few slots for them.
     Back,
 }
 

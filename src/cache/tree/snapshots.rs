@@ -23,7 +23,7 @@ struct Snapshot {
     since: Option<Tick>,
 }
 
-/// The rank of a snapshot in the order of eviction, the first to go first.
+/// The rank of a snapshot. Snapshots of the lowest rank are evicted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum SnapshotRank {
     /// A later snapshot of the same request supersedes it.
@@ -59,7 +59,7 @@ impl Snapshots {
         snapshot.rank = SnapshotRank::Last;
     }
 
-    /// Records that no lease ends at `node` any more, whose last use was at `used`.
+    /// Records that the last lease that ended at `node` was released. The last use of `node` was at `used`.
     pub(super) fn set_unused(&mut self, node: NodeId, used: Tick) {
         let Some(snapshot) = self.by_node.get_mut(&node) else { return };
         snapshot.since = Some(used);

@@ -135,7 +135,7 @@ enum Phase {
 pub(super) enum PendingInsertion {
     /// It continues with [`HybridTree::advance`].
     Waiting(Box<Insertion>),
-    /// It has failed. The engine has to take the actions of the failed step all the same.
+    /// The insertion has failed. The engine still has to take the actions of the failed step.
     Failed(Vec<Action>),
 }
 
@@ -287,7 +287,7 @@ impl HybridTree {
             };
             if let Err(error) = progress {
                 self.namespaces.forget_unused(walk.namespace);
-                // The engine has to free the duplicate slots that were found all the same.
+                // The engine still has to free the duplicate slots that were found.
                 self.insertion = Some(PendingInsertion::Failed(walk.actions));
                 return Err(error);
             }

@@ -31,7 +31,7 @@ impl SlotAllocator {
         self.check_within(runs, "retained")?;
         let pages = || runs.iter().flat_map(|run| run.range()).map(Page::new);
         if let Some(page) = pages().find(|&page| !self.is_owned(page)) {
-            return Err(not_owned(page, "retained"));
+            return Err(not_owned_error(page, "retained"));
         }
         let room = self.prepare_sharing()?;
         self.share_pages(room, pages());
@@ -47,7 +47,7 @@ impl SlotAllocator {
         };
         match runs.iter().find(|run| !lies_within(run)) {
             None => Ok(()),
-            Some(run) => Err(not_owned(run.start, what)),
+            Some(run) => Err(not_owned_error(run.start, what)),
         }
     }
 
@@ -76,7 +76,7 @@ impl SlotAllocator {
             let is_live = |page| list.contains(page) && list.is_live(page);
             if let Err((page, reason)) = self.owners.cache(space, pages, is_live)? {
                 let slot = i64::from(page.number()) * i64::from(self.page_size);
-                let text = format!("slot {slot} cannot be published: {}", reason.words());
+                let text = format!("slot {slot} cannot be published: {}", reason.description());
                 return Err(Error::new(ErrorKind::IndexOwnership, text).with_index(slot));
             }
         }
@@ -114,13 +114,17 @@ impl SlotAllocator {
                     shared |= Mask::of(page.number()).bits;
                     if !owners.remove(page) {
                         let is_cached = owners.owners().is_cached(page);
-                        return Err(if is_cached { only_cached(page) } else { not_owned(page, "released") });
+                        return Err(if is_cached {
+                            only_cached_error(page)
+                        } else {
+                            not_owned_error(page, "released")
+                        });
                     }
                 }
             }
             let blocked = batch.add(Mask { bits: mask.bits & !shared, ..mask });
             if let Some(page) = (Mask { bits: blocked, ..mask }).indices().next() {
-                return Err(not_owned(Page::new(page), "released"));
+                return Err(not_owned_error(Page::new(page), "released"));
             }
         }
         if self.page_size > 1 {
@@ -171,12 +175,12 @@ fn masks_of(runs: &[Run<Page>]) -> impl Iterator<Item = Mask> + Clone + '_ {
     runs.iter().flat_map(|run| Mask::of_range(run.range()))
 }
 
-fn only_cached(page: Page) -> Error {
+fn only_cached_error(page: Page) -> Error {
     Error::new(ErrorKind::IndexOwnership, format!("page {page} belongs to the prefix cache alone"))
         .with_index(page.number())
 }
 
-fn not_owned(page: Page, what: &str) -> Error {
+fn not_owned_error(page: Page, what: &str) -> Error {
     Error::new(ErrorKind::IndexOwnership, format!("page {page} is not allocated, and cannot be {what}"))
         .with_index(page.number())
 }

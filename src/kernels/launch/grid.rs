@@ -74,7 +74,7 @@ impl Split {
         // Kernels count pieces in 31 bits.
         let pieces = count.checked_mul(widen(self.pieces.by)).and_then(|pieces| u32::try_from(pieces).ok());
         let pieces = pieces.filter(|pieces| *pieces < 1 << 31);
-        let pieces = pieces.ok_or_else(|| too_much(count, "rows"))?;
+        let pieces = pieces.ok_or_else(|| grid_too_large_error(count, "rows"))?;
         blocks(widen(pieces) << self.lane_bits)
     }
 }
@@ -117,7 +117,7 @@ impl RowGroup {
             words: signed(words),
             split: Split::new(words, WORDS_PER_LANE)?,
             blocks: Divisor::new(1)?,
-            buffers: u32::try_from(buffers).map_err(|_| too_much(buffers, "buffers"))?,
+            buffers: u32::try_from(buffers).map_err(|_| grid_too_large_error(buffers, "buffers"))?,
             word: word.into(),
             unused: 0,
         })
@@ -168,10 +168,13 @@ impl Groups {
 
 /// Checks the number of blocks of a grid with one dimension.
 fn total(blocks: u64) -> Result<u32> {
-    u32::try_from(blocks).ok().filter(|blocks| *blocks < 1 << 31).ok_or_else(|| too_much(blocks, "blocks"))
+    u32::try_from(blocks)
+        .ok()
+        .filter(|blocks| *blocks < 1 << 31)
+        .ok_or_else(|| grid_too_large_error(blocks, "blocks"))
 }
 
-fn too_much(number: impl std::fmt::Display, noun: &str) -> Error {
+fn grid_too_large_error(number: impl std::fmt::Display, noun: &str) -> Error {
     Error::config(format!("{number} {noun} of work are more than one launch takes; pass it in parts"))
 }
 
@@ -186,7 +189,7 @@ pub(super) fn ragged_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
 /// Returns the number of blocks for `threads` threads.
 pub(super) fn blocks(threads: usize) -> Result<u32> {
     let blocks = threads.div_ceil(BLOCK);
-    i32::try_from(blocks).map(i32::unsigned_abs).map_err(|_| too_much(threads, "threads"))
+    i32::try_from(blocks).map(i32::unsigned_abs).map_err(|_| grid_too_large_error(threads, "threads"))
 }
 
 /// A power of two of bytes, at most 16, that a thread copies in one access.

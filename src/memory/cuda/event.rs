@@ -31,7 +31,7 @@ impl Event {
         })
     }
 
-    /// Works like [`Event::record`]. `None` when the stream no longer exists, and so has no work of ours.
+    /// Works like [`Event::record`]. `None` when the stream no longer exists, and so has no work of kvpool.
     pub(super) fn record_if_alive(gpu: &Arc<Gpu>, stream: Stream) -> Result<Option<Self>> {
         let _entered = gpu.enter()?;
         let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(gpu) };

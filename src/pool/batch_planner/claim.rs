@@ -1,4 +1,4 @@
-//! Leases on their way into a planner.
+//! Leases that a planner takes over.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -414,7 +414,7 @@ fn write_fork(
     stream: Stream,
 ) -> Result<[TensorView; 2]> {
     let [to, from] = copied.map(|slots| slots.map(u32::cast_signed).collect::<Vec<_>>());
-    let copied = [growing.slots().show(to, stream)?, growing.slots().show(from, stream)?];
+    let copied = [growing.slots().tensor_of(to, stream)?, growing.slots().tensor_of(from, stream)?];
     if len > 0 {
         let values = Indices::Host(slots_of(growing.requests(), dst, 0, len)?);
         table.write(&TableIndex::first_columns(dst, len), &values, stream)?;

@@ -53,7 +53,7 @@ pub(super) fn clear_entries(disk: &dyn Disk, slots: &[FileSlot]) -> io::Result<(
     cleared
 }
 
-fn failed(cause: io::Error) -> Error {
+fn open_error(cause: io::Error) -> Error {
     Error::config(format!("its files cannot be read and written: {cause}")).with_source(cause)
 }
 
@@ -77,7 +77,7 @@ impl Opening<'_> {
         }
         // A damaged entry could become valid when other entries are written, and one of two duplicates could
         // remain without the other.
-        clear_entries(self.disk, &unfit).map_err(failed)?;
+        clear_entries(self.disk, &unfit).map_err(open_error)?;
         damaged += self.move_down(&mut kept)?;
         self.cut()?;
         kept.reverse();
@@ -88,21 +88,21 @@ impl Opening<'_> {
 
     fn check_header(&self) -> Result<()> {
         let [index, pages] = [DiskFile::Index, DiskFile::Pages].map(|file| self.disk.bytes(file));
-        let (index, pages) = (index.map_err(failed)?, pages.map_err(failed)?);
+        let (index, pages) = (index.map_err(open_error)?, pages.map_err(open_error)?);
         let there = usize::try_from(index).unwrap_or(BLOCK).min(BLOCK);
         let mut block = vec![0; there];
-        read_whole(self.disk, DiskFile::Index, &mut block, 0).map_err(failed)?;
+        read_whole(self.disk, DiskFile::Index, &mut block, 0).map_err(open_error)?;
         if check_header(self.digest, self.page_bytes, &block, index <= to_u64(BLOCK) && pages == 0)? {
             write_whole(self.disk, DiskFile::Index, &header(self.digest, self.page_bytes), 0)
-                .map_err(failed)?;
+                .map_err(open_error)?;
         }
         Ok(())
     }
 
     /// Returns the pages that lie in the file, and the slots of other entries.
     fn read_index(&self) -> Result<(Vec<Page>, Vec<FileSlot>)> {
-        let end = self.disk.bytes(DiskFile::Index).map_err(failed)?;
-        let pages = self.disk.bytes(DiskFile::Pages).map_err(failed)?;
+        let end = self.disk.bytes(DiskFile::Index).map_err(open_error)?;
+        let pages = self.disk.bytes(DiskFile::Pages).map_err(open_error)?;
         let whole = pages / to_u64(self.slot_bytes);
         let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), FileSlot::new(0));
         let mut piece = vec![0; PIECE];
@@ -114,7 +114,7 @@ impl Opening<'_> {
                 break;
             }
             let piece = &mut piece[..entries * ENTRY_BYTES];
-            read_whole(self.disk, DiskFile::Index, piece, entry_offset(slot)).map_err(failed)?;
+            read_whole(self.disk, DiskFile::Index, piece, entry_offset(slot)).map_err(open_error)?;
             for entry in piece.as_chunks::<ENTRY_BYTES>().0 {
                 if *entry != [0; ENTRY_BYTES] {
                     match Record::decode(self.digest, slot, entry) {
@@ -149,7 +149,7 @@ impl Opening<'_> {
                 continue;
             }
             let to = free.next().expect("no more pages are kept than there are slots");
-            self.write(to, record, bytes.as_mut_slice()).map_err(failed)?;
+            self.write(to, record, bytes.as_mut_slice()).map_err(open_error)?;
             *slot = to;
         }
         kept.retain(|(slot, _)| *slot < end);
@@ -173,8 +173,8 @@ impl Opening<'_> {
         let ends =
             [(DiskFile::Index, entry_offset(end)), (DiskFile::Pages, page_offset(end, self.slot_bytes))];
         for (file, end) in ends {
-            if self.disk.bytes(file).map_err(failed)? > end {
-                self.disk.truncate(file, end).map_err(failed)?;
+            if self.disk.bytes(file).map_err(open_error)? > end {
+                self.disk.truncate(file, end).map_err(open_error)?;
             }
         }
         Ok(())

@@ -22,7 +22,7 @@ enum Use {
     Written,
     /// A page that can be found.
     Stored,
-    /// A page that cannot be found any more, and is held.
+    /// A removed page, which is still held.
     Removed,
 }
 
@@ -136,7 +136,7 @@ impl Slots {
     }
 
     /// Returns the record to write to the index, if the one in the index is much older.
-    pub(super) fn stale(&mut self, slot: FileSlot) -> Option<Record> {
+    pub(super) fn stale_record(&mut self, slot: FileSlot) -> Option<Record> {
         let lag = self.next_tick - self.place(slot).written_tick;
         let place = &mut self.places[widen(slot.number())];
         let is_stale = place.usage == Use::Stored && lag > to_u64(self.count / 8);

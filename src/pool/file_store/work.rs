@@ -91,7 +91,7 @@ impl Worker {
             let mut state = shared.state();
             state.counts.hits += 1;
             state.counts.read_bytes += shared.config.page_bytes;
-            state.slots.stale(held.slot)
+            state.slots.stale_record(held.slot)
         };
         let Some(record) = stale else { return false };
         let entry = record.encode(shared.config.digest, held.slot);

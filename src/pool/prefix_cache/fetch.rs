@@ -16,13 +16,13 @@ use super::backing::{AvailablePages, Backing, CacheRef, StoreAccess};
 /// Bytes of a batch that is requested from a store, unless one page has more.
 const BATCH_BYTES: usize = 16 << 20;
 
-/// The number of such batches that are on their way at a time: the next one waits when one is done.
+/// The maximum number of batches in flight.
 const BATCHES: usize = 3;
 
 /// The time between two checks of whether a waiting fetch was given up.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// A prefix on its way from the store to the host tier, which keeps it there as long as this lives.
+/// A fetch of a prefix from the store to the host tier. The tier keeps the prefix as long as the fetch lives.
 #[derive(Debug)]
 pub struct Fetch {
     process: u32,

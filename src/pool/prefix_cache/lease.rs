@@ -102,7 +102,7 @@ impl Lease {
     ) -> Result<R> {
         self.with_request(stream, |call, cache, lease| match lease.holder {
             Holder::User | Holder::Both(_) => work(call, cache, lease),
-            Holder::Request(_) => Err(stale("it was released")),
+            Holder::Request(_) => Err(stale_lease_error("it was released")),
         })
     }
 
@@ -116,7 +116,7 @@ impl Lease {
         // Dropped without locks.
         let ended;
         let mut guard = self.state.lock();
-        let Some(lease) = guard.as_mut() else { return Err(stale("it was released")) };
+        let Some(lease) = guard.as_mut() else { return Err(stale_lease_error("it was released")) };
         let mut cache = call.current();
         if cache.clears != self.clears {
             return Err(cleared_error());
@@ -170,18 +170,18 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`]; see [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
     pub fn slots(&self, stream: Stream) -> Result<TensorView> {
-        self.show(&self.pages(0)?, stream)
+        self.tensor_of_pages(&self.pages(0)?, stream)
     }
 
     /// Returns the slots of pages of this cache: 1-D int32, valid on `stream`.
     ///
     /// # Errors
     /// See [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
-    pub fn show(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
+    pub fn tensor_of_pages(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
         let page_size = crate::base::bounded::narrow(self.allocator.page_size());
         let mut slots = try_with_capacity(pages.len() * widen(page_size))?;
         put_slots_of(pages.iter().map(|page| page.number()), page_size, &mut slots);
-        self.allocator.lock().show(slots, stream)
+        self.allocator.lock().tensor_of(slots, stream)
     }
 
     /// Returns the track slot of the snapshot at the end of the prefix.
@@ -351,10 +351,10 @@ pub(super) const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
 }
 
 pub(super) fn cleared_error() -> Error {
-    stale("the allocator was cleared, and its slots are gone")
+    stale_lease_error("the allocator was cleared, and its slots are gone")
 }
 
 #[cold]
-fn stale(why: &str) -> Error {
+fn stale_lease_error(why: &str) -> Error {
     Error::new(ErrorKind::StaleBuffer, format!("the lease cannot be used: {why}"))
 }

@@ -81,7 +81,7 @@ pub(super) struct LeaseLoad {
     pub(super) has_arrived: bool,
 }
 
-/// Pages of a prefix that are on their way from the tier below, layer by layer.
+/// A load of the pages of a prefix from the tier below, layer by layer.
 ///
 /// The pages belong to the lease that loads them from the beginning. Call [`Load::wait_layer`] before work
 /// that uses a layer.

@@ -38,7 +38,7 @@ fn pages_of_values<T: Copy + Into<i64>>(slots: &[T], page_size: usize) -> Result
             _ => {
                 let wrong = slots.iter().zip(first..).position(|(&slot, next)| slot.into() != next);
                 let at = if offset == 0 && first >= 0 { wrong.unwrap_or(0) } else { 0 };
-                return Err(out_of_page(slots[at].into(), number * page_size + at, page_size));
+                return Err(out_of_page_error(slots[at].into(), number * page_size + at, page_size));
             }
         }
     }
@@ -46,7 +46,7 @@ fn pages_of_values<T: Copy + Into<i64>>(slots: &[T], page_size: usize) -> Result
 }
 
 #[cold]
-fn out_of_page(slot: i64, position: usize, page_size: usize) -> Error {
+fn out_of_page_error(slot: i64, position: usize, page_size: usize) -> Error {
     let offset = position % page_size;
     Error::new(
         crate::base::ErrorKind::IndexOwnership,

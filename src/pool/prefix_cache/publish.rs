@@ -186,7 +186,7 @@ impl Lease {
     /// Returns the request that keeps this lease, locked.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when its planner does not have it any more.
+    /// [`ErrorKind::Config`] when its planner no longer has it.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     fn request_of<'a>(

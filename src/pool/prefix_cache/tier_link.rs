@@ -62,7 +62,7 @@ impl TierLink {
         self.writes.iter().take_while(is_over).count()
     }
 
-    /// Returns whether nothing is on its way to the tier, or from there to the store.
+    /// Returns whether no copy to the tier and no write from there to the store is in progress.
     ///
     /// # Errors
     /// See [`Transfer::is_over`].

@@ -259,7 +259,7 @@ impl SlotTensors {
     /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when no group is open; see [`Self::free`]. The group is closed all the same.
+    /// [`ErrorKind::Config`] when no group is open; see [`Self::free`]. The group is closed in any case.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub(in crate::pool) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {

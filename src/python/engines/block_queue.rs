@@ -172,7 +172,7 @@ impl BlockQueue {
     fn remove(&self, block: &Bound<'_, PyAny>) -> PyResult<()> {
         let numbers = self.numbers(PyList::new(block.py(), [block])?.as_any())?;
         let was = numbers.iter().all(|&number| self.lock().queue_mut().remove(number));
-        if was { Ok(()) } else { Err(not_free(block)) }
+        if was { Ok(()) } else { Err(not_free_error(block)) }
     }
 
     /// Adds a block at the end, regardless of its reference count.
@@ -282,7 +282,7 @@ impl BlockQueue {
     fn retain<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let given = self.given(blocks)?;
         let retained = self.lock().retain(&given.own);
-        retained.map_err(|lost| not_free(self.objects().at(BlockPlace::At(lost)).bind(blocks.py())))?;
+        retained.map_err(|lost| not_free_error(self.objects().at(BlockPlace::At(lost)).bind(blocks.py())))?;
         Ok(given.others)
     }
 
@@ -295,7 +295,7 @@ fn too_few_blocks_error(asked: usize, free: usize) -> PyErr {
     PyValueError::new_err(format!("{asked} blocks asked for, {free} are free"))
 }
 
-fn not_free(block: &Bound<'_, PyAny>) -> PyErr {
+fn not_free_error(block: &Bound<'_, PyAny>) -> PyErr {
     PyRuntimeError::new_err(format!("{} is not free", shown(block)))
 }
 

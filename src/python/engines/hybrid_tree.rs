@@ -26,7 +26,8 @@ use crate::python::args;
 use crate::python::export::to_tensor;
 use crate::python::tokens::{with_keys, with_slots};
 use arguments::{
-    handle_of, no_eviction_error, node_gone_error, not_locked, part_of, receipt_of, skipped_of, slots_in,
+    handle_of, no_eviction_error, no_such_node_error, not_locked_error, part_of, receipt_of, skipped_of,
+    slots_in,
 };
 
 /// Finds slots by tokens for an engine that drives eviction itself, with values of several kinds of attention.
@@ -283,7 +284,7 @@ impl HybridTree {
     fn lock_node(&self, node: u64, skip: Vec<usize>) -> PyResult<(usize, Option<u64>)> {
         let (node, skipped) = (handle_of(node), skipped_of(&skip)?);
         let LockResult { receipt, newly_locked } =
-            self.lock().lock(node, skipped).ok_or_else(|| node_gone_error(node))?;
+            self.lock().lock(node, skipped).ok_or_else(|| no_such_node_error(node))?;
         Ok((newly_locked, receipt.boundary.map(Boundary::number)))
     }
 
@@ -310,7 +311,10 @@ impl HybridTree {
     ) -> PyResult<()> {
         let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
         let released = if window_done { WindowRelease::WithState } else { WindowRelease::NotYet };
-        self.lock().unlock(node, receipt, released).ok_or_else(|| node_gone_error(node))?.map_err(not_locked)
+        self.lock()
+            .unlock(node, receipt, released)
+            .ok_or_else(|| no_such_node_error(node))?
+            .map_err(not_locked_error)
     }
 
     /// Releases the window of one `lock_node` early, and the state with it, because the request has moved
@@ -336,8 +340,9 @@ impl HybridTree {
     ) -> PyResult<HybridFrees> {
         let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
         let state = if with_state { StateRelease::Release } else { StateRelease::Keep };
-        let frees = self.lock().unlock_window(node, receipt, state).ok_or_else(|| node_gone_error(node))?;
-        frees.map(HybridFrees).map_err(not_locked)
+        let frees =
+            self.lock().unlock_window(node, receipt, state).ok_or_else(|| no_such_node_error(node))?;
+        frees.map(HybridFrees).map_err(not_locked_error)
     }
 
     /// Locks only the slots for full attention up to the end of a node.
@@ -346,7 +351,7 @@ impl HybridTree {
     ///     KeyError: If the node no longer exists.
     fn pin(&self, node: u64) -> PyResult<()> {
         let node = handle_of(node);
-        self.lock().pin(node).ok_or_else(|| node_gone_error(node))
+        self.lock().pin(node).ok_or_else(|| no_such_node_error(node))
     }
 
     /// Undoes one `pin`.
@@ -356,7 +361,7 @@ impl HybridTree {
     ///     IndexOwnershipError: If it has no lock. Nothing is changed.
     fn unpin(&self, node: u64) -> PyResult<()> {
         let node = handle_of(node);
-        self.lock().unpin(node).ok_or_else(|| node_gone_error(node))?.map_err(not_locked)
+        self.lock().unpin(node).ok_or_else(|| no_such_node_error(node))?.map_err(not_locked_error)
     }
 
     /// Returns the slots for full attention behind `until` up to the end of `node`, a 1-D int64 tensor.
@@ -368,10 +373,10 @@ impl HybridTree {
         let tree = self.lock();
         for handle in [node, until] {
             if !tree.contains(handle) {
-                return Err(node_gone_error(handle));
+                return Err(no_such_node_error(handle));
             }
         }
-        let runs = tree.slot_runs(node, until).ok_or_else(|| node_gone_error(until))?;
+        let runs = tree.slot_runs(node, until).ok_or_else(|| no_such_node_error(until))?;
         let view = view_of(runs.count(), runs.iter())?;
         drop(runs);
         // The import may run Python code.
@@ -422,7 +427,7 @@ impl HybridTree {
     ///     IndexOwnershipError: If it is no leaf, or is locked.
     fn evict_leaf(&self, node: u64) -> PyResult<HybridFrees> {
         let node = handle_of(node);
-        let frees = self.lock().evict_leaf(node).ok_or_else(|| node_gone_error(node))?;
+        let frees = self.lock().evict_leaf(node).ok_or_else(|| no_such_node_error(node))?;
         frees.map(HybridFrees).ok_or_else(|| {
             let text = format!("node {} is no leaf without locks", node.number());
             Error::new(crate::base::ErrorKind::IndexOwnership, text).into()
@@ -449,7 +454,7 @@ impl HybridTree {
     ///     KeyError: If the node no longer exists.
     fn evict_excess_states(&self, node: u64) -> PyResult<HybridFrees> {
         let node = handle_of(node);
-        self.lock().evict_excess_states(node).map(HybridFrees).ok_or_else(|| node_gone_error(node))
+        self.lock().evict_excess_states(node).map(HybridFrees).ok_or_else(|| no_such_node_error(node))
     }
 
     /// Returns how many values of a part have no locks.
@@ -470,7 +475,7 @@ impl HybridTree {
     fn adjust_size(&self, node: u64, part: usize, delta: i64) -> PyResult<()> {
         let node = handle_of(node);
         let adjusted =
-            self.lock().adjust(node, part_of(part)?, delta).ok_or_else(|| node_gone_error(node))?;
+            self.lock().adjust(node, part_of(part)?, delta).ok_or_else(|| no_such_node_error(node))?;
         adjusted.map_err(|NegativeSize(size)| Error::config(format!("the size would become {size}")).into())
     }
 
@@ -480,8 +485,11 @@ impl HybridTree {
     ///     KeyError: If the node no longer exists.
     fn value(&self, py: Python<'_>, node: u64, part: usize) -> PyResult<Option<Py<PyAny>>> {
         let (node, part) = (handle_of(node), part_of(part)?);
-        let value =
-            self.lock().value(node, part).map(<[EngineSlot]>::to_vec).ok_or_else(|| node_gone_error(node))?;
+        let value = self
+            .lock()
+            .value(node, part)
+            .map(<[EngineSlot]>::to_vec)
+            .ok_or_else(|| no_such_node_error(node))?;
         tensor_or_none(py, &value)
     }
 
@@ -492,7 +500,7 @@ impl HybridTree {
     ///     ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
     fn set_value(&self, node: u64, part: usize, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (node, part, value) = (handle_of(node), part_of(part)?, slots_in(value)?);
-        Ok(self.lock().set_value(node, part, value).ok_or_else(|| node_gone_error(node))??)
+        Ok(self.lock().set_value(node, part, value).ok_or_else(|| no_such_node_error(node))??)
     }
 
     /// Returns the hash of the page that ends at `end` tokens on the way to a node, 32 bytes; `None` if it has
@@ -502,7 +510,7 @@ impl HybridTree {
     ///     KeyError: If the node no longer exists.
     fn hash_at<'py>(&self, py: Python<'py>, node: u64, end: usize) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let node = handle_of(node);
-        let hash = self.lock().hash_at(node, end).ok_or_else(|| node_gone_error(node))?;
+        let hash = self.lock().hash_at(node, end).ok_or_else(|| no_such_node_error(node))?;
         Ok(hash.map(|hash| PyBytes::new(py, &hash.0)))
     }
 
@@ -525,7 +533,7 @@ impl HybridTree {
             return Err(Error::config(format!("hashes of 32 bytes, and {} bytes more", rest.len())).into());
         }
         let hashes: Vec<_> = hashes.iter().copied().map(PageDigest).collect();
-        Ok(self.lock().set_hashes(node, start, &hashes).ok_or_else(|| node_gone_error(node))??)
+        Ok(self.lock().set_hashes(node, start, &hashes).ok_or_else(|| no_such_node_error(node))??)
     }
 
     /// Returns the ranges of tokens within `begin..limit` that are in the tree without a window.
@@ -575,7 +583,7 @@ impl HybridTree {
         let tree = self.lock();
         tree.by_common_prefix(&handles).ok_or_else(|| {
             let missing = handles.iter().find(|&&node| !tree.contains(node));
-            node_gone_error(*missing.expect("one of them is gone"))
+            no_such_node_error(*missing.expect("one of them is gone"))
         })
     }
 
@@ -586,7 +594,7 @@ impl HybridTree {
     ///     KeyError: If the node no longer exists.
     fn path(&self, node: u64) -> PyResult<Vec<PathTuple>> {
         let node = handle_of(node);
-        let path = self.lock().path_to(node).ok_or_else(|| node_gone_error(node))?;
+        let path = self.lock().path_to(node).ok_or_else(|| no_such_node_error(node))?;
         let flat =
             path.iter().map(|at| (at.node.number(), at.parent.number(), at.start, at.end, at.children));
         Ok(flat.collect())
@@ -640,7 +648,7 @@ impl HybridTree {
     ///     KeyError: If the node no longer exists.
     fn children(&self, node: u64) -> PyResult<Vec<u64>> {
         let node = handle_of(node);
-        let children = self.lock().children(node).ok_or_else(|| node_gone_error(node))?;
+        let children = self.lock().children(node).ok_or_else(|| no_such_node_error(node))?;
         Ok(children.into_iter().map(NodeHandle::number).collect())
     }
 
@@ -658,7 +666,7 @@ impl HybridTree {
     ///     KeyError: If it no longer exists.
     fn info(&self, node: u64) -> PyResult<HybridNode> {
         let node = handle_of(node);
-        self.lock().state(node).map(HybridNode).ok_or_else(|| node_gone_error(node))
+        self.lock().state(node).map(HybridNode).ok_or_else(|| no_such_node_error(node))
     }
 
     /// Checks every invariant.

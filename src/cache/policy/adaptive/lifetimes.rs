@@ -140,7 +140,7 @@ impl Lifetimes {
             let (mut found, mut expected) = (PRIOR_RATIO * lookup, PRIOR_RATIO * lookup);
             let mut alone = Curve::default();
             for age in 0..steps {
-                expected += reached[age][class] * alone.left() * all.hazard[age];
+                expected += reached[age][class] * alone.survivors() * all.hazard[age];
                 found += ended[age];
                 alone.add(age, ended[age], reached[age][class], 0.0, 0.0);
             }
@@ -186,7 +186,7 @@ impl Default for Curve {
 }
 
 impl Curve {
-    const fn left(&self) -> f64 {
+    const fn survivors(&self) -> f64 {
         self.left
     }
 

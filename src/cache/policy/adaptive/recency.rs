@@ -73,13 +73,13 @@ impl Recency {
     }
 
     /// Records that tokens were found whose last use was at `used`.
-    pub(super) fn found(&mut self, used: Tick, tokens: u32, now: Tick) {
+    pub(super) fn record_found(&mut self, used: Tick, tokens: u32, now: Tick) {
         self.own += f64::from(tokens);
-        self.missed(used, tokens, now);
+        self.record_missed(used, tokens, now);
     }
 
     /// Records that tokens were not found whose last use was at `used`.
-    pub(super) fn missed(&mut self, used: Tick, tokens: u32, now: Tick) {
+    pub(super) fn record_missed(&mut self, used: Tick, tokens: u32, now: Tick) {
         self.settle(now);
         let mut unmatched = u64::from(tokens);
         let over = (self.tokens_held - self.fresh).saturating_sub(self.capacity);
@@ -164,7 +164,7 @@ mod tests {
             state = (state * 1_103_515_245 + 12345) % (1 << 31);
             let token = (state >> 16) % 40 * ((state >> 8) % 40) / 40;
             match used[token].replace(now) {
-                Some(before) => ledger.missed(before, 1, now),
+                Some(before) => ledger.record_missed(before, 1, now),
                 None => ledger.add(1, now),
             }
             found += u32::from(recent.contains(&token));

@@ -19,7 +19,7 @@ const LIBRARY: &CStr = c"libcuda.so.1";
 /// The oldest version with every function of the table: CUDA 12.0.
 const OLDEST: c_int = 12_000;
 
-/// Maps a type of ours to its type in the header.
+/// Maps a type of kvpool to its type in the header.
 trait HeaderType {
     type For;
 }

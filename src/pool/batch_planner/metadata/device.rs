@@ -68,7 +68,7 @@ impl PlanMetadata {
         let outcome = launcher.plan(&table.table()?, &self.plan_fields(), &planned, stream);
         for (place, growth) in growths.iter().enumerate() {
             match &outcome {
-                Ok(()) => self.put(grown, place, *growth, table)?,
+                Ok(()) => self.write_new_slots(grown, place, *growth, table)?,
                 Err(_) => table.record_failed_write(growth.row, widen(growth.seq)),
             }
         }

@@ -18,7 +18,7 @@ impl PlanMetadata {
         let GrownBatch { requests, growths, padded_size } = batch;
         self.small_fields.write(&mut self.fields, &self.layout)?;
         for (place, growth) in growths.iter().enumerate() {
-            self.put(requests, place, *growth, table)?;
+            self.write_new_slots(requests, place, *growth, table)?;
             let pages = requests.pages(growth.row);
             self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
         }
@@ -31,7 +31,7 @@ impl PlanMetadata {
     }
 
     /// Writes the new slots of a request to the table.
-    pub(super) fn put(
+    pub(super) fn write_new_slots(
         &self,
         requests: &Requests,
         place: usize,
@@ -40,7 +40,7 @@ impl PlanMetadata {
     ) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
         if start < prefix {
-            put_earlier(requests, row, start, prefix, table)?;
+            write_slots_between(requests, row, start, prefix, table)?;
         }
         table.put(row, widen(prefix), self.small_fields.new_slots(place))
     }
@@ -85,7 +85,7 @@ impl PlanMetadata {
 }
 
 /// Writes the slots of positions `from..to` of a request to the table.
-fn put_earlier(
+fn write_slots_between(
     requests: &Requests,
     row: RequestRow,
     from: u32,

@@ -9,11 +9,11 @@ use crate::engines::hybrid::{Boundary, NotLocked, Part, Receipt, SkippedParts};
 use crate::python::args;
 use crate::python::tokens::slots_of;
 
-pub(super) fn node_gone_error(node: NodeHandle) -> PyErr {
+pub(super) fn no_such_node_error(node: NodeHandle) -> PyErr {
     PyKeyError::new_err(node.number())
 }
 
-pub(super) fn not_locked(error: NotLocked) -> PyErr {
+pub(super) fn not_locked_error(error: NotLocked) -> PyErr {
     Error::new(
         ErrorKind::IndexOwnership,
         format!("node {} has no lock of {:?} to release", error.node.number(), error.part),
