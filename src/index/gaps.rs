@@ -66,14 +66,14 @@ impl Gaps {
     pub(super) fn cut(&mut self, bytes: usize, limit: usize) -> Option<Range<usize>> {
         let at = self.groups.iter().position(|group| group.longest >= bytes)?;
         let group = &mut self.groups[at];
-        let place = group.ranges.iter().position(|range| range.len() >= bytes)?;
-        let range = &mut group.ranges[place];
+        let position = group.ranges.iter().position(|range| range.len() >= bytes)?;
+        let range = &mut group.ranges[position];
         let was_longest = range.len() == group.longest;
         let start = range.start;
         range.start += limit.min(range.len() / bytes) * bytes;
         let taken = start..range.start;
         if range.start == range.end {
-            group.ranges.remove(place);
+            group.ranges.remove(position);
         }
         if group.ranges.is_empty() {
             self.groups.remove(at);
@@ -85,32 +85,34 @@ impl Gaps {
 
     /// Returns whether `range` has bytes in common with a free range.
     pub(super) fn overlap(&self, range: &Range<usize>) -> bool {
-        let (at, place) = self.place(range.end);
-        self.before(at, place).is_some_and(|(at, place)| self.groups[at].ranges[place].end > range.start)
+        let (at, position) = self.position_from(range.end);
+        self.before(at, position)
+            .is_some_and(|(at, position)| self.groups[at].ranges[position].end > range.start)
     }
 
     /// Adds a range that is not empty and overlaps no other. It is joined with the ranges that it touches.
     /// Returns the joined range.
     pub(super) fn add(&mut self, range: Range<usize>) -> Range<usize> {
-        let (mut at, mut place) = self.place(range.start);
-        let before =
-            self.before(at, place).filter(|&(at, place)| self.groups[at].ranges[place].end == range.start);
-        let goes_on = self.groups.get(at).is_some_and(|group| group.ranges[place].start == range.end);
+        let (mut at, mut position) = self.position_from(range.start);
+        let before = self
+            .before(at, position)
+            .filter(|&(at, position)| self.groups[at].ranges[position].end == range.start);
+        let goes_on = self.groups.get(at).is_some_and(|group| group.ranges[position].start == range.end);
         let mut whole = range;
         if goes_on {
-            whole.end = self.groups[at].ranges[place].end;
+            whole.end = self.groups[at].ranges[position].end;
         }
         if let Some((earlier, last)) = before {
             whole.start = self.groups[earlier].ranges[last].start;
             if goes_on {
-                self.remove(at, place);
+                self.remove(at, position);
             }
-            (at, place) = (earlier, last);
+            (at, position) = (earlier, last);
         } else if !goes_on {
-            (at, place) = self.insert(at, place, whole.clone());
+            (at, position) = self.insert(at, position, whole.clone());
         }
         let group = &mut self.groups[at];
-        group.ranges[place] = whole.clone();
+        group.ranges[position] = whole.clone();
         group.longest = group.longest.max(whole.len());
         whole
     }
@@ -129,46 +131,46 @@ impl Gaps {
 
     /// Returns the group and the position of the first range that begins at or after `start`. If there is
     /// none, returns the position after the last group.
-    fn place(&self, start: usize) -> (usize, usize) {
+    fn position_from(&self, start: usize) -> (usize, usize) {
         let at =
             self.groups.partition_point(|group| group.ranges.last().is_some_and(|last| last.start < start));
-        let place =
+        let position =
             self.groups.get(at).map_or(0, |group| group.ranges.partition_point(|range| range.start < start));
-        (at, place)
+        (at, position)
     }
 
     /// Returns the position before a position.
-    fn before(&self, at: usize, place: usize) -> Option<(usize, usize)> {
-        match place.checked_sub(1) {
-            Some(place) => Some((at, place)),
+    fn before(&self, at: usize, position: usize) -> Option<(usize, usize)> {
+        match position.checked_sub(1) {
+            Some(position) => Some((at, position)),
             None => at.checked_sub(1).map(|at| (at, self.groups[at].ranges.len() - 1)),
         }
     }
 
     /// Inserts a range before the one at a position, and returns where it is.
-    fn insert(&mut self, at: usize, place: usize, range: Range<usize>) -> (usize, usize) {
+    fn insert(&mut self, at: usize, position: usize, range: Range<usize>) -> (usize, usize) {
         // After the last range it joins the last group.
-        let (at, place) = match (self.groups.get(at), self.groups.len().checked_sub(1)) {
-            (Some(_), _) => (at, place),
+        let (at, position) = match (self.groups.get(at), self.groups.len().checked_sub(1)) {
+            (Some(_), _) => (at, position),
             (None, Some(last)) => (last, self.groups[last].ranges.len()),
             (None, None) => {
                 self.groups.push(Group::new(vec![range]));
                 return (0, 0);
             }
         };
-        self.groups[at].ranges.insert(place, range);
+        self.groups[at].ranges.insert(position, range);
         if self.groups[at].ranges.len() <= MOST {
-            return (at, place);
+            return (at, position);
         }
         let behind = self.groups[at].ranges.split_off(MOST / 2);
         self.groups[at].measure();
         self.groups.insert(at + 1, Group::new(behind));
-        if place < MOST / 2 { (at, place) } else { (at + 1, place - MOST / 2) }
+        if position < MOST / 2 { (at, position) } else { (at + 1, position - MOST / 2) }
     }
 
-    fn remove(&mut self, at: usize, place: usize) {
+    fn remove(&mut self, at: usize, position: usize) {
         let group = &mut self.groups[at];
-        group.ranges.remove(place);
+        group.ranges.remove(position);
         if group.ranges.is_empty() {
             self.groups.remove(at);
         } else {

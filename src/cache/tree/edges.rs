@@ -15,7 +15,7 @@ const WORDS: usize = 8;
 /// The smallest number of buckets of a table that is not empty; a power of two.
 const LEAST: usize = 2;
 
-/// A hash in the upper half, and the number of a child plus 1 in the lower half. 0 is an empty place.
+/// A hash in the upper half, and the number of a child plus 1 in the lower half. 0 is an empty entry.
 type Word = u64;
 
 /// A bucket of words, which is one cache line.
@@ -24,12 +24,12 @@ type Word = u64;
 struct Bucket([Word; WORDS]);
 
 impl Bucket {
-    fn place_of(&self, word: Word) -> Option<usize> {
+    fn position_of(&self, word: Word) -> Option<usize> {
         self.0.iter().position(|&other| other == word)
     }
 
     fn is_full(&self) -> bool {
-        self.place_of(0).is_none()
+        self.position_of(0).is_none()
     }
 }
 
@@ -37,7 +37,7 @@ impl Bucket {
 #[derive(Debug)]
 pub(crate) struct Edges {
     /// The buckets. A word is in the bucket that the upper bits of its hash name or, if that is full, in the
-    /// next bucket with an empty place. The length is a power of two, or 0.
+    /// next bucket with an empty entry. The length is a power of two, or 0.
     buckets: Vec<Bucket>,
     /// The number of words that are not 0: on average at most 3.5 in a bucket. Full buckets are rare then; a
     /// removal has to look into the bucket after a full one.
@@ -73,15 +73,15 @@ impl Edges {
             self.grow();
         }
         self.len += 1;
-        self.place(word_of(self.hash(parent, fingerprint), child));
+        self.insert_word(word_of(self.hash(parent, fingerprint), child));
     }
 
     /// Removes a child that was inserted.
     pub(crate) fn remove(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
         let hash = self.hash(parent, fingerprint);
         let word = word_of(hash, child);
-        let places = |at: usize| Some((at, self.buckets[at].place_of(word)?));
-        let (mut at, mut place) = self.reach(hash).find_map(places).expect("a child is linked");
+        let position_of = |at: usize| Some((at, self.buckets[at].position_of(word)?));
+        let (mut at, mut entry) = self.reach(hash).find_map(position_of).expect("a child is linked");
         self.len -= 1;
         // The gap is filled with a word that a full bucket has displaced, until the chain of full buckets
         // ends.
@@ -91,11 +91,11 @@ impl Edges {
             let past = self.steps(at, full);
             let is_of_earlier = |word: &Word| *word != 0 && self.steps(self.home(*word), full) >= past;
             if let Some(from) = self.buckets[full].0.iter().position(is_of_earlier) {
-                self.buckets[at].0[place] = self.buckets[full].0[from];
-                (at, place) = (full, from);
+                self.buckets[at].0[entry] = self.buckets[full].0[from];
+                (at, entry) = (full, from);
             }
         }
-        self.buckets[at].0[place] = 0;
+        self.buckets[at].0[entry] = 0;
     }
 
     pub(crate) fn clear(&mut self) {
@@ -117,11 +117,11 @@ impl Edges {
         })
     }
 
-    /// Writes a word to the first empty place where it may be.
-    fn place(&mut self, word: Word) {
+    /// Writes a word to the first empty entry where it may be.
+    fn insert_word(&mut self, word: Word) {
         let mut at = self.home(word);
         let gap = loop {
-            match self.buckets[at].place_of(0) {
+            match self.buckets[at].position_of(0) {
                 Some(gap) => break gap,
                 None => at = self.next(at),
             }
@@ -134,7 +134,7 @@ impl Edges {
         let buckets = table_of((self.buckets.len() * 2).max(LEAST), Bucket::default());
         for word in std::mem::replace(&mut self.buckets, buckets).into_iter().flat_map(|bucket| bucket.0) {
             if word != 0 {
-                self.place(word);
+                self.insert_word(word);
             }
         }
     }

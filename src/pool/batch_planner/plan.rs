@@ -195,9 +195,9 @@ impl PlanLayout {
         self.offsets[field.at()]
     }
 
-    /// Returns the offset of line `place` of the block table in bytes.
-    pub(super) const fn line(&self, place: usize) -> usize {
-        self.offset(Field::BlockTable) + place * self.width * size_of::<i32>()
+    /// Returns the offset of line `batch_index` of the block table in bytes.
+    pub(super) const fn line(&self, batch_index: usize) -> usize {
+        self.offset(Field::BlockTable) + batch_index * self.width * size_of::<i32>()
     }
 
     /// Returns whether the planner builds a field.

@@ -52,7 +52,7 @@ impl SlotUse {
 #[derive(Debug)]
 pub(super) struct Slots {
     /// The slots that were ever used, at most `count`.
-    places: Vec<SlotUse>,
+    slot_uses: Vec<SlotUse>,
     count: usize,
     /// Fewer than `count` while the disk is full.
     room: usize,
@@ -70,7 +70,7 @@ pub(super) struct Slots {
 impl Slots {
     pub(super) fn new(count: usize) -> Self {
         Self {
-            places: Vec::new(),
+            slot_uses: Vec::new(),
             count,
             room: count,
             stored_since_full: 0,
@@ -102,7 +102,7 @@ impl Slots {
     }
 
     pub(super) fn record(&self, slot: FileSlot) -> &Record {
-        &self.place(slot).record
+        &self.slot_use(slot).record
     }
 
     /// Returns every page that can be found.
@@ -110,12 +110,12 @@ impl Slots {
         self.by_key.keys().copied().collect()
     }
 
-    fn place(&self, slot: FileSlot) -> &SlotUse {
-        &self.places[widen(slot.number())]
+    fn slot_use(&self, slot: FileSlot) -> &SlotUse {
+        &self.slot_uses[widen(slot.number())]
     }
 
-    fn place_mut(&mut self, slot: FileSlot) -> &mut SlotUse {
-        &mut self.places[widen(slot.number())]
+    fn slot_use_mut(&mut self, slot: FileSlot) -> &mut SlotUse {
+        &mut self.slot_uses[widen(slot.number())]
     }
 
     /// Ticks for `count` pages that follow each other, the first one the latest. Returns that of the last
@@ -130,38 +130,38 @@ impl Slots {
     pub(super) fn touch(&mut self, slots: &[FileSlot]) {
         for &slot in slots.iter().rev() {
             let tick = self.take_ticks(1);
-            self.place_mut(slot).record.tick = tick;
+            self.slot_use_mut(slot).record.tick = tick;
             self.order.touch(slot);
         }
     }
 
     /// Returns the record to write to the index, if the one in the index is much older.
     pub(super) fn stale_record(&mut self, slot: FileSlot) -> Option<Record> {
-        let lag = self.next_tick - self.place(slot).written_tick;
-        let place = &mut self.places[widen(slot.number())];
-        let is_stale = place.usage == Use::Stored && lag > to_u64(self.count / 8);
+        let lag = self.next_tick - self.slot_use(slot).written_tick;
+        let slot_use = &mut self.slot_uses[widen(slot.number())];
+        let is_stale = slot_use.usage == Use::Stored && lag > to_u64(self.count / 8);
         if is_stale {
-            place.written_tick = place.record.tick;
+            slot_use.written_tick = slot_use.record.tick;
         }
-        is_stale.then_some(place.record)
+        is_stale.then_some(slot_use.record)
     }
 
     /// Holds the slot of a page.
     pub(super) fn hold(&mut self, slot: FileSlot) {
-        self.place_mut(slot).holders += 1;
+        self.slot_use_mut(slot).holders += 1;
     }
 
     /// Returns whether a page that is held was removed.
     pub(super) fn is_removed(&self, slot: FileSlot) -> bool {
-        self.place(slot).usage == Use::Removed
+        self.slot_use(slot).usage == Use::Removed
     }
 
     /// Ends a hold. The slot of a removed page is free when the last one has ended.
     pub(super) fn release(&mut self, slot: FileSlot) {
-        let place = self.place_mut(slot);
-        place.holders -= 1;
-        if place.holders == 0 && place.usage == Use::Removed {
-            place.usage = Use::Free;
+        let slot_use = self.slot_use_mut(slot);
+        slot_use.holders -= 1;
+        if slot_use.holders == 0 && slot_use.usage == Use::Removed {
+            slot_use.usage = Use::Free;
             self.free.push_back(slot);
         }
     }
@@ -170,7 +170,7 @@ impl Slots {
     pub(super) fn take(&mut self) -> Option<FileSlot> {
         let slot = if self.len() + self.written < self.room { self.take_free() } else { None };
         let slot = slot.or_else(|| self.evict())?;
-        self.place_mut(slot).usage = Use::Written;
+        self.slot_use_mut(slot).usage = Use::Written;
         self.written += 1;
         Some(slot)
     }
@@ -179,18 +179,18 @@ impl Slots {
         if let Some(slot) = self.free.pop_back() {
             return Some(slot);
         }
-        let fresh = self.places.len();
+        let fresh = self.slot_uses.len();
         if fresh >= self.count {
             return None;
         }
-        try_push(&mut self.places, SlotUse::FREE).ok()?;
+        try_push(&mut self.slot_uses, SlotUse::FREE).ok()?;
         Some(FileSlot::new(u32::try_from(fresh).expect("MOST_SLOTS was checked")))
     }
 
     /// Evicts the page used least recently of those that are not held. The caller takes its slot.
     fn evict(&mut self) -> Option<FileSlot> {
-        let slot = self.order.iter_oldest().find(|&slot| self.place(slot).holders == 0)?;
-        let key = self.place(slot).record.key;
+        let slot = self.order.iter_oldest().find(|&slot| self.slot_use(slot).holders == 0)?;
+        let key = self.slot_use(slot).record.key;
         self.by_key.remove(&key);
         self.order.remove(slot);
         self.evicted += 1;
@@ -201,11 +201,11 @@ impl Slots {
     /// last used.
     pub(super) fn store(&mut self, slot: FileSlot, record: Record, before: Option<&PageHash>) {
         let newer = before.and_then(|key| self.find(key));
-        let place = self.place_mut(slot);
-        debug_assert_eq!(place.usage, Use::Written, "{slot:?} was not taken");
-        place.record = record;
-        place.written_tick = record.tick;
-        place.usage = Use::Stored;
+        let slot_use = self.slot_use_mut(slot);
+        debug_assert_eq!(slot_use.usage, Use::Written, "{slot:?} was not taken");
+        slot_use.record = record;
+        slot_use.written_tick = record.tick;
+        slot_use.usage = Use::Stored;
         self.written -= 1;
         self.order.insert_older_than(slot, newer);
         self.by_key.insert(record.key, slot);
@@ -217,7 +217,7 @@ impl Slots {
 
     /// Gives up a taken slot. It is taken again after all others, as its place on the disk may be bad.
     pub(super) fn give_up(&mut self, slot: FileSlot) {
-        self.place_mut(slot).usage = Use::Free;
+        self.slot_use_mut(slot).usage = Use::Free;
         self.written -= 1;
         self.free.push_front(slot);
     }
@@ -233,9 +233,9 @@ impl Slots {
     pub(super) fn remove(&mut self, key: &PageHash) -> Option<FileSlot> {
         let slot = self.by_key.remove(key)?;
         self.order.remove(slot);
-        let place = self.place_mut(slot);
-        place.usage = Use::Removed;
-        place.holders += 1;
+        let slot_use = self.slot_use_mut(slot);
+        slot_use.usage = Use::Removed;
+        slot_use.holders += 1;
         Some(slot)
     }
 
@@ -244,18 +244,18 @@ impl Slots {
     pub(super) fn fill(&mut self, pages: &[(FileSlot, Record)]) -> crate::base::Result<()> {
         let end = pages.iter().map(|(slot, _)| widen(slot.number()) + 1).max().unwrap_or(0);
         for slot in 0..end {
-            try_push(&mut self.places, SlotUse::FREE)?;
+            try_push(&mut self.slot_uses, SlotUse::FREE)?;
             self.free.push_front(FileSlot::new(u32::try_from(slot).expect("MOST_SLOTS was checked")));
         }
         self.by_key.reserve(pages.len());
         for &(slot, record) in pages {
-            self.place_mut(slot).usage = Use::Written;
+            self.slot_use_mut(slot).usage = Use::Written;
             self.written += 1;
             self.store(slot, record, None);
             self.next_tick = record.tick + 1;
         }
-        let places = &self.places;
-        self.free.retain(|&slot| places[widen(slot.number())].usage == Use::Free);
+        let slot_uses = &self.slot_uses;
+        self.free.retain(|&slot| slot_uses[widen(slot.number())].usage == Use::Free);
         Ok(())
     }
 
@@ -263,16 +263,16 @@ impl Slots {
     pub(super) fn broken_invariant(&self) -> Option<String> {
         let mut seen = 0;
         for slot in self.order.iter_oldest() {
-            let place = self.place(slot);
-            if place.usage != Use::Stored || self.find(&place.record.key) != Some(slot) {
-                return Some(format!("{slot:?} is out of order: {place:?}"));
+            let slot_use = self.slot_use(slot);
+            if slot_use.usage != Use::Stored || self.find(&slot_use.record.key) != Some(slot) {
+                return Some(format!("{slot:?} is out of order: {slot_use:?}"));
             }
             seen += 1;
         }
-        let of = |usage| self.places.iter().filter(|place| place.usage == usage).count();
+        let of = |usage| self.slot_uses.iter().filter(|slot_use| slot_use.usage == usage).count();
         let counted = [of(Use::Stored), of(Use::Written), of(Use::Free)];
         let known = [seen, self.written, self.free.len()];
-        if counted != known || seen != self.len() || self.places.len() > self.count {
+        if counted != known || seen != self.len() || self.slot_uses.len() > self.count {
             return Some(format!("{counted:?} pages are stored, written and free, {known:?} are known"));
         }
         None

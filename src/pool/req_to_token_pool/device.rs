@@ -10,7 +10,7 @@ use crate::memory::{BorrowedTensor, Stream};
 use crate::pool::mirror::known_values;
 
 use super::TableIndex;
-use super::table::{RequestTable, as_many, broadcast, mismatched};
+use super::table::{RequestTable, as_many, broadcast, mismatched_error};
 
 /// An operand of a launch.
 enum Operand<'a> {
@@ -90,7 +90,9 @@ impl RequestTable {
             }
         };
         let value = match (values, values.len(), known.as_deref()) {
-            (_, len, _) if len != places.count && len != 1 => return Err(mismatched(len, places.count)),
+            (_, len, _) if len != places.count && len != 1 => {
+                return Err(mismatched_error(len, places.count));
+            }
             (Indices::Host(_), _, Some(&[only])) => Operand::Same(only.into()),
             (Indices::Host(_), _, known) => Operand::List(known.unwrap_or_default().into()),
             (Indices::Device { tensor, .. }, 1, _) => {

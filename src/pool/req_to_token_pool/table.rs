@@ -424,7 +424,7 @@ pub(super) fn as_many(rows: usize, columns: usize) -> Result<()> {
     Err(Error::config(format!("{rows} rows and {columns} columns; the numbers must be equal")))
 }
 
-pub(super) fn mismatched(values: usize, places: usize) -> Error {
+pub(super) fn mismatched_error(values: usize, places: usize) -> Error {
     Error::config(format!("{values} values for {places} places of the table"))
 }
 
@@ -433,6 +433,6 @@ pub(super) fn broadcast(values: &[i32], places: usize) -> Result<std::borrow::Co
     match values {
         values if values.len() == places => Ok(values.into()),
         [value] => Ok(vec![*value; places].into()),
-        values => Err(mismatched(values.len(), places)),
+        values => Err(mismatched_error(values.len(), places)),
     }
 }

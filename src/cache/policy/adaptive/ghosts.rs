@@ -89,15 +89,15 @@ impl Ghosts {
 
     /// Prefetches the set of a block that will be looked up soon.
     pub(super) fn prefetch(&self, key: BlockKey) {
-        prefetch(&self.sets[self.place(key)]);
+        prefetch(&self.sets[self.set_index(key)]);
     }
 
     fn set(&mut self, key: BlockKey) -> &mut [u64; WAYS] {
-        let place = self.place(key);
-        &mut self.sets[place]
+        let index = self.set_index(key);
+        &mut self.sets[index]
     }
 
-    fn place(&self, key: BlockKey) -> usize {
+    fn set_index(&self, key: BlockKey) -> usize {
         // The lower half of the key picks the set, the upper half is the tag.
         let set = ((key.0 & REST) * self.sets.len() as u64) >> 32;
         usize::try_from(set).expect("below the number of sets")

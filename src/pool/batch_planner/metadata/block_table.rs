@@ -18,49 +18,51 @@ struct Line {
 /// The contents of the block table, so that a step writes only new entries.
 #[derive(Debug)]
 pub(super) struct BlockTable {
-    /// The lines of the table, by place in the batch.
+    /// The lines of the table, by index in the batch.
     lines: Vec<Line>,
-    /// The last place of each row in a batch.
-    places: Vec<u32>,
+    /// The last index of each row in a batch.
+    batch_indices: Vec<u32>,
 }
 
 impl BlockTable {
     /// Creates a block table of zeros.
     pub(super) fn new(lines: usize, rows: usize) -> Self {
-        Self { lines: vec![Line::default(); lines], places: vec![0; rows] }
+        Self { lines: vec![Line::default(); lines], batch_indices: vec![0; rows] }
     }
 
-    /// Returns the number of entries of the line at `place` that hold pages of the request of `row`, whose
-    /// generation is given.
-    pub(super) fn valid(&self, place: usize, row: RequestRow, generation: u32) -> usize {
-        let line = self.lines[place];
+    /// Returns the number of entries of the line at `batch_index` that hold pages of the request of `row`,
+    /// whose generation is given.
+    pub(super) fn valid(&self, batch_index: usize, row: RequestRow, generation: u32) -> usize {
+        let line = self.lines[batch_index];
         let is_same = line.row == Some(row)
             && line.generation == generation
-            && widen(self.places[widen(row.number())]) == place;
+            && widen(self.batch_indices[widen(row.number())]) == batch_index;
         if is_same { widen(line.valid) } else { 0 }
     }
 
-    /// Returns the number of entries of the line at `place` before its zeros.
-    pub(super) fn used(&self, place: usize) -> usize {
-        widen(self.lines[place].used)
+    /// Returns the number of entries of the line at `batch_index` before its zeros.
+    pub(super) fn used(&self, batch_index: usize) -> usize {
+        widen(self.lines[batch_index].used)
     }
 
-    /// Records that all `count` pages of a request were written to the line at `place`.
-    pub(super) fn set_request(&mut self, place: usize, row: RequestRow, generation: u32, count: usize) {
+    /// Records that all `count` pages of a request were written to the line at `batch_index`.
+    pub(super) fn set_request(&mut self, batch_index: usize, row: RequestRow, generation: u32, count: usize) {
         let count = narrow(count);
-        self.lines[place] = Line { row: Some(row), generation, valid: count, used: count };
-        self.places[widen(row.number())] = narrow(place);
+        self.lines[batch_index] = Line { row: Some(row), generation, valid: count, used: count };
+        self.batch_indices[widen(row.number())] = narrow(batch_index);
     }
 
-    /// Records that `count` padding pages were written to the line at `place`.
-    pub(super) fn set_padding(&mut self, place: usize, count: usize) {
-        self.lines[place] = Line { used: narrow(count), ..Line::default() };
+    /// Records that `count` padding pages were written to the line at `batch_index`.
+    pub(super) fn set_padding(&mut self, batch_index: usize, count: usize) {
+        self.lines[batch_index] = Line { used: narrow(count), ..Line::default() };
     }
 
     /// Records that a request has kept only the first `count` of its pages.
     pub(super) fn truncate(&mut self, row: RequestRow, count: usize) {
-        if let Some(line) =
-            self.lines.get_mut(widen(self.places[widen(row.number())])).filter(|line| line.row == Some(row))
+        if let Some(line) = self
+            .lines
+            .get_mut(widen(self.batch_indices[widen(row.number())]))
+            .filter(|line| line.row == Some(row))
         {
             line.valid = line.valid.min(narrow(count));
         }

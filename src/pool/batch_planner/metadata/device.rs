@@ -25,8 +25,8 @@ impl PlanMetadata {
         let sent: usize = growths.iter().map(|growth| sent_pages(*growth, size).len()).sum();
         let mut requests = try_with_capacity(padded_size)?;
         let mut pages: Vec<i32> = try_with_capacity(sent)?;
-        for place in 0..padded_size {
-            let mut growth = growths.get(place).copied().unwrap_or(Growth::padding(0));
+        for batch_index in 0..padded_size {
+            let mut growth = growths.get(batch_index).copied().unwrap_or(Growth::padding(0));
             let Growth { row, start, prefix, .. } = growth;
             if sent > self.max_pages && start < prefix {
                 // Too many cached slots for one launch.
@@ -34,20 +34,20 @@ impl PlanMetadata {
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
                 growth.start = prefix;
             }
-            let is_padding = place >= growths.len();
+            let is_padding = batch_index >= growths.len();
             requests.push(PlanRequest {
                 row: row.number().cast_signed(),
                 start: growth.start.cast_signed(),
                 prefix: prefix.cast_signed(),
-                seq: self.small_fields.seq_lens[place],
-                qo_begin: self.small_fields.qo_indptr[place],
-                kv_begin: self.small_fields.kv_indptr[place],
+                seq: self.small_fields.seq_lens[batch_index],
+                qo_begin: self.small_fields.qo_indptr[batch_index],
+                kv_begin: self.small_fields.kv_indptr[batch_index],
                 page_begin: int32(pages.len()),
-                block_from: if is_padding { 0 } else { int32(self.valid_entries(place, row, table)) },
-                block_until: int32(self.block_table.used(place)),
+                block_from: if is_padding { 0 } else { int32(self.valid_entries(batch_index, row, table)) },
+                block_until: int32(self.block_table.used(batch_index)),
             });
             if is_padding {
-                pages.resize(pages.len() + self.small_fields.kv_pages(place), 0);
+                pages.resize(pages.len() + self.small_fields.kv_pages(batch_index), 0);
             } else {
                 let sent = grown.pages(row).runs(sent_pages(growth, size)).flatten();
                 pages.extend(sent.map(|page| page.number().cast_signed()));
@@ -66,9 +66,9 @@ impl PlanMetadata {
         };
         let Executor::Device(launcher) = &self.executor else { return Ok(()) };
         let outcome = launcher.plan(&table.table()?, &self.plan_fields(), &planned, stream);
-        for (place, growth) in growths.iter().enumerate() {
+        for (batch_index, growth) in growths.iter().enumerate() {
             match &outcome {
-                Ok(()) => self.write_new_slots(grown, place, *growth, table)?,
+                Ok(()) => self.write_new_slots(grown, batch_index, *growth, table)?,
                 Err(_) => table.record_failed_write(growth.row, widen(growth.seq)),
             }
         }
@@ -76,7 +76,7 @@ impl PlanMetadata {
         outcome
     }
 
-    /// Returns the places of the fields, for the kernel.
+    /// Returns the positions of the fields, for the kernel.
     fn plan_fields(&self) -> PlanFields<'_> {
         let offset = |field: Field| self.layout.offset(field);
         let wanted = |field: Field| self.layout.has(field).then(|| offset(field));

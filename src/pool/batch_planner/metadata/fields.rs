@@ -40,18 +40,18 @@ impl PlanMetadata {
         self.check_current(plan, plan.changes == self.changes)?;
         let mut values: Vec<i32> =
             try_with_capacity(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
-        for place in 0..plan.padded_batch_size {
-            if place < plan.batch_size {
-                let row = RequestRow::new(self.small_fields.req_pool_indices[place].cast_unsigned());
+        for batch_index in 0..plan.padded_batch_size {
+            if batch_index < plan.batch_size {
+                let row = RequestRow::new(self.small_fields.req_pool_indices[batch_index].cast_unsigned());
                 let pages = requests.pages(row);
                 // A row that was freed and taken again belongs to another request.
-                self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
+                self.check_current(plan, pages.len() == self.small_fields.kv_pages(batch_index))?;
                 values.extend(pages.iter_from(0).map(|page| page.number().cast_signed()));
             } else {
-                values.resize(values.len() + self.small_fields.kv_pages(place), 0);
+                values.resize(values.len() + self.small_fields.kv_pages(batch_index), 0);
             }
             if let Some(width) = width {
-                values.resize((place + 1) * width, 0);
+                values.resize((batch_index + 1) * width, 0);
             }
         }
         let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);

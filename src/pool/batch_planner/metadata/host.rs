@@ -17,14 +17,14 @@ impl PlanMetadata {
     pub(super) fn write_on_host(&mut self, batch: GrownBatch<'_>, table: &mut RequestTable) -> Result<()> {
         let GrownBatch { requests, growths, padded_size } = batch;
         self.small_fields.write(&mut self.fields, &self.layout)?;
-        for (place, growth) in growths.iter().enumerate() {
-            self.write_new_slots(requests, place, *growth, table)?;
+        for (batch_index, growth) in growths.iter().enumerate() {
+            self.write_new_slots(requests, batch_index, *growth, table)?;
             let pages = requests.pages(growth.row);
-            self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
+            self.write_pages(batch_index, self.valid_entries(batch_index, growth.row, table), pages)?;
         }
-        for place in growths.len()..padded_size {
-            let padding = vec![Page::new(PADDING); self.small_fields.kv_pages(place)];
-            self.write_pages(place, 0, &padding.into())?;
+        for batch_index in growths.len()..padded_size {
+            let padding = vec![Page::new(PADDING); self.small_fields.kv_pages(batch_index)];
+            self.write_pages(batch_index, 0, &padding.into())?;
         }
         self.record_block_table(batch, table);
         Ok(())
@@ -34,7 +34,7 @@ impl PlanMetadata {
     pub(super) fn write_new_slots(
         &self,
         requests: &Requests,
-        place: usize,
+        batch_index: usize,
         growth: Growth,
         table: &mut RequestTable,
     ) -> Result<()> {
@@ -42,11 +42,12 @@ impl PlanMetadata {
         if start < prefix {
             write_slots_between(requests, row, start, prefix, table)?;
         }
-        table.put(row, widen(prefix), self.small_fields.new_slots(place))
+        table.put(row, widen(prefix), self.small_fields.new_slots(batch_index))
     }
 
-    /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
-    fn write_pages(&mut self, place: usize, valid: usize, pages: &PageList) -> Result<()> {
+    /// Writes the pages of the request at `batch_index`, of which the block table already has the first
+    /// `valid`.
+    fn write_pages(&mut self, batch_index: usize, valid: usize, pages: &PageList) -> Result<()> {
         let size = size_of::<i32>();
         let fields = &mut self.fields;
         let mut write = |begin: usize, from: usize| match pages.unshared() {
@@ -54,32 +55,32 @@ impl PlanMetadata {
             None => write_runs(fields, begin, pages.runs(from..pages.len())),
         };
         if self.layout.has(Field::KvIndices) {
-            let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
+            let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(batch_index) * size;
             write(begin, 0)?;
         }
         if self.layout.has(Field::BlockTable) {
-            let line = self.layout.line(place);
+            let line = self.layout.line(batch_index);
             write(line + valid * size, valid)?;
-            let stale = self.block_table.used(place).saturating_sub(pages.len());
+            let stale = self.block_table.used(batch_index).saturating_sub(pages.len());
             self.fields.fill(line + pages.len() * size, stale * size, 0)?;
         }
         Ok(())
     }
 
-    /// Returns the number of entries of line `place` of the block table that hold pages of the request.
-    pub(super) fn valid_entries(&self, place: usize, row: RequestRow, table: &RequestTable) -> usize {
-        self.block_table.valid(place, row, table.rows().generation(row))
+    /// Returns the number of entries of line `batch_index` of the block table that hold pages of the request.
+    pub(super) fn valid_entries(&self, batch_index: usize, row: RequestRow, table: &RequestTable) -> usize {
+        self.block_table.valid(batch_index, row, table.rows().generation(row))
     }
 
     /// Records that the pages of a batch were written to the block table.
     pub(super) fn record_block_table(&mut self, batch: GrownBatch<'_>, table: &RequestTable) {
         let GrownBatch { requests, growths, padded_size } = batch;
-        for (place, &Growth { row, .. }) in growths.iter().enumerate() {
+        for (batch_index, &Growth { row, .. }) in growths.iter().enumerate() {
             let count = requests.pages(row).len();
-            self.block_table.set_request(place, row, table.rows().generation(row), count);
+            self.block_table.set_request(batch_index, row, table.rows().generation(row), count);
         }
-        for place in growths.len()..padded_size {
-            self.block_table.set_padding(place, self.small_fields.kv_pages(place));
+        for batch_index in growths.len()..padded_size {
+            self.block_table.set_padding(batch_index, self.small_fields.kv_pages(batch_index));
         }
     }
 }

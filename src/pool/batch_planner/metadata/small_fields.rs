@@ -58,21 +58,21 @@ impl SmallFields {
         self.out_cache_loc.resize(self.positions.len(), PADDING.cast_signed());
     }
 
-    /// Returns the offset of the pages of the request at `place` in the list of all pages; for the end of the batch,
-    /// their total.
-    pub(super) fn kv_begin(&self, place: usize) -> usize {
-        widen(self.kv_indptr[place].cast_unsigned())
+    /// Returns the offset of the pages of the request at `batch_index` in the list of all pages; for the end
+    /// of the batch, their total.
+    pub(super) fn kv_begin(&self, batch_index: usize) -> usize {
+        widen(self.kv_indptr[batch_index].cast_unsigned())
     }
 
-    /// Returns the number of pages of the request at `place`.
-    pub(super) fn kv_pages(&self, place: usize) -> usize {
-        self.kv_begin(place + 1) - self.kv_begin(place)
+    /// Returns the number of pages of the request at `batch_index`.
+    pub(super) fn kv_pages(&self, batch_index: usize) -> usize {
+        self.kv_begin(batch_index + 1) - self.kv_begin(batch_index)
     }
 
-    /// Returns the slots of the new tokens of the request at `place`.
-    pub(super) fn new_slots(&self, place: usize) -> &[i32] {
-        let begin = |place: usize| widen(self.qo_indptr[place].cast_unsigned());
-        &self.out_cache_loc[begin(place)..begin(place + 1)]
+    /// Returns the slots of the new tokens of the request at `batch_index`.
+    pub(super) fn new_slots(&self, batch_index: usize) -> &[i32] {
+        let begin = |batch_index: usize| widen(self.qo_indptr[batch_index].cast_unsigned());
+        &self.out_cache_loc[begin(batch_index)..begin(batch_index + 1)]
     }
 
     /// Writes the fields to host memory.
