@@ -19,7 +19,7 @@ from pool_reader import VOCAB, PoolReader, alone, is_whole
 from kvpool import ConfigError, HostTier, OutOfMemoryError, PrefixCache
 from kvpool.cluster.handover import Incoming, Outgoing
 from kvpool.sampling import Sampling
-from kvpool.serving import Engine, Request
+from kvpool.serving import Engine, Request, SchedulerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     network = Network(monkeypatch)
-    clock = SimpleNamespace(monotonic=lambda: network.seconds)
+    network.runs_by_itself = False  # rows arrive when a test says so, also while an engine waits
+    clock = SimpleNamespace(monotonic=lambda: network.seconds, sleep=network.sleep)
     monkeypatch.setattr("kvpool.cluster.handover.time", clock)
     yield network
     gc.collect()
@@ -292,15 +293,14 @@ def test_slots_of_others_are_no_reason_to_wait(network: Network) -> None:
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_a_request_waits_for_slots_that_are_copied(
-    network: Network, monkeypatch: pytest.MonkeyPatch, *, is_over: bool
-) -> None:
+def test_a_request_waits_for_slots_that_are_copied(network: Network, *, is_over: bool) -> None:
     """With a tier below the cache, what is evicted is free when it is copied: rows have no room before."""
     pair = Pair(network, {"size": 32})
     decode = pair.decode.model
     tier = HostTier(decode.pool, 32)
     cache = PrefixCache(decode.allocator, tiers=(tier,))
-    pair.decode.engine = Engine(decode, max_step_tokens=24, prefix_cache=cache)
+    options = SchedulerOptions(copies_timeout_s=10.0 if is_over else 0.1)
+    pair.decode.engine = Engine(decode, max_step_tokens=24, prefix_cache=cache, options=options)
     pair.submit([*range(20)], 6)
     pair.prefill.engine.step()
     copy = Fence()
@@ -308,16 +308,30 @@ def test_a_request_waits_for_slots_that_are_copied(
     if is_over:
         threading.Timer(0.02, setattr, (copy, "done", True)).start()
     else:
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(OutOfMemoryError, match="no request fits: 12 of 32"),
-        ):
-            patch.setattr("kvpool.serving.scheduler._TIMEOUT_S", 0.1)
+        with pytest.raises(OutOfMemoryError, match="no request fits: 12 of 32"):
             pair.decode.engine.step()
         copy.done = True
     pair.run()
     pair.assert_served()
     assert pair.decode.engine.stats()["computed_tokens"] == 5
+
+
+def test_a_step_waits_for_a_move_when_nothing_runs(network: Network) -> None:
+    """For as long as the options say. It ends with the move, not with the time."""
+    pair = Pair(network, {"size": 64})
+    options = SchedulerOptions(move_wait_s=0.25)
+    pair.decode.engine = Engine(pair.decode.model, max_step_tokens=24, options=options)
+    pair.submit([*range(20)], 4)
+    pair.prefill.engine.step()
+    begun = network.seconds
+    pair.decode.engine.step()
+    assert network.seconds - begun == pytest.approx(0.25)
+    network.runs_by_itself = True
+    pair.decode.engine.step()
+    assert network.seconds - begun < 0.3
+    assert pair.decode.engine.stats()["moving"] == 1  # the next step finds that it is over
+    pair.run()
+    pair.assert_served()
 
 
 def test_a_request_waits_for_slots_that_move(network: Network) -> None:

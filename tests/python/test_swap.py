@@ -6,7 +6,8 @@ import random
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, cast, get_args
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import devices
 import pytest
@@ -18,8 +19,9 @@ from pool_reader import VOCAB, PoolReader, alone, is_whole, settle
 
 from kvpool import ConfigError, GDNPool, HostTier, KVPool, OutOfMemoryError, PrefixCache
 from kvpool.sampling import Sampling
-from kvpool.serving import Engine
+from kvpool.serving import Engine, SchedulerOptions
 from kvpool.serving.prefixes import Prefixes
+from kvpool.serving.slot_supply import SlotSupply
 from kvpool.serving.swap import Line, Swap, SwapMode
 
 if TYPE_CHECKING:
@@ -84,13 +86,18 @@ READERS: dict[str, type[PoolReader]] = {
 }
 
 
-def tiered(
-    model: PoolReader, max_step_tokens: int, size: int, write: str = "through", swap: SwapMode = "load"
+def tiered(  # noqa: PLR0913, PLR0917 - the parts of an engine
+    model: PoolReader,
+    max_step_tokens: int,
+    size: int,
+    write: str = "through",
+    swap: SwapMode = "load",
+    options: SchedulerOptions | None = None,
 ) -> Engine:
     """An engine with a tier."""
     tier = HostTier(model.pool, size, states=model.gdn_pool, write=write)
     cache = PrefixCache(model.allocator, states=model.gdn_pool, tiers=(tier,))
-    return Engine(model, max_step_tokens, prefix_cache=cache, swap=swap)
+    return Engine(model, max_step_tokens, prefix_cache=cache, swap=swap, options=options)
 
 
 def the_tier(engine: Engine) -> HostTier:
@@ -172,10 +179,14 @@ class Prompts(NamedTuple):
 
 
 def evicted_prompt(
-    model: PoolReader, swap: SwapMode = "load", length: int = 41, max_step_tokens: int = 64
+    model: PoolReader,
+    swap: SwapMode = "load",
+    length: int = 41,
+    max_step_tokens: int = 64,
+    options: SchedulerOptions | None = None,
 ) -> Prompts:
     """Serves a prompt, and evicts it."""
-    engine = tiered(model, max_step_tokens, 1000, swap=swap)
+    engine = tiered(model, max_step_tokens, 1000, swap=swap, options=options)
     first = engine.submit([*range(length)], 5)
     engine.run()
     settle(engine)
@@ -454,17 +465,16 @@ def test_a_step_evicts_for_the_next_one() -> None:
     assert_served(engine, [request])
 
 
-def test_slots_that_never_come_are_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+IMPATIENT = SchedulerOptions(copies_timeout_s=0.05, fetch_timeout_s=0.05)
+
+
+def test_slots_that_never_come_are_not_waited_for_forever() -> None:
     model = LayeredReader(60, 4)
-    engine, prompt, _ = evicted_prompt(model)
+    engine, prompt, _ = evicted_prompt(model, options=IMPATIENT)
     fence = Fence()
     model.allocator.free(some(model.allocator.alloc(50)), after=fence)
     again = engine.submit(prompt, 5)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(OutOfMemoryError, match="10 of 60 slots are available"),
-    ):
-        patch.setattr("kvpool.serving.scheduler._TIMEOUT_S", 0.05)
+    with pytest.raises(OutOfMemoryError, match="10 of 60 slots are available"):
         engine.step()
     assert again.state == "waiting"
     small = engine.submit([1, 2, 3], 4)
@@ -477,16 +487,14 @@ def test_slots_that_never_come_are_not_waited_for_forever(monkeypatch: pytest.Mo
     assert_served(engine, [small, last])
 
 
-def test_a_prompt_is_computed_when_slots_for_its_load_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_computed_when_slots_for_its_load_do_not_come() -> None:
     """The load needs slots for the whole prefix, a step only those for its chunk."""
     model = LayeredReader(60, 4)
-    engine, prompt, _ = evicted_prompt(model, max_step_tokens=16)
+    engine, prompt, _ = evicted_prompt(model, max_step_tokens=16, options=IMPATIENT)
     fence = Fence()
     model.allocator.free(some(model.allocator.alloc(40)), after=fence)
     again = engine.submit(prompt, 5)
-    with monkeypatch.context() as patch:
-        patch.setattr("kvpool.serving.scheduler._TIMEOUT_S", 0.05)
-        engine.step()
+    engine.step()
     assert (again.state, again.prefix_len, again.held.cached) == ("running", 0, 16)
     fence.done = True
     engine.run()
@@ -686,11 +694,13 @@ class DelayedStore(Memory):
         return super().find(keys)
 
 
-def with_store(reader: str, store: DelayedStore, swap: SwapMode = "load") -> Engine:
+def with_store(
+    reader: str, store: DelayedStore, swap: SwapMode = "load", options: SchedulerOptions | None = None
+) -> Engine:
     model = READERS[reader](64, page_size=4)
     tier = HostTier(model.pool, 4096, states=model.gdn_pool)
     cache = PrefixCache(model.allocator, states=model.gdn_pool, tiers=(tier, store), model=reader)
-    return Engine(model, 64, prefix_cache=cache, swap=swap)
+    return Engine(model, 64, prefix_cache=cache, swap=swap, options=options)
 
 
 def stored(engine: Engine, prompts: Iterable[list[int]]) -> list[Request]:
@@ -727,7 +737,7 @@ def test_another_engine_goes_on_with_what_the_store_has(reader: str) -> None:
         assert lonely.stats()["fetched_tokens"] == 0
 
 
-def test_others_run_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_run_while_a_store_is_asked() -> None:
     with DelayedStore() as store:
         engine = with_store("dense", store)
         stored(engine, prompts_of(1, 2))
@@ -743,9 +753,12 @@ def test_others_run_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
         store.is_open.set()
         engine.run()
         assert_served(engine, [running, late])
-        # A store that does not answer is given up. Nothing else is waited for.
-        settle(engine)
-        monkeypatch.setattr("kvpool.serving.fetch_queue._TIMEOUT_S", 0.05)
+
+
+def test_a_store_that_does_not_answer_is_given_up() -> None:
+    """Nothing else is waited for."""
+    with Shelf() as store:
+        engine = with_store("dense", store, options=IMPATIENT)
         store.is_open.clear()
         last = engine.submit(prompts_of(5)[0], 3)
         engine.run()
@@ -789,3 +802,83 @@ def test_an_interrupt_while_prompts_are_fetched_loses_nothing() -> None:
         assert {name for name, *_ in places} >= names
         for at in {place: at for at, place in enumerate(places, 1) if place[0] in names}.values():
             serve_fetched(store, prompts, at)
+
+
+# Options of the scheduler
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"snapshot_tokens": 0}, "snapshot_tokens is 0; it must be at least 1"),
+        ({"alike_tokens": 0}, "alike_tokens is 0; it must be at least 1"),
+        ({"copies_timeout_s": -1.0}, "copies_timeout_s is -1.0; it must be at least 0"),
+        ({"fetch_timeout_s": float("nan")}, "fetch_timeout_s is nan; it must be at least 0"),
+        ({"fetch_wait_s": -1.0}, "fetch_wait_s is -1.0; it must be at least 0"),
+        ({"move_wait_s": -1.0}, "move_wait_s is -1.0; it must be at least 0"),
+        ({"fetch_share": 0.0}, "fetch_share is 0.0; it must be above 0, and at most 1"),
+        ({"fetch_share": 1.5}, "fetch_share is 1.5; it must be above 0, and at most 1"),
+    ],
+)
+def test_options_outside_of_their_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SchedulerOptions(**options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("alike_tokens", "running"), [(32, 1), (40, 2)])
+def test_a_request_waits_for_one_that_begins_alike_if_enough_is_computed(
+    alike_tokens: int, running: int
+) -> None:
+    """The first computes 40 tokens, of which the second can use 39."""
+    options = SchedulerOptions(alike_tokens=alike_tokens)
+    engine = Engine(LayeredReader(200), max_step_tokens=64, options=options)
+    requests = [engine.submit([*range(40)], 4) for _ in range(2)]
+    engine.step()
+    assert engine.stats()["running"] == running
+    engine.run()
+    assert_served(engine, requests)
+
+
+@pytest.mark.parametrize(("snapshot_tokens", "found"), [(8, 24), (64, 4)])
+def test_a_state_is_kept_after_so_many_generated_tokens(snapshot_tokens: int, found: int) -> None:
+    """What begins like an answer and goes on differently starts at the last snapshot before that."""
+    options = SchedulerOptions(snapshot_tokens=snapshot_tokens)
+    engine = Engine(HybridReader(200, page_size=4), max_step_tokens=64, options=options)
+    first = engine.submit([1, 2, 3, 4], 40)
+    engine.run()
+    text = first.prompt + first.tokens
+    other = engine.submit([*text[:30], (text[30] + 1) % VOCAB], 4)
+    engine.step()
+    assert other.prefix_len == found
+    engine.run()
+    assert_served(engine, [first, other])
+
+
+@pytest.mark.parametrize(("share", "asked"), [(0.5, 2), (0.01, 1)])
+def test_prompts_are_fetched_into_their_share_of_the_tier(share: float, asked: int) -> None:
+    """The tier has 4096 slots; the first prompt is always fetched."""
+    with Shelf() as store:
+        engine = with_store("dense", store, options=SchedulerOptions(fetch_share=share))
+        store.is_open.clear()
+        requests = [engine.submit([*range(at, at + 30)], 3) for at in (0, 1)]
+        assert [request.held.fetch is not None for request in requests].count(True) == asked
+        store.is_open.set()
+        engine.run()
+        assert_served(engine, requests)
+
+
+def test_copies_to_the_tier_are_waited_for_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause is for slots of which nothing tells when they are free."""
+    pauses: list[float] = []
+    monkeypatch.setattr("kvpool.serving.slot_supply.sleep", pauses.append)
+    engine = tiered(LayeredReader(60, 4), 64, 1000)
+    slots = SlotSupply(engine.model.allocator, engine.prefix_cache)
+    slots.wait_for_copies()
+    assert pauses == []
+    engine.model.allocator.free(some(engine.model.allocator.alloc(10)), after=Fence())
+    slots.wait_for_copies()
+    assert len(pauses) == 1
+    monkeypatch.setattr(slots, "_cache", SimpleNamespace(wait_written=lambda _: False))
+    slots.wait_for_copies()
+    assert len(pauses) == 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvpool.errors import KvPoolError
+from kvpool.remote.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +54,10 @@ class Outgoing:
     def query(self) -> bool:
         """Return whether the rows were read, or are not lent any more."""
         return self._lease is None or self._lease.query()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the rows were read, or are not lent any more."""
+        return self._lease is None or self._lease.wait(timeout_s)
 
     def cancel(self) -> None:
         """End the lease."""
@@ -105,6 +111,15 @@ class Incoming:
             self._endpoint.poll()
             self.has_failed = True
         return self.has_failed
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until no row arrives any more."""
+        if self._transfers:
+            with suppress(TransferError):  # `query` records it
+                self._transfers[0].wait(timeout_s)
+        elif not self.has_failed:
+            time.sleep(timeout_s)
+        return self.query()
 
     def cancel(self) -> None:
         """Cancel the read."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         TokenToKVPoolAllocator,
     )
     from kvpool.serving.moves import Move
+    from kvpool.serving.options import SchedulerOptions
     from kvpool.serving.schedulable import State
     from kvpool.serving.step import Step
     from kvpool.serving.swap import SwapMode
@@ -133,6 +134,7 @@ class Engine:
             and states, with a tier below (`tiers`) to which evicted pages are copied.
         swap: The treatment of the part of a prefix that only the tier has: "load" brings it back, "compute"
             computes it again, and "auto" does what takes less time, as measured. The tokens are the same.
+        options: What its scheduler waits for, how long, and what it keeps; by default `SchedulerOptions()`.
 
     Attributes:
         model: The model.
@@ -151,6 +153,7 @@ class Engine:
         *,
         prefix_cache: bool | PrefixCache = True,
         swap: SwapMode = "auto",
+        options: SchedulerOptions | None = None,
     ) -> None:
         if max_step_tokens < model.table.size:
             raise ConfigError(
@@ -164,7 +167,7 @@ class Engine:
         self.prefix_cache: PrefixCache | None = prefix_cache or None
         self._swap = Swap(swap)
         self._scheduler: Scheduler[Request] = Scheduler(
-            planner, self.prefix_cache, self._swap.pays, fetches=swap != "compute"
+            planner, self.prefix_cache, self._swap.pays, fetches=swap != "compute", options=options
         )
         tiers = () if self.prefix_cache is None else self.prefix_cache.tiers
         self._layers = tiers[0].kv.layer_num if tiers else 0  # that may come back

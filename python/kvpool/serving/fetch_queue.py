@@ -12,11 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kvpool._kvpool import Fetch, PrefixCache
-
-_TIMEOUT_S = 10.0
-"""Seconds that a request waits for its fetch."""
-_POLL_S = 0.02
-"""Seconds that a call waits for a fetch when there is nothing else to do."""
+    from kvpool.serving.options import SchedulerOptions
 
 
 class FetchQueue(Generic[R]):
@@ -24,17 +20,19 @@ class FetchQueue(Generic[R]):
 
     Args:
         cache: The prefix cache; `None`, or one without a store, fetches nothing.
+        options: How long a fetch is waited for, and how much of the tier fetches may take.
 
     Attributes:
         has_store: Whether there is a store.
         requests: The requests, in order.
     """
 
-    def __init__(self, cache: PrefixCache | None) -> None:
+    def __init__(self, cache: PrefixCache | None, options: SchedulerOptions) -> None:
         self.requests: deque[R] = deque()
         tiers = () if cache is None else cache.tiers
         self.has_store: bool = len(tiers) > 1
         self._cache = cache
+        self._options = options
         self._tier = tiers[0] if tiers else None
         # The time at which the fetch of the first request is given up.
         self._deadline = 0.0
@@ -72,7 +70,7 @@ class FetchQueue(Generic[R]):
             # It is in a queue at any time; `remove` takes it out of this one.
             waiting.append(request)
             self.requests.popleft()
-            self._deadline = monotonic() + _TIMEOUT_S
+            self._deadline = monotonic() + self._options.fetch_timeout_s
             if self.is_stuck:
                 waiting.extend(self.requests)
                 self.requests.clear()
@@ -89,22 +87,22 @@ class FetchQueue(Generic[R]):
             fetch.cancel()
             self._overdue = fetch
             return True
-        return not is_busy and fetch.wait(_POLL_S)
+        return not is_busy and fetch.wait(self._options.fetch_wait_s)
 
     def _begin(self, waiting: Collection[R]) -> None:
-        """Begin to fetch the prompts of the first requests, into at most half of the tier."""
+        """Begin to fetch the prompts of the first requests, into at most their share of the tier."""
         if self._cache is None or self._tier is None:
             return
         # The fetched prompts of requests that are not admitted yet stay in the tier.
         kept = sum(request.seq_len for request in waiting if request.held.fetch is not None)
-        left = self._tier.size // 2 - kept
+        left = int(self._tier.size * self._options.fetch_share) - kept
         for place, request in enumerate(self.requests):
             left -= request.seq_len
             if left < 0 and place > 0:
                 return
             if request.held.fetch is None:
                 if place == 0:
-                    self._deadline = monotonic() + _TIMEOUT_S
+                    self._deadline = monotonic() + self._options.fetch_timeout_s
                 tokens = request.between(0, request.seq_len)
                 request.held.fetch = self._cache.fetch(
                     tokens, namespace=request.namespace, limit=len(tokens) - 1

@@ -31,6 +31,9 @@ class Move(Protocol):
     def query(self) -> bool:
         """Return whether it is over: no row arrives any more, and nothing else uses the slots."""
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is over, at most for `timeout_s` seconds. Returns whether it is."""
+
     def cancel(self) -> None:
         """Cancel the transfer. It may take time until `query` returns true."""
 

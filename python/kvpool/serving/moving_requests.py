@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import BatchPlanner
     from kvpool.serving.moves import Move
+    from kvpool.serving.pool_calls import Extend
     from kvpool.serving.slot_supply import SlotSupply
     from kvpool.serving.spare_rows import SpareRows
 
@@ -22,16 +23,18 @@ class MovingRequests(Generic[R]):
     """Begins the moves of requests, and lists the requests until the moves are over.
 
     Args:
-        planner: The planner, which allocates slots for rows that come.
+        planner: The planner over the pools.
+        extend: Allocates slots for rows that come.
         slots: The supply of these slots.
 
     Attributes:
         requests: The requests, in the order in which they were listed.
     """
 
-    def __init__(self, planner: BatchPlanner, slots: SlotSupply) -> None:
+    def __init__(self, planner: BatchPlanner, extend: Extend, slots: SlotSupply) -> None:
         self.requests: list[R] = []
         self._planner = planner
+        self._extend = extend
         self._slots = slots
 
     def send(self, request: R) -> None:
@@ -48,7 +51,7 @@ class MovingRequests(Generic[R]):
         for start in range(begin, end, self._planner.max_tokens):
             until = min(start + self._planner.max_tokens, end)
             prefixes = [request.held.lease] if start == begin and request.held.lease is not None else None
-            call = partial(self._planner.extend, [request.held.row], [start], [until], prefixes=prefixes)
+            call = partial(self._extend, [request.held.row], [start], [until], prefixes=prefixes)
             if self._slots.attempt(call) is None:
                 return False
         self._begin(request, begin, end)
@@ -60,6 +63,13 @@ class MovingRequests(Generic[R]):
             move = request.held.move
             if move is not None and move.query():
                 yield request, move
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the oldest move is over, at most for `timeout_s` seconds."""
+        for request in self.requests:
+            if request.held.move is not None:
+                request.held.move.wait(timeout_s)
+                return
 
     def remove(self, requests: Collection[R]) -> None:
         """List these requests no longer."""

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Generic
 
 from kvpool.serving.schedulable import R, has_rows_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from kvpool._kvpool import Lease, PrefixCache
+    from kvpool.serving.pool_calls import Match
     from kvpool.serving.slot_supply import SlotSupply
-    from kvpool.typing import Namespace
-
-_WORTH_WAITING = 32
-"""Tokens that a running request computes, for which one that begins alike waits to find them cached."""
-
-
-class _Match(Protocol):
-    def __call__(self, tokens: Sequence[int], *, namespace: Namespace, limit: int) -> Lease: ...
 
 
 class Prefixes(Generic[R]):
@@ -27,10 +20,12 @@ class Prefixes(Generic[R]):
     Args:
         cache: The prefix cache; `None` finds nothing.
         slots: The supply of slots.
+        match: Leases the longest cached prefix of tokens; `None` without a cache.
         pays_to_load: Whether to load so many tokens from the tier, in place of computing them.
+        alike_tokens: For so many tokens that a running request is about to compute, one that begins alike
+            waits to find them cached.
 
     Attributes:
-        match_tokens: Leases the longest cached prefix of tokens; `None` without a cache.
         misfit: The request that was matched last and did not fit. It is matched again when slots are
             released (`record_release`), since a match has a cost and changes what is evicted next.
         tries_loads: Whether prefixes are loaded. It is false after a load that has failed or did not get
@@ -38,14 +33,21 @@ class Prefixes(Generic[R]):
     """
 
     def __init__(
-        self, cache: PrefixCache | None, slots: SlotSupply, pays_to_load: Callable[[int], bool]
+        self,
+        cache: PrefixCache | None,
+        slots: SlotSupply,
+        match: Match | None,
+        pays_to_load: Callable[[int], bool],
+        *,
+        alike_tokens: int,
     ) -> None:
-        self.match_tokens: _Match | None = None if cache is None else cache.match
         self.misfit: R | None = None
         self.tries_loads: bool = True
         self._cache = cache
         self._slots = slots
+        self._match = match
         self._pays_to_load = pays_to_load
+        self._alike_tokens = alike_tokens
 
     def match(self, request: R, pages: int, *, is_alone: bool) -> bool:
         """Lease the cached prefix of a request, if the request fits behind it.
@@ -80,7 +82,7 @@ class Prefixes(Generic[R]):
 
     def is_computed_soon(self, request: R, running: Iterable[R]) -> bool:
         """Return whether a running request is about to compute what a matched request would compute, too."""
-        end = self._slots.pages(request.prefix_len + _WORTH_WAITING) * self._slots.page_size
+        end = self._slots.pages(request.prefix_len + self._alike_tokens) * self._slots.page_size
         # A prefix with states ends at a snapshot, which need not be where two requests part.
         if self._cache is None or self._cache.states is not None or end >= request.seq_len:
             return False
@@ -120,10 +122,10 @@ class Prefixes(Generic[R]):
         self.misfit = None
 
     def _lease(self, request: R) -> Lease | None:
-        if self.match_tokens is None:
+        if self._match is None:
             return None
         tokens = request.between(0, request.seq_len)
-        return self.match_tokens(tokens, namespace=request.namespace, limit=len(tokens) - 1)
+        return self._match(tokens, namespace=request.namespace, limit=len(tokens) - 1)
 
     def _cached_len(self, request: R) -> int:
         if self._cache is None:

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from kvpool.serving.held import Held
     from kvpool.typing import Namespace
 
 State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
+
+Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.int32]"
+"""Token ids."""
 
 
 class Schedulable(Protocol):
@@ -44,7 +50,7 @@ class Schedulable(Protocol):
     def namespace(self) -> Namespace:
         """Namespace of its tokens in the prefix cache."""
 
-    def between(self, begin: int, end: int) -> Sequence[int]:
+    def between(self, begin: int, end: int) -> Tokens:
         """Return the known tokens from position `begin` to `end`, for the prefix cache."""
 
 

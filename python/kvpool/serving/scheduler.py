@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum, auto
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING, Generic
 
 from kvpool.errors import OutOfMemoryError
 from kvpool.serving.fetch_queue import FetchQueue
 from kvpool.serving.moving_requests import MovingRequests
+from kvpool.serving.options import SchedulerOptions
+from kvpool.serving.pool_calls import PoolCalls
 from kvpool.serving.prefixes import Prefixes
 from kvpool.serving.schedulable import R, has_begun_to_move, has_rows_elsewhere, is_open
 from kvpool.serving.slot_supply import SlotSupply
@@ -22,13 +24,6 @@ if TYPE_CHECKING:
     from kvpool._kvpool import BatchPlanner, PrefixCache
     from kvpool.serving.schedulable import State
     from kvpool.serving.step import Step
-
-_SNAPSHOT_TOKENS = 64
-"""Tokens from one snapshot of a decoding request's state to the next; each takes a track slot."""
-_POLL_S = 0.0002
-"""Seconds between two queries of a copy or a move."""
-_TIMEOUT_S = 10.0
-"""Seconds that a step waits for copies before it makes room in other ways."""
 
 
 class _Admission(Enum):
@@ -71,6 +66,9 @@ class Scheduler(Generic[R]):
         pays_to_load: Whether to load so many tokens of a prefix from the tier below, in place of computing
             them; by default always.
         fetches: Whether to ask the cache's store, if it has one.
+        options: What it waits for, how long, and what it keeps.
+        calls: The calls that take from the pools and give back; by default those of the planner and the
+            cache.
 
     Attributes:
         planner: The planner.
@@ -85,14 +83,18 @@ class Scheduler(Generic[R]):
         fetched_tokens: Tokens that came from the store.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a scheduler
         self,
         planner: BatchPlanner,
         cache: PrefixCache | None = None,
         pays_to_load: Callable[[int], bool] = lambda _: True,
         *,
         fetches: bool = True,
+        options: SchedulerOptions | None = None,
+        calls: PoolCalls | None = None,
     ) -> None:
+        options = options or SchedulerOptions()
+        calls = calls or PoolCalls.of(planner, cache)
         self.planner = planner
         self.cache = cache
         self.max_step_tokens: int = planner.max_tokens
@@ -101,14 +103,17 @@ class Scheduler(Generic[R]):
         self.released: dict[State, int] = {"waiting": 0, "finished": 0, "aborted": 0}
         self.waits: int = 0
         self.fetched_tokens: int = 0
-        self._fetch_queue: FetchQueue[R] = FetchQueue(cache if fetches else None)
+        self._options = options
+        self._fetch_queue: FetchQueue[R] = FetchQueue(cache if fetches else None, options)
         self._slots = SlotSupply(planner.allocator, cache)
-        self._rows = SpareRows(planner)
-        self._prefixes: Prefixes[R] = Prefixes(cache, self._slots, pays_to_load)
-        self._moves: MovingRequests[R] = MovingRequests(planner, self._slots)
+        self._rows = SpareRows(planner, calls)
+        self._prefixes: Prefixes[R] = Prefixes(
+            cache, self._slots, calls.match, pays_to_load, alike_tokens=options.alike_tokens
+        )
+        self._moves: MovingRequests[R] = MovingRequests(planner, calls.extend, self._slots)
         self._has_states = cache is not None and cache.states is not None
-        self._steps: StepPlanner[R] = StepPlanner(planner, self._slots, has_states=self._has_states)
-        self._snapshot_tokens = self._slots.pages(_SNAPSHOT_TOKENS) * self._slots.page_size
+        self._steps: StepPlanner[R] = StepPlanner(calls.extend, self._slots, has_states=self._has_states)
+        self._snapshot_tokens = self._slots.pages(options.snapshot_tokens) * self._slots.page_size
 
     @property
     def retractions(self) -> int:
@@ -160,11 +165,12 @@ class Scheduler(Generic[R]):
 
         Raises:
             OutOfMemoryError: If slots with other owners leave no room for any request.
+            DriverError: If the device has failed, or a driver call does.
         """
         self._end_moves()
         self._fetch_queue.line_up(self.waiting, is_busy=bool(self.running))
         waits_for_copies = self._admit()
-        deadline = monotonic() + _TIMEOUT_S
+        deadline = monotonic() + self._options.copies_timeout_s
         while self.running or waits_for_copies:
             step = self._steps.plan(self.running, self.max_step_tokens)
             if step is not None:
@@ -190,7 +196,7 @@ class Scheduler(Generic[R]):
             self._prefixes.tries_loads = False
             return False
         self.waits += 1
-        sleep(_POLL_S)
+        self._slots.wait_for_copies()
         return True
 
     def _wait_for_moves(self) -> None:
@@ -200,7 +206,7 @@ class Scheduler(Generic[R]):
             OutOfMemoryError: If nothing moves, and a request waits.
         """
         if self.moving:
-            sleep(_POLL_S)
+            self._moves.wait(self._options.move_wait_s)
         elif self.waiting:
             raise OutOfMemoryError(
                 f"no request fits: {self._slots.obtainable()} of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import sleep
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
     from kvpool._kvpool import HostTier, PrefixCache, TokenToKVPoolAllocator
 
 T = TypeVar("T")
+
+_COPY_WAIT_S = 0.0005
+"""The most seconds that one wait for copies takes: some of them may be over long before all are."""
 
 
 class SlotSupply:
@@ -80,6 +84,19 @@ class SlotSupply:
             # A copy that was over by now may have held what was missing.
             if self._allocator.available_size() <= before:
                 return None
+
+    def wait_for_copies(self) -> None:
+        """Wait a little for copies that hold slots.
+
+        Raises:
+            DriverError: If the device has failed, so that no copy ends.
+        """
+        if self._cache is not None and not self._cache.wait_written(_COPY_WAIT_S):
+            return
+        if self.coming:
+            # It is no copy to the tier, but a load that was given up, or a fence of somebody else: nothing
+            # tells when these are over.
+            sleep(_COPY_WAIT_S)
 
     def evict_ahead(self, growth: Iterable[tuple[int, int]]) -> None:
         """Evict the pages that requests need next, so that they are copied to the tier during this step.

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvpool.errors import IndexOwnershipError
 from kvpool.serving.interrupts import append_result, call_with_last
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvpool._kvpool import BatchPlanner
-
-
-class _AllocRows(Protocol):
-    def __call__(self, n: int, *, owner: str | int | None) -> Sequence[int] | None: ...
+    from kvpool.serving.pool_calls import PoolCalls
 
 
 class SpareRows:
@@ -26,17 +23,15 @@ class SpareRows:
 
     Args:
         planner: The planner, which has the table.
+        calls: The calls that take rows and free them.
 
     Attributes:
         groups: The rows, in groups that are freed together.
-        alloc: Takes rows of the table.
-        finish: Frees rows, with their slots.
     """
 
-    def __init__(self, planner: BatchPlanner) -> None:
+    def __init__(self, planner: BatchPlanner, calls: PoolCalls) -> None:
         self.groups: list[Sequence[int]] = []
-        self.alloc: _AllocRows = planner.req_to_token_pool.alloc
-        self.finish: Callable[[Sequence[int]], object] = planner.finish
+        self._alloc, self._finish = calls.alloc_rows, calls.finish
         self._seq_len = planner.seq_len
 
     def __contains__(self, row: int) -> bool:
@@ -44,7 +39,7 @@ class SpareRows:
 
     def take(self, owner: str | int | None) -> None:
         """Take one row of the table, if there is one."""
-        append_result(self.groups, partial(self.alloc, owner=owner), 1)
+        append_result(self.groups, partial(self._alloc, owner=owner), 1)
 
     def hand_out(self) -> int:
         """Return the row that was taken. It is listed until `forget`, when a request has it."""
@@ -65,7 +60,7 @@ class SpareRows:
         while self.groups:
             rows = self.groups[-1]
             try:
-                call_with_last(self.finish, self.groups)
+                call_with_last(self._finish, self.groups)
             except BaseException:
                 # It frees nothing when it fails, such as by the error of a fence.
                 if rows not in self.groups and self._is_allocated(rows[0]):

@@ -10,7 +10,7 @@ from kvpool.serving.schedulable import R
 from kvpool.serving.step import Step
 
 if TYPE_CHECKING:
-    from kvpool._kvpool import BatchPlanner
+    from kvpool.serving.pool_calls import Extend
     from kvpool.serving.slot_supply import SlotSupply
 
 
@@ -18,17 +18,14 @@ class StepPlanner(Generic[R]):
     """Plans steps of running requests: a token for each that decodes, and chunks of prompts.
 
     Args:
-        planner: The planner, which allocates the slots.
+        extend: Allocates the slots of a step.
         slots: The supply of slots.
         has_states: Whether prefixes have states. Then chunks end at a page where possible, so that a
             snapshot can be kept there.
-
-    Attributes:
-        extend: Allocates the slots of a step.
     """
 
-    def __init__(self, planner: BatchPlanner, slots: SlotSupply, *, has_states: bool) -> None:
-        self.extend = planner.extend
+    def __init__(self, extend: Extend, slots: SlotSupply, *, has_states: bool) -> None:
+        self._extend = extend
         self._slots = slots
         self._has_states = has_states
 
@@ -78,7 +75,7 @@ class StepPlanner(Generic[R]):
         leases = [r.held.lease if r.held.cached == r.prefix_len else None for r in batch]
         rows, begins = [r.held.row for r in batch], [r.held.cached for r in batch]
         try:
-            plan = self.extend(rows, begins, ends, prefixes=leases if started else None)
+            plan = self._extend(rows, begins, ends, prefixes=leases if started else None)
         except ConfigError:
             # A load that has failed has shortened its lease.
             if not any(map(_drop_failed_load, started)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from kvpool.errors import ConfigError, KvPoolError
 
@@ -13,10 +13,24 @@ if TYPE_CHECKING:
 
 SwapMode: TypeAlias = Literal["auto", "load", "compute"]
 
+_MODES: Final[tuple[SwapMode, ...]] = ("auto", "load", "compute")
+
 _FADE = 0.95
 """The weight of a measurement after another one."""
 _REFUSALS = 64
 """Decisions to compute after which a load is tried again: its cost is only known from loads."""
+
+
+def swap_mode(name: str) -> SwapMode:
+    """Return the mode of this name.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    for mode in _MODES:
+        if mode == name:
+            return mode
+    raise ConfigError(f"swap is {name!r}; it is 'auto', 'load' or 'compute'")
 
 
 class Swap:
@@ -34,9 +48,7 @@ class Swap:
     """
 
     def __init__(self, mode: SwapMode = "auto") -> None:
-        if mode not in get_args(SwapMode):
-            raise ConfigError(f"swap is {mode!r}; it is 'auto', 'load' or 'compute'")
-        self.mode = mode
+        self.mode = swap_mode(mode)
         # Seconds of a step by tokens of chunks, and of loads by tokens.
         self._steps, self._loads = Line(), Line()
         # Seconds of a step without chunks.

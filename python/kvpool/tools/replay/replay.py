@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from kvpool import BatchPlanner, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError, OutOfMemoryError
 from kvpool.serving.held import Held
+from kvpool.serving.pool_calls import PoolCalls
 from kvpool.serving.scheduler import Scheduler
 from kvpool.tools.replay.errors import ReplayError
 from kvpool.tools.replay.pool_size import suggest_pool_size
@@ -33,7 +34,7 @@ from kvpool.tools.replay.timing import timed, timer_cost_ns
 from kvpool.tools.replay.token_rows import KvStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -153,11 +154,11 @@ class _Request:
     prefix_len: int = 0
     held: Held = field(default_factory=Held)
 
-    def between(self, begin: int, end: int) -> Sequence[int]:
+    def between(self, begin: int, end: int) -> NDArray[np.int32]:
         """Return tokens from position `begin` to `end`: an array, which the prefix cache reads in place."""
         if self.tokens is None:
             self.tokens = self.prompts.tokens_of(self.index, 0, self.total_len)
-        return cast("Sequence[int]", self.tokens[begin:end])
+        return self.tokens[begin:end]
 
 
 class _CheckedScheduler(Scheduler[_Request]):
@@ -170,12 +171,14 @@ class _CheckedScheduler(Scheduler[_Request]):
         kv: KvStore | None,
         samples: dict[str, array[int]],
     ) -> None:
-        super().__init__(planner, cache)
-        self._steps.extend = timed(self._steps.extend, samples["extend"])
-        self._rows.finish = timed(self._rows.finish, samples["finish"])
-        self._rows.alloc = timed(self._rows.alloc, samples["alloc_row"])
-        if cache is not None:
-            self._prefixes.match_tokens = timed(cache.match, samples["match"])
+        calls = PoolCalls.of(planner, cache)
+        calls = PoolCalls(
+            timed(calls.alloc_rows, samples["alloc_row"]),
+            timed(calls.extend, samples["extend"]),
+            timed(calls.finish, samples["finish"]),
+            None if calls.match is None else timed(calls.match, samples["match"]),
+        )
+        super().__init__(planner, cache, calls=calls)
         self._timed_publish = timed(super().publish, samples["publish"])
         self._read = timed(planner.req_to_token_pool.read, samples["read"])
         self._kv = kv

@@ -1,7 +1,6 @@
 """The command `kvpool serve`."""
 
 import json
-from typing import TYPE_CHECKING, cast
 
 import typer
 from rich.console import Console
@@ -11,9 +10,6 @@ from kvpool.tools.devices import check_device
 from kvpool.tools.needs import CLUSTER, COMMANDS
 from kvpool.tools.output import fail, need
 from kvpool.tools.serve import parameters
-
-if TYPE_CHECKING:
-    from kvpool.serving.swap import SwapMode
 
 
 def serve(  # noqa: PLR0913 - one parameter per option
@@ -57,27 +53,28 @@ def serve(  # noqa: PLR0913 - one parameter per option
     --role each of them is started by hand, on any machine.
     """
     need("serve", *COMMANDS["serve"].needs, *(CLUSTER if prefill or decode or role else ()))
-    from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
+    from kvpool.serving.swap import swap_mode  # noqa: PLC0415 - PyTorch and transformers load slowly
+    from kvpool.tools.serve import report, service  # noqa: PLC0415
 
     if model not in service.CONFIGS:
         fail(f"--model is {model!r}; it must be one of {', '.join(service.CONFIGS)}")
-    config = service.ServeConfig(
-        model=model,
-        requests=requests,
-        conversations=conversations,
-        per_step=per_step,
-        pool_size=pool_size,
-        page_size=page_size,
-        host_tokens=host_tokens,
-        store=store,
-        store_mib=store_mib,
-        swap=cast("SwapMode", swap),
-        prefill_budget=prefill_budget,
-        device=device or service.default_device(),
-        seed=seed,
-    )
     console = Console(quiet=as_json_object)
     try:
+        config = service.ServeConfig(
+            model=model,
+            requests=requests,
+            conversations=conversations,
+            per_step=per_step,
+            pool_size=pool_size,
+            page_size=page_size,
+            host_tokens=host_tokens,
+            store=store,
+            store_mib=store_mib,
+            swap=swap_mode(swap),
+            prefill_budget=prefill_budget,
+            device=device or service.default_device(),
+            seed=seed,
+        )
         if role != "router":  # which has no pools
             check_device(config.device)
         if prefill or decode or role:

@@ -1,0 +1,53 @@
+"""The options of a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """What a scheduler waits for, how long, and what it keeps. No option changes a token.
+
+    Attributes:
+        snapshot_tokens: Tokens from one snapshot of a decoding request's state to the next, rounded up to
+            whole pages. Each takes a track slot.
+        alike_tokens: A request that begins like one whose prompt is being computed waits for it, if it then
+            finds at least so many more tokens in the cache.
+        copies_timeout_s: Seconds that a step waits for slots which copies hold, before it makes room in other
+            ways: it computes what it would load, and retracts requests.
+        fetch_timeout_s: Seconds that the first request of the queue waits for what a store has of its prompt.
+            Then it computes that, and nothing else is asked of the store until it has answered.
+        fetch_share: The part of the host tier that prompts may take which were fetched for waiting requests,
+            above 0 and at most 1. The first is always fetched.
+        fetch_wait_s: The most seconds for which `Scheduler.plan` waits for a store when nothing runs.
+        move_wait_s: The most seconds for which `Scheduler.plan` waits for rows that move when nothing runs.
+
+    Raises:
+        ConfigError: If an option is outside of its range: tokens are at least 1, seconds at least 0.
+    """
+
+    snapshot_tokens: int = 64
+    alike_tokens: int = 32
+    copies_timeout_s: float = 10.0
+    fetch_timeout_s: float = 10.0
+    fetch_share: float = 0.5
+    fetch_wait_s: float = 0.02
+    move_wait_s: float = 0.001
+
+    def __post_init__(self) -> None:
+        for name, tokens in (("snapshot_tokens", self.snapshot_tokens), ("alike_tokens", self.alike_tokens)):
+            if tokens < 1:
+                raise ConfigError(f"{name} is {tokens}; it must be at least 1")
+        for name, seconds in (
+            ("copies_timeout_s", self.copies_timeout_s),
+            ("fetch_timeout_s", self.fetch_timeout_s),
+            ("fetch_wait_s", self.fetch_wait_s),
+            ("move_wait_s", self.move_wait_s),
+        ):
+            if not seconds >= 0:
+                raise ConfigError(f"{name} is {seconds}; it must be at least 0")
+        if not 0 < self.fetch_share <= 1:
+            raise ConfigError(f"fetch_share is {self.fetch_share}; it must be above 0, and at most 1")
