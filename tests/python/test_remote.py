@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import direct_network
 import numpy as np
 import pytest
 import torch
@@ -40,12 +41,12 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
 class Pair:
     """Two endpoints, each of which knows the other."""
 
-    def __init__(self, network: Network, *, has_states: bool = False) -> None:
+    def __init__(self, network: Network, *, has_states: bool = False, patience_s: float = PATIENCE_S) -> None:
         self.network = network
         self.pools = filled(seed=1), filled(seed=2)
         self.states = (states(1), states(2)) if has_states else (None, None)
         self.a = network.endpoint("a", self.pools[0], self.states[0])
-        self.b = network.endpoint("b", self.pools[1], self.states[1])
+        self.b = network.endpoint("b", self.pools[1], self.states[1], patience_s=patience_s)
         self.to_a = self.b.connect(self.a.metadata())
         self.to_b = self.a.connect(self.b.metadata())
 
@@ -228,21 +229,24 @@ def test_a_peer_that_dies_costs_its_reads_alone(network: Network) -> None:
         pair.to_a.read(later, [1]).wait()
 
 
-def test_a_read_that_takes_long_is_cut_off_with_a_lost_one_and_begins_again(network: Network) -> None:
+@pytest.mark.parametrize("patience_s", [PATIENCE_S, 30.0])
+def test_a_read_that_takes_long_is_cut_off_with_a_lost_one_and_begins_again(
+    network: Network, patience_s: float
+) -> None:
     """One that begins meanwhile waits for the next agent: what is cut off later would be more."""
-    pair = Pair(network)
+    pair = Pair(network, patience_s=patience_s)
     other_pool = filled(seed=3)
     other = network.endpoint("c", other_pool)
     to_c = pair.b.connect(other.metadata())
     network.runs_by_itself = False
-    lost = pair.read(pair.a.lend([1]), [1])
-    long = to_c.read(to_c.slots(other.lend([7, 8]).ticket), [8, 9])
+    lost = pair.read(pair.a.lend([1], seconds=100), [1])
+    long = to_c.read(to_c.slots(other.lend([7, 8], seconds=100).ticket), [8, 9])
     network.kill("a")
     assert not lost.query()
     network.calls.clear()
-    new = to_c.read(to_c.slots(other.lend([9]).ticket), [10])
+    new = to_c.read(to_c.slots(other.lend([9], seconds=100).ticket), [10])
     late = to_c.read(to_c.slots(other.lend([9], seconds=0.5).ticket), [11])
-    network.seconds += PATIENCE_S - 0.1
+    network.seconds += patience_s - 0.1
     network.run(3)
     assert not lost.query()
     assert late.query()
@@ -345,6 +349,30 @@ def test_fences_that_are_asked_together_share_a_poll(
     network.seconds += 2.5
     assert all(lease.query() for lease in leases)
     assert network.calls == ["notes"] * 2
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_waits_is_woken_by_another_thread(monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
+    """By one that ends the lease, or one whose poll finds that it has ended."""
+    for name in ("_FIRST_PAUSE_S", "_MAX_PAUSE_S"):
+        monkeypatch.setattr(f"kvpool.remote.core.{name}", 60.0)
+    with direct_network.endpoint("a", filled()) as a, direct_network.endpoint("b", filled()) as b:
+        lease = a.lend([1])
+        waiting = threading.Thread(target=lease.wait, args=(60,))
+        begun = time.monotonic()
+        waiting.start()
+        time.sleep(0.05)
+        if ends:
+            lease.end()
+        else:
+            peer = b.connect(a.metadata())
+            transfer = peer.read(peer.slots(lease.ticket), [1])
+            while not transfer.query():
+                b.poll()
+            a.poll()
+        waiting.join(30)
+        assert time.monotonic() - begun < 30
+        assert lease.returned is not ends
 
 
 # Writes
@@ -639,6 +667,7 @@ def test_misuse_changes_nothing(network: Network) -> None:
             lambda: pair.to_a.write([1], pair.to_a.slots(writable.ticket), notify=bytes(65537)),
         ),
         (ConfigError, "timeout is -1", lambda: lease.wait(-1)),
+        (ConfigError, "patience_s is -1", lambda: network.endpoint("c", filled(), patience_s=-1)),
         (ConfigError, "a peer's message cannot be used", lambda: pair.to_a.slots(b"")),
         (ConfigError, "a peer's message cannot be used", lambda: pair.b.connect(b"")),
         (TransferError, "there is no agent", lambda: pair.b.connect(unknown_introduction())),

@@ -757,7 +757,7 @@ def test_others_run_while_a_store_is_asked() -> None:
 
 def test_a_store_that_does_not_answer_is_given_up() -> None:
     """Nothing else is waited for."""
-    with Shelf() as store:
+    with DelayedStore() as store:
         engine = with_store("dense", store, options=IMPATIENT)
         store.is_open.clear()
         last = engine.submit(prompts_of(5)[0], 3)
@@ -858,7 +858,7 @@ def test_a_state_is_kept_after_so_many_generated_tokens(snapshot_tokens: int, fo
 @pytest.mark.parametrize(("share", "asked"), [(0.5, 2), (0.01, 1)])
 def test_prompts_are_fetched_into_their_share_of_the_tier(share: float, asked: int) -> None:
     """The tier has 4096 slots; the first prompt is always fetched."""
-    with Shelf() as store:
+    with DelayedStore() as store:
         engine = with_store("dense", store, options=SchedulerOptions(fetch_share=share))
         store.is_open.clear()
         requests = [engine.submit([*range(at, at + 30)], 3) for at in (0, 1)]

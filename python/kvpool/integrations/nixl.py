@@ -13,11 +13,12 @@ import threading
 import traceback
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvpool.errors import ConfigError
 from kvpool.remote import Endpoint as AnyEndpoint
 from kvpool.remote import EndpointStats, Peer, RemoteSlots, SlotLease, Transfer, TransferError
+from kvpool.remote.reads import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,11 +84,21 @@ class _Reading:
             self._agent.release_xfer_handle(self._handle)
 
 
-class _Prepared(NamedTuple):
-    """A peer's rows."""
+class _Link:
+    """A peer, and its rows as the agent has prepared them. It ends with the agent."""
 
-    name: str
-    blocks: list[_Nixl]
+    def __init__(self, agent: _Agent, name: str, blocks: list[_Nixl]) -> None:
+        self._agent = agent
+        self._name = name
+        self._blocks = blocks
+
+    def read(self, kind: int, here: Indices, there: Indices, note: bytes) -> _Reading:
+        with _failures(f"read from {self._name}"):
+            return self._agent.begin(kind, here, self._blocks[kind], there, note)
+
+    def send(self, note: bytes) -> None:
+        with _failures(f"send to {self._name}"):
+            self._agent.send(self._name, note)
 
 
 class _Agent:
@@ -112,28 +123,26 @@ class _Agent:
         with _failures("describe itself"):
             return bytes(self._agent.get_agent_metadata())
 
-    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> _Prepared:
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> _Link:
         with _failures("reach a peer"):
             name = self._agent.add_remote_agent(metadata)
             name = name.decode() if isinstance(name, bytes) else name
-            return _Prepared(name, [self._prepared(name, rows) for rows in blocks])
+            return _Link(self, name, [self._prepared(name, rows) for rows in blocks])
 
-    def read(self, peer: _Prepared, kind: int, here: Indices, there: Indices, note: bytes) -> _Reading:
-        with _failures(f"read from {peer.name}"):
-            handle = self._agent.make_prepped_xfer(
-                "READ", self._blocks[kind], here, peer.blocks[kind], there, note
-            )
-            self._agent.transfer(handle)
+    def begin(self, kind: int, here: Indices, blocks: _Nixl, there: Indices, note: bytes) -> _Reading:
+        """Begin to read rows of a peer's prepared blocks. Raises exceptions of NIXL."""
+        handle = self._agent.make_prepped_xfer("READ", self._blocks[kind], here, blocks, there, note)
+        self._agent.transfer(handle)
         return _Reading(self._agent, handle)
+
+    def send(self, name: str, note: bytes) -> None:
+        """Send a note to a peer. Raises exceptions of NIXL."""
+        self._agent.send_notif(name, note)
 
     def notes(self) -> list[tuple[str, bytes]]:
         with _failures("listen"):
             notes = self._agent.get_new_notifs()
         return [(sender, note) for sender, of_sender in notes.items() for note in of_sender]
-
-    def send(self, peer: _Prepared, note: bytes) -> None:
-        with _failures(f"send to {peer.name}"):
-            self._agent.send_notif(peer.name, note)
 
     def close(self) -> None:
         # It ends with the last reference: its handles have some, too.
@@ -177,13 +186,15 @@ class Endpoint(AnyEndpoint):
         network: The network devices that its own agents use, as UCX lists them: `"eth0"`,
             `"mlx5_0:1,mlx5_1:1"`, `"all"`. `UCX_NET_DEVICES` comes first. NIXL asks peers for no secret: use
             networks that you trust.
+        patience_s: Seconds that other reads get to end before the connections of a failed one are closed.
 
     Raises:
-        ConfigError: If NIXL cannot be imported, or the pools are on different devices.
+        ConfigError: If NIXL cannot be imported, the pools are on different devices, or `patience_s` is below
+            0.
         TransferError: If NIXL cannot be used.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - pools, and how they are reached
         self,
         name: str,
         kv: KVPool,
@@ -191,6 +202,7 @@ class Endpoint(AnyEndpoint):
         states: GDNPool | None = None,
         agent: _Nixl = None,
         network: str = "lo",
+        patience_s: float = PATIENCE_S,
     ) -> None:
         nixl = None if agent is not None else _import()
 
@@ -200,7 +212,8 @@ class Endpoint(AnyEndpoint):
             with _ucx(network), _failures("make an agent"):
                 return _Agent(_sleeping(nixl, name), memory, blocks, is_own=True)
 
-        super().__init__(name, kv, states=states, new_agent=new_agent, may_cut=agent is None)
+        may_cut = agent is None
+        super().__init__(name, kv, states=states, new_agent=new_agent, may_cut=may_cut, patience_s=patience_s)
 
 
 def _import() -> _Nixl:

@@ -1,6 +1,6 @@
 """Slots that move between processes: what is lent to whom, until when, and what may still arrive."""
 
-from kvpool.remote.agent import Agent, Blocks, Indices, Memory, Reading
+from kvpool.remote.agent import Agent, Blocks, Indices, Link, Memory, Reading
 from kvpool.remote.endpoint import Endpoint, Peer, SlotLease, Transfer
 from kvpool.remote.errors import TransferError
 from kvpool.remote.messages import RemoteSlots
@@ -12,6 +12,7 @@ __all__ = [
     "Endpoint",
     "EndpointStats",
     "Indices",
+    "Link",
     "Memory",
     "Peer",
     "Reading",

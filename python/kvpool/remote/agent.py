@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -57,25 +57,13 @@ class Reading(Protocol):
         ...
 
 
-class Agent(Protocol):
-    """One end of a network. Methods do not wait for a peer, and raise `TransferError` if they fail.
+class Link(Protocol):
+    """A peer, as an agent reaches it. Methods do not wait for it, and raise `TransferError` if they fail."""
 
-    An agent has a type of its own for peers, which `connect` returns and the other methods take.
-    """
-
-    def metadata(self) -> bytes:
-        """Return what peers need to reach it."""
-        ...
-
-    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> Any:  # noqa: ANN401 - its own
-        """Return a peer's blocks, prepared for `read`."""
-        ...
-
-    def read(self, peer: Any, kind: int, here: Indices, there: Indices, note: bytes) -> Reading:  # noqa: ANN401
-        """Begin to read rows of the peer's blocks of a kind into rows of its own of that kind.
+    def read(self, kind: int, here: Indices, there: Indices, note: bytes) -> Reading:
+        """Begin to read rows of the peer's blocks of a kind into rows of the agent's of that kind.
 
         Args:
-            peer: The peer, as `connect` returned it.
             kind: The position of the blocks in the list that `connect` got.
             here: Rows that are written.
             there: Rows that are read, one for each.
@@ -83,12 +71,24 @@ class Agent(Protocol):
         """
         ...
 
-    def notes(self) -> Sequence[tuple[str, bytes]]:
-        """Return the notes that have come since the last call, each with the name of the agent it is from."""
+    def send(self, note: bytes) -> None:
+        """Send a note."""
         ...
 
-    def send(self, peer: Any, note: bytes) -> None:  # noqa: ANN401 - as above
-        """Send a note."""
+
+class Agent(Protocol):
+    """One end of a network. Methods do not wait for a peer, and raise `TransferError` if they fail."""
+
+    def metadata(self) -> bytes:
+        """Return what peers need to reach it."""
+        ...
+
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> Link:
+        """Return a peer with these blocks, which are prepared for reads."""
+        ...
+
+    def notes(self) -> Sequence[tuple[str, bytes]]:
+        """Return the notes that have come since the last call, each with the name of the agent it is from."""
         ...
 
     def close(self) -> None:

@@ -30,11 +30,17 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("kvpool")
 
-_MAX_POLL_S = 0.001
-"""The most seconds between two polls of `Core.wait`."""
+_FIRST_PAUSE_S = 1e-5
+_MAX_PAUSE_S = 0.001
+"""Seconds between two polls of `Core.wait`, at first and at most: a network has no call that waits for it."""
 
 PAUSE_S = 0.0005
 """Queries of fences within this time share a poll: an allocator queries all that it has, one by one."""
+
+
+def pause(progress: threading.Condition, seconds: float) -> None:
+    """Wait until another thread has made progress, at most for `seconds`."""
+    progress.wait(seconds)
 
 
 class NewAgent(Protocol):
@@ -51,10 +57,20 @@ class NewAgent(Protocol):
 class Core:
     """Leases and reads behind one lock."""
 
-    def __init__(
-        self, name: str, kv: KVPool, states: GDNPool | None, new_agent: NewAgent, *, may_cut: bool
+    def __init__(  # noqa: PLR0913 - those of an endpoint
+        self,
+        name: str,
+        kv: KVPool,
+        states: GDNPool | None,
+        new_agent: NewAgent,
+        *,
+        may_cut: bool,
+        patience_s: float,
     ) -> None:
+        if not patience_s >= 0:
+            raise ConfigError(f"patience_s is {patience_s}, not a number of seconds from 0 on")
         self.lock: threading.RLock = threading.RLock()
+        self._progress = threading.Condition(self.lock)  # a lease or a read is over
         self.leases: Leases = Leases()
         self.peers: dict[str, Introduction] = {}
         self.returned: int = 0
@@ -66,7 +82,7 @@ class Core:
         self._new_agent = new_agent
         self._readers = 0
         new_reader = self._new_reader if may_cut else lambda: self._agent
-        self.reads: Reads = Reads(new_reader, may_cut=may_cut)
+        self.reads: Reads = Reads(new_reader, may_cut=may_cut, patience_s=patience_s)
         self.who: Introduction = _introduce(name, kv, states, self.leases.words)
         messages.introduction(self.who)  # refuses pools that are too large
         pools, _ = messages.blocks(self.who)
@@ -177,6 +193,7 @@ class Core:
         """End a lease before its time."""
         with self.lock:
             self.leases.end(lease, "ended")
+            self._progress.notify_all()
 
     def poll_for_fence(self) -> None:
         """Poll, if that was not done just now."""
@@ -184,26 +201,31 @@ class Core:
             self.poll()
 
     def wait(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
-        """Poll until `is_over` returns true, at most for `timeout` seconds. Returns whether it did."""
+        """Poll until `is_over` returns true, at most for `timeout` seconds. Returns whether it did.
+
+        What another thread ends meanwhile, by a poll of its own or otherwise, is noticed at once.
+        """
         if timeout is not None and not timeout >= 0:
             raise ConfigError(f"timeout is {timeout}, not a number of seconds from 0 on")
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        pause = 1e-5
-        while True:
-            self.poll()
-            if is_over():
-                return True
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _MAX_POLL_S)
+        seconds = _FIRST_PAUSE_S
+        with self.lock:
+            while True:
+                self.poll()
+                if is_over():
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                pause(self._progress, min(seconds, left))
+                seconds = min(2 * seconds, _MAX_PAUSE_S)
 
     def poll(self) -> None:
         """Answer peers, and advance all leases and reads."""
         with self.lock:
             if self.is_closed:
                 return
+            before = self._ended()
             now = time.monotonic()
             for lease in self.leases:
                 if lease.remote.deadline <= now and self.leases.end(lease, "expired"):
@@ -214,6 +236,12 @@ class Core:
                 self._settle(lease)
             self.leases.forget()
             self._polled = time.monotonic()
+            if self._ended() != before:
+                self._progress.notify_all()
+
+    def _ended(self) -> int:
+        """Return how many leases and reads have ended by a poll so far."""
+        return self.returned + self.expired + self.reads.completed + self.reads.failed
 
     def _settle(self, lease: Lease) -> None:
         """End a lease whose slots a read has filled."""
@@ -328,6 +356,7 @@ class Core:
                 lease.filled_by = None
             self.leases.forget()
             self._agent.close()
+            self._progress.notify_all()
 
 
 def _slots(indices: IndicesLike, rows: int, pool: str) -> Indices:

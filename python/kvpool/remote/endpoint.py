@@ -16,6 +16,7 @@ from kvpool.remote import messages
 from kvpool.remote.core import Core
 from kvpool.remote.errors import TransferError
 from kvpool.remote.messages import Offered, RemoteSlots
+from kvpool.remote.reads import PATIENCE_S
 
 if TYPE_CHECKING:
     from kvpool._kvpool import GDNPool, KVPool
@@ -280,13 +281,16 @@ class Endpoint(Closing):
         new_agent: Makes one end of a network.
         may_cut: Whether an agent may be closed to end its reads. Otherwise a read that a stopped peer does
             not answer keeps its slots until the network gives up.
+        patience_s: Seconds that other reads get to end before the connections of a failed one are closed.
+            What is not over by then begins again: allow more time for long reads over a slow network.
 
     Raises:
-        ConfigError: If the pools are on different devices or too large, or the name is not one.
+        ConfigError: If the pools are on different devices or too large, the name is not one, or `patience_s`
+            is below 0.
         TransferError: If the network cannot be used.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - pools, and how they are reached
         self,
         name: str,
         kv: KVPool,
@@ -294,8 +298,9 @@ class Endpoint(Closing):
         states: GDNPool | None = None,
         new_agent: NewAgent,
         may_cut: bool = True,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._core = Core(name, kv, states, new_agent, may_cut=may_cut)
+        self._core = Core(name, kv, states, new_agent, may_cut=may_cut, patience_s=patience_s)
 
     @property
     def name(self) -> str:
@@ -328,8 +333,8 @@ class Endpoint(Closing):
     def disconnect(self, peer: Peer) -> None:
         """Disconnect a peer that is gone. Reads from it fail now, and not when their leases are over.
 
-        It is over when no byte of it can arrive any more: within a second if other reads go on, and otherwise
-        when this returns, after some tenths of a second.
+        It is over when no byte of it can arrive any more: within `patience_s` if other reads go on, and
+        otherwise when this returns, after some tenths of a second.
         """
         self._core.disconnect(peer._who)  # noqa: SLF001 - of this module
 
@@ -363,7 +368,7 @@ class Endpoint(Closing):
 
         Does not wait, except for some tenths of a second when a read has failed, or its lease is over: its
         connections are then closed, which alone keeps late bytes from slots with new owners. Other reads have
-        a second to end before that, and begin again if it is not enough.
+        `patience_s` to end before that, and begin again if it is not enough.
         """
         self._core.poll()
 

@@ -15,11 +15,10 @@ from kvpool.remote.messages import Introduction, RemoteSlots, Returned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
 
     import numpy.typing as npt
 
-    from kvpool.remote.agent import Agent, Indices, Reading
+    from kvpool.remote.agent import Agent, Indices, Link, Reading
     from kvpool.remote.marks import Mark
 
 _logger = logging.getLogger("kvpool")
@@ -28,7 +27,7 @@ MAX_READS = 4096
 """Reads that run at once."""
 
 PATIENCE_S = 1.0
-"""Seconds for which other reads may go on before an agent is closed in the middle of them."""
+"""Seconds for which other reads may go on before an agent is closed in the middle of them, by default."""
 
 _POOLS, _WORDS = 0, 1
 _TIMES = 16
@@ -84,14 +83,17 @@ class Reads:
     while a peer that was suspended still sends. So a read that fails is "lost" until its agent is closed. The
     agent waits for its other reads to end before, since closing it notifies no peer: over TCP, UCX may end
     the process of a peer that is sending. New reads wait for the next agent, and reads that are not over
-    within `PATIENCE_S` begin again with it.
+    within `patience_s` begin again with it.
 
     Args:
         new_agent: Makes an agent that reads. Closed by this class, if it `may_cut`.
         may_cut: Whether agents may be closed. Otherwise a read is over when the network reports it.
+        patience_s: Seconds for which other reads may go on before an agent is closed.
     """
 
-    def __init__(self, new_agent: Callable[[], Agent], *, may_cut: bool) -> None:
+    def __init__(
+        self, new_agent: Callable[[], Agent], *, may_cut: bool, patience_s: float = PATIENCE_S
+    ) -> None:
         self.words: npt.NDArray[np.uint64] = np.zeros(MAX_READS, np.uint64)
         self.completed: int = 0
         self.failed: int = 0
@@ -104,10 +106,10 @@ class Reads:
         self.times: list[int] = [0] * _TIMES
         self._free = [*range(MAX_READS)]
         self._running: list[Read] = []
-        self._new_agent, self._may_cut = new_agent, may_cut
+        self._new_agent, self._may_cut, self._patience_s = new_agent, may_cut, patience_s
         self._agent: Agent | None = None
-        # The agent's handles of peers, by their agents.
-        self._reached: dict[str, Any] = {}
+        # Peers as the agent reaches them, by their agents.
+        self._reached: dict[str, Link] = {}
         # When the agent is closed at the latest, if reads are lost.
         self._cut_at: float | None = None
 
@@ -117,8 +119,8 @@ class Reads:
     def __iter__(self) -> Iterator[Read]:
         return iter([*self._running])
 
-    def reach(self, who: Introduction) -> tuple[Agent, Any]:
-        """Return the agent, and its handle of the peer.
+    def reach(self, who: Introduction) -> Link:
+        """Return the peer as the agent reaches it.
 
         Raises:
             TransferError: If the peer cannot be reached.
@@ -127,7 +129,7 @@ class Reads:
             self._agent = self._new_agent()
         if who.agent not in self._reached:
             self._reached[who.agent] = self._agent.connect(who.metadata, messages.blocks(who))
-        return self._agent, self._reached[who.agent]
+        return self._reached[who.agent]
 
     def forget(self, who: Introduction) -> None:
         """Drop the connection to a peer, unless rows are read from it."""
@@ -150,8 +152,7 @@ class Reads:
         Raises:
             TransferError: If the peer cannot be reached.
         """
-        agent, peer = self.reach(who)
-        agent.send(peer, note)
+        self.reach(who).send(note)
 
     def begin(self, read: Read) -> None:
         """Begin a read, when its mark is passed.
@@ -247,7 +248,7 @@ class Reads:
         self, read: Read, step: Literal["reading", "checking"], here: Indices, there: Indices, note: bytes
     ) -> None:
         try:
-            agent, peer = self.reach(read.who)
+            link = self.reach(read.who)
         except TransferError as error:
             read.give_up(str(error))
             self._finish(read)
@@ -256,7 +257,7 @@ class Reads:
         kind = _POOLS if step == "reading" else _WORDS
         failure = None
         try:
-            read.reading = agent.read(peer, kind, here, there, note)
+            read.reading = link.read(kind, here, there, note)
         except TransferError as error:
             failure = str(error)
         # Outside of the handler: the traceback holds objects that would keep the agent alive.
@@ -279,7 +280,7 @@ class Reads:
         """Mark a failed read, of which more may arrive, as lost: it is over when its agent is closed."""
         read.step = "lost"
         if self._cut_at is None:
-            self._cut_at = time.monotonic() + PATIENCE_S
+            self._cut_at = time.monotonic() + self._patience_s
 
     def _cut_off(self) -> None:
         """Close the agent of lost reads, when its other reads have ended or their time is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fake_network import located
 
@@ -42,38 +42,45 @@ class DirectAgent:
     def metadata(self) -> bytes:
         return self.name.encode()
 
-    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> tuple[str, Sequence[Blocks]]:
-        return metadata.decode(), blocks
-
-    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> FinishedRead:
-        _, blocks = self._peer(peer)
-        for (source, size), (target, _) in zip(
-            located(blocks[kind], there), located(self.blocks[kind], here), strict=True
-        ):
-            ctypes.memmove(target, source, size)
-        if note:
-            self.send(peer, note)
-        return FinishedRead()
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> DirectLink:
+        return DirectLink(self, metadata.decode(), blocks)
 
     def notes(self) -> list[tuple[str, bytes]]:
         with self.lock:
             heard, self.heard = self.heard, []
         return heard
 
-    def send(self, peer: object, note: bytes) -> None:
-        agent, _ = self._peer(peer)
-        with agent.lock:
-            agent.heard.append((self.name, note))
-
     def close(self) -> None:
         _agents.pop(self.name, None)
 
-    def _peer(self, peer: object) -> tuple[DirectAgent, Sequence[Blocks]]:
-        assert isinstance(peer, tuple)
-        agent = _agents.get(peer[0])  # at once: it may be closed by another thread
+
+class DirectLink(NamedTuple):
+    """A peer, as an agent reaches it."""
+
+    own: DirectAgent
+    name: str
+    blocks: Sequence[Blocks]
+
+    def read(self, kind: int, here: Indices, there: Indices, note: bytes) -> FinishedRead:
+        self._peer()
+        for (source, size), (target, _) in zip(
+            located(self.blocks[kind], there), located(self.own.blocks[kind], here), strict=True
+        ):
+            ctypes.memmove(target, source, size)
+        if note:
+            self.send(note)
+        return FinishedRead()
+
+    def send(self, note: bytes) -> None:
+        agent = self._peer()
+        with agent.lock:
+            agent.heard.append((self.own.name, note))
+
+    def _peer(self) -> DirectAgent:
+        agent = _agents.get(self.name)  # at once: it may be closed by another thread
         if agent is None:
-            raise TransferError(f"{peer[0]} is gone")
-        return agent, peer[1]
+            raise TransferError(f"{self.name} is gone")
+        return agent
 
 
 def endpoint(name: str, kv: KVPool, states: GDNPool | None = None) -> Endpoint:

@@ -12,6 +12,7 @@ import torch
 
 import kvpool
 from kvpool.remote import Endpoint, TransferError
+from kvpool.remote.reads import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,13 +32,6 @@ class Row(NamedTuple):
     source: int
     target: int
     size: int
-
-
-class ConnectedPeer(NamedTuple):
-    """A peer, as an agent knows it."""
-
-    agent: FakeAgent
-    blocks: tuple[Blocks, ...]
 
 
 @dataclass(eq=False)
@@ -67,6 +61,40 @@ class FakeReading:
             self.source.heard.append((self.reader.name, self.note))
 
 
+class FakeLink(NamedTuple):
+    """A peer, as an agent reaches it."""
+
+    own: FakeAgent
+    agent: FakeAgent
+    blocks: tuple[Blocks, ...]
+
+    def read(self, kind: int, here: Indices, there: Indices, note: bytes) -> FakeReading:
+        own, network = self.own, self.own.network
+        assert not own.is_closed
+        rows = [
+            Row(source, target, size)
+            for (source, size), (target, theirs) in zip(
+                located(self.blocks[kind], there), located(own.blocks[kind], here), strict=True
+            )
+            if size == theirs or not network.called("sizes differ")
+        ]
+        for row in rows:
+            assert inside(row.source, row.size, self.agent.memory)
+            assert inside(row.target, row.size, own.memory)
+        reading = FakeReading(own, self.agent, rows, note)
+        network.readings.append(reading)
+        network.called("read")  # some of it may be under way when it fails
+        if self.agent.is_closed:
+            raise TransferError(f"{self.agent.name} is gone")
+        return reading
+
+    def send(self, note: bytes) -> None:
+        self.own.network.called("send")
+        if self.agent.is_closed:
+            raise TransferError(f"{self.agent.name} is gone")
+        self.agent.heard.append((self.own.name, note))
+
+
 @dataclass(eq=False)
 class FakeAgent:
     """One end of the network."""
@@ -82,44 +110,17 @@ class FakeAgent:
         self.network.called("metadata")
         return self.name.encode()
 
-    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> ConnectedPeer:
+    def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> FakeLink:
         self.network.called("connect")
         agent = self.network.agents.get(metadata.decode())
         if agent is None:
             raise TransferError(f"there is no agent {metadata.decode()}")
-        return ConnectedPeer(agent, tuple(blocks))
-
-    def read(self, peer: object, kind: int, here: Indices, there: Indices, note: bytes) -> FakeReading:
-        assert isinstance(peer, ConnectedPeer)
-        assert not self.is_closed
-        rows = [
-            Row(source, target, size)
-            for (source, size), (target, theirs) in zip(
-                located(peer.blocks[kind], there), located(self.blocks[kind], here), strict=True
-            )
-            if size == theirs or not self.network.called("sizes differ")
-        ]
-        for row in rows:
-            assert inside(row.source, row.size, peer.agent.memory)
-            assert inside(row.target, row.size, self.memory)
-        reading = FakeReading(self, peer.agent, rows, note)
-        self.network.readings.append(reading)
-        self.network.called("read")  # some of it may be under way when it fails
-        if peer.agent.is_closed:
-            raise TransferError(f"{peer.agent.name} is gone")
-        return reading
+        return FakeLink(self, agent, tuple(blocks))
 
     def notes(self) -> list[tuple[str, bytes]]:
         self.network.called("notes")
         heard, self.heard = self.heard, []
         return heard
-
-    def send(self, peer: object, note: bytes) -> None:
-        assert isinstance(peer, ConnectedPeer)
-        self.network.called("send")
-        if peer.agent.is_closed:
-            raise TransferError(f"{peer.agent.name} is gone")
-        peer.agent.heard.append((self.name, note))
 
     def close(self) -> None:
         self.is_closed = True
@@ -160,9 +161,10 @@ class Network:
         self.fails_at: int | None = None
         self.runs_by_itself = True
         self.chance = Random(0)  # noqa: S311 - no secrets
-        clock = SimpleNamespace(monotonic=lambda: self.seconds, sleep=self.sleep)
+        clock = SimpleNamespace(monotonic=lambda: self.seconds)
         for module in ("core", "leases", "messages", "reads"):
             monkeypatch.setattr(f"kvpool.remote.{module}.time", clock)
+        monkeypatch.setattr("kvpool.remote.core.pause", lambda _, seconds: self.sleep(seconds))
         monkeypatch.setattr("kvpool.remote.core.PAUSE_S", 0.0)
 
     def called(self, call: str) -> bool:
@@ -180,9 +182,17 @@ class Network:
         return self.agents[name]
 
     def endpoint(
-        self, name: str, kv: kvpool.KVPool, states: kvpool.GDNPool | None = None, *, may_cut: bool = True
+        self,
+        name: str,
+        kv: kvpool.KVPool,
+        states: kvpool.GDNPool | None = None,
+        *,
+        may_cut: bool = True,
+        patience_s: float = PATIENCE_S,
     ) -> Endpoint:
-        made = Endpoint(name, kv, states=states, new_agent=self.new_agent, may_cut=may_cut)
+        made = Endpoint(
+            name, kv, states=states, new_agent=self.new_agent, may_cut=may_cut, patience_s=patience_s
+        )
         self.endpoints.append(made)
         return made
 
