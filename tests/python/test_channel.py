@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 
 from kvpool import ConfigError
 from kvpool.cluster import channel as channels
+from kvpool.cluster import parse_address, read_secret
 from kvpool.cluster.channel import (
+    DEFAULTS,
     MAX_BYTES,
     Channel,
     ChannelError,
+    ChannelOptions,
     Listener,
     connect,
-    parse_address,
-    read_secret,
 )
 
 if TYPE_CHECKING:
@@ -38,10 +39,15 @@ HERE = ("127.0.0.1", 0)
 class RecordingServer:
     """A listener that records the payloads and errors of its channels."""
 
-    def __init__(self, secret: bytes = SECRET, address: tuple[str, int] = HERE) -> None:
+    def __init__(
+        self,
+        secret: bytes = SECRET,
+        address: tuple[str, int] = HERE,
+        options: ChannelOptions = DEFAULTS,
+    ) -> None:
         self.received: queue.SimpleQueue[bytes | ChannelError] = queue.SimpleQueue()
         self.channels: list[Channel] = []
-        self.listener = Listener(address, secret, self._listen)
+        self.listener = Listener(address, secret, self._listen, options)
         self.address = self.listener.address
 
     def _listen(self, channel: Channel) -> None:
@@ -128,7 +134,7 @@ def test_a_last_payload_arrives_before_the_end(server: RecordingServer) -> None:
 
 def test_a_last_payload_that_nobody_takes_keeps_no_channel(server: RecordingServer) -> None:
     with raw_connection(server) as connection:
-        other = channels._call(connection, SECRET)
+        other = channels._call(connection, SECRET, DEFAULTS)
         until(lambda: len(server.channels) == 1)
         server.channels[0].finish(bytes(MAX_BYTES))
         other.close()
@@ -157,22 +163,42 @@ def test_a_listener_that_is_closed_ends_its_channels() -> None:
         RecordingServer(address=("192.0.2.1", 1))
 
 
-def test_what_is_not_taken_ends_the_channel(server: RecordingServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_MAX_UNSENT_BYTES", 1 << 20)
-    with client(server), pytest.raises(ChannelError, match="bytes are not taken by the other end"):
+def test_what_is_not_taken_ends_the_channel() -> None:
+    server = RecordingServer(options=ChannelOptions(max_unsent_bytes=MAX_BYTES))
+    with (
+        closing(server.listener),
+        client(server),
+        pytest.raises(ChannelError, match="bytes are not taken by the other end"),
+    ):
         until(lambda: len(server.channels) == 1)
         for _ in range(64):
-            server.channels[0].send(bytes(1 << 19))
+            server.channels[0].send(bytes(MAX_BYTES // 4))
     assert "ended" in str(server.next())
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
-def test_a_machine_that_is_gone_is_noticed(server: RecordingServer) -> None:
-    with client(server) as channel:
+def test_a_machine_that_is_gone_is_noticed() -> None:
+    server = RecordingServer(options=ChannelOptions(silence_s=7))
+    with closing(server.listener), client(server) as channel:
         until(lambda: len(server.channels) == 1)
-        for end in (channel, server.channels[0]):
+        for end, silence_s in ((channel, DEFAULTS.silence_s), (server.channels[0], 7)):
             limit = end._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            assert limit == 1000 * channels.SILENCE_S
+            assert limit == 1000 * silence_s
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"handshake_s": 0}, "handshake_s is 0; it must be above 0"),
+        ({"silence_s": -1}, "silence_s is -1; it must be above 0"),
+        ({"max_handshakes": 0}, "max_handshakes is 0; it must be above 0"),
+        ({"max_unsent_bytes": 1000}, f"max_unsent_bytes is 1000; it must be at least {MAX_BYTES}"),
+    ],
+)
+def test_limits_that_let_nothing_through_are_refused(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChannelOptions(**limits)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("kind", ["Thread", "Timer"])
@@ -356,12 +382,10 @@ def test_a_channel_cannot_be_answered_with_its_own_frames(server: RecordingServe
             channel.receive()
 
 
-def test_callers_that_say_nothing_do_not_keep_others_out(
-    server: RecordingServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch, raw_connection(server) as slow:
-        patch.setattr(channels, "HANDSHAKE_S", 0.3)
-        silent = [socket.create_connection(server.address) for _ in range(channels._MAX_HANDSHAKES + 4)]
+def test_callers_that_say_nothing_do_not_keep_others_out() -> None:
+    server = RecordingServer(options=ChannelOptions(handshake_s=0.3, max_handshakes=8))
+    with raw_connection(server) as slow:
+        silent = [socket.create_connection(server.address) for _ in range(8 + 4)]
         until(lambda: server.listener.refused >= 5)  # too many at once
         for _ in range(20):  # a byte now and then is not enough
             with suppress(OSError):
@@ -370,7 +394,7 @@ def test_callers_that_say_nothing_do_not_keep_others_out(
         until(lambda: server.listener.refused == len(silent) + 1)
     for connection in silent:
         connection.close()
-    with client(server) as channel:
+    with closing(server.listener), client(server) as channel:
         channel.send(b"in")
         assert server.next() == b"in"
 
@@ -458,7 +482,7 @@ def test_no_bytes_are_a_proof(content: bytes, *, is_caller: bool) -> None:
         )
         there.shutdown(socket.SHUT_WR)
         with pytest.raises(ChannelError):
-            (channels._call if is_caller else channels._answer)(here, SECRET)
+            (channels._call if is_caller else channels._answer)(here, SECRET, DEFAULTS)
         here.shutdown(socket.SHUT_WR)
         assert len(receive_exactly(there, 64 if is_caller else channels._HELLO.size)) > 0
         assert there.recv(1) == b""
@@ -468,7 +492,7 @@ def test_no_bytes_are_a_proof(content: bytes, *, is_caller: bool) -> None:
 def test_no_bytes_are_a_frame(content: bytes, cut: int) -> None:
     """After a frame that is one, what comes is an error."""
     here, there = socket.socketpair()
-    channel = Channel(here, bytes(32), bytes(32))
+    channel = Channel(here, bytes(32), bytes(32), MAX_BYTES)
     with here, there:
         frame = struct.pack("<I", 5) + b"hello" + channels._Tags(bytes(32)).of(b"hello")
         there.sendall(frame + frame[:cut] + content)

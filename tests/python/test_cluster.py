@@ -20,8 +20,8 @@ from pool_reader import VOCAB, PoolReader, alone, is_whole
 from kvpool import ConfigError, PrefixCache
 from kvpool.cluster import ChannelError, ClusterRequest, Router, Worker, members, messages, parse_address
 from kvpool.cluster import channel as channels
-from kvpool.cluster import worker as workers
 from kvpool.cluster.messages import Join, Report
+from kvpool.cluster.worker import REPORT_S
 from kvpool.integrations.kv_events import EventPublisher
 from kvpool.remote import Endpoint, TransferError
 from kvpool.sampling import Sampling
@@ -38,11 +38,14 @@ SECRET = b"an open secret for tests"
 MODEL: dict[str, str | int] = {"model": "pool reader", "vocab_size": VOCAB}
 
 
+RETRY_S = 0.2
+
+
 class ClusterWorker:
     """A worker in a thread of its own."""
 
     def __init__(self, router: Router, name: str, role: Role, **sizes: Any) -> None:  # noqa: ANN401
-        model = sizes.pop("model", MODEL)
+        model, report_s = sizes.pop("model", MODEL), sizes.pop("report_s", REPORT_S)
         self.model = PoolReader(**{"size": 256, "page_size": 4} | sizes)
         cache = PrefixCache(self.model.allocator, events=True)
         self.engine = Engine(self.model, 32, prefix_cache=cache)
@@ -50,7 +53,15 @@ class ClusterWorker:
         where = "tcp://127.0.0.1:*"
         self.publisher = EventPublisher(cache, endpoint=where, replay_endpoint=where, secret=SECRET)
         self.worker = Worker(
-            self.engine, self.endpoint, name=name, role=role, model=model, publisher=self.publisher, lease_s=2
+            self.engine,
+            self.endpoint,
+            name=name,
+            role=role,
+            model=model,
+            publisher=self.publisher,
+            lease_s=2,
+            report_s=report_s,
+            retry_s=RETRY_S,
         )
         self.stop = threading.Event()
         self.error: BaseException | None = None
@@ -303,6 +314,27 @@ def test_a_worker_whose_name_routers_do_not_take_is_refused() -> None:
         ClusterWorker(router, "a#b", "decode")
 
 
+@pytest.mark.parametrize("name", ["lease_s", "report_s", "retry_s"])
+def test_a_worker_whose_times_are_none_is_refused(name: str) -> None:
+    model = PoolReader(64)
+    with direct_network.endpoint("a", model.pool) as endpoint:
+        times: dict[str, Any] = {name: 0}
+        with pytest.raises(ConfigError, match=f"{name} is 0; it must be above 0"):
+            Worker(Engine(model, 32), endpoint, name="a", role="decode", model=MODEL, **times)
+
+
+def test_a_worker_reports_as_often_as_it_was_told() -> None:
+    with cluster(0, 1) as (router, members):
+        members["rare"] = ClusterWorker(router, "rare", "decode", report_s=60.0)
+        until(router, lambda: router.stats()["workers"] == 2)
+        until(router, lambda: all(one.stats for one in router.workers()))
+        ends = time.monotonic() + 1.0
+        while time.monotonic() < ends:
+            router.step()
+        ages = {one.name: one.age_s for one in router.workers()}
+        assert ages["rare"] > 0.9 > ages["decode-0"]
+
+
 def test_workers_of_one_name_do_not_wear_out_the_router(caplog: pytest.LogCaptureFixture) -> None:
     """Each takes the place of the other, a few times a second."""
     with cluster(0, 1) as (router, members):
@@ -312,7 +344,7 @@ def test_workers_of_one_name_do_not_wear_out_the_router(caplog: pytest.LogCaptur
         while time.monotonic() < begun + 0.5:
             router.step(0.002)
         # Each of the two comes back at most once in this time, and may do so at its begin.
-        turns = (time.monotonic() - begun) / workers._RETRY_S + 1
+        turns = (time.monotonic() - begun) / RETRY_S + 1
         assert router.stats()["lost_workers"] - before <= 2 * turns
     assert "another of its name has joined" in caplog.text
 

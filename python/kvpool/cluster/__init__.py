@@ -3,15 +3,18 @@
 It needs `pip install 'kvpool[cluster]'`.
 """
 
-from kvpool.cluster.channel import ChannelError, parse_address, read_secret
+from kvpool._addresses import parse_address
+from kvpool.cluster.channel import ChannelError, ChannelOptions
 from kvpool.cluster.members import WorkerStatus
 from kvpool.cluster.messages import Role
 from kvpool.cluster.requests import ClusterRequest
 from kvpool.cluster.router import Router
+from kvpool.cluster.secret import read_secret
 from kvpool.cluster.worker import Worker
 
 __all__ = [
     "ChannelError",
+    "ChannelOptions",
     "ClusterRequest",
     "Role",
     "Router",

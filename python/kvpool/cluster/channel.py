@@ -10,6 +10,11 @@ A side that receives a wrong HMAC closes the connection. From then on a frame is
 endian), its payload and an HMAC of its number and payload, with keys derived from the secret and both
 challenges: nobody else can forge, change, drop or replay a frame. Frames are not encrypted. All HMACs use
 SHA-256.
+
+`multiprocessing.connection` proves a secret, too, but to one caller at a time, however long that one is
+silent, and nothing protects what is said afterwards; TLS takes a shared secret from Python 3.13 on alone.
+ZeroMQ, over which the events go, connects again by itself: a router has to know that a connection has ended,
+and with it all requests on it.
 """
 
 from __future__ import annotations
@@ -17,24 +22,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import queue
 import secrets
 import socket
-import stat
 import struct
 import threading
-import time
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvpool._addresses import is_loopback
 from kvpool.errors import ConfigError, KvPoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -46,79 +47,53 @@ VERSION: Final = 1
 MAX_BYTES: Final = 16 << 20
 """The largest payload."""
 
-MIN_SECRET_BYTES: Final = 16
-HANDSHAKE_S: Final = 5.0
-"""Seconds that a handshake may take."""
-
-SILENCE_S: Final = 30.0
-"""Seconds for which the other machine may acknowledge nothing, where the system has such a limit."""
-
-_MAX_HANDSHAKES: Final = 32
 _RETRY_S: Final = 0.05
-_MAX_UNSENT_BYTES: Final = 4 * MAX_BYTES
+"""Seconds until a listener tries again to accept callers, after the system has refused."""
+
 _MAGIC: Final = b"kvpool\r\n"
 _HELLO: Final = struct.Struct("<8sH32s")
 _LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<Q")
 _PROOF_BYTES: Final = 32
-_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 class ChannelError(KvPoolError):
     """A connection cannot be made, has ended, or has delivered what no member of the cluster sends."""
 
 
-def read_secret(path: str | None = None, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Read the shared secret from a file, or from the environment.
+@dataclass(frozen=True, kw_only=True)
+class ChannelOptions:
+    """The limits of a process for its connections. Those of the other end may differ.
 
-    Args:
-        path: The file; by default that which `KVPOOL_SECRET_FILE` names. White space around the secret is
-            not part of it. Without a file, `KVPOOL_SECRET` is the secret itself.
-        environment: The variables in which these are looked up.
-
-    Raises:
-        ConfigError: If there is no secret, it has less than 16 bytes, or the file cannot be read.
-    """
-    path = path or environment.get("KVPOOL_SECRET_FILE")
-    if path:
-        try:
-            secret = Path(path).read_bytes().strip()
-            mode = Path(path).stat().st_mode
-        except OSError as error:
-            raise ConfigError(f"the secret cannot be read: {error}") from error
-        if mode & _OTHERS:
-            _logger.warning("others may read the secret in %s: its mode is %o", path, stat.S_IMODE(mode))
-    elif environment.get("KVPOOL_SECRET"):
-        secret = environment["KVPOOL_SECRET"].strip().encode()
-    else:
-        raise ConfigError("there is no secret: name a file, or set KVPOOL_SECRET_FILE or KVPOOL_SECRET")
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(f"the secret has {len(secret)} bytes; at least {MIN_SECRET_BYTES} are needed")
-    return secret
-
-
-def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, int]:
-    """Return host and port of `host:port`.
-
-    Args:
-        name: The name of the argument.
-        address: Its value.
-        allow_remote: Whether other machines may be reached, or reach it.
+    Attributes:
+        handshake_s: Seconds that a handshake may take, and the attempt to reach a listener.
+        silence_s: Seconds for which the other machine may acknowledge nothing that it was sent, where the
+            system has such a limit, as Linux has. Then the connection has ended.
+        max_handshakes: Callers at once that have not proved yet that they know the secret.
+        max_unsent_bytes: Bytes that wait for an end that does not take them. More of them end the connection.
 
     Raises:
-        ConfigError: If it is not of this form, or is not a loopback address although it must be.
+        ConfigError: If a limit is not above 0, or `max_unsent_bytes` has no room for the largest payload.
     """
-    host, separator, port = address.rpartition(":")
-    if not (separator and host) or not (port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(
-            f"{name} is {address!r}, not a host and a port below 65536, such as '127.0.0.1:7000'"
-        )
-    if not allow_remote and not is_loopback(address):
-        raise ConfigError(
-            f"{name} is {address!r}, which is not a loopback address; messages are not encrypted. "
-            "Allow it in a network that you trust"
-        )
-    return host.removeprefix("[").removesuffix("]"), int(port)
+
+    handshake_s: float = 5.0
+    silence_s: float = 30.0
+    max_handshakes: int = 32
+    max_unsent_bytes: int = 4 * MAX_BYTES
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("handshake_s", self.handshake_s),
+            ("silence_s", self.silence_s),
+            ("max_handshakes", self.max_handshakes),
+        ):
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
+        if self.max_unsent_bytes < MAX_BYTES:
+            raise ConfigError(f"max_unsent_bytes is {self.max_unsent_bytes}; it must be at least {MAX_BYTES}")
+
+
+DEFAULTS: Final = ChannelOptions()
 
 
 class _State(Enum):
@@ -139,8 +114,11 @@ class Channel:
     One thread receives; any may send. Payloads are queued in memory, and a thread of the channel writes them.
     """
 
-    def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
+    def __init__(
+        self, connection: socket.socket, sending: bytes, receiving: bytes, max_unsent_bytes: int
+    ) -> None:
         self._connection = connection
+        self._max_unsent_bytes = max_unsent_bytes
         self._sending, self._receiving = _Tags(sending), _Tags(receiving)
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._unsent_bytes = 0
@@ -178,7 +156,7 @@ class Channel:
             if self.is_over:
                 raise ChannelError("the connection has ended")
             unsent = self._unsent_bytes + len(payload)
-            if unsent <= _MAX_UNSENT_BYTES:
+            if unsent <= self._max_unsent_bytes:
                 self._state, self._unsent_bytes = state, unsent
                 self._unsent.put(payload)
                 if state is _State.FINISHING:
@@ -262,24 +240,29 @@ class _Tags:
         return hmac.digest(self._key, number + payload, hashlib.sha256)
 
 
-def connect(address: tuple[str, int], secret: bytes) -> Channel:
+def connect(address: tuple[str, int], secret: bytes, options: ChannelOptions = DEFAULTS) -> Channel:
     """Return a channel to a listener.
+
+    Args:
+        address: Its host and port.
+        secret: The shared secret.
+        options: Limits of the connection.
 
     Raises:
         ChannelError: If nothing listens there, or it does not prove that it knows the secret.
     """
     try:
-        connection = socket.create_connection(address, HANDSHAKE_S)
+        connection = socket.create_connection(address, options.handshake_s)
     except OSError as error:
         raise ChannelError(f"{address[0]}:{address[1]} cannot be reached: {error}") from error
     try:
-        return _call(connection, secret)
+        return _call(connection, secret, options)
     except BaseException:
         connection.close()
         raise
 
 
-def _call(connection: socket.socket, secret: bytes) -> Channel:
+def _call(connection: socket.socket, secret: bytes, options: ChannelOptions) -> Channel:
     magic, version, theirs = _HELLO.unpack(_take(connection, _HELLO.size))
     if magic != _MAGIC or version != VERSION:
         raise ChannelError(f"the other end is not kvpool, or of version {version} and not {VERSION}")
@@ -287,17 +270,19 @@ def _call(connection: socket.socket, secret: bytes) -> Channel:
     _send(connection, mine + _proof(secret, b"caller", theirs, mine))
     if not hmac.compare_digest(_take(connection, _PROOF_BYTES), _proof(secret, b"listener", theirs, mine)):
         raise ChannelError("the other end does not know the secret")
-    return _ready(connection, secret, theirs, mine, is_caller=True)
+    sending, receiving = _keys(secret, theirs, mine)
+    return _ready(connection, sending, receiving, options)
 
 
-def _answer(connection: socket.socket, secret: bytes) -> Channel:
+def _answer(connection: socket.socket, secret: bytes, options: ChannelOptions) -> Channel:
     mine = secrets.token_bytes(_PROOF_BYTES)
     _send(connection, _HELLO.pack(_MAGIC, VERSION, mine))
     theirs = _take(connection, _PROOF_BYTES)
     if not hmac.compare_digest(_take(connection, _PROOF_BYTES), _proof(secret, b"caller", mine, theirs)):
         raise ChannelError("the other end does not know the secret")
     _send(connection, _proof(secret, b"listener", mine, theirs))
-    return _ready(connection, secret, mine, theirs, is_caller=False)
+    receiving, sending = _keys(secret, mine, theirs)
+    return _ready(connection, sending, receiving, options)
 
 
 def _proof(secret: bytes, who: bytes, listener: bytes, caller: bytes) -> bytes:
@@ -307,17 +292,21 @@ def _proof(secret: bytes, who: bytes, listener: bytes, caller: bytes) -> bytes:
     )
 
 
-def _ready(
-    connection: socket.socket, secret: bytes, listener: bytes, caller: bytes, *, is_caller: bool
-) -> Channel:
-    keys = [_proof(secret, who, listener, caller) for who in (b"caller sends", b"listener sends")]
-    sending, receiving = keys if is_caller else reversed(keys)
+def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of what the caller sends, and of what the listener sends."""
+    return (
+        _proof(secret, b"caller sends", listener, caller),
+        _proof(secret, b"listener sends", listener, caller),
+    )
+
+
+def _ready(connection: socket.socket, sending: bytes, receiving: bytes, options: ChannelOptions) -> Channel:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # Without this limit, sending to a machine that is down fails only after a quarter of an hour.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_S * 1000))
-    return Channel(connection, sending, receiving)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.silence_s * 1000))
+    return Channel(connection, sending, receiving, options.max_unsent_bytes)
 
 
 def _send(connection: socket.socket, content: bytes) -> None:
@@ -348,6 +337,7 @@ class Listener:
         address: Host and port; port 0 for any.
         secret: The shared secret.
         on_channel: Called with each channel, which is closed when it returns.
+        options: Limits of its connections.
 
     Attributes:
         address: Host and port.
@@ -358,18 +348,23 @@ class Listener:
     """
 
     def __init__(
-        self, address: tuple[str, int], secret: bytes, on_channel: Callable[[Channel], object]
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        on_channel: Callable[[Channel], object],
+        options: ChannelOptions = DEFAULTS,
     ) -> None:
         self.refused: int = 0
         self._secret = secret
         self._on_channel = on_channel
-        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
+        self._options = options
+        self._handshakes = threading.Semaphore(options.max_handshakes)
         self._open: set[Channel] = set()
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._closed = threading.Event()
         try:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            self._socket = socket.create_server(address, family=family, backlog=_MAX_HANDSHAKES)
+            self._socket = socket.create_server(address, family=family, backlog=options.max_handshakes)
         except OSError as error:
             raise ConfigError(f"cannot listen at {address[0]}:{address[1]}: {error}") from error
         host, port = self._socket.getsockname()[:2]
@@ -379,7 +374,7 @@ class Listener:
     def close(self) -> None:
         """Listen no longer, and end all channels."""
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             channels = [*self._open]
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -393,16 +388,18 @@ class Listener:
             try:
                 connection, address = self._socket.accept()
             except OSError as error:  # the listener is closed, or too many files are open
-                if self._is_closed:
+                if self._closed.is_set():
                     return
                 if not is_failing:
                     _logger.warning("connections cannot be accepted, and are tried again: %s", error)
                 is_failing = True
-                time.sleep(_RETRY_S)
+                self._closed.wait(_RETRY_S)
                 continue
             is_failing = False
             if not self._handshakes.acquire(blocking=False):
-                self._refuse(connection, address, f"{_MAX_HANDSHAKES} other handshakes are in progress")
+                self._refuse(
+                    connection, address, f"{self._options.max_handshakes} other handshakes are in progress"
+                )
                 continue
             try:
                 threading.Thread(target=self._handshake, args=(connection, address), daemon=True).start()
@@ -413,12 +410,12 @@ class Listener:
     def _handshake(self, connection: socket.socket, address: tuple[object, ...]) -> None:
         try:
             # A caller that sends a byte now and then does not stay longer than one that sends none.
-            timer = threading.Timer(HANDSHAKE_S, _end, [connection])
+            timer = threading.Timer(self._options.handshake_s, _end, [connection])
             timer.daemon = True
             try:
                 timer.start()
-                connection.settimeout(HANDSHAKE_S)
-                channel = _answer(connection, self._secret)
+                connection.settimeout(self._options.handshake_s)
+                channel = _answer(connection, self._secret, self._options)
             finally:
                 timer.cancel()
                 self._handshakes.release()
@@ -426,7 +423,7 @@ class Listener:
             self._refuse(connection, address, str(error))
             return
         with self._lock:
-            if not self._is_closed:
+            if not self._closed.is_set():
                 self._open.add(channel)
         try:
             if channel in self._open:

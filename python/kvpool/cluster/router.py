@@ -10,10 +10,10 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from kvpool._addresses import check_endpoint
+from kvpool._addresses import check_endpoint, parse_address
 from kvpool._closing import Closing
 from kvpool.cluster import messages
-from kvpool.cluster.channel import ChannelError, Listener, drain, parse_address
+from kvpool.cluster.channel import DEFAULTS, ChannelError, Listener, drain
 from kvpool.cluster.members import Members
 from kvpool.cluster.messages import Abort, Connect, Disconnect, Join, Refused, Report
 from kvpool.cluster.requests import ClusterRequest, as_work
@@ -24,7 +24,7 @@ from kvpool.serving.sampling import Sampling
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvpool.cluster.channel import Channel
+    from kvpool.cluster.channel import Channel, ChannelOptions
     from kvpool.cluster.members import Member, WorkerStatus
     from kvpool.cluster.messages import ToRouter, ToWorker
     from kvpool.typing import Namespace
@@ -44,7 +44,7 @@ class Router(Closing):
     Use it from one thread. Threads of its own receive from workers.
 
     Args:
-        secret: The shared secret: see `kvpool.cluster.channel.read_secret`.
+        secret: The shared secret: see `kvpool.cluster.read_secret`.
         address: Host and port to listen at; port 0 is any that is free.
         allow_remote: Whether workers may be on other machines, which connect to this one and publish events
             that the router receives. Messages are not encrypted.
@@ -53,6 +53,7 @@ class Router(Closing):
             no step may take that long.
         max_losses: The number of lost workers at which a request fails that they had: the request itself may
             have ended them.
+        channels: Limits of the connections.
 
     Raises:
         ConfigError: If the address cannot be listened at, or a number is not above 0.
@@ -67,6 +68,7 @@ class Router(Closing):
         model: dict[str, str | int] | None = None,
         lost_after_s: float = 20.0,
         max_losses: int = 3,
+        channels: ChannelOptions = DEFAULTS,
     ) -> None:
         for name, value in (("lost_after_s", lost_after_s), ("max_losses", max_losses)):
             if not value > 0:
@@ -88,7 +90,7 @@ class Router(Closing):
         self._received: queue.SimpleQueue[tuple[Channel, ToRouter | ChannelError]] = queue.SimpleQueue()
         try:
             where = parse_address("address", address, allow_remote=allow_remote)
-            self._listener = Listener(where, secret, self._listen)
+            self._listener = Listener(where, secret, self._listen, channels)
         except BaseException:
             self._subscriber.close()
             raise

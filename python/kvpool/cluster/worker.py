@@ -9,13 +9,13 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvpool.cluster import messages
-from kvpool.cluster.channel import ChannelError, connect, drain
+from kvpool.cluster.channel import DEFAULTS, ChannelError, connect, drain
 from kvpool.cluster.handover import Incoming, Outgoing
 from kvpool.cluster.messages import Abort, Connect, Disconnect, Join, Refused, Report, Work
 from kvpool.errors import ConfigError, KvPoolError
 
 if TYPE_CHECKING:
-    from kvpool.cluster.channel import Channel
+    from kvpool.cluster.channel import Channel, ChannelOptions
     from kvpool.cluster.messages import Role, ToWorker
     from kvpool.integrations.kv_events import EventPublisher
     from kvpool.remote import Endpoint, Peer
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("kvpool")
 
 REPORT_S: Final = 0.25
-"""Seconds between two reports of a worker. A router that receives none for much longer counts it as lost."""
+"""Seconds between two reports of a worker, by default."""
 
 _IDLE_S: Final = 0.01
-_RETRY_S: Final = 0.2
+"""Seconds that a worker without requests waits for messages of the router, before it answers peers again."""
 
 
 class Worker:
@@ -45,9 +45,13 @@ class Worker:
         publisher: Publishes the events of the engine's prefix cache: the router learns from them which
             prefixes are cached here.
         lease_s: Seconds for which rows are lent to the next worker.
+        report_s: Seconds between two reports of its statistics. A router that receives none for
+            `lost_after_s` counts it as lost.
+        retry_s: Seconds until it tries again to reach a router that is not there, or has disconnected it.
+        channels: Limits of the connection to a router.
 
     Raises:
-        ConfigError: If the name or the model cannot be sent to a router.
+        ConfigError: If the name or the model cannot be sent to a router, or a time is not above 0.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
@@ -60,11 +64,18 @@ class Worker:
         model: dict[str, str | int],
         publisher: EventPublisher | None = None,
         lease_s: float = 30.0,
+        report_s: float = REPORT_S,
+        retry_s: float = 0.2,
+        channels: ChannelOptions = DEFAULTS,
     ) -> None:
+        for argument, value in (("lease_s", lease_s), ("report_s", report_s), ("retry_s", retry_s)):
+            if not value > 0:
+                raise ConfigError(f"{argument} is {value}; it must be above 0")
         self._engine = engine
         self._endpoint = endpoint
         self._publisher = publisher
-        self._lease_s = lease_s
+        self._lease_s, self._report_s, self._retry_s = lease_s, report_s, retry_s
+        self._channels = channels
         self._join = Join(
             name,
             role,
@@ -94,19 +105,19 @@ class Worker:
         is_reported = False
         while not stop.is_set():
             try:
-                channel = connect(address, secret)
+                channel = connect(address, secret, self._channels)
             except ChannelError as error:
                 if not is_reported:
                     _logger.warning("%s waits for a router: %s", self._join.name, error)
                 is_reported = True
-                stop.wait(_RETRY_S)
+                stop.wait(self._retry_s)
                 continue
             is_reported = False
             try:
                 self.serve(channel, stop)
             except ChannelError as error:
                 _logger.warning("%s has lost its router: %s", self._join.name, error)
-                stop.wait(_RETRY_S)  # a router that disconnects this worker may do so at once again
+                stop.wait(self._retry_s)  # a router that disconnects this worker may do so at once again
 
     def serve(self, channel: Channel, stop: threading.Event) -> None:
         """Serve a router until the connection is lost, or `stop` is set.
@@ -203,9 +214,9 @@ class Worker:
             return None
 
     def _send_report(self, channel: Channel) -> None:
-        """Send the events since the last report, and each `REPORT_S` the statistics of the engine."""
+        """Send the events since the last report, and each `report_s` the statistics of the engine."""
         report, now = self._report, time.monotonic()
-        is_due = now - self._reported >= REPORT_S
+        is_due = now - self._reported >= self._report_s
         if not (is_due or report.tokens or report.lent or report.failed):
             return
         self._report = Report()

@@ -1,0 +1,48 @@
+"""The secret that the processes of a cluster share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_logger = logging.getLogger("kvpool")
+
+_MIN_BYTES: Final = 16
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+def read_secret(path: str | None = None, environment: Mapping[str, str] = os.environ) -> bytes:
+    """Read the shared secret from a file, or from the environment.
+
+    Args:
+        path: The file; by default that which `KVPOOL_SECRET_FILE` names. White space around the secret is
+            not part of it. Without a file, `KVPOOL_SECRET` is the secret itself.
+        environment: The variables in which these are looked up.
+
+    Raises:
+        ConfigError: If there is no secret, it has less than 16 bytes, or the file cannot be read.
+    """
+    path = path or environment.get("KVPOOL_SECRET_FILE")
+    if path:
+        try:
+            secret = Path(path).read_bytes().strip()
+            mode = Path(path).stat().st_mode
+        except OSError as error:
+            raise ConfigError(f"the secret cannot be read: {error}") from error
+        if mode & _OTHERS:
+            _logger.warning("others may read the secret in %s: its mode is %o", path, stat.S_IMODE(mode))
+    elif environment.get("KVPOOL_SECRET"):
+        secret = environment["KVPOOL_SECRET"].strip().encode()
+    else:
+        raise ConfigError("there is no secret: name a file, or set KVPOOL_SECRET_FILE or KVPOOL_SECRET")
+    if len(secret) < _MIN_BYTES:
+        raise ConfigError(f"the secret has {len(secret)} bytes; at least {_MIN_BYTES} are needed")
+    return secret
