@@ -39,7 +39,6 @@ SMALL = ServeConfig(requests=0, pool_size=512, page_size=4)
 def environ(nixl: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name, value in nixl.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(clusters, "START_S", PATIENCE_S)
     return nixl
 
 
@@ -76,7 +75,7 @@ def test_answers_are_the_same_whoever_is_stopped_or_killed() -> None:
     with Router(secret, model=common(SMALL), lost_after_s=1.5, max_losses=9) as router:
         cluster = Cluster(router)
         with children(SMALL, Options(prefill=1, decode=2), cluster, secret) as processes:
-            cluster.wait(1, 2)
+            cluster.wait(1, 2, PATIENCE_S)
             service = Service(SMALL, cluster)
             deadline = time.monotonic() + PATIENCE_S
             for _ in plot(router, processes):
@@ -176,6 +175,7 @@ def invoke(*arguments: str) -> str:
         (["--role", "decode", "--router", "10.0.0.1:1"], "not a loopback address"),
         (["--role", "router", "--listen", "0.0.0.0:1"], "not a loopback address"),
         (["--role", "router", "--secret-file", "/nowhere"], "the secret cannot be read"),
+        (["--role", "router", "--join-timeout", "0"], "0 of 1 workers for prompts and 0 of 1"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -188,7 +188,7 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 @pytest.mark.usefixtures("environ")
-def test_workers_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_do_not_come_are_an_error() -> None:
     secret = new_secret()
     with Router(secret) as router:
         cluster = Cluster(router)
@@ -196,11 +196,10 @@ def test_workers_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) 
             children(ServeConfig(page_size=0), Options(prefill=1), cluster, secret),
             pytest.raises(ConfigError, match=r"prefill-0 has ended with status 2:\n(?s:.)*--page-size"),
         ):
-            cluster.wait(1, 0)
-        monkeypatch.setattr(clusters, "START_S", 0.05)
+            cluster.wait(1, 0, PATIENCE_S)
         cluster.check = lambda: None
-        with pytest.raises(ConfigError, match="0 of 1 workers for prompts and 0 of 2 for what follows"):
-            cluster.wait(1, 2)
+        with pytest.raises(ConfigError, match=r"0 of 1 workers for prompts and 0 of 2 .* in 0\.05 s"):
+            cluster.wait(1, 2, 0.05)
 
 
 def test_workers_that_do_not_end_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

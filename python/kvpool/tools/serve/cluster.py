@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from kvpool.serving.generation import Generation
     from kvpool.tools.serve.service import ServeConfig
 
-START_S: Final = 120.0
-"""Seconds that workers may take to join."""
-
 END_S: Final = 10.0
-"""Seconds that they may take to end."""
+"""Seconds that workers may take to end."""
 
 _TAIL: Final = 2000
 
@@ -53,6 +50,7 @@ class Options(NamedTuple):
         allow_remote: Whether other machines are part of the cluster.
         host: The address of this machine at which a worker publishes events.
         network: The network devices through which rows are read.
+        join_timeout_s: Seconds that workers may take to join.
     """
 
     role: str = ""
@@ -65,6 +63,7 @@ class Options(NamedTuple):
     allow_remote: bool = False
     host: str = "127.0.0.1"
     network: str = "lo"
+    join_timeout_s: float = 120.0
 
     def check(self, config: ServeConfig) -> None:
         """Raise `ConfigError` if they do not go together."""
@@ -132,13 +131,13 @@ class Cluster:
         self.check: Callable[[], object] = lambda: None
         self._busy = 0.0
 
-    def wait(self, prefill: int, decode: int) -> None:
-        """Wait for so many workers of each role.
+    def wait(self, prefill: int, decode: int, timeout_s: float) -> None:
+        """Wait for so many workers of each role, at most for `timeout_s` seconds.
 
         Raises:
             ConfigError: If they do not come.
         """
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + timeout_s
         while True:
             alive = [one.role for one in self.router.workers() if one.is_alive and one.stats]
             if alive.count("prefill") >= prefill and alive.count("decode") >= decode:
@@ -146,7 +145,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"{alive.count('prefill')} of {prefill} workers for prompts and "
-                    f"{alive.count('decode')} of {decode} for what follows have joined in {START_S:.0f} s"
+                    f"{alive.count('decode')} of {decode} for what follows have joined in {timeout_s:g} s"
                 )
             self.check()
             self.router.step()

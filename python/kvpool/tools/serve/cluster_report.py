@@ -33,7 +33,7 @@ def run(config: ServeConfig, options: Options, console: Console) -> ServeResult:
         cluster = Cluster(router)
         console.print(f"router at {router.address}", highlight=False)
         with nullcontext() if options.role else children(config, options, cluster, secret):
-            cluster.wait(max(options.prefill, 1), max(options.decode, 1))
+            cluster.wait(max(options.prefill, 1), max(options.decode, 1), options.join_timeout_s)
 
             def now(stats: dict[str, int], rate: float) -> Group:
                 return Group(table(router.workers()), f"{stats['finished']:,} finished, {rate:,.0f} tokens/s")

@@ -37,6 +37,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     allow_remote: parameters.AllowRemote = False,
     host: parameters.Host = "127.0.0.1",
     network: parameters.Network = "lo",
+    join_timeout: parameters.JoinTimeout = 120.0,
     until_stdin_ends: parameters.UntilStdinEnds = False,
     as_json_object: parameters.Json = False,
 ) -> None:
@@ -91,6 +92,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
                 allow_remote=allow_remote,
                 host=host,
                 network=network,
+                join_timeout_s=join_timeout,
             )
             if role in {"prefill", "decode"}:
                 cluster.work(config, options, until_stdin_ends=until_stdin_ends)

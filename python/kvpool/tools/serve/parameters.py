@@ -57,4 +57,7 @@ Host: TypeAlias = Annotated[str, typer.Option(help="Address at which a worker pu
 Network: TypeAlias = Annotated[
     str, typer.Option(help="Network devices of a worker for rows, as UCX has them.")
 ]
+JoinTimeout: TypeAlias = Annotated[
+    float, typer.Option(min=0, metavar="SECONDS", help="How long a router waits for its workers to join.")
+]
 UntilStdinEnds: TypeAlias = Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)]

@@ -340,15 +340,12 @@ class Service:
     def _settle(self) -> None:
         """Wait until nothing is copied any more: slots may be in use by that alone."""
         deadline = perf_counter() + _SETTLE_S
-        while (self.server.stats()["in_use"] or self._moving()) and perf_counter() < deadline:
-            self.server.step()
-            sleep(0.001)
-
-    def _moving(self) -> int:
-        if self.pools is None or self.pools.tier is None:
-            return 0
-        stats = self.pools.tier.stats()
-        return stats["arriving"] + stats["storing"]
+        if self.pools is not None and self.pools.cache is not None:
+            self.pools.cache.wait_written(_SETTLE_S)
+        while self.server.stats()["in_use"] and perf_counter() < deadline:
+            # A cluster waits for reports. An engine has nothing to do but a load that was given up.
+            if not self.server.step():
+                sleep(0.001)
 
     def check(self, result: ServeResult, update: Callable[[], object] | None = None) -> None:
         """Compare every request with the model alone, and record the differences.
