@@ -214,7 +214,7 @@ verify-types: $(EXTENSION) $(VENV)/.test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --verifytypes kvpool --ignoreexternal --outputjson > $(VENV)/types.json; \
 	    $(BIN)/python tests/typing/completeness.py $(VENV)/types.json
 
-# The stub and the API page are what the extension has.
+# The stub and the pages of docs/api are what the extension has.
 stub-lint: $(EXTENSION) $(VENV)/.test
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file tests/stubtest.ini
 	$(BIN)/python docs/api.py --check
@@ -438,7 +438,7 @@ chart: $(EXTENSION) $(VENV)/.tools
 soak: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python tests/soak/soak.py --minutes $(SOAK_MINUTES) --device $(SOAK_DEVICE) --out target
 
-# The docstrings of the stub, and docs/api.md.
+# The docstrings of the stub, and the pages of docs/api.
 api: $(EXTENSION) $(VENV)/.test
 	$(BIN)/python docs/api.py
 	$(BIN)/ruff format python/kvpool/_kvpool.pyi

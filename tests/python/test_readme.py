@@ -195,6 +195,15 @@ def test_every_class_has_its_section_source_and_tests() -> None:
             assert (ROOT / path).is_file(), path
 
 
+def test_everything_public_is_on_one_page_of_the_reference() -> None:
+    text = "\n".join(text_of(page) for page in (ROOT / "docs" / "api").glob("*.md"))
+    headings = re.findall(r"^## `kvpool\.(\w+)`$", text, flags=re.MULTILINE)
+    described = {name for name in kvpool.__all__ if isinstance(getattr(kvpool, name), type)}
+    assert described <= {*headings}
+    assert {"make_req_to_token_pool", "snapshot", "serving", "remote", "cluster", "typing"} <= {*headings}
+    assert len(headings) == len({*headings})
+
+
 @each_page
 def test_files_that_pages_name_exist(page: Path) -> None:
     for code in code_in(prose(page)):

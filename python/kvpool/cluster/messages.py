@@ -27,6 +27,7 @@ _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Tokens: TypeAlias = Annotated[list[_Token], msgspec.Meta(max_length=MAX_TOKENS)]
 
 Role: TypeAlias = Literal["prefill", "decode"]
+"""What a worker computes: prompts, or the tokens that follow."""
 
 
 class _Message(msgspec.Struct, tag=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Indices: TypeAlias = npt.NDArray[np.int32]
+"""Numbers of rows."""
 
 
 class Memory(NamedTuple):

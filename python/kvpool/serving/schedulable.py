@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvpool.typing import Namespace
 
 State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
+"""The state of a request."""
 
 Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.int32]"
 """Token ids."""

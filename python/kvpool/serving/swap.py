@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvpool._kvpool import Load
 
 SwapMode: TypeAlias = Literal["auto", "load", "compute"]
+"""What happens to the part of a prefix that only a tier below the cache has: see `Engine`."""
 
 _MODES: Final[tuple[SwapMode, ...]] = ("auto", "load", "compute")
 
