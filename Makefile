@@ -1,4 +1,4 @@
-# Everything is installed into .venv. `make demo` and `make test` need Rust, Python 3.10+ with pip, and a C compiler.
+# Everything is installed into .venv. `make demo` and `make test` need Rust, Python 3.11+ with pip, and a C compiler.
 
 PYTHON ?= python3
 VENV := .venv
@@ -90,7 +90,7 @@ endef
 
 .PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test old-torch-test process-test software-test \
     rust-lint python-lint stub-lint kernel-lint verify-types wheel-lint licences wheels \
-    orders fuzz fuzz-build fuzz-briefly histories mutants miri soak soak-threads gpu gpu-package
+    version-test orders fuzz fuzz-build fuzz-briefly histories mutants miri soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, and conversations with the prefix cache and without, with
@@ -138,6 +138,10 @@ old-torch-test: $(EXTENSION) $(VENV)/.test $(OLD_TORCH)/.installed
 	if test -d $(OLD_TORCH)/torch; then LD_LIBRARY_PATH=$(abspath $(OLD_TORCH)/lib) PYTHONPATH=$(abspath $(OLD_TORCH)) \
 	    $(BIN)/python -m pytest --capture=sys tests/python/test_dlpack.py tests/python/test_indices.py -k 'not numpy'; \
 	    else echo "skipped, as PyTorch 2.4 has packages for x86-64 Linux and Python up to 3.12 alone"; fi
+
+# What any CPython that is supported can run: every test on the CPU, without engines and, on 3.10, without transformers.
+version-test: $(EXTENSION) $(VENV)/.test
+	$(BIN)/python -m pytest --capture=sys
 
 software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --capture=sys --software -m cuda
@@ -474,7 +478,7 @@ $(EXTENSION): $(VENV)/.compiled | $(VENV)/.tools
 
 # Few of the modules of PyTorch and transformers are imported: Python compiles these when they are.
 $(VENV)/.tools: pyproject.toml $(BIN)/python
-	$(INSTALL) torch 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' 'transformers>=5.21,<6'
+	$(INSTALL) torch 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' "transformers>=5.21,<6; python_version >= '3.11'"
 	touch $@
 
 # Not after the extension, whose link takes a minute of one core alone.

@@ -461,7 +461,7 @@ def test_nothing_works_without_cpu_pools(tmp_path: Path) -> None:
 def test_commands_need_their_libraries(
     missing: dict[str, None], serve: bool, replay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions(monkeypatch, **missing)
+    versions(monkeypatch, **{"transformers": "5.24.0"} | missing)
     report = diagnose(tmp_path, {"cpu": WORKS, "cuda:0": FAILS})
     assert (report.verdict("serve").works, report.verdict("replay").works) == (serve, replay)
     if missing:
@@ -473,6 +473,7 @@ def test_commands_need_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         libraries, "torch_state", lambda _: libraries.TorchState([], "it is broken", "mend it")
     )
+    versions(monkeypatch, transformers="5.24.0")
     report = diagnose(tmp_path, {"cpu": WORKS, "cuda:0": FAILS})
     for name in ("torch", "serve", "replay"):
         verdict = report.verdict(name)

@@ -44,6 +44,15 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def test_classifiers_name_the_pythons_that_ci_runs() -> None:
+    project, workflow = text_of(ROOT / "pyproject.toml"), text_of(ROOT / ".github" / "workflows" / "ci.yml")
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    versions = re.findall(r"^ +python-version: (.*)$", workflow, flags=re.MULTILINE)
+    run = {version for line in versions for version in re.findall(r'"(3\.\d+)"', line)}
+    assert {*named} == run
+    assert f'requires-python = ">={named[0]}"' in project
+
+
 def test_extras_that_are_named_exist() -> None:
     table = (
         text_of(ROOT / "pyproject.toml").partition("[project.optional-dependencies]")[2].partition("\n[")[0]
