@@ -37,8 +37,10 @@ from kvpool.integrations.kv_events import (
     PrefixIndex,
     decode,
     encode,
+    messages,
     page_keys,
 )
+from kvpool.integrations.kv_events import publisher as publishers
 from kvpool.integrations.kv_events.feed import Feed
 from kvpool.integrations.kv_events.messages import BATCH_TOKENS, batches
 
@@ -809,6 +811,33 @@ def test_a_batch_that_is_too_large_ends_the_connection() -> None:
         worker.send_multipart([b"", bytes(8), bytes(1001)])
         until(subscriber, lambda: not subscriber.is_connected("a"))
         assert subscriber.stats()["batches"] == 0
+
+
+def test_an_interrupt_loses_no_event(
+    index: PrefixIndex, subscriber: EventSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several batches some were sent: they are sent again, in order."""
+    cache = make_cache(1, 200)
+    monkeypatch.setattr(messages, "BATCH_TOKENS", 8)
+    with open_publisher(cache) as publisher:
+        subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
+        until(subscriber, lambda: subscriber.is_connected("a"))
+        insert(cache, range(60))
+        cache.evict(60)
+        insert(cache, range(50))
+        sent = publishers._Buffer.append
+
+        def append(buffer: Any, number: int, payload: bytes) -> None:  # noqa: ANN401
+            sent(buffer, number, payload)
+            if number == 3:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(publishers._Buffer, "append", append)
+            publisher.publish()
+        assert publisher.publish() > 3
+        until(subscriber, lambda: index.match(range(60)) == {"a": 50})
+        assert publisher.publish() == 0
 
 
 def test_threads_publish_one_order(index: PrefixIndex, subscriber: EventSubscriber) -> None:

@@ -8,7 +8,8 @@ import time
 import weakref
 from collections import deque
 from contextlib import ExitStack, suppress
-from itertools import count
+from itertools import chain, count
+from operator import methodcaller
 from typing import TYPE_CHECKING, Final, TypedDict
 
 import zmq
@@ -30,6 +31,7 @@ _MOST_ASKED_BYTES: Final = 4096  # of a subscription or a request
 _REQUEST_PARTS: Final = 3
 
 _numbers = count()
+_take_events = methodcaller("events")
 
 
 class PublisherStats(TypedDict):
@@ -136,8 +138,8 @@ class EventPublisher(Closing):
                 self._replay_endpoint = bind(router, "replay_endpoint", replay_endpoint)
                 self._replays = _Replays(router, self._buffer, self._topic)
                 opened.callback(self._replays.close)
-            # What is cached already, for the first batch. Nothing is taken if anything before has failed.
-            self._before = cache.events()
+            # What is not sent yet: at first what is cached. Nothing is taken if anything before has failed.
+            self._unsent = cache.events()
             self._end = weakref.finalize(self, _close, opened.pop_all(), self._process)
 
     @property
@@ -153,7 +155,9 @@ class EventPublisher(Closing):
     def publish(self) -> int:
         """Send what came and went since the last call, if anything did. Call it once a step of the engine.
 
-        It does not wait for subscribers. Events beyond 65,536 tokens are sent as several batches.
+        It does not wait for subscribers. Events beyond 65,536 tokens are sent as several batches. If an
+        exception ends a call early, such as the `KeyboardInterrupt` of Ctrl-C, the next one sends its events
+        again.
 
         Returns:
             The number of batches.
@@ -163,15 +167,13 @@ class EventPublisher(Closing):
         """
         with self._lock:
             self._check_open()
-            events = self._cache.events()
-            if self._before:
-                events, self._before = [*self._before, *events], []
-            if not events:
-                return 0
+            # No interrupt comes between the two: events are either with the cache or here.
+            self._unsent.extend(chain.from_iterable(map(_take_events, [self._cache])))
             first = self._next
-            for batch in batches(events, self._page_size, int_hashes=self._int_hashes):
+            for batch in batches(self._unsent, self._page_size, int_hashes=self._int_hashes):
                 self._send(encode(EventBatch(time.time(), batch, self._rank)))
                 self._events += len(batch)
+            self._unsent.clear()
             return self._next - first
 
     def _send(self, payload: bytes) -> None:
@@ -185,8 +187,10 @@ class EventPublisher(Closing):
         except zmq.Again:  # a queue is full: others still get it
             self._stalls += 1
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
-            self._pub.send_multipart(parts, zmq.NOBLOCK)
-            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+            try:
+                self._pub.send_multipart(parts, zmq.NOBLOCK)
+            finally:
+                self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def stats(self) -> PublisherStats:
         """Return statistics.
