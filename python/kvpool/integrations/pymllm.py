@@ -22,6 +22,7 @@ from pymllm.mem_cache import chunk_cache
 
 import kvpool
 from kvpool import PrefixTree, TokenToKVPoolAllocator
+from kvpool.integrations.seams import EngineMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -265,7 +266,7 @@ def _originals() -> list[tuple[str, Any, Any]]:
     """Return the name, the object and the replacement of each seam.
 
     Raises:
-        RuntimeError: If one is missing, or takes other arguments than its replacement.
+        EngineMismatchError: If one is missing, or takes other arguments than its replacement.
     """
     found = []
     for module_name, names in _SEAMS.items():
@@ -273,13 +274,13 @@ def _originals() -> list[tuple[str, Any, Any]]:
         for name, ours in names.items():
             theirs = getattr(module, name, None)
             if theirs is None:
-                raise RuntimeError(
+                raise EngineMismatchError(
                     f"pymllm {version()} has no {module_name}.{name}, which kvpool looked for; "
                     f"tested are {', '.join(TESTED)}"
                 )
             unknown = [each for each in _parameters(theirs) if each not in _parameters(ours)]
             if unknown:
-                raise RuntimeError(
+                raise EngineMismatchError(
                     f"{module_name}.{name} of pymllm {version()} takes {', '.join(unknown)}, which kvpool's "
                     f"{ours.__name__} does not take; tested are {', '.join(TESTED)}"
                 )
@@ -293,8 +294,8 @@ def enable() -> None:
     Does nothing if they are there already. A version of pymllm that was not tested is warned about.
 
     Raises:
-        RuntimeError: If pymllm lacks a name that is to be replaced, or its arguments have changed. Nothing is
-            replaced then.
+        EngineMismatchError: If pymllm lacks a name that is to be replaced, or its arguments have changed.
+            Nothing is replaced then.
     """
     if _replaced:
         return
