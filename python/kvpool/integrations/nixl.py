@@ -13,7 +13,7 @@ import threading
 import traceback
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvpool.errors import ConfigError
 from kvpool.remote import Endpoint as AnyEndpoint
@@ -23,12 +23,13 @@ from kvpool.remote.reads import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from kvpool._kvpool import GDNPool, KVPool
     from kvpool.remote import Blocks, Indices, Memory
 
 __all__ = ["Endpoint", "EndpointStats", "Peer", "RemoteSlots", "SlotLease", "Transfer", "TransferError"]
-
-_Nixl: TypeAlias = Any  # it has no types
 
 # UCX, through which NIXL sends, takes its settings from the environment when an agent is made. Over TCP it
 # reads in pieces of 8 KiB by default, at half of the speed.
@@ -38,6 +39,26 @@ _environment = threading.Lock()
 # The thread of an agent sleeps until the network has something for it, and looks by itself after so many
 # microseconds. NIXL's Python class lets it look all the time.
 _LOOK_US = 10_000
+
+
+class NixlAgent(Protocol):
+    """The methods of `nixl.nixl_agent` that are used. Its handles and rows are objects of its own."""
+
+    agent: object
+
+    def create_backend(self, backend: str, /) -> object: ...
+    def register_memory(self, memory: list[tuple[int, int, int, str]], kind: str, /) -> object: ...
+    def prep_xfer_dlist(self, peer: str, rows: npt.NDArray[np.uint64], kind: str, /) -> object: ...
+    def get_agent_metadata(self) -> bytes: ...
+    def add_remote_agent(self, metadata: bytes, /) -> str | bytes: ...
+    def make_prepped_xfer(  # noqa: PLR0913, PLR0917
+        self, operation: str, local: object, here: Indices, remote: object, there: Indices, note: bytes, /
+    ) -> object: ...
+    def transfer(self, handle: object, /) -> str: ...
+    def check_xfer_state(self, handle: object, /) -> str: ...
+    def release_xfer_handle(self, handle: object, /) -> object: ...
+    def get_new_notifs(self) -> dict[str, list[bytes]]: ...
+    def send_notif(self, peer: str, note: bytes, /) -> object: ...
 
 
 @contextmanager
@@ -68,7 +89,7 @@ def _failures(what: str) -> Iterator[None]:
 
 
 class _Reading:
-    def __init__(self, agent: _Nixl, handle: _Nixl) -> None:
+    def __init__(self, agent: NixlAgent, handle: object) -> None:
         self._agent = agent
         self._handle = handle
 
@@ -87,7 +108,7 @@ class _Reading:
 class _Link:
     """A peer, and its rows as the agent has prepared them. It ends with the agent."""
 
-    def __init__(self, agent: _Agent, name: str, blocks: list[_Nixl]) -> None:
+    def __init__(self, agent: _Agent, name: str, blocks: list[object]) -> None:
         self._agent = agent
         self._name = name
         self._blocks = blocks
@@ -105,9 +126,9 @@ class _Agent:
     """A NIXL agent, and what it has registered."""
 
     def __init__(
-        self, agent: _Nixl, memory: Sequence[Memory], blocks: tuple[Blocks, ...], *, is_own: bool
+        self, agent: NixlAgent, memory: Sequence[Memory], blocks: tuple[Blocks, ...], *, is_own: bool
     ) -> None:
-        self._agent = agent
+        self._nixl: NixlAgent | None = agent
         self._is_own = is_own
         with _failures("register memory"):
             self._registered = [
@@ -116,7 +137,13 @@ class _Agent:
             ]
             self._blocks = [self._prepared("", rows) for rows in blocks]
 
-    def _prepared(self, name: str, rows: Blocks) -> _Nixl:
+    @property
+    def _agent(self) -> NixlAgent:
+        if self._nixl is None:
+            raise TransferError("the agent is closed")
+        return self._nixl
+
+    def _prepared(self, name: str, rows: Blocks) -> object:
         return self._agent.prep_xfer_dlist(name, rows.strided(), _kind(rows.device))
 
     def metadata(self) -> bytes:
@@ -129,7 +156,7 @@ class _Agent:
             name = name.decode() if isinstance(name, bytes) else name
             return _Link(self, name, [self._prepared(name, rows) for rows in blocks])
 
-    def begin(self, kind: int, here: Indices, blocks: _Nixl, there: Indices, note: bytes) -> _Reading:
+    def begin(self, kind: int, here: Indices, blocks: object, there: Indices, note: bytes) -> _Reading:
         """Begin to read rows of a peer's prepared blocks. Raises exceptions of NIXL."""
         handle = self._agent.make_prepped_xfer("READ", self._blocks[kind], here, blocks, there, note)
         self._agent.transfer(handle)
@@ -149,7 +176,7 @@ class _Agent:
         self._blocks.clear()
         self._registered.clear()
         inner = weakref.ref(self._agent.agent)
-        self._agent = None
+        self._nixl = None
         if self._is_own and inner() is not None:
             gc.collect()
             if inner() is not None:
@@ -161,9 +188,9 @@ def _kind(device: int | None) -> str:
     return "DRAM" if device is None else "VRAM"
 
 
-def _sleeping(nixl: _Nixl, name: str) -> _Nixl:
+def _sleeping(nixl: Any, name: str) -> NixlAgent:  # noqa: ANN401 - the module has no types
     """Return an agent whose thread sleeps while nothing moves: NIXL's class has no argument for that."""
-    made = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    made: NixlAgent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
     config = nixl.nixlAgentConfig()
     config.useProgThread = True
     config.pthrDelay = _LOOK_US
@@ -200,14 +227,14 @@ class Endpoint(AnyEndpoint):
         kv: KVPool,
         *,
         states: GDNPool | None = None,
-        agent: _Nixl = None,
+        agent: NixlAgent | None = None,
         network: str = "lo",
         patience_s: float = PATIENCE_S,
     ) -> None:
         nixl = None if agent is not None else _import()
 
         def new_agent(name: str, memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> _Agent:
-            if nixl is None:
+            if agent is not None:
                 return _Agent(agent, memory, blocks, is_own=False)
             with _ucx(network), _failures("make an agent"):
                 return _Agent(_sleeping(nixl, name), memory, blocks, is_own=True)
@@ -216,7 +243,7 @@ class Endpoint(AnyEndpoint):
         super().__init__(name, kv, states=states, new_agent=new_agent, may_cut=may_cut, patience_s=patience_s)
 
 
-def _import() -> _Nixl:
+def _import() -> Any:  # noqa: ANN401 - the module has no types
     try:
         return importlib.import_module("nixl")
     except ImportError as error:
