@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from common import Fence, some
 from engine_interrupts import Interrupts, Place, delivered, get
 from fake_network import Network
@@ -332,6 +333,32 @@ def test_a_step_waits_for_a_move_when_nothing_runs(network: Network) -> None:
     assert pair.decode.engine.stats()["moving"] == 1  # the next step finds that it is over
     pair.run()
     pair.assert_served()
+
+
+def test_a_wait_for_a_move_raises_nothing(network: Network) -> None:
+    """Also if the move has failed, or an interrupt has left it without its transfer."""
+    pair = Pair(network, {"size": 64})
+    lender, reader = pair.prefill.endpoint, pair.decode.endpoint
+    tickets: list[bytes | None] = []
+    going = Outgoing(lender, 2.0, tickets.append)
+    assert going.wait(1.0)  # nothing is lent
+    going.begin(1, torch.tensor([1, 2]), 0)
+    begun = network.seconds
+    assert not going.wait(0.5)
+    ticket = some(tickets[0])
+    coming, lost = (Incoming(reader, pair.peer, ticket) for _ in range(2))
+    coming.begin(1, torch.tensor([3, 4]), 0)
+    assert not coming.wait(0.5)
+    assert not lost.wait(0.5)
+    assert network.seconds - begun == pytest.approx(1.5)
+    coming.cancel()
+    assert coming.wait(60)
+    assert coming.has_failed
+    assert going.wait(60)
+    network.seconds += 2.0
+    assert lost.wait(0)
+    assert lost.has_failed
+    assert lost.wait(60)
 
 
 def test_a_request_waits_for_slots_that_move(network: Network) -> None:
