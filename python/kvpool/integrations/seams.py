@@ -37,8 +37,12 @@ class Engine(NamedTuple):
     package: str
     tested: tuple[str, ...]
 
-    def require(self, seams: Mapping[str, Mapping[str, str]]) -> None:
-        """Compare the installed engine with `seams`, and warn once about a version that was not tested.
+    def require(self, seams: Mapping[str, Mapping[str, str]], *, warns: bool = True) -> None:
+        """Compare the installed engine with `seams`.
+
+        Args:
+            seams: By class or imported module, functions and signatures.
+            warns: Whether to warn about a version that was not tested, once in each process.
 
         Raises:
             EngineMismatchError: If a class or a signature differs. The message has what was found and
@@ -53,7 +57,8 @@ class Engine(NamedTuple):
             raise EngineMismatchError(
                 f"{self.name} {found} is not what kvpool was written for: {'; '.join(problems)}"
             )
-        _warn_if_untested(self, found)
+        if warns:
+            _warn_if_untested(self, found)
 
 
 @cache

@@ -7,14 +7,11 @@ and the buffers of K and V. Everything else of SGLang stays as it is.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from kvpool.errors import ConfigError
-from kvpool.integrations.sglang.seams import START, EngineMismatchError, check_seams
+from kvpool.integrations.sglang.seams import SEAMS, SGLANG, START, EngineMismatchError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -25,10 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TESTED_VERSIONS", "EngineMismatchError", "is_switched_on", "register", "register_tree_core"]
 
-TESTED_VERSIONS = ("0.5.23",)
+TESTED_VERSIONS = SGLANG.tested
 """Versions of SGLang on which the plugin has passed its tests."""
-
-_logger = logging.getLogger("kvpool")
 
 
 def is_switched_on() -> bool:
@@ -91,14 +86,8 @@ def register() -> None:
 
 
 def _register() -> None:
-    found = version("sglang")
-    if found not in TESTED_VERSIONS and multiprocessing.parent_process() is None:
-        _logger.warning(
-            "SGLang %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)
-        )
-    problems = check_seams()
-    if problems:
-        raise ConfigError(f"SGLang {found} is not what kvpool was written for: {'; '.join(problems)}")
+    # SGLang starts many processes: the first one warns for all.
+    SGLANG.require(SEAMS, warns=multiprocessing.parent_process() is None)
     # SGLang is imported only once it is known to be used.
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 

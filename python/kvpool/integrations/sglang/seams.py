@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from kvpool.integrations.seams import differences
+from kvpool.integrations.seams import Engine
 
-__all__ = ["SEAMS", "START", "EngineMismatchError", "check_seams"]
+__all__ = ["SEAMS", "SGLANG", "START", "EngineMismatchError"]
+
+SGLANG = Engine("SGLang", "sglang", ("0.5.23",))
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
@@ -71,8 +73,3 @@ class EngineMismatchError(BaseException):
 
     Not an `Exception`: SGLang logs every `Exception` of a plugin, and goes on with its own pools.
     """
-
-
-def check_seams() -> list[str]:
-    """Compare the installed SGLang with `SEAMS`, and return a line for each difference."""
-    return differences(SEAMS)
