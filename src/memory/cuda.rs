@@ -19,4 +19,5 @@ pub(in crate::memory) use gpu::is_forked;
 pub use gpu::{Gpu, SideStream};
 pub use memory::{Cuda, PageLockedHost};
 pub use page_lock::PageLock;
-pub use ring::{Reply, Ring};
+pub(crate) use ring::Reply;
+pub use ring::Ring;

@@ -5,24 +5,28 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::base::bounded::{distance, unsigned};
-use crate::base::{DType, Device, Error, Result};
+use crate::base::{Device, Error, Result};
 
 use super::{BorrowedTensor, Keep, Region};
 
 /// Rows in host memory of another owner, which they keep alive.
 ///
-/// Other threads may read and write the memory at any time, so it is accessed through raw copies only.
+/// One thread at a time copies them; [`HostRows::into_rows`] gives threads a row each. The maker of the rows
+/// excludes other code that has the memory.
 ///
 /// ```
 /// use std::sync::Arc;
+/// use kvpool::base::DType;
 /// use kvpool::memory::{Host, HostRows, Region};
+/// use kvpool::tensor::TensorView;
 /// let region = Arc::new(Region::new(Arc::new(Host), 64).unwrap());
-/// let rows = HostRows::of_region(&region, 0, 4, 16).unwrap();
+/// let tensor = TensorView::contiguous(Arc::clone(&region), 0, DType::U8, &[4, 16]).unwrap();
+/// // SAFETY: nothing else uses the region.
+/// let rows = unsafe { HostRows::of_tensor("rows", &tensor.borrow(), region) }.unwrap();
 /// rows.write(2, &[7; 16]);
 /// let mut bytes = [0; 16];
 /// rows.read(2, &mut bytes);
 /// assert_eq!((rows.len(), bytes), (4, [7; 16]));
-/// assert!(HostRows::of_region(&region, 0, 5, 16).is_err());
 /// ```
 #[derive(Debug)]
 pub struct HostRows {
@@ -30,7 +34,7 @@ pub struct HostRows {
     layout: RowLayout,
     /// The positions of these rows in the layout, if they are not all of its rows.
     selected: Option<Vec<usize>>,
-    _keep: Keep,
+    keep: Keep,
 }
 
 /// The layout of rows from an address on.
@@ -42,11 +46,47 @@ enum RowLayout {
     Listed(Vec<Range<usize>>),
 }
 
-// SAFETY: it is an address, numbers, and an owner that may be dropped on any thread; the memory is accessed
-// by raw copies, as memory that others share.
+// SAFETY: it is an address, numbers, and an owner that may be dropped on any thread. It is not `Sync`, so one
+// thread at a time copies rows.
 unsafe impl Send for HostRows {}
-// SAFETY: as above.
-unsafe impl Sync for HostRows {}
+
+/// One of [`HostRows`], for a thread of its own.
+#[derive(Debug)]
+pub(crate) struct HostRow {
+    address: *mut u8,
+    bytes: usize,
+    _keep: Keep,
+}
+
+// SAFETY: as for `HostRows`, whose rows do not overlap.
+unsafe impl Send for HostRow {}
+
+impl HostRow {
+    /// Returns the number of bytes.
+    pub(crate) const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Copies the row to `bytes`.
+    ///
+    /// # Panics
+    /// Unless `bytes` is as long as the row.
+    pub(crate) fn read(&self, bytes: &mut [u8]) {
+        assert_eq!(bytes.len(), self.bytes);
+        // SAFETY: the owner keeps the row, which is this thread's; `bytes` is borrowed exclusively.
+        unsafe { self.address.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+    }
+
+    /// Copies `bytes` to the row.
+    ///
+    /// # Panics
+    /// Unless `bytes` is as long as the row.
+    pub(crate) fn write(&mut self, bytes: &[u8]) {
+        assert_eq!(bytes.len(), self.bytes);
+        // SAFETY: the owner keeps the row, which is this thread's, and `bytes` is no part of it.
+        unsafe { self.address.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+}
 
 impl HostRows {
     /// Returns the rows of `tensor`, one for each index of dimension 0.
@@ -56,8 +96,8 @@ impl HostRows {
     /// contiguous, and no two overlap.
     ///
     /// # Safety
-    /// As long as `keep` lives, the memory of the tensor is valid for reads, and for writes where the rows
-    /// are written.
+    /// As long as `keep` lives, the memory of the tensor is valid for reads, and for writes where the rows are
+    /// written; no other code writes rows that are read, or reads or writes rows that are written.
     pub unsafe fn of_tensor(name: &str, tensor: &BorrowedTensor<'_>, keep: Keep) -> Result<Self> {
         if tensor.device() != Device::Cpu {
             let device = tensor.device();
@@ -88,26 +128,15 @@ impl HostRows {
             return Err(Error::config(text));
         }
         let layout = RowLayout::Even { stride, rows, row_bytes };
-        Ok(Self { address: tensor.address(), layout, selected: None, _keep: keep })
+        Ok(Self { address: tensor.address(), layout, selected: None, keep })
     }
 
-    /// Creates `rows` rows of `row_bytes` in host memory of `region`, one behind the other from `offset` on.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) if they end behind the region.
-    pub fn of_region(region: &Arc<Region>, offset: usize, rows: usize, row_bytes: usize) -> Result<Self> {
-        let bytes = crate::base::bytes_of("rows", &[rows, row_bytes], DType::U8)?;
-        let tensor = region.bytes_at(offset, bytes)?;
-        tensor.check_on(Device::Cpu, "the region")?;
-        let layout = RowLayout::Even { stride: row_bytes.cast_signed(), rows, row_bytes };
-        Ok(Self { address: tensor.address(), layout, selected: None, _keep: Arc::new(Arc::clone(region)) })
-    }
-
-    /// Ranges of bytes in host memory of `region`, with an owner that lives as long as the rows.
+    /// Ranges of bytes in host memory of `region`, with an owner that lives as long as the rows. No two
+    /// overlap, and the caller excludes other code that uses them, as in [`HostRows::of_tensor`].
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a range that is not within the region.
-    pub fn of_ranges(region: &Arc<Region>, ranges: Vec<Range<usize>>, owner: Keep) -> Result<Self> {
+    pub(crate) fn of_ranges(region: &Arc<Region>, ranges: Vec<Range<usize>>, owner: Keep) -> Result<Self> {
         let all = region.bytes_at(0, region.bytes())?;
         all.check_on(Device::Cpu, "the region")?;
         if let Some(range) = ranges.iter().find(|range| range.start > range.end || range.end > region.bytes())
@@ -115,7 +144,7 @@ impl HostRows {
             return Err(Error::index(format!("bytes {range:?} are outside [0, {})", region.bytes())));
         }
         let keep: Keep = Arc::new((Arc::clone(region), owner));
-        Ok(Self { address: all.address(), layout: RowLayout::Listed(ranges), selected: None, _keep: keep })
+        Ok(Self { address: all.address(), layout: RowLayout::Listed(ranges), selected: None, keep })
     }
 
     /// Keeps only these rows, in this order.
@@ -185,15 +214,22 @@ impl HostRows {
         }
     }
 
+    /// Returns the rows one by one.
+    pub(crate) fn into_rows(self) -> impl Iterator<Item = HostRow> {
+        (0..self.len()).map(move |row| self.host_row(row))
+    }
+
+    fn host_row(&self, row: usize) -> HostRow {
+        let (address, bytes) = self.row(row);
+        HostRow { address, bytes, _keep: Arc::clone(&self.keep) }
+    }
+
     /// Copies a row to `bytes`.
     ///
     /// # Panics
     /// If `row` is out of range, and unless `bytes` is as long as it.
     pub fn read(&self, row: usize, bytes: &mut [u8]) {
-        let (row, row_bytes) = self.row(row);
-        assert_eq!(bytes.len(), row_bytes);
-        // SAFETY: the row lies in the memory that the owner keeps, and `bytes` is ours alone.
-        unsafe { row.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+        self.host_row(row).read(bytes);
     }
 
     /// Copies `bytes` to a row.
@@ -201,10 +237,7 @@ impl HostRows {
     /// # Panics
     /// See [`HostRows::read`].
     pub fn write(&self, row: usize, bytes: &[u8]) {
-        let (row, row_bytes) = self.row(row);
-        assert_eq!(bytes.len(), row_bytes);
-        // SAFETY: the row lies in the memory that the owner keeps, which `bytes` is no part of.
-        unsafe { row.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        self.host_row(row).write(bytes);
     }
 }
 

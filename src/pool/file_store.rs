@@ -53,7 +53,9 @@ pub struct FileStoreConfig {
 /// ```
 /// use std::sync::Arc;
 /// use std::time::Duration;
+/// use kvpool::base::DType;
 /// use kvpool::memory::{Host, HostRows, Region};
+/// use kvpool::tensor::TensorView;
 /// use kvpool::transfer::FileCaching;
 /// use kvpool::pool::{FileStore, FileStoreConfig};
 ///
@@ -68,7 +70,9 @@ pub struct FileStoreConfig {
 ///     capacity_bytes: 1 << 20, page_bytes: 4096, threads: 1, queue_bytes: 1 << 20, digest,
 /// };
 /// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4096).unwrap());
-/// let rows = || HostRows::of_region(&region, 0, 2, 4096).unwrap();
+/// let pages = TensorView::contiguous(Arc::clone(&region), 0, DType::U8, &[2, 4096]).unwrap();
+/// // SAFETY: nothing else uses the region, and each call is waited for.
+/// let rows = || unsafe { HostRows::of_tensor("pages", &pages.borrow(), region.clone()) }.unwrap();
 /// rows().write(1, &[7; 4096]);
 ///
 /// let store = FileStore::at(&path, &config, FileCaching::Direct).unwrap();
@@ -254,6 +258,8 @@ impl FileStore {
     /// Reads pages to rows, which may be shorter.
     fn begin_get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
+        // Those that are not used are dropped without the lock.
+        let mut rows: Vec<_> = rows.into_rows().map(Some).collect();
         let mut state = self.open_state()?;
         let found = |(page, key)| Some((page, state.slots.find(key)?));
         let (pages, slots): (Vec<usize>, Vec<FileSlot>) = keys.iter().enumerate().filter_map(found).unzip();
@@ -261,8 +267,8 @@ impl FileStore {
         let present = vec![false; keys.len()];
         state.counts.misses += keys.len() - pages.len();
         let transfer = Arc::new(StoreTransfer::new(present, pages.len()));
-        let batch = Arc::new(Batch { keys, rows, transfer: Arc::clone(&transfer), first_tick: 0 });
-        let work = |page| PageWork { batch: Arc::clone(&batch), page, is_present: false };
+        let batch = Arc::new(Batch { keys, transfer: Arc::clone(&transfer), first_tick: 0 });
+        let work = |page: usize| PageWork::new(&batch, page, rows[page].take());
         state.gets.extend(pages.into_iter().map(work));
         drop(state);
         self.shared.changed.notify_all();
@@ -284,6 +290,8 @@ impl FileStore {
     /// zero.
     fn begin_put(&self, keys: Vec<PageHash>, rows: HostRows, most: usize) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
+        // Those that are not used are dropped without the lock.
+        let mut rows: Vec<_> = rows.into_rows().map(Some).collect();
         let mut state = self.open_state()?;
         let (mut known, mut pages) = (Vec::new(), Vec::new());
         let mut present = vec![false; keys.len()];
@@ -303,8 +311,8 @@ impl FileStore {
         state.slots.touch(&known);
         let first_tick = state.slots.take_ticks(keys.len());
         let transfer = Arc::new(StoreTransfer::new(present, pages.len()));
-        let batch = Arc::new(Batch { keys, rows, transfer: Arc::clone(&transfer), first_tick });
-        let work = |page| PageWork { batch: Arc::clone(&batch), page, is_present: false };
+        let batch = Arc::new(Batch { keys, transfer: Arc::clone(&transfer), first_tick });
+        let work = |page: usize| PageWork::new(&batch, page, rows[page].take());
         state.puts.extend(pages.into_iter().map(work));
         drop(state);
         self.shared.changed.notify_all();

@@ -162,9 +162,8 @@ impl<'a, 'py> StoreArg<'a, 'py> {
         match self {
             Self::Files(files) => Ok(Arc::clone(&files.get().store) as _),
             Self::Python { store, queue } => {
-                let memory = host.memory()?;
                 let memory: Vec<_> =
-                    memory.iter().map(|rows| (rows.address_of(0), rows.bytes_of(0))).collect();
+                    host.regions().map(|region| (region.address().as_ptr().addr(), region.bytes())).collect();
                 store.call_method1("attach", (memory,))?;
                 Ok(Arc::clone(&queue.get().store) as _)
             }

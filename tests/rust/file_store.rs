@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::ErrorKind;
+use kvpool::base::{DType, ErrorKind};
 use kvpool::memory::{Host, HostRows, Region};
 use kvpool::pool::{FileStore, FileStoreConfig, StoreTransfer};
+use kvpool::tensor::TensorView;
 use kvpool::transfer::{BLOCK, Disk, FileCaching};
 
 use crate::histories::disks::{Fault, MemoryDisk, digest};
@@ -43,8 +44,14 @@ fn keys(numbers: &[u8]) -> Vec<Key> {
 
 fn rows(count: usize) -> (Arc<Region>, HostRows) {
     let region = Arc::new(Region::new(Arc::new(Host), count.max(1) * PAGE_BYTES).unwrap());
-    let rows = HostRows::of_region(&region, 0, count, PAGE_BYTES).unwrap();
+    let rows = rows_of(&region, count, PAGE_BYTES);
     (region, rows)
+}
+
+fn rows_of(region: &Arc<Region>, count: usize, row_bytes: usize) -> HostRows {
+    let tensor = TensorView::contiguous(Arc::clone(region), 0, DType::U8, &[count, row_bytes]).unwrap();
+    // SAFETY: each test waits for the store before it uses the region.
+    unsafe { HostRows::of_tensor("rows", &tensor.borrow(), Arc::clone(region) as _) }.unwrap()
 }
 
 fn bytes(number: u8) -> Vec<u8> {
@@ -72,7 +79,7 @@ fn put(store: &FileStore, numbers: &[u8]) -> Vec<bool> {
 fn found(store: &FileStore, numbers: &[u8]) -> Vec<u8> {
     let (region, target) = rows(numbers.len());
     let present = finished(&store.get(keys(numbers), target).unwrap());
-    let read = HostRows::of_region(&region, 0, numbers.len(), PAGE_BYTES).unwrap();
+    let read = rows_of(&region, numbers.len(), PAGE_BYTES);
     let mut all = Vec::new();
     for (row, &number) in numbers.iter().enumerate().filter(|(row, _)| present[*row]) {
         let mut page = vec![0; PAGE_BYTES];
@@ -420,7 +427,7 @@ fn rows_that_do_not_fit_are_refused() {
     let error = store.put(keys(&[1]), rows(2).1).unwrap_err();
     assert_eq!(error.to_string(), "there are 1 keys for 2 pages");
     let region = Arc::new(Region::new(Arc::new(Host), 64).unwrap());
-    let error = store.get(keys(&[1]), HostRows::of_region(&region, 0, 1, 64).unwrap()).unwrap_err();
+    let error = store.get(keys(&[1]), rows_of(&region, 1, 64)).unwrap_err();
     assert_eq!(error.to_string(), format!("pages have 64 bytes each, those of the store {PAGE_BYTES}"));
 }
 

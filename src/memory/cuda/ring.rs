@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use crate::base::sync::lock;
-use crate::base::{Error, Result};
+use crate::base::{Error, ErrorKind, Result};
 use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionRange, Stream, StreamSet};
 
 use super::{Event, Gpu, PageLockedHost};
@@ -53,6 +53,14 @@ struct Allocation {
     is_held: bool,
 }
 
+impl Allocations {
+    /// Returns the piece of a reply that was neither read nor freed.
+    fn held(&mut self, reply: &Reply) -> Option<&mut Allocation> {
+        let is_of = |piece: &Allocation| piece.done.as_ref().is_ok_and(|done| Arc::ptr_eq(done, &reply.done));
+        self.used.iter_mut().find(|piece| piece.is_held && is_of(piece))
+    }
+}
+
 impl Allocation {
     /// Returns the point after which the piece can be reused, if there is one.
     fn free_after(&self) -> Option<&Arc<Event>> {
@@ -62,7 +70,7 @@ impl Allocation {
 
 /// A piece that work on the device writes, for the host to read.
 #[derive(Debug)]
-pub struct Reply {
+pub(crate) struct Reply {
     range: Range<usize>,
     done: Arc<Event>,
 }
@@ -70,7 +78,7 @@ pub struct Reply {
 impl Reply {
     /// Returns the point after the work that writes it.
     #[must_use]
-    pub const fn done(&self) -> &Arc<Event> {
+    pub(crate) const fn done(&self) -> &Arc<Event> {
         &self.done
     }
 }
@@ -257,20 +265,33 @@ impl Ring {
     /// Reads the first `count` elements of a piece whose work is done, and frees the piece.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the piece holds fewer,
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) when the work is not done or the piece was freed,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the piece holds fewer elements,
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
-    /// copy. The piece is not freed then.
-    pub fn take<T: Number>(&self, reply: &Reply, count: usize) -> Result<Vec<T>> {
-        // SAFETY: the work that wrote the piece is done, and nothing has it until it is released.
+    /// copy, and the errors of [`Event::has_passed`]. The piece is not freed then.
+    pub(crate) fn take<T: Number>(&self, reply: &Reply, count: usize) -> Result<Vec<T>> {
+        let mut pieces = lock(&self.pieces);
+        let Some(piece) = pieces.held(reply) else {
+            return Err(Error::new(ErrorKind::State, "the numbers of the device were taken before"));
+        };
+        if !reply.done.has_passed()? {
+            return Err(Error::new(ErrorKind::State, "the numbers of the device have not arrived"));
+        }
+        if count.checked_mul(size_of::<T>()).is_none_or(|bytes| bytes > reply.range.len()) {
+            let bytes = reply.range.len();
+            return Err(Error::index(format!(
+                "{count} numbers are not in the {bytes} bytes from the device"
+            )));
+        }
+        // SAFETY: the work that wrote the piece is done, and no other work gets it while it is held.
         let values = unsafe { self.host.read(reply.range.start, count) }?;
-        self.release(reply);
+        piece.is_held = false;
         Ok(values)
     }
 
     /// Frees a piece without reading it. The device may still be writing it.
-    pub fn release(&self, reply: &Reply) {
-        let mut pieces = lock(&self.pieces);
-        if let Some(piece) = pieces.used.iter_mut().find(|piece| piece.range.start == reply.range.start) {
+    pub(crate) fn release(&self, reply: &Reply) {
+        if let Some(piece) = lock(&self.pieces).held(reply) {
             piece.is_held = false;
         }
     }
@@ -357,4 +378,38 @@ fn piece_offsets<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &
         end = offset + size_of_val(*array);
         (offset, *array)
     })
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+    use crate::base::DType;
+    use crate::memory::Cuda;
+    use crate::tensor::TensorView;
+
+    #[test]
+    fn a_reply_is_taken_once_and_after_it_has_arrived() {
+        let gpu = match Gpu::open(0) {
+            Ok(gpu) => gpu,
+            Err(reason) => {
+                let is_required = std::env::var("KVPOOL_REQUIRE_CUDA").is_ok_and(|value| value == "1");
+                assert!(!is_required, "this test must run, but {reason}");
+                return;
+            }
+        };
+        let stream = Stream::DEFAULT;
+        let region = Arc::new(Region::new(Arc::new(Cuda::new(&gpu, stream)), 16).expect("memory"));
+        let zeros = TensorView::contiguous(region, 0, DType::I32, &[4]).expect("inside");
+        let ring = Ring::on_host(&gpu, 64).expect("memory");
+        let copy = |range: RegionRange<'_>| gpu.copy_out(&zeros.borrow(), range, stream);
+        let reply = ring.receive(16, stream, copy).expect("enqueued").expect("room");
+        // A GPU may have copied it already; the software driver has not.
+        if !reply.done().has_passed().expect("a device") {
+            assert_eq!(ring.take::<i32>(&reply, 4).expect_err("too early").kind(), ErrorKind::State);
+        }
+        gpu.synchronize(stream).expect("ran");
+        assert_eq!(ring.take::<i32>(&reply, 5).expect_err("too many").kind(), ErrorKind::Index);
+        assert_eq!(ring.take::<i32>(&reply, 4).expect("it has arrived"), [0; 4]);
+        assert_eq!(ring.take::<i32>(&reply, 4).expect_err("taken").kind(), ErrorKind::State);
+    }
 }

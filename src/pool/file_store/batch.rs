@@ -3,15 +3,14 @@
 use std::sync::Arc;
 
 use crate::cache::PageHash;
-use crate::memory::HostRows;
+use crate::memory::HostRow;
 use crate::pool::StoreTransfer;
 use crate::transfer::to_u64;
 
-/// The pages that a transfer moves, and the memory that they move to or from.
+/// The pages that a transfer moves.
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) keys: Vec<PageHash>,
-    pub(super) rows: HostRows,
     pub(super) transfer: Arc<StoreTransfer>,
     /// The tick of the last page, if pages are put.
     pub(super) first_tick: u64,
@@ -29,10 +28,18 @@ impl Batch {
 pub(super) struct PageWork {
     pub(super) batch: Arc<Batch>,
     pub(super) page: usize,
+    /// The memory that the page moves to or from.
+    pub(super) row: HostRow,
     pub(super) is_present: bool,
 }
 
 impl PageWork {
+    /// Creates the work on a page of `batch`, with the page's row, which no other work has.
+    pub(super) fn new(batch: &Arc<Batch>, page: usize, row: Option<HostRow>) -> Self {
+        let row = row.expect("a page of a batch is worked on once");
+        Self { batch: Arc::clone(batch), page, row, is_present: false }
+    }
+
     pub(super) fn key(&self) -> &PageHash {
         &self.batch.keys[self.page]
     }

@@ -70,8 +70,8 @@ impl Worker {
         let page = &self.bytes.as_mut_slice()[..shared.config.page_bytes];
         let is_right = read.is_ok() && page_sum(shared.config.digest, &record.key, page) == record.sum;
         let is_entry_changed = if is_right {
-            let rows = &work.batch.rows;
-            rows.write(work.page, &page[..rows.bytes_of(work.page)]);
+            let row = &mut work.row;
+            row.write(&page[..row.bytes()]);
             work.is_present = true;
             self.count_hit(&held)
         } else {
@@ -121,8 +121,8 @@ impl Worker {
         let shared = Arc::clone(&self.shared);
         let pending = PendingPut { shared: &shared, work: &mut work };
         let (batch, at) = (Arc::clone(&pending.work.batch), pending.work.page);
-        let (row, rest) = self.bytes.as_mut_slice().split_at_mut(batch.rows.bytes_of(at));
-        batch.rows.read(at, row);
+        let (bytes, rest) = self.bytes.as_mut_slice().split_at_mut(pending.work.row.bytes());
+        pending.work.row.read(bytes);
         rest.fill(0);
         let page = &self.bytes.as_mut_slice()[..shared.config.page_bytes];
         let key = batch.keys[at];

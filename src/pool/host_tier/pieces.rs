@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::base::ForkGate;
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{ForkGate, Result};
 use crate::cache::{EntryId, Namespace, PageHash};
-use crate::memory::{HostRows, Region};
+use crate::memory::Region;
 
 use super::storage::{Arrivals, Storage};
 use super::{HostTier, TierCounts};
@@ -236,15 +236,10 @@ impl HostTier {
         self.storage(kind).map_or(0, Storage::piece_bytes)
     }
 
-    /// Returns the memory of all pieces, for stores that want to know it before they copy: one row for each
-    /// kind.
-    ///
-    /// # Errors
-    /// See [`HostRows::of_ranges`].
-    pub fn memory(&self) -> Result<Vec<HostRows>> {
-        let regions = self.storages().map(Storage::region);
-        let all = |region: &Arc<Region>| std::iter::once(0..region.bytes()).collect();
-        regions.map(|region| HostRows::of_ranges(region, all(region), Arc::new(()))).collect()
+    /// Returns the memory of all pieces, a region for each kind, for stores that want to know it before they
+    /// copy.
+    pub fn regions(&self) -> impl Iterator<Item = &Arc<Region>> {
+        self.storages().map(Storage::region)
     }
 
     /// Returns the memory of pieces of a kind, if it has them.

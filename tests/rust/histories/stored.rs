@@ -5,8 +5,10 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvpool::base::DType;
 use kvpool::memory::{HostRows, Region};
 use kvpool::pool::{FileStore, FileStoreConfig};
+use kvpool::tensor::TensorView;
 use kvpool::transfer::Disk;
 
 use super::disks::{Fault, MemoryDisk, digest};
@@ -120,7 +122,10 @@ impl World {
     }
 
     fn rows(&self, count: usize) -> HostRows {
-        HostRows::of_region(&self.region, 0, count, PAGE_BYTES).expect("a region of enough rows")
+        let region = Arc::clone(&self.region);
+        let tensor = TensorView::contiguous(region, 0, DType::U8, &[count, PAGE_BYTES]).expect("enough rows");
+        // SAFETY: every call waits for the store before the region is used again.
+        unsafe { HostRows::of_tensor("rows", &tensor.borrow(), Arc::clone(&self.region) as _) }.expect("rows")
     }
 
     fn put(&self, numbers: &[usize], fill: u8) -> Vec<bool> {
