@@ -1,7 +1,7 @@
-//! Integer conversions that cannot fail because of what the numbers count.
+//! Integer conversions that succeed for every number that this crate counts.
 //!
-//! Each one panics instead of truncating. No caller can trigger the panic; a truncated number would corrupt
-//! memory.
+//! A conversion panics instead of truncating, because a truncated number would corrupt memory. No caller can
+//! trigger the panic.
 
 /// Converts a number of bytes, elements or rows in memory, or of indices in a batch, as tensors and kernels
 /// represent it.

@@ -1,6 +1,6 @@
 //! A set of small integers that finds its lowest member in a few steps, at any size and density.
 //!
-//! Has no notion of ownership; [`FreeList`](super::FreeList) adds that.
+//! A bitmap does not track ownership; [`FreeList`](super::FreeList) does.
 
 use crate::base::{Result, try_zeros};
 

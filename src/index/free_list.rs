@@ -60,7 +60,7 @@ impl<I: Id> Run<I> {
     }
 }
 
-/// Which run of consecutive free indices serves a request, of the runs that are long enough.
+/// The choice among the runs of consecutive free indices that are long enough for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
     /// The run with the lowest indices.

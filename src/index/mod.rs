@@ -7,7 +7,7 @@
 //! | for | use |
 //! |---|---|
 //! | token slots in pages, with groups, fences and shared pages | [`SlotAllocator`] |
-//! | rows that remember how far they were written | [`RowTable`] |
+//! | rows, and how far each one was written | [`RowTable`] |
 //! | tokens and pages of each request | [`Requests`], [`PageList`] |
 //! | single indices with a reference count | [`RefCounts`] |
 //! | buffers by size class | [`Buckets`] |

@@ -1,7 +1,7 @@
 //! The tokens and pages of each request, by row.
 //!
-//! It records which pages a request has. Rows are owned by [`RowTable`], pages by [`SlotAllocator`]. Growing
-//! a batch costs a few steps for each request and page.
+//! [`Requests`] records which pages a request has. [`RowTable`] owns the rows and [`SlotAllocator`] the
+//! pages. Growing a batch costs a few steps for each request and page.
 
 use std::ops::Range;
 

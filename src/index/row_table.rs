@@ -1,7 +1,7 @@
 //! Rows of the request table: ownership, and how far each row was written.
 //!
-//! The extents make clearing cheap: a row is cleared up to its last written column. The caller clears; the
-//! table only says how far.
+//! The extents make clearing cheap: a row is cleared up to its last written column. The table only returns
+//! the extent; the caller clears.
 
 use crate::base::{Id, IndexVec, Result, try_zeros, widen};
 

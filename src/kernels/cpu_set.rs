@@ -32,7 +32,7 @@ impl CpuSet {
         }
         // SAFETY: the set has room for this processor.
         unsafe { libc::CPU_CLR(processor, &mut set) };
-        // SAFETY: it only counts bits.
+        // SAFETY: the call only counts bits.
         let left = unsafe { libc::CPU_COUNT(&set) };
         (left > 0).then_some(Self(set))
     }

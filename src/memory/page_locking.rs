@@ -1,7 +1,7 @@
 //! Page-locking of a region in steps on background threads, while finished steps are already used.
 //!
-//! A large region takes minutes. A step holds the driver's locks for some tens of milliseconds, so that other
-//! calls run in between. Its bytes are offered to a [`PageLockSink`] as soon as it is done.
+//! Page-locking a large region takes minutes. A step holds the driver's locks for some tens of milliseconds,
+//! so that other calls run in between. Its bytes are offered to a [`PageLockSink`] as soon as it is done.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;

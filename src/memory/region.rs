@@ -28,7 +28,7 @@ use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
 /// crate writes and reads the contents of a region. Numbers that decide about memory are checked in the copy,
 /// which nothing else can change.
 pub struct Region {
-    /// Its address and length, for every kind of owner; valid until this drops.
+    /// The address and length of the memory, for every kind of owner. Valid until the region is dropped.
     block: Block,
     device: Device,
     origin: Origin,
@@ -221,7 +221,7 @@ impl Region {
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let source = self.host_address(0, self.bytes())?;
         let region = Self::scratch(self.bytes())?;
-        // SAFETY: both are live host memory of that many bytes, and the new one is nobody else's.
+        // SAFETY: both are live host memory of that many bytes, and nothing else refers to the new one.
         unsafe { region.address().copy_from_nonoverlapping(source, self.bytes()) };
         Ok(region)
     }

@@ -1,6 +1,6 @@
-//! Pools: index, memory and tensor together. One file for each public class. The trait [`Pool`] is what
-//! metrics, snapshots and leak reports see of a class: all implement it but [`BatchPlanner`], [`PrefixTree`]
-//! and the stores, [`FileStore`] and [`RemoteStore`].
+//! Pools, which combine an index, memory and tensors. Each public class has a file of its own. Metrics,
+//! snapshots and leak reports use a class through the trait [`Pool`], which all implement except
+//! [`BatchPlanner`], [`PrefixTree`] and the stores, [`FileStore`] and [`RemoteStore`].
 //!
 //! A pool with memory of its own is constructed from a config and a [`Backend`](crate::memory::Backend),
 //! which provides all of it. An [`Executor`](crate::kernels::Executor) for the host or for a device works on

@@ -1,4 +1,5 @@
-//! A pool that is short of slots completes pending frees, waits for values in flight, and reclaims slots.
+//! Recovery of a pool that is short of slots: it completes pending frees, waits for values in flight, and
+//! reclaims slots.
 
 use crate::base::{Page, Result};
 use crate::memory::Stream;

@@ -64,7 +64,7 @@ impl FileStore {
         queue_bytes: Arg<'_>,
         direct: bool,
     ) -> PyResult<Self> {
-        /// What a disk writes in some hundred milliseconds.
+        /// The bytes that a disk writes in a few hundred milliseconds.
         const QUEUE_BYTES: usize = 256 << 20;
         let page_bytes = args::size("page_bytes", page_bytes)?;
         let config = FileStoreConfig {

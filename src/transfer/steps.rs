@@ -225,7 +225,7 @@ impl Transfer {
     /// Records that a step of the thread failed.
     pub(super) fn record_failure(&self, cause: Error) {
         if let Runner::Thread { failure, .. } = &self.runner {
-            // There is one: no step follows.
+            // Only one step can fail, since none follows it.
             let _ = failure.set(cause);
         }
     }

@@ -1,7 +1,7 @@
 //! A hash table that finds the children of a node by the fingerprint of their first page.
 //!
-//! One table with open addressing serves all nodes. Its words are half a hash and the number of a child. A
-//! look-up, an insertion and a removal touch one cache line, or a few where many words share a bucket.
+//! One table with open addressing serves all nodes. Each word in it is half a hash and the number of a child.
+//! A look-up, an insertion and a removal touch one cache line, or a few where many words share a bucket.
 //! Children with equal hashes have a word each; the tree compares their pages.
 
 use std::hash::{BuildHasher, RandomState};

@@ -151,7 +151,7 @@ impl EvictionLog {
         self.recorded += 1;
     }
 
-    /// Sets the cause of the evictions to come, and forgets the causes of forgotten evictions.
+    /// Sets the cause of later evictions, and drops the causes of evictions that are no longer recorded.
     fn set_cause(&mut self, cause: Cause) {
         let oldest = (self.recorded + 1).saturating_sub(CAPACITY as u64);
         while self.causes.get(1).is_some_and(|&(first, _)| first <= oldest) {

@@ -19,7 +19,7 @@ use super::{History, Kind, Namespace, NodeId, Tick, Tokens, Tree, TreePosition};
 use crate::cache::node_arena::NodeArena;
 use crate::cache::{NodeHandle, Remembered};
 
-/// Where an insertion takes place, and the tails that it meets.
+/// The position of an insertion in the tree, and the tails on its path.
 #[derive(Debug)]
 #[must_use]
 pub struct Insertion {

@@ -1,4 +1,4 @@
-//! The driver's functions, each checked and named.
+//! The driver's functions. Every result is checked, and an error names the function.
 //!
 //! A [`Driver`] exists only if all functions of its table were found, so no call can fail because one is
 //! missing. The caller must have made the right context current; each method documents further requirements.

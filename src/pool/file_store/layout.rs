@@ -1,6 +1,6 @@
 //! The bytes of a store's files: a header, and an entry for each slot.
 //!
-//! Nothing that is read is used unless its checksum is right.
+//! Bytes from a file are used only if their checksum is right.
 
 use crate::base::{Error, Id, Result, id, widen};
 use crate::cache::{Digest, PageHash};

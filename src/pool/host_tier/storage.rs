@@ -206,7 +206,7 @@ impl Storage {
             }
             let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.evicted) };
             let Some(place) = place else {
-                // Pages after it would not be found.
+                // Pages after this one would not be found.
                 is_full = true;
                 arrivals.skipped += 1;
                 continue;
@@ -241,7 +241,7 @@ impl Storage {
                 continue;
             }
             let Some(place) = self.place(&mut resident, &mut arrivals.evicted) else {
-                // Nothing behind it would be found.
+                // Pages after this one would not be found.
                 arrivals.skipped = 1;
                 break;
             };

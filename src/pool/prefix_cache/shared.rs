@@ -1,4 +1,4 @@
-//! The state that a prefix cache shares with its leases, loads and fetches, and a call of it.
+//! The state that a prefix cache shares with its leases, loads and fetches, and the guard of one call.
 
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -48,7 +48,7 @@ pub(super) struct CacheState {
     pub(super) loading_pages: usize,
 }
 
-/// A call of a cache. Make it before any lock.
+/// A call of a cache in progress. Create it before taking any lock.
 pub(super) struct CacheCall<'a> {
     pub(super) shared: &'a CacheCore,
     pub(super) slots: AllocatorCall<'a>,
