@@ -29,7 +29,7 @@ pub(super) struct Owners {
 
 /// Proof that the counts of owners are allocated. They stay allocated from then on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room(());
+pub(super) struct SharingReservation(());
 
 impl Owners {
     /// Creates the record of pages with one owner each.
@@ -163,15 +163,15 @@ impl Owners {
     }
 
     /// Allocates the counts of `pages` pages; later calls do nothing.
-    pub(super) fn prepare(&mut self, pages: usize) -> Result<Room> {
+    pub(super) fn prepare(&mut self, pages: usize) -> Result<SharingReservation> {
         if self.extra.is_empty() {
             self.extra = try_zeros(pages)?;
         }
-        Ok(Room(()))
+        Ok(SharingReservation(()))
     }
 
     /// Adds an owner.
-    pub(super) fn add(&mut self, _room: Room, page: Page) {
+    pub(super) fn add(&mut self, _reservation: SharingReservation, page: Page) {
         let extra = &mut self.extra[widen(page.number())];
         *extra += 1;
         self.shared += usize::from(*extra == 1);
@@ -276,7 +276,7 @@ impl Drop for RemovalBatch<'_> {
         while let Some(page) = self.owners.removed.pop() {
             match self.timing {
                 FreeTiming::AfterFence => self.owners.subtract_pending(page),
-                FreeTiming::Now => self.owners.add(Room(()), page),
+                FreeTiming::Now => self.owners.add(SharingReservation(()), page),
             }
         }
     }

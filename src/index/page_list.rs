@@ -132,11 +132,11 @@ impl PageList {
         pages
     }
 
-    /// Creates a list of the first `len` pages, with capacity for `room` more. Runs stay shared.
+    /// Creates a list of the first `len` pages, with capacity for `extra` more. Runs stay shared.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
-    pub fn first(&self, len: usize, room: usize) -> Result<Self> {
+    pub fn first(&self, len: usize, extra: usize) -> Result<Self> {
         let mut first = Self::default();
         for run in self.shared.iter().flat_map(|shared| &shared.runs) {
             if run.len() > len - first.shared_len() {
@@ -145,7 +145,7 @@ impl PageList {
             first.share(Arc::clone(run));
         }
         let shared_len = first.shared_len();
-        first.tail = try_with_capacity(len - shared_len + room)?;
+        first.tail = try_with_capacity(len - shared_len + extra)?;
         self.runs(shared_len..len).for_each(|run| first.tail.extend_from_slice(run));
         Ok(first)
     }

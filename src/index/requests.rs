@@ -408,7 +408,7 @@ impl Requests {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
         let mut taken = NewPages::new(needed)?;
         let is_shared = |growth: &Growth| growth.had < growth.prefix && !growth.is_leased;
-        let room = if batch.iter().any(is_shared) { Some(slots.prepare_sharing()?) } else { None };
+        let reservation = if batch.iter().any(is_shared) { Some(slots.prepare_sharing()?) } else { None };
         if !slots.alloc_pages(needed, |run| taken.runs.push(run)) {
             return Ok(false);
         }
@@ -417,9 +417,9 @@ impl Requests {
             let request = self.request_mut(growth.row);
             if growth.had < growth.prefix {
                 let pages = std::mem::take(*prefixes.next().expect("each cached prefix has its pages"));
-                match room.filter(|_| !growth.is_leased) {
-                    Some(room) => {
-                        slots.share_pages(room, pages.iter_from(0));
+                match reservation.filter(|_| !growth.is_leased) {
+                    Some(reservation) => {
+                        slots.share_pages(reservation, pages.iter_from(0));
                     }
                     None => request.leased = narrow(pages.len()),
                 }
@@ -460,7 +460,7 @@ impl Requests {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when it has fewer; [`ErrorKind::IndexOwnership`] when its new last page has
-    /// another owner too and room that would be written again.
+    /// another owner too, and slots that would be written again.
     pub fn check_truncate(
         &self,
         position: usize,
@@ -509,11 +509,11 @@ impl Requests {
         let rest = self.page_size.offset(len);
         let mut pages = self.pages(src).first(full, 1)?;
         let mut taken = NewPages::new(1)?;
-        let room = slots.prepare_sharing()?;
+        let reservation = slots.prepare_sharing()?;
         if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
             return Ok(None);
         }
-        slots.share_pages(room, pages.iter_from(leased));
+        slots.share_pages(reservation, pages.iter_from(leased));
         taken.move_to(&mut pages, u32::from(rest > 0));
         let copied = if rest == 0 {
             [0..0, 0..0]

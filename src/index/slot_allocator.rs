@@ -15,7 +15,7 @@ use crate::base::{
 use super::Bitmap;
 use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
 use super::free_list::{FencedIndices, Fit, FreeList, Order, Run};
-use super::owners::{Owners, Room};
+use super::owners::{Owners, SharingReservation};
 
 /// Identifies a fenced free until its fence has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -385,20 +385,24 @@ impl SlotAllocator {
             pages.sort_unstable();
             pages.dedup();
         }
-        let room = self.prepare_sharing()?;
-        self.share_pages(room, pages.iter().copied());
+        let reservation = self.prepare_sharing()?;
+        self.share_pages(reservation, pages.iter().copied());
         Ok(pages)
     }
 
     /// Allocates the counts of owners.
-    pub(super) fn prepare_sharing(&mut self) -> Result<Room> {
+    pub(super) fn prepare_sharing(&mut self) -> Result<SharingReservation> {
         self.owners.prepare(widen(self.pages.count()) + 1)
     }
 
     /// Works like [`SlotAllocator::share`], for pages that the caller has checked to be live.
-    pub(super) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
+    pub(super) fn share_pages(
+        &mut self,
+        reservation: SharingReservation,
+        pages: impl IntoIterator<Item = Page>,
+    ) {
         for page in pages {
-            self.owners.add(room, page);
+            self.owners.add(reservation, page);
         }
     }
 

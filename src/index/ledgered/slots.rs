@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Ledgered;
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
 use crate::index::ledger::{Attribution, IndexState, Span, spans};
-use crate::index::owners::Room;
+use crate::index::owners::SharingReservation;
 use crate::index::{
     BadFrees, CallRecord, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator,
 };
@@ -118,14 +118,19 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Calls `SlotAllocator::prepare_sharing`.
-    pub(in crate::index) fn prepare_sharing(&mut self) -> Result<Room> {
+    pub(in crate::index) fn prepare_sharing(&mut self) -> Result<SharingReservation> {
         self.inner.prepare_sharing()
     }
 
     /// Calls `SlotAllocator::share_pages` and records it.
-    pub(in crate::index) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
+    pub(in crate::index) fn share_pages(
+        &mut self,
+        reservation: SharingReservation,
+        pages: impl IntoIterator<Item = Page>,
+    ) {
         let ledger = &mut self.ledger;
-        self.inner.share_pages(room, pages.into_iter().inspect(|page| ledger.add_holder(page.number())));
+        self.inner
+            .share_pages(reservation, pages.into_iter().inspect(|page| ledger.add_holder(page.number())));
     }
 
     /// Calls [`SlotAllocator::retain`] and records it.

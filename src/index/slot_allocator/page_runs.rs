@@ -33,8 +33,8 @@ impl SlotAllocator {
         if let Some(page) = pages().find(|&page| !self.is_owned(page)) {
             return Err(not_owned_error(page, "retained"));
         }
-        let room = self.prepare_sharing()?;
-        self.share_pages(room, pages());
+        let reservation = self.prepare_sharing()?;
+        self.share_pages(reservation, pages());
         Ok(())
     }
 

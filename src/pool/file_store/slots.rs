@@ -54,8 +54,8 @@ pub(super) struct Slots {
     /// The slots that were ever used, at most `count`.
     slot_uses: Vec<SlotUse>,
     count: usize,
-    /// Fewer than `count` while the disk is full.
-    room: usize,
+    /// The largest number of slots in use: `count`, or fewer while the disk is full.
+    limit: usize,
     stored_since_full: usize,
     by_key: HashMap<PageHash, FileSlot>,
     written: usize,
@@ -72,7 +72,7 @@ impl Slots {
         Self {
             slot_uses: Vec::new(),
             count,
-            room: count,
+            limit: count,
             stored_since_full: 0,
             by_key: HashMap::new(),
             written: 0,
@@ -168,7 +168,7 @@ impl Slots {
 
     /// Takes a slot for a page: a free one, or that of the page used least recently. `None` if all are held.
     pub(super) fn take(&mut self) -> Option<FileSlot> {
-        let slot = if self.len() + self.written < self.room { self.take_free() } else { None };
+        let slot = if self.len() + self.written < self.limit { self.take_free() } else { None };
         let slot = slot.or_else(|| self.evict())?;
         self.slot_use_mut(slot).usage = Use::Written;
         self.written += 1;
@@ -210,8 +210,8 @@ impl Slots {
         self.order.insert_older_than(slot, newer);
         self.by_key.insert(record.key, slot);
         self.stored_since_full += 1;
-        if self.room < self.count && self.stored_since_full.is_multiple_of(PROBE) {
-            self.room += 1;
+        if self.limit < self.count && self.stored_since_full.is_multiple_of(PROBE) {
+            self.limit += 1;
         }
     }
 
@@ -222,10 +222,10 @@ impl Slots {
         self.free.push_front(slot);
     }
 
-    /// Records that the disk has no space for more pages than there are. From then on others are evicted for
+    /// Records that the disk has no space for more pages than it has now. From then on others are evicted for
     /// a new one.
     pub(super) fn record_full(&mut self) {
-        self.room = (self.len() + self.written).min(self.count).max(1);
+        self.limit = (self.len() + self.written).min(self.count).max(1);
         self.stored_since_full = 0;
     }
 
