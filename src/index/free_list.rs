@@ -222,7 +222,7 @@ impl<I: Id> FreeList<I> {
     /// Returns whether `index` is live or fenced.
     #[must_use]
     pub fn is_in_use(&self, index: I) -> bool {
-        self.records.is_live(index.number()) || self.records.is(index.number(), Set::Fenced)
+        self.records.is_live(index.number()) || self.records.is_in_set(index.number(), Set::Fenced)
     }
 
     /// Returns whether `index` may be freed: it is in use and not fenced.
@@ -494,8 +494,11 @@ impl<I: Id> FreeList<I> {
         }
         let queued: usize = self.queue.iter().map(|run| widen(run.len)).sum();
         let free = self.records.count(Set::Free);
-        let is_queue_free =
-            self.queue.iter().flat_map(|run| run.range()).all(|index| self.records.is(index, Set::Free));
+        let is_queue_free = self
+            .queue
+            .iter()
+            .flat_map(|run| run.range())
+            .all(|index| self.records.is_in_set(index, Set::Free));
         if self.order == Order::Fifo && !(is_queue_free && queued == free) {
             return Some(format!("the queue names {queued} indices, the free set {free}"));
         }

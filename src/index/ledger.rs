@@ -479,13 +479,15 @@ pub(super) fn spans(
             _ => Vec::new(),
         };
         match spans.last_mut() {
-            Some(last) if last.state == state && same(&last.holders, &holders) => last.range.end = index + 1,
+            Some(last) if last.state == state && are_same(&last.holders, &holders) => {
+                last.range.end = index + 1;
+            }
             _ => spans.push(Span { range: index..index + 1, state, holders }),
         }
     }
     spans
 }
 
-fn same(one: &[Arc<CallRecord>], other: &[Arc<CallRecord>]) -> bool {
+fn are_same(one: &[Arc<CallRecord>], other: &[Arc<CallRecord>]) -> bool {
     one.len() == other.len() && one.iter().zip(other).all(|(one, other)| Arc::ptr_eq(one, other))
 }

@@ -197,7 +197,7 @@ impl CopyThreads {
         let Some(processor) = CpuSet::current() else { return };
         let wanted = Some((processor, self.threads.len()));
         if self.excluded != wanted
-            && let Some(others) = CpuSet::without(processor)
+            && let Some(others) = CpuSet::allowed_except(processor)
         {
             self.threads.iter().for_each(|thread| others.set_affinity(&thread.handle));
         }

@@ -22,7 +22,7 @@ impl CpuSet {
 
     /// Returns the processors on which the calling thread may run, without `processor`. `None` if that leaves
     /// none.
-    pub(super) fn without(processor: usize) -> Option<Self> {
+    pub(super) fn allowed_except(processor: usize) -> Option<Self> {
         // SAFETY: all bits zero is a set: the empty one.
         let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
         // SAFETY: the size is that of `set`.

@@ -29,21 +29,21 @@ pub(crate) enum Element {
 pub(crate) fn elements(tensor: &BorrowedTensor<'_>) -> Result<Vec<Element>> {
     tensor.check_on(Device::Cpu, "the tensor")?;
     match tensor.dtype() {
-        DType::F64 => each(tensor, Element::Double),
-        DType::F32 => each(tensor, Element::Single),
-        DType::F16 => each(tensor, |value: f16| Element::Single(value.to_f32())),
-        DType::BF16 => each(tensor, |value: bf16| Element::Single(value.to_f32())),
-        DType::F8E4M3 => each(tensor, |value: E4M3| Element::Single(value.to_f32())),
-        DType::F8E5M2 => each(tensor, |value: E5M2| Element::Single(value.to_f32())),
-        DType::I8 => each(tensor, |value: i8| Element::Int(value.into())),
-        DType::U8 => each(tensor, |value: u8| Element::Int(value.into())),
-        DType::Bool => each(tensor, |value: u8| Element::Bool(value != 0)),
+        DType::F64 => convert_each(tensor, Element::Double),
+        DType::F32 => convert_each(tensor, Element::Single),
+        DType::F16 => convert_each(tensor, |value: f16| Element::Single(value.to_f32())),
+        DType::BF16 => convert_each(tensor, |value: bf16| Element::Single(value.to_f32())),
+        DType::F8E4M3 => convert_each(tensor, |value: E4M3| Element::Single(value.to_f32())),
+        DType::F8E5M2 => convert_each(tensor, |value: E5M2| Element::Single(value.to_f32())),
+        DType::I8 => convert_each(tensor, |value: i8| Element::Int(value.into())),
+        DType::U8 => convert_each(tensor, |value: u8| Element::Int(value.into())),
+        DType::Bool => convert_each(tensor, |value: u8| Element::Bool(value != 0)),
         _ => Ok(read_indices(tensor)?.iter().map(Element::Int).collect()),
     }
 }
 
 /// Returns the elements, whose type is `T`, as numbers.
-fn each<T: Copy>(tensor: &BorrowedTensor<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
+fn convert_each<T: Copy>(tensor: &BorrowedTensor<'_>, number: impl Fn(T) -> Element) -> Result<Vec<Element>> {
     let values: Vec<T> = read(tensor)?;
     let mut numbers = try_with_capacity(values.len())?;
     numbers.extend(values.into_iter().map(number));

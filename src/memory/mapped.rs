@@ -92,7 +92,7 @@ impl MappedHost {
         for page in huge_pages_for(bytes) {
             let mapped = bytes.next_multiple_of(page);
             match map_huge(mapped, page) {
-                Ok(address) => return Ok(self.keep(address, mapped, true, bytes)),
+                Ok(address) => return Ok(self.record_block(address, mapped, true, bytes)),
                 Err(cause) => tried.push(format!("{page} bytes each: {cause}")),
             }
         }
@@ -100,7 +100,7 @@ impl MappedHost {
     }
 
     /// Records the pages that were mapped for a block of `bytes`.
-    fn keep(&self, address: NonNull<u8>, mapped: usize, are_huge: bool, bytes: usize) -> Block {
+    fn record_block(&self, address: NonNull<u8>, mapped: usize, are_huge: bool, bytes: usize) -> Block {
         let start = address.as_ptr().expose_provenance();
         let pages = Arc::new(Pages { range: start..start + mapped, are_huge });
         lock(&self.blocks).push(Mapping { pages, page_locks: Vec::new() });
@@ -158,7 +158,7 @@ unsafe impl Backend for MappedHost {
         } else {
             let mapped = bytes.next_multiple_of(system_page_size());
             let address = map(mapped).ok_or_else(|| out_of_memory_error(bytes))?;
-            self.keep(address, mapped, false, bytes)
+            self.record_block(address, mapped, false, bytes)
         };
         if let Some(node) = self.numa_node
             && let Err(cause) = prefer_node(&block, node)

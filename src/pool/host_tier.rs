@@ -398,7 +398,7 @@ impl HostTier {
             match self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after) {
                 Ok(transfer) => Some(Write { transfer, pages, states, runs }),
                 Err(failure) => {
-                    self.note(&failure);
+                    self.note_failure(&failure);
                     counts.failed += pages.entries.len() + states.entries.len();
                     self.pages.fail(&pages.entries);
                     self.states.iter().for_each(|storage| storage.fail(&states.entries));
@@ -421,7 +421,7 @@ impl HostTier {
     /// Ends a write that has failed, perhaps with its device, or whose pages may have been overwritten.
     pub(super) fn discard(&self, write: &Write, of_device: Option<&Error>) {
         if let Some(cause) = of_device.or(write.transfer.failure()) {
-            self.note(cause);
+            self.note_failure(cause);
         }
         self.pages.fail(&write.pages.entries);
         self.states.iter().for_each(|storage| storage.fail(&write.states.entries));
@@ -484,7 +484,7 @@ impl HostTier {
     }
 
     /// Notes why a copy to the tier failed.
-    fn note(&self, cause: &Error) {
+    fn note_failure(&self, cause: &Error) {
         let _gate = ForkGate::enter_on_own_thread();
         let mut notes = self.notes.lock();
         if !notes.noted.contains(&cause.kind()) {

@@ -348,7 +348,7 @@ impl SlotTensors {
     /// Returns the shortage for `count` more slots, assuming that all pending frees complete. A request
     /// beyond the capacity is not worth reclaiming for.
     pub(super) fn short(&self, count: usize) -> Shortage {
-        let coming = self.slots.available() + self.landing();
+        let coming = self.slots.available() + self.pending_slots();
         let is_possible = count <= self.slots.capacity();
         let slots = if is_possible { count.saturating_sub(coming) } else { 0 };
         Shortage::Missing(Shortfall { slots, fenced: self.slots.stats().fenced })
@@ -420,7 +420,7 @@ impl SlotTensors {
     /// Returns the number of slots that can be handed out now or when pending frees complete. Pending frees
     /// count as whole, distinct pages.
     pub(super) fn available_size(&self) -> usize {
-        self.slots.available() + self.landing()
+        self.slots.available() + self.pending_slots()
     }
 
     /// Merges the released slots into the free ones.
@@ -478,8 +478,8 @@ impl SlotTensors {
 
     /// Returns the statistics of this pool. Slots of pending frees count as available, as estimated.
     pub(super) fn stats(&self) -> SlotStats {
-        let (stats, landing) = (self.slots.stats(), self.landing());
-        SlotStats { available: stats.available + landing, in_use: stats.in_use - landing, ..stats }
+        let (stats, pending) = (self.slots.stats(), self.pending_slots());
+        SlotStats { available: stats.available + pending, in_use: stats.in_use - pending, ..stats }
     }
 
     /// Returns the number of bytes on the device.

@@ -133,7 +133,7 @@ impl PageLocking {
                     logging::warn(py, &format!("some chunks stay ordinary memory: {failure}"));
                 }
                 let bytes = self.chunk_bytes;
-                logging::inform(py, &format!("{done} of {total} chunks of {bytes} bytes are ready"));
+                logging::info(py, &format!("{done} of {total} chunks of {bytes} bytes are ready"));
                 if let Some(Err(error)) =
                     self.progress.as_ref().map(|progress| progress.call1(py, (done, total)))
                 {
@@ -234,7 +234,7 @@ impl ChunkPool {
         let debug = Debug::new(debug, &pool);
         let pool = Arc::new(pool);
         for note in mapped.iter().flat_map(|mapped| mapped.take_notes()) {
-            logging::inform(py, &note);
+            logging::info(py, &note);
         }
         if let Some(locking) = py.detach(|| pool.start_page_locking()) {
             let (stride, chunk_bytes) = (pool.stride(), pool.chunk_bytes());

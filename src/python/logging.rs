@@ -39,7 +39,7 @@ pub(super) fn warn(py: Python<'_>, message: &str) {
 }
 
 /// Logs a message at level INFO.
-pub(super) fn inform(py: Python<'_>, message: &str) {
+pub(super) fn info(py: Python<'_>, message: &str) {
     log(py, INFO, message);
 }
 

@@ -72,14 +72,14 @@ impl TensorView {
     #[must_use]
     pub fn from_indices(indices: IndexVec) -> Self {
         let len = signed(indices.len());
-        Self::over(indices, &[len])
+        Self::with_shape(indices, &[len])
     }
 
     /// Creates a 2-D int32 tensor `[pairs.len() / 2, 2]` on the host that takes over `pairs`.
     #[must_use]
     pub fn from_pairs(pairs: Vec<i32>) -> Self {
         let rows = signed(pairs.len() / 2);
-        Self::over(IndexVec::I32(pairs), &[rows, 2])
+        Self::with_shape(IndexVec::I32(pairs), &[rows, 2])
     }
 
     /// Creates a 1-D bool tensor on the host.
@@ -181,7 +181,7 @@ impl TensorView {
 
     /// Creates a tensor over `values`. `shape` has at most `MAX_NDIM` extents, whose product is the length of
     /// `values`.
-    fn over(values: IndexVec, shape: &[i64]) -> Self {
+    fn with_shape(values: IndexVec, shape: &[i64]) -> Self {
         let shape = Dims::new(shape).unwrap_or_else(|_| unreachable!("at most two dimensions"));
         let dtype = values.dtype();
         Self {

@@ -57,7 +57,7 @@ impl Edges {
     /// Returns the children of `parent` whose first page has this fingerprint. Others may be among them.
     pub(crate) fn get(&self, parent: NodeId, fingerprint: u32) -> impl Iterator<Item = NodeId> + '_ {
         let hash = self.hash(parent, fingerprint);
-        let words = self.reach(hash).flat_map(|at| self.buckets[at].0);
+        let words = self.candidate_buckets(hash).flat_map(|at| self.buckets[at].0);
         words.filter(move |word| *word != 0 && word >> 32 == hash >> 32).map(child_of)
     }
 
@@ -81,7 +81,8 @@ impl Edges {
         let hash = self.hash(parent, fingerprint);
         let word = word_of(hash, child);
         let position_of = |at: usize| Some((at, self.buckets[at].position_of(word)?));
-        let (mut at, mut entry) = self.reach(hash).find_map(position_of).expect("a child is linked");
+        let (mut at, mut entry) =
+            self.candidate_buckets(hash).find_map(position_of).expect("a child is linked");
         self.len -= 1;
         // The gap is filled with a word that a full bucket has displaced, until the chain of full buckets
         // ends.
@@ -108,7 +109,7 @@ impl Edges {
     }
 
     /// Returns the buckets that may contain words with this hash.
-    fn reach(&self, hash: Word) -> impl Iterator<Item = usize> + '_ {
+    fn candidate_buckets(&self, hash: Word) -> impl Iterator<Item = usize> + '_ {
         let mut next = (!self.buckets.is_empty()).then(|| self.home(hash));
         std::iter::from_fn(move || {
             let at = next?;

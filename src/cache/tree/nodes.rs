@@ -95,7 +95,7 @@ impl Tree {
     pub fn keep_root(&mut self) -> NodeHandle {
         let root = self.root_or_new(&Namespace::Unnamed);
         self.lock(root);
-        self.roots.keep(root);
+        self.roots.set_locked(root);
         self.handle(root)
     }
 
@@ -437,8 +437,8 @@ impl Tree {
     /// Returns whether a node has locks of [`Tree::lock_node`].
     fn has_foreign_locks(&self, id: NodeId) -> bool {
         let node = self.node(id);
-        let is_kept = self.roots.is_kept(id) || self.has_own_lock(id);
-        node.leases > u32::from(is_kept)
+        let has_extra_lock = self.roots.is_locked(id) || self.has_own_lock(id);
+        node.leases > u32::from(has_extra_lock)
     }
 
     fn unlock_tail(&mut self, tail: NodeId) {

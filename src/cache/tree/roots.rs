@@ -14,7 +14,7 @@ pub(super) struct Roots {
     /// The number of detached roots, which stay until the leases below them end.
     detached: usize,
     /// The root that [`Tree::keep_root`](super::Tree::keep_root) keeps, with a lock of its own.
-    kept: Option<NodeId>,
+    locked: Option<NodeId>,
     /// The number of bytes that the names take up on the heap.
     texts: usize,
     /// The capacity of the lists of nodes.
@@ -36,12 +36,12 @@ impl Roots {
     }
 
     /// Records that `root` has a lock of its own.
-    pub(super) const fn keep(&mut self, root: NodeId) {
-        self.kept = Some(root);
+    pub(super) const fn set_locked(&mut self, root: NodeId) {
+        self.locked = Some(root);
     }
 
-    pub(super) fn is_kept(&self, root: NodeId) -> bool {
-        self.kept == Some(root)
+    pub(super) fn is_locked(&self, root: NodeId) -> bool {
+        self.locked == Some(root)
     }
 
     pub(super) fn get(&self, name: &Namespace) -> Option<NodeId> {

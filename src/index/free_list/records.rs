@@ -75,7 +75,7 @@ impl Records {
     }
 
     /// Returns whether `index`, any number, is in a set.
-    pub(super) fn is(&self, index: u32, set: Set) -> bool {
+    pub(super) fn is_in_set(&self, index: u32, set: Set) -> bool {
         let at = widen(index / 64);
         self.space.contains(&index) && {
             let bits = match set {

@@ -270,7 +270,7 @@ impl FetchJob<'_> {
         loop {
             while has_room && batches.len() < BATCHES && self.should_continue() {
                 let Some(keys) = left.next() else { break };
-                has_room = self.ask(kind, keys, &mut batches)?;
+                has_room = self.request_pieces(kind, keys, &mut batches)?;
             }
             let Some(batch) = batches.pop_front() else { return Ok(count) };
             while !batch.transfer.wait(SLICE)? {
@@ -290,7 +290,12 @@ impl FetchJob<'_> {
 
     /// Requests pieces from the store, as long as there are places for them. Returns whether all of them got
     /// one.
-    fn ask(&self, kind: PieceKind, keys: &[PageHash], batches: &mut VecDeque<Batch>) -> Result<bool> {
+    fn request_pieces(
+        &self,
+        kind: PieceKind,
+        keys: &[PageHash],
+        batches: &mut VecDeque<Batch>,
+    ) -> Result<bool> {
         let FetchRequest { namespace, clears, .. } = self.request;
         let expect = || self.store_access.tier().expect(kind, keys, namespace, clears.of(kind));
         let incoming = if kind == PieceKind::Page && self.request.has_events {

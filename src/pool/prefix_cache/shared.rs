@@ -139,7 +139,7 @@ impl CacheCall<'_> {
         let allocator = self.slots.allocator();
         // Counted before the clears are read: copies that were over before a clear have the published
         // contents.
-        let over = cache.below.as_ref().map_or(0, TierLink::over);
+        let completed = cache.below.as_ref().map_or(0, TierLink::completed_writes);
         let clears = allocator.lock().clears();
         if cache.clears != clears {
             (cache.clears, cache.loading_pages) = (clears, 0);
@@ -153,10 +153,10 @@ impl CacheCall<'_> {
             cache.tree = tree;
             self.give_back(&cache, evicted);
         }
-        if over > 0
+        if completed > 0
             && let CacheState { below: Some(below), tree, .. } = &mut *cache
         {
-            below.settle(over, tree);
+            below.settle(completed, tree);
         }
         if !cache.pins.is_empty() {
             self.end_pins(&mut cache);

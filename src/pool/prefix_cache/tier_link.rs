@@ -57,7 +57,7 @@ impl TierLink {
     }
 
     /// Returns the number of leading writes that are over.
-    pub(super) fn over(&self) -> usize {
+    pub(super) fn completed_writes(&self) -> usize {
         let is_over = |flight: &&InFlight| flight.write.transfer.is_over().unwrap_or(false);
         self.writes.iter().take_while(is_over).count()
     }

@@ -221,7 +221,7 @@ impl SlotTensors {
     }
 
     /// Returns an event that the next free to complete in [`Self::settle`] waits for.
-    pub(in crate::pool) fn unsettled(&self) -> Option<Arc<Event>> {
+    pub(in crate::pool) fn oldest_pending(&self) -> Option<Arc<Event>> {
         self.deferred.oldest()
     }
 
@@ -279,7 +279,7 @@ impl SlotTensors {
     }
 
     /// Returns an estimate, from their lengths, of the slots of pending frees.
-    pub(super) fn landing(&self) -> usize {
+    pub(super) fn pending_slots(&self) -> usize {
         if self.deferred.is_empty() {
             return 0;
         }
@@ -291,6 +291,6 @@ impl SlotTensors {
 
     /// Returns an estimate of the slots of pending frees.
     pub(in crate::pool) fn pending(&self) -> usize {
-        self.landing()
+        self.pending_slots()
     }
 }

@@ -72,7 +72,7 @@ impl TokenToKvPoolAllocator {
             if !slots.has_deferred() {
                 return Ok(false);
             }
-            slots.unsettled()
+            slots.oldest_pending()
         };
         if let Some(oldest) = oldest {
             run_blocking(|| oldest.wait())?;

@@ -93,7 +93,7 @@ pub(in crate::python) fn ownership_error(message: String) -> PyErr {
 }
 
 /// Describes an object for messages.
-pub(in crate::python) fn shown(object: &Bound<'_, PyAny>) -> String {
+pub(in crate::python) fn description_of(object: &Bound<'_, PyAny>) -> String {
     object.repr().map_or_else(|_| args::kind_of(object), |text| text.to_string())
 }
 

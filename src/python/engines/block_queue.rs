@@ -10,7 +10,7 @@ use crate::base::sync::lock;
 use crate::base::{BlockId, Error, Id, widen};
 use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
-use super::block::{Block, BlockPlace, Objects, ownership_error, shown};
+use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
 use super::block_map::BlockMap;
 use crate::python::args;
 use crate::python::debug::Debug;
@@ -73,7 +73,9 @@ impl BlockQueue {
     fn numbers(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
         let given = self.given(blocks)?;
         match given.others.first() {
-            Some(other) => Err(ownership_error(format!("{} is no block of this queue", shown(other)))),
+            Some(other) => {
+                Err(ownership_error(format!("{} is no block of this queue", description_of(other))))
+            }
             None => Ok(given.own),
         }
     }
@@ -296,7 +298,7 @@ fn too_few_blocks_error(asked: usize, free: usize) -> PyErr {
 }
 
 fn not_free_error(block: &Bound<'_, PyAny>) -> PyErr {
-    PyRuntimeError::new_err(format!("{} is not free", shown(block)))
+    PyRuntimeError::new_err(format!("{} is not free", description_of(block)))
 }
 
 /// Free blocks in their order.

@@ -80,7 +80,7 @@ impl Recency {
 
     /// Records that tokens were not found whose last use was at `used`.
     pub(super) fn record_missed(&mut self, used: Tick, tokens: u32, now: Tick) {
-        self.settle(now);
+        self.remove_displaced(now);
         let mut unmatched = u64::from(tokens);
         let over = (self.tokens_held - self.fresh).saturating_sub(self.capacity);
         let mut at = self.spans.partition_point(|span| span.from <= used);
@@ -103,14 +103,14 @@ impl Recency {
 
     /// Records that tokens are new.
     pub(super) fn add(&mut self, tokens: u32, now: Tick) {
-        self.settle(now);
+        self.remove_displaced(now);
         self.tokens_held += u64::from(tokens);
         self.fresh += u64::from(tokens);
         self.append(tokens, now);
     }
 
     /// Removes the tokens that a new request displaces. All tokens of a request are looked up before that.
-    fn settle(&mut self, now: Tick) {
+    fn remove_displaced(&mut self, now: Tick) {
         if now == self.now {
             return;
         }
