@@ -267,7 +267,7 @@ def _row(figure: Figure, scale: Scale, y: float) -> list[str]:
     return row
 
 
-def worded(figure: Figure) -> Figure:
+def with_alternative(figure: Figure) -> Figure:
     """A figure; its label names the alternative where it differs from the table's."""
     plain = figure.alternative in PLAIN | {"unchecked queue"}
     beside = "" if plain else f", beside {figure.alternative.removeprefix('per-request ')}"
@@ -305,7 +305,7 @@ def charts() -> dict[Path, str]:
     parts = sections()
     where = "Beside plain PyTorch; torch.empty for Workspace, a list and slices for ChunkPool"
     title = "How many times faster kvpool is than its alternative in the same process"
-    long = [Section(part.title, part.machine, [worded(f) for f in part.figures]) for part in parts]
+    long = [Section(part.title, part.machine, [with_alternative(f) for f in part.figures]) for part in parts]
     return {
         IMAGES / "ratios-short.svg": draw([short(parts)], title, f"{where}. {parts[0].machine}.", 330),
         IMAGES / "ratios.svg": draw(

@@ -87,7 +87,7 @@ def test_ranges_are_those_of_lmcache(seed: int) -> None:
     taken: list[tuple[int, int]] = []
     refused = 0
 
-    def both(name: str, *arguments: int) -> Any:  # noqa: ANN401
+    def call_both(name: str, *arguments: int) -> Any:  # noqa: ANN401
         ours, theirs = (answer(partial(getattr(each, name), *arguments)) for each in managers)
         assert ours == theirs, (name, arguments)
         return ours
@@ -95,11 +95,15 @@ def test_ranges_are_those_of_lmcache(seed: int) -> None:
     for _ in range(STEPS):
         match dice.randrange(8):
             case 0 | 1 | 2:
-                found = both("allocate", dice.choice([0, 1, 100, PAGE, PAGE + 1, dice.randrange(10 * PAGE)]))
+                found = call_both(
+                    "allocate", dice.choice([0, 1, 100, PAGE, PAGE + 1, dice.randrange(10 * PAGE)])
+                )
                 taken += [found] if isinstance(found, tuple) else []
                 refused += found is RuntimeError
             case 3:
-                found = both("batched_allocate", dice.choice([0, 1, PAGE, 3 * PAGE]), dice.randrange(-1, 9))
+                found = call_both(
+                    "batched_allocate", dice.choice([0, 1, PAGE, 3 * PAGE]), dice.randrange(-1, 9)
+                )
                 taken += found if isinstance(found, list) else []
                 refused += found is RuntimeError
             case 4 | 5 | 6 if taken:
@@ -113,11 +117,11 @@ def test_ranges_are_those_of_lmcache(seed: int) -> None:
                 elif size > align and dice.random() < 0.2:
                     taken.append((address + align, size - align))
                     size = align
-                both("free", address, size)
+                call_both("free", address, size)
             case 7 if dice.random() < 0.05:
-                both("sbrk", dice.choice([1, PAGE, 3 * PAGE]))
+                call_both("sbrk", dice.choice([1, PAGE, 3 * PAGE]))
         for name in ("get_free_size", "get_heap_size", "check_consistency"):
-            both(name)
+            call_both(name)
         assert managers[0].total_allocated_size == managers[1].total_allocated_size
     assert refused > 100, "a history without a full space shows little"
 

@@ -342,7 +342,7 @@ class Pair:
         assert isinstance(self.ours.core, KvTreeCore) == (ours == "kvpool"), type(self.ours.core)
         self.counts: dict[str, int] = {}
 
-    def both(self, call: Callable[[Tree], Any]) -> Any:
+    def call_both(self, call: Callable[[Tree], Any]) -> Any:
         """Makes a call of both, and compares what it returns and what it frees."""
         answers = []
         for tree in (self.ours, self.theirs):
@@ -415,7 +415,7 @@ class Pair:
 
     def match(self) -> None:
         request = self.prompt()
-        self.both(lambda tree: self._match(tree, request))
+        self.call_both(lambda tree: self._match(tree, request))
 
     @staticmethod
     def _match(tree: Tree, request: Request) -> Any:
@@ -510,7 +510,7 @@ class Pair:
             answer = dataclasses.replace(result, last_device_node=None)
             return answer, tree.path(result.last_device_node), values.tolist()
 
-        self.both(run)
+        self.call_both(run)
 
     def lock(self) -> None:
         request = self.prompt()
@@ -523,7 +523,7 @@ class Pair:
             has_boundary = {part: uuid is not None for part, uuid in result.component_lock_uuids.items()}
             return tree.path(node), result.delta, result.skipped_lock_components, has_boundary
 
-        self.both(run)
+        self.call_both(run)
 
     def unlock(self) -> None:
         if not self.ours.locks:
@@ -535,7 +535,7 @@ class Pair:
             tree.cache.dec_lock_ref(node, receipt, skip_swa=window_done)
             return tree.path(node)
 
-        self.both(run)
+        self.call_both(run)
 
     def release_window(self) -> None:
         with_window = [at for at, lock in enumerate(self.ours.locks) if not lock[2]]
@@ -549,15 +549,15 @@ class Pair:
             lock[2] = True
             return tree.path(lock[0])
 
-        self.both(run)
+        self.call_both(run)
 
     def evict(self) -> None:
         params = self._eviction()
-        self.both(lambda tree: tree.cache.evict(params))
+        self.call_both(lambda tree: tree.cache.evict(params))
 
     def evict_for_alloc(self) -> None:
         params = self._eviction()
-        self.both(lambda tree: tree.cache.evict_for_alloc(params))
+        self.call_both(lambda tree: tree.cache.evict_for_alloc(params))
 
     def _eviction(self) -> EvictParams:
         pick, page = self.random, self.config.page_size
@@ -595,7 +595,7 @@ class Pair:
                 [tree.gaps(prompt.key()) for prompt in (prompts if self.config.has_swa else [])],
             )
 
-        self.both(run)
+        self.call_both(run)
 
     def finish(self) -> None:
         """Releases everything, and sees that all of it is evictable."""
@@ -603,11 +603,11 @@ class Pair:
             self.unlock()
         self.compare()
         everything = EvictParams(num_tokens=1 << 30)
-        self.both(lambda tree: tree.cache.evict(everything))
+        self.call_both(lambda tree: tree.cache.evict(everything))
         self.compare()
         assert self.ours.core.total_size() == (0, 0)
         assert (self.counts["events"] > 0) == (self.events is not Events.NONE)
-        self.both(lambda tree: tree.cache.reset())
+        self.call_both(lambda tree: tree.cache.reset())
         self.compare()
 
 

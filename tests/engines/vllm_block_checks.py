@@ -38,7 +38,7 @@ def request(name: str, blocks: int) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def of(pool: Any, numbers: list[int]) -> list[Any]:  # noqa: ANN401
+def blocks_of(pool: Any, numbers: list[int]) -> list[Any]:  # noqa: ANN401
     return [pool.blocks[number] for number in numbers]
 
 
@@ -71,7 +71,7 @@ class History:
         assert answers[0] == answers[1]
         return answers[1]
 
-    def some(self) -> int:
+    def any_name(self) -> int:
         return self.rng.choice(list(self.held))
 
     def take(self, step: int) -> None:
@@ -94,7 +94,7 @@ class History:
 
     def hash(self, _: int) -> None:
         """Gives blocks of a request that have no hash theirs, behind null blocks, some with a mask."""
-        name, group, blocks = self.held[self.some()]
+        name, group, blocks = self.held[self.any_name()]
         plain = [
             number for number in dict.fromkeys(blocks) if self.pools[1].blocks[number].block_hash is None
         ]
@@ -106,7 +106,7 @@ class History:
             self.call(
                 lambda pool: pool.cache_full_blocks(
                     asked,
-                    [pool.null_block] * first + of(pool, plain),
+                    [pool.null_block] * first + blocks_of(pool, plain),
                     0,
                     first + len(plain),
                     SIZE,
@@ -118,18 +118,18 @@ class History:
             for tokens in (SIZE, 2 * SIZE):
                 self.call(
                     lambda pool, tokens=tokens: pool.cache_partial_block(  # type: ignore[misc]
-                        request(name, 2), of(pool, plain)[0], tokens, group, SIZE
+                        request(name, 2), blocks_of(pool, plain)[0], tokens, group, SIZE
                     )
                 )
 
     def free(self, _: int) -> None:
-        blocks = self.held.pop(self.some())[2]
-        self.call(lambda pool: pool.free_blocks(reversed([pool.null_block, *of(pool, blocks)])))
+        blocks = self.held.pop(self.any_name())[2]
+        self.call(lambda pool: pool.free_blocks(reversed([pool.null_block, *blocks_of(pool, blocks)])))
 
     def touch(self, step: int) -> None:
         if len(self.held) < 6:
-            name, group, blocks = self.held[self.some()]
-            self.call(lambda pool: pool.touch([pool.null_block, *of(pool, blocks)]))
+            name, group, blocks = self.held[self.any_name()]
+            self.call(lambda pool: pool.touch([pool.null_block, *blocks_of(pool, blocks)]))
             self.held[step] = name, group, blocks
 
     def evict(self, _: int) -> None:
@@ -141,7 +141,7 @@ class History:
         hashed = [block.block_id for block in blocks if block.block_hash is not None]
         plain = [block.block_id for block in blocks if self.pools[1].is_block_writable(block)]
         if hashed and plain:
-            self.call(lambda pool: pool.move_block_hashes(*of(pool, [hashed[0], plain[0]])))
+            self.call(lambda pool: pool.move_block_hashes(*blocks_of(pool, [hashed[0], plain[0]])))
 
     def reset(self, step: int) -> None:
         """Forgets all hashes, which is refused while a request has blocks."""

@@ -32,7 +32,7 @@ def fields(event: Any) -> dict[str, Any]:  # noqa: ANN401
     return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
-def as_theirs(batch: ours.EventBatch) -> Any:  # noqa: ANN401
+def as_vllm_batch(batch: ours.EventBatch) -> Any:  # noqa: ANN401
     events = [getattr(theirs, type(event).__name__)(**fields(event)) for event in batch.events]
     return theirs.KVEventBatch(batch.ts, events, batch.data_parallel_rank)
 
@@ -85,8 +85,8 @@ def test_each_reads_what_the_other_writes_byte_for_byte() -> None:
     for seed in range(20):
         for batch in some_batches(seed):
             payload = ours.encode(batch)
-            assert payload == encoder.encode(as_theirs(batch))
-            assert decoder.decode(payload) == as_theirs(batch)
+            assert payload == encoder.encode(as_vllm_batch(batch))
+            assert decoder.decode(payload) == as_vllm_batch(batch)
             assert ours.decode(payload) == batch
 
 

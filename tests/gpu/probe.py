@@ -71,8 +71,8 @@ class Driver:
         self.image = KERNELS.read_bytes() + b"\0"
         self.stream = self.make("cuStreamCreate", NON_BLOCKING)
         self.event = self.make("cuEventCreate", NO_TIMING)
-        self.must("cuEventRecord", size(self.event), size(self.stream))
-        self.must("cuStreamSynchronize", size(self.stream))
+        self.require_success("cuEventRecord", size(self.event), size(self.stream))
+        self.require_success("cuStreamSynchronize", size(self.stream))
         self.block = self.make("cuMemAlloc_v2", size(2 * HALF))
 
     def has(self, name: str) -> bool:
@@ -81,7 +81,7 @@ class Driver:
     def call(self, name: str, *arguments: object) -> int:
         return int(getattr(self._library, name)(*arguments))
 
-    def must(self, name: str, *arguments: object) -> None:
+    def require_success(self, name: str, *arguments: object) -> None:
         """A call that prepares a question."""
         code = self.call(name, *arguments)
         if code:
@@ -90,7 +90,7 @@ class Driver:
     def make(self, name: str, *arguments: object) -> int:
         """The handle that a function writes to its first argument."""
         made = size(0)
-        self.must(name, ctypes.byref(made), *arguments)
+        self.require_success(name, ctypes.byref(made), *arguments)
         return made.value
 
     def number(self, name: str, *arguments: object) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class Driver:
         return self.call(name, ctypes.byref(number), *arguments), number.value
 
     def enter(self) -> None:
-        self.must("cuCtxPushCurrent_v2", size(self.context))
+        self.require_success("cuCtxPushCurrent_v2", size(self.context))
 
     def function(self) -> int:
         """A kernel of a module that nobody else uses."""
@@ -121,11 +121,11 @@ class Driver:
     @contextmanager
     def mode(self, mode: int) -> Iterator[None]:
         swapped = ctypes.c_int(mode)
-        self.must("cuThreadExchangeStreamCaptureMode", ctypes.byref(swapped))
+        self.require_success("cuThreadExchangeStreamCaptureMode", ctypes.byref(swapped))
         try:
             yield
         finally:
-            self.must("cuThreadExchangeStreamCaptureMode", ctypes.byref(swapped))
+            self.require_success("cuThreadExchangeStreamCaptureMode", ctypes.byref(swapped))
 
     def end(self, stream: int) -> int:
         return self.call("cuStreamEndCapture", size(stream), ctypes.byref(size(0)))
@@ -164,11 +164,11 @@ def captured(
 
     def ask(driver: Driver) -> str:
         stream = driver.make("cuStreamCreate", flags)
-        driver.must("cuStreamBeginCapture_v2", size(stream), mode)
+        driver.require_success("cuStreamBeginCapture_v2", size(stream), mode)
         with driver.mode(thread):
             answer = work(driver, stream)
         end = driver.end(stream)
-        driver.must("cuStreamDestroy_v2", size(stream))
+        driver.require_success("cuStreamDestroy_v2", size(stream))
         return f"call {answer}, end {end}"
 
     return ask
@@ -211,7 +211,7 @@ def wait_for_event(driver: Driver, _: int) -> int:
 
 def query_captured_event(driver: Driver, stream: int) -> int:
     event = size(driver.make("cuEventCreate", NO_TIMING))
-    driver.must("cuEventRecord", event, size(stream))
+    driver.require_success("cuEventRecord", event, size(stream))
     return driver.call("cuEventQuery", event)
 
 
@@ -225,13 +225,13 @@ def fork(driver: Driver, *, is_joined: bool) -> str:
     event = size(driver.make("cuEventCreate", NO_TIMING))
 
     def work(driver: Driver, stream: int) -> int:
-        driver.must("cuEventRecord", event, size(stream))
+        driver.require_success("cuEventRecord", event, size(stream))
         code = driver.call("cuStreamWaitEvent", other, event, 0)
         if code == 0 and driver.status(other.value) != (0, 1):
             return -1
         if is_joined:
-            driver.must("cuEventRecord", event, other)
-            driver.must("cuStreamWaitEvent", size(stream), event, 0)
+            driver.require_success("cuEventRecord", event, other)
+            driver.require_success("cuStreamWaitEvent", size(stream), event, 0)
         return code
 
     return captured(work)(driver)
@@ -285,7 +285,7 @@ def launch_loaded(driver: Driver) -> str:
     """A launch in a capture, of a function that was launched before."""
     function = driver.function()
     code = driver.launch(function, driver.stream)
-    driver.must("cuStreamSynchronize", size(driver.stream))
+    driver.require_success("cuStreamSynchronize", size(driver.stream))
     return (
         f"call {code}, end 0" if code else captured(lambda _, stream: driver.launch(function, stream))(driver)
     )
@@ -301,13 +301,13 @@ def copy_halves(driver: Driver, registered: int, offset: int, length: int) -> st
     with host_memory() as start:
         halves = [size(start + half * HALF) for half in range(registered)]
         for half in halves:
-            driver.must("cuMemHostRegister_v2", half, size(HALF), FLAGS)
+            driver.require_success("cuMemHostRegister_v2", half, size(HALF), FLAGS)
         stream = size(driver.stream)
         source = size(start + offset)
         code = driver.call("cuMemcpyHtoDAsync_v2", size(driver.block), source, size(length), stream)
-        driver.must("cuStreamSynchronize", stream)
+        driver.require_success("cuStreamSynchronize", stream)
         for half in halves:
-            driver.must("cuMemHostUnregister", half)
+            driver.require_success("cuMemHostUnregister", half)
     return f"{code}"
 
 

@@ -47,7 +47,7 @@ def bullets(items: Iterable[str], title: str = "") -> list[str]:
     return [*((title, "") if title else ()), *lines, ""] if lines else []
 
 
-def told(results: Sequence[Result], kind: str) -> list[dict[str, Any]]:
+def records_of(results: Sequence[Result], kind: str) -> list[dict[str, Any]]:
     return [record for result in results for record in result.about(kind)]
 
 
@@ -88,16 +88,16 @@ def _outcome(record: Mapping[str, Any]) -> str:
 
 def captures_section(results: Sequence[Result]) -> list[str]:
     """Calls beside captures: first those that are wrong, with what was said, then all."""
-    found = told(results, "capture")
+    found = records_of(results, "capture")
     if not found:
         return []
     counts = [
         f"{count['right']} right, {count['wrong']} wrong, {count['left']} not tried for lack of time"
-        for count in told(results, "captures")
+        for count in records_of(results, "captures")
     ]
     reads = [
         f"slots read on a second stream by {read['name']}: {read['wrong']} of {read['of']} wrong"
-        for read in told(results, "read")
+        for read in records_of(results, "read")
         if "of" in read
     ]
     lines = bullets([*counts, *reads])
@@ -119,7 +119,7 @@ def first_pool_section(results: Sequence[Result]) -> list[str]:
     columns = ("cache of kernels", "PyTorch's context, s", "first pool, s", "second pool, s")
     rows = [
         (r["cache"], f"{r['context']:.3f}", f"{r['first']:.4f}", f"{r['second']:.4f}")
-        for r in told(results, "first pool")
+        for r in records_of(results, "first pool")
     ]
     return section("The first pool of a process", table(columns, rows, numbers=columns[1:]) if rows else [])
 
@@ -160,7 +160,7 @@ def speed_section(results: Sequence[Result], machine: Mapping[str, str]) -> list
     """Times of the kernels, as `benches/RESULTS.md` has them."""
     columns = ("what", "us", "GB/s", "host, us", "alternative", "its us", "ratio")
     rows = []
-    for r in told(results, "speed"):
+    for r in records_of(results, "speed"):
         beside = ("", "", "")
         if "ratio" in r:
             beside = (r["alternative"], f"{r['its_us']:,.2f}", f"{r['ratio']:.2f}")
@@ -231,7 +231,7 @@ def markdown(results: Sequence[Result], about: Mapping[str, str], tables: Sequen
         tables: Files with tables of benchmarks, if they were written.
     """
     machine = {**about}
-    for record in told(results, "machine"):
+    for record in records_of(results, "machine"):
         machine |= {name: value for name, value in record.items() if name != "kind"}
     lines = ["# kvpool on a GPU", "", verdict(results), ""]
     lines += [*(f"- {name}: {value}" for name, value in machine.items()), "", *steps_section(results)]

@@ -293,7 +293,7 @@ def as_index(request: pytest.FixtureRequest) -> Callable[[Sequence[int]], Any]:
     """Every form in which indices may be given; tensors of PyTorch are on the device of the test."""
     kind: str = request.param
     make = INDEX_KINDS[kind]
-    return (lambda values: devices.here(make(values))) if kind.startswith("torch") else make
+    return (lambda values: devices.to_current(make(values))) if kind.startswith("torch") else make
 
 
 @pytest.fixture(params=sorted(INDEX_KINDS))

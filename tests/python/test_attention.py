@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import devices
 import pytest
 import torch
-from devices import here
+from devices import to_current
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvpool import (
@@ -101,7 +101,7 @@ class Scene:
         # Masked positions would show in the result.
         for buffer in [*self.pool.k_buffer, *self.pool.v_buffer]:
             rows = buffer[self.page_size :]
-            rows.copy_(here(torch.full(rows.shape, float("nan"), dtype=self.dtype)))
+            rows.copy_(to_current(torch.full(rows.shape, float("nan"), dtype=self.dtype)))
 
     def rows(self, n: int) -> list[int]:
         rows = self.table.alloc(n)
@@ -123,7 +123,7 @@ class Scene:
         key[: plan.num_tokens].normal_()
         value[: plan.num_tokens].normal_()
         key, value = key.to(self.dtype), value.to(self.dtype)
-        self.pool.set_kv_buffer(self.layers - 1, plan.out_cache_loc, here(key), here(value))
+        self.pool.set_kv_buffer(self.layers - 1, plan.out_cache_loc, to_current(key), to_current(value))
         for row, new_key, new_value in zip(
             rows,
             torch.split(key[: plan.num_tokens], lens),
@@ -147,12 +147,12 @@ class Scene:
         query = torch.randn(plan.padded_num_tokens, self.heads, self.k_dim).to(dtype)
         attention = attention or PoolAttention(plan, self.pool)
         out = attention(
-            here(query),
+            to_current(query),
             self.layers - 1,
             scale=options.scale,
             sliding_window=options.window,
             softcap=options.softcap,
-            sinks=None if options.sinks is None else here(options.sinks),
+            sinks=None if options.sinks is None else to_current(options.sinks),
         )
         assert out.dtype is dtype
         assert out.device.type == devices.current()
@@ -322,7 +322,7 @@ def test_attention_outlives_the_plan() -> None:
     rows, lens = scene.rows(2), [5, 9]
     plan = scene.extend(rows, lens)
     attention = PoolAttention(plan, scene.pool)
-    query = here(torch.randn(14, 4, 16))
+    query = to_current(torch.randn(14, 4, 16))
     before = attention(query, 1)
     other = scene.rows(1)
     scene.extend(other, [30])
@@ -334,7 +334,7 @@ def test_attention_outlives_the_plan() -> None:
 def test_computes_no_gradients() -> None:
     scene = Scene(4)
     plan = scene.extend(scene.rows(2), [5, 1])
-    query = here(torch.randn(6, 4, 16)).requires_grad_()
+    query = to_current(torch.randn(6, 4, 16)).requires_grad_()
     assert not PoolAttention(plan, scene.pool)(query, 1).requires_grad
 
 
@@ -343,7 +343,7 @@ def test_query_with_any_strides() -> None:
     rows = scene.rows(3)
     scene.extend(rows, [5, 30, 12])
     plan = scene.extend(rows, [1, 1, 1])
-    query = here(torch.randn(4, 3, 16)).transpose(0, 1)
+    query = to_current(torch.randn(4, 3, 16)).transpose(0, 1)
     attention = PoolAttention(plan, scene.pool)
     assert torch.equal(attention(query, 1).cpu(), attention(query.contiguous(), 1).cpu())
 
@@ -354,10 +354,10 @@ def test_rejects_bad_queries() -> None:
     attention = PoolAttention(plan, scene.pool)
     for shape in ((4, 4, 16), (6, 4, 16), (5, 3, 16), (5, 0, 16), (5, 4, 15), (5, 64), (1, 5, 4, 16)):
         with pytest.raises(ConfigError, match=r"\(5, n \* 2, 16\)"):
-            attention(here(torch.zeros(shape)), 1)
+            attention(to_current(torch.zeros(shape)), 1)
     for layer in (2, -1):
         with pytest.raises(IndexError):
-            attention(here(torch.zeros(5, 4, 16)), layer)
+            attention(to_current(torch.zeros(5, 4, 16)), layer)
 
 
 def test_rejects_mismatched_pools_and_plans() -> None:

@@ -641,7 +641,7 @@ def test_decodes_of_more_tokens_than_a_table_has(tokens: int) -> None:
     for batch, pad_to in ((rows, None), ([], 8)):
         with pytest.raises((ConfigError, IndexError), match=r"\d"):
             pair.planner.decode(batch, [3][: len(batch)], tokens, pad_to=pad_to)
-    pair.same()
+    pair.check_same()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -105,13 +105,13 @@ class Scene:
             ),
         }
 
-    def books(self) -> dict[str, Any]:
+    def observed_state(self) -> dict[str, Any]:
         """The state that a failed call must not change: owners, lengths, and the used part of the table."""
-        books = self.pair.books()
-        books["slots"] = sorted(books.pop("free") + books.pop("released"))
-        books["table"] = {row: books["table"][row][:length] for row, length in books["lens"].items()}
-        del books["plans"], books["high_water"]
-        return books
+        state = self.pair.observed_state()
+        state["slots"] = sorted(state.pop("free") + state.pop("released"))
+        state["table"] = {row: state["table"][row][:length] for row, length in state["lens"].items()}
+        del state["plans"], state["high_water"]
+        return state
 
     def check(self, plan: Any, real: list[tuple[int, int, int]], tokens: int) -> None:  # noqa: ANN401
         """The plan is what follows from the table, in which no page is twice."""
@@ -360,7 +360,7 @@ def test_a_step_whose_driver_call_fails_changes_nothing_and_works_again(
 ) -> None:
     scene, answers = Scene(page_size), list[Any]()
     for step in STEPS:
-        before, failures = scene.books(), 0
+        before, failures = scene.observed_state(), 0
 
         def call(step: str = step) -> None:
             answers[:] = [scene.steps[step][0]()]  # noqa: B023 - the scene of the moment
@@ -370,7 +370,7 @@ def test_a_step_whose_driver_call_fails_changes_nothing_and_works_again(
             if error is not None:
                 failures += 1
                 assert "failed with CUDA_ERROR" in str(error)
-                assert scene.books() == before
+                assert scene.observed_state() == before
                 call()
             scene.check(answers[0], real, tokens)
             scene = Scene(page_size)
@@ -408,7 +408,7 @@ def test_a_fork_whose_driver_call_fails_changes_nothing_and_works_again(
     driver: Driver, page_size: int
 ) -> None:
     scene = Scene(page_size)
-    before, failures = scene.books(), 0
+    before, failures = scene.observed_state(), 0
 
     def call() -> object:
         return scene.pair.planner.fork(scene.one, scene.new, page_size + 1)
@@ -416,7 +416,7 @@ def test_a_fork_whose_driver_call_fails_changes_nothing_and_works_again(
     for error in failing(driver, call):
         if error is not None:
             failures += 1
-            assert scene.books() == before
+            assert scene.observed_state() == before
             assert call() is not None
         rows = scene.pair.row_of(scene.one, page_size), scene.pair.row_of(scene.new, page_size)
         assert rows[0] == rows[1]

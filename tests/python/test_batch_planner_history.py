@@ -37,7 +37,7 @@ FORMS: list[Callable[[Sequence[int]], Any]] = [
     lambda values: np.array(values, dtype=np.int32),
     lambda values: np.array(values, dtype=np.int64),
     lambda values: torch.tensor(values, dtype=torch.int64),
-    lambda values: devices.here(torch.tensor(values, dtype=torch.int32)),
+    lambda values: devices.to_current(torch.tensor(values, dtype=torch.int32)),
 ]
 form = st.sampled_from(FORMS)
 anything = st.integers(-2, 12) | st.sampled_from([2**31, 2**40, -(2**40)])
@@ -74,7 +74,7 @@ class PlannerHistory(RuleBasedStateMachine):
         self.last: tuple[BatchPlan, dict[str, Any]] | None = None
         self.is_changed = False
 
-    def both(self, call: Callable[[Side, bool], Any]) -> tuple[Any, Any]:
+    def call_both(self, call: Callable[[Side, bool], Any]) -> tuple[Any, Any]:
         """The answers of both planners, the same error included; the second one gets plain lists."""
         found, expected = outcome(lambda: call(self.pair, True)), outcome(lambda: call(self.twin, False))
         if isinstance(expected, type):
@@ -85,7 +85,7 @@ class PlannerHistory(RuleBasedStateMachine):
         return found, expected
 
     def planned(self, real: Sequence[tuple[int, int, int]], call: Callable[[Side, bool], Any]) -> None:
-        plan, other = self.both(call)
+        plan, other = self.call_both(call)
         self.pair.planned(plan, other, real)
         if plan is not None:
             if self.last is not None:
@@ -173,7 +173,7 @@ class PlannerHistory(RuleBasedStateMachine):
         self.decoded(rows, seq_lens, tokens, pad_to)
 
     def given_back(self, call: Callable[[Side, bool], object]) -> None:
-        self.both(call)
+        self.call_both(call)
         self.is_changed = True
 
     @rule(data=st.data(), form=form)
@@ -210,7 +210,7 @@ class PlannerHistory(RuleBasedStateMachine):
 
     @rule(src=anything, dst=anything, seq_len=anything)
     def fork_anything(self, src: int, dst: int, seq_len: int) -> None:
-        answers = self.both(lambda side, _: side.planner.fork(src, dst, seq_len))
+        answers = self.call_both(lambda side, _: side.planner.fork(src, dst, seq_len))
         found, expected = (answer and [slots.tolist() for slots in answer] for answer in answers)
         assert found == expected
         self.is_changed |= found is not None
@@ -239,14 +239,14 @@ class PlannerHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         slots, fence = self.cache.pop(data.draw(st.integers(0, len(self.cache) - 1))), self.fence(data)
-        self.both(lambda side, _: side.allocator.free(slots, after=fence))
+        self.call_both(lambda side, _: side.allocator.free(slots, after=fence))
 
     @rule(data=st.data(), sure=st.integers(0, 3))
     def free_slots_of_a_request(self, data: st.DataObject, sure: int) -> None:
         for row in self.batch(data)[: sure == 0]:
             count = min(data.draw(st.integers(1, 3)), self.twin.planner.seq_len(row))
             slots = self.twin.table.read(row, count).tolist()
-            self.both(lambda side, _: side.allocator.free(slots))  # noqa: B023
+            self.call_both(lambda side, _: side.allocator.free(slots))  # noqa: B023
 
     @rule(data=st.data(), sure=st.integers(0, 3))
     def free_rows_of_requests(self, data: st.DataObject, sure: int) -> None:
@@ -270,10 +270,10 @@ class PlannerHistory(RuleBasedStateMachine):
         data.draw(st.sampled_from(self.fences)).done = True
 
     @invariant()
-    def same(self) -> None:
+    def check_same(self) -> None:
         if not hasattr(self, "pair"):
             return
-        self.pair.same()
+        self.pair.check_same()
         if self.last is None:
             return
         plan, expected = self.last

@@ -112,8 +112,8 @@ def test_a_copy_in_host_memory_is_done_when_the_call_returns() -> None:
 
 @between
 def test_from_chunk_to_chunk(there: str) -> None:
-    here, yonder = make(2, (4, 6)), make(2, (4, 6), where=there)
-    first, second = some(here.allocate()), some(yonder.allocate())
+    pool, other = make(2, (4, 6)), make(2, (4, 6), where=there)
+    first, second = some(pool.allocate()), some(other.allocate())
     first.tensor().copy_(numbers(24).view(4, 6))
     second.copy_from(first.tensor()).wait()
     assert same(second.tensor(), numbers(24))

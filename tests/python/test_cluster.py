@@ -100,14 +100,14 @@ def cluster(prefill: int, decode: int, **sizes: Any) -> Iterator[tuple[Router, d
                 name = f"{role}-{number}"
                 members[name] = ClusterWorker(router, name, role, **sizes)  # type: ignore[arg-type]
         try:
-            until(router, lambda: router.stats()["workers"] == prefill + decode)
+            wait_until(router, lambda: router.stats()["workers"] == prefill + decode)
             yield router, members
         finally:
             for member in members.values():
                 member.end()
 
 
-def until(router: Router, is_so: Callable[[], bool]) -> None:
+def wait_until(router: Router, is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not is_so():
         assert time.monotonic() < deadline
@@ -161,7 +161,7 @@ def test_answers_are_those_of_one_process() -> None:
         assert {request.workers[0] for request in requests} == {"prefill-0", "prefill-1"}
         assert {request.workers[1] for request in handed} == {"decode-0", "decode-1"}
         over = time.monotonic()
-        until(router, lambda: is_idle(router, over))
+        wait_until(router, lambda: is_idle(router, over))
         read = {one.name: one.stats["read_bytes"] for one in router.workers()}
         assert read["decode-0"] + read["decode-1"] > 0
         for member in members.values():
@@ -176,7 +176,7 @@ def test_a_prompt_goes_to_where_its_prefix_is() -> None:
         router.run()
         homes = [request.workers[0] for request in first]
         assert {*homes} == {"prefill-0", "prefill-1", "prefill-2"}
-        until(router, lambda: all(max(router._index.match(system).values()) >= 56 for system in systems))
+        wait_until(router, lambda: all(max(router._index.match(system).values()) >= 56 for system in systems))
         for system, home in zip(systems, homes, strict=True):
             again = router.submit([*system, 1, 2, 3], 2)
             router.run()
@@ -192,7 +192,7 @@ def test_requests_of_a_worker_that_is_lost_go_to_others(role: Role, monkeypatch:
             stop, step = members[lost].stop, members[lost].engine.step
             monkeypatch.setattr(members[lost].engine, "step", lambda: not stop.is_set() or step())
         requests = [router.submit([number] * 30, 40) for number in range(12)]
-        until(router, lambda: any(one.workers[-1:] == [lost] and one.state == role for one in requests))
+        wait_until(router, lambda: any(one.workers[-1:] == [lost] and one.state == role for one in requests))
         members[lost].stop.set()
         router.run()
         for request in requests:
@@ -220,7 +220,7 @@ def test_requests_wait_for_workers() -> None:
     with Router(SECRET) as router:
         request = router.submit([1, 2, 3], 5)
         early = ClusterWorker(router, "prefill-0", "prefill")
-        until(router, lambda: router.stats()["workers"] == 1)
+        wait_until(router, lambda: router.stats()["workers"] == 1)
         for _ in range(5):
             assert router.step()
         assert request.state == "waiting"
@@ -236,10 +236,10 @@ def test_a_worker_waits_for_a_router_and_for_the_next_one() -> None:
     first = Router(SECRET, model=MODEL)
     member = ClusterWorker(first, "decode-0", "decode")
     request = first.submit([5] * 20, 60)
-    until(first, lambda: bool(request.tokens))
+    wait_until(first, lambda: bool(request.tokens))
     first.close()
     with Router(SECRET, first.address, model=MODEL) as second:
-        until(second, lambda: second.stats()["workers"] == 1)
+        wait_until(second, lambda: second.stats()["workers"] == 1)
         again = second.submit([5] * 20, 60)
         second.run()
         assert again.tokens == expected(again)
@@ -260,7 +260,7 @@ def test_a_worker_without_a_router_lets_go_of_its_peers() -> None:
             time.sleep(0.002)
         assert not reader._core.reads._reached
         with Router(SECRET, first.address, model=MODEL) as second:
-            until(second, lambda: second.stats()["workers"] == 2)
+            wait_until(second, lambda: second.stats()["workers"] == 2)
             again = second.submit([6] * 20, 30)
             second.run()
             assert again.workers == ["prefill-0", "decode-0"]
@@ -280,7 +280,7 @@ def test_a_worker_that_cannot_let_go_of_a_peer_lets_go_of_the_others(
     with cluster(2, 1) as (router, members):
         monkeypatch.setattr(Endpoint, "disconnect", fail)
         reader = members["decode-0"].endpoint
-        until(router, lambda: reader.stats()["peers"] == 2)
+        wait_until(router, lambda: reader.stats()["peers"] == 2)
         members["decode-0"].end()
         assert reader.stats()["peers"] == 0
         assert members["decode-0"].error is None
@@ -290,7 +290,7 @@ def test_a_worker_that_cannot_let_go_of_a_peer_lets_go_of_the_others(
 def test_a_worker_of_the_same_name_takes_the_place_of_the_first() -> None:
     with cluster(0, 1) as (router, members):
         request = router.submit([1] * 9, 60)
-        until(router, lambda: bool(request.tokens))
+        wait_until(router, lambda: bool(request.tokens))
         other = ClusterWorker(router, "decode-0", "decode")
         members["decode-0"].stop.set()  # otherwise it would take its place back
         router.run()
@@ -301,7 +301,7 @@ def test_a_worker_of_the_same_name_takes_the_place_of_the_first() -> None:
 def test_a_worker_with_another_model_is_refused() -> None:
     with cluster(0, 1) as (router, _members):
         other = ClusterWorker(router, "decode-1", "decode", model={**MODEL, "seed": 7})
-        until(router, lambda: other.error is not None)
+        wait_until(router, lambda: other.error is not None)
         assert isinstance(other.error, ConfigError)
         assert "refuses decode-1: its seed is 7, and that of others is None" in str(other.error)
         assert router.stats()["workers"] == 1
@@ -339,7 +339,7 @@ def test_workers_of_one_name_do_not_wear_out_the_router(caplog: pytest.LogCaptur
     """Each takes the place of the other, a few times a second."""
     with cluster(0, 1) as (router, members):
         members["other"] = ClusterWorker(router, "decode-0", "decode")
-        until(router, lambda: router.stats()["lost_workers"] > 0)
+        wait_until(router, lambda: router.stats()["lost_workers"] > 0)
         before, begun = router.stats()["lost_workers"], time.monotonic()
         while time.monotonic() < begun + 0.5:
             router.step(0.002)
@@ -409,7 +409,7 @@ def test_seeds_and_namespaces_may_be_negative() -> None:
 def test_a_request_goes_to_a_worker_that_is_large_enough() -> None:
     with cluster(1, 1, size=32) as (router, members):
         members |= {f"{role}-1": ClusterWorker(router, f"{role}-1", role) for role in ("prefill", "decode")}
-        until(router, lambda: router.stats()["workers"] == 4)
+        wait_until(router, lambda: router.stats()["workers"] == 4)
         # They have nothing in common: where one has been served would draw the others.
         lengths = enumerate((24, 23, 300), 1)
         large, fits, too_large = (router.submit([token] * length, 10) for token, length in lengths)
@@ -458,7 +458,7 @@ def test_a_callback_that_raises_loses_nothing() -> None:
 def test_a_worker_whose_model_fails_is_left() -> None:
     with cluster(1, 2) as (router, members):
         requests = [router.submit([number] * 20, 30) for number in range(6)]
-        until(router, lambda: any(one.workers[-1:] == ["decode-0"] for one in requests))
+        wait_until(router, lambda: any(one.workers[-1:] == ["decode-0"] for one in requests))
         members["decode-0"].model.fails_in = 2
         router.run()
         for request in requests:
@@ -535,7 +535,7 @@ def test_who_says_what_no_worker_says_is_left(said: bytes) -> None:
     with ThreadPoolExecutor(1) as threads, Router(SECRET) as router, authenticated_channel(router) as channel:
         channel.send(said)
         answer = threads.submit(channel.receive)
-        until(router, answer.done)
+        wait_until(router, answer.done)
         with pytest.raises(ChannelError, match="ended"):
             answer.result()
         assert router.stats()["workers"] == 0
@@ -544,19 +544,19 @@ def test_who_says_what_no_worker_says_is_left(said: bytes) -> None:
 def test_reports_that_make_no_sense_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with Router(SECRET, model=MODEL) as router, authenticated_channel(router) as channel:
         channel.send(joined())
-        until(router, lambda: router.stats()["workers"] == 1)
+        wait_until(router, lambda: router.stats()["workers"] == 1)
         request = router.submit([1, 2, 3], 4)
-        until(router, lambda: request.state == "decode")
+        wait_until(router, lambda: request.state == "decode")
         for report in (
             Report(tokens=[(99, [1])], lent=[(99, b"x")], failed=[(99, "no")]),
             Report(lent=[(request.attempt, b"x")]),  # it was not to be handed over
             Report(tokens=[(request.attempt, [7])]),
         ):
             channel.send(messages.encode(report))
-        until(router, lambda: request.tokens == [7])
+        wait_until(router, lambda: request.tokens == [7])
         assert request.state == "decode"
         channel.send(messages.encode(Report(tokens=[(request.attempt, [7, 7, 7, 7])])))
-        until(router, lambda: router.stats()["workers"] == 0)
+        wait_until(router, lambda: router.stats()["workers"] == 0)
         assert (request.tokens, request.state) == ([7], "waiting")
         assert "it sends more tokens than were asked for" in caplog.text
 
@@ -570,7 +570,7 @@ def test_a_worker_cannot_name_endpoints_elsewhere(
     here = {"events": "tcp://127.0.0.1:1", "replay": "tcp://127.0.0.1:1"}
     with Router(SECRET) as router, authenticated_channel(router) as channel:
         channel.send(messages.encode(Join("false", "decode", MODEL, b"", 64, **(here | {what: where}))))
-        until(router, lambda: router.stats()["workers"] == 1)
+        wait_until(router, lambda: router.stats()["workers"] == 1)
         assert router._subscriber.stats()["workers"] == 0
         assert f"the events of false cannot be received: {what} is '{where}'" in caplog.text
 
@@ -579,7 +579,7 @@ def test_who_joins_twice_is_left() -> None:
     with Router(SECRET) as router, authenticated_channel(router) as channel:
         channel.send(joined())
         channel.send(joined())
-        until(router, lambda: router.stats()["lost_workers"] == 1)
+        wait_until(router, lambda: router.stats()["lost_workers"] == 1)
 
 
 def test_who_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,10 +588,10 @@ def test_who_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, name in enumerate(("false", "false-2", "false-3"), 1):
             with authenticated_channel(router) as channel, monkeypatch.context() as patch:
                 channel.send(joined(name))
-                until(router, lambda: request.state == "decode")
+                wait_until(router, lambda: request.state == "decode")
                 # Not before: a busy machine takes longer for that.
                 patch.setattr(router, "_lost_after_s", 0.1)
-                until(router, lambda: request.losses == number)  # noqa: B023 - called at once
+                wait_until(router, lambda: request.losses == number)  # noqa: B023 - called at once
             assert router.stats()["lost_workers"] == number
             assert (request.state == "waiting") is not request.is_over
         assert request.error is not None
@@ -606,8 +606,8 @@ def test_workers_that_are_lost_are_not_listed_for_ever(monkeypatch: pytest.Monke
         for number in range(6):
             with authenticated_channel(router) as channel:
                 channel.send(joined(f"false-{number}"))
-                until(router, lambda: router.stats()["workers"] == 1)
-            until(router, lambda: router.stats()["workers"] == 0)
+                wait_until(router, lambda: router.stats()["workers"] == 1)
+            wait_until(router, lambda: router.stats()["workers"] == 0)
         assert [one.name for one in router.workers()] == ["false-3", "false-4", "false-5"]
 
 
@@ -615,9 +615,9 @@ def test_a_prefill_worker_with_false_rows_costs_time_only() -> None:
     """Neither its metadata nor its ticket is valid: the other worker computes the prompt."""
     with cluster(0, 1) as (router, members), authenticated_channel(router) as channel:
         channel.send(joined("false", "prefill"))
-        until(router, lambda: router.stats()["workers"] == 2)
+        wait_until(router, lambda: router.stats()["workers"] == 2)
         request = router.submit([1, 2, 3], 6)
-        until(router, lambda: request.state == "prefill")
+        wait_until(router, lambda: request.state == "prefill")
         first = expected(request)[0]
         channel.send(messages.encode(Report([(request.attempt, [first])], [(request.attempt, b"ticket")])))
         router.run()

@@ -435,7 +435,7 @@ def test_a_failed_alloc_takes_nothing() -> None:
 def test_a_free_that_lands_later_is_of_who_made_it(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     pool = slots()
     taken = some(pool.alloc(2, owner="a"))
-    copy = devices.here(torch.tensor(taken.tolist(), dtype=torch.int64))
+    copy = devices.to_current(torch.tensor(taken.tolist(), dtype=torch.int64))
     place = line()
     pool.free(copy, owner="late")
     pool.alloc(1, owner="meanwhile")
@@ -540,7 +540,7 @@ def test_freed_rows_are_poisoned(dtype: torch.dtype) -> None:
 def test_a_row_that_is_read_after_its_free_shows() -> None:
     kv, pool = kv_and_slots()
     taken = some(pool.alloc(3))
-    ones = devices.here(torch.ones(3, 2, 3)), devices.here(torch.ones(3, 2, 5))
+    ones = devices.to_current(torch.ones(3, 2, 3)), devices.to_current(torch.ones(3, 2, 5))
     kv.set_kv_buffer(0, taken, *ones)
     pool.free(taken)
     k, v = kv.gather_kv(0, [1, 2, 3])

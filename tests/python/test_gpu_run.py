@@ -36,7 +36,7 @@ def ran(steps: list[Step], out: Path, seconds: float = 60) -> tuple[int, dict[st
     return status, {step["name"]: step for step in found["steps"]}, (out / "report.md").read_text()
 
 
-def ended(code: str, out: Path, is_there: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def run_until_ended(code: str, out: Path, is_there: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """A step that hangs, and was ended after it had got somewhere, which takes a busy machine longer."""
     for limit in (0.5, 3, 20):
         _, found, _ = ran([python("hanging", code, limit)], out)
@@ -87,7 +87,7 @@ def test_every_status_has_its_reason(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_children_of_a_hanging_step_end_with_it(tmp_path: Path) -> None:
     code = "import subprocess as s; p = s.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
-    reason = ended(code, tmp_path, lambda step: step["reason"].split()[-1].isdigit())["reason"]
+    reason = run_until_ended(code, tmp_path, lambda step: step["reason"].split()[-1].isdigit())["reason"]
     child = Path("/proc") / str(int(reason.split()[-1])) / "stat"
     deadline = time.monotonic() + 30  # it would go on for longer
     while child.exists() and child.read_text().split()[2] != "Z":
@@ -97,7 +97,7 @@ def test_children_of_a_hanging_step_end_with_it(tmp_path: Path) -> None:
 
 def test_the_last_line_of_a_hanging_step_is_told(tmp_path: Path) -> None:
     code = "print('begins'); print('waits', flush=True); import time; time.sleep(60)"
-    reason = ended(code, tmp_path, lambda step: "printed nothing" not in step["reason"])["reason"]
+    reason = run_until_ended(code, tmp_path, lambda step: "printed nothing" not in step["reason"])["reason"]
     assert reason.startswith("ended at its limit of ")
     assert reason.endswith(" s; last line: waits")
 
@@ -140,7 +140,7 @@ def test_the_report_grows_with_each_step(tmp_path: Path) -> None:
 
 def test_output_of_a_step_is_kept_up_to_its_end(tmp_path: Path) -> None:
     code = "import records; records.add('note', name='A.b'); import time; time.sleep(60)"
-    found = ended(code, tmp_path, lambda step: bool(step["told"]))
+    found = run_until_ended(code, tmp_path, lambda step: bool(step["told"]))
     assert found["told"] == [{"kind": "note", "name": "A.b"}]
 
 

@@ -20,7 +20,7 @@ from common import (
     some,
     together,
 )
-from devices import here
+from devices import to_current
 from tier_scene import LAYERS, PROMPT, SIZE, Scene, begin
 
 import kvpool
@@ -137,7 +137,9 @@ def test_a_page_that_is_copied_down_is_not_reused_before(device: str) -> None:
         while taken is None:
             taken = scene.allocator.alloc(16)
         for layer in range(LAYERS):
-            scene.kv.set_kv_buffer(layer, taken, here(torch.zeros(16, 2, 4)), here(torch.zeros(16, 1, 3)))
+            scene.kv.set_kv_buffer(
+                layer, taken, to_current(torch.zeros(16, 2, 4)), to_current(torch.zeros(16, 1, 3))
+            )
         scene.allocator.free(taken)
         scene.settle()
         lease = scene.cache.match(prompt)
@@ -246,7 +248,7 @@ def test_a_load_that_is_given_up_leaves_nothing_behind(device: str, *, has_state
 def test_a_cancelled_load_gives_its_slots_back_behind_its_copies(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
-        scene.only_below(driver)
+        scene.keep_on_host_only(driver)
         lease = scene.cache.match(PROMPT)
         load = some(lease.load())
         load.cancel()
@@ -269,7 +271,7 @@ def test_a_load_that_ends_while_its_lease_is_looked_at_has_arrived(driver: Drive
     with devices.on("cuda"):
         for patience in range(1, 9):
             scene = Scene("cuda")
-            scene.only_below(driver)
+            scene.keep_on_host_only(driver)
             lease = scene.cache.match(PROMPT)
             driver.set_patience(patience)
             load = some(lease.load())
@@ -319,7 +321,7 @@ def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
 def test_what_follows_the_last_layer_on_its_stream_needs_no_query(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
-        scene.only_below(driver)
+        scene.keep_on_host_only(driver)
         lease = scene.cache.match(PROMPT)
         load = some(lease.load())
         load.wait_layer(LAYERS - 1)
@@ -336,7 +338,7 @@ def test_what_follows_the_last_layer_on_its_stream_needs_no_query(driver: Driver
 def test_what_a_stream_will_read_stays_in_host_memory(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda", host=24)
-        scene.only_below(driver)
+        scene.keep_on_host_only(driver)
         lease = scene.cache.match(PROMPT)
         load = some(lease.load())
         load.wait_layer(LAYERS - 1)
@@ -375,7 +377,7 @@ def test_a_planner_takes_a_lease_that_loads(device: str) -> None:
     for layer in range(LAYERS):
         load.wait_layer(layer)
         k, v = scene.rows(longer, 24, layer)
-        scene.kv.set_kv_buffer(layer, plan.out_cache_loc, here(k), here(v))
+        scene.kv.set_kv_buffer(layer, plan.out_cache_loc, to_current(k), to_current(v))
         found = scene.kv.gather_kv(layer, slots)
         for one, other in zip(found, scene.rows(longer, 0, layer), strict=True):
             assert torch.equal(one.cpu(), other)
@@ -428,7 +430,9 @@ def test_what_is_cleared_is_cleared_below(device: str) -> None:
     taken = some(scene.allocator.alloc(24))
     assert taken.tolist() == slots
     for layer in range(LAYERS):
-        scene.kv.set_kv_buffer(layer, taken, here(torch.ones(24, 2, 4)), here(torch.ones(24, 1, 3)))
+        scene.kv.set_kv_buffer(
+            layer, taken, to_current(torch.ones(24, 2, 4)), to_current(torch.ones(24, 1, 3))
+        )
     # What is copied up is copied one after the other.
     scene.keep(PROMPT, namespace="c")
     scene.settle()
@@ -474,7 +478,7 @@ def test_what_the_device_has_goes_last_and_beginnings_after_ends(device: str) ->
 def test_of_what_was_read_the_end_goes_first(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda", host=24)
-        scene.only_below(driver)
+        scene.keep_on_host_only(driver)
         lease = scene.cache.match(PROMPT)
         some(lease.load()).cancel()
         driver.restore()
@@ -749,7 +753,7 @@ def test_a_copy_down_is_behind_every_stream_that_published(driver: Driver, write
 def test_slots_are_cleared_behind_what_is_copied_there(driver: Driver, *, captured: bool) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
-        scene.only_below(driver)
+        scene.keep_on_host_only(driver)
         stream = driver.stream()
         lease = scene.cache.match(PROMPT)
         load = some(lease.load())
@@ -780,7 +784,7 @@ def test_slots_are_cleared_behind_what_is_copied_there(driver: Driver, *, captur
 def test_a_load_whose_lease_has_ended_is_not_there(driver: Driver, end: str) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
-        scene.only_below(driver)
+        scene.keep_on_host_only(driver)
         lease: Lease | None = scene.cache.match(PROMPT)
         load = some(some(lease).load())
         if end == "release":

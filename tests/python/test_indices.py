@@ -27,7 +27,7 @@ class UsedPools:
         self.table = ReqToTokenPool(4, 8, where)
         self.table.alloc(4)
         self.kv = KVPool(16, 1, 1, 2, where, torch.float32)
-        self.rows = devices.here(torch.arange(8.0).view(4, 1, 2) + 50)
+        self.rows = devices.to_current(torch.arange(8.0).view(4, 1, 2) + 50)
         self.gdn = GDNPool(4, 1, 1, 2, 2, 2, 4, where, torch.float32, 3)
         buffers = (*self.kv.k_buffer, *self.kv.v_buffer, self.gdn.recurrent_state, self.gdn.conv_state)
         for buffer in buffers:

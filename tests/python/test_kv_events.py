@@ -348,7 +348,7 @@ class Network:
         self.feeds = [Feed(self.index, str(number), can_replay=can_replay) for number in range(len(workers))]
         self.at = [0] * len(workers)  # the next message of each
 
-    def do(self, number: int, operation: str, choice: int) -> None:
+    def apply(self, number: int, operation: str, choice: int) -> None:
         worker, feed = self.workers[number], self.feeds[number]
         namespace = (None, "a", 7)[choice % 3]
         if operation == "insert":
@@ -389,7 +389,7 @@ class Network:
             self.workers[number].replay(self.feeds[number])
         raise AssertionError("it asks again and again")
 
-    def tell(self, prompts: Sequence[int]) -> None:
+    def publish_everywhere(self, prompts: Sequence[int]) -> None:
         """Has each worker publish a prompt, and delivers that."""
         for number, worker in enumerate(self.workers):
             insert(worker.cache, [*prompts] * worker.page_size)
@@ -421,8 +421,8 @@ def test_histories_agree_with_the_caches(
     workers = [Worker(size, kept=kept, int_hashes=int_hashes) for size in sizes]
     network = Network(workers, can_replay=can_replay)
     for number, operation, choice in history:
-        network.do(number, operation, choice)
-    network.tell([0, 1])
+        network.apply(number, operation, choice)
+    network.publish_everywhere([0, 1])
     network.check(is_exact=False)
     for number, feed in enumerate(network.feeds):
         feed.check()
@@ -431,7 +431,7 @@ def test_histories_agree_with_the_caches(
     # Whatever was lost, what is new is known.
     for worker in workers:
         worker.cache.clear()
-    network.tell([1, 1])
+    network.publish_everywhere([1, 1])
     network.check(is_exact=True)
 
 
@@ -565,7 +565,7 @@ def subscriber(index: PrefixIndex) -> Iterator[EventSubscriber]:
         yield subscriber
 
 
-def until(subscriber: EventSubscriber, holds: Callable[[], bool]) -> None:
+def wait_until(subscriber: EventSubscriber, holds: Callable[[], bool]) -> None:
     """Polls until something holds."""
     ends = time.monotonic() + PATIENCE_S
     while not holds():
@@ -646,7 +646,7 @@ def test_a_subscriber_follows_several_workers(
         subscriber.connect(str(number), publisher.endpoint, publisher.replay_endpoint)
     assert index.match(range(16), "before") == {"0": 0, "1": 0, "2": 0}
     # Without another message: a replay brings it.
-    until(subscriber, lambda: index.match(range(16), "before") == {"0": 16, "1": 16, "2": 16})
+    wait_until(subscriber, lambda: index.match(range(16), "before") == {"0": 16, "1": 16, "2": 16})
     chance = random.Random(1)  # noqa: S311
     for _ in range(300):
         cache = chance.choice(caches)
@@ -659,14 +659,14 @@ def test_a_subscriber_follows_several_workers(
         for number, cache in enumerate(caches):
             prompt = some_prompt(seed, cache.allocator.page_size)
             want = cache.cached_len(prompt)
-            until(subscriber, lambda p=prompt, n=number, w=want: index.match(p)[str(n)] == w)  # type: ignore[misc]
-    until(subscriber, lambda: subscriber.stats()["connected"] == 2)
+            wait_until(subscriber, lambda p=prompt, n=number, w=want: index.match(p)[str(n)] == w)  # type: ignore[misc]
+    wait_until(subscriber, lambda: subscriber.stats()["connected"] == 2)
     stats = subscriber.stats()
     assert (stats["workers"], stats["refused"]) == (3, 0)
     assert (stats["restarts"], stats["drops"]) == (0, 0)
     assert [subscriber.is_connected(str(number)) for number in range(3)] == [True, True, False]
     publishers[0].close()
-    until(subscriber, lambda: not subscriber.is_connected("0"))
+    wait_until(subscriber, lambda: not subscriber.is_connected("0"))
     subscriber.disconnect("0")
     assert {*index.match([1])} == {"1", "2"}
     for publisher in publishers:
@@ -690,7 +690,7 @@ def test_a_worker_that_ends_and_begins_again(index: PrefixIndex, has_replay: boo
                 for token in range(3):
                     insert(cache, [100 * life + token])
                     publisher.publish()
-                until(subscriber, lambda: subscriber.is_connected("a"))
+                wait_until(subscriber, lambda: subscriber.is_connected("a"))
 
                 def send(
                     cache: PrefixCache = cache, publisher: EventPublisher = publisher, life: int = life
@@ -700,12 +700,12 @@ def test_a_worker_that_ends_and_begins_again(index: PrefixIndex, has_replay: boo
                     publisher.publish()
                     return index.match([100 * life + 50]) == {"a": 1}
 
-                until(subscriber, send)
+                wait_until(subscriber, send)
                 assert index.stats()["pages"] == cache.cached_size() == 1
                 insert(cache, [100 * life + 51])
                 publisher.publish()
-                until(subscriber, lambda: index.stats()["pages"] == 2)
-            until(subscriber, lambda: not subscriber.is_connected("a"))
+                wait_until(subscriber, lambda: index.stats()["pages"] == 2)
+            wait_until(subscriber, lambda: not subscriber.is_connected("a"))
 
 
 def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up(index: PrefixIndex) -> None:
@@ -721,7 +721,7 @@ def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up(index: PrefixInde
         slow.subscribe(b"")
         slow.connect(publisher.endpoint)
         subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
-        until(subscriber, lambda: subscriber.is_connected("a"))
+        wait_until(subscriber, lambda: subscriber.is_connected("a"))
         prompt = [*range(4096)]
         for _ in range(3000):
             insert(cache, prompt)
@@ -740,7 +740,7 @@ def test_a_slow_subscriber_keeps_nobody_waiting_and_catches_up(index: PrefixInde
             publisher.publish()
             return index.match(prompt) == {"a": cache.cached_len(prompt)}
 
-        until(subscriber, change_cache)
+        wait_until(subscriber, change_cache)
         assert subscriber.stats()["replays"] >= 1
         assert last > 1
 
@@ -756,7 +756,7 @@ def test_a_worker_that_does_not_answer_is_dropped_and_taken_again(index: PrefixI
     ):
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         subscriber.connect("a", publisher.endpoint, f"tcp://127.0.0.1:{port}")
-        until(subscriber, lambda: subscriber.stats()["replays"] > 3)
+        wait_until(subscriber, lambda: subscriber.stats()["replays"] > 3)
 
         def send() -> bool:
             # Again, if a check has come between a poll that hears of it and this look.
@@ -765,9 +765,9 @@ def test_a_worker_that_does_not_answer_is_dropped_and_taken_again(index: PrefixI
             publisher.publish()
             return index.match([1]) == {"a": 1}
 
-        until(subscriber, send)
+        wait_until(subscriber, send)
         # The next check asks in vain for what it knows, and forgets it.
-        until(subscriber, lambda: index.match([1]) == {"a": 0})
+        wait_until(subscriber, lambda: index.match([1]) == {"a": 0})
         stats = subscriber.stats()
         assert stats["drops"] > 0
         # Now it answers, as vLLM once did, without a topic.
@@ -782,7 +782,7 @@ def test_a_worker_that_does_not_answer_is_dropped_and_taken_again(index: PrefixI
                 silent.send_multipart([peer, b"", b"\xff" * 8, b""])
             return index.match([1]) == {"a": 1}
 
-        until(subscriber, answer)
+        wait_until(subscriber, answer)
         assert subscriber.stats()["refused"] > 0
 
 
@@ -797,7 +797,7 @@ def test_messages_that_are_no_batches_are_counted(index: PrefixIndex, subscriber
             worker.send_multipart(parts)
         worker.send_multipart([b"", bytes(8), b"nonsense"])
         worker.send_multipart([b"", (1).to_bytes(8, "big"), batch])
-        until(subscriber, lambda: index.match([1]) == {"a": 1})
+        wait_until(subscriber, lambda: index.match([1]) == {"a": 1})
         assert subscriber.stats()["refused"] == 5
 
 
@@ -807,9 +807,9 @@ def test_a_batch_that_is_too_large_ends_the_connection() -> None:
         port = worker.bind_to_random_port("tcp://127.0.0.1")
         subscriber.connect("a", f"tcp://127.0.0.1:{port}")
         assert worker.recv() == b"\x01"
-        until(subscriber, lambda: subscriber.is_connected("a"))
+        wait_until(subscriber, lambda: subscriber.is_connected("a"))
         worker.send_multipart([b"", bytes(8), bytes(1001)])
-        until(subscriber, lambda: not subscriber.is_connected("a"))
+        wait_until(subscriber, lambda: not subscriber.is_connected("a"))
         assert subscriber.stats()["batches"] == 0
 
 
@@ -865,7 +865,7 @@ def test_threads_publish_one_order(index: PrefixIndex, subscriber: EventSubscrib
             subscriber.poll(0.01)
         assert not failures
         assert publisher.publish() == 0
-        until(
+        wait_until(
             subscriber,
             lambda: all(
                 index.match(some_prompt(seed, 4))["a"] == cache.cached_len(some_prompt(seed, 4))
@@ -1033,7 +1033,7 @@ def test_nothing_is_left_after_close() -> None:
             subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
             insert(cache, range(8))
             publisher.publish()
-            until(subscriber, lambda: subscriber.is_connected("a") and subscriber.stats()["batches"] > 0)
+            wait_until(subscriber, lambda: subscriber.is_connected("a") and subscriber.stats()["batches"] > 0)
         for _ in range(2):
             publisher.close()
             subscriber.close()

@@ -44,16 +44,16 @@ def make(  # noqa: PLR0913 - what a test does not name is small
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
-        return devices.here(torch.randn(*shape, generator=generator).to(dtype))
-    return devices.here(torch.randint(0, 127, shape, generator=generator, dtype=dtype))
+        return devices.to_current(torch.randn(*shape, generator=generator).to(dtype))
+    return devices.to_current(torch.randint(0, 127, shape, generator=generator, dtype=dtype))
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return devices.here(torch.ones(shape, dtype=dtype))
+    return devices.to_current(torch.ones(shape, dtype=dtype))
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return devices.here(torch.zeros(shape, dtype=dtype))
+    return devices.to_current(torch.zeros(shape, dtype=dtype))
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -330,8 +330,8 @@ def test_values_that_are_numpy_arrays() -> None:
 
 def test_values_that_record_gradients() -> None:
     pool = make()
-    k = devices.here(torch.ones(1, 2, 4)).requires_grad_()
-    v = devices.here(torch.full((1, 2, 4), 2.0)).requires_grad_()
+    k = devices.to_current(torch.ones(1, 2, 4)).requires_grad_()
+    v = devices.to_current(torch.full((1, 2, 4), 2.0)).requires_grad_()
     pool.set_kv_buffer(0, [1], k, v)
     assert pool.k_buffer[0][1].eq(1).all()
     assert pool.v_buffer[0][1].eq(2).all()
@@ -507,7 +507,7 @@ def rows_of(flat: torch.Tensor, width: int) -> torch.Tensor:
     """The values as rows of one head, repeated to fill the last row."""
     rows = -(-flat.numel() // width)
     repeated = torch.cat([flat.view(torch.uint8).view(flat.numel(), -1)] * (1 + rows * width // flat.numel()))
-    return devices.here(repeated[: rows * width].reshape(-1).view(flat.dtype).view(rows, 1, width))
+    return devices.to_current(repeated[: rows * width].reshape(-1).view(flat.dtype).view(rows, 1, width))
 
 
 @pytest.mark.parametrize("source", FLOATS)
@@ -688,7 +688,7 @@ def test_rejects_read_only_outputs() -> None:
 
 @pytest.mark.parametrize("index", [-1, 24, -(2**40)])
 def test_gather_out_of_range(index: int) -> None:
-    out = devices.here(torch.full((2, 2, 4), 9.0)), devices.here(torch.full((2, 2, 4), 9.0))
+    out = devices.to_current(torch.full((2, 2, 4), 9.0)), devices.to_current(torch.full((2, 2, 4), 9.0))
     with pytest.raises(IndexError, match=str(index)):
         make().gather_kv(0, [1, index], out=out)
     assert out[0].eq(9).all()

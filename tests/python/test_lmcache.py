@@ -66,7 +66,7 @@ def tokens(count: int = SHAPE[2], start: float = 0, dtype: torch.dtype = torch.f
     """A chunk of so many tokens, whose elements differ."""
     layers, pair, _, heads, head_dim = SHAPE
     flat = (torch.arange(math.prod(SHAPE) // SHAPE[2] * count) + start) % 1000
-    return devices.here(flat.view(layers, pair, count, heads, head_dim).to(dtype))
+    return devices.to_current(flat.view(layers, pair, count, heads, head_dim).to(dtype))
 
 
 def take(pool: BasePool, count: int) -> list[KVObj]:
@@ -287,7 +287,7 @@ def test_a_full_pool_answers_none(cls: type[LocalPool]) -> None:
 def test_chunks_that_do_not_fit(cls: type[LocalPool], shape: tuple[int, ...]) -> None:
     pool = cls(metadata(2))
     with pytest.raises(ConfigError) as caught:
-        pool.allocate(devices.here(torch.zeros(shape, dtype=torch.float16)))
+        pool.allocate(devices.to_current(torch.zeros(shape, dtype=torch.float16)))
     for extent in (*shape, *SHAPE):
         assert str(extent) in str(caught.value)
     assert pool.stats()["in_use"] == 0

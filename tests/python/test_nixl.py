@@ -68,7 +68,7 @@ def nixl() -> dict[str, str]:
     return env
 
 
-def until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, what
@@ -120,7 +120,7 @@ class Process:
     ) -> str | None:
         """Reads to the end; the error."""
         at = self.ask("read", source.name, ticket, slots, states or [])
-        until(lambda: self.is_over(at), "the read is not over")
+        wait_until(lambda: self.is_over(at), "the read is not over")
         error: str | None = self.ask("transfer", at)[1]
         return error
 
@@ -154,7 +154,7 @@ def three(nixl: dict[str, str]) -> Iterator[tuple[Process, Process, Process]]:
 
 
 @pytest.fixture
-def both(three: tuple[Process, Process, Process]) -> tuple[Process, Process]:
+def two_processes(three: tuple[Process, Process, Process]) -> tuple[Process, Process]:
     return three[:2]
 
 
@@ -166,8 +166,8 @@ SLOTS = {
 
 
 @pytest.mark.parametrize("kind", SLOTS)
-def test_rows_between_processes(both: tuple[Process, Process], kind: str) -> None:
-    a, b = both
+def test_rows_between_processes(two_processes: tuple[Process, Process], kind: str) -> None:
+    a, b = two_processes
     there, here = SLOTS[kind]
     a.ask("fill", there, 5)
     b.ask("fill", list(range(1, 512)), 6)
@@ -179,33 +179,33 @@ def test_rows_between_processes(both: tuple[Process, Process], kind: str) -> Non
         [5.375, -5.375],
         [6.25, -6.25],
     )
-    until(lambda: a.ask("lease", -1) == [True, True, None], "the slots were not returned")
+    wait_until(lambda: a.ask("lease", -1) == [True, True, None], "the slots were not returned")
 
 
-def test_rows_are_written_to_a_process(both: tuple[Process, Process]) -> None:
-    a, b = both
+def test_rows_are_written_to_a_process(two_processes: tuple[Process, Process]) -> None:
+    a, b = two_processes
     there, here = SLOTS["scattered"]
     a.ask("fill", there, 8)
     ticket = b.ask("lend", here, 30, [], True)
     transfer = a.ask("write", "b", there, ticket, "prompt 17")
-    until(lambda: b.ask("lease", -1)[0], "nothing was written")
+    wait_until(lambda: b.ask("lease", -1)[0], "nothing was written")
     assert b.ask("lease", -1) == [True, True, "prompt 17"]
     assert b.ask("wrong", here, 8) == 0
-    until(lambda: a.ask("transfer", transfer) == [True, None], "the writer does not know")
+    wait_until(lambda: a.ask("transfer", transfer) == [True, None], "the writer does not know")
 
 
-def test_a_lease_that_is_over_gives_nothing(both: tuple[Process, Process]) -> None:
-    a, b = both
+def test_a_lease_that_is_over_gives_nothing(two_processes: tuple[Process, Process]) -> None:
+    a, b = two_processes
     a.ask("fill", [1, 2], 9)
     ticket = a.ask("lend", [1, 2], 0.2)
-    until(lambda: a.ask("lease", -1)[0], "the lease is not over")
+    wait_until(lambda: a.ask("lease", -1)[0], "the lease is not over")
     error = b.read(a, ticket, [3, 4])  # counts from now for b
     assert error == "the lease of a was over before all rows had arrived"
     assert a.ask("lease", -1) == [True, False, None]
 
 
-def test_sockets_are_on_loopback(both: tuple[Process, Process]) -> None:
-    for process in both:
+def test_sockets_are_on_loopback(two_processes: tuple[Process, Process]) -> None:
+    for process in two_processes:
         addresses = process.ask("listening")
         assert addresses
         assert {*addresses} == {"0100007F"}
@@ -251,7 +251,7 @@ def was_interrupted(env: dict[str, str], end: signal.Signals) -> bool:
         assert any(other in ends for _, other in b.connections())
         a.signal(end)
         more = b.ask("read", "c", c.ask("lend", MORE, 30), MORE)
-        until(lambda: b.is_over(transfer), "the slots are lost")
+        wait_until(lambda: b.is_over(transfer), "the slots are lost")
         error = b.ask("transfer", transfer)[1]
         if not b.ask("wrong", MANY, 1):
             return False
@@ -262,11 +262,11 @@ def was_interrupted(env: dict[str, str], end: signal.Signals) -> bool:
         b.ask("fill", MANY, 2)
         if end is signal.SIGSTOP:
             a.signal(signal.SIGCONT)
-        until(lambda: b.is_over(more), "the other read is not over")
+        wait_until(lambda: b.is_over(more), "the other read is not over")
         assert b.ask("transfer", more)[1] is None
         assert b.ask("wrong", MORE, 3) == 0
         # What is sent arrives over a connection, and none is left.
-        until(lambda: not any(other in ends for _, other in b.connections()), "a can send to b")
+        wait_until(lambda: not any(other in ends for _, other in b.connections()), "a can send to b")
         assert b.ask("wrong", MANY, 2) == 0
         stats = b.ask("stats")
         assert (stats["running"], stats["failed"]) == (0, 1)
@@ -292,7 +292,7 @@ def was_killed(env: dict[str, str]) -> bool:
         ticket = a.ask("lend", MANY, 1.5)
         b.ask("read", "a", ticket, MANY)
         b.signal(signal.SIGKILL)
-        until(lambda: a.ask("lease", -1)[0], "the slots are lost")
+        wait_until(lambda: a.ask("lease", -1)[0], "the slots are lost")
         _, was_returned, notify = a.ask("lease", -1)
         if was_returned:
             return False

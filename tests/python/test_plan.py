@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_configs import COMMON, CONFIGS, SMALL
-from small_models import kept_by, small_config
+from small_models import small_config, state_shapes_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -104,7 +104,7 @@ KNOWN = sorted((ATTENTION_TYPES | MLA_TYPES | GDN_TYPES | MAMBA2_TYPES | MAMBA_T
 @pytest.mark.parametrize("model_type", KNOWN)
 def test_a_model_has_the_shapes_of_its_configuration(model_type: str) -> None:
     config = small_config(model_type)
-    model, kept = parse_model(json.loads(config.to_json_string(use_diff=False))), kept_by(config)
+    model, kept = parse_model(json.loads(config.to_json_string(use_diff=False))), state_shapes_of(config)
     plan = make_plan(model, PlanConfig(memory_bytes=GIB, dtype="float32", device="cpu"))
     assert kept.kv == {
         layer: (group.k_head_num, group.k_head_dim, group.v_head_num, group.v_head_dim)

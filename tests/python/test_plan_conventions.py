@@ -105,7 +105,7 @@ def steps(page_size: int) -> Iterator[Step]:
     yield extended([1] * len(rows))
 
 
-def same(found: object, wanted: object) -> None:
+def assert_same(found: object, wanted: object) -> None:
     assert torch.as_tensor(found).tolist() == torch.as_tensor(wanted).tolist()
 
 
@@ -119,11 +119,11 @@ def test_flashinfer_finds_lengths_and_positions(page_size: int) -> None:
     kernel = module_of(FLASHINFER / "flashinfer" / "triton" / "page.py").get_batch_indices_positions_kernel
     for step in steps(page_size):
         plan = step.plan
-        same(get_seq_lens(plan.kv_indptr, plan.kv_last_page_len, page_size), plan.seq_lens)
+        assert_same(get_seq_lens(plan.kv_indptr, plan.kv_last_page_len, page_size), plan.seq_lens)
         requests, positions = (torch.full_like(plan.positions, -9) for _ in range(2))
         kernel[plan.padded_batch_size,](plan.qo_indptr, plan.seq_lens, requests, positions, num_stages=2)
-        same(positions, plan.positions)
-        same(requests, np.repeat(np.arange(plan.padded_batch_size), np.diff(plan.host.qo_indptr)))
+        assert_same(positions, plan.positions)
+        assert_same(requests, np.repeat(np.arange(plan.padded_batch_size), np.diff(plan.host.qo_indptr)))
 
 
 # vLLM
@@ -151,9 +151,9 @@ def test_vllm_makes_flashinfer_s_metadata_of_its_block_table(page_size: int) -> 
         )
         lens = plan.host.seq_lens
         indices = build(builder, -(-lens // page_size), lens, some(plan.block_table), n, page_size)
-        same(plan.kv_indptr, builder.paged_kv_indptr.cpu)
-        same(some(plan.kv_indices), indices)
-        same(plan.kv_last_page_len, builder.paged_kv_last_page_len.cpu)
+        assert_same(plan.kv_indptr, builder.paged_kv_indptr.cpu)
+        assert_same(some(plan.kv_indices), indices)
+        assert_same(plan.kv_last_page_len, builder.paged_kv_last_page_len.cpu)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -185,8 +185,8 @@ def test_vllm_maps_tokens_to_the_same_slots(page_size: int) -> None:
             PAD_ID=-1,
             BLOCK_SIZE=1024,
         )
-        same(plan.slot_mapping, slots)
-        same(plan.out_cache_loc, slots.clamp(min=0))
+        assert_same(plan.slot_mapping, slots)
+        assert_same(plan.out_cache_loc, slots.clamp(min=0))
 
 
 def test_vllm_splits_decodes_from_prefills() -> None:
@@ -237,14 +237,14 @@ def test_sglang_gathers_the_same_indices_from_the_table(page_size: int) -> None:
             (some_pages[:, None] * page_size + inside).flatten()[:length]
             for some_pages, length in zip(pages, lens, strict=False)
         ]
-        same(torch.cat(found), slots)
+        assert_same(torch.cat(found), slots)
 
         blocks = some(plan.block_table)[:n]
         wanted = torch.zeros_like(blocks)
         indices.create_flashmla_kv_indices_triton[n, 1](
             table, rows, lens, None, wanted, table.stride(0), wanted.stride(0), PAGED_SIZE=page_size
         )
-        same(blocks, wanted)
+        assert_same(blocks, wanted)
 
         wanted, seqlens, cu_seqlens = torch.full_like(blocks, -9), torch.zeros_like(lens), starts.clone()
         metadata.normal_decode_set_metadata(
@@ -259,9 +259,9 @@ def test_sglang_gathers_the_same_indices_from_the_table(page_size: int) -> None:
             page_size,
             zero_tail=True,
         )
-        same(blocks, wanted)
-        same(plan.cache_seqlens[:n], seqlens)
-        same(starts, cu_seqlens)
+        assert_same(blocks, wanted)
+        assert_same(plan.cache_seqlens[:n], seqlens)
+        assert_same(starts, cu_seqlens)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -273,13 +273,13 @@ def test_sglang_finds_positions_and_last_slots(page_size: int) -> None:
         plan, n = step.plan, step.plan.batch_size
         before, new = torch.tensor(step.before), torch.tensor(np.diff(plan.host.qo_indptr)[:n])
         positions, starts = position.compute_position_triton(before, new, plan.num_tokens)
-        same(plan.positions[: plan.num_tokens], positions)
-        same(plan.qo_indptr[:n], starts)
+        assert_same(plan.positions[: plan.num_tokens], positions)
+        assert_same(plan.qo_indptr[:n], starts)
         last = memory.get_last_loc_triton(
             step.table.req_to_token, plan.req_pool_indices[:n].long(), plan.seq_lens[:n].long()
         )
         has_new = new > 0
-        same(plan.out_cache_loc[plan.qo_indptr[1 : n + 1][has_new].long() - 1], last[has_new])
+        assert_same(plan.out_cache_loc[plan.qo_indptr[1 : n + 1][has_new].long() - 1], last[has_new])
         assert last[plan.seq_lens[:n] == 0].tolist() == [-1] * int((plan.seq_lens[:n] == 0).sum())
 
 
@@ -318,8 +318,8 @@ def test_flash_attention_s_reference_reads_what_the_plan_says(page_size: int) ->
         made = reference.generate_qkv(queries, keys, values, in_queries, in_keys)
         packed, cu_seqlens_q, cu_seqlens_k = made[0], made[4], made[5]
         max_seqlen_q, max_seqlen_k = made[8], made[9]
-        same(plan.cu_seqlens_q, cu_seqlens_q)
-        same(plan.cache_seqlens, cu_seqlens_k.diff())
+        assert_same(plan.cu_seqlens_q, cu_seqlens_q)
+        assert_same(plan.cache_seqlens, cu_seqlens_k.diff())
         assert (plan.max_seqlen_q, plan.max_seqlen_k) == (max_seqlen_q, max_seqlen_k)
         options = OPTIONS[[*OPTIONS][at % len(OPTIONS)]]
         window = options.get("sliding_window")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import devices
 import pytest
 import torch
-from devices import here
+from devices import to_current
 from tiny_models import (
     MODELS,
     NOISE,
@@ -146,7 +146,7 @@ def test_every_way_to_generate(config: str, way: str) -> None:
 def test_assisted_generation(config: str) -> None:
     """An assistant that is never right, and text that is looked up in the prompt: tokens are taken back."""
     model, other = a_model(config), built("llama", devices.current())
-    inputs = {"input_ids": here(torch.tensor([[*range(1, 8)] * 3]))}
+    inputs = {"input_ids": to_current(torch.tensor([[*range(1, 8)] * 3]))}
     wanted = generated(reference(config, devices.current()), inputs, max_new_tokens=16)
     for page_size, more in zip(
         PAGE_SIZES,
@@ -162,17 +162,17 @@ def test_assisted_generation(config: str) -> None:
 def test_copies_go_on_from_a_prompt(config: str) -> None:
     """The prompt is computed once and its pages are shared; a conversation goes on in its own cache."""
     model, alone = a_model(config), reference(config, devices.current())
-    prompt = here(torch.tensor([[*range(40, 61)]]))
+    prompt = to_current(torch.tensor([[*range(40, 61)]]))
     cache = PooledCache(model, 256, 4, page_size=4)
     with torch.no_grad():
         model(prompt, **{cache_argument(model): cache})
     for tail in ([1, 2], [3]):
-        inputs = {"input_ids": torch.cat((prompt, here(torch.tensor([tail]))), 1)}
+        inputs = {"input_ids": torch.cat((prompt, to_current(torch.tensor([tail]))), 1)}
         other = copy.deepcopy(cache)
         assert cache.allocator.stats()["shared"] == 5 * 4
         found = generated(model, inputs, max_new_tokens=6, cache=other)
         assert found == generated(alone, inputs, max_new_tokens=6)
-        inputs = {"input_ids": here(torch.tensor([[*found[0], 9, 8]]))}
+        inputs = {"input_ids": to_current(torch.tensor([[*found[0], 9, 8]]))}
         assert generated(model, inputs, max_new_tokens=6, cache=other) == generated(
             alone, inputs, max_new_tokens=6
         )
@@ -186,7 +186,7 @@ def test_copies_go_on_from_a_prompt(config: str) -> None:
 def test_values_of_another_dtype() -> None:
     cache = PooledCache(a_model("qwen3"), 64, 2, dtype=torch.float16)
     for new in (5, 1):
-        keys = here(torch.randn(2, 2, new, 16))
+        keys = to_current(torch.randn(2, 2, new, 16))
         with torch.no_grad():
             found = [cache.update(keys, keys, layer)[0] for layer in range(2)]
         assert found[0].dtype is torch.float32
@@ -196,7 +196,7 @@ def test_values_of_another_dtype() -> None:
 # Histories
 
 
-def same(ours: Any, theirs: Any) -> None:  # noqa: ANN401
+def assert_same(ours: Any, theirs: Any) -> None:  # noqa: ANN401
     assert len(ours) == len(theirs)
     for found, wanted in zip(ours, theirs, strict=True):
         assert torch.equal(found, wanted)
@@ -211,7 +211,7 @@ class Pair:
             PooledCache(model, 1200, 8, page_size=page_size),
             DynamicCache(config=model.config),
         )
-        self.both("activate_past_recording")
+        self.call_both("activate_past_recording")
         self.pool, self.views = self.ours.kv_pool, 0
 
     def step(self, batch: int, new: int) -> None:
@@ -219,14 +219,14 @@ class Pair:
         sizes = [(batch, heads, new, elements) for heads, elements in shapes]
         for layer in range(self.pool.layer_num):
             assert self.ours.get_mask_sizes(new, layer) == self.theirs.get_mask_sizes(new, layer)
-            keys, values = (here(torch.randn(size)) for size in sizes)
+            keys, values = (to_current(torch.randn(size)) for size in sizes)
             found = self.ours.update(keys, values, layer)
-            same(found, self.theirs.update(keys, values, layer))
+            assert_same(found, self.theirs.update(keys, values, layer))
             buffer = self.pool.get_key_buffer(layer)
             self.views += buffer.data_ptr() <= found[0].data_ptr() < buffer.data_ptr() + buffer.nbytes
         assert self.ours.get_seq_length() == self.theirs.get_seq_length()
 
-    def both(self, call: str, *given: Any) -> None:  # noqa: ANN401
+    def call_both(self, call: str, *given: Any) -> None:  # noqa: ANN401
         for cache in (self.ours, self.theirs):
             getattr(cache, call)(*given)
 
@@ -243,20 +243,20 @@ def test_histories_beside_the_dynamic_cache(config: str, page_size: int) -> None
         for at in range(30):
             new = chance.choice([1, 1, 1, 2, 9]) if at else chance.randint(1, 30)
             pair.step(batch, new)
-            pair.both("crop", -chance.randrange(new))
+            pair.call_both("crop", -chance.randrange(new))
             match chance.randrange(6):
                 case 0 | 1:
                     order = [chance.randrange(batch) for _ in range(batch)]
-                    pair.both("reorder_cache", here(torch.tensor(order)))
+                    pair.call_both("reorder_cache", to_current(torch.tensor(order)))
                 case 2 if batch > 1:
                     batch -= 1
-                    pair.both("batch_select_indices", here(torch.arange(batch + 1) != batch // 2))
+                    pair.call_both("batch_select_indices", to_current(torch.arange(batch + 1) != batch // 2))
                 case 3 if batch < 4:
                     batch *= 2
-                    pair.both("batch_repeat_interleave", 2)
+                    pair.call_both("batch_repeat_interleave", 2)
         pair.ours.allocator.verify()
-        pair.both("reset")
-        pair.both("activate_past_recording")
+        pair.call_both("reset")
+        pair.call_both("activate_past_recording")
         assert is_whole(pair.ours)
     assert (pair.views > 0) == (page_size > 1)
     assert pair.views < 4 * 30 * pair.pool.layer_num
@@ -285,7 +285,7 @@ def cache() -> PooledCache:
 
 
 def states(batch: int, new: int, elements: int = 16) -> torch.Tensor:
-    return here(torch.randn(batch, 2, new, elements))
+    return to_current(torch.randn(batch, 2, new, elements))
 
 
 def write(cache: PooledCache, batch: int, new: int) -> None:
@@ -304,7 +304,7 @@ def write(cache: PooledCache, batch: int, new: int) -> None:
 )
 def test_prompts_that_do_not_fit_take_nothing(config: str, prompts: list[list[int]], words: str) -> None:
     cache = PooledCache(a_model(config), 32, 3, page_size=4, max_context_len=24)
-    inputs = {"input_ids": here(torch.tensor(prompts))}
+    inputs = {"input_ids": to_current(torch.tensor(prompts))}
     with pytest.raises(OutOfMemoryError, match=words):
         generated(a_model(config), inputs, max_new_tokens=1, cache=cache)
     assert is_whole(cache)
@@ -313,7 +313,7 @@ def test_prompts_that_do_not_fit_take_nothing(config: str, prompts: list[list[in
 @pytest.mark.parametrize("config", ["qwen3", "qwen3_next"])
 def test_a_call_that_fails_loses_no_slot(config: str) -> None:
     """The pool is short in the middle: what was computed stays until the cache is reset."""
-    model, inputs = a_model(config), {"input_ids": here(torch.tensor([[5, 6, 7], [7, 8, 9]]))}
+    model, inputs = a_model(config), {"input_ids": to_current(torch.tensor([[5, 6, 7], [7, 8, 9]]))}
     cache = PooledCache(model, 12, 2)
     for _ in range(2):
         with pytest.raises(OutOfMemoryError, match=r"2 sequences of 6 tokens .* 1 more each: 0 of 12"):
@@ -353,14 +353,14 @@ def test_refuses_and_changes_nothing(cache: PooledCache) -> None:
         cache.crop(-4)
     for indices in ([0, 2], [-1], []):
         with pytest.raises(IndexError):
-            cache.reorder_cache(here(torch.tensor(indices)))
+            cache.reorder_cache(to_current(torch.tensor(indices)))
     with pytest.raises(OutOfMemoryError, match="2 sequences more do not fit: 1 of 3"):
         cache.batch_repeat_interleave(2)
     with pytest.raises(OutOfMemoryError, match="3 sequences more do not fit: 1 of 3"):
-        cache.batch_select_indices(here(torch.tensor([1, 1, 1, 1])))
+        cache.batch_select_indices(to_current(torch.tensor([1, 1, 1, 1])))
     assert cache.allocator.stats() == before[0]
     assert torch.equal(cache.table.req_to_token, before[1])
-    cache.batch_select_indices(here(torch.tensor([1, 1])))
+    cache.batch_select_indices(to_current(torch.tensor([1, 1])))
     write(cache, 2, 1)
 
 
@@ -388,7 +388,7 @@ def test_a_closed_cache_refuses_writes(cache: PooledCache) -> None:
     assert is_whole(cache)
     with pytest.raises(StaleBufferError, match="closed"):
         cache.update(states(1, 1), states(1, 1), 0)
-    cache.reorder_cache(here(torch.tensor([0])))  # of no sequence
+    cache.reorder_cache(to_current(torch.tensor([0])))  # of no sequence
 
 
 def test_states_cannot_be_taken_back() -> None:
@@ -478,7 +478,7 @@ def test_continuous_batching(*, mixed: bool, monkeypatch: pytest.MonkeyPatch) ->
     )
     prompts = [list(task.prompt) for task in some_tasks(12)]
     wanted = [
-        unambiguous_tokens(model, {"input_ids": here(torch.tensor([prompt]))}, 12)[0][len(prompt) :]
+        unambiguous_tokens(model, {"input_ids": to_current(torch.tensor([prompt]))}, 12)[0][len(prompt) :]
         for prompt in prompts
     ]
     config_of: Any = GenerationConfig

@@ -696,7 +696,7 @@ def test_states_that_are_refused() -> None:
 # Why a prompt missed
 
 
-def why(scene: Scene, tokens: Sequence[int], namespace: Any = None) -> list[tuple[int, int, str]]:  # noqa: ANN401
+def explained(scene: Scene, tokens: Sequence[int], namespace: Any = None) -> list[tuple[int, int, str]]:  # noqa: ANN401
     """The answer of `explain`, which covers the prompt."""
     segments = scene.cache.explain(tokens, namespace)
     ends = [0, *(segment.end for segment in segments)]
@@ -713,20 +713,20 @@ def why(scene: Scene, tokens: Sequence[int], namespace: Any = None) -> list[tupl
 def test_each_part_of_a_prompt_is_explained() -> None:
     scene = Scene(4)
     prompt = list(range(22))
-    assert why(scene, []) == []
-    assert why(scene, prompt) == [(0, 20, "never published"), (20, 22, "page not full")]
+    assert explained(scene, []) == []
+    assert explained(scene, prompt) == [(0, 20, "never published"), (20, 22, "page not full")]
     scene.insert(prompt, "other")
-    assert why(scene, prompt) == [(0, 20, "other namespace"), (20, 22, "page not full")]
+    assert explained(scene, prompt) == [(0, 20, "other namespace"), (20, 22, "page not full")]
     assert scene.cache.explain(prompt)[0].namespace == "other"
     scene.insert(prompt[:12])
-    assert why(scene, prompt) == [
+    assert explained(scene, prompt) == [
         (0, 12, "device"),
         (12, 20, "other namespace"),
         (20, 22, "page not full"),
     ]
     scene.cache.clear("other")
-    assert why(scene, prompt)[1:] == [(12, 20, "never published"), (20, 22, "page not full")]
-    assert why(scene, prompt, "other") == [(0, 20, "evicted"), (20, 22, "page not full")]
+    assert explained(scene, prompt)[1:] == [(12, 20, "never published"), (20, 22, "page not full")]
+    assert explained(scene, prompt, "other") == [(0, 20, "evicted"), (20, 22, "page not full")]
     assert scene.cache.explain(prompt, "other")[0].pressure == "clear"
     assert scene.sizes() == (12, 0, 4, 48)
 
@@ -736,22 +736,26 @@ def test_what_was_evicted_says_when_and_why() -> None:
     scene.insert(range(20))
     scene.cache.match([77] * 30)
     assert scene.cache.evict(5) == 5
-    assert why(scene, range(22)) == [(0, 15, "device"), (15, 20, "evicted"), (20, 22, "never published")]
+    assert explained(scene, range(22)) == [
+        (0, 15, "device"),
+        (15, 20, "evicted"),
+        (20, 22, "never published"),
+    ]
     _, gone, _ = scene.cache.explain(range(22))
     assert (gone.pressure, gone.idle_tokens, gone.namespace) == ("evict", 30, None)
     assert 0 <= some(gone.evicted_s) < 100
     scene.alloc(64)
     assert scene.cache.explain(range(15))[0].pressure == "alloc"
-    assert why(scene, range(20)) == [(0, 15, "evicted"), (15, 20, "evicted")]
+    assert explained(scene, range(20)) == [(0, 15, "evicted"), (15, 20, "evicted")]
     # Another prompt with the same end was not.
-    assert why(scene, [5, *range(1, 20)]) == [(0, 20, "never published")]
+    assert explained(scene, [5, *range(1, 20)]) == [(0, 20, "never published")]
 
 
 def test_a_long_prompt_that_parts_from_an_evicted_one() -> None:
     scene = Scene(16, size=1024)
     scene.insert(range(1000))
     scene.cache.evict(1024)
-    assert why(scene, [*range(500), *[7] * 12]) == [(0, 448, "evicted"), (448, 512, "never published")]
+    assert explained(scene, [*range(500), *[7] * 12]) == [(0, 448, "evicted"), (448, 512, "never published")]
 
 
 def test_a_prefix_without_a_snapshot_is_explained() -> None:
@@ -759,7 +763,7 @@ def test_a_prefix_without_a_snapshot_is_explained() -> None:
     lease = scene.cache.match([])
     lease.publish(range(4), scene.alloc(4), state=1)
     lease.publish(range(4, 8), scene.alloc(4))
-    assert why(scene, range(10)) == [
+    assert explained(scene, range(10)) == [
         (0, 4, "device"),
         (4, 8, "no snapshot"),
         (8, 10, "never published"),
@@ -1039,7 +1043,7 @@ class InterruptedScene(Scene):
         self.mine = self.cache.match([50] * 6)
         self.more = self.cache.match([*range(4), 9])
 
-    def books(self) -> Any:  # noqa: ANN401
+    def observed_state(self) -> Any:  # noqa: ANN401
         leases = [repr(lease) for lease in (self.lease, self.mine, self.more)]
         lens = [self.planner.seq_len(row) for row in (self.row, self.free_row)]
         return self.sizes(), leases, lens, self.allocator.stats()["fenced"], self.cache.stats()["lookups"]
@@ -1080,12 +1084,12 @@ def test_an_interrupt_wherever_python_code_runs_changes_nothing(name: str, page_
     call = INTERRUPTED[name]
     for left in itertools.count():
         scene = InterruptedScene(page_size)
-        before = scene.books()
+        before = scene.observed_state()
         scene.stop.left = left
         try:
             call(scene)
         except KeyboardInterrupt:
-            assert scene.books() == before
+            assert scene.observed_state() == before
             call(scene)
         else:
             assert left > 0

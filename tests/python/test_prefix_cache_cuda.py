@@ -8,7 +8,7 @@ import devices
 import pytest
 import torch
 from common import Fence, failing, some
-from devices import here
+from devices import to_current
 
 from kvpool import BatchPlanner, GDNPool, PrefixCache, ReqToTokenPool, TokenToKVPoolAllocator
 
@@ -55,7 +55,7 @@ class Scene:
         self.room = self.allocator.available_size()
         # Values that only the GPU has.
         self.asked, self.mine, self.theirs, self.slots = (
-            here(torch.tensor(values, dtype=torch.int32))
+            to_current(torch.tensor(values, dtype=torch.int32))
             for values in (self.prompt, [9] * 9, [5] * 9, self.kept)
         )
 
@@ -65,7 +65,7 @@ class Scene:
         some(self.planner.extend([row], [lease.length], [len(prompt)], prefixes=[lease]))
         return row, lease
 
-    def books(self) -> Any:  # noqa: ANN401
+    def observed_state(self) -> Any:  # noqa: ANN401
         """The state that a failed call must not change. Pages evicted for the call stay evicted."""
         leases = [repr(lease) for lease in (self.lease, self.miss, self.by_hand, self.again)]
         numbers = self.cache.stats()
@@ -75,7 +75,7 @@ class Scene:
         return leases, stats, in_use, rows
 
     def check(self) -> None:
-        """Every slot is where the books say."""
+        """Every slot has the owner that the statistics count."""
         self.allocator.verify()
         self.cache.verify()
         stats, cache = self.allocator.stats(), self.cache
@@ -101,7 +101,7 @@ class Scene:
         assert self.states is None or self.states.stats()["in_use"] == 0
 
 
-def whole(scene: Scene) -> int:
+def tokens_in_full_pages(scene: Scene) -> int:
     """Tokens of nine that fill pages."""
     return 9 // scene.allocator.page_size * scene.allocator.page_size
 
@@ -115,13 +115,13 @@ def as_kept(scene: Scene, _answer: object) -> list[int]:
 
 
 def after_publication(scene: Scene, _answer: object) -> list[int]:
-    assert scene.by_hand.length == whole(scene)
-    return scene.kept[whole(scene) :]
+    assert scene.by_hand.length == tokens_in_full_pages(scene)
+    return scene.kept[tokens_in_full_pages(scene) :]
 
 
 def after_finish(scene: Scene, _answer: object) -> list[int]:
     assert scene.by_hand.released
-    assert scene.cache.cached_len([9] * 9) == (0 if scene.states else whole(scene))
+    assert scene.cache.cached_len([9] * 9) == (0 if scene.states else tokens_in_full_pages(scene))
     return []
 
 
@@ -146,9 +146,9 @@ def publish_duplicates(scene: Scene) -> object:
 
 
 def after_duplicates(scene: Scene, published: Any) -> list[int]:  # noqa: ANN401
-    assert published.length == scene.miss.length == whole(scene)
+    assert published.length == scene.miss.length == tokens_in_full_pages(scene)
     some(scene.planner.extend([scene.other], [9], [9]))
-    row = scene.table.req_to_token[scene.other, : whole(scene)]
+    row = scene.table.req_to_token[scene.other, : tokens_in_full_pages(scene)]
     assert torch.equal(row.cpu(), published.slots.cpu())
     return scene.kept
 
@@ -208,7 +208,7 @@ CALLS: dict[str, Call] = {
     ),
     "insert": (
         lambda scene: scene.cache.insert(scene.mine, scene.slots),
-        lambda scene, _: scene.kept[whole(scene) :],
+        lambda scene, _: scene.kept[tokens_in_full_pages(scene) :],
     ),
     "restore": (lambda scene: scene.lease.restore(2) if scene.states else None, after_restore),
     "evict": (lambda scene: scene.cache.evict(8), equal(lambda _: 8)),
@@ -249,18 +249,18 @@ def test_a_call_whose_driver_call_fails_loses_nothing_and_works_again(
         answers[:] = [call(scene)]
 
     scene, failures = make(), 0
-    before = scene.books()
+    before = scene.observed_state()
     for error in failing(driver, work):
         if error is not None:
             failures += 1
             assert "failed with CUDA_ERROR" in str(error)
             scene.check()
-            assert scene.books() == before
+            assert scene.observed_state() == before
             work()
         scene.check()
         scene.end(check(scene, answers.pop()))
         scene = make()
-        before = scene.books()
+        before = scene.observed_state()
     needs_states = name in {"restore", "publish a state"}
     assert (failures == 0) == (name in QUIET or (needs_states and not has_states))
 

@@ -213,7 +213,7 @@ def test_the_default_pool_counts_no_more_than_max_running() -> None:
     assert suggest_pool_size(trace, ReplayConfig(max_running=2)) <= limit
 
 
-def alike() -> Trace:
+def similar_prompts() -> Trace:
     """Requests whose prompts share three of four blocks of 16 tokens, or all."""
     blocks = ([0, 1, 2, 3], [0, 1, 2, 4], [5, 6, 7, 8], [5, 6, 7, 8], [0, 1, 2, 3, 9], [5, 6, 7, 10], [11])
     lens = [60, 64, 64, 64, 70, 49, 16]
@@ -226,7 +226,7 @@ def alike() -> Trace:
 )
 @pytest.mark.parametrize("kv", [True, False])
 def test_the_cache_finds_what_prompts_have_in_common(page_size: int, found: list[int], kv: bool) -> None:
-    trace = alike()
+    trace = similar_prompts()
     result = run(trace, prefix_cache=True, page_size=page_size, pool_size=640, kv=kv)
     counts = result.counts
     assert counts.found_tokens == sum(found)
@@ -268,7 +268,7 @@ def test_a_page_given_to_the_wrong_prefix_is_found_and_named(
     own = Prompts.tokens_of
     monkeypatch.setattr(Prompts, "tokens_of", confused)
     with pytest.raises(VerificationError) as caught:
-        run(alike(), prefix_cache=True, page_size=page_size, pool_size=640)
+        run(similar_prompts(), prefix_cache=True, page_size=page_size, pool_size=640)
     error = caught.value
     assert (error.request, error.position, error.layer) == (1, 48, 0)
     assert error.found_token == (0, 48)
@@ -276,7 +276,7 @@ def test_a_page_given_to_the_wrong_prefix_is_found_and_named(
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown policy 'belady'"):
-        run(alike(), prefix_cache=True, policy="belady")
+        run(similar_prompts(), prefix_cache=True, policy="belady")
 
 
 def corrupt_when(step: int, change: Callable[[Replay], object]) -> Callable[[Replay], None]:

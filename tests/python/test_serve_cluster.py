@@ -108,22 +108,22 @@ def machines(names: list[str]) -> Iterator[list[tuple[list[str], str, str]]]:
         yield [([], "127.0.0.1", "lo")] * len(names)
         return
     with ExitStack() as made:
-        rooms = [f"{prefix}-{name}" for name in names]
-        for room in rooms:
-            ip("netns", "add", room)
-            made.callback(ip, "netns", "del", room)
-            ip("-n", room, "link", "set", "lo", "up")
-        ip("-n", rooms[0], "link", "add", "eth0", "type", "bridge")
-        for number, room in enumerate(rooms):
+        namespaces = [f"{prefix}-{name}" for name in names]
+        for namespace in namespaces:
+            ip("netns", "add", namespace)
+            made.callback(ip, "netns", "del", namespace)
+            ip("-n", namespace, "link", "set", "lo", "up")
+        ip("-n", namespaces[0], "link", "add", "eth0", "type", "bridge")
+        for number, namespace in enumerate(namespaces):
             if number:
-                ends = f"v{number} type veth peer name eth0 netns {room}"
-                ip("-n", rooms[0], "link", "add", *ends.split())
-                ip("-n", rooms[0], "link", "set", f"v{number}", "master", "eth0", "up")
-            ip("-n", room, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
-            ip("-n", room, "link", "set", "eth0", "up")
+                ends = f"v{number} type veth peer name eth0 netns {namespace}"
+                ip("-n", namespaces[0], "link", "add", *ends.split())
+                ip("-n", namespaces[0], "link", "set", f"v{number}", "master", "eth0", "up")
+            ip("-n", namespace, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
         yield [
-            ([tool, "netns", "exec", room], f"10.77.0.{number + 1}", "eth0")
-            for number, room in enumerate(rooms)
+            ([tool, "netns", "exec", namespace], f"10.77.0.{number + 1}", "eth0")
+            for number, namespace in enumerate(namespaces)
         ]
 
 

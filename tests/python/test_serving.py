@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from common import some
-from devices import here
+from devices import to_current
 from engine_interrupts import Interrupts, Place, delivered, get
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
@@ -610,7 +610,7 @@ def test_samples_do_not_depend_on_the_batch() -> None:
 
 def test_samples_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0, -torch.inf])
-    rows = here(logits.expand(4000, 5).contiguous())
+    rows = to_current(logits.expand(4000, 5).contiguous())
     for sampling, kept in (
         (Sampling(1.0), [0, 1, 2, 3]),
         (Sampling(2.5), [0, 1, 2, 3]),
@@ -628,7 +628,7 @@ def test_samples_follow_the_distribution() -> None:
 
 
 def test_a_single_candidate_is_the_most_likely_token() -> None:
-    logits = here(torch.randn(8, 30, generator=torch.Generator().manual_seed(0)))
+    logits = to_current(torch.randn(8, 30, generator=torch.Generator().manual_seed(0)))
     wanted = logits.argmax(-1).tolist()
     for sampling in (Sampling(), Sampling(2.0, top_k=1), Sampling(2.0, top_p=1e-9), Sampling(1e-3)):
         assert sample(logits, [(sampling, place) for place in range(8)]) == wanted

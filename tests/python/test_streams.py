@@ -196,7 +196,7 @@ def test_allocates_after_a_stream_was_destroyed(driver: Driver) -> None:
 # Memory that goes back
 
 
-def used(driver: Driver, *streams: int) -> list[KVPool]:
+def pools_in_use(driver: Driver, *streams: int) -> list[KVPool]:
     """A pool for each stream, with work there that has not run."""
     pools = [KVPool(8, 1, 1, 4, "cuda", torch.float32) for _ in streams]
     for pool, stream in zip(pools, streams, strict=True):
@@ -208,7 +208,7 @@ def used(driver: Driver, *streams: int) -> list[KVPool]:
 
 def test_memory_waits_for_its_own_streams_only(driver: Driver) -> None:
     first, second = driver.stream(), driver.stream()
-    pools = used(driver, first, second)
+    pools = pools_in_use(driver, first, second)
     before = driver.device_bytes()
     del pools[0]
     assert driver.pending(first) == 0
@@ -218,7 +218,7 @@ def test_memory_waits_for_its_own_streams_only(driver: Driver) -> None:
 
 @pytest.mark.parametrize("call", ["cuCtxSynchronize", "cuStreamSynchronize"])
 def test_a_pool_that_goes_waits_for_no_more_than_events(driver: Driver, call: str) -> None:
-    pools = used(driver, driver.stream())
+    pools = pools_in_use(driver, driver.stream())
     driver.reset_calls()
     pools.clear()
     assert driver.calls(call) == 0
@@ -228,7 +228,7 @@ def test_a_pool_that_goes_waits_for_no_more_than_events(driver: Driver, call: st
 def test_memory_of_a_captured_stream_goes_back_later(driver: Driver) -> None:
     before = driver.device_bytes(), driver.page_locked_bytes()
     stream = driver.stream()
-    pools = used(driver, stream)
+    pools = pools_in_use(driver, stream)
     size = pools[0].mem_bytes()
     driver.run()
     driver.begin_capture(stream)
@@ -246,7 +246,7 @@ def test_memory_of_a_captured_stream_goes_back_later(driver: Driver) -> None:
 def test_memory_goes_back_whatever_became_of_its_stream(driver: Driver) -> None:
     before = driver.device_bytes()
     stream = driver.stream()
-    pools = used(driver, stream)
+    pools = pools_in_use(driver, stream)
     driver.run()
     driver.destroy_stream(stream)
     pools.clear()

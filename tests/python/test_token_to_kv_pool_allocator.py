@@ -831,7 +831,7 @@ class AllocatorHistory(RuleBasedStateMachine):
         self.everything = list(range(-2, (pages + 2) * page_size))
         self.fences: list[Fence] = []
 
-    def both(self, call: Callable[[TokenToKVPoolAllocator], Any]) -> None:
+    def call_both(self, call: Callable[[TokenToKVPoolAllocator], Any]) -> None:
         """Both answer the same, the same error included."""
         found, expected = outcome(lambda: call(self.real)), outcome(lambda: call(self.twin))
         if isinstance(expected, torch.Tensor):
@@ -845,11 +845,11 @@ class AllocatorHistory(RuleBasedStateMachine):
 
     @rule(need=COUNT, contiguous=st.sampled_from([False, True, "best_fit"]))
     def alloc(self, need: int, contiguous: bool | Literal["best_fit"]) -> None:
-        self.both(lambda pool: pool.alloc(need, contiguous=contiguous))
+        self.call_both(lambda pool: pool.alloc(need, contiguous=contiguous))
 
     @rule(share=st.floats(0, 1.1))
     def alloc_much(self, share: float) -> None:
-        self.both(lambda pool: pool.alloc(int(share * pool.size)))
+        self.call_both(lambda pool: pool.alloc(int(share * pool.size)))
 
     @precondition(lambda self: self.live_slots())
     @rule(data=st.data(), fenced=st.booleans(), form=st.sampled_from(FORMS))
@@ -857,23 +857,23 @@ class AllocatorHistory(RuleBasedStateMachine):
         slots = data.draw(st.lists(st.sampled_from(self.live_slots()), min_size=1, max_size=20))
         fence = data.draw(st.sampled_from([Fence(), *self.fences])) if fenced else None
         self.fences += [fence] if fence else []
-        self.both(lambda pool: pool.free(form(slots) if pool is self.real else slots, after=fence))
+        self.call_both(lambda pool: pool.free(form(slots) if pool is self.real else slots, after=fence))
 
     @rule(data=st.data(), anything=st.booleans())
     def share(self, data: st.DataObject, anything: bool) -> None:
         live = self.live_slots()
         slots = st.integers(-3, 180) if anything or not live else st.sampled_from(live)
         given = data.draw(st.lists(slots, max_size=8))
-        self.both(lambda pool: pool.share(given))
+        self.call_both(lambda pool: pool.share(given))
 
     @rule(slots=st.lists(st.integers(-3, 180), max_size=8))
     def free_anything(self, slots: list[int]) -> None:
-        self.both(lambda pool: pool.free(slots))
+        self.call_both(lambda pool: pool.free(slots))
 
     @rule(share=st.floats(0, 1))
     def free_much(self, share: float) -> None:
         slots = self.live_slots()
-        self.both(lambda pool: pool.free(slots[: int(share * len(slots))][::-1]))
+        self.call_both(lambda pool: pool.free(slots[: int(share * len(slots))][::-1]))
 
     @precondition(lambda self: self.fences)
     @rule(data=st.data())
@@ -882,7 +882,7 @@ class AllocatorHistory(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["free_group_begin", "free_group_end", "merge_and_sort_free"]))
     def group_or_merge(self, name: str) -> None:
-        self.both(lambda pool: getattr(pool, name)())
+        self.call_both(lambda pool: getattr(pool, name)())
 
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:
@@ -897,15 +897,15 @@ class AllocatorHistory(RuleBasedStateMachine):
                 last_loc.append(data.draw(st.integers(-1, 90)))
             prefix_lens.append(prefix)
             seq_lens.append(prefix + data.draw(st.integers(1, 9)))
-        self.both(lambda pool: pool.alloc_extend(prefix_lens, seq_lens, last_loc))
+        self.call_both(lambda pool: pool.alloc_extend(prefix_lens, seq_lens, last_loc))
 
     @rule(sure=st.integers(0, 5))
     def clear(self, sure: int) -> None:
         if sure == 0:
-            self.both(lambda pool: pool.clear())
+            self.call_both(lambda pool: pool.clear())
 
     @invariant()
-    def same(self) -> None:
+    def check_same(self) -> None:
         if not hasattr(self, "real"):
             return
         assert_consistent(self.real)

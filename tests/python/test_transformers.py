@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import devices
 import pytest
 import torch
-from devices import here
+from devices import to_current
 from pool_reader import is_whole
 from tiny_models import (
     MODELS,
@@ -19,9 +19,9 @@ from tiny_models import (
     Task,
     a_model,
     alone,
-    behind,
     built,
     check_alone,
+    logit_gaps,
     make,
     padded,
     reference,
@@ -149,7 +149,7 @@ def test_the_model_generates_as_before(config: str) -> None:
     engine = Engine(PooledModel(model, 512, 4, 120), 64)
     request = engine.submit(tasks[0].prompt, tasks[0].new_tokens)
     for _, task, tokens in zip(engine.stream(request), tasks[1:], wanted[1:], strict=False):
-        prompt = here(torch.tensor([task.prompt]))
+        prompt = to_current(torch.tensor([task.prompt]))
         out = model.generate(prompt, max_new_tokens=task.new_tokens, do_sample=False)
         assert out[0, prompt.shape[1] :].tolist() == tokens
     assert list(engine.stream(request)) == wanted[0]
@@ -212,7 +212,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(config: str) -> None:
         assert is_whole(engine)
     assert found[0] == found[1] == found[2]
     model = reference(config, devices.current())
-    gaps = [behind(model, task.prompt, tokens) for task, tokens in zip(tasks, found[0], strict=True)]
+    gaps = [logit_gaps(model, task.prompt, tokens) for task, tokens in zip(tasks, found[0], strict=True)]
     assert float(torch.cat(gaps).max()) > NOISE  # they are not the best ones
 
 
@@ -226,7 +226,7 @@ def test_bfloat16_is_within_its_noise() -> None:
     engine = Engine(PooledModel(model, 512, 24, 120, page_size=16), 48)
     requests = [engine.submit(task.prompt, task.new_tokens) for task in some_tasks(64)]
     engine.run()
-    found = torch.cat([behind(model, request.prompt, request.tokens) for request in requests])
+    found = torch.cat([logit_gaps(model, request.prompt, request.tokens) for request in requests])
     assert float(found.max()) <= 8 * 2**-5
     assert float((found > 0).float().mean()) < 0.05
 
@@ -263,7 +263,7 @@ class Batch:
         for i, row in enumerate(plan.host.req_pool_indices.tolist()):
             end, new = plan.host.seq_lens[i], plan.host.qo_indptr[i + 1] - plan.host.qo_indptr[i]
             found += self.tokens[row][end - new : end] if row else [0] * new
-        return here(torch.tensor(found))
+        return to_current(torch.tensor(found))
 
     def check(self, plan: BatchPlan, tolerance: float = NOISE) -> None:
         """The logits of a batch equal those of the model alone."""
@@ -273,7 +273,7 @@ class Batch:
         for i, row in enumerate(plan.host.req_pool_indices[: plan.batch_size].tolist()):
             tokens = self.tokens[row][: plan.host.seq_lens[i]]
             with torch.no_grad():
-                wanted = self.model(here(torch.tensor([tokens]))).logits[0, -1]
+                wanted = self.model(to_current(torch.tensor([tokens]))).logits[0, -1]
             torch.testing.assert_close(logits[i], wanted, rtol=0, atol=tolerance)
 
 
@@ -313,7 +313,7 @@ def test_states_are_those_of_the_model() -> None:
     for row, tokens in batch.tokens.items():
         states = DynamicCache(config=batch.model.config)
         with torch.no_grad():
-            batch.model(here(torch.tensor([tokens])), **{cache_argument(batch.model): states})
+            batch.model(to_current(torch.tensor([tokens])), **{cache_argument(batch.model): states})
         for i, layer in enumerate((0, 2)):
             kept: Any = states.layers[layer]
             wanted = kept.recurrent_states[0][0].transpose(-1, -2)
@@ -435,10 +435,10 @@ def test_rejects_mismatched_batches() -> None:
     plan = batch.plan({rows[0]: 3, rows[1]: 1})
     for tokens in (torch.zeros(3), torch.zeros(5), torch.zeros(1, 4)):
         with pytest.raises(ConfigError, match="the plan 4 new tokens"):
-            batch.pooled.forward(here(tokens.long()), plan)
+            batch.pooled.forward(to_current(tokens.long()), plan)
     batch.check(plan)
     for lens in ({rows[0]: 0, rows[1]: 1}, {rows[0]: 0}, {}):
-        new = here(torch.zeros(sum(lens.values()), dtype=torch.int64))
+        new = to_current(torch.zeros(sum(lens.values()), dtype=torch.int64))
         with pytest.raises(ConfigError, match=f"{len(new)} of {len(lens)} requests have new tokens"):
             batch.pooled.forward(new, batch.plan(lens))
     with pytest.raises(StaleBufferError):

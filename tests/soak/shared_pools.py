@@ -246,7 +246,7 @@ class User:
             return
         raise DisagreementError(f"{kind.__name__} was not raised")
 
-    def here(self, values: Any) -> torch.Tensor:  # noqa: ANN401
+    def on_device(self, values: Any) -> torch.Tensor:  # noqa: ANN401
         """Ints as a tensor on the device of the pools."""
         return torch.tensor(values).to(self.device)
 

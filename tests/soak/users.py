@@ -76,7 +76,7 @@ class SlotUser(User):
         way = self.random.randrange(4)
         if way == 0 and held.thing.numel() == len(held.slots):
             return held.thing
-        makers: list[Callable[[list[int]], Any]] = [list, np.array, self.here]
+        makers: list[Callable[[list[int]], Any]] = [list, np.array, self.on_device]
         return makers[way - 1](held.slots) if held.slots else []
 
     def give_back(self, held: Holding) -> None:
@@ -152,7 +152,7 @@ class RowUser(User):
         for row in rows:
             expect(not table.read(row, table.max_context_len).any(), f"row {row} is not empty")
             table.write((row, slice(0, table.max_context_len)), mark)
-            table.write((self.here([row]), self.here([self.random.randrange(8)])), [mark])
+            table.write((self.on_device([row]), self.on_device([self.random.randrange(8)])), [mark])
 
     def check(self, held: Holding) -> None:
         for row in held.slots:

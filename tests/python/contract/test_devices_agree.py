@@ -36,9 +36,9 @@ class SteppedPool:
         with devices.on(device):
             self.pool = CASES[name].make(**options)
 
-    def here(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         with devices.on(self.device):
-            return devices.here(tensor)
+            return devices.to_current(tensor)
 
     def numbers(self, count: int, low: int, high: int) -> list[int]:
         return [self.choose.randint(low, high) for _ in range(count)]
@@ -49,7 +49,7 @@ class SteppedPool:
         if how == 0:
             return values
         tensor = torch.tensor(values, dtype=self.choose.choice((torch.int32, torch.int64)))
-        return tensor if how == 1 else self.here(tensor)
+        return tensor if how == 1 else self.on_device(tensor)
 
     def moves(self, count: int, places: int) -> tuple[Any, Any]:
         """Places to move from and to: any that the host knows; apart, where only a GPU may know them."""
@@ -64,7 +64,7 @@ class SteppedPool:
         generator = torch.Generator().manual_seed(self.choose.randrange(1 << 30))
         spread = self.choose.choice((1, 2))
         wide = torch.randn(*shape[:-1], shape[-1] * spread, generator=generator).to(dtype)
-        return self.here(wide)[..., ::spread]
+        return self.on_device(wide)[..., ::spread]
 
 
 def step_kv(twin: SteppedPool) -> object:

@@ -41,7 +41,7 @@ def counts(pool: ChunkPool) -> tuple[int, int, int, int]:
 def put(tensor: torch.Tensor, where: str) -> torch.Tensor:
     """A tensor with the same values and strides on a device."""
     with devices.on(where):
-        return devices.here(tensor)
+        return devices.to_current(tensor)
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32, start: int = 0) -> torch.Tensor:

@@ -33,7 +33,7 @@ def on(device: str) -> Iterator[None]:
         _DEVICE.pop()
 
 
-def here(tensor: torch.Tensor) -> torch.Tensor:
+def to_current(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with the same values and strides on the current device."""
     if current() == "cpu":
         return tensor

@@ -114,7 +114,7 @@ class Side:
                 continue
         return found
 
-    def books(self) -> dict[str, Any]:
+    def observed_state(self) -> dict[str, Any]:
         """Whatever can be seen of the planner and its pools, but for memory and counters of either."""
         self.allocator.verify()
         stats: dict[str, Any] = {**self.allocator.stats()}
@@ -195,8 +195,8 @@ class Pair(Side):
         super().__init__(devices.current(), size, page_size, **options)
         self.twin = Side("cpu", size, page_size, **options)
 
-    def same(self) -> None:
-        assert self.books() == self.twin.books()
+    def check_same(self) -> None:
+        assert self.observed_state() == self.twin.observed_state()
 
     def rows(self, n: int) -> list[int]:
         rows = some(self.table.alloc(n))
@@ -216,7 +216,7 @@ class Pair(Side):
     def free(self, slots: Sequence[int], after: Fence | None = None) -> None:
         for side in (self, self.twin):
             side.allocator.free(slots, after=after)
-        self.same()
+        self.check_same()
 
     def free_rows(self, rows: Sequence[int]) -> None:
         for side in (self, self.twin):
@@ -229,7 +229,7 @@ class Pair(Side):
             padding = other.padded_batch_size - other.batch_size
             expected = self.twin.describe(real, padding, other.max_seqlen_q)
             compare_plans(plan, expected, devices.current())
-        self.same()
+        self.check_same()
         return plan
 
     def try_extend(self, rows: Any, prefix_lens: Any, seq_lens: Any, prefix_slots: Any = None) -> Any:  # noqa: ANN401
@@ -268,12 +268,12 @@ class Pair(Side):
     def truncate(self, rows: Any, seq_lens: Any, after: Fence | None = None) -> None:  # noqa: ANN401
         self.planner.truncate(rows, seq_lens, after=after)
         self.twin.planner.truncate(ints(rows), ints(seq_lens), after=after)
-        self.same()
+        self.check_same()
 
     def finish(self, rows: Any, seq_lens: Any = None, after: Fence | None = None) -> None:  # noqa: ANN401
         self.planner.finish(rows, seq_lens, after=after)
         self.twin.planner.finish(ints(rows), None if seq_lens is None else ints(seq_lens), after=after)
-        self.same()
+        self.check_same()
 
     def fork(self, src: int, dst: int, seq_len: int) -> tuple[Any, Any]:
         found = some(self.planner.fork(src, dst, seq_len))
@@ -283,7 +283,7 @@ class Pair(Side):
             assert tensor.dtype is torch.int32
             assert tensor.device.type == devices.current()
             assert tensor.tolist() == slots.tolist()
-        self.same()
+        self.check_same()
         return found
 
     def row_of(self, row: int, length: int) -> list[int]:
@@ -296,7 +296,7 @@ class Pair(Side):
         with pytest.raises(kind, match=match) as caught:
             call()
         assert type(caught.value) is kind
-        self.same()
+        self.check_same()
 
 
 def ints(values: Any) -> list[int]:  # noqa: ANN401

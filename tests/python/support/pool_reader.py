@@ -11,7 +11,7 @@ import devices
 import numpy as np
 import torch
 from common import some
-from devices import here
+from devices import to_current
 
 from kvpool import HostTier, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool.sampling import sample
@@ -83,7 +83,7 @@ class PoolReader:
             known = known or found
             assert found == known
         self.note_tokens(plan, known)
-        return here(torch.stack([logits_after(tokens) for tokens in known]))
+        return to_current(torch.stack([logits_after(tokens) for tokens in known]))
 
     def note_tokens(self, plan: BatchPlan, tokens: list[list[int]]) -> None:
         """All tokens of each request of a batch were read."""

@@ -19,7 +19,7 @@ class StateShapes(NamedTuple):
     conv: dict[int, tuple[int, ...]]
 
 
-def kept_by(config: Any) -> StateShapes:  # noqa: ANN401 - a configuration of `transformers`
+def state_shapes_of(config: Any) -> StateShapes:  # noqa: ANN401 - a configuration of `transformers`
     """The shapes of the states that a model of random weights keeps for one token."""
     cache = DynamicCache(config=config)
     with torch.no_grad():

@@ -91,7 +91,7 @@ class Driver:
         """Lets the driver go down, as at the end of a process."""
         self._library.soft_deinitialize()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Mends all contexts, and brings the driver back."""
         self._library.soft_mend()
 

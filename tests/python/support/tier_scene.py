@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from common import some
-from devices import here
+from devices import to_current
 
 import kvpool
 from kvpool import GDNPool, HostTier, KVPool, PrefixCache, TokenToKVPoolAllocator
@@ -79,7 +79,7 @@ class Scene:
         slots = some(self.allocator.alloc(len(tokens) - begin))
         for layer in range(LAYERS if begin < len(tokens) else 0):
             k, v = self.rows(tokens, begin, layer)
-            self.kv.set_kv_buffer(layer, slots, here(k), here(v))
+            self.kv.set_kv_buffer(layer, slots, to_current(k), to_current(v))
         if self.states is not None and state is not None:
             self.states.recurrent_state[:, state] = float(sum(tokens))
             self.states.conv_state[:, state] = float(-sum(tokens))
@@ -121,12 +121,15 @@ class Scene:
             for layer in range(LAYERS):
                 count = taken.numel()
                 self.kv.set_kv_buffer(
-                    layer, taken, here(torch.full((count, 2, 4), -1.0)), here(torch.full((count, 1, 3), -1.0))
+                    layer,
+                    taken,
+                    to_current(torch.full((count, 2, 4), -1.0)),
+                    to_current(torch.full((count, 1, 3), -1.0)),
                 )
             self.allocator.free(taken)
         return freed
 
-    def only_below(self, driver: Driver) -> None:
+    def keep_on_host_only(self, driver: Driver) -> None:
         """The host alone has a prompt, nothing is on its way, and from now on nothing ends by itself."""
         self.keep(PROMPT)
         driver.run()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import devices
 import torch
 import transformers
-from devices import here
+from devices import to_current
 from transformers import (
     BambaConfig,
     DeepseekV3Config,
@@ -131,7 +131,7 @@ def padded() -> dict[str, torch.Tensor]:
     longest = max(PROMPT_LENS)
     ids = torch.randint(1, VOCAB, (len(PROMPT_LENS), longest), generator=chance)
     mask = torch.arange(longest) >= longest - torch.tensor(PROMPT_LENS)[:, None]
-    return {"input_ids": here(ids * mask), "attention_mask": here(mask.long())}
+    return {"input_ids": to_current(ids * mask), "attention_mask": to_current(mask.long())}
 
 
 class Task(NamedTuple):
@@ -174,9 +174,9 @@ def alone(config: str, tasks: Sequence[Task]) -> list[list[int]]:
     return [tokens for tokens, _ in found]
 
 
-def behind(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:  # noqa: ANN401
+def logit_gaps(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:  # noqa: ANN401
     """By how much the logit of each token is below that of the model's best one after those before it."""
-    text = here(torch.tensor([[*prompt, *tokens]]))
+    text = to_current(torch.tensor([[*prompt, *tokens]]))
     with torch.no_grad():
         logits: torch.Tensor = model(text, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     return logits.amax(1) - logits.gather(1, text[0, len(prompt) :, None])[:, 0]
@@ -184,4 +184,4 @@ def behind(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Te
 
 def check_alone(config: str, prompt: Sequence[int], tokens: Sequence[int]) -> None:
     """Each token is the best for the model alone after those before it, or so near that noise decides."""
-    assert float(behind(reference(config, devices.current()), prompt, tokens).max()) <= NOISE
+    assert float(logit_gaps(reference(config, devices.current()), prompt, tokens).max()) <= NOISE
