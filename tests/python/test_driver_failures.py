@@ -184,6 +184,11 @@ def test_a_context_that_has_failed_is_told_by_every_call_and_costs_nothing_else(
     allocator.free(slots)
     assert allocator.available_size() == 64
     allocator.verify()
+    table.free(rows)
+    assert table.available_size() == 4
+    assert re.search(rf"zeroed when they are handed out again: .* \({code}\)", caplog.text)
+    with pytest.raises(DriverError, match=rf"failed with CUDA_ERROR_\w+ \({code}\)"):
+        table.alloc(4)
     driver.repair()
 
 
