@@ -739,7 +739,8 @@ def test_another_engine_goes_on_with_what_the_store_has(reader: str) -> None:
 
 def test_others_run_while_a_store_is_asked() -> None:
     with DelayedStore() as store:
-        engine = with_store("dense", store)
+        # The first of them has what the store has when it is closed, however busy the machine is.
+        engine = with_store("dense", store, options=SchedulerOptions(fetch_wait_s=10.0))
         stored(engine, prompts_of(1, 2))
         running = engine.submit(prompts_of(2)[0], 30)
         engine.step()
