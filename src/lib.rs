@@ -20,6 +20,10 @@
 //! | [`pool`] | one file per class: indices and caches joined to bytes by executors, views and transfers | no |
 //! | `python` | the extension module: convert, delegate, map errors | where tensors cross |
 //!
+//! A program uses [`pool`], with [`base`], [`memory`], [`tensor`] and [`kernels::Indices`] for arguments and
+//! results: these follow semantic versioning. The other layers are public for tools and tests that look into
+//! a pool, and may change in any version.
+//!
 //! # Invariants
 //!
 //! - **All or nothing.** A call validates all of its input, then acts. A failed call leaves no trace.
