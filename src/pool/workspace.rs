@@ -79,40 +79,61 @@ struct ArenaState {
 
 /// The streams whose work must precede the reuse of memory.
 #[derive(Debug, Default)]
-struct StreamOrder {
+struct StreamOrder<S = Stream> {
     /// Streams that may still use memory that was given back.
-    before: Vec<Stream>,
+    before: Vec<S>,
     /// Streams already ordered after all of `before`.
-    after: Vec<Stream>,
-    /// Streams that have taken memory since memory was last given back.
-    users: Vec<Stream>,
+    after: Vec<S>,
+    /// Streams that may use memory that is taken now.
+    users: Vec<S>,
 }
 
 impl StreamOrder {
     /// Orders `stream`, which takes memory, after the streams that used memory that was given back.
     fn take(&mut self, gpu: &Arc<Gpu>, stream: Stream) -> Result<()> {
-        if !self.after.contains(&stream) {
+        if !self.is_ordered(stream) {
             gpu.make_stream_wait(&self.before, stream)?;
-            self.after.push(stream);
         }
-        if !self.users.contains(&stream) {
-            self.users.push(stream);
-        }
+        self.record_take(stream);
         Ok(())
     }
+}
 
-    /// Records that memory was given back.
-    fn give_back(&mut self) {
-        if self.after.is_empty() {
-            for stream in std::mem::take(&mut self.users) {
-                if !self.before.contains(&stream) {
-                    self.before.push(stream);
-                }
+impl<S: Copy + PartialEq> StreamOrder<S> {
+    /// Returns whether work on `stream` is already ordered after all of `before`.
+    fn is_ordered(&self, stream: S) -> bool {
+        self.after.contains(&stream)
+    }
+
+    /// Records that `stream` takes memory, and is ordered after all of `before`.
+    fn record_take(&mut self, stream: S) {
+        for streams in [&mut self.after, &mut self.users] {
+            if !streams.contains(&stream) {
+                streams.push(stream);
             }
+        }
+    }
+
+    /// Records that a part of the memory was given back. Streams may still use the rest, and their later work
+    /// has to precede the reuse of that.
+    fn give_part_back(&mut self) {
+        for &stream in &self.users {
+            if !self.before.contains(&stream) {
+                self.before.push(stream);
+            }
+        }
+        self.after.clear();
+    }
+
+    /// Records that all memory was given back.
+    fn give_all_back(&mut self) {
+        if self.after.is_empty() {
+            self.give_part_back();
         } else {
-            // Streams that took memory since are ordered after those dropped here.
+            // Each of `after` is one of these, and waits for the streams that are dropped here.
             self.before = std::mem::take(&mut self.users);
         }
+        self.users.clear();
         self.after.clear();
     }
 }
@@ -307,7 +328,7 @@ impl Workspace {
                 shared.fill(state, 0..self.config.arena_bytes, POISON, stream)?;
             }
             state.arena.reset();
-            state.order.give_back();
+            state.order.give_all_back();
             Ok(true)
         })
     }
@@ -465,10 +486,86 @@ pub fn give_back_segment(address: usize) {
     let mut state = shared.state();
     state.arena.give_back(range);
     state.segments -= 1;
-    state.order.give_back();
+    if state.arena.used() == 0 {
+        state.order.give_all_back();
+    } else {
+        state.order.give_part_back();
+    }
     state.release_ownership();
 }
 
 fn segments() -> MutexGuard<'static, Segments> {
     lock(&SEGMENTS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STREAMS: usize = 4;
+    const PARTS: usize = 3;
+
+    /// The number of operations of each stream that are known to be over.
+    type Clock = [usize; STREAMS];
+
+    /// A part of the memory.
+    #[derive(Default)]
+    struct Part {
+        /// The stream that has taken it.
+        taken_by: Option<usize>,
+        /// The last operation of each stream on it.
+        uses: Clock,
+    }
+
+    fn latest(one: &Clock, other: &Clock) -> Clock {
+        std::array::from_fn(|stream| one[stream].max(other[stream]))
+    }
+
+    /// Takes, uses and gives back parts in a random order. Memory is taken only by streams whose work comes
+    /// after each earlier use of it.
+    #[test]
+    fn every_use_precedes_the_next_taker() {
+        let (mut order, mut random) = (StreamOrder::<usize>::default(), 1_u64);
+        let (mut parts, mut clocks): ([Part; PARTS], _) = Default::default();
+        let clocks: &mut [Clock; STREAMS] = &mut clocks;
+        let mut without_wait = 0;
+        for step in 0..200_000 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let choice = usize::try_from(random >> 40).expect("24 bits");
+            let (stream, part) = (choice % STREAMS, choice / STREAMS % PARTS);
+            let action = choice / STREAMS / PARTS % 16;
+            match parts[part].taken_by {
+                None => {
+                    let is_ordered = order.is_ordered(stream);
+                    if !is_ordered {
+                        let seen = |known, &before: &usize| latest(&known, &clocks[before]);
+                        clocks[stream] = order.before.iter().fold(clocks[stream], seen);
+                    }
+                    without_wait += usize::from(is_ordered);
+                    order.record_take(stream);
+                    let (uses, known) = (&parts[part].uses, &clocks[stream]);
+                    assert_eq!(latest(uses, known), *known, "a use is not waited for in step {step}");
+                    parts[part].taken_by = Some(stream);
+                }
+                Some(owner) if action > 4 => {
+                    clocks[owner][owner] += 1;
+                    parts[part].uses[owner] = clocks[owner][owner];
+                }
+                Some(_) => {
+                    parts[part].taken_by = None;
+                    if action == 0 {
+                        for part in &mut parts {
+                            part.taken_by = None;
+                        }
+                    }
+                    if parts.iter().all(|part| part.taken_by.is_none()) {
+                        order.give_all_back();
+                    } else {
+                        order.give_part_back();
+                    }
+                }
+            }
+        }
+        assert!(without_wait > 1000, "{without_wait} takers were ordered already");
+    }
 }
