@@ -656,6 +656,16 @@ fn read_without_locks(indices: &Indices<'_>, stream: Stream) -> Result<Indices<'
     run_blocking(|| values_now(indices.clone(), stream)).map(Indices::Host)
 }
 
+impl Drop for TokenToKvPoolAllocator {
+    /// Waits for the copies to the slots, so that another allocator can hand out the same memory.
+    fn drop(&mut self) {
+        for writer in self.slots.get_mut().take_writers() {
+            // A failed device copies nothing.
+            let _ = writer.wait();
+        }
+    }
+}
+
 impl Pool for TokenToKvPoolAllocator {
     fn unit(&self) -> &'static str {
         Slot::NOUN

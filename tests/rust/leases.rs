@@ -1,16 +1,22 @@
 //! The objects that leases and planners own, and when they go.
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use kvpool::base::{ErrorKind, IndexVec, Result};
 use kvpool::cache::{Namespace, PolicyKind, Tokens};
+use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    AllocatorConfig, Batch, BatchPlanner, Fence, Lease, PlannerConfig, Prefix, PrefixCache,
-    PrefixCacheConfig, PrefixTree, PrefixTreeConfig, Publication, ReqToTokenConfig, ReqToTokenPool,
-    TokenToKvPoolAllocator,
+    AllocatorConfig, Batch, BatchPlanner, Fence, GdnPool, HostTier, HostTierConfig, KvConfig, KvPool, Lease,
+    LowerTier, PlannerConfig, Pool, Prefix, PrefixCache, PrefixCacheConfig, PrefixTree, PrefixTreeConfig,
+    Publication, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
 };
+
+use crate::histories::disks::digest;
+use crate::pool_table::{GDN, KV, TIER};
 
 const STREAM: Stream = Stream::DEFAULT;
 const PROMPT: &[i32] = &[5, 6, 7, 8];
@@ -98,6 +104,57 @@ fn an_allocator_is_dropped_although_a_fence_never_passes() {
     let weak = Arc::downgrade(&slots);
     drop((slots, planner, cache, lease));
     assert_eq!((weak.strong_count(), Arc::strong_count(&fence)), (0, 1));
+}
+
+#[test]
+fn a_load_in_flight_gives_its_state_back_whatever_is_dropped_first() {
+    for turn in 0..4 {
+        let host: Arc<dyn Backend> = Arc::new(Host);
+        let kv = Arc::new(KvPool::new(&KvConfig { size: 16, page_size: 1, ..KV }, &host).unwrap());
+        let gdn = Arc::new(GdnPool::new(&GDN, &host).unwrap());
+        let slots = Arc::new(TokenToKvPoolAllocator::new(&AllocatorConfig::new(16), &host).unwrap());
+        let tier = Arc::new(
+            HostTier::new(&HostTierConfig { max_states: 2, ..TIER }, &kv, Some(&gdn), &host).unwrap(),
+        );
+        let below = LowerTier { host: tier, digest, store: None };
+        let config = PrefixCacheConfig {
+            policy: PolicyKind::Lru,
+            max_pinned: 0.5,
+            name: "cache".into(),
+            events: None,
+        };
+        let cache =
+            PrefixCache::new(config, Arc::clone(&slots), Some(Arc::clone(&gdn)), Some(below)).unwrap();
+        let table = Arc::new(ReqToTokenPool::new(&ReqToTokenConfig::new(1, 16), &host).unwrap());
+        let planner =
+            BatchPlanner::new(&PlannerConfig::new(1, 16), &host, Arc::clone(&slots), Arc::clone(&table))
+                .unwrap();
+        // A prefix with a state, which only the tier has.
+        let lease = cache.match_prefix(&Namespace::Unnamed, &PROMPT, 4, STREAM).unwrap();
+        let own = slots.alloc(4, STREAM).unwrap().unwrap().keep();
+        let own = Indices::of(own.borrow(), None).unwrap().host_values().unwrap().clone();
+        lease.publish(&Publication { tokens: &PROMPT, slots: Some(&own), state: Some(1) }, STREAM).unwrap();
+        drop(lease);
+        assert!(cache.wait_written(Duration::from_secs(60), STREAM).unwrap());
+        cache.evict(4, STREAM);
+        assert_eq!(gdn.stats().get("in_use"), Some(0));
+
+        let lease = cache.match_prefix(&Namespace::Unnamed, &PROMPT, 4, STREAM).unwrap();
+        let load = lease.load(4, STREAM).unwrap().expect("there is room");
+        assert_eq!((load.len(), gdn.stats().get("in_use")), (4, Some(1)));
+        let row = IndexVec::I64(vec![table.alloc(1, STREAM).unwrap().unwrap()[0].into()]);
+        let prefixes = [Prefix::Leased(Arc::clone(&lease))];
+        let batch = Batch { rows: &row, prefix_lens: &[4], seq_lens: &[5], prefixes: &prefixes };
+        assert!(planner.extend(batch, STREAM).unwrap().is_some());
+        drop(prefixes);
+        let fence: Arc<dyn Fence> = Arc::new(NeverPassingFence);
+        planner.finish(&row, None, Some(&fence), STREAM).unwrap();
+        let mut owners: Vec<Box<dyn Any>> =
+            vec![Box::new(slots), Box::new(planner), Box::new(cache), Box::new((lease, load))];
+        owners.rotate_left(turn);
+        owners.into_iter().for_each(drop);
+        assert_eq!((gdn.stats().get("in_use"), Arc::strong_count(&fence)), (Some(0), 1), "turn {turn}");
+    }
 }
 
 /// Tokens whose reader clears the allocator and takes all slots anew, as another thread may.

@@ -483,11 +483,15 @@ impl LeaseLoad {
 
 impl Drop for SharedLoad {
     fn drop(&mut self) {
-        // If the allocator was dropped, there are no pages to give back.
-        let Some(allocator) = self.shared.allocator.upgrade() else { return };
         self.copies.transfer.cancel();
+        let arrived = self.arrived.get_mut().take();
+        let Some(allocator) = self.shared.allocator.upgrade() else {
+            // There are no pages to give back, but the copies still write to the memory of the pools.
+            let _ = self.copies.transfer.wait();
+            let state = arrived.map_or(self.state, |arrived| arrived.state);
+            return self.shared.free_states(state.as_slice());
+        };
         let call = self.shared.begin_call(&allocator, self.stream);
-        let arrived = self.arrived.lock().take();
         let (hold, pages, state) = if let Some(ArrivedLoad { hold, spare, state }) = arrived {
             (Some(hold), spare, state)
         } else {
