@@ -422,6 +422,21 @@ fn sizes_that_do_not_fit_are_refused() {
 }
 
 #[test]
+fn a_renewed_entry_that_cannot_be_written_is_an_error() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 3);
+    put(&store, &[1, 2, 3]);
+    // The use of a page that was put long ago is written to its entry.
+    assert_eq!(found(&store, &[2, 3]), [2, 3]);
+    let before = stat(&store, "errors");
+    disk.files().fault = Some((1, Fault::Error(Io::Other)));
+    assert_eq!(found(&store, &[1]), [1]);
+    assert!(disk.files().fault.is_none(), "the entry was to be written");
+    assert_eq!((before, stat(&store, "errors")), (0, 1));
+    assert_eq!(found(&store, &[1, 2, 3]), [1, 2, 3], "the earlier entry stays valid");
+}
+
+#[test]
 fn rows_that_do_not_fit_are_refused() {
     let store = open(&Arc::default(), 3);
     let error = store.put(keys(&[1]), rows(2).1).unwrap_err();

@@ -184,7 +184,7 @@ impl Slots {
             return None;
         }
         try_push(&mut self.slot_uses, SlotUse::FREE).ok()?;
-        Some(FileSlot::new(u32::try_from(fresh).expect("MOST_SLOTS was checked")))
+        Some(FileSlot::new(u32::try_from(fresh).expect("MAX_SLOTS was checked")))
     }
 
     /// Evicts the page used least recently of those that are not held. The caller takes its slot.
@@ -245,7 +245,7 @@ impl Slots {
         let end = pages.iter().map(|(slot, _)| widen(slot.number()) + 1).max().unwrap_or(0);
         for slot in 0..end {
             try_push(&mut self.slot_uses, SlotUse::FREE)?;
-            self.free.push_front(FileSlot::new(u32::try_from(slot).expect("MOST_SLOTS was checked")));
+            self.free.push_front(FileSlot::new(u32::try_from(slot).expect("MAX_SLOTS was checked")));
         }
         self.by_key.reserve(pages.len());
         for &(slot, record) in pages {

@@ -83,8 +83,8 @@ impl Worker {
     }
 
     /// Counts a page that was read. If its entry is long out of date, also writes the entry, so that a later
-    /// process knows of this use. Returns whether the entry was written; if that fails, the old one stays
-    /// valid.
+    /// process knows of this use. Returns whether the entry was written, perhaps in part; if that fails, the old
+    /// one stays valid.
     fn count_hit(&self, held: &HeldSlot<'_>) -> bool {
         let shared = &self.shared;
         let stale = {
@@ -95,7 +95,9 @@ impl Worker {
         };
         let Some(record) = stale else { return false };
         let entry = record.encode(shared.config.digest, held.slot);
-        let _ = write_whole(&*self.disk, DiskFile::Index, &entry, entry_offset(held.slot));
+        if let Err(cause) = write_whole(&*self.disk, DiskFile::Index, &entry, entry_offset(held.slot)) {
+            shared.state().record_failure(&shared.name, "renew an entry", &cause);
+        }
         true
     }
 
