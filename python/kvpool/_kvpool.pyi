@@ -313,28 +313,9 @@ class Pool:
         at construction.
         """
     def stats(self) -> PoolStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
     def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
@@ -599,28 +580,9 @@ class KVPool(Pool):
     def _mem_bytes(self) -> int:
         """`mem_bytes()`, under the name that pymllm calls."""
     def stats(self) -> KVStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @disjoint_base
@@ -972,28 +934,9 @@ class TokenToKVPoolAllocator(Pool):
             IndexOwnershipError: If a check fails, with a description.
         """
     def stats(self) -> SlotStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -1165,28 +1108,9 @@ class ReqToTokenPool(Pool):
         a GPU, counted by PyTorch.
         """
     def stats(self) -> CountedStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -1663,28 +1587,9 @@ class GDNPool(Pool):
     def mem_bytes(self) -> int:
         """Returns the bytes of both states."""
     def stats(self) -> CountedStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -2506,28 +2411,9 @@ class PrefixCache(Pool):
             IndexOwnershipError: If a check fails, with a description.
         """
     def stats(self) -> PrefixStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -3046,28 +2932,9 @@ class PagePool(Pool):
             IndexError: If the page does not exist.
         """
     def stats(self) -> CountedStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -3181,28 +3048,9 @@ class ChunkPool(Pool):
             DriverError: In a forked child, where page-locking never ends.
         """
     def stats(self) -> ChunkStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -3419,28 +3267,9 @@ class BufferPool(Pool):
     def clear(self) -> None:
         """Deallocates the memory of free buffers. On a GPU this waits for the streams that used it."""
     def stats(self) -> BufferStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -3527,28 +3356,9 @@ class _Workspace(Pool):
     def zeros(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> torch.Tensor:
         """Returns a tensor like `empty`, filled with zeros."""
     def stats(self) -> UnitStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
     def _reset(self) -> bool:
         """Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds
@@ -3624,28 +3434,9 @@ class HostTier(Pool):
     def page_bytes(self) -> int:
         """Bytes of K and V of a page."""
     def stats(self) -> TierStats:
-        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-
-        Some classes differ:
-
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-          not settle pending frees: their errors belong in `alloc` and `free`.
-        - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-          use.
-        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-        - `Workspace` has no `dropped_frees`.
-        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-          `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-        - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-          `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-          `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-          their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
     def mem_bytes(self) -> int:
         """Bytes of the memory."""

@@ -119,14 +119,25 @@ HybridAction: TypeAlias = (
 
 
 class PoolStats(TypedDict):
-    """Statistics of every pool."""
+    """Statistics of every pool.
+
+    Attributes:
+        capacity: Units that the pool has room for.
+        bytes: Bytes of its memory; of the bookkeeping, if the pool has no memory of its own.
+    """
 
     capacity: int
     bytes: int
 
 
 class UnitStats(PoolStats):
-    """Statistics of a pool that hands out units."""
+    """Statistics of a pool that hands out units.
+
+    Attributes:
+        available: Free units.
+        in_use: Units that have an owner.
+        high_water: The most units that were in use at once.
+    """
 
     available: int
     in_use: int
@@ -134,13 +145,31 @@ class UnitStats(PoolStats):
 
 
 class CountedStats(UnitStats):
-    """Statistics of a pool that drops bad frees."""
+    """Statistics of a pool that drops bad frees.
+
+    Attributes:
+        dropped_frees: Units that were freed although they had no owner.
+    """
 
     dropped_frees: int
 
 
 class SlotStats(CountedStats):
-    """Statistics of `TokenToKVPoolAllocator`, in slots."""
+    """Statistics of `TokenToKVPoolAllocator`, in slots.
+
+    On a strict pool `stats()` does not settle pending frees: their errors belong in `alloc` and `free`.
+
+    Attributes:
+        free: Slots that the next call can take.
+        released: Slots that were freed, and join the free ones when these run out.
+        fenced: Slots that were freed behind a fence that has not passed.
+        shared: Slots with more than one owner.
+        cached: Slots of a prefix cache, which are in use.
+        pending: Slots that were freed with values that only the GPU has yet.
+        size: Slots of the pool, as `capacity`.
+        page_size: Slots per page.
+        device_bytes: Bytes of GPU memory for the index tensors.
+    """
 
     free: int
     released: int
@@ -154,13 +183,25 @@ class SlotStats(CountedStats):
 
 
 class ChunkStats(CountedStats):
-    """Statistics of `ChunkPool`."""
+    """Statistics of `ChunkPool`. Chunks with copies in flight are in use.
+
+    Attributes:
+        page_locked: Chunks that are page-locked.
+    """
 
     page_locked: int
 
 
 class BufferStats(UnitStats):
-    """Statistics of `BufferPool`."""
+    """Statistics of `BufferPool`.
+
+    Attributes:
+        stale_uses: Calls with a buffer that was already given back.
+        free_bytes: Bytes of free buffers.
+        in_use_bytes: Bytes of buffers in use, in whole buckets.
+        high_water_bytes: The most bytes that were in use at once.
+        registered_bytes: Bytes of registered memory.
+    """
 
     stale_uses: int
     free_bytes: int
@@ -170,7 +211,13 @@ class BufferStats(UnitStats):
 
 
 class KVStats(PoolStats):
-    """Statistics of `KVPool`, which hands out no units."""
+    """Statistics of `KVPool`, which hands out no units.
+
+    Attributes:
+        rows: Rows of each buffer, with those of the padding page.
+        layer_num: Layers.
+        page_size: Rows per page.
+    """
 
     rows: int
     layer_num: int
@@ -178,7 +225,22 @@ class KVStats(PoolStats):
 
 
 class PrefixStats(PoolStats):
-    """Statistics of `PrefixCache`, which hands out no units."""
+    """Statistics of `PrefixCache`, which hands out no units. Its `capacity` is that of the allocator.
+
+    Attributes:
+        lookups: Calls of `match`.
+        hit_tokens: Tokens that were found, over all lookups.
+        missed_tokens: Tokens that were not found, over all lookups.
+        published: Tokens that requests have published.
+        duplicates: Published tokens that were cached before.
+        evicted: Tokens that were evicted.
+        loaded: Tokens that came back from the tier below.
+        cached: Tokens that are cached.
+        evictable: Cached tokens that can be evicted.
+        locked: Cached tokens that are in use.
+        nodes: Nodes of the tree.
+        snapshots: Snapshots of states.
+    """
 
     lookups: int
     hit_tokens: int
@@ -195,7 +257,25 @@ class PrefixStats(PoolStats):
 
 
 class TierStats(PoolStats):
-    """Statistics of `HostTier`, which hands out no units."""
+    """Statistics of `HostTier`, which hands out no units.
+
+    `capacity` is in pages. Numbers without a unit count pages and snapshots of states together.
+
+    Attributes:
+        pages: Pages that are found.
+        arriving: On their way from the device or a store.
+        state_capacity: Snapshots of states that the tier has room for.
+        states: Snapshots of states that are found.
+        written: Copied from the device.
+        loaded: Copied back to the device.
+        evicted: Evicted to make room.
+        skipped: Not written, because there was no room.
+        failed: Not written, because a copy failed.
+        fetched: Copied from a store.
+        storing: On their way to a store.
+        unstored: Not taken by a store.
+        page_locked: Places that are page-locked.
+    """
 
     pages: int
     arriving: int
@@ -213,7 +293,22 @@ class TierStats(PoolStats):
 
 
 class StoreStats(TypedDict):
-    """Statistics of `FileStore`."""
+    """Statistics of `FileStore`.
+
+    Attributes:
+        pages: Pages that are found.
+        capacity: Pages that the store has room for.
+        queued: Pages that wait to be written or are being written.
+        bytes: Bytes of the pages that are found.
+        hits: Pages that were read.
+        misses: Pages that were not found, or could not be read.
+        evicted: Pages that were evicted.
+        damaged: Pages whose checksum was wrong.
+        dropped: Pages that were not written, because the queue was full.
+        errors: Operations on the files that failed.
+        read_bytes: Bytes that were read.
+        written_bytes: Bytes that were written.
+    """
 
     pages: int
     capacity: int

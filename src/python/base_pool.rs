@@ -219,28 +219,9 @@ impl BasePool {
         Self::read(slf, |pool| pool.strict())
     }
 
-    /// Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
-    /// `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
-    ///
-    /// Some classes differ:
-    ///
-    /// - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
-    ///   (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU has yet),
-    ///   `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
-    ///   not settle pending frees: their errors belong in `alloc` and `free`.
-    /// - `ChunkPool` adds `page_locked`, the number of page-locked chunks. Chunks with copies in flight are in
-    ///   use.
-    /// - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
-    ///   `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
-    /// - `Workspace` has no `dropped_frees`.
-    /// - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
-    /// - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
-    ///   `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `loaded` (back from the tier below),
-    ///   `cached`, `evictable` and `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
-    /// - `HostTier`, which hands nothing out, has `capacity` and `pages` (those that are found) in pages,
-    ///   `state_capacity` and `states` in snapshots of states; in pages and snapshots `arriving`, `written`,
-    ///   `loaded`, `evicted`, `skipped` (for want of a place), `failed`, `fetched` (from a store), `storing` (on
-    ///   their way to it), `unstored` (not taken by it) and `page_locked` places; and `bytes`.
+    /// Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+    /// `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+    /// out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
         let (py, stats) = (slf.py(), Self::read(slf, |pool| pool.stats()));
