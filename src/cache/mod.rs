@@ -16,6 +16,8 @@
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | pages for a tier below, and the contents of that tier | [`Tree::offer`], [`Residency`] |
 
+#![forbid(unsafe_code)]
+
 mod journal;
 mod keys;
 mod namespace;

@@ -10,6 +10,8 @@
 //! | offloaded chunks by keys of the engine, which controls the transfers | [`OffloadTable`], [`OffloadOrder`] | vLLM |
 //! | nodes with values of several kinds of attention | [`hybrid`] | SGLang |
 
+#![forbid(unsafe_code)]
+
 mod block_map;
 mod block_table;
 mod eviction_queue;

@@ -17,6 +17,8 @@
 //!
 //! [`Ledgered`] adds a ledger of holders to most of them, for debugging.
 
+#![forbid(unsafe_code)]
+
 mod address_space;
 mod arena;
 mod bad_frees;

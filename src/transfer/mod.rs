@@ -9,6 +9,8 @@
 //!
 //! Nothing here depends on what the bytes mean or who owns them.
 
+#![forbid(unsafe_code)]
+
 mod copy_queue;
 mod disk;
 mod folder;
