@@ -17,6 +17,7 @@ mod prefetch;
 mod shape;
 pub(crate) mod sync;
 
+pub(crate) use blocking::assert_may_wait;
 pub use blocking::{
     InterruptCheck, LONG_COPY, Section, mark_own_thread, run_blocking, set_blocking_hook,
     set_interrupt_check, wait_interruptibly,

@@ -85,13 +85,13 @@ impl Executor {
         }
     }
 
-    /// Returns a point to wait for before sending more numbers from the host: see
+    /// Returns a point to wait for before a call that gets `numbers` numbers from the host: see
     /// [`Ring::backpressure_event`](crate::memory::Ring::backpressure_event).
     #[must_use]
-    pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
+    pub(crate) fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
         match self {
             Self::Host(_) => None,
-            Self::Device(launcher) => launcher.backpressure_event(),
+            Self::Device(launcher) => launcher.backpressure_event(numbers),
         }
     }
 

@@ -121,11 +121,13 @@ impl Launcher {
         &self.gpu
     }
 
-    /// Returns a point to wait for before sending more numbers from the host: see
+    /// Returns a point to wait for before a call that gets `numbers` numbers from the host: see
     /// [`Ring::backpressure_event`].
     #[must_use]
-    pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
-        self.ring.backpressure_event()
+    pub(crate) fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
+        // A call sends at most three numbers for two that it gets, and a few more to align them.
+        let bytes = numbers.saturating_mul(2 * size_of::<i32>()).saturating_add(64);
+        self.ring.backpressure_event(bytes)
     }
 
     pub(super) const fn spaces(&self) -> IndexSpaces {

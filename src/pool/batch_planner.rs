@@ -367,7 +367,7 @@ impl BatchPlanner {
 
     /// Waits, without locks, if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
-        make_room(self.config.max_tokens, || self.state.lock().metadata().backpressure_event())
+        make_room(self.config.max_tokens, |numbers| self.state.lock().metadata().backpressure_event(numbers))
     }
 }
 

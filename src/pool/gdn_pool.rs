@@ -11,7 +11,7 @@ use crate::kernels::{
     BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows, PageCopy, PagePair,
     Pieces, RowBuffer,
 };
-use crate::memory::{ALIGNMENT, Backend, Region, Stream};
+use crate::memory::{ALIGNMENT, Backend, Event, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::contract::{Occupancy, Pool, Stats};
@@ -257,6 +257,13 @@ impl GdnPool {
     /// [`GdnPool::reset_states`].
     pub fn copy_states(&self, src: &Indices<'_>, dst: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.copy_rows(&self.rows, dst, src, stream)
+    }
+
+    /// Returns an event to wait for, without locks, before `numbers` numbers are sent to the device, if it is
+    /// far behind.
+    #[must_use]
+    pub fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
+        self.executor.backpressure_event(numbers)
     }
 
     /// Checks that there is a slot `slot`.

@@ -307,11 +307,11 @@ impl KvPool {
         self.executor.store_rows(layer, &stores, indices, stream)
     }
 
-    /// Returns an event to wait for, without locks, before more numbers are sent to the device, if it is far
-    /// behind.
+    /// Returns an event to wait for, without locks, before `numbers` numbers are sent to the device, if it is
+    /// far behind.
     #[must_use]
-    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
-        self.executor.backpressure_event()
+    pub fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
+        self.executor.backpressure_event(numbers)
     }
 
     /// Reports, once, an invalid index on the device of an earlier call. Makes no driver call.

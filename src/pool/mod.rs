@@ -9,6 +9,8 @@
 //! The calls of a pool take `&self` and lock within, so that threads can share it. By design, other
 //! frameworks access the same bytes without these locks.
 
+#![forbid(unsafe_code)]
+
 mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
@@ -107,11 +109,11 @@ fn row_ring_bytes(rows: usize) -> usize {
 ///
 /// # Errors
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
-pub fn make_room(numbers: usize, backpressure_event: impl Fn() -> Option<Arc<Event>>) -> Result<()> {
+pub fn make_room(numbers: usize, backpressure_event: impl Fn(usize) -> Option<Arc<Event>>) -> Result<()> {
     /// Numbers that always fit beside a launch.
     const BESIDE: usize = 800;
     while numbers > BESIDE
-        && let Some(event) = backpressure_event()
+        && let Some(event) = backpressure_event(numbers)
     {
         run_blocking(|| event.wait())?;
     }

@@ -273,11 +273,11 @@ impl ReqToTokenPool {
         self.config.rows()
     }
 
-    /// Returns an event to wait for, without locks, before more numbers are sent to the device, if it is far
-    /// behind.
+    /// Returns an event to wait for, without locks, before `numbers` numbers are sent to the device, if it is
+    /// far behind.
     #[must_use]
-    pub fn backpressure_event(&self) -> Option<Arc<Event>> {
-        self.lock().executor.backpressure_event()
+    pub fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
+        self.lock().executor.backpressure_event(numbers)
     }
 
     /// Reports, once, an invalid argument on the device of an earlier call. Makes no driver call.

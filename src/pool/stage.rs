@@ -203,7 +203,7 @@ impl Stage {
     /// Returns an event to wait for, without locks, before more slots are sent to the device, if it is far
     /// behind.
     pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
-        self.ring.backpressure_event()
+        self.ring.backpressure_event(0)
     }
 
     /// Returns whether `count` slots can be handed out without a copy, provided that they are the predicted

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::base::{DType, Id, StateSlot};
 use crate::memory::Stream;
-use crate::pool::{GdnConfig, GdnPool as Pool};
+use crate::pool::{GdnConfig, GdnPool as Pool, make_room};
 
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
@@ -58,7 +58,9 @@ pub(super) struct GdnPool {
 }
 
 impl GdnPool {
-    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+    /// Returns the stream for a call that sends `numbers` numbers from the host.
+    fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
+        make_room(numbers, |numbers| self.pool.backpressure_event(numbers))?;
         current_stream(py, self.pool.device())
     }
 
@@ -168,7 +170,7 @@ impl GdnPool {
     ///     IndexError: If a slot is outside of the pool. Nothing is zeroed.
     fn reset_states(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<()> {
         let mut indices = args::index_or_indices(indices)?;
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, indices.host_len())?;
         let indices = indices.take()?;
         self.run(py, indices.len(), || self.pool.reset_states(&indices, stream))
     }
@@ -188,7 +190,7 @@ impl GdnPool {
     ///     ConfigError: If `src` and `dst` differ in length.
     fn copy_states(&self, py: Python<'_>, src: &Bound<'_, PyAny>, dst: &Bound<'_, PyAny>) -> PyResult<()> {
         let (mut src, mut dst) = (args::index_or_indices(src)?, args::index_or_indices(dst)?);
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, src.host_len() + dst.host_len())?;
         let (src, dst) = (src.take()?, dst.take()?);
         self.run(py, src.len(), || self.pool.copy_states(&src, &dst, stream))
     }

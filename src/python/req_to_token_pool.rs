@@ -138,7 +138,7 @@ fn table_index<'a, 'py>(
 impl ReqToTokenPool {
     /// Returns the stream for a call that sends `numbers` numbers from the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
-        make_room(numbers, || self.pool.backpressure_event())?;
+        make_room(numbers, |numbers| self.pool.backpressure_event(numbers))?;
         current_stream(py, self.device)
     }
 

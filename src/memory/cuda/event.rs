@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Result};
+use crate::base::{Error, ErrorKind, Result, assert_may_wait};
 use crate::memory::Stream;
 
 use super::{Gpu, driver::EventHandle};
@@ -48,11 +48,17 @@ impl Event {
         self.gpu.driver().query_event(self.handle)
     }
 
-    /// Waits until the device has passed this point.
+    /// Waits until the device has passed this point. The caller must hold no lock of a pool.
     ///
     /// # Errors
     /// Same as [`Event::has_passed`].
     pub fn wait(&self) -> Result<()> {
+        assert_may_wait();
+        self.wait_under_locks()
+    }
+
+    /// Works like [`Event::wait`], under locks of the caller.
+    pub(super) fn wait_under_locks(&self) -> Result<()> {
         let _entered = self.gpu.enter_beside_captures()?;
         self.gpu.driver().wait_for_event(self.handle)
     }

@@ -205,18 +205,22 @@ impl Ring {
         enqueued.map(|()| done)
     }
 
-    /// Returns a point to wait for before the next upload, when more than half of the ring is in use. Waiting
-    /// for it beforehand, without the locks that `Ring::upload` is called under, avoids a wait there.
+    /// Returns a point to wait for before the next upload, when more than half of the ring is in use or `bytes`
+    /// bytes do not fit. Waiting for it beforehand, without the locks that `Ring::upload` is called under, avoids
+    /// a wait there, unless another thread takes the room meanwhile.
     #[must_use]
-    pub(crate) fn backpressure_event(&self) -> Option<Arc<Event>> {
+    pub(crate) fn backpressure_event(&self, bytes: usize) -> Option<Arc<Event>> {
         let mut pieces = lock(&self.pieces);
-        if self.in_use(&pieces) <= self.capacity() / 2 {
+        let has_room = |pieces: &Allocations| {
+            self.in_use(pieces) <= self.capacity() / 2 && self.find_room(pieces, bytes).is_some()
+        };
+        if has_room(&pieces) {
             return None;
         }
         // A failed device reports its error to the next upload.
         Self::reclaim(&mut pieces).ok()?;
         let oldest = pieces.used.front()?.free_after().cloned();
-        oldest.filter(|_| self.in_use(&pieces) > self.capacity() / 2)
+        oldest.filter(|_| !has_room(&pieces))
     }
 
     /// Returns the number of bytes from the start of the oldest piece to the end of the newest.
@@ -347,7 +351,8 @@ impl Ring {
             let Some(oldest) = pieces.used.front() else { return Ok(None) };
             match oldest.free_after() {
                 Some(done) if done.has_passed()? => (),
-                Some(done) => done.wait()?,
+                // Another thread took the room that `backpressure_event` saw.
+                Some(done) => done.wait_under_locks()?,
                 None => return oldest.done.clone().map(|_| None),
             }
             pieces.used.pop_front();
@@ -383,25 +388,42 @@ fn piece_offsets<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &
 #[cfg(all(test, feature = "cuda"))]
 mod tests {
     use super::*;
-    use crate::base::DType;
     use crate::memory::Cuda;
-    use crate::tensor::TensorView;
+
+    /// Returns a GPU, if there is one.
+    fn gpu() -> Option<Arc<Gpu>> {
+        let is_required = std::env::var("KVPOOL_REQUIRE_CUDA").is_ok_and(|value| value == "1");
+        let gpu = Gpu::open(0);
+        assert!(gpu.is_ok() || !is_required, "this test must run, but {gpu:?}");
+        gpu.ok()
+    }
+
+    #[test]
+    fn what_does_not_fit_is_waited_for_beforehand() {
+        let Some(gpu) = gpu() else { return };
+        let stream = Stream::DEFAULT;
+        let region = Region::new(Arc::new(Cuda::new(&gpu, stream)), 256).expect("memory");
+        let ring = Ring::on_host(&gpu, 1024).expect("memory");
+        let target = region.range(0, 256).expect("inside");
+        let sent = ring.upload_to(target, &[0_i32; 64], stream).expect("enqueued");
+        let events = [0, 512, 900].map(|bytes| ring.backpressure_event(bytes));
+        // A GPU may have copied it already; the software driver has not.
+        if !sent.has_passed().expect("a device") {
+            assert_eq!(events.map(|event| event.is_some()), [false, false, true]);
+        }
+        sent.wait().expect("a device");
+        assert!(ring.backpressure_event(900).is_none());
+        assert!(ring.backpressure_event(4096).is_none(), "it never fits");
+    }
 
     #[test]
     fn a_reply_is_taken_once_and_after_it_has_arrived() {
-        let gpu = match Gpu::open(0) {
-            Ok(gpu) => gpu,
-            Err(reason) => {
-                let is_required = std::env::var("KVPOOL_REQUIRE_CUDA").is_ok_and(|value| value == "1");
-                assert!(!is_required, "this test must run, but {reason}");
-                return;
-            }
-        };
+        let Some(gpu) = gpu() else { return };
         let stream = Stream::DEFAULT;
-        let region = Arc::new(Region::new(Arc::new(Cuda::new(&gpu, stream)), 16).expect("memory"));
-        let zeros = TensorView::contiguous(region, 0, DType::I32, &[4]).expect("inside");
+        let region = Region::new(Arc::new(Cuda::new(&gpu, stream)), 16).expect("memory");
+        let zeros = region.bytes_at(0, 16).expect("inside");
         let ring = Ring::on_host(&gpu, 64).expect("memory");
-        let copy = |range: RegionRange<'_>| gpu.copy_out(&zeros.borrow(), range, stream);
+        let copy = |range: RegionRange<'_>| gpu.copy_out(&zeros, range, stream);
         let reply = ring.receive(16, stream, copy).expect("enqueued").expect("room");
         // A GPU may have copied it already; the software driver has not.
         if !reply.done().has_passed().expect("a device") {

@@ -108,8 +108,8 @@ impl PlanMetadata {
 
     /// Returns an event to wait for, without locks, before more numbers are sent to the device, if it is far
     /// behind.
-    pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
-        self.executor.backpressure_event()
+    pub(super) fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
+        self.executor.backpressure_event(numbers)
     }
 
     /// Writes the table and the fields for a batch, whose padding requests have `padding_tokens` new tokens
