@@ -5,7 +5,7 @@ use kvpool::memory::ALIGNMENT;
 use kvpool::pool::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
 use kvpool::tensor::TensorView;
 
-use super::{STREAM, Source, agree, bytes_of, contents, host};
+use super::{STREAM, Source, agree, bytes_of, contents, host, refused};
 
 /// A taken range of the arena: its start and its length in alignments.
 type Extent = (usize, usize);
@@ -88,13 +88,14 @@ impl Arena {
             .collect();
         let shape = Dims::new(&shape).expect("two dimensions");
         let is_zero = source.flip();
-        let place = shape.bytes(dtype).ok().and_then(|bytes| self.place(bytes));
+        let bytes = shape.bytes(dtype).map_err(|_| ErrorKind::Config.into());
+        let place = bytes.and_then(|bytes| self.place(bytes).ok_or(ErrorKind::WorkspaceExhausted.into()));
         let answer = if is_zero {
             self.workspace.zeros(shape, dtype, STREAM)
         } else {
             self.workspace.empty(shape, dtype, STREAM)
         };
-        let Some(view) = agree(answer, place.is_some()) else { return };
+        let Some(view) = agree(answer, &place) else { return };
         let (start, len) = place.expect("it was right");
         assert_eq!(view.offset(), start);
         let bytes = shape.bytes(dtype).expect("it was right");
@@ -111,16 +112,16 @@ impl Arena {
         assert_eq!(take_segment(bytes, Device::Cpu, STREAM), None, "the workspace is not entered");
         self.workspace.enter().expect("of this thread");
         assert_eq!(take_segment(bytes, Device::Cuda(0), STREAM), None, "of another device");
-        assert_eq!(self.workspace.reset(STREAM).expect_err("it is entered").kind(), ErrorKind::State);
+        refused(self.workspace.reset(STREAM), ErrorKind::State);
         let place = self.place(bytes);
         let address = take_segment(bytes, Device::Cpu, STREAM);
-        let refused = self.workspace.leave().expect("it was entered");
-        assert_eq!((address.is_some(), refused.is_none()), (place.is_some(), place.is_some()));
+        let failed = self.workspace.leave().expect("it was entered");
+        assert_eq!((address.is_some(), failed.is_none()), (place.is_some(), place.is_some()));
         if let (Some(address), Some(place)) = (address, place) {
             assert_eq!(address - *self.base.get_or_insert(address - place.0), place.0);
             self.segments.push(place);
         }
-        assert!(self.workspace.leave().is_err());
+        refused(self.workspace.leave(), ErrorKind::State);
     }
 
     /// The workspace belongs to this thread while a tensor of it is in use.

@@ -7,7 +7,7 @@ use kvpool::index::{IndexHandle, Rounding};
 use kvpool::memory::{Keep, Stream};
 use kvpool::pool::{Buffer, BufferConfig, BufferPool, Pool};
 
-use super::{Source, agree, contents, host};
+use super::{Source, Verdict, agree, contents, ensure, host};
 
 /// A buffer in use.
 struct Live {
@@ -63,8 +63,7 @@ fn step(source: &mut Source<'_>, pool: &BufferPool, model: &mut Model) {
     match source.below(16) {
         0..=5 => {
             let (bytes, lane) = (bytes(source), lane(source));
-            let is_right = is_possible(bytes);
-            if let Some(buffer) = agree(pool.alloc(bytes, lane), is_right) {
+            if let Some(buffer) = agree(pool.alloc(bytes, lane), &possible(pool, &[bytes])) {
                 taken(pool, model, buffer, bytes, lane);
             } else {
                 lose(model, pool, bytes);
@@ -116,9 +115,10 @@ fn bytes(source: &mut Source<'_>) -> usize {
     }
 }
 
-/// Whether the model's host can allocate `bytes`.
-fn is_possible(bytes: usize) -> bool {
-    bytes < 1 << 40
+/// Checks that buffers have a bucket, and that the model's host can allocate them.
+fn possible(pool: &BufferPool, sizes: &[usize]) -> Verdict {
+    ensure(sizes.iter().all(|&bytes| pool.config().rounding.bucket(bytes).is_ok()), ErrorKind::Config)?;
+    ensure(sizes.iter().all(|&bytes| bytes < 1 << 40), ErrorKind::OutOfMemory)
 }
 
 /// Free buffers are dropped for a new one that memory is missing for; a size without a bucket is refused
@@ -185,8 +185,7 @@ fn give_back(model: &mut Model, live: &Live) {
 fn batch(source: &mut Source<'_>, pool: &BufferPool, model: &mut Model) {
     let lane = lane(source);
     let sizes: Vec<usize> = (0..source.below(4)).map(|_| bytes(source)).collect();
-    let is_right = sizes.iter().all(|&bytes| is_possible(bytes));
-    match agree(pool.alloc_batch(&sizes, lane), is_right) {
+    match agree(pool.alloc_batch(&sizes, lane), &possible(pool, &sizes)) {
         Some(buffers) => {
             assert_eq!(buffers.len(), sizes.len());
             for (buffer, bytes) in buffers.into_iter().zip(sizes) {

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{ChunkId, DType, Dims, Id};
+use kvpool::base::{ChunkId, DType, Dims, ErrorKind, Id};
 use kvpool::index::IndexHandle;
 use kvpool::kernels::Direction;
 use kvpool::memory::{Host, Region};
 use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 
-use super::{STREAM, Source, agree, bytes_of, dims, host, int, size};
+use super::{STREAM, Source, agree, bytes_of, dims, ensure, host, int, refused, size};
 
 struct Model {
     /// Every chunk ever taken, with its references.
@@ -58,13 +58,14 @@ fn step(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model) {
         _ if model.given.is_empty() => (),
         4..=6 => {
             let (handle, references) = &mut model.given[at];
-            agree(pool.retain(*handle), *references > 0);
+            agree(pool.retain(*handle), &ensure(*references > 0, ErrorKind::StaleBuffer));
             *references += u32::from(*references > 0);
         }
         7..=11 => give_up(source, pool, model, at),
         12 => {
             let (handle, _) = model.given[at];
-            let answer = agree(pool.free_foreign(handle), !pool.config().strict);
+            let expected = ensure(!pool.config().strict, ErrorKind::IndexOwnership);
+            let answer = agree(pool.free_foreign(handle), &expected);
             model.dropped += answer.map_or(0, |bad| bad.dropped());
         }
         _ => copy(source, pool, model, at),
@@ -98,7 +99,8 @@ fn give_up(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usi
     let (handle, references) = &mut model.given[at];
     let is_right = if is_free { *references == 1 } else { *references > 0 };
     let answer = if is_free { pool.free(*handle) } else { pool.release(*handle) };
-    let Some(bad) = agree(answer, is_right || !pool.config().strict) else { return };
+    let expected = ensure(is_right || !pool.config().strict, ErrorKind::IndexOwnership);
+    let Some(bad) = agree(answer, &expected) else { return };
     assert_eq!(bad.dropped(), usize::from(!is_right));
     model.dropped += bad.dropped();
     if is_right {
@@ -133,13 +135,14 @@ fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize)
     let tensor = region.borrow(0, dtype, dims(&[rows, columns]), dims(&strides)).expect("inside");
     let direction = if source.flip() { Direction::Pack } else { Direction::Unpack };
     let element = dtype.size();
-    let fits = dtype == pool.config().dtype && rows * columns * element <= pool.chunk_bytes();
+    let fits = rows * columns * element <= pool.chunk_bytes();
     let on_top =
         direction == Direction::Unpack && ((rows > 1 && strides[0] == 0) || (columns > 1 && strides[1] == 0));
-    let is_right = references > 0 && fits && !on_top;
-    agree(pool.copy(handle, &tensor, direction, STREAM), is_right);
+    let right = ensure(dtype == pool.config().dtype, ErrorKind::Type)
+        .and_then(|()| ensure(references > 0, ErrorKind::StaleBuffer))
+        .and_then(|()| ensure(fits && !on_top, ErrorKind::Config));
     let mut expected = filled;
-    if is_right {
+    if agree(pool.copy(handle, &tensor, direction, STREAM), &right).is_some() {
         let chunk = &mut model.bytes[size(handle.index().number())];
         for position in 0..rows * columns {
             let lying = (position / columns * strides[0] + position % columns * strides[1]) * element;
@@ -169,7 +172,7 @@ fn check(pool: &ChunkPool, model: &Model) {
     let element = pool.config().dtype.size();
     for &(handle, references) in &model.given {
         assert_eq!(pool.references(handle), references);
-        let view = agree(pool.tensor(handle, None), references > 0);
+        let view = agree(pool.tensor(handle, None), &ensure(references > 0, ErrorKind::StaleBuffer));
         if let Some(view) = view {
             assert_eq!(bytes_of(&view), model.bytes[size(handle.index().number())]);
         }
@@ -177,9 +180,10 @@ fn check(pool: &ChunkPool, model: &Model) {
     if let Some(&(handle, _)) = model.given.iter().find(|(_, references)| *references > 0) {
         for elements in [0, 1, pool.chunk_bytes() / element, pool.chunk_bytes() / element + 1] {
             let view = pool.tensor(handle, Some(dims(&[elements])));
-            agree(view, elements * element <= pool.chunk_bytes());
+            agree(view, &ensure(elements * element <= pool.chunk_bytes(), ErrorKind::Config));
         }
-        agree(pool.tensor(handle, Some(Dims::new(&[-1]).expect("one"))), false);
-        agree(pool.tensor(handle, Some(Dims::new(&[int(1 << 62), 4]).expect("two"))), false);
+        for shape in [&[-1][..], &[int(1 << 62), 4]] {
+            refused(pool.tensor(handle, Some(Dims::new(shape).expect("few"))), ErrorKind::Config);
+        }
     }
 }

@@ -1,7 +1,9 @@
 //! Reference counts, with indices that are withheld at first.
 
+use std::collections::BTreeSet;
+
 use kvpool::base::{ChunkId, Id};
-use kvpool::index::{IndexHandle, RefCounts, Returning};
+use kvpool::index::{BadFree, IndexHandle, RefCounts, Returning};
 
 use super::{Source, size};
 
@@ -19,6 +21,8 @@ struct Model {
     fresh: Vec<u32>,
     /// Indices whose last reference was released.
     returning: Vec<Returning<ChunkId>>,
+    /// Every index that was ever freed.
+    freed: BTreeSet<i64>,
     high_water: usize,
 }
 
@@ -70,8 +74,12 @@ fn step(source: &mut Source<'_>, counts: &mut RefCounts<ChunkId>, model: &mut Mo
         10..=13 if !model.given.is_empty() => {
             let (handle, references) = &mut model.given[at];
             let answer = counts.release(*handle);
-            let is_last = answer.as_ref().map(Option::is_some).ok();
-            assert_eq!(is_last, (*references > 0).then_some(*references == 1));
+            let is_last = answer.as_ref().map(Option::is_some).map_err(|reason| *reason);
+            let expected = if *references > 0 { Ok(*references == 1) } else { Err(BadFree::AlreadyFree) };
+            assert_eq!(is_last, expected);
+            if is_last == Ok(true) {
+                model.freed.insert(i64::from(handle.index().number()));
+            }
             model.returning.extend(answer.ok().flatten());
             *references = references.saturating_sub(1);
         }
@@ -107,9 +115,13 @@ fn check(counts: &RefCounts<ChunkId>, model: &Model) {
             .given
             .iter()
             .find(|(handle, left)| *left > 0 && i64::from(handle.index().number()) == index);
-        assert_eq!(
-            counts.reason(index).is_none(),
-            references.is_some_and(|(_, references)| *references == 1)
-        );
+        let expected = match references {
+            _ if !(0..i64::from(model.capacity)).contains(&index) => Some(BadFree::OutOfRange),
+            Some((_, 1)) => None,
+            Some(_) => Some(BadFree::StillReferenced),
+            None if model.freed.contains(&index) => Some(BadFree::AlreadyFree),
+            None => Some(BadFree::NotAllocated),
+        };
+        assert_eq!(counts.reason(index), expected);
     }
 }

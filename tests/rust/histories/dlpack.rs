@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use kvpool::base::{DType, IndexVec};
+use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::kernels::read_indices;
 use kvpool::memory::{Backend, BorrowedTensor, CountingBackend, Host, Region};
 use kvpool::tensor::TensorView;
@@ -16,7 +16,7 @@ use kvpool::tensor::dlpack::{
 };
 
 use super::guarded::Guarded;
-use super::{Source, agree, dims};
+use super::{Source, Verdict, agree, dims, ensure};
 
 const DTYPES: [DType; 5] = [DType::I32, DType::I64, DType::U8, DType::F32, DType::Bool];
 
@@ -29,7 +29,7 @@ struct IncomingTensor {
     /// Whether its elements lie in its memory, and its pointers are valid DLPack.
     is_honest: bool,
     /// Whether kvpool accepts everything that a consumer can check.
-    is_readable: bool,
+    readable: Verdict,
 }
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -122,12 +122,17 @@ impl IncomingTensor {
             strides: stride_list,
             tensor,
             is_honest: is_shape && is_small,
-            is_readable,
+            readable: ensure(is_readable, ErrorKind::Config),
         };
         if source.rarely(3) {
             sent.spoil(source);
         }
         sent
+    }
+
+    /// Is readable only if `is_right`.
+    fn require(&mut self, is_right: bool) {
+        self.readable = self.readable.and(ensure(is_right, ErrorKind::Config));
     }
 
     /// Makes the tensor one that a producer should not send, but can.
@@ -138,30 +143,35 @@ impl IncomingTensor {
                 let has_elements = self.memory.bytes() > 0;
                 tensor.data = ptr::null_mut();
                 tensor.byte_offset = 0;
-                (self.is_readable, self.is_honest) = (self.is_readable && !has_elements, !has_elements);
+                self.is_honest = !has_elements;
+                self.require(!has_elements);
             }
             1 => {
                 tensor.shape = ptr::null_mut();
-                self.is_readable &= tensor.ndim == 0;
-                self.is_honest &= tensor.ndim == 0;
+                let has_no_extent = tensor.ndim == 0;
+                self.is_honest &= has_no_extent;
+                self.require(has_no_extent);
             }
             2 => {
                 tensor.ndim = source.of(&[i32::MIN, -1, 9, 64, i32::MAX]);
-                (self.is_readable, self.is_honest) = (false, false);
+                self.is_honest = false;
+                self.require(false);
             }
             3 if self.is_honest => {
                 let [code, bits, lanes] = [source.below(20), source.below(130), source.below(4)];
                 let narrow = |number: usize| u8::try_from(number).expect("small");
                 let lanes = u16::try_from(lanes).expect("small");
                 tensor.dtype = RawDType { code: narrow(code), bits: narrow(bits), lanes };
-                self.is_readable &= dtype_of(tensor.dtype).is_ok();
+                // The dtype is looked at first.
+                self.readable = ensure(dtype_of(tensor.dtype).is_ok(), ErrorKind::Type).and(self.readable);
                 // Its elements may now be larger than its memory allows.
                 self.is_honest = false;
             }
             4 => {
                 tensor.device.kind = source.of(&[i32::MIN, -1, 0, 3, 4, 7, 8, 10, 13, 14, 15, i32::MAX]);
                 // Page-locked memory is host memory.
-                self.is_readable &= tensor.device.kind == 3;
+                let is_on_host = tensor.device.kind == 3;
+                self.require(is_on_host);
             }
             5 => tensor.device.ordinal = source.of(&[i32::MIN, -1, 1, i32::MAX]),
             6 => {
@@ -197,7 +207,7 @@ fn receive(source: &mut Source<'_>) {
     } else {
         Version { major: VERSION.major, minor: source.of(&[0, 1, 3, u32::MAX]) }
     };
-    let IncomingTensor { memory, shape, strides, tensor, is_honest, is_readable } = sent;
+    let IncomingTensor { memory, shape, strides, tensor, is_honest, readable } = sent;
     let before = ENDED.get();
     let context: *mut c_void = ptr::null_mut();
     match source.below(3) {
@@ -205,7 +215,7 @@ fn receive(source: &mut Source<'_>) {
             // SAFETY: its pointers are valid until the end of this call, and are only followed where it is
             // honest.
             let answer = unsafe { borrow(&tensor, PhantomData) };
-            if let Some(borrowed) = agree(answer, is_readable) {
+            if let Some(borrowed) = agree(answer, &readable) {
                 read(&borrowed, is_honest, &tensor);
             }
         }
@@ -215,8 +225,8 @@ fn receive(source: &mut Source<'_>) {
             let import = Import::Versioned(NonNull::from(&mut managed));
             // Neither read-only nor copied.
             assert_eq!(import.is_writable(), flags.trailing_zeros() >= 2);
-            let is_right = is_readable && version.major == VERSION.major;
-            if let Some(borrowed) = agree(import.borrow(), is_right) {
+            let expected = ensure(version.major == VERSION.major, ErrorKind::Type).and(readable);
+            if let Some(borrowed) = agree(import.borrow(), &expected) {
                 // SAFETY: the managed tensor is on the stack of this call.
                 read(&borrowed, is_honest, unsafe { &(*ptr::from_ref(&managed)).tensor });
             }
@@ -228,7 +238,7 @@ fn receive(source: &mut Source<'_>) {
             let mut managed = Legacy { tensor, context, deleter };
             let import = Import::Legacy(NonNull::from(&mut managed));
             assert!(import.is_writable());
-            if let Some(borrowed) = agree(import.borrow(), is_readable) {
+            if let Some(borrowed) = agree(import.borrow(), &readable) {
                 // SAFETY: as above.
                 read(&borrowed, is_honest, unsafe { &(*ptr::from_ref(&managed)).tensor });
             }
@@ -249,7 +259,7 @@ fn read(borrowed: &BorrowedTensor<'_>, is_honest: bool, tensor: &RawTensor) {
         return;
     }
     let is_index = matches!(borrowed.dtype(), DType::I32 | DType::I64);
-    let Some(values) = agree(read_indices(borrowed), is_index) else { return };
+    let Some(values) = agree(read_indices(borrowed), &ensure(is_index, ErrorKind::Type)) else { return };
     let mut expected = Vec::new();
     for position in 0..count {
         let (mut left, mut lying) = (position, 0i64);
@@ -273,12 +283,15 @@ fn read(borrowed: &BorrowedTensor<'_>, is_honest: bool, tensor: &RawTensor) {
 
 /// Exports and imports a tensor of ours; its memory is freed with the last owner.
 fn cross(source: &mut Source<'_>) {
+    /// Smaller than some of the tensors.
+    const BYTES: usize = 256;
     let backend = Arc::new(CountingBackend::new(Arc::new(Host)));
-    let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 4096).expect("memory"));
+    let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, BYTES).expect("memory"));
     let shape: Vec<usize> = (0..source.below(9)).map(|_| source.below(3)).collect();
     let (dtype, offset) = (source.of(&DTYPES), source.below(64));
-    let is_inside = offset + dims(&shape).bytes(dtype).expect("small") <= 4096;
-    let view = agree(TensorView::contiguous(region, offset, dtype, &shape), is_inside);
+    let is_inside = offset + dims(&shape).bytes(dtype).expect("small") <= BYTES;
+    let expected = ensure(is_inside, ErrorKind::Index);
+    let view = agree(TensorView::contiguous(region, offset, dtype, &shape), &expected);
     let Some(view) = view else { return };
     let mut imports = Vec::new();
     for _ in 0..source.below(4) {

@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 
-use kvpool::base::{DType, Id, widen};
+use kvpool::base::{DType, ErrorKind, Id, widen};
 use kvpool::kernels::Indices;
 use kvpool::pool::{GdnConfig, GdnPool};
 use kvpool::tensor::TensorView;
 
-use super::{STREAM, Source, agree, bytes_of, contents, host, int, places};
+use super::{Refusal, STREAM, Source, agree, bytes_of, contents, ensure, host, int, places, refused};
 
 struct Model {
     /// The bytes by state, layer and slot.
@@ -67,9 +67,10 @@ fn step(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {
                 src.iter().map(|_| source.index(slots)).collect()
             };
             let [from, to] = [&src, &dst].map(|given| Indices::Host(source.index_vec(given)));
-            let known = places(&src, slots).zip(places(&dst, slots)).filter(|_| src.len() == dst.len());
-            agree(pool.copy_states(&from, &to, STREAM), known.is_some());
-            let Some((src, dst)) = known else { return };
+            let known = ensure(src.len() == dst.len(), ErrorKind::Config)
+                .and_then(|()| Ok((places(&dst, slots)?, places(&src, slots)?)));
+            agree(pool.copy_states(&from, &to, STREAM), &known);
+            let Ok((dst, src)) = known else { return };
             for layer in model.states.iter_mut().flatten() {
                 let before = layer.clone();
                 for (&dst, &src) in dst.iter().zip(&src) {
@@ -80,7 +81,7 @@ fn step(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {
         4 => {
             let given = source.indices(3, slots);
             let known = places(&given, slots);
-            agree(pool.reset_states(&Indices::Host(source.index_vec(&given)), STREAM), known.is_some());
+            agree(pool.reset_states(&Indices::Host(source.index_vec(&given)), STREAM), &known);
             for slot in known.into_iter().flatten() {
                 model.states.iter_mut().flatten().for_each(|layer| layer[slot].fill(0));
             }
@@ -94,9 +95,9 @@ fn step(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {
             let (first, slot) = (pool.config().max_reqs + 1, source.index(slots + 2));
             let live = usize::try_from(slot).ok();
             let live = live.filter(|slot| (first..slots).contains(slot) && !model.free.contains(slot));
-            let Some(bad) = agree(pool.free_track_slot(slot), live.is_some() || !pool.strict()) else {
-                return;
-            };
+            let is_right = live.is_some() || !pool.strict();
+            let expected = ensure(is_right, Refusal::at(ErrorKind::IndexOwnership, slot));
+            let Some(bad) = agree(pool.free_track_slot(slot), &expected) else { return };
             assert_eq!(bad.dropped(), usize::from(live.is_none()));
             model.dropped += bad.dropped();
             model.free.extend(live);
@@ -127,7 +128,7 @@ fn check(pool: &GdnPool, model: &Model) {
             assert_eq!(bytes_of(part), state[layer].concat());
         }
     }
-    agree(pool.layer_state(layers), false);
+    refused(pool.layer_state(layers), ErrorKind::Index);
     pool.with_tracks(|tracks| {
         assert_eq!((tracks.rows().broken_invariant(), tracks.dropped_frees()), (None, model.dropped));
         assert_eq!(tracks.rows().available(), model.free.len());

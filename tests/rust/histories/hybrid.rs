@@ -7,14 +7,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use kvpool::base::{EngineSlot, Id};
+use kvpool::base::{EngineSlot, ErrorKind, Id};
 use kvpool::cache::{Namespace, NodeHandle};
 use kvpool::engines::hybrid::{
     Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, PageDigest, Part,
     Receipt, Sizes, SkippedParts, StateConfig, StateRelease, Step, Victim, WindowConfig, WindowRelease,
 };
 
-use super::{Source, agree};
+use super::{Source, agree, ensure, refused};
 
 const ORDERS: [EvictionOrder; 8] = [
     EvictionOrder::Lru,
@@ -342,7 +342,7 @@ impl Hybrid {
         loop {
             let Ok(Step { actions, result, added }) = step else {
                 let again = self.tree.advance(&name, &tokens.as_slice(), &row.as_slice());
-                agree(again, false);
+                refused(again, ErrorKind::Config);
                 for act in self.tree.end_insertion() {
                     self.act(act, going);
                 }
@@ -373,7 +373,8 @@ impl Hybrid {
             if source.rarely(8) {
                 self.evict_reached(reached.expect("an action of the step names its node"), going);
             }
-            agree(self.tree.begin(&name, &tokens.as_slice(), &row.as_slice(), insert.clone()), false);
+            let again = self.tree.begin(&name, &tokens.as_slice(), &row.as_slice(), insert.clone());
+            refused(again, ErrorKind::Config);
             step = self.tree.advance(&name, &tokens.as_slice(), &row.as_slice());
         }
     }
@@ -414,8 +415,10 @@ impl Hybrid {
             self.digests.insert((*name, tokens[..end].to_vec()), digest);
             digests.push(digest);
         }
-        agree(self.tree.set_hashes(node, added.start, &digests[1..]).expect("a node"), false);
-        agree(self.tree.set_hashes(node, added.start, &digests).expect("a node"), true);
+        let mut set =
+            |digests: &[PageDigest]| self.tree.set_hashes(node, added.start, digests).expect("a node");
+        refused(set(&digests[1..]), ErrorKind::Config);
+        set(&digests).expect("one for each page");
     }
 
     /// Records that a prefix has a state now, if it had none.
@@ -450,7 +453,7 @@ impl Hybrid {
                 let start = self.tree.path_to(node).expect("a node").last().expect("not the root").start;
                 assert_eq!(self.adopt(going, start, &slots), std::mem::take(&mut going.old));
                 let windows = slots.iter().map(|slot| self.windows[slot]).collect();
-                agree(self.tree.set_value(node, Part::Window, windows).expect("a node"), true);
+                self.tree.set_value(node, Part::Window, windows).expect("a node").expect("it has none");
             }
             Action::Recover { node, kept, incoming } => {
                 assert_eq!(kept, self.slots_of(name, &tokens[..incoming.end])[incoming.start..]);
@@ -460,7 +463,7 @@ impl Hybrid {
                     moved.push(self.windows.remove(from).expect("a window"));
                     assert_eq!(self.windows.insert(slot, moved[moved.len() - 1]), None);
                 }
-                agree(self.tree.set_value(node, Part::Window, moved).expect("a node"), true);
+                self.tree.set_value(node, Part::Window, moved).expect("a node").expect("it has none");
             }
             Action::EvictExcess(node) => {
                 let end = tokens.len() / self.config.page_size * self.config.page_size;
@@ -705,7 +708,8 @@ impl Hybrid {
         let own = self.tree.value(node, Part::Full).expect("a node").to_vec();
         let (windows, state) = (self.new_slots(own.len()), self.new_slots(1));
         let mut set = |part, value: &[EngineSlot], is_right| {
-            agree(self.tree.set_value(node, part, value.to_vec()).expect("a node"), is_right);
+            let answer = self.tree.set_value(node, part, value.to_vec()).expect("a node");
+            agree(answer, &ensure(is_right, ErrorKind::Config));
         };
         set(Part::Full, &own, false);
         set(Part::Window, &[&windows[..], &state].concat(), false);
@@ -741,9 +745,10 @@ impl Hybrid {
         let mut attach = |begin, windows: &[EngineSlot]| {
             self.tree.attach_window(&namespace(name), &prefix.as_slice(), begin, windows)
         };
-        agree(attach(cached, &windows), false);
+        refused(attach(cached, &windows), ErrorKind::Config);
         let is_whole = gap.start.is_multiple_of(page_size) && gap.len().is_multiple_of(page_size);
-        if agree(attach(gap.start, &windows), self.config.window.is_some() && is_whole).is_some() {
+        let expected = ensure(self.config.window.is_some() && is_whole, ErrorKind::Config);
+        if agree(attach(gap.start, &windows), &expected).is_some() {
             let slots = self.slots_of(name, &prefix[..gap.end]);
             self.windows.extend(slots[gap.start..].iter().copied().zip(windows));
         }
@@ -752,10 +757,11 @@ impl Hybrid {
     /// Calls that must be refused, and change nothing.
     fn misuse(&mut self) {
         let (name, keys, slots) = (Namespace::Unnamed, [0_i64; 4], [EngineSlot::new(0); 4]);
-        agree(self.tree.advance(&name, &keys.as_slice(), &slots.as_slice()), false);
+        refused(self.tree.advance(&name, &keys.as_slice(), &slots.as_slice()), ErrorKind::Config);
         assert!(self.tree.end_insertion().is_empty());
         if self.config.state.is_some() {
-            agree(self.tree.begin(&name, &keys.as_slice(), &slots.as_slice(), Insert::default()), false);
+            let answer = self.tree.begin(&name, &keys.as_slice(), &slots.as_slice(), Insert::default());
+            refused(answer, ErrorKind::Config);
         }
         for part in Part::ALL.into_iter().filter(|&part| !self.evicting[part as usize]) {
             assert_eq!(self.tree.next_victim(part, 0), None);

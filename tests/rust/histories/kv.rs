@@ -3,13 +3,13 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use kvpool::base::{DType, Device, contiguous_strides};
+use kvpool::base::{DType, Device, ErrorKind, contiguous_strides};
 use kvpool::kernels::Indices;
 use kvpool::memory::{BorrowedTensor, Host, Region};
 use kvpool::pool::{KvConfig, KvLayout, KvPool, Scales};
 
 use super::guarded::Guarded;
-use super::{STREAM, Source, agree, bytes_of, dims, host, places};
+use super::{Refusal, STREAM, Source, Verdict, agree, bytes_of, dims, ensure, host, int, places};
 
 struct Model {
     /// The bytes of keys and values, by layer and row.
@@ -132,6 +132,10 @@ fn shapes(pool: &KvPool) -> [[usize; 2]; 2] {
     [[config.k_head_num, config.k_head_dim], [config.v_head_num, config.v_head_dim]]
 }
 
+fn has_layer(pool: &KvPool, layer: usize) -> Verdict {
+    ensure(layer < pool.config().layer_num, ErrorKind::Index)
+}
+
 fn store(source: &mut Source<'_>, pool: &KvPool, model: &mut Model) {
     let (dtype, rows) = (pool.config().dtype, pool.rows());
     let layer = source.below(pool.config().layer_num + 1);
@@ -148,17 +152,17 @@ fn store(source: &mut Source<'_>, pool: &KvPool, model: &mut Model) {
     let scale = if source.rarely(16) { Some(2.0) } else { None };
     let scales = Scales { k: scale, v: None };
     let answer = pool.set_kv(layer, &Indices::Host(source.index_vec(&indices)), values, scales, STREAM);
-    let known = indices.iter().all(|&row| row < i64::try_from(rows).expect("small"));
+    let beyond = indices.iter().find(|&&row| row >= int(rows));
     let [keys, values] = &mut given;
     let [of_keys, of_values] = shapes(pool);
     let read = [
         keys.rows(indices.len(), of_keys, dtype.size()),
         values.rows(indices.len(), of_values, dtype.size()),
     ];
-    let is_right =
-        known && layer < pool.config().layer_num && scale.is_none() && read.iter().all(Option::is_some);
-    agree(answer, is_right);
-    if is_right {
+    let expected = has_layer(pool, layer)
+        .and_then(|()| ensure(scale.is_none() && read.iter().all(Option::is_some), ErrorKind::Config))
+        .and_then(|()| beyond.map_or(Ok(()), |&row| Err(Refusal::at(ErrorKind::Index, row))));
+    if agree(answer, &expected).is_some() {
         for (target, read) in model.rows[layer].iter_mut().zip(read) {
             for (&row, bytes) in indices.iter().zip(read.unwrap_or_default()) {
                 // A negative row is skipped.
@@ -179,9 +183,9 @@ fn move_rows(source: &mut Source<'_>, pool: &KvPool, model: &mut Model) {
         src.iter().map(|_| source.index(rows)).collect()
     };
     let [to, from] = [&dst, &src].map(|given| Indices::Host(source.index_vec(given)));
-    let known = places(&dst, rows).zip(places(&src, rows)).filter(|_| dst.len() == src.len());
-    let is_right = known.is_some();
-    agree(pool.move_kv(&to, &from, STREAM), is_right);
+    let known = ensure(dst.len() == src.len(), ErrorKind::Config)
+        .and_then(|()| Ok((places(&dst, rows)?, places(&src, rows)?)));
+    agree(pool.move_kv(&to, &from, STREAM), &known);
     for buffer in model.rows.iter_mut().flatten() {
         let before = buffer.clone();
         for (dst, src) in known.iter().flat_map(|(dst, src)| dst.iter().zip(src)) {
@@ -194,13 +198,13 @@ fn gather(source: &mut Source<'_>, pool: &KvPool, model: &Model) {
     let (rows, layer) = (pool.rows(), source.below(pool.config().layer_num + 1));
     let indices = source.indices(6, rows);
     let given = Indices::Host(source.index_vec(&indices));
-    let known = places(&indices, rows).filter(|_| layer < pool.config().layer_num);
+    let known = has_layer(pool, layer).and_then(|()| places(&indices, rows));
     let expected = known.map(|known| {
         let rows = &model.rows[layer];
         [0, 1].map(|which| known.iter().flat_map(|&row| &rows[which][row]).copied().collect::<Vec<u8>>())
     });
-    let answer = agree(pool.gather_kv(layer, &given), expected.is_some());
-    assert_eq!(answer.map(|views| views.map(|view| bytes_of(&view))), expected);
+    let answer = agree(pool.gather_kv(layer, &given), &expected);
+    assert_eq!(answer.map(|views| views.map(|view| bytes_of(&view))), expected.clone().ok());
     let (dtype, is_short) = (pool.config().dtype, source.rarely(8));
     let count = if is_short { indices.len() + 1 } else { indices.len() };
     let outs = shapes(pool).map(|[heads, dim]| {
@@ -210,8 +214,10 @@ fn gather(source: &mut Source<'_>, pool: &KvPool, model: &Model) {
     let [keys, values] = &outs;
     let out = [keys, values]
         .map(|(region, shape)| region.borrow(0, dtype, *shape, contiguous_strides(shape)).expect("inside"));
-    let is_right = expected.is_some() && !is_short;
-    agree(pool.gather_kv_into(layer, &given, &out, STREAM), is_right);
+    let is_long_enough = ensure(!is_short, ErrorKind::Config);
+    let answer = pool.gather_kv_into(layer, &given, &out, STREAM);
+    let is_right =
+        agree(answer, &expected.as_ref().map_err(|refusal| *refusal).and(is_long_enough)).is_some();
     for (out, expected) in out.iter().zip(expected.into_iter().flatten()) {
         let mut found = vec![0; expected.len()];
         // SAFETY: the region has at least this many bytes, and no code writes to it now.

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{Id, IndexVec};
+use kvpool::base::{ErrorKind, Id, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
@@ -14,7 +14,7 @@ use kvpool::pool::{
 };
 
 use super::slots::Fences;
-use super::{STREAM, Source, host, int, ints_of, size};
+use super::{STREAM, Source, agree, ensure, host, int, ints_of, refused, size};
 
 const NAMESPACES: i64 = 2;
 
@@ -171,8 +171,7 @@ impl Requests {
         let batch =
             Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens: &lens[1..], prefixes: &prefixes };
         let planned = self.planner.extend(batch, STREAM);
-        assert_eq!(planned.is_err(), wrong, "{planned:?}");
-        let Ok(Some(plan)) = planned else {
+        let Some(Some(plan)) = agree(planned, &ensure(!wrong, ErrorKind::Config)) else {
             // The lease is as it was.
             assert!(
                 lease.is_none_or(|lease| lease.row().is_none() && lease.len().expect("a lease") == prefix)
@@ -284,7 +283,8 @@ impl Requests {
         pages.splice(begin / self.page_size..published.length / self.page_size, cached);
         let much = vec![0; tokens.len() - published.length + 1];
         let publication = Publication { tokens: &much.as_slice(), slots: None, state: None };
-        assert!(lease.publish(&publication, STREAM).is_err(), "the request has fewer tokens");
+        // The request has fewer tokens.
+        refused(lease.publish(&publication, STREAM), ErrorKind::Config);
     }
 
     fn finish(&mut self, source: &mut Source<'_>) {
@@ -299,7 +299,10 @@ impl Requests {
         let after = fence.as_ref().map(|(_, fence)| fence);
         let finished = self.planner.finish(&rows, Some(&lens), after, STREAM).expect("strict");
         assert!(finished.pages <= tokens.len().div_ceil(self.page_size) && finished.bad.dropped() == 0);
-        assert!(lease.is_none_or(|lease| lease.len().is_err()), "finishing ends the lease");
+        // Finishing ends the lease.
+        if let Some(lease) = lease {
+            refused(lease.len(), ErrorKind::StaleBuffer);
+        }
         match fence {
             Some((fence, _)) => self.wait(fence, &cuts, pages),
             None => self.keep(&cuts, &pages),
@@ -317,8 +320,9 @@ impl Requests {
         let (rows, lens) = (IndexVec::I64(vec![*row]), IndexVec::I64(vec![int(len)]));
         let after = fence.as_ref().map(|(_, fence)| fence);
         let cut = self.planner.truncate(&rows, &lens, after, STREAM);
-        if cut.is_err() {
+        if let Err(error) = cut {
             // The cut is within a page that others may read.
+            assert_eq!(error.kind(), ErrorKind::IndexOwnership, "{error}");
             assert!(!len.is_multiple_of(self.page_size) && len < tokens.len());
             return;
         }
@@ -326,8 +330,10 @@ impl Requests {
         *leased = len.min(*leased);
         let given = pages.split_off(len.div_ceil(self.page_size));
         if len == 0 {
-            let ended = lease.take();
-            assert!(ended.is_none_or(|lease| lease.len().is_err()), "it ends the lease");
+            // It ends the lease.
+            if let Some(ended) = lease.take() {
+                refused(ended.len(), ErrorKind::StaleBuffer);
+            }
         } else if let Some(lease) = lease {
             assert_eq!(lease.len().expect("a lease"), *leased);
         }

@@ -32,7 +32,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use arbitrary::Unstructured;
-use kvpool::base::{DType, Dims, IndexVec, Result};
+use kvpool::base::{DType, Dims, ErrorKind, IndexVec, Result};
 use kvpool::cache::set_rare_cases_frequent;
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::tensor::TensorView;
@@ -153,9 +153,13 @@ where
     number.try_into().expect("a number that is not negative")
 }
 
-/// `given` as places, if all are below `count`.
-fn places(given: &[i64], count: usize) -> Option<Vec<usize>> {
-    given.iter().map(|&place| usize::try_from(place).ok().filter(|place| *place < count)).collect()
+/// `given` as places, which are below `count`.
+fn places(given: &[i64], count: usize) -> Verdict<Vec<usize>> {
+    let place = |&given: &i64| {
+        let place = usize::try_from(given).ok().filter(|place| *place < count);
+        place.ok_or(Refusal::at(ErrorKind::Index, given))
+    };
+    given.iter().map(place).collect()
 }
 
 fn dims(extents: &[usize]) -> Dims {
@@ -183,16 +187,54 @@ fn ints_of(view: &TensorView) -> Vec<i32> {
     contents::read::<i32>(region, offset, count)
 }
 
-/// Checks that a call is refused exactly when it should be.
-fn agree<T: Debug>(answer: Result<T>, is_right: bool) -> Option<T> {
-    match answer {
-        Ok(answer) => {
-            assert!(is_right, "should have been refused, not answered with {answer:?}");
-            Some(answer)
+/// Why a call is refused: the kind of its error, and the invalid index where the model knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Refusal {
+    kind: ErrorKind,
+    index: Option<i64>,
+}
+
+impl Refusal {
+    /// The call is refused for `index`.
+    const fn at(kind: ErrorKind, index: i64) -> Self {
+        Self { kind, index: Some(index) }
+    }
+}
+
+impl From<ErrorKind> for Refusal {
+    fn from(kind: ErrorKind) -> Self {
+        Self { kind, index: None }
+    }
+}
+
+/// What a model expects of a call. Of several faults it names the one that is found first.
+type Verdict<T = ()> = std::result::Result<T, Refusal>;
+
+/// A call that is refused unless `is_right`.
+fn ensure(is_right: bool, refusal: impl Into<Refusal>) -> Verdict {
+    if is_right { Ok(()) } else { Err(refusal.into()) }
+}
+
+/// Checks that a call is refused exactly when it should be, and for the right reason.
+#[track_caller]
+fn agree<T: Debug, E>(answer: Result<T>, expected: &Verdict<E>) -> Option<T> {
+    match (answer, expected) {
+        (Ok(answer), Ok(_)) => Some(answer),
+        (Ok(answer), Err(refusal)) => {
+            panic!("should have been refused ({refusal:?}), not answered with {answer:?}")
         }
-        Err(error) => {
-            assert!(!is_right, "should not have been refused: {error}");
+        (Err(error), Ok(_)) => panic!("should not have been refused: {error}"),
+        (Err(error), Err(refusal)) => {
+            assert_eq!(error.kind(), refusal.kind, "{error}");
+            assert!(refusal.index.is_none() || error.facts().index == refusal.index, "{refusal:?}: {error}");
             None
         }
     }
+}
+
+/// Checks that a call is refused.
+#[track_caller]
+fn refused<T: Debug>(answer: Result<T>, refusal: impl Into<Refusal>) {
+    let expected: Verdict = Err(refusal.into());
+    agree(answer, &expected);
 }

@@ -4,14 +4,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kvpool::base::IndexVec;
+use kvpool::base::{ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, NodeHandle, PolicyKind};
 use kvpool::kernels::Indices;
 use kvpool::pool::{
     AllocatorConfig, EvictedNodes, Inserted, PrefixTree, PrefixTreeConfig, TokenToKvPoolAllocator,
 };
 
-use super::{STREAM, Source, agree, host, ints_of};
+use super::{Refusal, STREAM, Source, host, ints_of, refused};
 
 const NAMESPACES: i64 = 2;
 
@@ -185,7 +185,7 @@ impl Nodes {
             self.tree.unlock(inserted.node, STREAM).expect("a lock");
             assert_eq!(self.tree.sizes(STREAM).evictable, evictable);
             if request.protected > 0 && inserted.node != node {
-                agree(self.tree.unlock(inserted.node, STREAM), false);
+                refused(self.tree.unlock(inserted.node, STREAM), ErrorKind::IndexOwnership);
             }
         }
         self.live.push(request);
@@ -323,7 +323,7 @@ impl Nodes {
     fn record_gone(&mut self, done: &EvictedNodes) {
         for node in &done.removed_nodes {
             assert!(self.gone.insert(*node), "{node:?} is gone twice");
-            assert!(self.tree.slots(*node, 0, STREAM).is_err());
+            refused(self.tree.slots(*node, 0, STREAM), ErrorKind::StaleBuffer);
         }
         let slots: BTreeSet<i32> = done.slots.iter().copied().collect();
         assert_eq!(slots.len(), done.slots.len());
@@ -359,24 +359,26 @@ impl Nodes {
     /// Calls that must be refused, and change nothing.
     fn misuse(&self, source: &mut Source<'_>) {
         let name = Namespace::Unnamed;
-        agree(self.tree.insert(&name, &[5_i32, 6].as_slice(), &wide(&[1]), STREAM), false);
-        agree(self.tree.find(&name, &[-1_i32].as_slice(), 9, STREAM), false);
+        refused(self.tree.insert(&name, &[5_i32, 6].as_slice(), &wide(&[1]), STREAM), ErrorKind::Config);
+        refused(self.tree.find(&name, &[-1_i32].as_slice(), 9, STREAM), Refusal::at(ErrorKind::Config, -1));
 
         if let Some(page) = self.pages.values().next() {
             // Tokens that no prefix has, with slots that are cached.
             let tokens = vec![7_i32; self.page_size];
-            agree(self.tree.insert(&name, &tokens.as_slice(), &wide(page), STREAM), false);
+            let answer = self.tree.insert(&name, &tokens.as_slice(), &wide(page), STREAM);
+            refused(answer, Refusal::at(ErrorKind::IndexOwnership, page[0].into()));
         }
         if let Some(own) = self.live.iter().find_map(|request| request.own.first()) {
             let (tokens, twice) = ([7_i32, 7], wide(&[*own, *own]));
-            agree(self.tree.insert(&name, &tokens.as_slice(), &twice, STREAM), false);
+            let answer = self.tree.insert(&name, &tokens.as_slice(), &twice, STREAM);
+            refused(answer, Refusal::at(ErrorKind::IndexOwnership, i64::from(*own)));
         }
         if let Some(node) = self.gone.iter().nth(source.below(self.gone.len().max(1))) {
-            agree(self.tree.lock(*node, STREAM), false);
-            agree(self.tree.unlock(*node, STREAM), false);
-            agree(self.tree.info(*node, STREAM), false);
+            refused(self.tree.lock(*node, STREAM), ErrorKind::StaleBuffer);
+            refused(self.tree.unlock(*node, STREAM), ErrorKind::StaleBuffer);
+            refused(self.tree.info(*node, STREAM), ErrorKind::StaleBuffer);
         }
-        agree(self.tree.lock(NodeHandle::new(u64::MAX >> 1), STREAM), false);
+        refused(self.tree.lock(NodeHandle::new(u64::MAX >> 1), STREAM), ErrorKind::StaleBuffer);
     }
 
     fn check(&self) {

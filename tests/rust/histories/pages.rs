@@ -1,9 +1,9 @@
 //! The growing page pool: pages have one owner, and keep their bytes and addresses.
 
-use kvpool::base::{DType, Id};
+use kvpool::base::{DType, ErrorKind, Id};
 use kvpool::pool::{PageConfig, PagePool};
 
-use super::{STREAM, Source, agree, bytes_of, contents, host, int, size};
+use super::{Refusal, STREAM, Source, agree, bytes_of, contents, ensure, host, int, size};
 
 struct Model {
     /// Whether each page is in use, its address, and its bytes.
@@ -67,7 +67,9 @@ fn step(source: &mut Source<'_>, pool: &PagePool, model: &mut Model) {
             let page = source.index(model.pages.len());
             let live =
                 usize::try_from(page).ok().filter(|page| model.pages.get(*page).is_some_and(|page| page.0));
-            let Some(bad) = agree(pool.free(page), live.is_some() || !pool.config().strict) else { return };
+            let is_right = live.is_some() || !pool.config().strict;
+            let expected = ensure(is_right, Refusal::at(ErrorKind::IndexOwnership, page));
+            let Some(bad) = agree(pool.free(page), &expected) else { return };
             assert_eq!(bad.dropped(), usize::from(live.is_none()));
             model.dropped += bad.dropped();
             if let Some(page) = live {
@@ -78,8 +80,8 @@ fn step(source: &mut Source<'_>, pool: &PagePool, model: &mut Model) {
         _ => {
             let page = source.index(model.pages.len());
             let known = usize::try_from(page).ok().filter(|page| *page < model.pages.len());
-            let view = agree(pool.page(page), known.is_some());
-            if let (Some(view), Some(page)) = (view, known) {
+            let known = known.ok_or(Refusal::at(ErrorKind::Index, page));
+            if let (Some(view), Ok(page)) = (agree(pool.page(page), &known), known) {
                 let at = source.below(model.pages[page].2.len());
                 contents::fill(view.region(), view.offset() + at, 1, 9);
                 model.pages[page].2[at] = 9;

@@ -10,9 +10,9 @@ use kvpool::pool::{
     ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
-use super::planner_model::{Limits, Model, Refused, RequestedGrowth, Step};
+use super::planner_model::{Limits, Model, RequestedGrowth, Step};
 use super::slots::{Fences, check as check_slots, given};
-use super::{STREAM, Source, agree, contents, host, int, ints_of, size};
+use super::{STREAM, Source, Verdict, agree, contents, ensure, host, int, ints_of, refused, size};
 
 struct Planner {
     slots: Arc<TokenToKvPoolAllocator>,
@@ -40,8 +40,13 @@ pub(super) fn run(source: &mut Source<'_>) {
     let of_rows = ReqToTokenConfig { padding_row, ..ReqToTokenConfig::new(rows, columns) };
     let table = Arc::new(ReqToTokenPool::new(&of_rows, &host()).expect("small"));
     let batches = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
-    let limits =
-        Limits { max_batch: config.max_batch_size, max_tokens: config.max_tokens, columns, padding_row };
+    let limits = Limits {
+        max_batch: config.max_batch_size,
+        max_tokens: config.max_tokens,
+        rows: table.table_rows(),
+        columns,
+        padding_row,
+    };
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };
     let model = Model::new(count, page_size, order, limits);
     let is_meddled = source.rarely(3);
@@ -139,7 +144,8 @@ impl Planner {
         let seq_lens = if is_cut { &seq_lens[1..] } else { &seq_lens[..] };
         let batch = Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens, prefixes: &prefixes };
         let answer = self.batches.extend(batch, STREAM);
-        let expected = if is_cut { Err(Refused) } else { self.model.grow(&wishes, wishes.len(), 0) };
+        let expected =
+            ensure(!is_cut, ErrorKind::Config).and_then(|()| self.model.grow(&wishes, wishes.len(), 0));
         self.planned(answer, expected);
     }
 
@@ -166,24 +172,21 @@ impl Planner {
             cached: None,
         };
         let wishes: Vec<RequestedGrowth> = rows.iter().zip(&seq_lens).map(wish).collect();
-        let padded = if width == 0 { Err(Refused) } else { self.model.padded(rows.len(), sizes.as_deref()) };
-        let expected = padded.and_then(|padded| self.model.grow(&wishes, padded, width));
+        let expected = ensure(width > 0, ErrorKind::Config)
+            .and_then(|()| self.model.padded(rows.len(), sizes.as_deref()))
+            .and_then(|padded| self.model.grow(&wishes, padded, width));
         self.planned(answer, expected);
     }
 
     /// Checks the result of a plan, and all of its arrays.
-    fn planned(
-        &mut self,
-        answer: kvpool::base::Result<Option<Plan>>,
-        expected: Result<Option<Step>, Refused>,
-    ) {
-        let Some(plan) = agree(answer, expected.is_ok()) else { return };
+    fn planned(&mut self, answer: kvpool::base::Result<Option<Plan>>, expected: Verdict<Option<Step>>) {
+        let Some(plan) = agree(answer, &expected) else { return };
         let step = expected.ok().flatten();
         assert_eq!(plan.is_some(), step.is_some());
         let (Some(plan), Some(step)) = (plan, step) else { return };
         if let Some(last) = self.last.replace(plan) {
-            let error = self.batches.field(&last, Field::SeqLens).expect_err("its arrays are overwritten");
-            assert_eq!(error.kind(), ErrorKind::StaleBuffer);
+            // Its arrays are overwritten.
+            refused(self.batches.field(&last, Field::SeqLens), ErrorKind::StaleBuffer);
         }
         assert_eq!((plan.batch_size, plan.padded_batch_size), (step.real, step.requests.len()));
         let lens = || step.requests.iter().map(|(_, prefix, seq)| seq - prefix);
@@ -281,12 +284,15 @@ impl Planner {
     fn given_back(
         &mut self,
         answer: kvpool::base::Result<(usize, kvpool::index::BadFrees)>,
-        expected: Result<(usize, usize), Refused>,
+        expected: Verdict<(usize, usize)>,
     ) {
         // A strict allocator reports pages that other code has freed, after it has freed the rest.
         let is_told = |dropped: usize| dropped > 0 && self.slots.strict();
-        let is_right = expected.as_ref().is_ok_and(|(_, dropped)| !is_told(*dropped));
-        if let (Some((given, bad)), Ok(expected)) = (agree(answer, is_right), expected) {
+        let expected = expected.and_then(|(given, dropped)| {
+            ensure(!is_told(dropped), ErrorKind::IndexOwnership)?;
+            Ok((given, dropped))
+        });
+        if let (Some((given, bad)), Ok(expected)) = (agree(answer, &expected), expected) {
             assert_eq!((given, bad.dropped()), expected);
         }
     }
@@ -296,7 +302,7 @@ impl Planner {
         let len = source.index(self.model.len(src) + 1);
         let answer = self.batches.fork(src, dst, len, STREAM);
         let expected = self.model.fork(src, dst, len);
-        let Some(answer) = agree(answer, expected.is_ok()) else { return };
+        let Some(answer) = agree(answer, &expected) else { return };
         let found =
             answer.map(|views| views.map(|view| ints_of(&view).into_iter().map(size).collect::<Vec<_>>()));
         assert_eq!(found, expected.ok().flatten());
@@ -305,7 +311,7 @@ impl Planner {
     /// Lets a prefix cache become an owner of slots, or free them.
     fn share(&mut self, source: &mut Source<'_>) {
         let given = given(source, &self.model.slots);
-        agree(self.slots.share(&source.index_vec(&given), STREAM), self.model.slots.share(&given));
+        agree(self.slots.share(&source.index_vec(&given), STREAM), &self.model.slots.share(&given));
     }
 
     /// Frees slots that may belong to a request, or a row that does.
@@ -328,7 +334,8 @@ impl Planner {
         let before = (self.model.slots.clone(), self.model.slots.dropped);
         let pages = self.model.slots.give_back(&given, fence.is_some());
         let dropped = self.model.slots.dropped - before.1;
-        match agree(answer, dropped == 0 || !self.slots.strict()) {
+        let expected = ensure(dropped == 0 || !self.slots.strict(), ErrorKind::IndexOwnership);
+        match agree(answer, &expected) {
             None => self.model.slots = before.0,
             Some(bad) => {
                 assert_eq!(bad.dropped(), dropped);

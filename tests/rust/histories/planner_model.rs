@@ -2,22 +2,18 @@
 
 use std::collections::BTreeMap;
 
+use kvpool::base::ErrorKind;
 use kvpool::index::Order;
 
 use super::slot_model::SlotModel;
-use super::{int, size};
-
-/// The call is refused.
-pub(super) struct Refused;
-
-/// The result of a call; `None` when there are not enough slots.
-pub(super) type Answer<T> = Result<Option<T>, Refused>;
+use super::{Refusal, Verdict, ensure, int, places, size};
 
 /// The sizes of the pools, as the planner checks them.
 #[derive(Clone, Copy)]
 pub(super) struct Limits {
     pub(super) max_batch: usize,
     pub(super) max_tokens: usize,
+    pub(super) rows: usize,
     pub(super) columns: usize,
     pub(super) padding_row: bool,
 }
@@ -61,66 +57,74 @@ impl Model {
     }
 
     /// Checks that each row is allocated and listed once.
-    fn name(&self, rows: &[i64]) -> Result<(), Refused> {
-        let is_named = |(at, row)| self.requests.contains_key(row) && !rows[..at].contains(row);
-        if rows.iter().enumerate().all(is_named) { Ok(()) } else { Err(Refused) }
+    fn name(&self, rows: &[i64]) -> Verdict {
+        places(rows, self.limits.rows)?;
+        for (at, row) in rows.iter().enumerate() {
+            ensure(self.requests.contains_key(row), Refusal::at(ErrorKind::IndexOwnership, *row))?;
+            ensure(!rows[..at].contains(row), ErrorKind::Config)?;
+        }
+        Ok(())
     }
 
-    /// The pages of a cached prefix, if it is one.
-    fn cached(&self, wish: &RequestedGrowth, cached: &[i64]) -> Option<Vec<usize>> {
+    /// The pages of a cached prefix.
+    fn cached(&self, wish: &RequestedGrowth, cached: &[i64]) -> Verdict<Vec<usize>> {
         let size = int(self.slots.page_size);
-        let is_right = self.len(wish.row) == 0
-            && int(cached.len()) == wish.prefix
-            && wish.prefix % size == 0
-            && cached.chunks(self.slots.page_size).all(|page| {
-                page[0] % size == 0
-                    && page.windows(2).all(|pair| pair[0].checked_add(1) == Some(pair[1]))
-                    && usize::try_from(page[0] / size).is_ok_and(|page| self.slots.is_owned(page))
-            });
-        let pages = cached.chunks(self.slots.page_size).map(|page| page[0] / size);
-        is_right.then(|| pages.map(super::size).collect())
+        let is_of_new = self.len(wish.row) == 0;
+        let is_whole = int(cached.len()) == wish.prefix && wish.prefix % size == 0;
+        ensure(is_of_new && is_whole, ErrorKind::Config)?;
+        let mut pages = Vec::new();
+        for slots in cached.chunks(self.slots.page_size) {
+            let page = usize::try_from(slots[0]).ok().map(|slot| slot / self.slots.page_size);
+            let page = page.filter(|page| self.slots.is_owned(*page));
+            pages.push(page.ok_or(Refusal::at(ErrorKind::IndexOwnership, slots[0]))?);
+            let is_in_order = slots.windows(2).all(|pair| pair[0].checked_add(1) == Some(pair[1]));
+            ensure(slots[0] % size == 0 && is_in_order, ErrorKind::Config)?;
+        }
+        Ok(pages)
     }
 
     /// Grows requests, and pads the batch up to `padded` requests with ones of `padding` tokens.
-    pub(super) fn grow(&mut self, wishes: &[RequestedGrowth], padded: usize, padding: usize) -> Answer<Step> {
-        if padded > self.limits.max_batch {
-            return Err(Refused);
-        }
+    pub(super) fn grow(
+        &mut self,
+        wishes: &[RequestedGrowth],
+        padded: usize,
+        padding: usize,
+    ) -> Verdict<Option<Step>> {
+        ensure(padded <= self.limits.max_batch, ErrorKind::Config)?;
         self.name(&wishes.iter().map(|wish| wish.row).collect::<Vec<_>>())?;
         let page_size = self.slots.page_size;
         let (mut requests, mut cached_pages) = (Vec::new(), Vec::new());
         let (mut tokens, mut needed, mut longest) = (0, 0, 0);
+        let mut are_open_owned = true;
         for wish in wishes {
-            if wish.prefix < 0 || wish.prefix > wish.seq || wish.seq > i32::MAX.into() {
-                return Err(Refused);
-            }
+            let is_growth = 0 <= wish.prefix && wish.prefix <= wish.seq && wish.seq <= i32::MAX.into();
+            ensure(is_growth, ErrorKind::Config)?;
             let (prefix, seq) = (size(wish.prefix), size(wish.seq));
             let cached = wish.cached.as_deref().filter(|cached| !cached.is_empty());
             let has = self.len(wish.row);
             match cached {
-                None if has != prefix => return Err(Refused),
-                None if prefix % page_size != 0 && seq > prefix => {
-                    let open = self.requests[&wish.row][prefix - 1] / page_size;
-                    if !self.slots.is_owned(open) {
-                        return Err(Refused);
+                None => {
+                    ensure(has == prefix, ErrorKind::Config)?;
+                    if prefix % page_size != 0 && seq > prefix {
+                        let open = self.requests[&wish.row][prefix - 1] / page_size;
+                        are_open_owned &= self.slots.is_owned(open);
                     }
                     cached_pages.push(Vec::new());
                 }
-                None => cached_pages.push(Vec::new()),
-                Some(cached) => cached_pages.push(self.cached(wish, cached).ok_or(Refused)?),
+                Some(cached) => cached_pages.push(self.cached(wish, cached)?),
             }
             tokens += seq - prefix;
             needed += seq.div_ceil(page_size) - prefix.div_ceil(page_size);
             longest = longest.max(seq);
             requests.push((size(wish.row), prefix, seq));
         }
+        ensure(are_open_owned, ErrorKind::IndexOwnership)?;
         let missing = padded - wishes.len();
         if missing > 0 {
             longest = longest.max(padding);
         }
-        if longest > self.limits.columns || tokens + missing * padding > self.limits.max_tokens {
-            return Err(Refused);
-        }
+        ensure(longest <= self.limits.columns, ErrorKind::Index)?;
+        ensure(tokens + missing * padding <= self.limits.max_tokens, ErrorKind::Config)?;
         let Some(taken) = self.slots.take(needed) else { return Ok(None) };
         self.slots.join(&cached_pages.concat());
         let mut taken = taken.into_iter();
@@ -140,10 +144,11 @@ impl Model {
     }
 
     /// The padded size of a batch of `count`.
-    pub(super) fn padded(&self, count: usize, sizes: Option<&[usize]>) -> Result<usize, Refused> {
+    pub(super) fn padded(&self, count: usize, sizes: Option<&[usize]>) -> Verdict<usize> {
         let Some(sizes) = sizes else { return Ok(count) };
-        let padded = sizes.iter().copied().filter(|size| *size >= count).min().ok_or(Refused)?;
-        if padded > count && !self.limits.padding_row { Err(Refused) } else { Ok(padded) }
+        let padded = sizes.iter().copied().filter(|size| *size >= count).min().ok_or(ErrorKind::Config)?;
+        ensure(padded == count || self.limits.padding_row, ErrorKind::Config)?;
+        Ok(padded)
     }
 
     /// Cuts requests; returns how many pages were freed, and how many of them were no longer owned.
@@ -152,18 +157,16 @@ impl Model {
         rows: &[i64],
         lens: &[i64],
         fence: Option<usize>,
-    ) -> Result<(usize, usize), Refused> {
-        if rows.len() != lens.len() {
-            return Err(Refused);
-        }
+    ) -> Verdict<(usize, usize)> {
+        ensure(rows.len() == lens.len(), ErrorKind::Config)?;
         self.name(rows)?;
         for (&row, &len) in rows.iter().zip(lens) {
             let slots = &self.requests[&row];
-            let len = usize::try_from(len).ok().filter(|len| *len <= slots.len()).ok_or(Refused)?;
+            let len = usize::try_from(len).ok().filter(|len| *len <= slots.len()).ok_or(ErrorKind::Config)?;
             let page_size = self.slots.page_size;
-            if len < slots.len() && len % page_size != 0 && self.slots.is_shared(slots[len] / page_size) {
-                return Err(Refused);
-            }
+            let is_within = len < slots.len() && len % page_size != 0;
+            let is_read = is_within && self.slots.is_shared(slots[len] / page_size);
+            ensure(!is_read, ErrorKind::IndexOwnership)?;
         }
         let lens: Vec<usize> = lens.iter().copied().map(size).collect();
         Ok(self.cut(rows, &lens, fence))
@@ -175,12 +178,10 @@ impl Model {
         rows: &[i64],
         lens: Option<&[i64]>,
         fence: Option<usize>,
-    ) -> Result<(usize, usize), Refused> {
+    ) -> Verdict<(usize, usize)> {
         self.name(rows)?;
         let has: Vec<i64> = rows.iter().map(|&row| int(self.len(row))).collect();
-        if lens.is_some_and(|lens| lens != has) {
-            return Err(Refused);
-        }
+        ensure(lens.is_none_or(|lens| lens == has), ErrorKind::Config)?;
         let done = self.cut(rows, &vec![0; rows.len()], fence);
         self.requests.retain(|row, _| !rows.contains(row));
         Ok(done)
@@ -203,17 +204,13 @@ impl Model {
     }
 
     /// Shares the first tokens of a request with another; returns the slots to copy to and from.
-    pub(super) fn fork(&mut self, src: i64, dst: i64, len: i64) -> Answer<[Vec<usize>; 2]> {
+    pub(super) fn fork(&mut self, src: i64, dst: i64, len: i64) -> Verdict<Option<[Vec<usize>; 2]>> {
         self.name(&[src, dst])?;
-        let len = usize::try_from(len).ok().filter(|len| *len <= self.len(src)).ok_or(Refused)?;
-        if self.len(dst) > 0 {
-            return Err(Refused);
-        }
+        let len = usize::try_from(len).ok().filter(|len| *len <= self.len(src)).ok_or(ErrorKind::Config)?;
+        ensure(self.len(dst) == 0, ErrorKind::Config)?;
         let page_size = self.slots.page_size;
         let pages = self.pages(src)[..len.div_ceil(page_size)].to_vec();
-        if !pages.iter().all(|page| self.slots.is_owned(*page)) {
-            return Err(Refused);
-        }
+        ensure(pages.iter().all(|page| self.slots.is_owned(*page)), ErrorKind::IndexOwnership)?;
         let (full, rest) = (len / page_size, len % page_size);
         let Some(own) = self.slots.take(usize::from(rest > 0)) else { return Ok(None) };
         self.slots.join(&pages[..full]);

@@ -6,7 +6,7 @@ use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{DType, IndexVec, StateSlot};
+use kvpool::base::{DType, ErrorKind, IndexVec, StateSlot};
 use kvpool::cache::{CacheEvent, Namespace, PageHash, PolicyKind, Segment, SegmentState};
 use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
@@ -17,7 +17,7 @@ use kvpool::pool::{
 };
 
 use super::slots::Fences;
-use super::{STREAM, Source, agree, contents, host, int, ints_of, size};
+use super::{Refusal, STREAM, Source, Verdict, agree, contents, ensure, host, int, ints_of, refused, size};
 
 const NAMESPACES: i64 = 2;
 /// Longer than any history.
@@ -460,9 +460,11 @@ impl Prefixes {
             return;
         }
         let HeldLease { lease, end, .. } = &self.held[source.below(self.held.len())];
-        agree(lease.restore(9, STREAM), false);
-        let is_right = end.1.is_empty() || self.snapshots.contains_key(end);
-        if agree(lease.restore(2, STREAM), self.states.is_some() && is_right).is_some() {
+        let is_right = self.states.is_some() && (end.1.is_empty() || self.snapshots.contains_key(end));
+        let expected = ensure(is_right, ErrorKind::Config);
+        let of_no_slot: Verdict = expected.and(Err(Refusal::at(ErrorKind::Index, 9)));
+        agree(lease.restore(9, STREAM), &of_no_slot);
+        if agree(lease.restore(2, STREAM), &expected).is_some() {
             let (region, offset, bytes) = self.state(2).expect("it was restored");
             let state = contents::read::<i32>(region, offset, bytes / size_of::<i32>());
             assert!(!state.is_empty() && state.iter().all(|part| *part == state_after(&end.1)));
@@ -477,7 +479,8 @@ impl Prefixes {
         if source.flip() {
             held.lease.release(STREAM);
             held.lease.release(STREAM);
-            assert!(held.lease.len().is_err(), "a released lease holds nothing");
+            // A released lease holds nothing.
+            refused(held.lease.len(), ErrorKind::StaleBuffer);
         }
         drop(held);
         self.drop_detached();
@@ -572,29 +575,32 @@ impl Prefixes {
         let mut listed = self.slots_of(&page, usize::MAX);
         let slots = IndexVec::I64(listed.clone());
         let publication = Publication { tokens: &more.as_slice(), slots: Some(&slots), state: None };
-        agree(held.lease.publish(&publication, STREAM), false);
+        let publish = |publication: &Publication<'_>| held.lease.publish(publication, STREAM);
+        refused(publish(&publication), Refusal::at(ErrorKind::IndexOwnership, listed[0]));
         let few: &[i32] = &more[1..];
-        agree(held.lease.publish(&Publication { tokens: &few, ..publication }, STREAM), false);
+        refused(publish(&Publication { tokens: &few, ..publication }), ErrorKind::Config);
         let negative = vec![-1; more.len()];
-        agree(
-            held.lease.publish(&Publication { tokens: &negative.as_slice(), ..publication }, STREAM),
-            false,
-        );
-        agree(held.lease.publish(&Publication { slots: None, ..publication }, STREAM), false);
+        let of_no_page = ensure(page != [-1], ErrorKind::IndexOwnership);
+        let of_no_token: Verdict = of_no_page.and(Err(Refusal::at(ErrorKind::Config, -1)));
+        agree(publish(&Publication { tokens: &negative.as_slice(), ..publication }), &of_no_token);
+        refused(publish(&Publication { slots: None, ..publication }), ErrorKind::Config);
         if self.page_size > 1 {
             // Not at its place in a page.
             listed.reverse();
             let reversed = IndexVec::I64(listed);
-            agree(held.lease.publish(&Publication { slots: Some(&reversed), ..publication }, STREAM), false);
+            let answer = publish(&Publication { slots: Some(&reversed), ..publication });
+            refused(answer, ErrorKind::IndexOwnership);
         }
         if self.states.is_none() {
             let (tokens, none): (&[i32], _) = (&[], IndexVec::I64(Vec::new()));
             let publication = Publication { tokens: &tokens, slots: Some(&none), state: Some(1) };
-            agree(held.lease.publish(&publication, STREAM), false);
+            refused(publish(&publication), ErrorKind::Config);
         }
-        agree(self.cache.match_prefix(&Namespace::Unnamed, &negative.as_slice(), 9, STREAM), false);
-        agree(self.cache.explain(&Namespace::Unnamed, &negative.as_slice(), STREAM), false);
-        agree(self.cache.pin(&held.lease, Some(Duration::MAX), 0, STREAM), false);
+        let (name, negative) = (Namespace::Unnamed, negative.as_slice());
+        let of_no_token = Refusal::at(ErrorKind::Config, -1);
+        refused(self.cache.match_prefix(&name, &negative, 9, STREAM), of_no_token);
+        refused(self.cache.explain(&name, &negative, STREAM), of_no_token);
+        refused(self.cache.pin(&held.lease, Some(Duration::MAX), 0, STREAM), ErrorKind::Config);
     }
 
     fn pin(&mut self, source: &mut Source<'_>) {
@@ -610,7 +616,8 @@ impl Prefixes {
         let is_few = f64::from(u32::try_from(pinned.count() * self.page_size).expect("small"))
             <= (f64::from(capacity) * self.max_pinned).floor();
         let is_right = is_few && self.current[*name] == end.0;
-        let answer = agree(self.cache.pin(lease, time, priority, STREAM), is_right);
+        let expected = ensure(is_right, ErrorKind::Config);
+        let answer = agree(self.cache.pin(lease, time, priority, STREAM), &expected);
         match time.filter(|_| answer.is_some()) {
             Some(LONG) => self.pinned.push((*name, end.clone())),
             None if answer.is_some() => {
@@ -626,7 +633,8 @@ impl Prefixes {
     fn clear_allocator(&mut self) {
         self.allocator.clear(STREAM);
         for held in self.held.drain(..) {
-            assert!(held.lease.len().is_err(), "its slots are gone");
+            // Its slots are gone.
+            refused(held.lease.len(), ErrorKind::StaleBuffer);
         }
         self.cached.clear();
         self.pinned.clear();

@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use kvpool::base::{DType, Id, IndexVec, contiguous_strides};
+use kvpool::base::{DType, ErrorKind, Id, IndexVec, contiguous_strides};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Host, Region};
 use kvpool::pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex};
 
-use super::{STREAM, Source, agree, contents, dims, host, int, ints_of, size};
+use super::{
+    Refusal, STREAM, Source, Verdict, agree, contents, dims, ensure, host, int, ints_of, places, size,
+};
 
 /// Rows as a queue, and the table as a plain array.
 struct Model {
@@ -25,43 +27,44 @@ impl Model {
         (self.first..self.table.len()).contains(&row) && !self.free.contains(&row)
     }
 
-    /// Frees rows, and returns the freed ones.
-    fn free(&mut self, given: &[i64]) -> Vec<usize> {
-        let mut freed = Vec::new();
+    /// Frees rows, and returns the freed ones, and the first that could not be.
+    fn free(&mut self, given: &[i64]) -> (Vec<usize>, Option<i64>) {
+        let (mut freed, mut bad) = (Vec::new(), None);
         for &row in given {
-            match usize::try_from(row).ok().filter(|row| self.is_live(*row) && !freed.contains(row)) {
-                Some(row) => freed.push(row),
-                None => self.dropped += 1,
+            let live = usize::try_from(row).ok().filter(|row| self.is_live(*row) && !freed.contains(row));
+            if live.is_none() {
+                bad = bad.or(Some(row));
+                self.dropped += 1;
             }
+            freed.extend(live);
         }
-        freed
+        (freed, bad)
     }
 
     /// The row and the columns of a slice, if it is one.
-    fn columns(&self, row: i64, start: i64, end: Option<i64>) -> Option<(usize, usize, usize)> {
-        let row = usize::try_from(row).ok().filter(|row| *row < self.table.len())?;
-        let start = usize::try_from(start).ok()?;
-        let end = end.map_or(Some(self.columns), |end| usize::try_from(end).ok())?;
-        (start <= end && end <= self.columns).then_some((row, start, end))
+    fn columns(&self, row: i64, start: i64, end: Option<i64>) -> Verdict<(usize, usize, usize)> {
+        let row = self.row(row)?;
+        let start = usize::try_from(start).map_err(|_| ErrorKind::Index)?;
+        let end = end.map_or(Ok(self.columns), usize::try_from).map_err(|_| ErrorKind::Index)?;
+        ensure(end <= self.columns, ErrorKind::Index)?;
+        ensure(start <= end, ErrorKind::Config)?;
+        Ok((row, start, end))
     }
 
-    /// A place of the table, if it is one.
-    fn place(&self, row: i64, column: i64) -> Option<(usize, usize)> {
-        let (row, column) = (usize::try_from(row).ok()?, usize::try_from(column).ok()?);
-        (row < self.table.len() && column < self.columns).then_some((row, column))
+    fn row(&self, row: i64) -> Verdict<usize> {
+        Ok(places(&[row], self.table.len())?[0])
     }
 
     /// Writes to places, or does nothing when one is outside or the number of values differs.
-    fn write(&mut self, places: Option<Vec<(usize, usize)>>, values: &[i64]) -> bool {
+    fn write(&mut self, places: Verdict<Vec<(usize, usize)>>, values: &[i64]) -> Verdict {
         let values: Option<Vec<i32>> = values.iter().map(|&value| i32::try_from(value).ok()).collect();
-        let (Some(places), Some(values)) = (places, values) else { return false };
-        if values.len() != places.len() && values.len() != 1 {
-            return false;
-        }
+        let values = values.ok_or(ErrorKind::Config)?;
+        let places = places?;
+        ensure(values.len() == places.len() || values.len() == 1, ErrorKind::Config)?;
         for (at, (row, column)) in places.into_iter().enumerate() {
             self.table[row][column] = values[if values.len() == 1 { 0 } else { at }];
         }
-        true
+        Ok(())
     }
 }
 
@@ -111,8 +114,8 @@ impl Rows {
                 let (row, length) =
                     (source.index(self.model.table.len()), source.index(self.model.columns + 1));
                 let expected = self.model.columns(row, 0, Some(length));
-                let view = agree(self.pool.read(row, length), expected.is_some());
-                if let (Some(view), Some((row, _, end))) = (view, expected) {
+                let view = agree(self.pool.read(row, length), &expected);
+                if let (Some(view), Ok((row, _, end))) = (view, expected) {
                     assert_eq!(ints_of(&view), self.model.table[row][..end]);
                 }
             }
@@ -128,9 +131,10 @@ impl Rows {
     fn free(&mut self, source: &mut Source<'_>) {
         let given = source.indices(4, self.model.table.len());
         let dropped = self.model.dropped;
-        let freed = self.model.free(&given);
-        let is_right = !self.pool.strict() || self.model.dropped == dropped;
-        match agree(self.pool.free(&source.index_vec(&given), STREAM), is_right) {
+        let (freed, bad) = self.model.free(&given);
+        let bad = bad.filter(|_| self.pool.strict());
+        let expected = bad.map_or(Ok(()), |row| Err(Refusal::at(ErrorKind::IndexOwnership, row)));
+        match agree(self.pool.free(&source.index_vec(&given), STREAM), &expected) {
             None => self.model.dropped = dropped,
             Some(outcome) => {
                 assert_eq!(outcome.bad.dropped(), self.model.dropped - dropped);
@@ -151,35 +155,37 @@ impl Rows {
         let values = values(source, places.as_ref().map_or(3, Vec::len));
         let index = TableIndex::Columns { row, start, end };
         let answer = self.pool.write(index, Indices::Host(source.index_vec(&values)), STREAM);
-        agree(answer, self.model.write(places, &values));
+        agree(answer, &self.model.write(places, &values));
     }
 
     fn write_points(&mut self, source: &mut Source<'_>) {
         let (rows, columns) =
             (source.indices(4, self.model.table.len()), source.indices(4, self.model.columns));
         let values = values(source, rows.len());
-        let places = rows.iter().zip(&columns).map(|(&row, &column)| self.model.place(row, column));
-        let places: Option<Vec<_>> = places.collect();
-        let places = places.filter(|_| rows.len() == columns.len());
+        let model = &self.model;
+        let places = ensure(rows.len() == columns.len(), ErrorKind::Config).and_then(|()| {
+            let (rows, columns) = (places(&rows, model.table.len())?, places(&columns, model.columns)?);
+            Ok(rows.into_iter().zip(columns).collect())
+        });
         let index = TableIndex::Points {
             rows: Indices::Host(source.index_vec(&rows)),
             columns: Indices::Host(source.index_vec(&columns)),
         };
         let answer = self.pool.write(index, Indices::Host(source.index_vec(&values)), STREAM);
-        agree(answer, self.model.write(places, &values));
+        agree(answer, &self.model.write(places, &values));
     }
 
     /// Writes to the table from outside, and marks it as modified.
     fn write_past(&mut self, source: &mut Source<'_>) {
         let row = source.index(self.model.table.len());
-        let place = self.model.place(row, 0);
-        if let Some((row, _)) = place {
+        let place = self.model.row(row);
+        if let Ok(row) = place {
             let column = source.below(self.model.columns);
             let at = (row * self.model.columns + column) * size_of::<i32>();
             contents::write(self.pool.req_to_token().region(), at, &[77i32]);
             self.model.table[row][column] = 77;
         }
-        agree(self.pool.mark_modified(&IndexVec::I64(vec![row]), None), place.is_some());
+        agree(self.pool.mark_modified(&IndexVec::I64(vec![row]), None), &place);
     }
 
     fn build(&mut self, source: &mut Source<'_>) {
@@ -205,13 +211,17 @@ impl Rows {
         let answer = self.pool.build_kv_indices(&given, &indptr, &out, STREAM);
         let mut expected = vec![0; room];
         let parts = rows.iter().zip(ends.windows(2)).map(|(&row, ends)| {
-            let (begin, end) = (usize::try_from(ends[0]).ok()?, usize::try_from(ends[1]).ok()?);
-            let (row, _, _) = self.model.columns(row, 0, Some(ends[1].checked_sub(ends[0])?))?;
-            (end <= room).then_some((row, begin..end))
+            let part = usize::try_from(ends[0]).ok().zip(usize::try_from(ends[1]).ok());
+            let (begin, end) = part.filter(|(begin, end)| begin <= end).ok_or(ErrorKind::Index)?;
+            let (row, _, _) = self.model.columns(row, 0, Some(int(end - begin)))?;
+            ensure(end <= room, ErrorKind::Index)?;
+            Ok((row, begin..end))
         });
-        let parts: Option<Vec<_>> = parts.collect();
-        let parts = parts.filter(|_| ends.len() == rows.len() + 1);
-        agree(answer, parts.is_some());
+        let parts: Verdict<Vec<_>> = parts.collect();
+        let parts = ensure(ends.len() == rows.len() + 1, ErrorKind::Config).and(parts);
+        // Any of the invalid rows and parts may be named.
+        let parts = parts.map_err(|refusal| refusal.kind.into());
+        agree(answer, &parts);
         for (row, part) in parts.into_iter().flatten() {
             let count = part.len();
             expected[part].copy_from_slice(&self.model.table[row][..count]);

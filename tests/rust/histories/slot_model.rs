@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use kvpool::base::ErrorKind;
 use kvpool::index::{Fit, Order};
+
+use super::{Refusal, Verdict, ensure};
 
 /// Pages that one free removed an owner from, in the order in which they return.
 #[derive(Clone, Debug, Default)]
@@ -167,18 +170,12 @@ impl SlotModel {
     }
 
     /// The new slots of a batch, and the pages that it continues.
-    #[expect(clippy::type_complexity, reason = "the three answers of one call")]
-    pub(super) fn extend(
-        &mut self,
-        batch: &[(i64, i64, i64)],
-    ) -> Result<Option<(Vec<usize>, Vec<usize>)>, ()> {
+    pub(super) fn extend(&mut self, batch: &[(i64, i64, i64)]) -> Verdict<Option<(Vec<usize>, Vec<usize>)>> {
         let size = self.page_size;
         let (mut continued, mut tokens, mut pages) = (Vec::new(), 0, 0);
         let mut requests = Vec::new();
         for &(prefix, seq, _) in batch {
-            if prefix < 0 || prefix > seq || seq > i32::MAX.into() {
-                return Err(());
-            }
+            ensure(0 <= prefix && prefix <= seq && seq <= i32::MAX.into(), ErrorKind::Config)?;
             let [prefix, seq] = [prefix, seq].map(|len| usize::try_from(len).expect("not negative"));
             tokens += seq - prefix;
             pages += seq.div_ceil(size) - prefix.div_ceil(size);
@@ -189,9 +186,9 @@ impl SlotModel {
                 let next = last.checked_add(1).filter(|next| (0..=i32::MAX.into()).contains(next));
                 let next = usize::try_from(next.unwrap_or(0)).expect("not negative");
                 let page = next / size;
-                if next % size != prefix % size || !self.is_owned(page) || continued.contains(&page) {
-                    return Err(());
-                }
+                ensure(next % size == prefix % size, ErrorKind::Config)?;
+                let is_its_own = self.is_owned(page) && !continued.contains(&page);
+                ensure(is_its_own, Refusal::at(ErrorKind::IndexOwnership, last))?;
                 continued.push(page);
             }
         }
@@ -215,17 +212,18 @@ impl SlotModel {
     }
 
     /// Adds an owner to the pages of slots, unless one of them has no owner.
-    pub(super) fn share(&mut self, slots: &[i64]) -> bool {
-        let pages: Option<Vec<usize>> = slots.iter().map(|&slot| self.page(slot)).collect();
-        let Some(mut pages) = pages.filter(|pages| pages.iter().all(|page| self.is_owned(*page))) else {
-            return false;
+    pub(super) fn share(&mut self, slots: &[i64]) -> Verdict {
+        let page = |&slot: &i64| {
+            let page = self.page(slot).filter(|page| self.is_owned(*page));
+            page.ok_or(Refusal::at(ErrorKind::IndexOwnership, slot))
         };
+        let mut pages: Vec<usize> = slots.iter().map(page).collect::<Verdict<_>>()?;
         if self.page_size > 1 {
             pages.sort_unstable();
             pages.dedup();
         }
         self.join(&pages);
-        true
+        Ok(())
     }
 
     pub(super) fn join(&mut self, pages: &[usize]) {

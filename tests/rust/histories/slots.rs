@@ -4,14 +4,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use kvpool::base::{Id, IndexDType, IndexVec, Page, Result};
+use kvpool::base::{ErrorKind, Id, IndexDType, IndexVec, Page, Result};
 use kvpool::index::{BadFree, BadFrees, Fit, Order};
 use kvpool::kernels::Indices;
 use kvpool::pool::{AllocatorConfig, Fence, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
 use super::slot_model::SlotModel;
-use super::{STREAM, Source, agree, host, int, ints_of, size};
+use super::{STREAM, Source, agree, ensure, host, int, ints_of, refused, size};
 
 /// Frees that are collected until the outermost group ends.
 #[derive(Default)]
@@ -97,7 +97,7 @@ impl Slots {
             16..=18 => {
                 let given = given(source, &self.model);
                 let answer = self.pool.share(&source.index_vec(&given), STREAM);
-                agree(answer, self.model.share(&given));
+                agree(answer, &self.model.share(&given));
             }
             19..=22 => self.pass(source),
             23..=26 => self.extend(source),
@@ -168,7 +168,8 @@ impl Slots {
         let dropped = self.model.dropped;
         let given = self.model.give_back(slots, fence.is_some());
         let dropped = self.model.dropped - dropped;
-        let Some(bad) = agree(answer, !self.pool.strict() || dropped == 0) else {
+        let expected = ensure(!self.pool.strict() || dropped == 0, ErrorKind::IndexOwnership);
+        let Some(bad) = agree(answer, &expected) else {
             self.model = before.expect("a strict pool");
             return;
         };
@@ -205,7 +206,7 @@ impl Slots {
             (self.pool.alloc_extend(&prefix, &seq, &last, STREAM), self.model.extend(&batch))
         };
         let (answer, expected) = answer;
-        let Some(answer) = agree(answer, expected.is_ok()) else { return };
+        let Some(answer) = agree(answer, &expected) else { return };
         let known = expected.expect("it was right");
         assert_eq!(answer.is_some(), known.is_some());
         if let (Some(taken), Some((slots, continued))) = (answer, known) {
@@ -221,7 +222,7 @@ impl Slots {
 
     fn end_group(&mut self) {
         match &mut self.group {
-            None => drop(agree(self.pool.free_group_end(STREAM), false)),
+            None => refused(self.pool.free_group_end(STREAM), ErrorKind::Config),
             Some(group) if group.nested > 0 => {
                 group.nested -= 1;
                 assert_eq!(self.pool.free_group_end(STREAM).expect("a group").0, 0);

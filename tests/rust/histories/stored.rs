@@ -1,11 +1,11 @@
 //! The store of pages: a page that is found has the bytes that were put, whatever happens to the disk, and
 //! the least recently used page is evicted first.
 
-use std::io::ErrorKind;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::DType;
+use kvpool::base::{DType, ErrorKind};
 use kvpool::memory::{HostRows, Region};
 use kvpool::pool::{FileStore, FileStoreConfig};
 use kvpool::tensor::TensorView;
@@ -260,7 +260,8 @@ fn damage(source: &mut Source<'_>, world: &mut World) {
         }
     }
     drop(files);
-    if world.open().is_err() {
+    if let Err(error) = world.open() {
+        assert_eq!(error.kind(), ErrorKind::Config, "{error}");
         // The header is damaged: nothing is believed, and nothing is overwritten.
         world.disk = Arc::default();
         world.model.pages.clear();
@@ -272,7 +273,11 @@ fn damage(source: &mut Source<'_>, world: &mut World) {
 /// Lets one call fail, or kills the process there.
 fn fail(source: &mut Source<'_>, world: &mut World, numbers: &[usize]) {
     let fault = match source.below(4) {
-        0 => Fault::Error(source.of(&[ErrorKind::Other, ErrorKind::StorageFull, ErrorKind::Interrupted])),
+        0 => Fault::Error(source.of(&[
+            io::ErrorKind::Other,
+            io::ErrorKind::StorageFull,
+            io::ErrorKind::Interrupted,
+        ])),
         1 => Fault::Short(source.below(200)),
         _ => Fault::Killed(source.of(&[0, 1, 32, 63, 64, 100, BLOCK - 1, BLOCK])),
     };
