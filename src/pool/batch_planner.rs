@@ -170,8 +170,9 @@ impl BatchPlanner {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in
-    /// [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Index`] for a row or a length
-    /// outside of the table; [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
+    /// [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Config`] also for a batch of more
+    /// requests or tokens than the planner has room for; [`ErrorKind::Index`] for a row or a length outside of
+    /// the table; [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
@@ -233,10 +234,12 @@ impl BatchPlanner {
     /// among them.
     ///
     /// # Errors
-    /// See [`Requests::resolve_rows`] and [`Requests::check_truncate`]; nothing is changed.
+    /// See [`Requests::resolve_rows`] and [`Requests::check_truncate`]; [`ErrorKind::Config`] unless there are
+    /// as many lengths as rows; nothing is changed.
     /// [`ErrorKind::IndexOwnership`] if the allocator is strict and another owner has freed a page; all
     /// others are freed.
     ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     /// [`Requests::check_truncate`]: crate::index::Requests::check_truncate
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows

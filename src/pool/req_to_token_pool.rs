@@ -295,9 +295,9 @@ impl ReqToTokenPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the numbers of values and places differ.
-    /// Nothing is written. Invalid places that only the device has are skipped, and
-    /// [`ReqToTokenPool::take_fault`] reports them.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the numbers of values and places differ, a
+    /// value does not fit int32 or the columns run backwards. Nothing is written. Invalid places that only the
+    /// device has are skipped, and [`ReqToTokenPool::take_fault`] reports them.
     pub fn write(&self, index: TableIndex<'_>, values: Indices<'_>, stream: Stream) -> Result<()> {
         let values = self.read_part(values, stream)?;
         let index = match index {
