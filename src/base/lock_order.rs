@@ -2,7 +2,8 @@
 //!
 //! A thread that holds a lock takes only locks that come later, and waits for no device, no other thread and
 //! no interpreter. So no two threads can each hold what the other one waits for. The locks of the layers below
-//! the pools, such as those of executors and events, come after all of these: these layers call no pool.
+//! the pools, such as those of executors and events, come after all of these: these layers call no pool. The
+//! last ranks are theirs.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
@@ -73,6 +74,10 @@ pub(crate) enum LockRank {
     Workspace,
     /// The arena of a workspace.
     Arena,
+    /// The jobs of a background thread.
+    JobQueue,
+    /// The progress of copies on a thread.
+    CopySteps,
 }
 
 /// A mutex with a place in the order of locks. It ignores poisoning: see [`lock`](super::sync::lock).

@@ -10,11 +10,10 @@ use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::sync::Condvar;
+use crate::base::sync::{Condvar, thread};
 use crate::base::{Error, ErrorKind, Result};
 use crate::cache::{Digest, PageHash};
 use crate::memory::HostRows;
@@ -93,7 +92,7 @@ pub struct FileStoreConfig {
 #[derive(Debug)]
 pub struct FileStore {
     shared: Arc<StoreCore>,
-    workers: RankedMutex<Vec<JoinHandle<()>>>,
+    workers: RankedMutex<Vec<thread::JoinHandle<()>>>,
 }
 
 /// The state that the store and its threads share.
@@ -215,7 +214,7 @@ impl FileStore {
         for number in 0..config.threads {
             let bytes = AlignedBytes::new(slot_bytes)?;
             let worker = Worker::new(&store.shared, Arc::clone(disk), bytes);
-            let thread = std::thread::Builder::new().name(format!("kvpool-store-{number}"));
+            let thread = thread::Builder::new().name(format!("kvpool-store-{number}"));
             match thread.spawn(move || worker.run()) {
                 Ok(handle) => store.workers.lock().push(handle),
                 Err(cause) if number > 0 => {

@@ -1,8 +1,9 @@
 //! Copies in progress, whose steps can be waited for one by one.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::base::sync::lock;
+use crate::base::lock_order::{LockRank, RankedMutex};
+use crate::base::sync::{Condvar, lock};
 use crate::base::{Error, ErrorKind, Result, run_blocking};
 use crate::memory::{Event, Gpu, Stream};
 
@@ -20,7 +21,7 @@ pub struct Transfer {
 #[derive(Debug)]
 enum Runner {
     /// The steps run on a thread.
-    Thread { steps: usize, progress: Mutex<StepProgress>, changed: Condvar, failure: OnceLock<Error> },
+    Thread { steps: usize, progress: RankedMutex<StepProgress>, changed: Condvar, failure: OnceLock<Error> },
     /// The steps run on a stream: the event after each step, and the streams that wait for the last step.
     Device { gpu: Arc<Gpu>, events: Vec<Event>, waiting_streams: Mutex<Vec<Stream>> },
 }
@@ -37,7 +38,7 @@ struct StepProgress {
 impl Transfer {
     /// Creates a transfer of `steps` steps, at least 1, which a thread will run.
     pub(super) fn on_thread(steps: usize) -> Self {
-        let progress = Mutex::new(StepProgress::default());
+        let progress = RankedMutex::new(LockRank::CopySteps, StepProgress::default());
         Self {
             process: std::process::id(),
             runner: Runner::Thread { steps, progress, changed: Condvar::new(), failure: OnceLock::new() },
@@ -70,7 +71,7 @@ impl Transfer {
     pub fn is_over(&self) -> Result<bool> {
         match &self.runner {
             _ if self.is_foreign() => Ok(true),
-            Runner::Thread { progress, .. } => Ok(lock(progress).is_over),
+            Runner::Thread { progress, .. } => Ok(progress.lock().is_over),
             Runner::Device { events, .. } => events.last().map_or(Ok(true), Event::has_passed),
         }
     }
@@ -82,7 +83,7 @@ impl Transfer {
     pub fn is_complete(&self) -> Result<bool> {
         match &self.runner {
             _ if self.is_foreign() => Ok(false),
-            Runner::Thread { steps, progress, .. } => Ok(lock(progress).done == *steps),
+            Runner::Thread { steps, progress, .. } => Ok(progress.lock().done == *steps),
             Runner::Device { .. } => self.is_over(),
         }
     }
@@ -120,7 +121,7 @@ impl Transfer {
         match &self.runner {
             Runner::Thread { progress, changed, failure, .. } => {
                 let has_advanced = |now: &StepProgress| now.done > step || now.is_over;
-                let now = *lock(progress);
+                let now = *progress.lock();
                 let now = if has_advanced(&now) {
                     now
                 } else {
@@ -159,7 +160,7 @@ impl Transfer {
             _ if self.is_foreign() => Ok(()),
             Runner::Thread { progress, changed, .. } => {
                 let is_over = |now: &StepProgress| now.is_over;
-                if !lock(progress).is_over {
+                if !progress.lock().is_over {
                     run_blocking(|| wait(progress, changed, is_over));
                 }
                 Ok(())
@@ -182,7 +183,7 @@ impl Transfer {
     /// Cancels the steps that a thread has not begun. Steps that were enqueued on a device still run.
     pub fn cancel(&self) {
         if let Runner::Thread { progress, .. } = &self.runner {
-            lock(progress).is_cancelled = true;
+            progress.lock().is_cancelled = true;
         }
     }
 
@@ -215,7 +216,7 @@ impl Transfer {
     pub(super) fn should_continue(&self) -> bool {
         match &self.runner {
             Runner::Thread { steps, progress, .. } => {
-                let now = *lock(progress);
+                let now = *progress.lock();
                 !now.is_cancelled && now.done < *steps
             }
             Runner::Device { .. } => false,
@@ -233,7 +234,7 @@ impl Transfer {
     /// Records the progress of the thread.
     pub(super) fn record(&self, event: StepEvent) {
         let Runner::Thread { progress, changed, .. } = &self.runner else { return };
-        let mut now = lock(progress);
+        let mut now = progress.lock();
         match event {
             StepEvent::Done => now.done += 1,
             StepEvent::Ended => now.is_over = true,
@@ -253,13 +254,13 @@ pub(super) enum StepEvent {
 }
 
 fn wait(
-    progress: &Mutex<StepProgress>,
+    progress: &RankedMutex<StepProgress>,
     changed: &Condvar,
     is_done: impl Fn(&StepProgress) -> bool,
 ) -> StepProgress {
-    let mut now: MutexGuard<'_, StepProgress> = lock(progress);
+    let mut now = progress.lock();
     while !is_done(&now) {
-        now = changed.wait(now).unwrap_or_else(PoisonError::into_inner);
+        now = now.wait(changed);
     }
     *now
 }

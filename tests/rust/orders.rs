@@ -5,6 +5,10 @@
 #![cfg(loom)]
 #![expect(clippy::unwrap_used, reason = "a failing test panics")]
 
+#[path = "histories/disks.rs"]
+#[expect(dead_code, reason = "no disk fails here")]
+mod disks;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,14 +16,16 @@ use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, read_indices, set_num_threads};
 use kvpool::memory::{
-    Backend, Host, LimitedBackend, MappedHost, PageLockEvent, PageLocking, Region, Stream, system_page_size,
+    Backend, Host, HostRows, LimitedBackend, MappedHost, PageLockEvent, PageLocking, Region, SideStream,
+    Stream, system_page_size,
 };
 use kvpool::pool::{
-    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, Grant, Lease,
-    PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication, ReqToTokenConfig, ReqToTokenPool,
-    TokenToKvPoolAllocator,
+    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, FileStore, FileStoreConfig,
+    Grant, Lease, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication, RemoteStore,
+    ReqToTokenConfig, ReqToTokenPool, Store, StoreCallQueue, TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
+use kvpool::transfer::{CopyQueue, Disk};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
 use loom::thread;
@@ -387,5 +393,136 @@ fn a_planner_runs_a_request_while_another_thread_lacks_slots() {
         short.join().unwrap();
         drop(lease);
         nothing_is_lost(&slots, &cache, 0);
+    });
+}
+
+/// Copies that write the number of each step, which the threads that wait read without a lock.
+struct Steps([UnsafeCell<usize>; 2]);
+
+// SAFETY: loom checks every access.
+unsafe impl Sync for Steps {}
+// SAFETY: as above.
+unsafe impl Send for Steps {}
+
+#[test]
+fn a_step_of_a_copy_is_done_before_its_waiters_go_on() {
+    try_all_calls(Some(3), || {
+        let queue = CopyQueue::new(SideStream::In, None);
+        let steps = Arc::new(Steps([0; 2].map(UnsafeCell::new)));
+        let copied = Arc::clone(&steps);
+        let copy = move |step: usize, _| {
+            // SAFETY: loom checks every access.
+            copied.0[step].with_mut(|done| unsafe { *done = step + 1 });
+            Ok(())
+        };
+        let transfer = queue.start(2, &[], copy).unwrap();
+        let is_done = |step: usize| {
+            // SAFETY: as above.
+            assert_eq!(steps.0[step].with(|done| unsafe { *done }), step + 1);
+        };
+        let waiter = {
+            let transfer = Arc::clone(&transfer);
+            spawn(move || transfer.wait().unwrap())
+        };
+        transfer.make_stream_wait(0, NO_STREAM).unwrap();
+        is_done(0);
+        // The thread ends after the copy, which nothing waits for here.
+        drop(queue);
+        transfer.make_stream_wait(1, NO_STREAM).unwrap();
+        is_done(1);
+        waiter.join().unwrap();
+        assert!(transfer.is_over().unwrap() && transfer.is_complete().unwrap());
+    });
+}
+
+#[test]
+fn a_cancelled_copy_ends_every_wait() {
+    try_all_calls(Some(3), || {
+        let queue = CopyQueue::new(SideStream::Out, None);
+        let transfer = queue.start(2, &[], |_, _| Ok(())).unwrap();
+        let waiter = {
+            let transfer = Arc::clone(&transfer);
+            spawn(move || transfer.make_stream_wait(1, NO_STREAM))
+        };
+        transfer.stop(NO_STREAM).unwrap();
+        let is_complete = transfer.is_complete().unwrap();
+        assert_eq!(
+            waiter.join().unwrap().map_err(|error| error.kind()),
+            if is_complete { Ok(()) } else { Err(ErrorKind::State) }
+        );
+    });
+}
+
+/// Asks a store for two keys, and returns whether it has them.
+fn find(store: &RemoteStore) -> Result<Vec<bool>, ErrorKind> {
+    store.find(&[[1; 32], [2; 32]]).map_err(|error| error.kind())
+}
+
+#[test]
+fn a_caller_gets_its_answer_while_the_store_is_closed() {
+    try_all_calls(Some(3), || {
+        let store = Arc::new(RemoteStore::default());
+        let caller = {
+            let store = Arc::clone(&store);
+            spawn(move || find(&store))
+        };
+        let answering = {
+            let store = Arc::clone(&store);
+            spawn(move || {
+                while let Ok(call) = store.next(StoreCallQueue::Reads, FOREVER) {
+                    call.expect("time stands still").finish(&[true, false]);
+                }
+            })
+        };
+        assert!(store.close(FOREVER).unwrap());
+        // It was answered, or came too late.
+        let found = caller.join().unwrap();
+        assert!(found == Ok(vec![true, false]) || found == Err(ErrorKind::State), "{found:?}");
+        answering.join().unwrap();
+        assert_eq!(find(&store), Err(ErrorKind::State));
+    });
+}
+
+#[test]
+fn the_thread_that_answers_a_call_abandons_the_store() {
+    try_all_calls(Some(3), || {
+        let store = Arc::new(RemoteStore::default());
+        let callers = [0, 1].map(|_| {
+            let store = Arc::clone(&store);
+            spawn(move || find(&store))
+        });
+        let call = store.next(StoreCallQueue::Reads, FOREVER).unwrap().expect("time stands still");
+        store.abandon();
+        call.finish(&[true, true]);
+        let found = callers.map(|caller| caller.join().unwrap());
+        // The other call was dropped, or came too late.
+        assert_eq!(found.iter().filter(|found| **found == Ok(vec![true, true])).count(), 1, "{found:?}");
+        assert!(store.close(FOREVER).unwrap());
+    });
+}
+
+#[test]
+fn a_waiter_is_woken_when_two_threads_store_the_last_pages() {
+    /// The bytes of a page.
+    const BYTES: usize = 4096;
+    try_all_calls(Some(2), || {
+        let config = FileStoreConfig {
+            capacity_bytes: 4 * BYTES,
+            page_bytes: BYTES,
+            threads: 2,
+            queue_bytes: 4 * BYTES,
+            digest: disks::digest,
+        };
+        let disk: Arc<dyn Disk> = Arc::<disks::MemoryDisk>::default();
+        let store = FileStore::open("store", &config, &disk).unwrap();
+        let region = Arc::new(Region::new(Arc::new(Host), 2 * BYTES).expect("small"));
+        let pages = TensorView::contiguous(Arc::clone(&region), 0, DType::U8, &[2, BYTES]).unwrap();
+        // SAFETY: nothing else uses the region.
+        let rows = unsafe { HostRows::of_tensor("pages", &pages.borrow(), region) }.unwrap();
+        let put = store.put(vec![[1; 32], [2; 32]], rows).unwrap();
+        let closing = spawn(move || store.close(FOREVER).unwrap());
+        assert!(put.wait(FOREVER).unwrap());
+        assert_eq!(put.present().unwrap(), [true, true]);
+        assert!(closing.join().unwrap());
     });
 }
