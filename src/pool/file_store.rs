@@ -120,7 +120,8 @@ struct StoreState {
     /// The pages that are being put: queued, or at work.
     pending: HashSet<PageHash>,
     is_closing: bool,
-    workers: usize,
+    /// The threads and calls that use the files.
+    disk_users: usize,
     counts: Counts,
     /// The message of the first failure of each kind.
     notes: Vec<String>,
@@ -195,7 +196,7 @@ impl FileStore {
             puts: VecDeque::new(),
             pending: HashSet::new(),
             is_closing: false,
-            workers: 0,
+            disk_users: 0,
             counts,
             notes: Vec::new(),
             noted: HashSet::new(),
@@ -325,11 +326,10 @@ impl FileStore {
     /// See [`FileStore::exists`]. A page whose entry cannot be cleared counts among `errors`, and may be back
     /// when the store is opened again.
     pub fn remove(&self, keys: &[PageHash]) -> Result<usize> {
-        let disk = self.disk()?;
-        let mut state = self.open_state()?;
+        let (disk, mut state) = self.use_disk()?;
         let slots: Vec<FileSlot> = keys.iter().filter_map(|key| state.slots.remove(key)).collect();
         drop(state);
-        self.shared.forget(&*disk, &slots);
+        self.shared.forget(disk.files(), &slots);
         let mut state = self.shared.state();
         for &slot in &slots {
             state.slots.release(slot);
@@ -357,7 +357,7 @@ impl FileStore {
         let mut state = self.shared.state();
         state.is_closing = true;
         self.shared.changed.notify_all();
-        while state.workers > 0 {
+        while state.disk_users > 0 {
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
                 return Ok(false);
@@ -499,9 +499,33 @@ impl FileStore {
         if state.is_closing { Err(self.closed()) } else { Ok(state) }
     }
 
-    fn disk(&self) -> Result<Arc<dyn Disk>> {
+    /// Begins a call that uses the files.
+    fn use_disk(&self) -> Result<(DiskUse<'_>, RankedGuard<'_, StoreState>)> {
         self.check_process()?;
-        self.shared.disk.lock().clone().ok_or_else(|| self.closed())
+        let disk = self.shared.disk.lock().clone();
+        let mut state = self.open_state()?;
+        state.disk_users += 1;
+        Ok((DiskUse { shared: &self.shared, disk }, state))
+    }
+}
+
+/// A call that uses the files. [`FileStore::close`] waits for it.
+struct DiskUse<'a> {
+    shared: &'a StoreCore,
+    disk: Option<Arc<dyn Disk>>,
+}
+
+impl DiskUse<'_> {
+    fn files(&self) -> &dyn Disk {
+        self.disk.as_deref().expect("an open store has its files")
+    }
+}
+
+impl Drop for DiskUse<'_> {
+    fn drop(&mut self) {
+        self.disk = None;
+        self.shared.state().disk_users -= 1;
+        self.shared.changed.notify_all();
     }
 }
 

@@ -437,6 +437,26 @@ fn a_renewed_entry_that_cannot_be_written_is_an_error() {
 }
 
 #[test]
+fn a_store_is_closed_when_no_call_uses_its_files() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 3);
+    put(&store, &[1, 2, 3]);
+    std::thread::scope(|scope| {
+        // The call waits for the files.
+        let files = disk.files();
+        let clearing = scope.spawn(|| store.clear().unwrap());
+        while store.len().unwrap() > 0 {
+            std::thread::yield_now();
+        }
+        assert!(!store.close(Duration::from_millis(1)).unwrap());
+        drop(files);
+        assert!(store.close(Duration::from_secs(60)).unwrap());
+        assert_eq!(clearing.join().unwrap(), 3);
+    });
+    assert_eq!(Arc::strong_count(&disk), 1);
+}
+
+#[test]
 fn rows_that_do_not_fit_are_refused() {
     let store = open(&Arc::default(), 3);
     let error = store.put(keys(&[1]), rows(2).1).unwrap_err();

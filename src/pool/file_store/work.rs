@@ -28,7 +28,7 @@ enum Job {
 
 impl Worker {
     pub(super) fn new(shared: &Arc<StoreCore>, disk: Arc<dyn Disk>, bytes: AlignedBytes) -> Self {
-        shared.state().workers += 1;
+        shared.state().disk_users += 1;
         Self { shared: Arc::clone(shared), disk, bytes }
     }
 
@@ -182,7 +182,7 @@ fn write_page(
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.shared.state().workers -= 1;
+        self.shared.state().disk_users -= 1;
         self.shared.changed.notify_all();
     }
 }
