@@ -261,7 +261,7 @@ def test_a_listener_that_does_not_know_the_secret_is_left() -> None:
     server.listener.close()
 
 
-@pytest.mark.parametrize("answer", ["nothing", "zeros", "what the caller said"])
+@pytest.mark.parametrize("answer", ["nothing", "zeros", "what the caller sent"])
 def test_an_impostor_learns_nothing(answer: str) -> None:
     """The impostor listens in the place of the router, and may send back what it has received."""
     with socket.create_server(HERE) as server:
@@ -399,12 +399,12 @@ def test_callers_that_say_nothing_do_not_keep_others_out() -> None:
         assert server.next() == b"in"
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(4096)])
-def test_strangers_are_refused(server: RecordingServer, said: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(4096)])
+def test_strangers_are_refused(server: RecordingServer, content: bytes) -> None:
     with raw_connection(server) as connection:
         # The server may have closed the connection meanwhile.
         with suppress(OSError):
-            connection.sendall(said)
+            connection.sendall(content)
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(4096):
                 pass

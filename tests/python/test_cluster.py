@@ -326,8 +326,8 @@ def test_a_worker_whose_times_are_none_is_refused(name: str) -> None:
 def test_a_worker_reports_as_often_as_it_was_told() -> None:
     with cluster(0, 1) as (router, members):
         members["rare"] = ClusterWorker(router, "rare", "decode", report_s=60.0)
-        until(router, lambda: router.stats()["workers"] == 2)
-        until(router, lambda: all(one.stats for one in router.workers()))
+        wait_until(router, lambda: router.stats()["workers"] == 2)
+        wait_until(router, lambda: all(one.stats for one in router.workers()))
         ends = time.monotonic() + 1.0
         while time.monotonic() < ends:
             router.step()
@@ -520,7 +520,7 @@ def joined(name: str = "false", role: Role = "decode") -> bytes:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         b"",
         b"\x80",
@@ -531,9 +531,9 @@ def joined(name: str = "false", role: Role = "decode") -> bytes:
         messages.encode(messages.Abort(1)),  # what routers say
     ],
 )
-def test_who_says_what_no_worker_says_is_left(said: bytes) -> None:
+def test_who_says_what_no_worker_says_is_left(message: bytes) -> None:
     with ThreadPoolExecutor(1) as threads, Router(SECRET) as router, authenticated_channel(router) as channel:
-        channel.send(said)
+        channel.send(message)
         answer = threads.submit(channel.receive)
         wait_until(router, answer.done)
         with pytest.raises(ChannelError, match="ended"):
@@ -648,8 +648,8 @@ def test_seeds_and_findings_are_messages_or_errors(path: Path) -> None:
 
 
 def test_every_message_is_read_as_it_was_sent() -> None:
-    for said in SAMPLES:
-        payload = messages.encode(said)
+    for message in SAMPLES:
+        payload = messages.encode(message)
         assert check_payload(payload) == 1
         for end in range(len(payload)):
             assert check_payload(payload[:end]) == 0

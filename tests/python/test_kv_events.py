@@ -821,7 +821,7 @@ def test_an_interrupt_loses_no_event(
     monkeypatch.setattr(messages, "BATCH_TOKENS", 8)
     with open_publisher(cache) as publisher:
         subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
-        until(subscriber, lambda: subscriber.is_connected("a"))
+        wait_until(subscriber, lambda: subscriber.is_connected("a"))
         insert(cache, range(60))
         cache.evict(60)
         insert(cache, range(50))
@@ -836,7 +836,7 @@ def test_an_interrupt_loses_no_event(
             patch.setattr(publishers._Buffer, "append", append)
             publisher.publish()
         assert publisher.publish() > 3
-        until(subscriber, lambda: index.match(range(60)) == {"a": 50})
+        wait_until(subscriber, lambda: index.match(range(60)) == {"a": 50})
         assert publisher.publish() == 0
 
 

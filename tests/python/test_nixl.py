@@ -333,7 +333,7 @@ def test_the_examples_of_the_documentation_run(nixl: dict[str, str], name: str) 
 
 
 def test_without_the_package_the_error_says_what_to_install(run_snippet: RunSnippet) -> None:
-    said = run_snippet(
+    output = run_snippet(
         """
         import kvpool
         from kvpool.integrations.nixl import Endpoint
@@ -344,7 +344,7 @@ def test_without_the_package_the_error_says_what_to_install(run_snippet: RunSnip
         """,
         hidden=("nixl", "torch"),
     )
-    assert "install 'kvpool[nixl]'" in said
+    assert "install 'kvpool[nixl]'" in output
 
 
 def test_an_agent_of_the_caller_is_used_and_not_closed(nixl: dict[str, str]) -> None:
@@ -413,11 +413,12 @@ import kvpool
 from kvpool.integrations.nixl import Endpoint, TransferError
 from kvpool.remote import messages
 a, b = [Endpoint(name, kvpool.KVPool(64, 2, 2, 4, "cpu", "float32")) for name in "ab"]
-who = messages.introduced(a.metadata())
+known = messages.decode_introduction(a.metadata())
 kept = []
-for strange in (who._replace(agent="x#1", metadata=b"nonsense"), who._replace(agent="x#2", words=(4096, 9))):
+strangers = known._replace(agent="x#1", metadata=b"nonsense"), known._replace(agent="x#2", words=(4096, 9))
+for strange in strangers:
     try:
-        b.connect(messages.introduction(strange))
+        b.connect(messages.encode_introduction(strange))
     except TransferError as error:
         kept.append(error)
 assert len(kept) == 2 and all("NIXL cannot reach a peer" in str(error) for error in kept), kept

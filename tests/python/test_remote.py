@@ -90,10 +90,10 @@ def test_states_are_read_with_their_rows(network: Network) -> None:
     lease = pair.a.lend([4, 9], states=[2])
     assert pair.read(lease, [1, 2], states=[3]).wait()
     assert torch.equal(rows(pair.pools[1], [1, 2]), rows(pair.pools[0], [4, 9]))
-    ours, theirs = pair.states
-    assert ours is not None
-    assert theirs is not None
-    assert torch.equal(state_rows(theirs, [3]), state_rows(ours, [2]))
+    local, remote = pair.states
+    assert local is not None
+    assert remote is not None
+    assert torch.equal(state_rows(remote, [3]), state_rows(local, [2]))
     assert pair.a.lend([], states=torch.tensor([1, 2], dtype=torch.int32)).ticket
 
 
@@ -443,29 +443,35 @@ def test_a_stopped_writer_does_not_fill_what_has_a_new_owner(network: Network) -
 def test_offers_that_do_not_fit_are_refused(network: Network, caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(network)
     readable, writable = pair.b.lend([1, 2]), pair.b.lend([3, 4], writable=True)
-    mine, two = pair.a.lend([1]), pair.a.lend([1, 2])
-    agent = network.agents[messages.introduced(pair.b.metadata()).agent]
-    reader = messages.introduced(pair.a.metadata()).agent + "/1"
+    one, two = pair.a.lend([1]), pair.a.lend([1, 2])
+    agent = network.agents[messages.decode_introduction(pair.b.metadata()).agent]
+    reader = messages.decode_introduction(pair.a.metadata()).agent + "/1"
 
     def named(lease: SlotLease) -> tuple[int, int]:
-        remote = messages.leased(lease.ticket)
+        remote = messages.decode_ticket(lease.ticket)
         return remote.word, remote.nonce
 
-    outside = messages.leased(two.ticket)._replace(slots=np.array([1, 999], np.int32))
+    outside = messages.decode_ticket(two.ticket)._replace(slots=np.array([1, 999], np.int32))
     for sender, note in [
-        (reader, messages.note(messages.Offered(*named(writable), b"", mine.ticket))),
-        (reader, messages.note(messages.Offered(*named(readable), b"", two.ticket))),
-        (reader, messages.note(messages.Offered(*named(writable), b"", writable.ticket))),
-        (reader, messages.note(messages.Offered(*named(writable), b"", messages.ticket(outside)))),
-        (reader, messages.note(messages.Offered(*named(writable), b"", b"?"))),
-        (reader, messages.note(messages.Returned(*named(writable)))),
-        ("unknown_introduction#1/1", messages.note(messages.Offered(*named(writable), b"", two.ticket))),
+        (reader, messages.encode_note(messages.Offered(*named(writable), b"", one.ticket))),
+        (reader, messages.encode_note(messages.Offered(*named(readable), b"", two.ticket))),
+        (reader, messages.encode_note(messages.Offered(*named(writable), b"", writable.ticket))),
+        (
+            reader,
+            messages.encode_note(messages.Offered(*named(writable), b"", messages.encode_ticket(outside))),
+        ),
+        (reader, messages.encode_note(messages.Offered(*named(writable), b"", b"?"))),
+        (reader, messages.encode_note(messages.Returned(*named(writable)))),
+        (
+            "unknown_introduction#1/1",
+            messages.encode_note(messages.Offered(*named(writable), b"", two.ticket)),
+        ),
         (reader, b"nonsense"),
     ]:
-        agent.heard.append((sender, note))
+        agent.received.append((sender, note))
     # That a nonce is wrong may be so because the lease is over: nothing is said.
     word, nonce = named(readable)
-    agent.heard.append((reader, messages.note(messages.Returned(word, nonce ^ 1))))
+    agent.received.append((reader, messages.encode_note(messages.Returned(word, nonce ^ 1))))
     pair.b.poll()
     assert pair.b.stats()["refused"] == 8
     assert not readable.query()
@@ -551,7 +557,7 @@ def test_snapshots_show_what_is_under_transfer(network: Network, tmp_path: Path)
         """Spans, with whom they move for and the lease."""
         (one,) = (one for endpoint in endpoints() for one in take_endpoint(endpoint) if one.name == name)
         return [
-            (span.first, span.end, span.state, [f"{who}: {lease}" for who, lease, *_ in span.holders])
+            (span.first, span.end, span.state, [f"{peer}: {lease}" for peer, lease, *_ in span.holders])
             for span in one.spans
         ]
 
@@ -624,10 +630,12 @@ def test_a_peer_that_begins_anew_takes_its_old_place(network: Network) -> None:
     assert pair.b.stats()["peers"] == 1
     assert to_a.read(to_a.slots(again.lend([4]).ticket), [4]).wait()
     lent = pair.b.lend([7], writable=True)
-    agent = network.agents[messages.introduced(pair.b.metadata()).agent]
-    remote = messages.leased(lent.ticket)
+    agent = network.agents[messages.decode_introduction(pair.b.metadata()).agent]
+    remote = messages.decode_ticket(lent.ticket)
     offered = messages.Offered(remote.word, remote.nonce, b"", pair.a.lend([7]).ticket)
-    agent.heard.append((messages.introduced(pair.a.metadata()).agent, messages.note(offered)))
+    agent.received.append(
+        (messages.decode_introduction(pair.a.metadata()).agent, messages.encode_note(offered))
+    )
     pair.b.poll()
     assert pair.b.stats()["refused"] == 1  # the one of before is nobody now
 
@@ -674,8 +682,8 @@ def test_misuse_changes_nothing(network: Network) -> None:
     ]
 
     def unknown_introduction() -> bytes:
-        who = messages.introduced(pair.a.metadata())
-        return messages.introduction(who._replace(agent="x", metadata=b"x"))
+        peer = messages.decode_introduction(pair.a.metadata())
+        return messages.encode_introduction(peer._replace(agent="x", metadata=b"x"))
 
     before = pair.a.stats(), pair.b.stats()
     for kind, message, call in calls:

@@ -20,7 +20,7 @@ from kvpool.remote.messages import Introduction, Offered, RemoteSlots, Returned
 
 SEEDS = Path(__file__).parents[1] / "fuzz" / "corpus" / "remote_messages"
 
-WHO = Introduction(
+INTRODUCTION = Introduction(
     "prefill-0",
     "prefill-0#0123456789ab",
     {"kv": {"layer_num": 2, "dtype": "bfloat16"}, "states": None},
@@ -43,8 +43,8 @@ def test_a_ticket_is_read_as_it_was_written(
     word: int,
     nonce: int,
 ) -> None:
-    ticket = messages.ticket(RemoteSlots(listed, rows, is_writable, word, nonce, 0.0))
-    found = messages.leased(ticket)
+    ticket = messages.encode_ticket(RemoteSlots(listed, rows, is_writable, word, nonce, 0.0))
+    found = messages.decode_ticket(ticket)
     assert np.array_equal(found.slots, listed)
     assert np.array_equal(found.states, rows)
     assert (found.is_writable, found.word, found.nonce) == (is_writable, word, nonce)
@@ -54,7 +54,7 @@ def test_a_ticket_is_read_as_it_was_written(
 def test_a_run_of_slots_is_short() -> None:
     run = np.arange(5, 100_005, dtype=np.int32)
     lent = RemoteSlots(run, run[:0], is_writable=False, word=0, nonce=1, deadline=0.0)
-    assert len(messages.ticket(lent)) == 44
+    assert len(messages.encode_ticket(lent)) == 44
     assert messages.runs(run[::-1]).tolist()[:2] == [[100_004, 1], [100_003, 1]]
     assert messages.runs(np.array([3, 4, 6, 7, 8], np.int32)).tolist() == [[3, 2], [6, 3]]
 
@@ -62,16 +62,16 @@ def test_a_run_of_slots_is_short() -> None:
 @given(words, nonces, st.binary(max_size=100), st.binary(max_size=100))
 def test_a_note_is_read_as_it_was_written(word: int, nonce: int, notify: bytes, ticket: bytes) -> None:
     for note in (Returned(word, nonce), Offered(word, nonce, notify, ticket)):
-        assert messages.noted(messages.note(note)) == note
-        assert check_message(messages.note(note)) == 1
+        assert messages.decode_note(messages.encode_note(note)) == note
+        assert check_message(messages.encode_note(note)) == 1
 
 
 def test_an_introduction_is_read_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert messages.introduced(messages.introduction(WHO)) == WHO
+    assert messages.decode_introduction(messages.encode_introduction(INTRODUCTION)) == INTRODUCTION
     endpoint = Network(monkeypatch).endpoint("a", filled(), states())
     metadata = endpoint.metadata()
     assert check_message(metadata) == 1
-    assert messages.introduction(messages.introduced(metadata)) == metadata
+    assert messages.encode_introduction(messages.decode_introduction(metadata)) == metadata
 
 
 @given(st.binary(max_size=200))
@@ -96,7 +96,7 @@ def header(**changes: object) -> bytes:
     """An introduction whose header has other fields."""
     import json
 
-    message = messages.introduction(WHO)
+    message = messages.encode_introduction(INTRODUCTION)
     length = struct.unpack_from("<8sHI", message)[2]
     fields = json.loads(message[14 : 14 + length])
     text = json.dumps({**fields, **changes}).encode()
@@ -139,15 +139,15 @@ POOL: dict[str, list[int]] = {"kv": [], "states": []}
 )
 def test_introductions_that_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"a peer's message cannot be used: {message}"):
-        messages.introduced(header(**changes))
+        messages.decode_introduction(header(**changes))
 
 
-TICKET = messages.ticket(
+TICKET = messages.encode_ticket(
     RemoteSlots(
         np.array([3, 4, 9], np.int32), np.array([2], np.int32), is_writable=False, word=7, nonce=5, deadline=0
     )
 )
-NOTE = messages.note(Offered(1, 2, b"notify", TICKET))
+NOTE = messages.encode_note(Offered(1, 2, b"notify", TICKET))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ NOTE = messages.note(Offered(1, 2, b"notify", TICKET))
 )
 def test_tickets_that_are_refused(content: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        messages.leased(content)
+        messages.decode_ticket(content)
 
 
 @pytest.mark.parametrize(
@@ -186,23 +186,23 @@ def test_tickets_that_are_refused(content: bytes, message: str) -> None:
 )
 def test_notes_that_are_refused(content: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        messages.noted(content)
+        messages.decode_note(content)
 
 
 def test_messages_are_bounded() -> None:
     too_long = bytes(messages.MAX_MESSAGE_BYTES + 1)
-    for read in (messages.introduced, messages.leased, messages.noted):
+    for read in (messages.decode_introduction, messages.decode_ticket, messages.decode_note):
         with pytest.raises(ConfigError, match=f"it has {len(too_long)} bytes"):
             read(too_long)
     deep = b"[" * 100_000
     with pytest.raises(ConfigError, match="its header is not JSON"):
-        messages.introduced(struct.pack("<8sHI", b"kvpeer\r\n", 1, len(deep)) + deep)
+        messages.decode_introduction(struct.pack("<8sHI", b"kvpeer\r\n", 1, len(deep)) + deep)
 
 
 def test_every_field_makes_a_difference() -> None:
-    other = WHO._replace(name="b")
-    assert messages.difference(WHO, other) is None
-    kv, none = WHO.shapes["kv"], None
+    other = INTRODUCTION._replace(name="b")
+    assert messages.difference(INTRODUCTION, other) is None
+    kv, none = INTRODUCTION.shapes["kv"], None
     cases: list[tuple[dict[str, Any], str]] = [
         (
             {"shapes": {"kv": {"layer_num": 3, "dtype": "bfloat16"}, "states": none}},
@@ -214,17 +214,19 @@ def test_every_field_makes_a_difference() -> None:
         ({"buffers": {"kv": [(1, 8)], "states": []}}, "buffers of kv have rows of"),
     ]
     for changes, message in cases:
-        found = messages.difference(WHO, other._replace(**changes))
+        found = messages.difference(INTRODUCTION, other._replace(**changes))
         assert found is not None
         assert message in found
 
 
 def test_rows_are_numbered_buffer_by_buffer() -> None:
     """Slots of every buffer, and after those of K and V the states'."""
-    who = WHO._replace(buffers={"kv": [(1, 8), (2, 8)], "states": [(3, 4)]}, rows={"kv": 10, "states": 5})
-    numbers = messages.numbered(who, np.array([1, 9], np.int32), np.array([4], np.int32))
+    introduction = INTRODUCTION._replace(
+        buffers={"kv": [(1, 8), (2, 8)], "states": [(3, 4)]}, rows={"kv": 10, "states": 5}
+    )
+    numbers = messages.number_rows(introduction, np.array([1, 9], np.int32), np.array([4], np.int32))
     assert numbers.tolist() == [1, 9, 11, 19, 24]
-    pools, _ = messages.blocks(who)
+    pools, _ = messages.blocks(introduction)
     found = []
     for number, (at, (address, size, rows)) in product(numbers.tolist(), enumerate(pools.buffers)):
         first = sum(count for _, _, count in pools.buffers[:at])

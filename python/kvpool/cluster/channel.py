@@ -263,32 +263,36 @@ def connect(address: tuple[str, int], secret: bytes, options: ChannelOptions = D
 
 
 def _call(connection: socket.socket, secret: bytes, options: ChannelOptions) -> Channel:
-    magic, version, theirs = _HELLO.unpack(_take(connection, _HELLO.size))
+    magic, version, remote_challenge = _HELLO.unpack(_take(connection, _HELLO.size))
     if magic != _MAGIC or version != VERSION:
         raise ChannelError(f"the other end is not kvpool, or of version {version} and not {VERSION}")
-    mine = secrets.token_bytes(_PROOF_BYTES)
-    _send(connection, mine + _proof(secret, b"caller", theirs, mine))
-    if not hmac.compare_digest(_take(connection, _PROOF_BYTES), _proof(secret, b"listener", theirs, mine)):
+    local_challenge = secrets.token_bytes(_PROOF_BYTES)
+    _send(connection, local_challenge + _proof(secret, b"caller", remote_challenge, local_challenge))
+    if not hmac.compare_digest(
+        _take(connection, _PROOF_BYTES), _proof(secret, b"listener", remote_challenge, local_challenge)
+    ):
         raise ChannelError("the other end does not know the secret")
-    sending, receiving = _keys(secret, theirs, mine)
+    sending, receiving = _keys(secret, remote_challenge, local_challenge)
     return _ready(connection, sending, receiving, options)
 
 
 def _answer(connection: socket.socket, secret: bytes, options: ChannelOptions) -> Channel:
-    mine = secrets.token_bytes(_PROOF_BYTES)
-    _send(connection, _HELLO.pack(_MAGIC, VERSION, mine))
-    theirs = _take(connection, _PROOF_BYTES)
-    if not hmac.compare_digest(_take(connection, _PROOF_BYTES), _proof(secret, b"caller", mine, theirs)):
+    local_challenge = secrets.token_bytes(_PROOF_BYTES)
+    _send(connection, _HELLO.pack(_MAGIC, VERSION, local_challenge))
+    remote_challenge = _take(connection, _PROOF_BYTES)
+    if not hmac.compare_digest(
+        _take(connection, _PROOF_BYTES), _proof(secret, b"caller", local_challenge, remote_challenge)
+    ):
         raise ChannelError("the other end does not know the secret")
-    _send(connection, _proof(secret, b"listener", mine, theirs))
-    receiving, sending = _keys(secret, mine, theirs)
+    _send(connection, _proof(secret, b"listener", local_challenge, remote_challenge))
+    receiving, sending = _keys(secret, local_challenge, remote_challenge)
     return _ready(connection, sending, receiving, options)
 
 
-def _proof(secret: bytes, who: bytes, listener: bytes, caller: bytes) -> bytes:
+def _proof(secret: bytes, role: bytes, listener: bytes, caller: bytes) -> bytes:
     """Return the HMAC that proves knowledge of the secret. Its parts but the first have fixed lengths."""
     return hmac.digest(
-        secret, who + b"\0" + VERSION.to_bytes(2, "little") + listener + caller, hashlib.sha256
+        secret, role + b"\0" + VERSION.to_bytes(2, "little") + listener + caller, hashlib.sha256
     )
 
 

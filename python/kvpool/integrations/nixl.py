@@ -63,12 +63,12 @@ def _ucx(devices: str) -> Iterator[None]:
     """Set the variables of UCX that the environment has not set."""
     wanted = {"UCX_NET_DEVICES": devices, "UCX_TCP_TX_SEG_SIZE": _SEGMENT, "UCX_TCP_RX_SEG_SIZE": _SEGMENT}
     with _environment:
-        mine = {name: value for name, value in wanted.items() if name not in os.environ}
-        os.environ.update(mine)
+        unset = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(unset)
         try:
             yield
         finally:
-            for name in mine:
+            for name in unset:
                 del os.environ[name]
 
 

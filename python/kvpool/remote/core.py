@@ -83,24 +83,24 @@ class Core:
         self._readers = 0
         new_reader = self._new_reader if may_cut else lambda: self._agent
         self.reads: Reads = Reads(new_reader, may_cut=may_cut, patience_s=patience_s)
-        self.who: Introduction = _introduce(name, kv, states, self.leases.words)
-        messages.introduction(self.who)  # refuses pools that are too large
-        pools, _ = messages.blocks(self.who)
+        self.introduction: Introduction = _introduce(name, kv, states, self.leases.words)
+        messages.encode_introduction(self.introduction)  # refuses pools that are too large
+        pools, _ = messages.blocks(self.introduction)
         scratch = messages.words(self.reads.words)
         self._blocks = (pools, scratch)
         self._memory = [
             Memory(words.ctypes.data, words.nbytes, None) for words in (self.leases.words, self.reads.words)
         ]
-        self._memory += messages.regions(self.who)
+        self._memory += messages.regions(self.introduction)
         # Reads go through agents of their own: those can be closed while peers read here.
-        self._agent: Agent = new_agent(self.who.agent, self._memory, self._blocks)
-        self.who = self.who._replace(metadata=self._agent.metadata())
+        self._agent: Agent = new_agent(self.introduction.agent, self._memory, self._blocks)
+        self.introduction = self.introduction._replace(metadata=self._agent.metadata())
         observe(self)
 
     @property
     def name(self) -> str:
         """The name of the endpoint."""
-        return self.who.name
+        return self.introduction.name
 
     @property
     def device(self) -> str:
@@ -109,41 +109,43 @@ class Core:
 
     def _new_reader(self) -> Agent:
         self._readers += 1
-        return self._new_agent(f"{self.who.agent}/{self._readers}", self._memory, self._blocks)
+        return self._new_agent(f"{self.introduction.agent}/{self._readers}", self._memory, self._blocks)
 
     def check_open(self) -> None:
         """Raise `TransferError` if the endpoint is closed."""
         if self.is_closed:
-            raise TransferError(f"{self.who.name} is closed")
+            raise TransferError(f"{self.introduction.name} is closed")
 
     def connect(self, metadata: bytes) -> Introduction:
         """Connect to a peer, and return its properties."""
-        who = messages.introduced(metadata)
-        different = messages.difference(self.who, who)
+        peer = messages.decode_introduction(metadata)
+        different = messages.difference(self.introduction, peer)
         if different is not None:
-            raise ConfigError(f"the pools of {who.name} and {self.who.name} do not fit: {different}")
-        if who.agent == self.who.agent:
-            raise ConfigError(f"{who.name} is this endpoint itself")
+            raise ConfigError(
+                f"the pools of {peer.name} and {self.introduction.name} do not fit: {different}"
+            )
+        if peer.agent == self.introduction.agent:
+            raise ConfigError(f"{peer.name} is this endpoint itself")
         with self.lock:
             self.check_open()
-            self.reads.reach(who)
+            self.reads.reach(peer)
             for other in [*self.peers.values()]:
-                if other.name == who.name and other.agent != who.agent:
+                if other.name == peer.name and other.agent != peer.agent:
                     del self.peers[other.agent]
                     self.reads.forget(other)
-            self.peers[who.agent] = who
-        return who
+            self.peers[peer.agent] = peer
+        return peer
 
-    def disconnect(self, who: Introduction) -> None:
+    def disconnect(self, peer: Introduction) -> None:
         """Disconnect a peer that is gone."""
         with self.lock:
-            self.peers.pop(who.agent, None)
-            self.reads.leave(who)
+            self.peers.pop(peer.agent, None)
+            self.reads.leave(peer)
 
     def rows(self, slots: IndicesLike, states: IndicesLike) -> list[Indices]:
         """Return slots of both pools as int32."""
         return [
-            _slots(listed, self.who.rows[pool], pool)
+            _slots(listed, self.introduction.rows[pool], pool)
             for pool, listed in zip(messages.POOLS, (slots, states), strict=True)
         ]
 
@@ -151,39 +153,39 @@ class Core:
         """Lend slots."""
         if not 0 <= seconds <= messages.MAX_SECONDS:
             raise ConfigError(f"seconds is {seconds}, not in [0, {messages.MAX_SECONDS:.0f}]")
-        numbers = messages.numbered(self.who, *rows)
+        numbers = messages.number_rows(self.introduction, *rows)
         with self.lock:
             self.check_open()
             self.poll()
             slots, states = rows
-            until = mark(self.who.device)
+            until = mark(self.introduction.device)
             return self.leases.lend(slots, states, numbers, seconds, until, is_writable=is_writable)
 
-    def read(self, who: Introduction, remote: RemoteSlots, rows: Sequence[Indices], *, keep: bool) -> Read:
+    def read(self, peer: Introduction, remote: RemoteSlots, rows: Sequence[Indices], *, keep: bool) -> Read:
         """Begin to read the slots of a peer."""
         self._check_counts(rows, (remote.slots, remote.states))
-        here = messages.numbered(self.who, *rows)
-        there = messages.numbered(who, remote.slots, remote.states)
-        read = Read(who, remote, rows, here, there, mark(self.who.device), keep)
+        here = messages.number_rows(self.introduction, *rows)
+        there = messages.number_rows(peer, remote.slots, remote.states)
+        read = Read(peer, remote, rows, here, there, mark(self.introduction.device), keep)
         with self.lock:
             self.check_open()
             self.reads.begin(read)
         return read
 
-    def offer(self, who: Introduction, remote: RemoteSlots, rows: Sequence[Indices]) -> Lease:
+    def offer(self, peer: Introduction, remote: RemoteSlots, rows: Sequence[Indices]) -> Lease:
         """Lend slots from which a peer is to fetch rows into slots that it has lent."""
         self._check_counts(rows, (remote.slots, remote.states))
         seconds = max(remote.deadline - time.monotonic(), 0.0)
         with self.lock:
             self.check_open()
-            self.reads.reach(who)
+            self.reads.reach(peer)
             lease = self.lend(rows, min(seconds, messages.MAX_SECONDS), is_writable=False)
-            lease.peer = who.name
+            lease.peer_name = peer.name
             return lease
 
     @staticmethod
-    def _check_counts(rows: Sequence[Indices], theirs: Sequence[Indices]) -> None:
-        for pool, here, there in zip(messages.POOLS, rows, theirs, strict=True):
+    def _check_counts(rows: Sequence[Indices], remote_rows: Sequence[Indices]) -> None:
+        for pool, here, there in zip(messages.POOLS, rows, remote_rows, strict=True):
             if len(here) != len(there):
                 raise ConfigError(
                     f"{len(here)} slots of {pool} are given, and the peer has lent {len(there)}"
@@ -255,39 +257,39 @@ class Core:
         try:
             notes = self._agent.notes()
         except TransferError as error:
-            _logger.warning("%s cannot listen to peers: %s", self.who.name, error)
+            _logger.warning("%s cannot listen to peers: %s", self.introduction.name, error)
             return
         for sender, note in notes:
             try:
-                self._handle(sender.partition("/")[0], messages.noted(note))
+                self._handle(sender.partition("/")[0], messages.decode_note(note))
             except (KvPoolError, IndexError) as error:  # noqa: PERF203 - the next one may be good
                 self.refused += 1
-                _logger.warning("%s refuses a note of %.80s: %s", self.who.name, sender, error)
+                _logger.warning("%s refuses a note of %.80s: %s", self.introduction.name, sender, error)
 
-    def _handle(self, sender: str, said: Returned | Offered) -> None:
-        lease = self.leases.find(said.word, said.nonce)
+    def _handle(self, sender: str, note: Returned | Offered) -> None:
+        lease = self.leases.find(note.word, note.nonce)
         if lease is None:
             return  # it was over before the note came
-        if isinstance(said, Returned):
+        if isinstance(note, Returned):
             if lease.remote.is_writable:
                 raise ConfigError("slots that are to be filled are not returned")
             self.leases.end(lease, "returned")
             self.returned += 1
             return
-        who = self.peers.get(sender)
-        if who is None:
+        peer = self.peers.get(sender)
+        if peer is None:
             raise ConfigError("it is not connected")
-        remote = messages.leased(said.ticket).of(who)
+        remote = messages.decode_ticket(note.ticket).of(peer)
         if remote.is_writable or not lease.remote.is_writable or lease.filled_by is not None:
             raise ConfigError("slots are offered for some that are not lent to be filled")
         self._check_counts((lease.remote.slots, lease.remote.states), (remote.slots, remote.states))
         # Nothing arrives after the time of either lease.
         until = remote._replace(deadline=min(remote.deadline, lease.remote.deadline))
-        there = messages.numbered(who, remote.slots, remote.states)
+        there = messages.number_rows(peer, remote.slots, remote.states)
         slots = lease.remote.slots, lease.remote.states
-        read = Read(who, until, slots, lease.rows, there, lease.mark)
+        read = Read(peer, until, slots, lease.rows, there, lease.mark)
         self.reads.begin(read)
-        lease.filled_by, lease.notify = read, said.notify
+        lease.filled_by, lease.notify = read, note.notify
 
     def stats(self) -> EndpointStats:
         """Return counters."""
@@ -317,7 +319,9 @@ class Core:
         """Return for each pool that it has its rows, and what is under transfer."""
         now = time.monotonic()
         found: dict[str, tuple[int, list[Moving]]] = {
-            pool: (self.who.rows[pool], []) for pool in messages.POOLS if self.who.rows[pool]
+            pool: (self.introduction.rows[pool], [])
+            for pool in messages.POOLS
+            if self.introduction.rows[pool]
         }
 
         def add(slots: Sequence[Indices], state: str, peer: str | None, lease: str, begun: float) -> None:
@@ -329,13 +333,13 @@ class Core:
             for lease in self.leases:
                 remote, read = lease.remote, lease.filled_by
                 state = "filling" if remote.is_writable else "lent"
-                peer = lease.peer if read is None else read.who.name
+                peer = lease.peer_name if read is None else read.peer.name
                 what = f"lease {remote.word}, {max(remote.deadline - now, 0):.1f} s left"
                 add((remote.slots, remote.states), state, peer, what, lease.begun)
             for read in self.reads:
                 if id(read) not in filling:
-                    what = f"lease {read.remote.word} of {read.who.name}"
-                    add(read.slots, "reading", read.who.name, what, read.begun)
+                    what = f"lease {read.remote.word} of {read.peer.name}"
+                    add(read.slots, "reading", read.peer.name, what, read.begun)
         return found
 
     def __del__(self) -> None:
@@ -380,15 +384,15 @@ def _introduce(name: str, kv: KVPool, states: GDNPool | None, words: np.ndarray)
     device = None if kv.device == "cpu" else int(kv.device.rpartition(":")[2])
     buffers: dict[str, list[tuple[int, int]]] = {"kv": [], "states": []}
     rows = dict.fromkeys(messages.POOLS, 0)
-    for pool, of in ((kv, "kv"), (states, "states")):
+    for pool, pool_name in ((kv, "kv"), (states, "states")):
         if pool is None:
             continue
         if pool.device != kv.device:
             raise ConfigError(f"states are on {pool.device}, and kv is on {kv.device}")
         for address, size, row in zip(*pool.get_contiguous_buf_infos(), strict=True):
             if row:
-                buffers[of].append((address, row))
-                rows[of] = size // row
+                buffers[pool_name].append((address, row))
+                rows[pool_name] = size // row
     agent = f"{name}#{secrets.token_hex(6)}"
     return Introduction(
         name, agent, _shapes(kv, states), buffers, rows, device, (words.ctypes.data, len(words)), b""

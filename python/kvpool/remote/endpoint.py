@@ -47,7 +47,7 @@ class SlotLease:
         """
         if self._lease.mark is not None:
             self._lease.mark.synchronize()
-        return messages.ticket(self._lease.remote)
+        return messages.encode_ticket(self._lease.remote)
 
     @property
     def returned(self) -> bool:
@@ -146,10 +146,10 @@ class _Writing(Transfer):
     """A write: the rows are lent until the peer has fetched them."""
 
     def __init__(
-        self, core: Core, who: Introduction, remote: RemoteSlots, lease: Lease, notify: bytes
+        self, core: Core, peer: Introduction, remote: RemoteSlots, lease: Lease, notify: bytes
     ) -> None:
         self._core = core
-        self._who = who
+        self._peer = peer
         self._remote = remote
         self._lease = lease
         self._notify: bytes | None = notify
@@ -162,15 +162,15 @@ class _Writing(Transfer):
             if self._notify is not None and (mark is None or mark.query()):
                 self._offer(self._notify)
             if self._lease.is_over() and self._lease.state != "returned" and self._error is None:
-                self._error = TransferError(f"{self._who.name} did not fetch what it was to be given")
+                self._error = TransferError(f"{self._peer.name} did not fetch what it was to be given")
             return self._lease.is_over()
 
     def _offer(self, notify: bytes) -> None:
         self._notify = None
-        ticket = messages.ticket(self._lease.remote)
+        ticket = messages.encode_ticket(self._lease.remote)
         offered = Offered(self._remote.word, self._remote.nonce, notify, ticket)
         try:
-            self._core.reads.send(self._who, messages.note(offered))
+            self._core.reads.send(self._peer, messages.encode_note(offered))
         except TransferError as error:
             self._error = TransferError(str(error))  # without a traceback, which would keep NIXL's objects
             self._core.end(self._lease)
@@ -189,14 +189,14 @@ class _Writing(Transfer):
 class Peer:
     """Another endpoint, made by `Endpoint.connect`."""
 
-    def __init__(self, core: Core, who: Introduction) -> None:
+    def __init__(self, core: Core, introduction: Introduction) -> None:
         self._core = core
-        self._who = who
+        self._introduction = introduction
 
     @property
     def name(self) -> str:
         """The name of the peer."""
-        return self._who.name
+        return self._introduction.name
 
     def slots(self, ticket: bytes) -> RemoteSlots:
         """Return the slots that the peer has lent, from `SlotLease.ticket`. Their time counts from now.
@@ -205,7 +205,7 @@ class Peer:
             ConfigError: If it is no ticket.
             IndexError: If the peer has no such slots.
         """
-        return messages.leased(ticket).of(self._who)
+        return messages.decode_ticket(ticket).of(self._introduction)
 
     def read(
         self, remote_slots: RemoteSlots, slots: IndicesLike, *, states: IndicesLike = (), keep: bool = False
@@ -231,7 +231,7 @@ class Peer:
         if remote_slots.is_writable:
             raise ConfigError("the slots are lent to be filled, not to be read")
         rows = self._core.rows(slots, states)
-        return _Reading(self._core, self._core.read(self._who, remote_slots, rows, keep=keep))
+        return _Reading(self._core, self._core.read(self._introduction, remote_slots, rows, keep=keep))
 
     def write(
         self,
@@ -262,8 +262,8 @@ class Peer:
             raise ConfigError("the slots are lent to be read, not to be filled")
         if len(notify) > messages.MAX_NOTIFY_BYTES:
             raise ConfigError(f"notify has {len(notify)} bytes, more than {messages.MAX_NOTIFY_BYTES}")
-        lease = self._core.offer(self._who, remote_slots, self._core.rows(slots, states))
-        writing = _Writing(self._core, self._who, remote_slots, lease, notify)
+        lease = self._core.offer(self._introduction, remote_slots, self._core.rows(slots, states))
+        writing = _Writing(self._core, self._introduction, remote_slots, lease, notify)
         writing.query()
         return writing
 
@@ -305,12 +305,12 @@ class Endpoint(Closing):
     @property
     def name(self) -> str:
         """The name of the endpoint."""
-        return self._core.who.name
+        return self._core.introduction.name
 
     @property
     def has_states(self) -> bool:
         """Whether it has a pool of states."""
-        return self._core.who.shapes["states"] is not None
+        return self._core.introduction.shapes["states"] is not None
 
     def metadata(self) -> bytes:
         """Return the bytes that `connect` of a peer takes. They do not change as long as the endpoint lives.
@@ -318,7 +318,7 @@ class Endpoint(Closing):
         Send it to trusted peers only: with it, a process can read the pools.
         """
         self._core.check_open()
-        return messages.introduction(self._core.who)
+        return messages.encode_introduction(self._core.introduction)
 
     def connect(self, metadata: bytes) -> Peer:
         """Return the peer that `metadata` introduces. One of the same name takes the place of an earlier one.
@@ -336,7 +336,7 @@ class Endpoint(Closing):
         It is over when no byte of it can arrive any more: within `patience_s` if other reads go on, and
         otherwise when this returns, after some tenths of a second.
         """
-        self._core.disconnect(peer._who)  # noqa: SLF001 - of this module
+        self._core.disconnect(peer._introduction)  # noqa: SLF001 - of this module
 
     def lend(
         self,

@@ -34,7 +34,7 @@ class Lease:
         rows: Their rows in all buffers.
         mark: The work that must be done before they are used.
         begun: The time at which they were lent, in seconds of `time.monotonic`.
-        peer: The name of the peer that may use them; `None` for any that has the ticket.
+        peer_name: The name of the peer that may use them; `None` for any that has the ticket.
         state: Whether the lease lasts, or how it ended.
         filled_by: The read that brings what a writer offered, as long as it runs.
         notify: The bytes that the writer sent when it had filled them.
@@ -44,7 +44,7 @@ class Lease:
     rows: Indices
     mark: Mark | None
     begun: float
-    peer: str | None = None
+    peer_name: str | None = None
     state: Literal["open", "returned", "expired", "ended"] = "open"
     filled_by: Read | None = None
     notify: bytes | None = None

@@ -46,11 +46,11 @@ _MAX_BUFFERS = 1 << 14
 _END = 1 << 63
 
 _INTRODUCTION = struct.Struct("<8sHI")
-_INTRODUCED_BY = b"kvpeer\r\n"
+_INTRODUCTION_MAGIC = b"kvpeer\r\n"
 _TICKET = struct.Struct("<4sHHIQdII")
-_TICKET_OF = b"kvt\n"
+_TICKET_MAGIC = b"kvt\n"
 _NOTE = struct.Struct("<4sHHIQI")
-_NOTE_OF = b"kvn\n"
+_NOTE_MAGIC = b"kvn\n"
 _WRITABLE = 1
 _RETURNED, _OFFERED = 1, 2
 
@@ -102,18 +102,18 @@ class RemoteSlots(NamedTuple):
         """Return them without the first `start` slots, which are not needed. It is the same lease."""
         return self._replace(slots=self.slots[start:])
 
-    def of(self, who: Introduction) -> RemoteSlots:
+    def of(self, peer: Introduction) -> RemoteSlots:
         """Return them if the endpoint has such slots.
 
         Raises:
             IndexError: If not.
         """
-        if self.word >= who.words[1]:
-            raise IndexError(f"word {self.word} is outside [0, {who.words[1]}) of {who.name}")
+        if self.word >= peer.words[1]:
+            raise IndexError(f"word {self.word} is outside [0, {peer.words[1]}) of {peer.name}")
         for pool, rows in zip(POOLS, (self.slots, self.states), strict=True):
-            if len(rows) and rows.max() >= who.rows[pool]:
+            if len(rows) and rows.max() >= peer.rows[pool]:
                 raise IndexError(
-                    f"slot {rows.max()} is outside [1, {who.rows[pool]}) of {pool} of {who.name}"
+                    f"slot {rows.max()} is outside [1, {peer.rows[pool]}) of {pool} of {peer.name}"
                 )
         return self
 
@@ -162,29 +162,29 @@ def _fields(value: object, what: str) -> Mapping[str, object]:
     return value
 
 
-def introduction(who: Introduction) -> bytes:
+def encode_introduction(introduction: Introduction) -> bytes:
     """Return an introduction as bytes.
 
     Raises:
         ConfigError: If its rows cannot be numbered.
     """
-    too_many = _too_many_rows(who)
+    too_many = _too_many_rows(introduction)
     if too_many:
         raise ConfigError(too_many)
     header = {
-        "name": who.name,
-        "agent": who.agent,
-        "shapes": who.shapes,
-        "buffers": who.buffers,
-        "rows": who.rows,
-        "device": who.device,
-        "words": who.words,
+        "name": introduction.name,
+        "agent": introduction.agent,
+        "shapes": introduction.shapes,
+        "buffers": introduction.buffers,
+        "rows": introduction.rows,
+        "device": introduction.device,
+        "words": introduction.words,
     }
     text = json.dumps(header).encode()
-    return _INTRODUCTION.pack(_INTRODUCED_BY, VERSION, len(text)) + text + who.metadata
+    return _INTRODUCTION.pack(_INTRODUCTION_MAGIC, VERSION, len(text)) + text + introduction.metadata
 
 
-def introduced(message: bytes) -> Introduction:
+def decode_introduction(message: bytes) -> Introduction:
     """Return the introduction in `message`.
 
     Raises:
@@ -193,7 +193,7 @@ def introduced(message: bytes) -> Introduction:
     if not _INTRODUCTION.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
     magic, version, length = _INTRODUCTION.unpack_from(message)
-    _check_version(magic == _INTRODUCED_BY, version)
+    _check_version(magic == _INTRODUCTION_MAGIC, version)
     text, metadata = message[_INTRODUCTION.size :][:length], message[_INTRODUCTION.size + length :]
     try:
         header = _fields(json.loads(text), "its header")
@@ -214,7 +214,7 @@ def introduced(message: bytes) -> Introduction:
     words = _listed(header.get("words"), "words", 2)
     if len(words) != 2:  # noqa: PLR2004 - address and number
         _refuse("words are not an address and a number")
-    who = Introduction(
+    introduction = Introduction(
         _text(header.get("name"), "name"),
         _text(header.get("agent"), "agent"),
         shapes,
@@ -224,15 +224,15 @@ def introduced(message: bytes) -> Introduction:
         (_whole(words[0], "the address of words", 1, _END), _whole(words[1], "words", 1, 1 << 24)),
         metadata,
     )
-    too_many = _too_many_rows(who)
+    too_many = _too_many_rows(introduction)
     if too_many:
         _refuse(too_many)
-    return who
+    return introduction
 
 
-def _too_many_rows(who: Introduction) -> str | None:
+def _too_many_rows(introduction: Introduction) -> str | None:
     """Return the reason why the rows of all buffers cannot be numbered; `None` if they can."""
-    total = sum(who.rows[pool] * len(who.buffers[pool]) for pool in POOLS)
+    total = sum(introduction.rows[pool] * len(introduction.buffers[pool]) for pool in POOLS)
     return f"{total} rows in all buffers are more than int32 numbers" if total >= 1 << 31 else None
 
 
@@ -262,25 +262,25 @@ def _buffer(value: object, pool: str) -> tuple[int, int]:
     return _whole(numbers[0], "an address", 1, _END), _whole(numbers[1], "the bytes of a row", 1, 1 << 40)
 
 
-def difference(ours: Introduction, theirs: Introduction) -> str | None:
+def difference(local: Introduction, remote: Introduction) -> str | None:
     """Return what keeps rows of two endpoints from being copied to each other, or `None`."""
     for pool in POOLS:
-        mine, other = ours.shapes[pool], theirs.shapes[pool]
-        if mine is None or other is None:
-            if mine is not other:
-                has, has_not = (ours, theirs) if other is None else (theirs, ours)
+        local_shape, remote_shape = local.shapes[pool], remote.shapes[pool]
+        if local_shape is None or remote_shape is None:
+            if local_shape is not remote_shape:
+                has, has_not = (local, remote) if remote_shape is None else (remote, local)
                 return f"{has.name} has {pool}, and {has_not.name} has none"
             continue
-        for name in {**mine, **other}:
-            if mine.get(name) != other.get(name):
-                here, there = (
-                    f"{side.get(name)!r} at {who.name}" for side, who in ((mine, ours), (other, theirs))
-                )
-                return f"{name} of {pool} is {there} and {here}"
-        sizes, others = ([size for _, size in who.buffers[pool]] for who in (ours, theirs))
-        if sizes != others:
+        for name in {**local_shape, **remote_shape}:
+            local_value, remote_value = local_shape.get(name), remote_shape.get(name)
+            if local_value != remote_value:
+                values = f"{remote_value!r} at {remote.name} and {local_value!r} at {local.name}"
+                return f"{name} of {pool} is {values}"
+        local_sizes, remote_sizes = ([size for _, size in one.buffers[pool]] for one in (local, remote))
+        if local_sizes != remote_sizes:
             return (
-                f"buffers of {pool} have rows of {others} bytes at {theirs.name} and {sizes} at {ours.name}"
+                f"buffers of {pool} have rows of {remote_sizes} bytes at {remote.name} "
+                f"and {local_sizes} at {local.name}"
             )
     return None
 
@@ -309,18 +309,18 @@ def _rows(packed: bytes, what: str) -> npt.NDArray[np.int32]:
     return (firsts + np.arange(total)).astype(np.int32)
 
 
-def ticket(leased: RemoteSlots) -> bytes:
-    """Return what the peer must have to use slots."""
-    seconds = max(leased.deadline - time.monotonic(), 0.0)
-    parts = [runs(leased.slots), runs(leased.states)]
-    flags = _WRITABLE if leased.is_writable else 0
+def encode_ticket(remote: RemoteSlots) -> bytes:
+    """Return the ticket with which a peer can use slots of this endpoint."""
+    seconds = max(remote.deadline - time.monotonic(), 0.0)
+    parts = [runs(remote.slots), runs(remote.states)]
+    flags = _WRITABLE if remote.is_writable else 0
     head = _TICKET.pack(
-        _TICKET_OF, VERSION, flags, leased.word, leased.nonce, seconds, len(parts[0]), len(parts[1])
+        _TICKET_MAGIC, VERSION, flags, remote.word, remote.nonce, seconds, len(parts[0]), len(parts[1])
     )
     return head + b"".join(part.astype("<i4").tobytes() for part in parts)
 
 
-def leased(message: bytes) -> RemoteSlots:
+def decode_ticket(message: bytes) -> RemoteSlots:
     """Return the slots that a ticket names; its time counts from now.
 
     Raises:
@@ -329,7 +329,7 @@ def leased(message: bytes) -> RemoteSlots:
     if not _TICKET.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
     magic, version, flags, word, nonce, seconds, slots, states = _TICKET.unpack_from(message)
-    _check_version(magic == _TICKET_OF, version)
+    _check_version(magic == _TICKET_MAGIC, version)
     if len(message) != _TICKET.size + 8 * (slots + states):
         _refuse(f"it has {len(message)} bytes, for {slots} + {states} runs")
     if flags & ~_WRITABLE or not 0 <= seconds <= MAX_SECONDS or not nonce:
@@ -345,15 +345,15 @@ def leased(message: bytes) -> RemoteSlots:
     )
 
 
-def note(said: Returned | Offered) -> bytes:
+def encode_note(note: Returned | Offered) -> bytes:
     """Return a note as bytes."""
-    if isinstance(said, Returned):
-        return _NOTE.pack(_NOTE_OF, VERSION, _RETURNED, said.word, said.nonce, 0)
-    head = _NOTE.pack(_NOTE_OF, VERSION, _OFFERED, said.word, said.nonce, len(said.notify))
-    return head + said.notify + said.ticket
+    if isinstance(note, Returned):
+        return _NOTE.pack(_NOTE_MAGIC, VERSION, _RETURNED, note.word, note.nonce, 0)
+    head = _NOTE.pack(_NOTE_MAGIC, VERSION, _OFFERED, note.word, note.nonce, len(note.notify))
+    return head + note.notify + note.ticket
 
 
-def noted(message: bytes) -> Returned | Offered:
+def decode_note(message: bytes) -> Returned | Offered:
     """Return the content of a note.
 
     Raises:
@@ -362,7 +362,7 @@ def noted(message: bytes) -> Returned | Offered:
     if not _NOTE.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
     magic, version, kind, word, nonce, length = _NOTE.unpack_from(message)
-    _check_version(magic == _NOTE_OF, version)
+    _check_version(magic == _NOTE_MAGIC, version)
     body = message[_NOTE.size :]
     if kind == _RETURNED and not body and not length:
         return Returned(word, nonce)
@@ -376,37 +376,41 @@ def words(memory: npt.NDArray[np.uint64]) -> Blocks:
     return Blocks(((memory.ctypes.data, WORD_BYTES, len(memory)),), None)
 
 
-def blocks(who: Introduction) -> tuple[Blocks, Blocks]:
+def blocks(introduction: Introduction) -> tuple[Blocks, Blocks]:
     """Return the rows of an endpoint's pools, and its words."""
-    pools = tuple((address, size, who.rows[pool]) for pool in POOLS for address, size in who.buffers[pool])
-    address, count = who.words
-    return Blocks(pools, who.device), Blocks(((address, WORD_BYTES, count),), None)
+    pools = tuple(
+        (address, size, introduction.rows[pool])
+        for pool in POOLS
+        for address, size in introduction.buffers[pool]
+    )
+    address, count = introduction.words
+    return Blocks(pools, introduction.device), Blocks(((address, WORD_BYTES, count),), None)
 
 
-def regions(who: Introduction) -> list[Memory]:
+def regions(introduction: Introduction) -> list[Memory]:
     """Return the memory of an endpoint's pools. Buffers of one pool lie in one region."""
     found = []
     for pool in POOLS:
-        if buffers := who.buffers[pool]:
+        if buffers := introduction.buffers[pool]:
             start = min(address for address, _ in buffers)
-            end = max(address + who.rows[pool] * size for address, size in buffers)
-            found.append(Memory(start, end - start, who.device))
+            end = max(address + introduction.rows[pool] * size for address, size in buffers)
+            found.append(Memory(start, end - start, introduction.device))
     return found
 
 
-def bytes_of(who: Introduction, remote: RemoteSlots) -> int:
+def bytes_of(introduction: Introduction, remote: RemoteSlots) -> int:
     """Return the bytes of slots of an endpoint, in all buffers."""
     counts = zip(POOLS, (len(remote.slots), len(remote.states)), strict=True)
-    return sum(count * sum(size for _, size in who.buffers[pool]) for pool, count in counts)
+    return sum(count * sum(size for _, size in introduction.buffers[pool]) for pool, count in counts)
 
 
-def numbered(
-    who: Introduction, slots: npt.NDArray[np.int32], states: npt.NDArray[np.int32]
+def number_rows(
+    introduction: Introduction, slots: npt.NDArray[np.int32], states: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
     """Return the numbers of the rows of slots in all buffers of an endpoint, as `blocks` counts them."""
     parts, first = [], 0
     for pool, rows in zip(POOLS, (slots, states), strict=True):
-        firsts = first + who.rows[pool] * np.arange(len(who.buffers[pool]))
+        firsts = first + introduction.rows[pool] * np.arange(len(introduction.buffers[pool]))
         parts.append(np.add.outer(firsts, rows).ravel())
-        first += who.rows[pool] * len(who.buffers[pool])
+        first += introduction.rows[pool] * len(introduction.buffers[pool])
     return np.concatenate(parts).astype(np.int32)

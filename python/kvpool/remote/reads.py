@@ -38,7 +38,7 @@ class Read:
     """A read of rows and then of the word of their lease, which shows whether they were lent until then.
 
     Attributes:
-        who: The peer whose rows they are.
+        peer: The peer whose rows they are.
         remote: The slots there.
         slots: The slots here, of each pool.
         here: Rows that are written.
@@ -52,7 +52,7 @@ class Read:
         error: The reason why it has failed. It is not over before `reading` has ended.
     """
 
-    who: Introduction
+    peer: Introduction
     remote: RemoteSlots
     slots: Sequence[Indices]
     here: Indices
@@ -119,7 +119,7 @@ class Reads:
     def __iter__(self) -> Iterator[Read]:
         return iter([*self._running])
 
-    def reach(self, who: Introduction) -> Link:
+    def reach(self, peer: Introduction) -> Link:
         """Return the peer as the agent reaches it.
 
         Raises:
@@ -127,32 +127,32 @@ class Reads:
         """
         if self._agent is None:
             self._agent = self._new_agent()
-        if who.agent not in self._reached:
-            self._reached[who.agent] = self._agent.connect(who.metadata, messages.blocks(who))
-        return self._reached[who.agent]
+        if peer.agent not in self._reached:
+            self._reached[peer.agent] = self._agent.connect(peer.metadata, messages.blocks(peer))
+        return self._reached[peer.agent]
 
-    def forget(self, who: Introduction) -> None:
+    def forget(self, peer: Introduction) -> None:
         """Drop the connection to a peer, unless rows are read from it."""
-        if all(read.who.agent != who.agent for read in self._running):
-            self._reached.pop(who.agent, None)
+        if all(read.peer.agent != peer.agent for read in self._running):
+            self._reached.pop(peer.agent, None)
 
-    def leave(self, who: Introduction) -> None:
+    def leave(self, peer: Introduction) -> None:
         """End the reads from a peer that is gone. If any is under way, the agent is closed for it."""
         for read in self._running:
-            if read.who.agent == who.agent:
-                read.give_up(f"{who.name} is gone")
+            if read.peer.agent == peer.agent:
+                read.give_up(f"{peer.name} is gone")
                 if self._may_cut and read.step != "waiting":
                     self._lose(read)
         self.advance()
-        self.forget(who)
+        self.forget(peer)
 
-    def send(self, who: Introduction, note: bytes) -> None:
+    def send(self, peer: Introduction, note: bytes) -> None:
         """Send a note.
 
         Raises:
             TransferError: If the peer cannot be reached.
         """
-        self.reach(who).send(note)
+        self.reach(peer).send(note)
 
     def begin(self, read: Read) -> None:
         """Begin a read, when its mark is passed.
@@ -185,7 +185,7 @@ class Reads:
         is_late = read.remote.deadline <= time.monotonic()
         if read.step == "waiting":
             if is_late:
-                read.give_up(f"the lease of {read.who.name} was over before rows were read")
+                read.give_up(f"the lease of {read.peer.name} was over before rows were read")
             self._start(read)
         elif read.step != "lost":
             self._follow(read, is_late=is_late)
@@ -206,9 +206,9 @@ class Reads:
             read.reading = None
             self._has_arrived(read)
         elif state == "failed":
-            self._fail(read, f"the connection to {read.who.name} failed")
+            self._fail(read, f"the connection to {read.peer.name} failed")
         elif is_late:
-            read.give_up(f"the lease of {read.who.name} was over before all rows had arrived")
+            read.give_up(f"the lease of {read.peer.name} was over before all rows had arrived")
             if self._may_cut:
                 self._lose(read)
 
@@ -228,10 +228,10 @@ class Reads:
     def _has_arrived(self, read: Read) -> None:
         if read.step == "checking":
             if self.words[read.word] != read.remote.nonce:
-                read.give_up(f"the lease of {read.who.name} was over before all rows had arrived")
+                read.give_up(f"the lease of {read.peer.name} was over before all rows had arrived")
             self._finish(read)
             return
-        returned = messages.note(Returned(read.remote.word, read.remote.nonce))
+        returned = messages.encode_note(Returned(read.remote.word, read.remote.nonce))
         if read.error is None:
             self.words[read.word] = 0
             here = np.array([read.word], np.int32)
@@ -239,16 +239,16 @@ class Reads:
             self._post(read, "checking", here, there, b"" if read.keep else returned)
             return
         try:
-            self.send(read.who, returned)
+            self.send(read.peer, returned)
         except TransferError as error:
-            _logger.debug("%s learns later that its lease is over: %s", read.who.name, error)
+            _logger.debug("%s learns later that its lease is over: %s", read.peer.name, error)
         self._finish(read)
 
     def _post(
         self, read: Read, step: Literal["reading", "checking"], here: Indices, there: Indices, note: bytes
     ) -> None:
         try:
-            link = self.reach(read.who)
+            link = self.reach(read.peer)
         except TransferError as error:
             read.give_up(str(error))
             self._finish(read)
@@ -272,7 +272,7 @@ class Reads:
             self._finish(failed)
             return
         for read in self._running:
-            if read.who.agent == failed.who.agent and read.step != "waiting":
+            if read.peer.agent == failed.peer.agent and read.step != "waiting":
                 read.give_up(why)
                 self._lose(read)
 
@@ -323,4 +323,4 @@ class Reads:
         self.times[min(int(took * 1e3).bit_length(), _TIMES - 1)] += 1
         self.rows += len(read.remote.slots) + len(read.remote.states)
         self.runs += messages.pieces(read.here, read.there)
-        self.bytes += messages.bytes_of(read.who, read.remote)
+        self.bytes += messages.bytes_of(read.peer, read.remote)

@@ -33,17 +33,17 @@ def check_payload(payload: bytes) -> int:
     found = 0
     for read in _KINDS:
         try:
-            said = read(payload)
+            message = read(payload)
         except ChannelError as error:
             assert str(error).startswith("a message cannot be used: ")  # noqa: PT017 - not only for pytest
             continue
         found += 1
-        assert repr(read(messages.encode(said))) == repr(said)
-        if isinstance(said, Work):
-            assert said.number >= 0
-            assert all(0 <= token < 1 << 31 for token in said.prompt)
+        assert repr(read(messages.encode(message))) == repr(message)
+        if isinstance(message, Work):
+            assert message.number >= 0
+            assert all(0 <= token < 1 << 31 for token in message.prompt)
             try:
-                said.sampling()
+                message.sampling()
             except ConfigError as error:
                 assert "must be at least" in str(error)  # noqa: PT017
     return found

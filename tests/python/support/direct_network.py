@@ -35,7 +35,7 @@ class DirectAgent:
     def __init__(self, name: str, memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> None:  # noqa: ARG002
         self.name = name
         self.blocks = blocks
-        self.heard: list[tuple[str, bytes]] = []
+        self.received: list[tuple[str, bytes]] = []
         self.lock = threading.Lock()
         _agents[name] = self
 
@@ -47,8 +47,8 @@ class DirectAgent:
 
     def notes(self) -> list[tuple[str, bytes]]:
         with self.lock:
-            heard, self.heard = self.heard, []
-        return heard
+            received, self.received = self.received, []
+        return received
 
     def close(self) -> None:
         _agents.pop(self.name, None)
@@ -74,7 +74,7 @@ class DirectLink(NamedTuple):
     def send(self, note: bytes) -> None:
         agent = self._peer()
         with agent.lock:
-            agent.heard.append((self.own.name, note))
+            agent.received.append((self.own.name, note))
 
     def _peer(self) -> DirectAgent:
         agent = _agents.get(self.name)  # at once: it may be closed by another thread

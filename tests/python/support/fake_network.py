@@ -58,7 +58,7 @@ class FakeReading:
         self.rows.remove(row)
         ctypes.memmove(row.target, row.source, row.size)
         if not self.rows and not self.is_lost and self.note:
-            self.source.heard.append((self.reader.name, self.note))
+            self.source.received.append((self.reader.name, self.note))
 
 
 class FakeLink(NamedTuple):
@@ -73,10 +73,10 @@ class FakeLink(NamedTuple):
         assert not own.is_closed
         rows = [
             Row(source, target, size)
-            for (source, size), (target, theirs) in zip(
+            for (source, size), (target, target_size) in zip(
                 located(self.blocks[kind], there), located(own.blocks[kind], here), strict=True
             )
-            if size == theirs or not network.called("sizes differ")
+            if size == target_size or not network.called("sizes differ")
         ]
         for row in rows:
             assert inside(row.source, row.size, self.agent.memory)
@@ -92,7 +92,7 @@ class FakeLink(NamedTuple):
         self.own.network.called("send")
         if self.agent.is_closed:
             raise TransferError(f"{self.agent.name} is gone")
-        self.agent.heard.append((self.own.name, note))
+        self.agent.received.append((self.own.name, note))
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class FakeAgent:
     name: str
     memory: Sequence[Memory]
     blocks: tuple[Blocks, ...]
-    heard: list[tuple[str, bytes]] = field(default_factory=list)
+    received: list[tuple[str, bytes]] = field(default_factory=list)
     is_closed: bool = False
 
     def metadata(self) -> bytes:
@@ -119,8 +119,8 @@ class FakeAgent:
 
     def notes(self) -> list[tuple[str, bytes]]:
         self.network.called("notes")
-        heard, self.heard = self.heard, []
-        return heard
+        received, self.received = self.received, []
+        return received
 
     def close(self) -> None:
         self.is_closed = True

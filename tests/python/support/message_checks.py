@@ -17,7 +17,7 @@ def check_message(content: bytes) -> int:
     for read, write in _KINDS:
         refused = ""
         try:
-            said = read(content)
+            message = read(content)
         except ConfigError as error:
             refused = str(error)
         if refused:
@@ -25,19 +25,19 @@ def check_message(content: bytes) -> int:
             assert len(refused) < 400
         else:
             found += 1
-            assert repr(read(write(said)))[:1000] == repr(said)[:1000]
+            assert repr(read(write(message)))[:1000] == repr(message)[:1000]
     return found
 
 
-def _introduced(content: bytes) -> messages.Introduction:
-    who = messages.introduced(content)
-    messages.difference(who, who._replace(name="other"))
-    assert all(number < 1 << 31 for number in who.rows.values())
-    return who
+def _checked_introduction(content: bytes) -> messages.Introduction:
+    introduction = messages.decode_introduction(content)
+    messages.difference(introduction, introduction._replace(name="other"))
+    assert all(number < 1 << 31 for number in introduction.rows.values())
+    return introduction
 
 
-def _leased(content: bytes) -> messages.RemoteSlots:
-    remote = messages.leased(content)._replace(deadline=0.0)
+def _checked_ticket(content: bytes) -> messages.RemoteSlots:
+    remote = messages.decode_ticket(content)._replace(deadline=0.0)
     assert len(remote.slots) <= messages.MAX_ROWS
     assert (remote.slots >= 1).all()
     assert (remote.states >= 1).all()
@@ -45,7 +45,7 @@ def _leased(content: bytes) -> messages.RemoteSlots:
 
 
 _KINDS: list[tuple[Callable[[bytes], object], Callable[..., bytes]]] = [
-    (_introduced, messages.introduction),
-    (_leased, messages.ticket),
-    (messages.noted, messages.note),
+    (_checked_introduction, messages.encode_introduction),
+    (_checked_ticket, messages.encode_ticket),
+    (messages.decode_note, messages.encode_note),
 ]

@@ -89,8 +89,8 @@ class Process:
     def lease(self, at: int) -> list[Any]:
         """Whether a lease is over, was returned, and what was said."""
         lease = self.leases[at]
-        said = lease.notify
-        return [lease.query(), lease.returned, None if said is None else said.decode()]
+        notify = lease.notify
+        return [lease.query(), lease.returned, None if notify is None else notify.decode()]
 
     def read(self, peer: str, ticket: str, slots: Sequence[int], states: Sequence[int] = ()) -> int:
         remote = self.peers[peer].slots(b64decode(ticket))

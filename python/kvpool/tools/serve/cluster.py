@@ -207,8 +207,8 @@ def children(
             for name, process, errors in started:
                 if process.poll() is not None:
                     errors.seek(0)
-                    said = errors.read().decode(errors="replace").strip()[-_TAIL:]
-                    raise ConfigError(f"{name} has ended with status {process.returncode}:\n{said}")
+                    output = errors.read().decode(errors="replace").strip()[-_TAIL:]
+                    raise ConfigError(f"{name} has ended with status {process.returncode}:\n{output}")
 
         cluster.check = check
         yield {name: process for name, process, _ in started}
