@@ -1,4 +1,4 @@
-"""Addresses of sockets: which are valid, and which are of this machine alone."""
+"""Checks of the addresses of sockets: whether they are valid, and whether only this machine reaches them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PORTS: Final = 1 << 16  # ZeroMQ takes others, modulo this
 
 
 def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
-    """Refuse an endpoint that is not valid, or that other machines reach.
+    """Refuse an endpoint that is not valid, or that other machines can reach.
 
     Args:
         name: The name of the argument.
@@ -19,7 +19,7 @@ def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
         allow_remote: Whether other machines may reach it.
 
     Raises:
-        ConfigError: If it is refused.
+        ConfigError: If the endpoint is refused.
     """
     transport, separator, address = endpoint.partition("://")
     if not (separator and address) or transport not in {"tcp", "ipc", "inproc"}:
@@ -45,7 +45,7 @@ def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, 
         allow_remote: Whether other machines may be reached, or reach it.
 
     Raises:
-        ConfigError: If it is not of this form, or is not a loopback address although it must be.
+        ConfigError: If the address is not of this form, or must be a loopback address and is not.
     """
     host, separator, port = address.rpartition(":")
     if not (separator and host) or not (port.isdecimal() and int(port) < _PORTS):
@@ -61,7 +61,7 @@ def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, 
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a host and a port are of this machine alone."""
+    """Return whether only this machine can reach a host and port."""
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -16,7 +16,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it."""
+        """Close the object and release what it holds."""
 
     def __enter__(self) -> Self:
         return self

@@ -20,10 +20,11 @@ class Moving(NamedTuple):
 
     Attributes:
         slots: int32 `[n]`.
-        state: "lent" to be read; "filling", which a peer may fill, or does; or "reading" from a peer.
+        state: "lent": a peer may read them; "filling": a peer may fill them, or is filling them; "reading":
+            they are being read from a peer.
         peer: The name of the peer; `None` if any that has the ticket may read them.
         lease: The lease, in words.
-        age_s: Seconds since it began.
+        age_s: Seconds since the lease or the read began.
     """
 
     slots: npt.NDArray[np.int32]
@@ -60,7 +61,7 @@ class Observed(Protocol):
         ...
 
     def moving(self) -> Mapping[str, tuple[int, Sequence[Moving]]]:
-        """Return for each pool, "kv" and "states", its rows and what is under transfer."""
+        """Return the number of rows and the slots under transfer of each pool, "kv" and "states"."""
         ...
 
 
@@ -75,7 +76,7 @@ def observe(endpoint: Observed) -> None:
 
 
 def endpoints() -> list[Observed]:
-    """Return those that are not closed, sorted by name."""
+    """Return the endpoints that are not closed, sorted by name."""
     with _lock:
         known = [*_known]
     return sorted((one for one in known if not one.is_closed), key=lambda one: one.name)

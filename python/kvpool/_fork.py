@@ -1,7 +1,7 @@
 """Handlers that stop the package's threads while the process forks.
 
-They are the threads of stores and caches, and those that page-lock memory. None of them holds a lock while
-the process is copied: the child has no such thread, and would wait for the lock for ever.
+These are the threads of stores and caches, and those that page-lock memory. None of them may hold a lock
+while the process is copied: the child has no such thread, and would wait for the lock for ever.
 """
 
 from __future__ import annotations

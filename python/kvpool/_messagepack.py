@@ -8,5 +8,5 @@ import msgspec
 
 
 def refuse_extension(code: int, _data: memoryview) -> NoReturn:
-    """Refuse what a decoder of MessagePack would hand on as it is."""
+    """Refuse an extension type of MessagePack, which a decoder would pass on unchanged."""
     raise msgspec.ValidationError(f"extension type {code} of MessagePack is not part of the format")

@@ -24,22 +24,24 @@ _logger = logging.getLogger("kvpool")
 class Store(Closing):
     """A tier below a `HostTier`: pages by key, in a place that is larger and slower than host memory.
 
-    `PrefixCache(tiers=(host, store))` puts there what comes to host memory, and its `fetch` brings back what
-    the store has of a prompt. `FileStore` does the same. Other stores are subclasses of this class. Three of
-    their methods may be slow: threads of the store call them, one thread `find` and `read` and one `write`,
-    and nothing in the cache waits for them. An exception of a method is logged, and means that no page is
-    there or was written. `close` ends the threads; so does the end of the program, or of the store.
+    `PrefixCache(tiers=(host, store))` writes the pages that come to host memory to the store, and its `fetch`
+    brings back the part of a prompt that the store has. `FileStore` is such a store. Other stores are
+    subclasses of this class. Three of their methods may be slow: threads of the store call them, one thread
+    `find` and `read` and one `write`, and nothing in the cache waits for them. An exception of a method is
+    logged, and means that no page is there or was written. `close` ends the threads; so does the end of the
+    program, or of the store.
 
     A key has 32 bytes and names all that the bytes of its page depend on: the model, the shape and dtype of
-    the pools, the page size, the namespace, and all tokens up to the page's end. What is there need never be
-    written again, and many caches can share a store. A snapshot of a state is a page, too, of another size.
+    the pools, the page size, the namespace, and all tokens up to the page's end. A page in the store never
+    has to be written again, and many caches can share a store. A snapshot of a state is also a page, of
+    another size.
 
-    A cache lets at most half of the host tier wait to be written. The constructor of a subclass calls that of
-    this class at its end, when it can be asked.
+    A cache lets at most half of the host tier wait to be written. The constructor of a subclass calls the one
+    of this class at its end, when its methods can be called.
 
-    Memory is passed by its address, as a network or another library takes it. Do not use it after the call,
-    or beyond its size: nothing checks that. From Python, use it through a `memoryview`, which refuses a page
-    of another size:
+    Memory is passed by its address, for use by networks and other libraries. Do not use it after the call, or
+    beyond its size: nothing checks that. From Python, use it through a `memoryview`, which refuses a page of
+    another size:
 
     ```python
     import ctypes
@@ -68,7 +70,7 @@ class Store(Closing):
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Return for each key whether its page is there."""
+        """Return for each key whether its page is in the store."""
 
     @abstractmethod
     def read(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
@@ -82,7 +84,7 @@ class Store(Closing):
 
         Returns:
             For each page whether its memory has exactly the bytes that were written under its key. If not,
-            it may have any.
+            its content is undefined.
         """
 
     @abstractmethod
@@ -95,11 +97,11 @@ class Store(Closing):
             sizes: Bytes of each page.
 
         Returns:
-            For each page whether it is there now.
+            For each page whether it is in the store now.
         """
 
     def attach(self, memory: Sequence[tuple[int, int]]) -> None:
-        """Take note of memory that pages are copied to and from. Each new cache calls it once.
+        """Record the memory that pages are copied to and from. Each new cache calls this method once.
 
         Args:
             memory: The address and the bytes of each piece of memory, which is valid as long as a cache has
@@ -107,7 +109,7 @@ class Store(Closing):
         """
 
     def close(self) -> None:
-        """Take no more calls, and wait until those before are answered.
+        """Refuse further calls, and wait until the earlier ones are answered.
 
         Raises:
             RuntimeError: In the child of a fork.
@@ -136,7 +138,7 @@ def _serve(get: Callable[[], _StoreCall | None], store: weakref.ref[Store], ends
     Args:
         get: Waits for the next call.
         store: The store.
-        ends: Whether an error of `get` is that of a queue that takes no more calls.
+        ends: Returns whether an error of `get` means that the queue takes no more calls.
     """
     while True:
         try:

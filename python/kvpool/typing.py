@@ -115,7 +115,7 @@ HybridAction: TypeAlias = (
     "| tuple[Literal['rebuild'], int, torch.Tensor] | tuple[Literal['recover'], int, torch.Tensor, int, int] "
     "| tuple[Literal['evict_excess'], int]"
 )
-"""An action that an engine takes for a step of a `HybridTree`. It changes with that class."""
+"""An action that an engine takes for a step of a `HybridTree`. This type changes with that class."""
 
 
 class PoolStats(TypedDict):
@@ -329,16 +329,16 @@ class EndpointStats(TypedDict):
 
     Attributes:
         peers: Endpoints that are connected.
-        leases: That last.
-        running: Reads that run.
+        leases: Leases that last.
+        running: Reads in progress.
         returned: Leases that peers have returned, or filled.
         expired: Leases whose time was over.
         completed: Reads that brought their rows.
-        failed: Reads that did not.
+        failed: Reads that failed.
         cuts: Connections that were ended to end reads that failed.
         refused: Notes of peers that could not be used.
         rows: Slots and states that completed reads brought.
-        runs: Pieces in which they came, over all buffers.
+        runs: Contiguous pieces in which these rows were copied, over all buffers.
         bytes: The bytes of these rows.
         seconds: The sum of the times of completed reads.
     """

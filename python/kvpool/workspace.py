@@ -34,7 +34,7 @@ class Workspace(_Workspace):
     from other threads raise. Tensors of the arena keep its memory alive, also after `close`. On a GPU, freed
     memory is reused in the order of the streams that used it; only the constructor allocates.
 
-    With debugging, `reset` fills the arena with NaN (-1 for ints), so that the use of a stale tensor shows.
+    With debugging, `reset` fills the arena with NaN (-1 for ints), which shows any use of a stale tensor.
 
     Args:
         device: Device of the arena.
@@ -65,7 +65,7 @@ class Workspace(_Workspace):
             The workspace.
 
         Raises:
-            WorkspaceExhaustedError: If PyTorch asks for more than is left.
+            WorkspaceExhaustedError: If PyTorch asks for more memory than is left.
             RuntimeError: If another thread uses the workspace, or it is closed.
             ConfigError: If PyTorch before 2.11 is configured to use expandable segments.
             ModuleNotFoundError: If PyTorch is not installed.
@@ -116,7 +116,8 @@ class Workspace(_Workspace):
         freed, too.
 
         Returns:
-            Whether it was reset: not while tensors that PyTorch made within `use()` are alive.
+            Whether the arena was reset. It is not reset while tensors that PyTorch made within `use()` are
+            alive.
 
         Raises:
             RuntimeError: If another thread uses the workspace, within `use()`, or if it is closed.

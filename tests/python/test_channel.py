@@ -401,13 +401,12 @@ def test_callers_that_say_nothing_do_not_keep_others_out() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(4096)])
 def test_strangers_are_refused(server: RecordingServer, content: bytes) -> None:
-    with raw_connection(server) as connection:
-        # The server may have closed the connection meanwhile.
-        with suppress(OSError):
-            connection.sendall(content)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(4096):
-                pass
+    # The server may have closed the connection meanwhile.
+    with raw_connection(server) as connection, suppress(OSError):
+        connection.sendall(content)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
     server.assert_refused(1)
 
 

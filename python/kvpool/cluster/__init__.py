@@ -1,6 +1,6 @@
-"""Several processes that serve together: some compute prompts, others generate, and a router decides.
+"""A cluster of processes: some compute prompts, others generate, and a router distributes the requests.
 
-It needs `pip install 'kvpool[cluster]'`.
+The package needs `pip install 'kvpool[cluster]'`.
 """
 
 from kvpool._addresses import parse_address

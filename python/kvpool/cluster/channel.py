@@ -11,10 +11,10 @@ endian), its payload and an HMAC of its number and payload, with keys derived fr
 challenges: nobody else can forge, change, drop or replay a frame. Frames are not encrypted. All HMACs use
 SHA-256.
 
-`multiprocessing.connection` proves a secret, too, but to one caller at a time, however long that one is
-silent, and nothing protects what is said afterwards; TLS takes a shared secret from Python 3.13 on alone.
-ZeroMQ, over which the events go, connects again by itself: a router has to know that a connection has ended,
-and with it all requests on it.
+`multiprocessing.connection` also proves a secret, but to one caller at a time, so that a silent caller blocks
+all others, and it does not protect the messages that follow. TLS supports shared secrets only from Python
+3.13 on. ZeroMQ, which carries the events, reconnects by itself, but a router has to know that a connection
+and all its requests are lost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PROOF_BYTES: Final = 32
 
 
 class ChannelError(KvPoolError):
-    """A connection cannot be made, has ended, or has delivered what no member of the cluster sends."""
+    """A connection cannot be made, has ended, or has delivered data that no member of the cluster sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,10 @@ class ChannelOptions:
 
     Attributes:
         handshake_s: Seconds that a handshake may take, and the attempt to reach a listener.
-        silence_s: Seconds for which the other machine may acknowledge nothing that it was sent, where the
-            system has such a limit, as Linux has. Then the connection has ended.
-        max_handshakes: Callers at once that have not proved yet that they know the secret.
-        max_unsent_bytes: Bytes that wait for an end that does not take them. More of them end the connection.
+        silence_s: Seconds after which a connection ends if the other machine has acknowledged nothing that
+            was sent to it. Only for systems with such a limit, such as Linux.
+        max_handshakes: The most callers at once that have not yet proved that they know the secret.
+        max_unsent_bytes: The most bytes queued for a slow receiver. More of them end the connection.
 
     Raises:
         ConfigError: If a limit is not above 0, or `max_unsent_bytes` has no room for the largest payload.
@@ -100,11 +100,11 @@ class _State(Enum):
     """The state of a channel."""
 
     OPEN = auto()
-    """It sends and receives."""
+    """The channel sends and receives."""
     FINISHING = auto()
-    """It sends the payloads that are left, and closes."""
+    """The channel sends the remaining payloads, and then closes."""
     MUTE = auto()
-    """It only receives."""
+    """The channel only receives."""
     CLOSED = auto()
 
 
@@ -132,19 +132,19 @@ class Channel:
         return self._state is not _State.OPEN
 
     def send(self, payload: bytes) -> None:
-        """Send a payload. Does not wait.
+        """Send a payload without waiting.
 
         Raises:
-            ChannelError: If the connection has ended, the other side does not take what was sent before, or
-                the payload is too large.
+            ChannelError: If the connection has ended, the other side does not read the payloads sent before,
+                or the payload is too large.
         """
         self._put(payload, _State.OPEN)
 
     def finish(self, payload: bytes) -> None:
-        """Send a last payload, and end the connection once it is on its way. Does not wait.
+        """Send a last payload without waiting, and end the connection once it is on its way.
 
         Raises:
-            ChannelError: If `send` would raise it.
+            ChannelError: For the same reasons as in `send`.
         """
         self._put(payload, _State.FINISHING)
 
@@ -181,10 +181,10 @@ class Channel:
             self.close()
 
     def receive(self) -> bytes:
-        """Return the next payload. Waits for it.
+        """Wait for the next payload, and return it.
 
         Raises:
-            ChannelError: If the connection has ended, or what comes is no frame of the other end.
+            ChannelError: If the connection has ended, or the received data is not a frame of the other end.
         """
         try:
             return self._receive()
@@ -202,10 +202,10 @@ class Channel:
         return payload
 
     def close(self) -> None:
-        """End the connection, and every call that waits for it.
+        """End the connection, and every call that waits for data from it.
 
-        Payloads that are not sent yet are dropped. After `finish` this does nothing: the channel closes once
-        they are sent.
+        Payloads that are not sent yet are dropped. After `finish` this call does nothing: the channel closes
+        once they are sent.
         """
         with self._lock:
             if self._state in {_State.FINISHING, _State.CLOSED}:
@@ -217,7 +217,7 @@ class Channel:
 
 
 def drain(received: queue.SimpleQueue[T], timeout_s: float) -> Iterator[T]:
-    """Yield the items of a queue until it is empty. Waits `timeout_s` for the first."""
+    """Yield the items of a queue until it is empty, after waiting at most `timeout_s` for the first."""
     try:
         yield received.get(timeout=timeout_s) if timeout_s else received.get_nowait()
         while True:
@@ -249,7 +249,7 @@ def connect(address: tuple[str, int], secret: bytes, options: ChannelOptions = D
         options: Limits of the connection.
 
     Raises:
-        ChannelError: If nothing listens there, or it does not prove that it knows the secret.
+        ChannelError: If nothing listens there, or the listener does not prove that it knows the secret.
     """
     try:
         connection = socket.create_connection(address, options.handshake_s)
@@ -290,14 +290,17 @@ def _answer(connection: socket.socket, secret: bytes, options: ChannelOptions) -
 
 
 def _proof(secret: bytes, role: bytes, listener: bytes, caller: bytes) -> bytes:
-    """Return the HMAC that proves knowledge of the secret. Its parts but the first have fixed lengths."""
+    """Return the HMAC that proves knowledge of the secret.
+
+    All parts of its text except the first have fixed lengths.
+    """
     return hmac.digest(
         secret, role + b"\0" + VERSION.to_bytes(2, "little") + listener + caller, hashlib.sha256
     )
 
 
 def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of what the caller sends, and of what the listener sends."""
+    """Return the keys for the frames of the caller, and for those of the listener."""
     return (
         _proof(secret, b"caller sends", listener, caller),
         _proof(secret, b"listener sends", listener, caller),
@@ -321,7 +324,7 @@ def _send(connection: socket.socket, content: bytes) -> None:
 
 
 def _take(connection: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes. Memory is allocated as they arrive, not for a length that a peer only claims."""
+    """Receive `count` bytes. Memory is allocated as they arrive, not for the length that a peer claims."""
     content = bytearray()
     while len(content) < count:
         try:
@@ -338,7 +341,7 @@ class Listener:
     """Accepts callers that know the secret, and calls `on_channel` for each, in a thread of its own.
 
     Args:
-        address: Host and port; port 0 for any.
+        address: Host and port; port 0 for any free one.
         secret: The shared secret.
         on_channel: Called with each channel, which is closed when it returns.
         options: Limits of its connections.
@@ -348,7 +351,7 @@ class Listener:
         refused: Callers that did not know the secret, or were too many at once.
 
     Raises:
-        ConfigError: If the address cannot be listened at.
+        ConfigError: If the address cannot be bound.
     """
 
     def __init__(
@@ -376,7 +379,7 @@ class Listener:
         threading.Thread(target=self._accept, name="kvpool listener", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no longer, and end all channels."""
+        """Stop listening, and end all channels."""
         with self._lock:
             self._closed.set()
             channels = [*self._open]

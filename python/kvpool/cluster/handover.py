@@ -21,7 +21,7 @@ _logger = logging.getLogger("kvpool")
 
 
 class Outgoing:
-    """Lends the rows of a request to the process that goes on with it. A `Move` of `Engine.submit`.
+    """Lends the rows of a request to the process that continues it. It is a `Move` for `Engine.submit`.
 
     Args:
         endpoint: The endpoint of the model's pools.
@@ -66,7 +66,9 @@ class Outgoing:
 
 
 class Incoming:
-    """Reads the rows of a request from the process that has computed them. A `Move` of `Engine.submit`.
+    """Reads the rows of a request from the process that has computed them.
+
+    It is a `Move` for `Engine.submit`.
 
     Args:
         endpoint: The endpoint of the model's pools.
@@ -74,7 +76,7 @@ class Incoming:
         ticket: Its ticket.
 
     Raises:
-        ConfigError: If `ticket` is no ticket.
+        ConfigError: If `ticket` is not a ticket.
         IndexError: If the peer has no such slots.
     """
 
@@ -89,7 +91,7 @@ class Incoming:
         self._transfers: list[Transfer] = []
 
     def begin(self, row: int, slots: torch.Tensor, start: int) -> None:
-        """Read the rows that were not found here."""
+        """Read the rows that are not in the local prefix cache."""
         self.has_begun = True
         states = [row] if len(self._remote.states) else ()
         remote = self._remote.since(start)

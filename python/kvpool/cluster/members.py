@@ -24,9 +24,9 @@ class WorkerStatus(NamedTuple):
         name: The name of the worker.
         role: "prefill" or "decode".
         is_alive: Whether it is connected.
-        requests: The number of requests that it has.
-        age_s: Seconds since it last reported `stats`.
-        stats: `Engine.stats()` of its last report, and `read_bytes`: bytes of rows that it has read.
+        requests: The number of requests that the worker has.
+        age_s: Seconds since the worker last reported `stats`.
+        stats: `Engine.stats()` in its last report, and `read_bytes`, the bytes of rows that it has read.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Member:
     """A worker that has joined.
 
     Attributes:
-        join: The message with which it has joined.
-        channel: The connection to it.
+        join: The message with which the worker has joined.
+        channel: The connection to the worker.
         last_seen: The time of its last message.
         attempts: Its requests by attempt.
         stats: The statistics of its last report.
-        reported: The time at which it reported them, or joined.
+        reported: The time of that report; before the first report, the time at which the worker joined.
         is_alive: Whether it is connected.
     """
 
@@ -66,7 +66,7 @@ class Member:
 
     @property
     def load(self) -> int:
-        """The tokens that it still has to compute."""
+        """The tokens that the worker still has to compute."""
         return sum(request.load for request in self.attempts.values())
 
 
@@ -78,19 +78,22 @@ class Members:
         self._by_channel: dict[Channel, Member] = {}
 
     def named(self, name: str) -> Member | None:
-        """Return the worker of this name, which may be lost."""
+        """Return the worker with this name, which may be lost; `None` if there is none."""
         return self._by_name.get(name)
 
     def at(self, channel: Channel) -> Member | None:
-        """Return the worker at the other end of a channel, if it is connected."""
+        """Return the connected worker at the other end of a channel; `None` if there is none."""
         return self._by_channel.get(channel)
 
     def alive(self, role: Role | None = None) -> list[Member]:
-        """Return the workers that are connected, of one role or of both."""
+        """Return the connected workers of one role, or of both."""
         return [one for one in self._by_name.values() if one.is_alive and role in {None, one.join.role}]
 
     def add(self, join: Join, channel: Channel) -> Member:
-        """Add a worker that joins, in place of a lost one of its name. The oldest of many lost ones go."""
+        """Add a worker, in place of a lost one with its name.
+
+        If too many lost workers are listed, drop the oldest.
+        """
         lost = [name for name, one in self._by_name.items() if not one.is_alive and name != join.name]
         for name in lost[:-MAX_LOST]:
             del self._by_name[name]
@@ -99,13 +102,13 @@ class Members:
         return worker
 
     def lose(self, worker: Member) -> None:
-        """Disconnect a worker. It keeps its attempts, and stays listed."""
+        """Disconnect a worker. The worker keeps its attempts, and stays listed."""
         worker.is_alive = False
         worker.channel.close()
         self._by_channel.pop(worker.channel, None)
 
     def silent(self, seconds: float) -> Iterator[tuple[Member, float]]:
-        """Yield the connected workers that have sent nothing for longer than `seconds`, and how long."""
+        """Yield each connected worker that has sent nothing for more than `seconds`, with that time."""
         now = time.monotonic()
         for worker in self.alive():
             age_s = now - worker.last_seen
@@ -113,7 +116,7 @@ class Members:
                 yield worker, age_s
 
     def release(self, request: ClusterRequest) -> Member | None:
-        """Remove a request from the worker that has it, which is returned."""
+        """Remove a request from the worker that has it, and return this worker."""
         for worker in self._by_name.values():
             if worker.attempts.pop(request.attempt, None) is not None:
                 return worker
@@ -125,7 +128,7 @@ class Members:
         return sum(len(worker.attempts) for worker in self._by_name.values())
 
     def status(self) -> list[WorkerStatus]:
-        """Return the states of all, by name."""
+        """Return the states of all workers, by name."""
         now = time.monotonic()
         return [
             WorkerStatus(name, one.join.role, one.is_alive, len(one.attempts), now - one.reported, one.stats)

@@ -27,7 +27,7 @@ _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Tokens: TypeAlias = Annotated[list[_Token], msgspec.Meta(max_length=MAX_TOKENS)]
 
 Role: TypeAlias = Literal["prefill", "decode"]
-"""What a worker computes: prompts, or the tokens that follow."""
+"""The work of a worker: to compute prompts, or to generate the tokens that follow."""
 
 
 class _Message(msgspec.Struct, tag=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class _Message(msgspec.Struct, tag=True, omit_defaults=True, forbid_unknown_fiel
 
 
 class Join(_Message):
-    """A worker to the router: the worker joins the cluster.
+    """A message of a worker to the router: the worker joins the cluster.
 
     Attributes:
         name: The name of the worker. An earlier worker of the same name counts as lost.
@@ -43,8 +43,8 @@ class Join(_Message):
         model: Properties that must be equal in all processes for tokens to be equal.
         metadata: The metadata of its `Endpoint`.
         capacity: Its token slots.
-        events: The endpoint at which it publishes the events of its prefix cache, if it has one.
-        replay: The endpoint at which the router requests events that it has missed.
+        events: The endpoint at which the worker publishes the events of its prefix cache, if it has one.
+        replay: The endpoint at which the router requests missed events.
     """
 
     name: _Name
@@ -57,13 +57,13 @@ class Join(_Message):
 
 
 class Refused(_Message):
-    """The router to a worker: the worker cannot join."""
+    """A message of the router to a worker: the worker cannot join."""
 
     reason: _Text
 
 
 class Connect(_Message):
-    """The router to a worker: another worker has joined that may lend it rows.
+    """A message of the router to a worker: another worker has joined, and may lend rows to this one.
 
     Attributes:
         name: The name of the other worker.
@@ -75,29 +75,29 @@ class Connect(_Message):
 
 
 class Disconnect(_Message):
-    """The router to a worker: another worker is lost, and lends no rows any more."""
+    """A message of the router to a worker: another worker is lost, and lends no rows any more."""
 
     name: _Name
 
 
 class Work(_Message):
-    """The router to a worker: go on with a request.
+    """A message of the router to a worker: serve a request, from its known tokens on.
 
     Attributes:
-        number: The number of this attempt, which no other has.
+        number: The unique number of this attempt.
         prompt: Tokens of the prompt.
-        tokens: The tokens that follow and are known.
+        tokens: The known tokens after the prompt.
         max_new_tokens: The most tokens to generate, those in `tokens` included.
-        stop_tokens: Tokens that end it.
+        stop_tokens: Tokens that end the request.
         temperature: `Sampling.temperature` of the request.
         top_k: `Sampling.top_k` of the request.
         top_p: `Sampling.top_p` of the request.
         seed: `Sampling.seed` of the request.
         namespace: The namespace, if it is a str or an int.
         namespace_bytes: The namespace, if it is bytes.
-        is_handed_over: Whether the worker lends the rows when the next token is generated, for another worker
-            to go on.
-        peer: The worker that lends the rows of all tokens but the last. Without it they are computed.
+        is_handed_over: Whether the worker lends the rows when the next token is generated, so that another
+            worker continues.
+        peer: The worker that lends the rows of all tokens but the last. Without one, the rows are computed.
         ticket: The ticket of that lease.
     """
 
@@ -126,19 +126,20 @@ class Work(_Message):
 
 
 class Abort(_Message):
-    """The router to a worker: an attempt is not needed any more."""
+    """A message of the router to a worker: an attempt is not needed any more."""
 
     number: _Number
 
 
 class Report(_Message):
-    """A worker to the router: the events since the last report.
+    """A message of a worker to the router: the events since the last report.
 
     Attributes:
         tokens: New tokens of attempts, in order.
-        lent: Attempts whose rows are lent, with the tickets; `None` where they could not be lent.
+        lent: Attempts whose rows are lent, with the tickets; a ticket is `None` if the rows could not be
+            lent.
         failed: Attempts that cannot be served, with the reasons.
-        stats: The statistics of the engine, in one report each `REPORT_S`.
+        stats: The statistics of the engine, in one report each `report_s` of the worker; otherwise empty.
     """
 
     tokens: list[tuple[_Number, _Tokens]] = []
@@ -164,10 +165,10 @@ def encode(message: ToRouter | ToWorker) -> bytes:
 
 
 def check(message: ToRouter | ToWorker) -> None:
-    """Check that the other end accepts a message. It ends the connection to a sender of any other.
+    """Check that the other end accepts a message. Otherwise the other end would end the connection.
 
     Raises:
-        ConfigError: If it does not, such as for an int beyond 64 bits.
+        ConfigError: If the other end would refuse the message, such as for an int beyond 64 bits.
     """
     try:
         payload = encode(message)
@@ -185,7 +186,7 @@ def from_worker(payload: bytes) -> ToRouter:
     """Return the message of a worker.
 
     Raises:
-        ChannelError: If it is no message of a worker.
+        ChannelError: If the payload is not a message of a worker.
     """
     return _decode(_to_router, payload)
 
@@ -194,7 +195,7 @@ def from_router(payload: bytes) -> ToWorker:
     """Return the message of a router.
 
     Raises:
-        ChannelError: If it is no message of a router.
+        ChannelError: If the payload is not a message of a router.
     """
     return _decode(_to_worker, payload)
 

@@ -20,11 +20,11 @@ class ClusterRequest(Generation):
 
     Attributes:
         on_token: Called with the request and each token, in order.
-        state: "waiting" for a worker, on one for "prefill" or "decode", and at the end "finished", "failed"
-            or "aborted".
-        workers: Names of the workers that it was sent to, in order.
-        losses: The number of these workers that were lost while they had it.
-        error: The reason why it failed.
+        state: "waiting" for a worker; "prefill" or "decode" on a worker of this role; and at the end
+            "finished", "failed" or "aborted".
+        workers: Names of the workers that the request was sent to, in order.
+        losses: The number of these workers that were lost while they had the request.
+        error: The reason why the request has failed.
     """
 
     on_token: Callable[[ClusterRequest, int], object] | None = None
@@ -41,7 +41,7 @@ class ClusterRequest(Generation):
 
     @property
     def is_over(self) -> bool:
-        """Whether it is finished, failed or aborted."""
+        """Whether the request is finished, failed or aborted."""
         return self.state in {"finished", "failed", "aborted"}
 
 

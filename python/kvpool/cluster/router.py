@@ -1,4 +1,4 @@
-"""Distributes requests to the workers of a cluster by their cached prefixes, and again when one is lost."""
+"""The distribution of requests to the workers of a cluster, by their cached prefixes."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ _logger = logging.getLogger("kvpool")
 
 
 class Router(Closing):
-    """Sends requests to workers, which join by themselves.
+    """A router, which sends requests to the workers that have joined it.
 
-    A prompt goes to the worker with the least load, which is the tokens that it still has to compute: those
-    of the prompt that its cache lacks, and those of its other requests. After the prompt, a request goes to
-    the decoding worker whose requests have the fewest tokens. If a worker is lost, its requests go to other
-    workers with the tokens that they have: the answers are the same. Without workers for prompts, the
-    decoding workers compute them, too. Requests wait while there are no decoding workers.
+    A prompt goes to the worker with the least load. The load is the number of tokens that the worker still
+    has to compute: the tokens of the prompt that its cache lacks, and those of its other requests. After the
+    prompt, a request goes to the decoding worker whose requests have the fewest tokens. If a worker is lost,
+    its requests go to other workers with the tokens that they have: the answers are the same. Without workers
+    for prompts, the decoding workers also compute prompts. Requests wait while there are no decoding workers.
 
-    Use it from one thread. Threads of its own receive from workers.
+    Use it from one thread. Threads of the router receive messages from workers.
 
     Args:
         secret: The shared secret: see `kvpool.cluster.read_secret`.
-        address: Host and port to listen at; port 0 is any that is free.
+        address: Host and port to listen at; port 0 for any free one.
         allow_remote: Whether workers may be on other machines, which connect to this one and publish events
             that the router receives. Messages are not encrypted.
         model: Properties that workers must have in common; by default those of the first one.
-        lost_after_s: Seconds without a report after which a worker counts as lost. It reports between steps:
-            no step may take that long.
-        max_losses: The number of lost workers at which a request fails that they had: the request itself may
-            have ended them.
+        lost_after_s: Seconds without a report after which a worker counts as lost. Workers report between
+            steps, so that no step may take that long.
+        max_losses: The number of lost workers after which a request that they had fails: the request itself
+            may have ended them.
         channels: Limits of the connections.
 
     Raises:
-        ConfigError: If the address cannot be listened at, or a number is not above 0.
+        ConfigError: If the address cannot be bound, or a number is out of its range.
     """
 
     def __init__(  # noqa: PLR0913
@@ -151,7 +151,7 @@ class Router(Closing):
             Whether requests are not over.
 
         Raises:
-            Exception: An exception of a callback. The next step goes on with the others.
+            Exception: Any exception of a callback. The next step calls the remaining callbacks.
         """
         self._deliver()
         self._subscriber.poll()
@@ -170,7 +170,7 @@ class Router(Closing):
             pass
 
     def abort(self, request: ClusterRequest) -> None:
-        """Abort a request. One that is over stays as it is."""
+        """Abort a request. A request that is over does not change."""
         if request.is_over:
             return
         worker = self._release(request)
@@ -180,7 +180,7 @@ class Router(Closing):
         self._end(request, "aborted")
 
     def workers(self) -> list[WorkerStatus]:
-        """Return the states of the workers that have joined, by name. Of lost workers, 64 are kept."""
+        """Return the states of the workers that have joined, by name, with the last 64 lost ones."""
         return self._members.status()
 
     def stats(self) -> dict[str, int]:
@@ -198,14 +198,14 @@ class Router(Closing):
         }
 
     def close(self) -> None:
-        """Disconnect all workers: they wait for another router."""
+        """Disconnect all workers. They wait for another router."""
         self._listener.close()
         self._subscriber.close()
 
     # Receiving
 
     def _listen(self, channel: Channel) -> None:
-        """Receive from a worker, in a thread of the channel."""
+        """Receive the messages of a worker, in a thread of the channel."""
         try:
             while True:
                 self._received.put((channel, messages.from_worker(channel.receive())))
@@ -300,7 +300,7 @@ class Router(Closing):
     # Assigning
 
     def _assign(self) -> None:
-        """Send requests to workers, those that are handed over first: their rows are lent for a time."""
+        """Send requests to workers, those that are handed over first, since their leases are limited."""
         prefill, decode = self._members.alive("prefill"), self._members.alive("decode")
         if not decode:
             return
@@ -316,7 +316,7 @@ class Router(Closing):
             self._send_work(worker, request, load, is_handed_over=bool(prefill))
 
     def _best(self, workers: list[Member], request: ClusterRequest) -> tuple[Member, int]:
-        """Return the worker with the least load behind a request, and the tokens of it that it has cached."""
+        """Return the worker with the least load including a request, and its cached tokens of it."""
         found = self._index.match(request.prompt + request.tokens, request.namespace)
         needed = len(request.prompt) + request.max_new_tokens - 1  # the last token has no slot
         # If no pool is large enough, a worker refuses the request, and its report has the reason.
@@ -358,7 +358,7 @@ class Router(Closing):
     # Ending
 
     def _release(self, request: ClusterRequest) -> Member | None:
-        """Remove a request from its worker, which is returned, or from the queues."""
+        """Remove a request from its worker, and return this worker, or remove it from the queues."""
         worker = self._members.release(request)
         if worker is not None:
             return worker

@@ -23,12 +23,12 @@ def read_secret(path: str | None = None, environment: Mapping[str, str] = os.env
     """Read the shared secret from a file, or from the environment.
 
     Args:
-        path: The file; by default that which `KVPOOL_SECRET_FILE` names. White space around the secret is
-            not part of it. Without a file, `KVPOOL_SECRET` is the secret itself.
-        environment: The variables in which these are looked up.
+        path: The file; by default the one that `KVPOOL_SECRET_FILE` names. White space around the secret is
+            ignored. Without a file, the value of `KVPOOL_SECRET` is the secret.
+        environment: The environment variables.
 
     Raises:
-        ConfigError: If there is no secret, it has less than 16 bytes, or the file cannot be read.
+        ConfigError: If there is no secret, the secret has less than 16 bytes, or the file cannot be read.
     """
     path = path or environment.get("KVPOOL_SECRET_FILE")
     if path:

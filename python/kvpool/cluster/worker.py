@@ -1,4 +1,4 @@
-"""A process of a cluster: it computes prompts, or goes on with what another has computed."""
+"""A worker of a cluster: a process that computes prompts, or generates the tokens that follow."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ REPORT_S: Final = 0.25
 """Seconds between two reports of a worker, by default."""
 
 _IDLE_S: Final = 0.01
-"""Seconds that a worker without requests waits for messages of the router, before it answers peers again."""
+"""Seconds for which a worker without requests waits for messages of the router, between two answers to
+peers."""
 
 
 class Worker:
     """Serves the requests that a router sends, with an engine of its own.
 
-    Use it from one thread. An error of the engine ends `serve`: the router sends the requests to others.
+    Use a worker from one thread. An error of the engine ends `serve`, and the router sends the requests to
+    other workers.
 
     Args:
         engine: The engine.
         endpoint: The endpoint of the pools of its model.
         name: The name of the worker in the cluster: up to 200 characters without "/" and "#".
-        role: "prefill" if it computes prompts, "decode" for the tokens that follow. A worker of either role
-            serves whole requests while no worker has the other.
+        role: "prefill" to compute prompts, "decode" to generate the tokens that follow. A worker of either
+            role serves whole requests while no worker has the other role.
         model: Properties that must be equal in all processes for equal tokens, such as a revision.
         publisher: Publishes the events of the engine's prefix cache: the router learns from them which
             prefixes are cached here.
         lease_s: Seconds for which rows are lent to the next worker.
         report_s: Seconds between two reports of its statistics. A router that receives none for
             `lost_after_s` counts it as lost.
-        retry_s: Seconds until it tries again to reach a router that is not there, or has disconnected it.
+        retry_s: Seconds between two attempts to reach a router, when none is there or it has disconnected the
+            worker.
         channels: Limits of the connection to a router.
 
     Raises:
@@ -97,7 +100,7 @@ class Worker:
         Args:
             address: Host and port of the router.
             secret: The shared secret.
-            stop: Ends this.
+            stop: Ends the call when it is set.
 
         Raises:
             ConfigError: If the router refuses this worker.
@@ -124,7 +127,7 @@ class Worker:
 
         Raises:
             ChannelError: If the connection is lost.
-            ConfigError: If it refuses this worker.
+            ConfigError: If the router refuses this worker.
         """
         received: queue.SimpleQueue[ToWorker | ChannelError] = queue.SimpleQueue()
         listener = threading.Thread(target=_listen, args=(channel, received), daemon=True)

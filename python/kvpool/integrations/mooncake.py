@@ -93,7 +93,7 @@ class _Client(Protocol):
 
 
 class _Value(NamedTuple):
-    """Memory that has, or gets, what belongs to a key."""
+    """The memory that holds, or receives, the value of a key."""
 
     key: bytes
     address: int
@@ -105,7 +105,7 @@ class _Value(NamedTuple):
 
 
 class _Regions(NamedTuple):
-    """Memory that is attached, in order."""
+    """The attached regions, in order."""
 
     starts: list[int]
     ends: list[int]
@@ -140,34 +140,34 @@ class _Trailers:
 
 
 class MooncakeStore(Store):
-    """Pages in a Mooncake Store: what one process has written, all processes of the cluster read.
+    """Pages in a Mooncake Store: all processes of the cluster can read what one has written.
 
     Pages move between registered memory and the memory of the cluster without a copy in between. Behind each
-    is stored a trailer of 36 bytes, its key and a checksum, which every read compares: what does not fit its
-    key is missing, never wrong.
+    page a trailer of 36 bytes is stored, with its key and a checksum, and every read compares both. A page
+    that does not fit its key counts as missing.
 
     While the master cannot be reached, pages are missing, and nothing is raised. When it is back, or another
     is started at its address, sharing goes on; pages that were stored before it ended are lost. The logger
-    `kvpool` reports its end with one warning.
+    `kvpool` reports the loss of a master with one warning.
 
-    A read of at most 64 MiB that takes a minute, although bytes keep coming, ends the store: it finds nothing
-    from then on, and the logger reports it with an error.
+    A read of at most 64 MiB that takes a minute, although bytes keep coming, ends the store: the store finds
+    nothing from then on, and the logger reports an error.
 
     Threads can call all methods at the same time. Calls block for as long as Mooncake does, and release the
-    GIL. A child of a fork cannot use the store: every call raises `RuntimeError`. It has to end by
-    `os._exit`, as `multiprocessing` does it, since Mooncake crashes in its exit handler otherwise.
+    GIL. A child of a fork cannot use the store: every call raises `RuntimeError`. The child has to end by
+    `os._exit`, as under `multiprocessing`: otherwise Mooncake crashes in its exit handler.
 
     Args:
         master: `"host:port"` of `mooncake_master`.
-        hostname: Name or address of this machine for the others; by default that from which it reaches
-            the master.
+        hostname: Name or address by which other machines reach this one; by default the local address of the
+            connection to the master.
         segment_bytes: Memory that this process gives to the cluster, and takes back when it ends, with the
-            pages in it. With 0 it uses the memory of the others alone.
+            pages in it. With 0, the process uses only the memory of the others.
         protocol: `"tcp"` or `"rdma"`.
         devices: Network devices for RDMA, separated by commas; all by default.
-        timeout_s: How long a call waits for a master that does not answer, or for a process that has memory
-            and sends nothing. Mooncake reads it from the environment of the process, as `MC_RPC_TIMEOUT_MS`
-            and others, which are left alone if they are set.
+        timeout_s: Seconds that a call waits for a master that does not answer, or for a process with memory
+            of the cluster that sends nothing. Mooncake reads the time from environment variables, such as
+            `MC_RPC_TIMEOUT_MS`; the ones that are set already are not changed.
 
     Raises:
         ConfigError: If the package or a library is missing, nothing answers at `master`, or an argument is
@@ -218,19 +218,20 @@ class MooncakeStore(Store):
         self._master_is_lost = False
         self._try_at = 0.0
         self.damaged: int = 0
-        """Values that were found and did not fit their keys, and were removed."""
+        """The number of stored values that did not fit their keys, and were removed."""
         super().__init__()
 
     def attach(self, memory: Sequence[tuple[int, int]]) -> None:
-        """Register host memory, from and to which pages are copied; before the first read or write.
+        """Register the host memory that pages are copied from and to. Call it before the first read or write.
 
-        What was attached before stays so, but for memory that must have been freed, since the new lies there.
+        Earlier regions stay attached, except those that a new one overlaps. If a region is refused, the ones
+        before it stay attached.
 
         Args:
-            memory: Address and bytes of each piece, which stays where it is as long as pages move.
+            memory: Address and bytes of each region, which must stay valid as long as pages move.
 
         Raises:
-            ConfigError: If a piece is empty, two overlap, or Mooncake refuses one.
+            ConfigError: If a region is empty, two regions overlap, or Mooncake refuses one.
             RuntimeError: If the store is closed, or of another process.
         """
         pieces = sorted(memory)
@@ -259,9 +260,9 @@ class MooncakeStore(Store):
             self._regions = _Regions(starts, [regions[start] for start in starts])
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether each key is there.
+        """Return for each key whether its value is in the cluster.
 
-        The master does not evict what was found for some seconds, its `-default_kv_lease_ttl`.
+        The master does not evict found values for some seconds: see its option `-default_kv_lease_ttl`.
 
         Raises:
             ConfigError: If a key has not 32 bytes.
@@ -282,8 +283,8 @@ class MooncakeStore(Store):
         """Read values into attached memory.
 
         Returns:
-            For each key whether its value is in memory now. It is `False` for a value that is missing, has
-            another size or does not fit its key; that piece of memory then holds anything.
+            For each key whether its value is in memory now: `False` for a value that is missing, has another
+            size or does not fit its key. The content of its memory is then undefined.
 
         Raises:
             ConfigError: If the arguments differ in number, a key has not 32 bytes, or memory was not
@@ -296,8 +297,8 @@ class MooncakeStore(Store):
         """Store values from attached memory, which must not change meanwhile.
 
         Returns:
-            For each key whether it is there now, or another process is writing it at this moment. It is
-            `False` when the cluster has no room or cannot be reached.
+            For each key whether its value is in the cluster now, or another process is writing it: `False` if
+            the cluster has no room or cannot be reached.
 
         Raises:
             ConfigError: If the arguments differ in number, a key has not 32 bytes, or memory was not
@@ -309,7 +310,7 @@ class MooncakeStore(Store):
     def close(self) -> None:
         """Leave the cluster when the calls of other threads are over.
 
-        What lies in the segment of this process is lost.
+        The values in the segment of this process are lost.
 
         Raises:
             RuntimeError: If the store is of another process.
@@ -323,7 +324,7 @@ class MooncakeStore(Store):
         self._leave()
 
     def _abandon(self) -> None:
-        """Close the client, which ends all transfers: the memory of this call is free when it returns."""
+        """Close the client and all transfers: nothing uses the memory of the current call any more."""
         _logger.error("a read from the Mooncake Store took longer than %g s; the store is given up", _SLOW_S)
         with self._guard:
             self._abandoning += 1
@@ -331,7 +332,7 @@ class MooncakeStore(Store):
         self._leave()
 
     def _leave(self) -> None:
-        """Close the client, once, when no call is in it."""
+        """Close the client once no call uses it, unless it is closed already."""
         with self._guard:
             self._guard.wait_for(lambda: self._left or self._calls == self._abandoning)
             if not self._left:
@@ -346,7 +347,10 @@ class MooncakeStore(Store):
 
     @contextmanager
     def _use(self) -> Iterator[_Client | None]:
-        """Yield the client; `None` if it is closed. It is not closed within, where its calls would crash."""
+        """Yield the client; `None` if it is closed.
+
+        Within the block nobody closes it: calls of a closed one crash.
+        """
         self._check_process()
         with self._guard:
             if self._closed:
@@ -360,7 +364,7 @@ class MooncakeStore(Store):
                 self._guard.notify_all()
 
     def _ask(self, call: Callable[..., list[int]], *arguments: object) -> list[int] | None:
-        """Return the result of a call; `None` while the master is gone, as each call would take seconds."""
+        """Return the result of a call; `None` while the master is gone, as each would take seconds."""
         if self._abandoning or not self._reach_master():
             return None
         codes = call(*arguments)
@@ -372,10 +376,10 @@ class MooncakeStore(Store):
         return codes
 
     def _reach_master(self) -> bool:
-        """Check the connection to the master; try again, from time to time, to connect to one that is gone.
+        """Check the connection to the master. From time to time, try to connect to one that is gone.
 
         Returns:
-            Whether it can be called.
+            Whether the master can be called.
         """
         healthy = self._client.health_check() == _OK
         if not healthy:
@@ -467,7 +471,7 @@ class MooncakeStore(Store):
 def _arguments(
     trailers: _Trailers, values: list[_Value]
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """Return the names, addresses and sizes of what Mooncake is to move: each value and its trailer."""
+    """Return the names, addresses and sizes that Mooncake has to move: of each value and its trailer."""
     addresses = [[value.address, trailers.address(i)] for i, value in enumerate(values)]
     return (
         [_name(value.key) for value in values],
@@ -493,10 +497,10 @@ def _new_client() -> _Client:
 
 
 def _set_timeouts(timeout_s: float) -> None:
-    """Set the variables of the environment that Mooncake reads, if they are not set.
+    """Set the environment variables that Mooncake reads, unless they are set already.
 
     Raises:
-        ConfigError: If the time limit of a transfer is set to one that is too long, or is no number.
+        ConfigError: If the environment has a time limit of transfers that is too long, or not a number.
     """
     seconds, milliseconds = str(math.ceil(timeout_s)), str(math.ceil(timeout_s * 1000))
     wanted = {
@@ -521,7 +525,7 @@ def _endpoint(master: str) -> tuple[str, int]:
 
 
 def _connect(endpoint: tuple[str, int]) -> str:
-    """Return this machine's address as the endpoint sees it, or raise `OSError` if it does not answer."""
+    """Return the local address of a connection to an endpoint. Raise `OSError` if it does not answer."""
     with socket.create_connection(endpoint, timeout=_CONNECT_S) as connection:
         address: str = connection.getsockname()[0]
         return address
@@ -538,9 +542,9 @@ def _name(key: bytes) -> str:
 
 
 def _calls(values: Sequence[_Value]) -> Iterator[list[int]]:
-    """Yield the numbers of all values, in parts for one call each.
+    """Yield the indices of all values, in parts for one call each.
 
-    Of a key that is twice in one call, Mooncake reads one value and says that it read both.
+    If a key is twice in one call, Mooncake reads one value and reports that it has read both.
     """
     part: list[int] = []
     keys: set[bytes] = set()

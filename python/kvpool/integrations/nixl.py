@@ -60,7 +60,7 @@ class NixlAgent(Protocol):
 
 @contextmanager
 def _ucx(devices: str) -> Iterator[None]:
-    """Set the variables of UCX that the environment has not set."""
+    """Set the variables of UCX that the environment does not have."""
     wanted = {"UCX_NET_DEVICES": devices, "UCX_TCP_TX_SEG_SIZE": _SEGMENT, "UCX_TCP_RX_SEG_SIZE": _SEGMENT}
     with _environment:
         unset = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -74,7 +74,10 @@ def _ucx(devices: str) -> Iterator[None]:
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Raise exceptions of NIXL as `TransferError`. Each build of its extension has a base of its own."""
+    """Raise exceptions of NIXL as `TransferError`.
+
+    Each build of its extension has its own base class of exceptions.
+    """
     try:
         yield
     except Exception as error:
@@ -103,7 +106,10 @@ class _Reading:
 
 
 class _Link:
-    """A peer, and its rows as the agent has prepared them. It ends with the agent."""
+    """A peer, with the handles of its rows that the agent has prepared.
+
+    The link is valid as long as the agent.
+    """
 
     def __init__(self, agent: _Agent, name: str, blocks: list[object]) -> None:
         self._agent = agent
@@ -120,7 +126,7 @@ class _Link:
 
 
 class _Agent:
-    """A NIXL agent, and what it has registered."""
+    """A NIXL agent, with its registered memory and prepared rows."""
 
     def __init__(
         self, agent: NixlAgent, memory: Sequence[Memory], blocks: tuple[Blocks, ...], *, is_own: bool
@@ -198,23 +204,22 @@ def _sleeping(nixl: Any, name: str) -> NixlAgent:  # noqa: ANN401 - the module h
 
 
 class Endpoint(AnyEndpoint):
-    """A process's pools, as others reach them over NIXL. See `kvpool.remote.Endpoint` for its methods.
+    """The endpoint of a process's pools in a network of NIXL. `kvpool.remote.Endpoint` describes its methods.
 
     Args:
-        name: The name that peers call it by.
+        name: The unique name of the endpoint.
         kv: The pool whose slots are lent and read into.
         states: The pool of the states that belong to them.
-        agent: A `nixl_agent` that exists. Then a read that a stopped peer does not answer keeps its slots
-            until NIXL gives up. By default the endpoint makes its own agents, and ends them when they have to
-            be.
+        agent: An existing `nixl_agent`. With one, a read from a stopped peer keeps its slots until NIXL gives
+            up. By default the endpoint makes its own agents, and closes them to end such reads.
         network: The network devices that its own agents use, as UCX lists them: `"eth0"`,
             `"mlx5_0:1,mlx5_1:1"`, `"all"`. `UCX_NET_DEVICES` comes first. NIXL asks peers for no secret: use
             networks that you trust.
         patience_s: Seconds that other reads get to end before the connections of a failed one are closed.
 
     Raises:
-        ConfigError: If NIXL cannot be imported, the pools are on different devices, or `patience_s` is below
-            0.
+        ConfigError: If NIXL cannot be imported, the pools are on different devices, or `patience_s` is out of
+            its range.
         TransferError: If NIXL cannot be used.
     """
 

@@ -36,7 +36,7 @@ _logger = logging.getLogger("kvpool")
 
 
 class TreeNode:
-    """A node of a `RadixCache`. Two are equal if they name the same node.
+    """A node of a `RadixCache`. Two objects are equal if they stand for the same node.
 
     Attributes:
         id: The name of the node, which no other node of its cache ever has.
@@ -75,13 +75,13 @@ class TreeNode:
 
     @property
     def parent(self) -> TreeNode | None:
-        """The node before it; `None` for the root."""
+        """The node before this one; `None` for the root."""
         parent = self._tree.node(self.id).parent
         return None if parent is None else TreeNode(self._tree, parent)
 
     @property
     def children(self) -> dict[int, TreeNode]:
-        """The nodes behind it, by `id`."""
+        """The nodes behind this one, by `id`."""
         return {child: TreeNode(self._tree, child) for child in self._tree.node(self.id).children}
 
     @property
@@ -167,7 +167,7 @@ class RadixCache(base.BasePrefixCache):  # type: ignore[misc] # without types
         return base.EvictResult(full_evicted=done.tokens, swa_evicted=done.tokens)
 
     def reset(self) -> None:
-        """Give up everything, locked or not, and free the slots."""
+        """Drop all tokens, locked or not, and free their slots."""
         self._report(self._tree.clear().removed_nodes)
 
     def _report(self, removed: list[int]) -> None:
@@ -250,7 +250,7 @@ _replaced: list[tuple[object, str, object]] = []
 
 
 def version() -> str:
-    """Return the version of pymllm, also if it is not installed but a folder on the path."""
+    """Return the version of pymllm, which may be installed or a folder on the path."""
     try:
         return importlib.metadata.version("pymllm")
     except importlib.metadata.PackageNotFoundError:
@@ -266,7 +266,7 @@ def _originals() -> list[tuple[str, Any, Any]]:
     """Return the name, the object and the replacement of each seam.
 
     Raises:
-        EngineMismatchError: If one is missing, or takes other arguments than its replacement.
+        EngineMismatchError: If a seam is missing, or takes other arguments than its replacement.
     """
     found = []
     for module_name, names in _SEAMS.items():
@@ -289,9 +289,9 @@ def _originals() -> list[tuple[str, Any, Any]]:
 
 
 def enable() -> None:
-    """Put kvpool's pools and prefix caches in the place of pymllm's, in this process, for what is made later.
+    """Replace pymllm's pools and prefix caches by kvpool's, for objects that this process makes later.
 
-    Does nothing if they are there already. A version of pymllm that was not tested is warned about.
+    A second call does nothing. For a version of pymllm that was not tested, the call warns.
 
     Raises:
         EngineMismatchError: If pymllm lacks a name that is to be replaced, or its arguments have changed.
@@ -312,7 +312,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo `enable()`, for what is made later."""
+    """Undo `enable()`, for objects that are made later."""
     while _replaced:
         module, name, theirs = _replaced.pop()
         setattr(module, name, theirs)

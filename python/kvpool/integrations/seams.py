@@ -21,7 +21,7 @@ _logger = logging.getLogger("kvpool")
 
 
 class EngineMismatchError(KvPoolError, RuntimeError):
-    """The installed engine is not what its adapter was written for."""
+    """The installed version of an engine differs from the one that its adapter was written for."""
 
 
 class Engine(NamedTuple):
@@ -45,8 +45,8 @@ class Engine(NamedTuple):
             warns: Whether to warn about a version that was not tested, once in each process.
 
         Raises:
-            EngineMismatchError: If a class or a signature differs. The message has what was found and
-                expected.
+            EngineMismatchError: If a class or a signature differs. The message has the found and the expected
+                signature.
         """
         try:
             found = version(self.package)
@@ -76,11 +76,11 @@ def signature(function: Any) -> str:  # noqa: ANN401 - a function of an engine
 
 
 def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Compare the installed engine with `seams`: by class or imported module, functions and signatures.
+    """Compare the installed engine with `seams`: functions and signatures, by class or imported module.
 
-    Of a function, that under the name "" is its own.
+    For a function in place of a class, the name "" stands for the function itself.
 
-    Returns a line for each difference, with what was found and what was expected.
+    Return one line per difference, with the found and the expected signature.
     """
     problems = []
     for target, methods in seams.items():

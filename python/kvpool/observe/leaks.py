@@ -23,12 +23,12 @@ class Leak:
     """Live units of a pool with the same owner and source line.
 
     Attributes:
-        owner: The `owner` argument of `alloc`, if given; the name of the prefix cache for what it holds.
+        owner: The `owner` argument of `alloc`, if given; for units of a prefix cache, the name of the cache.
         site: File, line and function of the allocation.
         count: Number of units.
-        age_s: Seconds since the oldest was allocated.
+        age_s: Seconds since the oldest unit was allocated.
         spans: The units, as (first, end).
-        state: "live"; for units that a prefix cache alone holds "evictable", or "locked" by leases.
+        state: "live"; or, for units that only a prefix cache holds, "evictable" or, with leases, "locked".
     """
 
     owner: str | int | None
@@ -40,7 +40,7 @@ class Leak:
 
 
 def leaks(pool: Pool, since: int = 0) -> list[Leak]:
-    """Return the leaks of a pool as `Pool.leaks` does, for allocations from call number `since` on."""
+    """Return the leaks of a pool like `Pool.leaks`, for allocations from call number `since` on."""
     check_hands_out(pool)
     if not _records_owners(pool):
         raise TypeError(f"a {type(pool).__name__} records no owners; its reset() frees everything")
@@ -81,7 +81,7 @@ def table(found: list[Leak], unit: str) -> str:
 
 
 class ExpectBalanced:
-    """The context manager of `Pool.expect_balanced`: raises if more is live at exit than at entry."""
+    """The context of `Pool.expect_balanced`, which raises if more units are live at exit than at entry."""
 
     def __init__(self, pool: Pool) -> None:
         check_hands_out(pool)

@@ -58,7 +58,7 @@ class _Exported(NamedTuple):
     Attributes:
         family: Gauge or counter.
         name: The name, for a counter without `_total`.
-        documentation: The help.
+        documentation: The help text.
     """
 
     family: type[GaugeMetricFamily | CounterMetricFamily]
@@ -70,7 +70,7 @@ _gauge = partial(_Exported, GaugeMetricFamily)
 _counter = partial(_Exported, CounterMetricFamily)
 
 _Table: TypeAlias = "Mapping[str, _Exported]"
-"""Metrics by the keys of statistics. A key without one only describes the pool."""
+"""Metrics by the keys of statistics. A key without a metric only describes the pool."""
 
 # In units of the pool: key and the end of the help.
 _UNITS = {
@@ -174,7 +174,7 @@ class PoolCollector(Collector):
     """The statistics of all live pools and endpoints of this process, read at each scrape."""
 
     def describe(self) -> Iterator[Metric]:
-        """Describe nothing: the metrics depend on what is created later."""
+        """Describe nothing: the metrics depend on the pools that are created later."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -194,7 +194,7 @@ class _Scrape:
         self._read_times = HistogramMetricFamily(*_READ_TIMES, labels=_LABELS)
 
     def families(self) -> Iterator[Metric]:
-        """Yield the families that have a sample."""
+        """Yield the families with at least one sample."""
         yield from self._families.values()
         yield from (histogram for histogram in (self._ages, self._read_times) if histogram.samples)
 
@@ -220,7 +220,7 @@ class _Scrape:
                 self._add(stats, _STORES, [name, type(store).__name__, "cpu"])
 
     def add_endpoints(self) -> None:
-        """Add the statistics of endpoints: those of one name are one."""
+        """Add the statistics of endpoints. Endpoints with the same name count as one."""
         found: dict[tuple[str, str], list[Observed]] = {}
         for endpoint in endpoints():
             found.setdefault((endpoint.name, endpoint.device), []).append(endpoint)
@@ -245,7 +245,7 @@ class _Scrape:
 
 
 def _read(name: object, stats: Callable[[], Mapping[str, object]]) -> dict[str, int] | None:
-    """Read statistics. If that fails it is logged, and the others are still exported."""
+    """Read statistics. A failure is logged, and the other statistics are still exported."""
     try:
         return counts(stats())
     except (KvPoolError, RuntimeError) as error:

@@ -25,7 +25,7 @@ _OWNED = ("live", *_FOR)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The occupancy of one pool at one time, or what an endpoint moves of it.
+    """The occupancy of one pool at one time, or the slots of a pool that an endpoint moves.
 
     Attributes:
         name: Name of the pool.
@@ -64,12 +64,12 @@ class Snapshot:
 
     @property
     def in_use(self) -> int:
-        """Number of units that are not free; of an endpoint, of those that are not idle."""
+        """Number of units that are not free; for an endpoint, of those that are not idle."""
         return self.count - self.counts["free"] - self.counts["idle"]
 
     @property
     def cached(self) -> str:
-        """The units in use that only a prefix cache holds, in words; empty if there are none."""
+        """A description of the units that only a prefix cache holds; empty if there are none."""
         evictable, locked = self.counts["evictable"], self.counts["locked"]
         total = evictable + locked
         return f"{total:,} of them cached: {evictable:,} evictable and {locked:,} locked" if total else ""
@@ -139,7 +139,7 @@ def take(pool: Pool) -> Snapshot:
 
 
 def take_endpoint(endpoint: Observed) -> list[Snapshot]:
-    """Take a snapshot of what an endpoint moves of each of its pools."""
+    """Take a snapshot of the slots that an endpoint moves, for each of its pools."""
     return [
         Snapshot(
             name=endpoint.name if pool == "kv" else f"{endpoint.name}, {pool}",
@@ -157,7 +157,7 @@ def take_endpoint(endpoint: Observed) -> list[Snapshot]:
 
 
 def _under_transfer(rows: int, moving: Sequence[Moving]) -> Iterator[Span]:
-    """Yield the slots `[1, rows)`: those that move, and the idle ones between them."""
+    """Yield spans of the slots `[1, rows)`: the moving slots, and the idle ones between them."""
     found: dict[int, list[Moving]] = {}
     for one in moving:
         for slot in one.slots.tolist():
@@ -182,7 +182,7 @@ def _under_transfer(rows: int, moving: Sequence[Moving]) -> Iterator[Span]:
 
 
 def owners(one: Snapshot) -> list[tuple[str, int]]:
-    """Return the owners of live units, or whom they move for, and their numbers of units, largest first."""
+    """Return the owners of live units, or the peers of moving ones, with their units, largest first."""
     counts: Counter[str] = Counter()
     for span in one.spans:
         if span.state in _OWNED:

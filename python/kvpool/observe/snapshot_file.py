@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
-    """Write a map of what is in use in pools, by owner, with distributions of ages, lifetimes and free runs.
+    """Write a map of the units in use, by owner, with distributions of ages, lifetimes and free runs.
 
     The HTML file is self-contained; the unit under the pointer is shown with its neighbours in the same
     state, their holders, ages and sizes. Owners are recorded by pools with debugging (`debug=True` or
-    `KVPOOL_DEBUG=1`); for other pools the map shows what is in use. Waits only for freed slots whose values
-    are on their way from a GPU.
+    `KVPOOL_DEBUG=1`); for other pools the map shows only which units are in use. The call waits only for
+    freed slots whose values are on their way from a GPU.
 
     Files stay small. If a pool has more than 32,768 spans, the page merges the spans within a cell of the
     map, and names the three largest holders in it. A picture shows at most 16 pools, those with the most
@@ -33,7 +33,7 @@ def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
     Args:
         path: A file that ends in `.html`, or in `.png` (needs Matplotlib). An existing file is replaced.
         pools: The pools to show; by default all of this process that hand out units, and for each endpoint
-            which slots are lent, being filled and being read, for whom and under which lease.
+            the slots that are lent, being filled or being read, with their peer and lease.
 
     Raises:
         ConfigError: If the file has another ending, or no pool hands out units.

@@ -110,7 +110,7 @@ def _totals(one: Snapshot) -> dict[Holder, tuple[int, float]]:
 
 
 def _groups(spans: list[Span], per_cell: int) -> Iterable[Sequence[Span]]:
-    """Return single spans or, if there are many, groups of small spans that begin in the same cell."""
+    """Return single spans or, if there are many spans, groups of small ones that begin in the same cell."""
     if len(spans) <= 2 * _CELLS:
         return ([span] for span in spans)
 

@@ -20,12 +20,12 @@ class Span(NamedTuple):
     Attributes:
         first: The first unit.
         end: One past the last unit.
-        state: "free"; "live"; "evictable" or "locked" of a prefix cache, which alone holds them, the latter
-            with leases; or "fenced": freed, and kept until work in flight is done. Of an endpoint: "idle", or
+        state: "free"; "live"; "evictable", held only by a prefix cache; "locked", held only by a prefix cache
+            with leases; or "fenced", freed but kept until work in flight is done. For an endpoint: "idle", or
             a state of `kvpool._endpoints.Moving`.
         n_bytes: Bytes, if units differ in size.
         holders: With debugging, for each holder: owner, source line, seconds since the allocation, and the
-            sequence number of the call. Of an endpoint: what for, lease, and seconds since its begin.
+            sequence number of the call. For an endpoint: the purpose, the lease, and seconds since its begin.
     """
 
     first: int

@@ -1,4 +1,4 @@
-"""Slots that move between processes: what is lent to whom, until when, and what may still arrive."""
+"""Transfers of slots between processes: leases, reads and writes."""
 
 from kvpool.remote.agent import Agent, Blocks, Indices, Link, Memory, Reading
 from kvpool.remote.endpoint import Endpoint, Peer, SlotLease, Transfer

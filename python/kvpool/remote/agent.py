@@ -15,7 +15,7 @@ Indices: TypeAlias = npt.NDArray[np.int32]
 
 
 class Memory(NamedTuple):
-    """Bytes that others may read, or that are read into.
+    """A region of memory that peers may read, or that rows are read into.
 
     Attributes:
         address: The address of the first byte.
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Buffers of equal rows in one kind of memory, whose rows are numbered through.
+    """Buffers of equal rows in one kind of memory. Rows are numbered continuously over all buffers.
 
     Attributes:
         buffers: For each buffer its address, the bytes of a row, and its rows.
@@ -50,7 +50,7 @@ class Reading(Protocol):
     """A read that has begun."""
 
     def state(self) -> Literal["running", "done", "failed"]:
-        """Return its progress. After "done" no byte arrives; after "failed" some may."""
+        """Return the progress of the read. After "done" no byte arrives; after "failed" some may."""
         ...
 
     def release(self) -> None:
@@ -81,15 +81,15 @@ class Agent(Protocol):
     """One end of a network. Methods do not wait for a peer, and raise `TransferError` if they fail."""
 
     def metadata(self) -> bytes:
-        """Return what peers need to reach it."""
+        """Return the bytes that peers need to reach this agent."""
         ...
 
     def connect(self, metadata: bytes, blocks: Sequence[Blocks]) -> Link:
-        """Return a peer with these blocks, which are prepared for reads."""
+        """Return a link to a peer with these blocks, and prepare reads of them."""
         ...
 
     def notes(self) -> Sequence[tuple[str, bytes]]:
-        """Return the notes that have come since the last call, each with the name of the agent it is from."""
+        """Return the notes received since the last call, each with the name of the agent that sent it."""
         ...
 
     def close(self) -> None:

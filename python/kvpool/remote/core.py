@@ -35,7 +35,7 @@ _MAX_PAUSE_S = 0.001
 """Seconds between two polls of `Core.wait`, at first and at most: a network has no call that waits for it."""
 
 PAUSE_S = 0.0005
-"""Queries of fences within this time share a poll: an allocator queries all that it has, one by one."""
+"""Seconds within which queries of fences share a poll: an allocator queries all its fences one by one."""
 
 
 def pause(progress: threading.Condition, seconds: float) -> None:
@@ -47,9 +47,9 @@ class NewAgent(Protocol):
     """Makes one end of a network."""
 
     def __call__(self, name: str, memory: Sequence[Memory], blocks: tuple[Blocks, Blocks]) -> Agent:
-        """Return an agent with a name that no other has.
+        """Return an agent with this name, which no other agent has.
 
-        Peers may read its `memory`, and it reads into `blocks`.
+        Peers may read its `memory`, and the agent reads into `blocks`.
         """
         ...
 
@@ -198,14 +198,14 @@ class Core:
             self._progress.notify_all()
 
     def poll_for_fence(self) -> None:
-        """Poll, if that was not done just now."""
+        """Poll, unless the last poll was less than `PAUSE_S` seconds ago."""
         if time.monotonic() - self._polled >= PAUSE_S:
             self.poll()
 
     def wait(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
-        """Poll until `is_over` returns true, at most for `timeout` seconds. Returns whether it did.
+        """Poll until `is_over` returns true, at most for `timeout` seconds. Return whether it did.
 
-        What another thread ends meanwhile, by a poll of its own or otherwise, is noticed at once.
+        If another thread ends a lease or a read meanwhile, this call notices it at once.
         """
         if timeout is not None and not timeout >= 0:
             raise ConfigError(f"timeout is {timeout}, not a number of seconds from 0 on")
@@ -316,7 +316,7 @@ class Core:
             return [*self.reads.times]
 
     def moving(self) -> dict[str, tuple[int, list[Moving]]]:
-        """Return for each pool that it has its rows, and what is under transfer."""
+        """Return the number of rows and the slots under transfer of each pool of the endpoint."""
         now = time.monotonic()
         found: dict[str, tuple[int, list[Moving]]] = {
             pool: (self.introduction.rows[pool], [])

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class SlotLease:
     """Slots that a peer may use for some time, made by `Endpoint.lend`.
 
-    It can serve as the fence `after` of `TokenToKVPoolAllocator.free`: then the slots are handed out again
-    when the peer has returned them or the time is over, and no byte may arrive in them any more.
+    A lease can serve as the fence `after` of `TokenToKVPoolAllocator.free`. The slots are then handed out
+    again when the peer has returned them or the time is over, and no byte can arrive in them any more.
     """
 
     def __init__(self, core: Core, lease: Lease) -> None:
@@ -71,12 +71,12 @@ class SlotLease:
             timeout: Seconds at most; by default until the time of the lease is over.
 
         Returns:
-            Whether they may.
+            Whether the slots may have another use.
         """
         return self._core.wait(self.query, timeout)
 
     def end(self) -> None:
-        """End the lease before its time. A peer discards what it reads from now on."""
+        """End the lease before its time. A peer discards all rows that it reads from now on."""
         self._core.end(self._lease)
 
 
@@ -90,28 +90,29 @@ class Transfer(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Return whether it is over: no byte arrives any more, and the peer uses nothing more of it."""
+        """Return whether the transfer is over: no byte arrives any more, and no peer uses the slots."""
 
     @property
     @abstractmethod
     def error(self) -> TransferError | None:
-        """The reason why the transfer has failed; `None` if it has not, or not yet."""
+        """The reason why the transfer has failed; `None` if it has not failed."""
 
     @abstractmethod
     def cancel(self) -> None:
         """Cancel the transfer.
 
-        It is over when no byte arrives any more, at the latest when the lease of the peer's slots is over.
+        The transfer is over when no byte arrives any more, at the latest when the lease of the peer's slots
+        is over.
         """
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is over.
+        """Wait until the transfer is over.
 
         Args:
             timeout: Seconds at most; by default until the lease of the peer's slots is over.
 
         Returns:
-            Whether it is over.
+            Whether the transfer is over.
 
         Raises:
             TransferError: If the transfer has failed.
@@ -202,7 +203,7 @@ class Peer:
         """Return the slots that the peer has lent, from `SlotLease.ticket`. Their time counts from now.
 
         Raises:
-            ConfigError: If it is no ticket.
+            ConfigError: If `ticket` is not a ticket.
             IndexError: If the peer has no such slots.
         """
         return messages.decode_ticket(ticket).of(self._introduction)
@@ -212,8 +213,8 @@ class Peer:
     ) -> Transfer:
         """Begin to copy rows of the peer into slots of this endpoint, in the order of both.
 
-        The rows are there when `wait` returns true: then the lease lasted until all had arrived. Work that
-        the current stream has on a GPU is done before the first byte arrives; launch work that uses the rows
+        When `wait` returns true, all rows have arrived, and the lease lasted until then. Work that the
+        current stream has on a GPU is done before the first byte arrives; launch work that uses the rows
         after `wait`.
 
         Args:
@@ -243,8 +244,7 @@ class Peer:
     ) -> Transfer:
         """Let the peer fetch rows of this endpoint into slots that it has lent to be filled.
 
-        The peer does so at its next poll. It gets the rows as the work that the current stream has now leaves
-        them.
+        The peer fetches the rows at its next poll, after the work that the current stream has now.
 
         Args:
             slots: Slots of this `KVPool`, ints, as many as the peer's.
@@ -279,14 +279,14 @@ class Endpoint(Closing):
         kv: The pool whose slots are lent and read into.
         states: The pool of the states that belong to them.
         new_agent: Makes one end of a network.
-        may_cut: Whether an agent may be closed to end its reads. Otherwise a read that a stopped peer does
-            not answer keeps its slots until the network gives up.
+        may_cut: Whether the endpoint may close an agent to end its reads. Otherwise a read from a stopped
+            peer keeps its slots until the network gives up.
         patience_s: Seconds that other reads get to end before the connections of a failed one are closed.
-            What is not over by then begins again: allow more time for long reads over a slow network.
+            Reads that are not over by then begin again: allow more time for long reads over a slow network.
 
     Raises:
-        ConfigError: If the pools are on different devices or too large, the name is not one, or `patience_s`
-            is below 0.
+        ConfigError: If the pools are on different devices or too large, the name is not valid, or
+            `patience_s` is out of its range.
         TransferError: If the network cannot be used.
     """
 
@@ -309,7 +309,7 @@ class Endpoint(Closing):
 
     @property
     def has_states(self) -> bool:
-        """Whether it has a pool of states."""
+        """Whether the endpoint has a pool of states."""
         return self._core.introduction.shapes["states"] is not None
 
     def metadata(self) -> bytes:
@@ -324,17 +324,17 @@ class Endpoint(Closing):
         """Return the peer that `metadata` introduces. One of the same name takes the place of an earlier one.
 
         Raises:
-            ConfigError: If its rows are not like those here (the message names the difference), or the bytes
-                are no metadata.
-            TransferError: If it cannot be reached.
+            ConfigError: If the rows of the peer differ in shape from those of this endpoint (the message
+                names the difference), or the bytes are not metadata.
+            TransferError: If the peer cannot be reached.
         """
         return Peer(self._core, self._core.connect(metadata))
 
     def disconnect(self, peer: Peer) -> None:
         """Disconnect a peer that is gone. Reads from it fail now, and not when their leases are over.
 
-        It is over when no byte of it can arrive any more: within `patience_s` if other reads go on, and
-        otherwise when this returns, after some tenths of a second.
+        No byte of the peer can arrive any more when this call returns, after some tenths of a second; or
+        within `patience_s` if other reads are in progress.
         """
         self._core.disconnect(peer._introduction)  # noqa: SLF001 - of this module
 
@@ -366,9 +366,9 @@ class Endpoint(Closing):
     def poll(self) -> None:
         """Answer peers, and advance transfers.
 
-        Does not wait, except for some tenths of a second when a read has failed, or its lease is over: its
-        connections are then closed, which alone keeps late bytes from slots with new owners. Other reads have
-        `patience_s` to end before that, and begin again if it is not enough.
+        The call does not wait, except for some tenths of a second when a read has failed or its lease is
+        over. Then the connections of the read are closed, so that no late byte arrives in slots with new
+        owners. Other reads have `patience_s` to end before that, and begin again otherwise.
         """
         self._core.poll()
 
@@ -384,5 +384,5 @@ class Endpoint(Closing):
         return self._core.read_times()
 
     def close(self) -> None:
-        """End all leases and transfers, and the connections. Returns when no byte arrives any more."""
+        """End all leases, transfers and connections. When the call returns, no byte arrives any more."""
         self._core.close()

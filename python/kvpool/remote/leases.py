@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpool.remote.reads import Read
 
 MAX_LEASES = 4096
-"""Leases that last at once."""
+"""The most leases of an endpoint at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,12 +32,12 @@ class Lease:
     Attributes:
         remote: The slots as the peer sees them.
         rows: Their rows in all buffers.
-        mark: The work that must be done before they are used.
-        begun: The time at which they were lent, in seconds of `time.monotonic`.
+        mark: The work that must be done before the slots are used.
+        begun: The time at which the slots were lent, in seconds of `time.monotonic`.
         peer_name: The name of the peer that may use them; `None` for any that has the ticket.
         state: Whether the lease lasts, or how it ended.
-        filled_by: The read that brings what a writer offered, as long as it runs.
-        notify: The bytes that the writer sent when it had filled them.
+        filled_by: The read that brings the rows that a writer has offered, as long as it runs.
+        notify: The bytes that the writer has sent with its offer.
     """
 
     remote: RemoteSlots
@@ -100,12 +100,12 @@ class Leases:
         return lease
 
     def find(self, word: int, nonce: int) -> Lease | None:
-        """Return the lease that a peer names, if it lasts."""
+        """Return the lease with this word and nonce, if it lasts."""
         lease = self._lasting.get(word)
         return lease if lease is not None and lease.remote.nonce == nonce else None
 
     def end(self, lease: Lease, state: Literal["returned", "expired", "ended"]) -> bool:
-        """End a lease; returns whether it lasted. A peer discards what it reads from now on."""
+        """End a lease, and return whether it lasted. A peer discards all rows that it reads from now on."""
         word = lease.remote.word
         if self._lasting.get(word) is not lease:
             return False
@@ -118,5 +118,5 @@ class Leases:
         return True
 
     def forget(self) -> None:
-        """Drop the leases that are over, into whose slots no row arrives any more."""
+        """Drop the ended leases into whose slots no row arrives any more."""
         self._arriving = [lease for lease in self._arriving if not lease.is_over()]

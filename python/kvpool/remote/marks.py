@@ -6,19 +6,19 @@ from typing import Protocol
 
 
 class Mark(Protocol):
-    """Work that was enqueued before, such as what a `torch.cuda.Event` marks."""
+    """The work that was enqueued before a point in a stream, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return whether it is done."""
+        """Return whether the work is done."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it is done."""
+        """Wait until the work is done."""
         ...
 
 
 def mark(device: int | None) -> Mark | None:
-    """Return the work that the current stream of a GPU has; `None` for host memory, which has none."""
+    """Return a mark of the work in the current stream of a GPU; `None` for host memory."""
     if device is None:
         return None
     import torch  # noqa: PLC0415 - users of a GPU alone need it

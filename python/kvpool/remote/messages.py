@@ -22,13 +22,13 @@ VERSION = 1
 """The version of all messages. Endpoints of different versions refuse each other."""
 
 MAX_ROWS = 1 << 20
-"""Rows of one lease."""
+"""The most rows of one lease."""
 
 MAX_SECONDS = 86_400.0
 """The longest time of a lease: a day."""
 
 MAX_NAME = 200
-"""Characters of the name of an endpoint."""
+"""The most characters in the name of an endpoint."""
 
 MAX_NOTIFY_BYTES = 1 << 16
 """The most bytes that a writer sends to the peer."""
@@ -60,12 +60,13 @@ class Introduction(NamedTuple):
 
     Attributes:
         name: The name of the endpoint.
-        agent: Its name in the network, which no other process has.
-        shapes: The properties that must be equal on both sides, by pool: "kv", "states"; `None` without it.
+        agent: The name of its agent in the network, which no other process has.
+        shapes: For each pool, "kv" and "states", the properties that must be equal on both sides; `None` for
+            an endpoint without this pool.
         buffers: The address and the bytes of a row of each buffer, by pool.
         rows: The rows of every buffer, by pool.
         device: The index of the GPU that has the pools; `None` for host memory.
-        words: The address and number of the words that show which leases last.
+        words: The address and the number of the words that show which leases last.
         metadata: The bytes that the agent needs to connect.
     """
 
@@ -85,10 +86,10 @@ class RemoteSlots(NamedTuple):
     Attributes:
         slots: Slots of its `KVPool`, int32 `[n]`.
         states: Slots of its `GDNPool`, int32 `[m]`.
-        is_writable: Whether `Peer.write` may fill them, or `Peer.read` read them.
+        is_writable: Whether `Peer.write` may fill the slots; otherwise `Peer.read` may read them.
         word: The index of the word, in the memory of the peer, that shows whether the lease lasts.
-        nonce: The value of that word as long as it does.
-        deadline: The time at which it is over, in seconds of `time.monotonic`.
+        nonce: The value of this word as long as the lease lasts.
+        deadline: The time at which the lease is over, in seconds of `time.monotonic`.
     """
 
     slots: npt.NDArray[np.int32]
@@ -99,14 +100,14 @@ class RemoteSlots(NamedTuple):
     deadline: float
 
     def since(self, start: int) -> RemoteSlots:
-        """Return them without the first `start` slots, which are not needed. It is the same lease."""
+        """Return the remote slots without the first `start` ones. The lease is the same."""
         return self._replace(slots=self.slots[start:])
 
     def of(self, peer: Introduction) -> RemoteSlots:
-        """Return them if the endpoint has such slots.
+        """Return the remote slots after a check that the peer has them.
 
         Raises:
-            IndexError: If not.
+            IndexError: If the peer does not have them.
         """
         if self.word >= peer.words[1]:
             raise IndexError(f"word {self.word} is outside [0, {peer.words[1]}) of {peer.name}")
@@ -119,14 +120,17 @@ class RemoteSlots(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """A note: the lease is not needed any more."""
+    """A note that a lease is not needed any more."""
 
     word: int
     nonce: int
 
 
 class Offered(NamedTuple):
-    """A note: fetch the slots of a ticket into those of a lease, whose owner then gets `notify`."""
+    """A note that asks the owner of a lease to fetch the slots of a ticket into its own.
+
+    The owner then gets `notify`.
+    """
 
     word: int
     nonce: int
@@ -166,7 +170,7 @@ def encode_introduction(introduction: Introduction) -> bytes:
     """Return an introduction as bytes.
 
     Raises:
-        ConfigError: If its rows cannot be numbered.
+        ConfigError: If the rows of all buffers are more than int32 can number.
     """
     too_many = _too_many_rows(introduction)
     if too_many:
@@ -188,7 +192,7 @@ def decode_introduction(message: bytes) -> Introduction:
     """Return the introduction in `message`.
 
     Raises:
-        ConfigError: If it is not a valid introduction, or of another version.
+        ConfigError: If the message is not a valid introduction, or has another version.
     """
     if not _INTRODUCTION.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
@@ -231,7 +235,7 @@ def decode_introduction(message: bytes) -> Introduction:
 
 
 def _too_many_rows(introduction: Introduction) -> str | None:
-    """Return the reason why the rows of all buffers cannot be numbered; `None` if they can."""
+    """Return the reason why int32 cannot number the rows of all buffers; `None` if it can."""
     total = sum(introduction.rows[pool] * len(introduction.buffers[pool]) for pool in POOLS)
     return f"{total} rows in all buffers are more than int32 numbers" if total >= 1 << 31 else None
 
@@ -263,7 +267,7 @@ def _buffer(value: object, pool: str) -> tuple[int, int]:
 
 
 def difference(local: Introduction, remote: Introduction) -> str | None:
-    """Return what keeps rows of two endpoints from being copied to each other, or `None`."""
+    """Return the difference that prevents copies of rows between two endpoints; `None` if there is none."""
     for pool in POOLS:
         local_shape, remote_shape = local.shapes[pool], remote.shapes[pool]
         if local_shape is None or remote_shape is None:
@@ -292,7 +296,7 @@ def runs(rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def pieces(here: npt.NDArray[np.int32], there: npt.NDArray[np.int32]) -> int:
-    """Return in how many pieces rows are copied that follow each other on both sides."""
+    """Return the number of contiguous pieces in which rows are copied."""
     breaks = (np.diff(here) != 1) | (np.diff(there) != 1)
     return int(breaks.sum()) + 1 if len(here) else 0
 
@@ -321,10 +325,10 @@ def encode_ticket(remote: RemoteSlots) -> bytes:
 
 
 def decode_ticket(message: bytes) -> RemoteSlots:
-    """Return the slots that a ticket names; its time counts from now.
+    """Return the slots of a ticket. The time of its lease counts from now.
 
     Raises:
-        ConfigError: If it is no ticket, or of another version.
+        ConfigError: If the message is not a ticket, or has another version.
     """
     if not _TICKET.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
@@ -357,7 +361,7 @@ def decode_note(message: bytes) -> Returned | Offered:
     """Return the content of a note.
 
     Raises:
-        ConfigError: If it is not a valid note, or of another version.
+        ConfigError: If the message is not a valid note, or has another version.
     """
     if not _NOTE.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")

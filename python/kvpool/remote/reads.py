@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("kvpool")
 
 MAX_READS = 4096
-"""Reads that run at once."""
+"""The most reads of an endpoint at once."""
 
 PATIENCE_S = 1.0
 """Seconds for which other reads may go on before an agent is closed in the middle of them, by default."""
@@ -44,12 +44,12 @@ class Read:
         here: Rows that are written.
         there: Rows that are read.
         mark: Work that must be done before the first byte arrives.
-        keep: The lease is still needed when the rows are here.
+        keep: Whether the lease is still needed when the rows have arrived.
         begun: The time of the call that began it, in seconds of `time.monotonic`.
-        step: Its state. A read that is "lost" is over when its agent is closed.
+        step: The state of the read. A read that is "lost" is over when its agent is closed.
         reading: The network's read.
         word: The place for the word of the lease.
-        error: The reason why it has failed. It is not over before `reading` has ended.
+        error: The reason why the read has failed. A failed read is over only when `reading` has ended.
     """
 
     peer: Introduction
@@ -86,7 +86,7 @@ class Reads:
     within `patience_s` begin again with it.
 
     Args:
-        new_agent: Makes an agent that reads. Closed by this class, if it `may_cut`.
+        new_agent: Makes an agent that reads. This class closes the agent if `may_cut` is true.
         may_cut: Whether agents may be closed. Otherwise a read is over when the network reports it.
         patience_s: Seconds for which other reads may go on before an agent is closed.
     """
@@ -155,10 +155,10 @@ class Reads:
         self.reach(peer).send(note)
 
     def begin(self, read: Read) -> None:
-        """Begin a read, when its mark is passed.
+        """Add a read, which begins when the work of its mark is done.
 
         Raises:
-            TransferError: If too many run.
+            TransferError: If too many reads run.
         """
         if not self._free:
             raise TransferError(f"{len(self._running)} transfers run, which is the limit")
@@ -175,7 +175,7 @@ class Reads:
         self._cut_off()
 
     def close(self) -> None:
-        """End all reads. Returns when no byte arrives any more."""
+        """End all reads. When the call returns, no byte arrives any more."""
         self._end_agent()
         for read in [*self._running]:
             read.give_up("the endpoint was closed")
@@ -214,7 +214,7 @@ class Reads:
 
     @staticmethod
     def _state(read: Read) -> Literal["running", "done", "failed"]:
-        """Return the progress of the network with a read. No reference to the agent is left afterwards."""
+        """Return the progress of a read in the network. No reference to the agent is left afterwards."""
         if read.reading is None:
             return "done"
         try:
@@ -265,7 +265,10 @@ class Reads:
             self._fail(read, failure)
 
     def _fail(self, failed: Read, why: str) -> None:
-        """End a read that failed and, with its agent, all from its peer, which would fail one by one."""
+        """End a failed read.
+
+        If its agent may be closed, end all reads from the same peer with it: they would fail one by one.
+        """
         failed.give_up(why)
         if not self._may_cut:
             # Rows of the other reads from this peer may still arrive.
@@ -277,7 +280,7 @@ class Reads:
                 self._lose(read)
 
     def _lose(self, read: Read) -> None:
-        """Mark a failed read, of which more may arrive, as lost: it is over when its agent is closed."""
+        """Mark a failed read, whose rows may still arrive, as lost: it is over when its agent is closed."""
         read.step = "lost"
         if self._cut_at is None:
             self._cut_at = time.monotonic() + self._patience_s

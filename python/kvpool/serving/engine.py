@@ -70,10 +70,10 @@ class Model(Protocol):
     def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Return the logits `[B, vocab_size]` after the last of each request's new tokens, int64 `[T]`.
 
-        It may have a third parameter, `wait_layer: Callable[[int], object] | None = None`, to call with each
-        layer of the pool of K and V before that is read (`PoolAttention` takes it). Then the later layers of
-        a prefix come back from the tier below while the earlier ones compute. Without the parameter, all
-        layers have arrived before the call.
+        The method may have a third parameter, `wait_layer: Callable[[int], object] | None = None`, to call
+        with each layer of the pool of K and V before that is read (`PoolAttention` takes it). Then the later
+        layers of a prefix come back from the tier below while the earlier ones compute. Without the
+        parameter, all layers have arrived before the call.
         """
 
 
@@ -87,7 +87,7 @@ class Request(Generation):
         state: "waiting", "running", and at the end "finished" or "aborted".
         retractions: Number of retractions.
         prefix_len: Tokens found in the prefix cache at its last admission.
-        held: The part of it that only the engine reads and changes.
+        held: The state of the request that only the engine reads and changes.
     """
 
     on_token: Callable[[Request, int], object] | None = None
@@ -107,7 +107,7 @@ class Request(Generation):
         return self.state in {"finished", "aborted"}
 
     def _deliver_next(self) -> bool:
-        """Call `on_token` with the next token that it was not called with. Returns whether there was one."""
+        """Call `on_token` with the next token not yet passed to it. Return whether there was one."""
         if self.on_token is None or self.state == "aborted":
             return False
         return self._delivery.deliver_next(partial(self.on_token, self))
@@ -130,11 +130,12 @@ class Engine:
     Args:
         model: The model and its pools.
         max_step_tokens: The most new tokens in a step, of prompts and of requests that decode.
-        prefix_cache: Whether prompts start behind what is cached of them; or a cache of the model's allocator
-            and states, with a tier below (`tiers`) to which evicted pages are copied.
+        prefix_cache: Whether to make a prefix cache, so that prompts start behind their cached prefix. Or a
+            `PrefixCache` over the model's allocator and states, such as one with a tier below (`tiers`) to
+            which evicted pages are copied.
         swap: The treatment of the part of a prefix that only the tier has: "load" brings it back, "compute"
             computes it again, and "auto" does what takes less time, as measured. The tokens are the same.
-        options: What its scheduler waits for, how long, and what it keeps; by default `SchedulerOptions()`.
+        options: The options of its scheduler; by default `SchedulerOptions()`.
 
     Attributes:
         model: The model.
@@ -203,19 +204,19 @@ class Engine:
             owner: A name for `leaks` and snapshots of pools with debugging, such as the request's id.
             namespace: Requests share cached prefixes only with those of the same namespace, such as an
                 adapter or a tenant.
-            tokens: The first of the new tokens, where they were generated elsewhere. `on_token` is not called
-                with them.
-            move: A move of K, V and states of all tokens but the last from the process that has computed
-                them: they are computed here only if it fails. Or a move to another process, which begins when
-                the next token is generated, if it is not the last one: the request is finished here when the
-                move is over.
+            tokens: The first of the new tokens, if another process has generated them. `on_token` is not
+                called with these.
+            move: A move of the K, V and states of all tokens but the last from the process that has computed
+                them; this engine computes them only if the move fails. Or a move to another process: it
+                begins when the next token is generated, unless that is the last one, and the request is
+                finished here when the move is over.
 
         Returns:
             The request.
 
         Raises:
             ConfigError: If the request table or the pool is too small for the request alone, the prompt is
-                empty, a token is not in the vocabulary, or `tokens` are all that was asked for.
+                empty, a token is not in the vocabulary, or `tokens` has `max_new_tokens` tokens already.
         """
         prompt, tokens = [int(token) for token in prompt], [int(token) for token in tokens]
         prompt_len, vocab_size = len(prompt), self.model.vocab_size
@@ -260,7 +261,7 @@ class Engine:
         """Queue a copy of a request, which continues after the tokens generated so far.
 
         For several samples of one prompt, fork the request after a step that has computed its prompt: with a
-        prefix cache, the copies compute only what fills no page.
+        prefix cache, the copies compute only the tokens of the last, partial page.
 
         Args:
             request: A request that is not over.
@@ -298,11 +299,11 @@ class Engine:
             Whether requests are waiting, running or moving.
 
         Raises:
-            ConfigError: From within the model, in the middle of a step.
+            ConfigError: If the model calls it during a step.
             OutOfMemoryError: If slots with other owners leave no room for any request.
-            Exception: Any exception of the model or a callback. If a batch fails, what runs is retracted; the
-                next step calls the remaining callbacks. A load that fails raises nothing: what runs is
-                retracted, and the next step computes.
+            Exception: Any exception of the model or a callback. If a batch fails, the running requests are
+                retracted, and the next step calls the remaining callbacks. A load that fails raises nothing:
+                the running requests are retracted, and the next step computes their tokens.
         """
         self._deliver()
         try:
@@ -333,12 +334,12 @@ class Engine:
         return request.follow(self.step)
 
     def abort(self, request: Request) -> None:
-        """Abort a request and free its slots: if it is moving, when nothing arrives in them any more.
+        """Abort a request and free its slots. Those of a moving request are free when its move is over.
 
         A request that is over stays as it is.
 
         Raises:
-            ConfigError: From within the model, in the middle of a step. Callbacks may abort requests.
+            ConfigError: If the model calls it during a step. Callbacks may abort requests.
         """
         with self._changing():
             if request.is_over:
@@ -417,7 +418,7 @@ class Engine:
                 self._scheduler.hand_over(request)
 
     def _deliver(self) -> None:
-        """Call the callbacks with the tokens that they were not called with."""
+        """Call the callbacks with the tokens not yet passed to them."""
         while self._undelivered:
             request = self._undelivered[0]
             if not request._deliver_next():  # noqa: SLF001 - of this module
@@ -432,6 +433,6 @@ class Engine:
         return self._guard.change()
 
     def _retract(self) -> None:
-        """Retract all that runs, after an exception."""
+        """Retract all running requests, after an exception."""
         self._swap.drop_open()
         self._scheduler.retract_all()

@@ -1,4 +1,4 @@
-"""Requests that wait for what a store has of their prompts."""
+"""The queue of requests that wait for the parts of their prompts that a store has."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class FetchQueue(Generic[R]):
-    """Requests before they wait for slots: what the store below a cache has of their prompts is fetched.
+    """The queue of requests before the queue for slots: the parts of their prompts in the store are fetched.
 
     Args:
         cache: The prefix cache; `None`, or one without a store, fetches nothing.
-        options: How long a fetch is waited for, and how much of the tier fetches may take.
+        options: The limits of fetches: how long to wait for them, and their share of the tier.
 
     Attributes:
         has_store: Whether there is a store.
@@ -41,18 +41,18 @@ class FetchQueue(Generic[R]):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a fetch that was given up is not over yet: nothing else is asked of such a store."""
+        """Whether a cancelled fetch is not over yet. Until it is, nothing else is fetched from the store."""
         if self._overdue is not None and self._overdue.query():
             self._overdue = None
         return self._overdue is not None
 
     def submit(self, request: R, waiting: Collection[R]) -> None:
-        """Append a request, and fetch what the store has of its prompt."""
+        """Append a request, and fetch the part of its prompt that the store has."""
         self.requests.append(request)
         self._begin(waiting)
 
     def remove(self, others: Collection[R]) -> None:
-        """Remove the requests that are among others."""
+        """Remove those of the given requests that are queued here."""
         self.requests = deque(request for request in self.requests if request not in others)
 
     def line_up(self, waiting: deque[R], *, is_busy: bool) -> None:
@@ -60,7 +60,7 @@ class FetchQueue(Generic[R]):
 
         Args:
             waiting: The queue for slots.
-            is_busy: Whether there is anything else to do. If not, this waits a little.
+            is_busy: Whether the engine has other work. If not, the call waits a little.
         """
         while self.requests:
             self._begin(waiting)
@@ -76,10 +76,10 @@ class FetchQueue(Generic[R]):
                 self.requests.clear()
 
     def _poll(self, fetch: Fetch | None, *, is_busy: bool) -> bool:
-        """Query a fetch, and cancel it at its deadline; wait a little if there is nothing else to do.
+        """Query a fetch, and cancel it at its deadline; wait a little if the engine has no other work.
 
         Returns:
-            Whether its request waits for it no longer.
+            Whether the request no longer waits for the fetch.
         """
         if fetch is None or fetch.query():
             return True

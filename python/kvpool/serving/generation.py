@@ -1,4 +1,4 @@
-"""A prompt and its generated tokens, of an engine or a cluster."""
+"""The common part of the requests of an engine and of a cluster."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Generation(ABC):
     Attributes:
         prompt: Tokens of the prompt.
         max_new_tokens: The most tokens to generate.
-        stop_tokens: Tokens that end it; such a token is the last of `tokens`.
+        stop_tokens: Tokens that end the generation; such a token is the last of `tokens`.
         sampling: Sampling parameters.
-        namespace: Namespace of its tokens in prefix caches.
+        namespace: Namespace of the tokens in prefix caches.
         tokens: Tokens generated so far.
     """
 
@@ -37,7 +37,7 @@ class Generation(ABC):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether it gets no more tokens."""
+        """Whether the request gets no more tokens."""
 
     @property
     def is_complete(self) -> bool:

@@ -1,8 +1,8 @@
 """Changes that an interrupt leaves either undone or done.
 
 Ctrl-C raises `KeyboardInterrupt` between two instructions of Python, never within a function of CPython or of
-the extension. So two steps that belong together are one call of such a function here, `next` or `list.extend`
-over a `map`. A change of more steps is guarded, and repaired if an exception has left it.
+the extension. So two steps that must not be separated are one call of such a function here: `next` or
+`list.extend` over a `map`. A change of more steps is guarded, and repaired if an exception has left it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ S = TypeVar("S")
 
 
 def append_result(items: list[T], call: Callable[[S], T | None], argument: S) -> None:
-    """Append what a call returns, unless that is empty, with no interrupt between the two."""
+    """Append the result of a call to a list, unless it is empty, with no interrupt between the two."""
     items.extend(filter(None, map(call, [argument])))
 
 
 def call_with_last(call: Callable[[T], object], items: list[T]) -> None:
-    """Pop the last item and call with it, with no interrupt between the two."""
+    """Pop the last item of a list and call a function with it, with no interrupt between the two."""
     next(map(call, map(items.pop, [-1])))
 
 
@@ -64,7 +64,7 @@ class ChangeGuard:
     If another exception comes during the repair, the next change begins with it.
 
     Args:
-        repair: Repairs what a change has left in the middle, or a repair.
+        repair: Repairs the state that an interrupted change, or an interrupted repair, has left.
     """
 
     def __init__(self, repair: Callable[[], object]) -> None:
@@ -76,12 +76,12 @@ class ChangeGuard:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a change is going on: the caller is called by it."""
+        """Whether a change is going on, so that the caller runs within that change."""
         last = self._last()
         return last is not None and getgeneratorstate(last) == GEN_SUSPENDED
 
     def change(self) -> AbstractContextManager[None]:
-        """Make a context for one change, when none is going on."""
+        """Return a context for one change. No other change may be going on."""
         change = self._change()
         self._last = ref(change)
         return contextmanager(lambda: change)()

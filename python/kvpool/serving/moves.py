@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class Move(Protocol):
-    """A transfer of the rows of one request from another process or to it. Its methods raise nothing.
+    """A transfer of the rows of one request between this process and another. Its methods raise nothing.
 
     Attributes:
-        brings: Whether the rows come from another process. Otherwise they go to one.
+        brings: Whether the rows come from another process; otherwise they go to another process.
         has_begun: Whether `begin` was called: from then on the slots are in use until `query` returns true.
     """
 
@@ -23,13 +23,14 @@ class Move(Protocol):
         """Begin the transfer. Sets `has_begun` before anything else.
 
         Args:
-            row: The request's row, which is that of its state, too.
+            row: The request's row in the request table, which is also the row of its state.
             slots: Slots of its tokens from position `start` on, int32 `[n]`, on the device of the pool.
-            start: Tokens before these slots, whose rows are in the prefix cache here and do not move.
+            start: The number of tokens before these slots. Their rows are in the local prefix cache and do
+                not move.
         """
 
     def query(self) -> bool:
-        """Return whether it is over: no row arrives any more, and nothing else uses the slots."""
+        """Return whether the transfer is over: no row arrives any more, and nothing else uses the slots."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it is over, at most for `timeout_s` seconds. Returns whether it is."""
@@ -39,4 +40,4 @@ class Move(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Whether rows from another process have not arrived, although it is over."""
+        """Whether the transfer is over without the rows having arrived from the other process."""

@@ -24,7 +24,7 @@ class MovingRequests(Generic[R]):
 
     Args:
         planner: The planner over the pools.
-        extend: Allocates slots for rows that come.
+        extend: Allocates slots for the rows that arrive.
         slots: The supply of these slots.
 
     Attributes:
@@ -45,7 +45,8 @@ class MovingRequests(Generic[R]):
         """Allocate slots for all tokens but the last of a listed request, and begin the move of their rows.
 
         Returns:
-            Whether there were enough slots. If not, nothing moves; the request keeps those that it got.
+            Whether there were enough slots. If not, no row moves, and the request keeps the slots that it
+            got.
         """
         begin, end = request.prefix_len, request.seq_len - 1
         for start in range(begin, end, self._planner.max_tokens):
@@ -72,7 +73,7 @@ class MovingRequests(Generic[R]):
                 return
 
     def remove(self, requests: Collection[R]) -> None:
-        """List these requests no longer."""
+        """Remove these requests from the list."""
         self.requests = [request for request in self.requests if request not in requests]
 
     def unmoved(self) -> list[R]:
@@ -83,8 +84,8 @@ class MovingRequests(Generic[R]):
         """Keep the requests whose moves have begun: their slots stay as they are.
 
         Args:
-            spare: An interrupt may have come while a request whose rows have gone was released. Its row is
-                spare then, and the request has ended.
+            spare: The rows that no request has. If an interrupt came while a request whose rows had gone was
+                released, its row is among these, and the request has ended.
         """
         self.requests = [request for request in self.requests if has_begun_to_move(request)]
         for request in [*self.requests]:

@@ -9,19 +9,20 @@ from kvpool.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """What a scheduler waits for, how long, and what it keeps. No option changes a token.
+    """The options of a scheduler: waiting times, and what it keeps. No option changes a token.
 
     Attributes:
         snapshot_tokens: Tokens from one snapshot of a decoding request's state to the next, rounded up to
             whole pages. Each takes a track slot.
-        alike_tokens: A request that begins like one whose prompt is being computed waits for it, if it then
-            finds at least so many more tokens in the cache.
-        copies_timeout_s: Seconds that a step waits for slots which copies hold, before it makes room in other
-            ways: it computes what it would load, and retracts requests.
-        fetch_timeout_s: Seconds that the first request of the queue waits for what a store has of its prompt.
-            Then it computes that, and nothing else is asked of the store until it has answered.
-        fetch_share: The part of the host tier that prompts may take which were fetched for waiting requests,
-            above 0 and at most 1. The first is always fetched.
+        alike_tokens: A request waits for another one whose prompt is being computed and begins alike, if it
+            finds at least this many more tokens in the cache afterwards.
+        copies_timeout_s: Seconds that a step waits for slots that copies hold. After that it makes room in
+            other ways: it computes prefixes instead of loading them, and retracts requests.
+        fetch_timeout_s: Seconds that the first request of the queue waits for the part of its prompt that a
+            store has. After that the request computes this part, and nothing else is fetched until the store
+            has answered.
+        fetch_share: The share of the host tier that prompts fetched for waiting requests may take, above 0
+            and at most 1. The prompt of the first request is always fetched.
         fetch_wait_s: The most seconds for which `Scheduler.plan` waits for a store when nothing runs.
         move_wait_s: The most seconds for which `Scheduler.plan` waits for rows that move when nothing runs.
 

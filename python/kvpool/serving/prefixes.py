@@ -21,9 +21,10 @@ class Prefixes(Generic[R]):
         cache: The prefix cache; `None` finds nothing.
         slots: The supply of slots.
         match: Leases the longest cached prefix of tokens; `None` without a cache.
-        pays_to_load: Whether to load so many tokens from the tier, in place of computing them.
-        alike_tokens: For so many tokens that a running request is about to compute, one that begins alike
-            waits to find them cached.
+        pays_to_load: Called with a number of tokens; returns whether to load so many from the tier instead of
+            computing them.
+        alike_tokens: If a running request is about to compute at least this many tokens that a waiting
+            request shares, the latter waits to find them cached.
 
     Attributes:
         misfit: The request that was matched last and did not fit. It is matched again when slots are
@@ -56,11 +57,11 @@ class Prefixes(Generic[R]):
 
         Args:
             request: The request.
-            pages: Pages that it and all others are going to take, if no prefix is found.
+            pages: Pages that this request and all others will take if no prefix is found.
             is_alone: Whether there are no others. Such a request always fits, without a reserve.
 
         Returns:
-            Whether it fits.
+            Whether the request fits.
         """
         if request is self.misfit:
             return False
@@ -105,8 +106,8 @@ class Prefixes(Generic[R]):
         """Begin to load the part of a matched prefix that only the tier has, if it is to be loaded.
 
         Returns:
-            Whether the request can start. If not, copies hold the slots that the load needs. If they are
-            short for another reason, the request starts and computes that part.
+            Whether the request can start. If not, copies hold the slots that the load needs. If slots are
+            short for another reason, the request starts and computes this part.
         """
         lease = request.held.lease
         if lease is None or lease.length == request.prefix_len:

@@ -27,7 +27,8 @@ class Schedulable(Protocol):
         state: "waiting", "running", and at the end "finished" or "aborted". The scheduler sets it.
         retractions: Number of retractions.
         prefix_len: Number of tokens that were found in the prefix cache at its admission, while running.
-        held: The part of it that only the scheduler changes. At first it is empty but for a move, if any.
+        held: The state of the request that only the scheduler changes. At first it is empty except for a
+            move, if there is one.
     """
 
     state: State
@@ -41,7 +42,7 @@ class Schedulable(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has all tokens that it asked for."""
+        """Whether all tokens of the request are generated."""
 
     @property
     def owner(self) -> str | int | None:

@@ -31,9 +31,9 @@ class _Admission(Enum):
 
     STARTS = auto()
     WAITS = auto()
-    """It waits for slots, a row, or what a running request computes."""
+    """The request waits for slots, a row, or tokens that a running request computes."""
     WAITS_FOR_COPIES = auto()
-    """It waits for slots that copies hold, and the copies end by themselves."""
+    """The request waits for slots that copies hold, and the copies end by themselves."""
 
 
 class Scheduler(Generic[R]):
@@ -44,8 +44,8 @@ class Scheduler(Generic[R]):
 
     With a prefix cache, a request starts behind the prefix that is found at its admission. Chunks of prompts
     are published as they are computed, generated tokens when a request ends or is retracted. A request that
-    begins like one whose prompt is being computed waits for that. If the cache has states, chunks end at a
-    page where possible, so that a snapshot can be kept there.
+    begins like one whose prompt is being computed waits for that computation. If the cache has states, chunks
+    end at a page where possible, so that a snapshot can be kept there.
 
     The part of a prefix that only a tier below the cache has is loaded during the first step of its request,
     if that costs less than computing it. Slots that a copy reads or writes are free when the copy is over: in
@@ -63,12 +63,11 @@ class Scheduler(Generic[R]):
     Args:
         planner: The planner over the pools, for the exclusive use of this scheduler.
         cache: A prefix cache of the planner's allocator.
-        pays_to_load: Whether to load so many tokens of a prefix from the tier below, in place of computing
-            them; by default always.
+        pays_to_load: Called with a number of tokens of a prefix; returns whether to load so many from the
+            tier below instead of computing them. By default they are always loaded.
         fetches: Whether to ask the cache's store, if it has one.
-        options: What it waits for, how long, and what it keeps.
-        calls: The calls that take from the pools and give back; by default those of the planner and the
-            cache.
+        options: The waiting times, and what the scheduler keeps.
+        calls: The calls that allocate from the pools and free; by default those of the planner and the cache.
 
     Attributes:
         planner: The planner.
@@ -78,7 +77,7 @@ class Scheduler(Generic[R]):
         waiting: The queue of waiting requests.
         running: The requests with a row, oldest first. Only the last may have several steps of its prompt
             left.
-        released: The number of requests that came from running to each state.
+        released: The number of running requests that have changed to each other state.
         waits: The number of times that `plan` has waited for a copy.
         fetched_tokens: Tokens that came from the store.
     """
@@ -127,12 +126,12 @@ class Scheduler(Generic[R]):
 
     @property
     def moving(self) -> list[R]:
-        """The requests with a row whose rows come or go, in the order in which that began."""
+        """The requests whose rows move from or to another process, in the order in which the moves began."""
         return self._moves.requests
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is waiting or running."""
+        """Whether no request is fetching, waiting, running or moving."""
         return not (self.waiting or self.running or self.fetching or self.moving)
 
     def submit(self, request: R) -> None:
@@ -187,7 +186,7 @@ class Scheduler(Generic[R]):
         return None
 
     def _wait_for_copies(self, deadline: float) -> bool:
-        """Wait a little for copies that hold slots. After the deadline, load nothing instead.
+        """Wait a little for copies that hold slots. After the deadline, do not wait, and load nothing.
 
         Returns:
             Whether it has waited.
@@ -273,7 +272,7 @@ class Scheduler(Generic[R]):
         self._moves.send(request)
 
     def abandon(self, request: R) -> None:
-        """Abort a request whose rows move. It keeps its slots until nothing arrives in them any more."""
+        """Abort a request whose rows move. The request keeps its slots until the move is over."""
         request.state = "aborted"
         self.released["aborted"] += 1
         if request.held.move is not None:
@@ -304,7 +303,8 @@ class Scheduler(Generic[R]):
     def retract_all(self) -> None:
         """Return all running requests to the queue, in order, with their generated tokens.
 
-        Also if another call, or this one, was left in the middle: no request, row or slot is lost.
+        This also works after an exception has interrupted another call, or this one: no request, row or slot
+        is lost.
         """
         self._keep_moving()
         for request in self.running:
@@ -322,7 +322,10 @@ class Scheduler(Generic[R]):
             self.release(self.running, "waiting")
 
     def _keep_moving(self) -> None:
-        """Keep as moving what has begun to move. The others of those run or have ended."""
+        """Keep the requests whose moves have begun in the list of moving ones.
+
+        The others run or have ended.
+        """
         unmoved = [request for request in self._moves.unmoved() if request not in self.running]
         self.running = [request for request in self.running if not has_begun_to_move(request)] + unmoved
         self._moves.keep_begun(self._rows)
@@ -353,7 +356,7 @@ class Scheduler(Generic[R]):
         return False
 
     def _promised_pages(self) -> int:
-        """Return pages that admitted requests will take, and one each, so that none is retracted at once."""
+        """Return the pages that admitted requests will take, plus one each: none is retracted at once."""
         pages = self._slots.pages
         missing = sum(pages(request.seq_len) - pages(request.held.cached) + 1 for request in self.running)
         return missing + sum(map(has_rows_elsewhere, self.moving))
@@ -363,7 +366,7 @@ class Scheduler(Generic[R]):
 
         Args:
             request: The request.
-            pages: Pages that it and all that run are going to take, if no prefix is found.
+            pages: Pages that this request and all running ones will take if no prefix is found.
         """
         if not self._prefixes.match(request, pages, is_alone=not (self.running or self.moving)):
             return _Admission.WAITS
@@ -382,7 +385,7 @@ class Scheduler(Generic[R]):
         return _Admission.WAITS
 
     def _prepare(self, request: R) -> _Admission:
-        """Begin the load of a matched prefix, and take a row for its request, if that can start."""
+        """Begin the load of a matched prefix, and take a row for its request, if the request can start."""
         if not has_rows_elsewhere(request):
             if self._prefixes.is_computed_soon(request, self.running):
                 return _Admission.WAITS
@@ -392,7 +395,7 @@ class Scheduler(Generic[R]):
         return _Admission.STARTS if self._rows.groups else _Admission.WAITS
 
     def _start(self, request: R) -> None:
-        """Give the first of the queue the row that was taken for it."""
+        """Give the first request of the queue the row that was taken for it."""
         # It is in a list at any time, and so is its row.
         (self.moving if has_rows_elsewhere(request) else self.running).append(request)
         if request.held.fetch is not None:

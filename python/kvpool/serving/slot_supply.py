@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _COPY_WAIT_S = 0.0005
-"""The most seconds that one wait for copies takes: some of them may be over long before all are."""
+"""The most seconds of one wait for copies. It is short, since some copies may end long before the others."""
 
 
 class SlotSupply:
@@ -24,7 +24,7 @@ class SlotSupply:
         cache: A prefix cache of it.
 
     Attributes:
-        tier: The tier below the cache.
+        tier: The tier below the cache, if there is one.
         page_size: Slots in a page.
         lacks_copied: Whether copies held slots when the last attempt was short of them.
     """
@@ -51,7 +51,7 @@ class SlotSupply:
 
     @property
     def coming(self) -> int:
-        """Slots that are free when copies to the tier below, or from there, are over."""
+        """Slots that become free when the copies to and from the tier below are over."""
         return 0 if self.tier is None else self._allocator.stats()["fenced"]
 
     def whole(self, tokens: int) -> int:
@@ -63,7 +63,7 @@ class SlotSupply:
         return -(-tokens // self.page_size)
 
     def has_room(self, pages: int) -> bool:
-        """Return whether so many pages can be obtained, at the latest when copies are over."""
+        """Return whether `pages` pages are available now, or will be when the copies are over."""
         return pages * self.page_size <= self.coming + self.obtainable()
 
     def attempt(self, call: Callable[[], T | None]) -> T | None:

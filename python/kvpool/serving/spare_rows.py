@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SpareRows:
-    """Lists rows that are allocated and that no request has: of one that starts, or of some that have ended.
+    """The allocated rows without a request: the row of one that starts, or those of some that have ended.
 
     No interrupt comes between a call that takes a row from the table, or frees some, and the change of the
     list: a row is allocated exactly as long as a request has it or it is listed here.
@@ -42,12 +42,15 @@ class SpareRows:
         append_result(self.groups, partial(self._alloc, owner=owner), 1)
 
     def hand_out(self) -> int:
-        """Return the row that was taken. It is listed until `forget`, when a request has it."""
+        """Return the row that was taken.
+
+        The row stays listed until `forget`, which is called when a request has it.
+        """
         [row] = self.groups[0]
         return row
 
     def forget(self) -> None:
-        """List nothing: a request has what was listed."""
+        """Clear the list: a request has the listed row now."""
         self.groups.clear()
 
     def give(self, rows: Sequence[int]) -> None:
@@ -56,7 +59,7 @@ class SpareRows:
             self.groups.append(rows)
 
     def free(self) -> None:
-        """Free the rows with their slots. What the driver fails to free stays."""
+        """Free the rows with their slots. Rows that the driver fails to free stay listed."""
         while self.groups:
             rows = self.groups[-1]
             try:

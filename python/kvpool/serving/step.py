@@ -29,7 +29,7 @@ class Step(Generic[R]):
 
     @property
     def loads(self) -> list[Load]:
-        """The loads of the prefixes of `started`: whatever reads a layer goes behind `Load.wait_layer`."""
+        """The loads of the prefixes of `started`. Call `Load.wait_layer` before anything reads a layer."""
         return [request.held.load for request in self.started if request.held.load is not None]
 
     @property

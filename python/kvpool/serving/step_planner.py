@@ -48,7 +48,7 @@ class StepPlanner(Generic[R]):
         return None
 
     def evict_ahead(self, step: Step[R], running: list[R], max_tokens: int) -> None:
-        """Evict what the running requests need after a step, if that is copied to the tier below first."""
+        """Evict the pages that running requests need next, if evicting copies them to a tier first."""
         if not self._slots.evicts_ahead:
             return
         begins = {request: request.held.cached for request in running}
@@ -84,7 +84,7 @@ class StepPlanner(Generic[R]):
         return None if plan is None else Step(batch, ends, started, plan)
 
     def _end(self, request: R, max_tokens: int) -> int:
-        """Return where the next chunk of a request ends: where prompts part, or at its last whole page."""
+        """Return the end of a request's next chunk: where prompts differ, or after its last whole page."""
         cached, seq_len = request.held.cached, request.seq_len
         end = min(seq_len, cached + max_tokens)
         if not self._has_states or cached + 1 >= end:
@@ -100,7 +100,7 @@ def _drop_failed_load(request: R) -> bool:
     """Drop the load of a request that has not run, if it has failed: the request starts behind its lease.
 
     Returns:
-        Whether it has failed.
+        Whether the load has failed.
     """
     lease = request.held.lease
     if request.held.load is None or lease is None or lease.length == request.prefix_len:

@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from kvpool._kvpool import Load
 
 SwapMode: TypeAlias = Literal["auto", "load", "compute"]
-"""What happens to the part of a prefix that only a tier below the cache has: see `Engine`."""
+"""The treatment of the part of a prefix that only a tier below the cache has: see `Engine`."""
 
 _MODES: Final[tuple[SwapMode, ...]] = ("auto", "load", "compute")
 
 _FADE = 0.95
-"""The weight of a measurement after another one."""
+"""The factor by which the weight of a measurement falls with each new one."""
 _REFUSALS = 64
 """Decisions to compute after which a load is tried again: its cost is only known from loads."""
 
 
 def swap_mode(name: str) -> SwapMode:
-    """Return the mode of this name.
+    """Return the mode with this name.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If there is no such mode.
     """
     for mode in _MODES:
         if mode == name:
@@ -37,9 +37,9 @@ def swap_mode(name: str) -> SwapMode:
 class Swap:
     """Decides whether so many tokens are loaded or computed, with "auto" by the measured costs of both.
 
-    A step costs what it does for a token of each request, and more for each token of a chunk of a prompt.
-    What a step with loads costs beyond that is the cost of the loads: what they take beside the computation
-    of other layers is free.
+    The cost of a step without loads has a fixed part, and grows with the tokens of chunks of prompts. The
+    further time of a step with loads is the cost of the loads: the time in which they overlap with the
+    computation of other layers counts as free.
 
     Args:
         mode: "auto", or "load" or "compute" for always the same decision.
@@ -77,9 +77,9 @@ class Swap:
         Args:
             seconds: Its duration.
             chunk_tokens: Tokens computed, without one for each request.
-            loaded: Tokens that it used and that came from below.
-            is_over: Whether the host has waited for its end, so that a device works on nothing any more. If
-                not, its time is counted with the next one's.
+            loaded: Tokens of the step that were loaded from the tier below.
+            is_over: Whether the host has waited for the end of the step, so that the device is idle. If not,
+                the time of the step is counted together with that of the next one.
         """
         steps, before, chunks, loads = self._open
         steps, seconds = steps + 1, before + seconds
@@ -98,7 +98,7 @@ class Swap:
             self._steps.add(chunks, seconds)
 
     def drop_open(self) -> None:
-        """Forget the steps whose end was not waited for: an exception has ended the last one."""
+        """Forget the steps that the host has not waited for, after an exception has ended the last one."""
         self._open = (0, 0.0, 0, 0)
 
 
@@ -111,15 +111,15 @@ class Line:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured, of more than no tokens."""
+        """Whether there is a measurement with at least one token."""
         return self._sums[1] > 0
 
     def slope(self, fixed: float | None = None) -> float:
-        """Return the seconds of a token; the fixed part may be known."""
+        """Return the seconds per token, given the fixed part if it is known."""
         return self._fit(fixed)[1]
 
     def at(self, tokens: int, fixed: float | None = None) -> float:
-        """Return the seconds of so many tokens; the fixed part may be known."""
+        """Return the seconds of `tokens` tokens, given the fixed part if it is known."""
         fixed, slope = self._fit(fixed)
         return fixed + slope * tokens
 
@@ -163,7 +163,7 @@ class Arrivals:
         """Order the current stream, or the calling thread, behind the arrival of a layer and those before.
 
         Raises:
-            LoadError: If it does not arrive.
+            LoadError: If the layer does not arrive.
         """
         try:
             for load in self._loads:

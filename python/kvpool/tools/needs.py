@@ -56,7 +56,7 @@ def remedy(packages: Iterable[str]) -> str:
 
 
 def lack(what: str, packages: Iterable[str]) -> str:
-    """Return one line on those of these packages that are not installed; empty if all are."""
+    """Return one line that names the missing ones of these packages; empty if all are installed."""
     absent = missing(packages)
     if not absent:
         return ""

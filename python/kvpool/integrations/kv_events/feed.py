@@ -1,4 +1,4 @@
-"""The order of the batches of one worker: what is applied, what is asked for again, when to begin anew."""
+"""The order in which the batches of one worker are applied, with replays of missed ones."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _logger = logging.getLogger("kvpool")
 
 
 class Feed:
-    """Batches of a worker on their way to an index, from its messages and from replays.
+    """The batches of a worker for an index, from its messages and from replays.
 
-    Messages count up. One that does not is of a worker that has begun anew. One that is missing is in a
-    replay, which begins with the last batch that was applied: that shows whether it is of the same life of
-    the worker. Without a replay, and with one that cannot close the gap, the entries of the worker are
-    dropped. So the index never has what the worker had not when it sent the last batch that was applied.
+    The numbers of messages are consecutive. A lower number means that the worker has restarted. A missing
+    message is taken from a replay, which begins with the last applied batch: this batch shows whether the
+    worker is still the same. If there is no replay, or it does not close the gap, the entries of the worker
+    are dropped. So the index never has a page that the worker did not have when it sent the last applied
+    batch.
 
-    While `needs_replay`, and until `replay_ended`, no messages are to be passed.
+    While `needs_replay` is true, and until `replay_ended`, pass no messages.
 
     Args:
         index: The index that batches go to.
-        worker: The name of the worker there.
-        can_replay: Whether the worker can be asked.
+        worker: The name of the worker in the index.
+        can_replay: Whether the worker has a replay endpoint.
         max_bytes: The largest batch.
     """
 
@@ -72,7 +73,7 @@ class Feed:
                 self._apply(number, payload)
 
     def reconnected(self) -> None:
-        """Take note that messages may have been missed, and the worker may be another."""
+        """Record a reconnection: messages may be missing, and the worker may have restarted."""
         self._seen = self._held = None
         if self._can_replay:
             self.needs_replay = True
@@ -80,11 +81,11 @@ class Feed:
             self._drop()
 
     def check(self) -> None:
-        """Ask for what may have come last and was missed."""
+        """Request a replay, in case the latest messages were missed."""
         self.needs_replay = self._can_replay
 
     def begin_replay(self) -> int:
-        """Return the number from which to ask. A replay that has not ended is given up."""
+        """Return the number at which a new replay begins. An earlier replay that has not ended is dropped."""
         self.needs_replay = self._is_other = False
         if self._lacks:
             self._lacks = False
@@ -114,10 +115,10 @@ class Feed:
         self._apply(number, payload)
 
     def replay_ended(self, *, is_whole: bool = True) -> None:
-        """Take note that a replay is over.
+        """Record the end of a replay.
 
         Args:
-            is_whole: Whether its end was received.
+            is_whole: Whether the end mark of the replay was received.
         """
         held, self._held = self._held, None
         is_empty, self._is_same = not self._is_same, True
@@ -152,13 +153,13 @@ class Feed:
             self.applied += 1
 
     def _begin_anew(self) -> None:
-        """Begin anew with a worker that counts from 0 again."""
+        """Drop the entries of a restarted worker, whose numbers begin with 0 again."""
         self.restarts += 1
         self._index.clear(self._worker)
         self._last = -1 if self._can_replay else None
 
     def _drop(self) -> None:
-        """Begin anew without the missing batches: they are not available."""
+        """Drop the entries of the worker, since the missing batches are not available."""
         self.drops += 1
         self._index.clear(self._worker)
         self._last = None

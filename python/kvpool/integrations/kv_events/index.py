@@ -33,7 +33,7 @@ _TIERS: Final = {None: 7, "device": 1, "host": 2, "store": _STORE}
 
 
 class _Kind(NamedTuple):
-    """The pages of a worker: their size in tokens, and whether their keys are ints."""
+    """The kind of a worker's pages: their size in tokens, and whether their keys are ints."""
 
     page_size: int
     has_ints: bool
@@ -48,7 +48,7 @@ class IndexStats(TypedDict):
 
 
 def page_keys(tokens: IndicesLike, page_size: int, namespace: Namespace = None) -> Iterator[bytes]:
-    """Return the keys of a prompt's whole pages, as `Stored.pages` has them, each made when it is asked for.
+    """Return the keys of a prompt's whole pages, as `Stored.pages` has them, each computed on demand.
 
     Args:
         tokens: Token ids: ints, or a tensor or array.
@@ -67,13 +67,14 @@ def page_keys(tokens: IndicesLike, page_size: int, namespace: Namespace = None) 
 class PrefixIndex:
     """An index of the pages that each worker has cached, with which a router finds the longest cached prefix.
 
-    It has no page that a worker did not publish. It lacks pages that were published before the router
-    subscribed and are not replayed, and those above `max_pages`. A page takes 100 to 150 bytes.
+    The index has only pages that a worker has published. It lacks pages that were published before the router
+    subscribed and are not replayed, and the pages of a worker above `max_pages`. A page takes 100 to 150
+    bytes.
 
     All calls are atomic and thread-safe.
 
     Args:
-        max_pages: Pages of a worker that are kept. Others are left out, and counted.
+        max_pages: The most pages of a worker in the index. Further pages are left out, and counted.
 
     Raises:
         ConfigError: If `max_pages` is below 1.
@@ -116,15 +117,15 @@ class PrefixIndex:
     ) -> dict[str, int]:
         """Return how many tokens of a prompt each worker has, in whole pages from the first on.
 
-        Costs a hash for each page until no worker has more.
+        The call computes one hash per page, up to the longest match of any worker.
 
         Args:
             tokens: Token ids of the prompt: ints, or a tensor or array.
             namespace: A str, bytes or an int; `None` is a namespace of its own.
-            tier: Count pages of this tier alone. By default a page may be in any.
+            tier: The only tier whose pages count. By default pages of all tiers count.
 
         Returns:
-            The tokens of all workers, of those that have none, too.
+            The number of tokens for each worker, also for workers that have none.
 
         Raises:
             ConfigError: If a token is outside of [0, 2**31), or there is no such tier.
@@ -157,12 +158,12 @@ class PrefixIndex:
         return lengths
 
     def clear(self, worker: str) -> None:
-        """Forget the pages of a worker, but not the worker."""
+        """Drop the pages of a worker, and keep the worker."""
         with self._lock:
             self._workers[worker] = _Pages()
 
     def remove(self, worker: str) -> None:
-        """Forget a worker."""
+        """Drop a worker and its pages."""
         with self._lock:
             self._workers.pop(worker, None)
 

@@ -31,7 +31,7 @@ _SHORT_BYTES: Final = 8
 
 # The order of the fields is part of the format: vLLM can also send events as arrays.
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks that follow each other were stored: pages of kvpool.
+    """Consecutive blocks were stored. A block is a page of kvpool.
 
     Attributes:
         block_hashes: Their keys: 32 bytes, or 64 bits as an int.
@@ -41,8 +41,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
         lora_id: A field of vLLM; kvpool sends `None`.
         medium: The tier that has them: "GPU", "CPU" or "STORAGE".
         lora_name: A field of vLLM; kvpool sends `None`.
-        extra_keys: For each block what its key depends on beside tokens. kvpool has the namespace of a prompt
-            there, in its first block, where vLLM has the `cache_salt` of a request.
+        extra_keys: For each block, further values that its key depends on. For the first block of a prompt
+            this is the namespace in kvpool, and the `cache_salt` of a request in vLLM.
         group_idx: The rest is of vLLM, and not sent by kvpool.
     """
 
@@ -80,7 +80,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Nothing is cached any more, or events were lost: a reader begins anew."""
+    """The cache is empty, or events were lost: readers drop all pages."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -105,19 +105,19 @@ _decoder = msgspec.msgpack.Decoder(EventBatch, ext_hook=refuse_extension)
 
 
 def encode(batch: EventBatch) -> bytes:
-    """Return the payload of a batch."""
+    """Return a batch as the payload of a message."""
     return _encoder.encode(batch)
 
 
 def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
-    """Return the batch of a payload, of kvpool or of vLLM.
+    """Return the batch in a payload of kvpool or vLLM.
 
     Args:
         payload: The last part of a message.
-        max_bytes: The largest payload that is looked at.
+        max_bytes: The largest payload that is decoded.
 
     Raises:
-        ConfigError: If the payload is larger, or no batch. Unknown fields of an event are left out.
+        ConfigError: If the payload is larger, or is not a batch. Unknown fields of an event are ignored.
     """
     if len(payload) > max_bytes:
         raise ConfigError(f"a batch of {len(payload)} bytes is larger than {max_bytes}")
@@ -128,7 +128,7 @@ def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
 
 
 def short_key(key: bytes) -> int:
-    """Return the 64 bits of a key that stand for it where hashes are ints: its end, as in vLLM."""
+    """Return the last 64 bits of a key, which stand for the key where hashes are ints, as in vLLM."""
     return int.from_bytes(key[-_SHORT_BYTES:], "big")
 
 
@@ -184,5 +184,5 @@ def _parts(
 
 
 def _salt(namespace: Namespace) -> Namespace:
-    """Return a namespace in a form that MessagePack has."""
+    """Return a namespace as a type that MessagePack supports."""
     return str(namespace) if isinstance(namespace, int) and namespace not in _INTS else namespace

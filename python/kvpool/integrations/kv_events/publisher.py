@@ -1,4 +1,4 @@
-"""The events of a prefix cache, sent as vLLM sends its own."""
+"""The publisher of a prefix cache's events, in the format of vLLM."""
 
 from __future__ import annotations
 
@@ -48,39 +48,40 @@ class PublisherStats(TypedDict):
 
 
 class EventPublisher(Closing):
-    """Sends what comes and goes in a cache to all who subscribe.
+    """Publishes the events of a prefix cache to all subscribers: which pages it stores and removes.
 
     Each batch is a message of three parts: the topic, its number as 8 bytes in big endian, counted from 0,
-    and an `EventBatch` in MessagePack. Subscribers that miss one ask the replay endpoint, a ROUTER socket: an
-    empty part and a number bring all batches from that number on that are kept, and then an end with the
-    number -1, each behind an empty part.
+    and an `EventBatch` in MessagePack. Subscribers request missed batches at the replay endpoint, a ROUTER
+    socket. A request is an empty part and a number. The answers are all kept batches from this number on, and
+    then an end mark with the number -1, each behind an empty part.
 
-    What is published is what a cache's prompts are made of, and ZeroMQ authenticates nobody. So only
+    Batches contain the tokens of prompts, and ZeroMQ does not authenticate subscribers. So only processes of
     this machine can subscribe, unless `allow_remote` or `secret` is given.
 
-    Calls are thread-safe. A publisher has sockets, and a thread if there is a replay endpoint: `close` ends
-    them, and so does the end of the program, or of the publisher.
+    Calls are thread-safe. A publisher has sockets, and a thread if there is a replay endpoint. They end with
+    `close`, with the publisher, and with the program.
 
     Args:
-        cache: A cache with `events=True`, which nothing else asks for its events.
-        endpoint: The address to publish at: "tcp://127.0.0.1:5557", "ipc://..." or "inproc://...". Port 0 is
-            any that is free: see the property. Each engine on a machine has its own.
-        replay_endpoint: The address at which batches can be asked for again. None by default.
+        cache: A cache with `events=True`. Nothing else may read its events.
+        endpoint: The address to publish at: "tcp://127.0.0.1:5557", "ipc://..." or "inproc://...". Port 0
+            means any free port, which the property `endpoint` has. Each engine on a machine needs its own
+            address.
+        replay_endpoint: The address at which subscribers can request batches again. By default there is none.
         topic: The first part of each message.
         data_parallel_rank: The rank of this engine, which is a part of each batch.
-        buffer_steps: Batches that are kept for replays.
-        buffer_bytes: The most bytes of these.
-        hwm: Batches that wait for a subscriber which does not read. It loses what is more.
-        int_hashes: Whether pages are named by 64 bits as an int, for routers that do not take bytes, such as
-            older ones. Two pages may then have the same name.
-        allow_remote: Whether an endpoint may be one that other machines reach.
-        secret: A secret that subscribers must have. Then messages are encrypted (CurveZMQ), and endpoints may
-            be any; routers other than `EventSubscriber` cannot read them.
+        buffer_steps: The most batches that are kept for replays.
+        buffer_bytes: The most bytes of these batches.
+        hwm: The most batches queued for a slow subscriber; further ones are dropped for it.
+        int_hashes: Whether keys of pages are sent as ints of 64 bits, for older routers that do not support
+            bytes. Two pages may then have the same key.
+        allow_remote: Whether an endpoint may have an address that other machines can reach.
+        secret: A secret that subscribers must know. With one, messages are encrypted (CurveZMQ), and
+            endpoints may have any address. Only an `EventSubscriber` can read them.
 
     Raises:
-        ConfigError: If the cache was made without `events=True`, an endpoint is not of this machine alone and
-            neither `allow_remote` nor `secret` is given, cannot be bound, or a number is negative or, `hwm`,
-            0.
+        ConfigError: If the cache was made without `events=True`; if other machines can reach an endpoint and
+            neither `allow_remote` nor `secret` is given; if an endpoint cannot be bound; if a number is
+            negative, or `hwm` is 0.
     """
 
     def __init__(  # noqa: PLR0913
@@ -144,26 +145,28 @@ class EventPublisher(Closing):
 
     @property
     def endpoint(self) -> str:
-        """The address at which it publishes, with the port."""
+        """The address at which the publisher sends batches, with the port."""
         return self._endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """The address at which it replays, with the port."""
+        """The address at which subscribers request batches again, with the port; `None` without one."""
         return self._replay_endpoint
 
     def publish(self) -> int:
-        """Send what came and went since the last call, if anything did. Call it once a step of the engine.
+        """Send the events since the last call, if there are any.
 
-        It does not wait for subscribers. Events beyond 65,536 tokens are sent as several batches. If an
-        exception ends a call early, such as the `KeyboardInterrupt` of Ctrl-C, the next one sends its events
+        Call this method once in each step of the engine.
+
+        The call does not wait for subscribers. Events beyond 65,536 tokens are sent as several batches. If an
+        exception ends a call early, such as the `KeyboardInterrupt` of Ctrl-C, the next call sends its events
         again.
 
         Returns:
             The number of batches.
 
         Raises:
-            RuntimeError: If the publisher is closed, or of the process that this one was forked from.
+            RuntimeError: If the publisher is closed, or belongs to the process that this one was forked from.
         """
         with self._lock:
             self._check_open()
@@ -195,9 +198,10 @@ class EventPublisher(Closing):
     def stats(self) -> PublisherStats:
         """Return statistics.
 
-        They are the number of `batches`, `events` and `bytes` that were sent; `stalls`, how often subscribers
-        with full queues began to lose batches (ZeroMQ does not count them, but subscribers see it);
-        `buffered` batches and `buffered_bytes` that can be replayed; `replays`, and requests `refused`.
+        These are the number of `batches`, `events` and `bytes` that were sent; `stalls`, how often a
+        subscriber with a full queue began to lose batches (ZeroMQ does not count the lost ones, but
+        subscribers notice them); `buffered` batches and `buffered_bytes` that can be replayed; `replays`, and
+        requests `refused`.
         """
         with self._lock:
             buffered, buffered_bytes = self._buffer.size()
@@ -213,10 +217,12 @@ class EventPublisher(Closing):
             }
 
     def close(self) -> None:
-        """Close the sockets, and end the thread. What was not sent yet is lost. May be called again.
+        """Close the sockets, and end the thread.
+
+        Batches that were not sent yet are lost. Further calls do nothing.
 
         Raises:
-            RuntimeError: If the publisher is of the process that this one was forked from.
+            RuntimeError: If the publisher belongs to the process that this one was forked from.
         """
         self._check_process()
         with self._lock:
@@ -236,7 +242,7 @@ class EventPublisher(Closing):
 
 
 class _Buffer:
-    """The last batches."""
+    """The last batches, for replays."""
 
     def __init__(self, steps: int, size: int) -> None:
         self._steps = steps
@@ -262,7 +268,7 @@ class _Buffer:
 
 
 class _Replays:
-    """The thread that answers at the replay endpoint, also while the engine does nothing."""
+    """The thread that answers requests for replays, also while the engine is idle."""
 
     def __init__(self, router: zmq.Socket[bytes], buffer: _Buffer, topic: bytes) -> None:
         self.served = 0
@@ -281,7 +287,7 @@ class _Replays:
             self._sockets = opened.pop_all()
 
     def close(self) -> None:
-        """End the thread, and close the sockets but for the router."""
+        """End the thread, and close the sockets except the router."""
         self._stop.send(b"")
         if threading.current_thread() is not self._thread:  # which may collect garbage
             self._thread.join()

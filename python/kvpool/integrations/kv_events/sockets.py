@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def curve_options(secret: bytes | None, *, is_server: bool) -> list[tuple[int, int | bytes]]:
-    """Return options of a socket that only who knows a secret reaches, through CurveZMQ, which encrypts.
+    """Return options of an encrypted socket (CurveZMQ) that only processes with the secret can use.
 
-    Keys of both sides are made of the secret. A server takes everyone who knows its public key: that is never
-    sent, and only those with the secret can compute it.
+    The keys of both sides are derived from the secret. A server accepts every client that knows its public
+    key. This key is never sent, and only processes with the secret can compute it.
 
     Args:
-        secret: The secret; without one a socket is open to all.
+        secret: The secret; `None` for a socket without encryption.
         is_server: Whether the socket is bound.
 
     Raises:
@@ -48,10 +48,10 @@ def curve_options(secret: bytes | None, *, is_server: bool) -> list[tuple[int, i
 
 @contextmanager
 def open_socket(kind: int, options: Sequence[tuple[int, int | bytes]]) -> Iterator[zmq.Socket[bytes]]:
-    """Open a socket, which is closed at the end, with what it has not sent yet.
+    """Open a socket. When it is closed, messages that are not sent yet are dropped.
 
     Args:
-        kind: Such as `zmq.PUB`.
+        kind: The type of the socket, such as `zmq.PUB`.
         options: Pairs of an option and its value.
     """
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
@@ -81,7 +81,7 @@ def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
 
 
 def connect(socket: zmq.Socket[bytes], name: str, endpoint: str) -> None:
-    """Connect a socket to what need not be there yet. Otherwise like `bind`."""
+    """Connect a socket to an endpoint, which need not exist yet. The arguments are those of `bind`."""
     _reach(socket, socket.connect, name, endpoint)
 
 

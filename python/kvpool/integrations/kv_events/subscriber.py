@@ -1,4 +1,4 @@
-"""The events of several workers, kept in an index."""
+"""The subscriber that keeps an index of several workers up to date."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class SubscriberStats(TypedDict):
 
 
 class EventSubscriber(Closing):
-    """Keeps a `PrefixIndex` up to date with what workers publish: `EventPublisher`s.
+    """Keeps a `PrefixIndex` up to date with the events of workers, each with an `EventPublisher`.
 
-    It closes gaps by replays, notices workers that have begun anew, and comes back to those that were away.
-    What it cannot learn it forgets, so that the index does not have what a worker has not.
+    The subscriber closes gaps with replays, notices restarted workers, and reconnects to lost ones. If a gap
+    cannot be closed, it drops the pages of the worker, so that the index has no page that the worker lacks.
 
-    Use it from one thread. The index may be asked from others.
+    Use a subscriber from one thread. Other threads may read the index.
 
     Args:
-        index: The index, which nothing else changes.
-        topic: Messages whose first part begins otherwise are left out.
-        replay_timeout_s: Seconds for which a worker may send nothing in a replay. Then its entries are
-            dropped.
-        check_s: After how many seconds without a message a worker is asked whether it has sent one.
-        max_bytes: The largest batch. A worker that sends a larger one is heard no more.
+        index: The index. Nothing else may change it.
+        topic: The beginning of the first part of messages. Other messages are ignored.
+        replay_timeout_s: Seconds without an answer after which a replay is given up. The entries of the
+            worker are then dropped.
+        check_s: Seconds without a message after which the subscriber asks a worker whether it has sent one.
+        max_bytes: The largest batch. The subscriber ignores a worker that has sent a larger one.
         secret: The secret of the publishers, if they have one.
 
     Raises:
@@ -88,12 +88,12 @@ class EventSubscriber(Closing):
         weakref.finalize(self, _close, self._workers)
 
     def connect(self, worker: str, endpoint: str, replay_endpoint: str | None = None) -> None:
-        """Subscribe to a worker, which need not be there yet. Its entries in the index are cleared.
+        """Subscribe to a worker, which need not run yet. Its entries in the index are cleared.
 
         Args:
-            worker: Its name in the index.
-            endpoint: The address at which it publishes.
-            replay_endpoint: The address at which it replays.
+            worker: The name of the worker in the index.
+            endpoint: The address at which the worker publishes.
+            replay_endpoint: The address at which the worker answers requests for replays.
 
         Raises:
             ConfigError: If the worker is connected already, or an endpoint is not valid.
@@ -110,10 +110,10 @@ class EventSubscriber(Closing):
         self._workers[worker] = _Worker(feed, sockets, *self._times_s)
 
     def disconnect(self, worker: str) -> None:
-        """Leave a worker, and remove it from the index.
+        """Disconnect a worker, and remove it from the index.
 
         Raises:
-            ConfigError: If it is not connected.
+            ConfigError: If the worker is not connected.
         """
         if worker not in self._workers:
             raise ConfigError(f"the worker {worker!r} is not connected")
@@ -121,13 +121,13 @@ class EventSubscriber(Closing):
         self._index.remove(worker)
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Take what has come. Without anything, wait for it.
+        """Apply the received messages. If there are none, wait for some.
 
         Args:
             timeout_s: The most seconds to wait.
 
         Returns:
-            The number of batches applied: 0 if the time is over.
+            The number of applied batches: 0 after a time-out.
 
         Raises:
             RuntimeError: If the subscriber is closed.
@@ -150,7 +150,9 @@ class EventSubscriber(Closing):
         poller.poll(max(0, int(timeout_s * 1000)) + 1)
 
     def is_connected(self, worker: str) -> bool:
-        """Return whether a worker was there at the last `poll`. For "inproc://" that is not known: False.
+        """Return whether a worker was connected at the last `poll`.
+
+        For "inproc://" this is unknown, and `False`.
 
         Raises:
             ConfigError: If there is no such worker.
@@ -160,11 +162,11 @@ class EventSubscriber(Closing):
         return self._workers[worker].is_connected
 
     def stats(self) -> SubscriberStats:
-        """Return statistics of the workers that it has now.
+        """Return statistics of the current workers.
 
-        They are the number of `workers`, and of those that are `connected`; of `batches` applied, and
-        `refused` for their content; of `replays`; of `restarts` of workers; and of `drops`, when what was
-        missing was not available, so that the entries of a worker were dropped.
+        These are the number of `workers`, and of the `connected` ones; of applied `batches`, and of those
+        `refused` for their content; of `replays`; of `restarts` of workers; and of `drops`: how often the
+        entries of a worker were dropped because missing batches were not available.
         """
         workers = self._workers.values()
         return {
@@ -178,7 +180,7 @@ class EventSubscriber(Closing):
         }
 
     def close(self) -> None:
-        """Close the sockets. The index stays as it is. May be called again."""
+        """Close the sockets. The index does not change. Further calls do nothing."""
         self._closed = True
         _close(self._workers)
 
@@ -193,7 +195,7 @@ def _close(workers: dict[str, _Worker]) -> None:
 
 
 class _Sockets:
-    """The sockets of a worker: its messages, what happens to their connection, and its replays."""
+    """The sockets of a worker, for its messages, the events of their connection, and its replays."""
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ class _Sockets:
             self._opened = opened.pop_all()
 
     def replay(self) -> zmq.Socket[bytes]:
-        """Return the socket of replays."""
+        """Return the socket for replays."""
         if self._replay is None:
             assert self._replay_endpoint is not None  # noqa: S101 - for the type checker
             self._replay = self._replays.enter_context(open_socket(zmq.DEALER, self._options))
@@ -233,7 +235,7 @@ class _Sockets:
         return self._replay
 
     def drop_replay(self) -> None:
-        """Close the socket of replays, and with it what a replay may still bring."""
+        """Close the socket for replays. Batches of a replay that have not arrived are dropped."""
         self._replays.close()
         self._replay = None
 
@@ -243,7 +245,7 @@ class _Sockets:
 
 
 class _Worker:
-    """A worker: its sockets, and what becomes of their messages."""
+    """A worker, with its sockets and the state of its batches."""
 
     def __init__(self, feed: Feed, sockets: _Sockets, timeout_s: float, check_s: float) -> None:
         self.feed = feed
@@ -256,17 +258,17 @@ class _Worker:
         self._ends: float | None = None  # of the replay under way
 
     def awaited(self) -> list[zmq.Socket[bytes]]:
-        """Return the sockets from which messages are taken now."""
+        """Return the sockets from which messages are read now."""
         now = self.sockets.messages if self._ends is None else self.sockets.replay()
         return [self.sockets.monitor, now]
 
     def left_s(self) -> float:
-        """Return the seconds until there is something to do without a message."""
+        """Return the seconds until the next time limit, which needs an action without a message."""
         ends = self._heard + self._check_s if self._ends is None else self._ends
         return ends - time.monotonic()
 
     def step(self) -> int:
-        """Take what has come, and return how many batches were applied."""
+        """Apply the received messages, and return the number of applied batches."""
         before = self.feed.applied
         self._watch()
         if self._ends is None and self.left_s() <= 0:
@@ -280,7 +282,7 @@ class _Worker:
         return self.feed.applied - before
 
     def _watch(self) -> None:
-        """Take note of what happened to the connection."""
+        """Record the events of the connection."""
         while self.sockets.monitor.poll(0):
             event = recv_monitor_message(self.sockets.monitor)["event"]
             self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -2,7 +2,7 @@
 
 `pip install 'kvpool[lmcache]'`, then start LMCache with `KVPOOL_LMCACHE=1` in its environment. The classes
 and functions of `memory` replace its own before it makes any allocator: the bookkeeping of ranges and of
-pages, and host memory. Everything else of LMCache stays as it is.
+pages, and host memory. The rest of LMCache does not change.
 
 `mem_pool` has the names of `lmcache.storage_backend.mem_pool`, for which LMCache need not be installed.
 """
@@ -53,7 +53,7 @@ _PAGED = "lmcache.v1.memory_allocators.paged_tensor_memory_allocator"
 def is_switched_on() -> bool:
     """Return whether the environment asks for kvpool: `KVPOOL_LMCACHE` is 1.
 
-    LMCache loads every installed plugin, so that to be installed is not enough.
+    LMCache loads every installed plugin, so the plugin must be switched on as well.
     """
     return os.environ.get("KVPOOL_LMCACHE") == "1"
 
@@ -98,12 +98,12 @@ def _replace() -> None:
 
 
 def register() -> None:
-    """Have LMCache's names replaced when it is imported.
+    """Replace LMCache's names as soon as it is imported.
 
-    Does nothing unless it is switched on, nor the second time. LMCache calls this in each of its processes,
-    through the entry point `kvpool` of `lmcache.device_plugins`. The import of its allocators then raises
-    `EngineMismatchError` if a class or a signature is not the one that the replacements were written for, and
-    nothing is replaced.
+    The call does nothing unless the plugin is switched on, or if it was called before. LMCache calls this in
+    each of its processes, through the entry point `kvpool` of `lmcache.device_plugins`. The import of its
+    allocators then raises `EngineMismatchError` if a class or a signature is not the one that the
+    replacements were written for, and nothing is replaced.
 
     Raises:
         ConfigError: If LMCache's allocators are imported already.

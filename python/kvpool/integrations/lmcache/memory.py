@@ -59,11 +59,13 @@ def _is_consistent(space: AddressSpace) -> bool:
 
 
 class AddressManager:
-    """LMCache's ranges of an address space, over `AddressSpace`: the lowest that is long enough comes first.
+    """LMCache's ranges of an address space, over `AddressSpace`.
+
+    The lowest gap that is long enough is used first.
 
     Args:
         size: Bytes.
-        align_bytes: Lengths are rounded up to a multiple of it, a power of two.
+        align_bytes: Lengths are rounded up to a multiple of this power of two.
 
     Raises:
         ConfigError: If `size` is negative, or `align_bytes` is no power of two.
@@ -87,11 +89,11 @@ class AddressManager:
         """Allocate a range.
 
         Returns:
-            Where it begins, and its bytes.
+            The start of the range, and its bytes.
 
         Raises:
             ConfigError: If `size` is below 1.
-            RuntimeError: If no gap is long enough, as LMCache's own does.
+            RuntimeError: If no gap is long enough, as in LMCache.
         """
         _check_positive(size)
         start = self._space.take(size)
@@ -103,11 +105,11 @@ class AddressManager:
         """Allocate ranges of one size, or none of them.
 
         Returns:
-            For each, in order, where it begins, and its bytes.
+            The start and the bytes of each range, in order.
 
         Raises:
             ConfigError: If `size` is below 1.
-            RuntimeError: If the gaps do not hold all, or `batch_size` is negative, as LMCache's own does.
+            RuntimeError: If the gaps have no room for all, or `batch_size` is negative, as in LMCache.
         """
         _check_positive(size)
         if batch_size < 0:
@@ -128,16 +130,16 @@ class AddressManager:
     def free(self, address: int, size: int) -> None:
         """Free a range, or several that touch.
 
-        If a byte of it is not allocated, it is dropped as a whole, counted and reported.
+        If a byte of a range is not allocated, the whole free is dropped, counted and reported.
         """
         self._space.give_back(address, size)
 
     def sbrk(self, size: int) -> None:
-        """Add bytes, rounded up, behind the last one."""
+        """Add bytes, rounded up, to the end of the address space."""
         self._space.grow(size)
 
     def get_heap_size(self) -> int:
-        """Return all bytes, allocated or free."""
+        """Return the number of all bytes, allocated or free."""
         return self._space.capacity
 
     def get_free_size(self) -> int:
@@ -159,7 +161,7 @@ def _foreign(memory_obj: Any) -> IndexOwnershipError:
 
 
 class _FreePages:
-    """The free pages of an allocator, of which LMCache reads the number."""
+    """The free pages of an allocator. LMCache reads only their number."""
 
     def __init__(self, space: AddressSpace) -> None:
         self._space = space
@@ -169,12 +171,12 @@ class _FreePages:
 
 
 class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemoryAllocator):  # type: ignore[misc]
-    """LMCache's allocator of pages, whose free pages are kvpool's: the lowest comes first.
+    """LMCache's allocator of pages, with the free pages in kvpool. The lowest free page is used first.
 
     A page has one object, as in LMCache. While the page is free, the object is invalid. A page whose object
-    was dropped without `ref_count_down` is free again, and that is logged.
+    was dropped without `ref_count_down` becomes free again, with a line in the log.
 
-    Takes the arguments of LMCache's own.
+    The arguments are those of LMCache's class.
     """
 
     free_blocks: Any
@@ -193,7 +195,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
             page.invalidate()
 
     def _know(self, page: Any) -> weakref.ref[Any]:
-        """Return a reference that identifies a page's object, and shows when it is gone."""
+        """Return a weak reference to a page's object, which shows when the object is gone."""
         return weakref.ref(page, partial(_renew, weakref.WeakMethod(self._replace_lost), page.meta.address))
 
     def _number_of(self, memory_obj: Any) -> int:
@@ -217,7 +219,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         return [*map(self._number_of, memory_objs)]
 
     def _replace_lost(self, number: int) -> None:
-        """Make the object of a page anew whose owner dropped it, and free the page."""
+        """Make a new object for a page whose owner dropped the old one, and free the page."""
         meta = MemoryObjMetadata(
             self.shapes[0], self.dtypes[0], number, self.align_bytes, 1, 0, self.fmt,
             shapes=self.shapes, dtypes=self.dtypes,
@@ -275,7 +277,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         fmt: MemoryFormat = MemoryFormat.KV_2LTD,
         allocator_type: str | None = None,
     ) -> list[Any] | None:
-        """Take pages; `None`, and none is taken, if so many are not free.
+        """Take pages, or none and return `None` if there are not enough free ones.
 
         Raises:
             ConfigError: If `batch_size` is negative.
@@ -323,11 +325,11 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
     def batched_free(
         self, memory_objs: list[Any], allocator_type: str | None = None, update_stats: bool = True
     ) -> None:
-        """Free pages. One that is free already is dropped, counted and reported.
+        """Free pages. A page that is free already is dropped, counted and reported.
 
         Raises:
-            IndexOwnershipError: If an object is of another allocator or, if this one is strict, if a page is
-                free or listed twice. Nothing is changed then.
+            IndexOwnershipError: If an object belongs to another allocator or, for a strict allocator, if a
+                page is free or listed twice. Nothing is changed then.
         """
         numbers = self._numbers_of(memory_objs)
         before = [(page, page.valid, page.raw_data) for page in memory_objs] if self._is_strict else []
@@ -349,7 +351,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         self._report_use()
 
     def _report_use(self) -> None:
-        """Report to LMCache what is in use."""
+        """Report the memory in use to LMCache."""
         count = self._space.in_use
         used = count * self.align_bytes
         self.num_active_allocations: int = count
@@ -363,7 +365,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
 
 
 def _renew(replace_lost: weakref.WeakMethod[Callable[[int], None]], number: int, _: object) -> None:
-    """Replace the object of a page, which is gone."""
+    """Replace the lost object of a page."""
     replace = replace_lost()
     if replace is not None:  # its allocator lives
         replace(number)
@@ -372,7 +374,7 @@ def _renew(replace_lost: weakref.WeakMethod[Callable[[int], None]], number: int,
 _own_allocate, _own_free = memory_management._allocate_cpu_memory, memory_management._free_cpu_memory  # noqa: SLF001
 
 _chunks: dict[int, Chunk] = {}
-"""By address, the memory that LMCache has not freed."""
+"""The memory that LMCache has not freed, by address."""
 
 
 def allocate_cpu_memory(
@@ -383,10 +385,10 @@ def allocate_cpu_memory(
 ) -> torch.Tensor:
     """Allocate host memory: one chunk of a `ChunkPool`, page-locked if there is a driver.
 
-    Shared memory is LMCache's own.
+    LMCache itself allocates shared memory.
 
     Returns:
-        uint8 `[size]`. The tensor keeps the memory alive, also when it is freed.
+        uint8 `[size]`. The tensor keeps the memory alive, even after the memory is freed.
 
     Raises:
         OutOfMemoryError: If there is not enough memory.
@@ -413,7 +415,7 @@ def free_cpu_memory(
     shm_name: str | None = None,
     use_hugepages: bool = False,
 ) -> None:
-    """Free host memory, as soon as no tensor has it, and the device has done what it was given."""
+    """Free host memory as soon as no tensor uses it and the device has completed its work."""
     chunk = _chunks.get(buffer.data_ptr())
     if chunk is None:
         _own_free(buffer, size, numa_mapping, shm_name, use_hugepages)

@@ -1,7 +1,7 @@
 """The entry point `kvpool` of LMCache's group `lmcache.device_plugins`, loaded at its start.
 
-Nowhere else does LMCache ask installed packages for anything before it makes an allocator. It requires
-a device, so there is one, which is never available.
+Only this group lets an installed package run code before LMCache makes an allocator. The group requires a
+device, so this module has one, which is never available.
 """
 
 from __future__ import annotations

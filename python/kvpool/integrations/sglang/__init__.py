@@ -2,7 +2,7 @@
 
 `pip install 'kvpool[sglang]'`, then start SGLang with `SGLANG_PLUGINS=kvpool` in its environment. The classes
 of `pools` replace SGLang's own before it makes any pool: token slots, paged slots, state slots, request rows,
-and the buffers of K and V. Everything else of SGLang stays as it is.
+and the buffers of K and V. The rest of SGLang does not change.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TESTED_VERSIONS = SGLANG.tested
 def is_switched_on() -> bool:
     """Return whether the environment asks for kvpool: `SGLANG_PLUGINS` names it, or `KVPOOL_SGLANG` is 1.
 
-    SGLang loads every installed plugin where `SGLANG_PLUGINS` is not set, so that to be installed is not
-    enough.
+    SGLang loads every installed plugin if `SGLANG_PLUGINS` is not set, so the plugin must be switched on as
+    well.
     """
     named = os.environ.get("SGLANG_PLUGINS", "").split(",")
     return "kvpool" in (name.strip() for name in named) or os.environ.get("KVPOOL_SGLANG") == "1"
@@ -39,8 +39,8 @@ def is_switched_on() -> bool:
 def register_tree_core() -> None:
     """Register the tree core and the radix cache "kvpool" with SGLang, where they can be chosen.
 
-    Does nothing the second time. What they need of SGLang is imported when they are made: the pools
-    are replaced first.
+    A second call does nothing. The modules of SGLang that they need are imported later, when they are made,
+    so that the pools are replaced first.
     """
     from sglang.srt.mem_cache import registry  # noqa: PLC0415
     from sglang.srt.mem_cache.unified_cache import tree_core_registry  # noqa: PLC0415
@@ -68,7 +68,8 @@ def _make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 def register() -> None:
     """Register the replacements with SGLang, which calls this in each of its processes.
 
-    Does nothing unless it is switched on. With `KVPOOL_SGLANG_STRICT=1` an invalid free raises.
+    The call does nothing unless the plugin is switched on. With `KVPOOL_SGLANG_STRICT=1` an invalid free
+    raises.
 
     Raises:
         EngineMismatchError: If a class or a signature is not the one that the replacements were written for,

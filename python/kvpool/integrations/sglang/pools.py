@@ -1,7 +1,7 @@
 """Classes that stand in for SGLang's pools, each over a pool of kvpool.
 
-They have no bookkeeping: SGLang's calls go to the methods of kvpool's pools, most of them without a function
-in between. What a class does not define is SGLang's own, inherited.
+The classes have no bookkeeping: SGLang's calls go to the methods of kvpool's pools, most of them without a
+function in between. All other methods are inherited from SGLang's classes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _logger = logging.getLogger("kvpool")
 class _StandIn(ABCMeta):
     """The type of a class that stands in for `replaced`, a class of SGLang.
 
-    Instances and subclasses of the original are those of the stand-in: SGLang asks for them by a name that
-    now means the stand-in, and has derived classes before. The check is that of `type`: that of an abstract
-    base class would ask every subclass of the original, and so the stand-in again.
+    Instances and subclasses of the original count as those of the stand-in, since SGLang checks for them with
+    a name that now means the stand-in, and has derived classes before. The check is the one of `type`: the
+    check of an abstract base class would ask every subclass of the original, and so the stand-in again.
     """
 
     @override
@@ -47,7 +47,10 @@ class _StandIn(ABCMeta):
         return type.__subclasscheck__(replaced, subclass) if replaced else super().__subclasscheck__(subclass)
 
     def __call__(cls, *args: object, **options: object) -> object:
-        """Return an instance, or one of the original if memory has to come from PyTorch, and log which."""
+        """Return an instance, or one of the original class if memory has to come from PyTorch.
+
+        Log the choice.
+        """
         replaced: type | None = cls.__dict__.get("replaced")
         if replaced is None:
             return super().__call__(*args, **options)
@@ -140,19 +143,22 @@ class _PagedSlots(_Slots, paged.PagedTokenToKVPoolAllocator, metaclass=_StandIn)
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Take the slots of a prefill; the numbers on the host say how many."""
+        """Take the slots of a prefill. The lengths are read from the host."""
         return self._pool.alloc_extend(prefix_lens_cpu, seq_lens_cpu, last_loc)
 
     @override
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """Take one slot for each request; the numbers on the host say where pages begin."""
+        """Take one slot for each request. The lengths on the host determine where pages begin."""
         return self._pool.alloc_decode(seq_lens_cpu, last_loc)
 
 
 class _StateSlots(_Slots, mamba.MambaSlotAllocator, metaclass=_StandIn):  # type: ignore[misc]
-    """Slots of linear-attention states. One at a time costs as little as many, so that groups do nothing."""
+    """Slots of linear-attention states.
+
+    Groups do nothing, since single allocations cost as little as batches.
+    """
 
     replaced = mamba.MambaSlotAllocator
 
@@ -171,7 +177,7 @@ class _StateSlots(_Slots, mamba.MambaSlotAllocator, metaclass=_StandIn):  # type
 
 
 class _FreeRows:
-    """The number of free rows, for what asks for the length of a list of them."""
+    """The free rows, for SGLang's code that reads the length of a list of them."""
 
     def __init__(self, pool: ReqToTokenPool) -> None:
         self._pool = pool
@@ -224,7 +230,7 @@ class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[mis
 
     @override
     def free_rows(self, indices: list[int]) -> None:
-        """Free rows, and what SGLang keeps beside them."""
+        """Free rows, and the values that SGLang keeps for them."""
         if self._pool is None:
             super().free_rows(indices)
             return
@@ -235,7 +241,7 @@ class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[mis
 
     @override
     def clear(self) -> None:
-        """Free every row. Their generations go on."""
+        """Free every row, and keep counting generations."""
         if self._pool is None:
             super().clear()
             return
@@ -280,7 +286,7 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
         self.v_buffer = [buffer[:rows] for buffer in self.kvpool.v_buffer]
 
     def _why_not(self) -> str:
-        """Return the reason why the buffers must be SGLang's own; empty if they need not."""
+        """Return the reason why SGLang has to make the buffers; empty if kvpool can."""
         if self.memory_saver_adapter.enabled or self.enable_custom_mem_pool:
             return "memory has to come from PyTorch"
         if self.kv_cache_layout != "nhd":
@@ -292,15 +298,15 @@ REPLACEMENTS: dict[str, type] = {
     f"{stand_in.replaced.__module__}.{stand_in.replaced.__name__}": stand_in
     for stand_in in (_TokenSlots, _PagedSlots, _StateSlots, _Rows, _HybridRows, _KvBuffers)
 }
-"""The stand-ins, by what they replace."""
+"""The stand-ins, by the classes that they replace."""
 
 
 def check_replaced(*_: object, **__: object) -> None:
     """Check the stand-ins, before SGLang's scheduler is made, when hooks of every plugin are in place.
 
     Raises:
-        EngineMismatchError: If a stand-in is not where SGLang looks for it: SGLang only logs a hook that it
-            could not apply, and of two replacements it takes the last.
+        EngineMismatchError: If a stand-in is not in its place. SGLang only logs a hook that it could not
+            apply, and uses the last of two replacements.
     """
     missing = [
         f"{target} is {found!r}"

@@ -1,11 +1,11 @@
-"""SGLang's prefix cache over kvpool's tree, and when SGLang's own tree is used instead.
+"""SGLang's prefix cache over kvpool's tree, and the choice between this tree and SGLang's own.
 
 `kvpool.integrations.sglang.register` makes both selectable. `KvTreeCore` under SGLang's own cache, which
 keeps every feature of it, is `SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=kvpool`; `--radix-cache-backend kvpool`
 is `KvUnifiedRadixCache` as well, which evicts in one call.
 
-Where only SGLang's own core can do what is asked for (a host tier, storage, sessions, a custom component), it
-is that one which `make_tree_core` gives, with the reason in the log.
+For features that only SGLang's own core has (a host tier, storage, sessions, a custom component),
+`make_tree_core` returns that core, and logs the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _logger = logging.getLogger("kvpool")
 
 
 def check_tree_core() -> list[str]:
-    """Compare what SGLang calls with what the tree core has, and return a line for each difference."""
+    """Compare the methods that SGLang calls with the tree core's; return a line for each difference."""
     differences = [
         f"UnifiedTreeCoreInterface.{name} is new" for name in sorted(KvTreeCore.__abstractmethods__)
     ]
@@ -101,14 +101,14 @@ def reason_to_delegate(params: CacheInitParams) -> str | None:
 def make_tree_core(
     params: CacheInitParams, components: dict[ComponentType, object]
 ) -> UnifiedTreeCoreInterface:
-    """Make kvpool's tree core, or SGLang's own one where only that can do what is asked for.
+    """Make kvpool's tree core, or SGLang's own if only that one has the required features.
 
     Args:
         params: The parameters that SGLang makes the cache of.
         components: The components of the cache, for SGLang's Python core.
 
     Raises:
-        ConfigError: If SGLang calls a tree core otherwise than the one that this was written for.
+        ConfigError: If the interface of SGLang's tree core differs from the one that this module supports.
     """
     differences = check_tree_core()
     if differences:
@@ -158,7 +158,7 @@ class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's 
 
 
 def make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
-    """Make the cache for `--radix-cache-backend kvpool`: SGLang's own for everything that it does otherwise.
+    """Make the cache for `--radix-cache-backend kvpool`, or SGLang's own for options that kvpool lacks.
 
     Args:
         ctx: The parameters that SGLang makes the cache of.

@@ -69,7 +69,8 @@ SEAMS: dict[str, dict[str, str]] = {
 
 
 class EngineMismatchError(BaseException):
-    """SGLang was asked to run on kvpool, and cannot: the engine does not start.
+    """SGLang was configured to run on kvpool, and cannot. The engine does not start.
 
-    Not an `Exception`: SGLang logs every `Exception` of a plugin, and goes on with its own pools.
+    This class is not an `Exception`: SGLang logs every `Exception` of a plugin, and continues with its own
+    pools.
     """

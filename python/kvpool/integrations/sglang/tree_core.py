@@ -104,17 +104,17 @@ DELEGATED = (
 
 @dataclass(slots=True)
 class _Insertion:
-    """An insertion that is going on.
+    """An insertion in progress.
 
     Attributes:
-        tokens: The tokens, of which those from `start` to `end` count.
+        tokens: The tokens; only those from `start` to `end` are inserted.
         slots: Their slots.
-        start: The first token that counts.
-        end: One past the last.
-        namespace: The namespace that keeps them apart from others.
-        key: SGLang's key of them, for KV events.
-        session: The session that they belong to, for KV events.
-        tracks: Whether SGLang asks which slots the tree takes over.
+        start: The position of the first inserted token.
+        end: One past the position of the last inserted token.
+        namespace: The namespace of the tokens.
+        key: SGLang's key of the tokens, for KV events.
+        session: The session of the tokens, for KV events.
+        tracks: Whether to return the slots that the tree takes over.
     """
 
     tokens: Sequence[int]
@@ -140,7 +140,7 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
 
 
 def _whole(key: RadixKey) -> tuple[Sequence[int], int, int, Namespace | tuple[Namespace, ...]]:
-    """Return the tokens, the first and the end of those that count, and the namespace."""
+    """Return the tokens, the start and the end of those in whole pages, and the namespace."""
     tokens, limit = key.token_ids, key.limit
     end = len(tokens)
     if limit is not None and limit < end:
@@ -209,7 +209,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     # The tree.
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all tokens."""
         self._insertion = None
         self._tree.reset()
 
@@ -223,7 +223,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     @property
     def empty_match_result(self) -> MatchResult:
-        """The result for a prompt of which nothing is there."""
+        """Return the result for a prompt without a cached prefix."""
         root = self._tree.root()
         return MatchResult(0, root, root, root, cache_actions=[])
 
@@ -254,7 +254,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         )
 
     def match_full_device_prefix(self, key: RadixKey) -> tuple[int, int, int]:
-        """Return tokens with slots for full attention, the deepest node with some, and its end."""
+        """Return the tokens with slots for full attention, the deepest node with some, and its end."""
         key, _ = key.maybe_to_bigram_view(self.is_eagle)
         tokens, start, end, namespace = _whole(key)
         return self._tree.peek(tokens, start, end, namespace)
@@ -266,7 +266,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return self._to_device(self._tree.slots(from_node_id, until_node_id))
 
     def begin_insert(self, params: InsertParams) -> InsertStepResult:
-        """Insert tokens, up to the first step that the cache must act on."""
+        """Begin to insert tokens, up to the first step that needs an action of the cache."""
         if self._insertion is not None:
             raise RuntimeError("concurrent insert walks")
         key, values = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
@@ -293,7 +293,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return self._step(step, insertion)
 
     def resume_insert(self) -> InsertStepResult:
-        """Go on with an insertion, after what the step before asked for is done."""
+        """Continue an insertion after the cache has done the action of the last step."""
         insertion = self._insertion
         if insertion is None:
             raise RuntimeError("no in-flight insert")
@@ -303,11 +303,11 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return self._step(step, insertion)
 
     def has_ongoing_insert(self) -> bool:
-        """Return whether an insertion is going on."""
+        """Return whether an insertion is in progress."""
         return self._insertion is not None
 
     def end_insert(self) -> list[Action]:
-        """End an insertion, if one is going on, and return what is still to be done."""
+        """End an insertion, if one is in progress, and return the remaining actions."""
         if self._insertion is None:
             return []
         slots = self._insertion.slots
@@ -337,7 +337,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return InsertStepResult(actions, result)
 
     def _translated(self, action: HybridAction, slots: torch.Tensor) -> Action:
-        """Return an action of the tree as one of SGLang's cache: ranges are of the inserted slots."""
+        """Return an action of the tree as one of SGLang's cache, with ranges of the inserted slots."""
         if action[0] == "free":
             _, begin, end = action
             return FreeDeviceKV([slots[begin:end]])
@@ -361,7 +361,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def inc_lock_ref(
         self, node_id: int, skip_lock_components: Sequence[ComponentType] = ()
     ) -> IncLockRefResult:
-        """Lock a node, and return what it is released with."""
+        """Lock a node, and return the handle that releases the lock."""
         newly, boundary = self._tree.lock_node(node_id, skip_lock_components)
         skipped = tuple(skip_lock_components)
         result = IncLockRefResult(
@@ -437,7 +437,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def evict_device_next_node(
         self, component_type: ComponentType, tracker: dict[ComponentType, int]
     ) -> EvictDeviceNextNodeResult:
-        """Name the next leaf to evict, or evict a value of a node that stays."""
+        """Return the next leaf to evict, or evict a value of a node that stays."""
         result = EvictDeviceNextNodeResult()
         victim = self._tree.next_victim(component_type, tracker.get(component_type, 0))
         if victim is None:
@@ -477,7 +477,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         host_frees: dict[ComponentType, list[torch.Tensor]],
         cache_actions: list[Action],
     ) -> None:
-        """Evict Mamba states of a path beyond the number that it keeps."""
+        """Evict Mamba states of a path beyond the number that a path may keep."""
         frees = self._tree.evict_excess_states(tail_node_id)
         if frees.state is not None:
             device_frees[_MAMBA].append(self._to_device(frees.state))
@@ -548,7 +548,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return self._tree.locked_size(component_type) if component_type in self._parts else 0
 
     def adjust_component_size(self, node_id: int, component_type: ComponentType, delta: int) -> None:
-        """Change what a component counts on a node."""
+        """Change the size that a component has on a node."""
         if component_type not in self._parts:
             raise ValueError(f"component is not enabled: {component_type}")
         try:
@@ -628,7 +628,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     # Looking.
 
     def dfs_weight_order(self, node_ids: Sequence[int]) -> list[int]:
-        """Return positions, those of nodes with common prefixes next to each other, larger groups first."""
+        """Return positions of nodes, grouped by common prefixes, larger groups first."""
         return self._tree.by_common_prefix(node_ids)
 
     def collect_path_info(self, end_node_ids: Sequence[int]) -> tuple[tuple[TreePathNodeInfo, ...], ...]:
@@ -647,7 +647,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return False
 
     def is_write_through_compatible(self) -> bool:
-        """Return whether what is on the host follows the rules of writing through: nothing is."""
+        """Return whether values on the host follow the rules of write-through: always, as there are none."""
         return True
 
     def get_last_hash_value(self, node_id: int) -> str | None:

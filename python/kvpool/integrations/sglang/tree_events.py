@@ -1,4 +1,4 @@
-"""KV events of SGLang's cache: its recorder makes them and hashes pages, and the tree keeps the hashes."""
+"""KV events of SGLang's cache: its recorder makes the events and hashes pages; the tree keeps the hashes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TreeEvents:
         self._recorder, self._tree, self._page_size = recorder, tree, page_size
 
     def record_added(self, node: int, start: int, end: int, key: RadixKey, session: str | None) -> None:
-        """Record tokens that were not there before."""
+        """Record tokens that are newly cached."""
         before = self._tree.hash_at(node, start)
         pages = key[start:end]
         # Of the pages before it counts whether there are any, and in which namespace.
@@ -47,7 +47,7 @@ class TreeEvents:
         self._tree.set_hashes(node, start, bytes.fromhex("".join(hashes or ())))
 
     def record_removed(self, namespace: Namespace | tuple[Namespace, ...], hashes: bytes) -> None:
-        """Record that a node is gone."""
+        """Record the removal of a node."""
         extra_key, cache_salt = namespace[:2] if isinstance(namespace, tuple) else (namespace, None)
         length = len(hashes) // _HASH_BYTES * self._page_size
         removed = _PagesOfEvent(_KeyOfEvent(length, extra_key, cache_salt))
@@ -56,7 +56,7 @@ class TreeEvents:
 
 
 class _KeyOfEvent:
-    """The key of pages of which the number of tokens is known."""
+    """A key of pages with a known number of tokens."""
 
     def __init__(self, length: int, extra_key: Namespace = None, cache_salt: Namespace = None) -> None:
         self._length, self.extra_key, self.cache_salt = length, extra_key, cache_salt
@@ -76,9 +76,9 @@ class _PagesOfEvent:
 
     @property
     def is_named_apart(self) -> bool:
-        """Whether events name the pages otherwise than storage does."""
+        """Whether events and storage use different hashes for the pages."""
         return self.key.extra_key is not None or self.key.cache_salt is not None
 
     def name(self, hashes: list[str]) -> None:
-        """Set the hashes, by both names."""
+        """Set the hashes of events and of storage."""
         self.hash_value = self.event_hash_value = hashes

@@ -25,7 +25,7 @@ _STRATEGIES = (LRUStrategy, MRUStrategy, FIFOStrategy, FILOStrategy, LFUStrategy
 
 
 class EvictionPolicy(NamedTuple):
-    """The eviction policy of a `HybridTree`: its arguments of these names."""
+    """The eviction policy of a `HybridTree`, as its constructor's arguments with these names."""
 
     policy: str
     protected_uses: int = 2
@@ -33,7 +33,7 @@ class EvictionPolicy(NamedTuple):
 
 
 def eviction_policy(params: CacheInitParams) -> EvictionPolicy | None:
-    """Return the eviction policy as `HybridTree` names it, or `None` if it has none that is the same."""
+    """Return the arguments of `HybridTree` for a policy of SGLang; `None` if there is no equal one."""
     name = params.eviction_policy.lower()
     # SGLang says itself what is wrong with one.
     strategy = get_eviction_strategy(name, params.eviction_policy_config)

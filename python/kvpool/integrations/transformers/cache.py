@@ -45,12 +45,12 @@ _LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
 class PooledCache(Cache, Closing):
     """The keys, values and states of a batch in pools, for `model.generate(cache=...)`.
 
-    Before `transformers` 5.24 the argument is `past_key_values`.
+    Before `transformers` 5.24 this argument has the name `past_key_values`.
 
-    Greedy search, sampling, beam search, assisted generation, prompt lookup, several return sequences,
-    prompts in chunks, and padding on the left, with the attention that the model has. To go on where a call
-    ended, pass the cache again. `copy.deepcopy` makes another cache over the same pools, whose sequences
-    begin with these and share their pages.
+    The cache supports greedy search, sampling, beam search, assisted generation, prompt lookup, several
+    return sequences, prompts in chunks, and padding on the left, with the model's own attention. To continue
+    where a call ended, pass the cache again. `copy.deepcopy` makes another cache over the same pools. Its
+    sequences begin with the same tokens, and share their pages.
 
     New keys and values are copied into their slots. Attention reads them there, without a copy, where the
     slots of each sequence are a run and the runs are equally far apart: for one sequence in a pool of its
@@ -59,9 +59,9 @@ class PooledCache(Cache, Closing):
     reads its window alone, but keeps all tokens, since the slots are those of all layers. Multi-head latent
     attention is kept compressed. Padding takes slots, as in other caches.
 
-    All slots are given back when the cache is closed, reset, or dropped. After a call of `generate` that
-    failed, the cache has what was computed before: `reset` it. Use a cache and its copies from one thread at
-    a time.
+    All slots are given back when the cache is closed, reset, or dropped. After a failed call of `generate`,
+    the cache has the tokens computed before: call `reset`. Use a cache and its copies from one thread at a
+    time.
 
     Args:
         model: A causal language model, in evaluation mode. Two tokens are run through it to find its shapes;
@@ -82,7 +82,7 @@ class PooledCache(Cache, Closing):
     Raises:
         ConfigError: If a layer is neither full nor sliding-window attention nor Gated DeltaNet, layers of one
             kind have different shapes, layers share keys and values, or a size is below 1.
-        EngineMismatchError: If `transformers` is not what this was written for.
+        EngineMismatchError: If the interface of `transformers` differs from the supported one.
         OutOfMemoryError: If there is not enough memory.
     """
 
@@ -140,12 +140,12 @@ class PooledCache(Cache, Closing):
 
     @override
     def close(self) -> None:
-        """Give all slots back, for good: a later write raises `StaleBufferError`. Again, it does nothing."""
+        """Free all slots for good: a later write raises `StaleBufferError`. A second call does nothing."""
         self._closer()
 
     @override
     def reset(self) -> None:
-        """Give the slots of all sequences back, for prompts that do not go on from these."""
+        """Free the slots of all sequences, before prompts that do not continue them."""
         self._batch.release()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -188,9 +188,9 @@ class PooledCache(Cache, Closing):
 
     @override
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let sequence `i` be the one that was `beam_idx[i]`: those that go on twice share their pages.
+        """Replace each sequence `i` by sequence `beam_idx[i]`. Copies of one sequence share their pages.
 
-        Waits for `beam_idx` if it is on a GPU.
+        The call waits for `beam_idx` if it is on a GPU.
 
         Raises:
             IndexError: If there is no such sequence. Nothing is changed.
@@ -208,7 +208,7 @@ class PooledCache(Cache, Closing):
 
     @override
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Let each sequence be `repeats` ones, side by side, which share their pages.
+        """Repeat each sequence `repeats` times, side by side. The copies share their pages.
 
         Raises:
             OutOfMemoryError: If there are not enough rows or slots. Nothing is changed.
@@ -220,8 +220,8 @@ class PooledCache(Cache, Closing):
         """Free the slots of the last `-tokens_to_remove` tokens of each sequence.
 
         Raises:
-            ConfigError: If it is positive, there are fewer tokens, or the model has states of Gated DeltaNet
-                layers, which cannot be taken back. Nothing is changed.
+            ConfigError: If `tokens_to_remove` is positive, there are fewer tokens, or the model has states of
+                Gated DeltaNet layers, which cannot be restored. Nothing is changed.
             IndexOwnershipError: If a sequence would end within a page that another one shares. Nothing is
                 changed.
         """
@@ -239,7 +239,7 @@ class PooledCache(Cache, Closing):
 
 
 def _kinds(model: PreTrainedModel) -> list[int | None]:
-    """Return the sliding window of each layer, 0 for full attention, None for states: as a `DynamicCache`."""
+    """Return the sliding window of each layer: 0 for full attention, None for states."""
     config: Any = model.config.get_text_config(decoder=True)
     layers: list[Any] = DynamicCache(config=config).layers
     foreign = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
@@ -278,7 +278,7 @@ class _Pools(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Slots of all sequences where each has a run: the first slot, and the slots from one run to the next."""
+    """The slots of sequences with one run each: the first slot, and the distance from one run to the next."""
 
     slot: int
     step: int
@@ -395,7 +395,8 @@ class _Batch:
     def read(self, layer_id: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the last `length` tokens of all sequences: `[n, heads, length, elements]`.
 
-        A view of the pool where the slots allow it, otherwise of a buffer that the next call overwrites.
+        The result is a view of the pool if the slots allow it, otherwise of a buffer that the next call
+        overwrites.
         """
         pool, n = self._pools.kv_pool, len(self.rows)
         if length not in self._places:
@@ -444,7 +445,7 @@ class _Batch:
             self._places.clear()
 
     def select(self, indices: Sequence[int]) -> None:
-        """Keep these sequences; of one that is listed again, make another. All or nothing."""
+        """Keep these sequences, and copy those listed more than once; if that fails, change nothing."""
         n = len(self.rows)
         if not n or indices == list(range(n)):
             return
@@ -463,13 +464,13 @@ class _Batch:
         self._set_rows([next(more) if i in indices[:at] else self.rows[i] for at, i in enumerate(indices)])
 
     def copy(self, other: _Batch) -> None:
-        """Begin with the sequences of another batch of the same pools."""
+        """Copy the sequences of another batch of the same pools."""
         self._set_rows(other._fork(other.rows))
         self.length, self.lengths = other.length, [*other.lengths]
         self.with_states = {*other.with_states}
 
     def _fork(self, sources: list[int]) -> list[int]:
-        """Make rows that begin with the tokens of others: all of them or none."""
+        """Make rows that begin with the tokens of other rows: all of them or none."""
         pools, rows = self._pools, self._alloc(len(sources))
         try:
             for source, row in zip(sources, rows, strict=True):
@@ -482,7 +483,7 @@ class _Batch:
         return rows
 
     def _continue(self, source: int, row: int) -> None:
-        """Let an empty row begin with the tokens of another."""
+        """Let an empty row begin with the tokens of another row."""
         pools = self._pools
         tokens = pools.planner.seq_len(source)
         moved = pools.planner.fork(source, row, tokens)
@@ -502,7 +503,7 @@ class _Batch:
             self._pools.planner.finish(rows)
 
     def close(self) -> None:
-        """Give back all rows and slots, and take none any more."""
+        """Free all rows and slots, and refuse to take others."""
         self._closed = True
         self.release()
 
@@ -518,7 +519,10 @@ def _run_of(buffer: torch.Tensor, run: _Run, n: int, length: int) -> torch.Tenso
 
 
 class _PoolLayer(CacheLayerMixin):
-    """An attention layer of a cache; what it reads of its window is what `transformers`' own layers keep."""
+    """An attention layer of a cache.
+
+    With a sliding window, it reads the tokens that `transformers`' own layers would keep.
+    """
 
     is_croppable = True
     supports_early_init = False

@@ -2,7 +2,7 @@
 
 `PagedAttentionCache` gives its memory in sectors to kinds of layers, which cut them into blocks of pages;
 where all layers are of one kind, a sector is a block. `SectorPool` takes the sectors from a
-`TokenToKVPoolAllocator`, lowest first. How a sector is cut, reference counts, hashes of prompts, the
+`TokenToKVPoolAllocator`, lowest first. The division of sectors, reference counts, hashes of prompts, the
 scheduler and the memory itself stay those of `transformers`.
 """
 
@@ -26,15 +26,15 @@ _MAKERS: tuple[Any, ...] = (cache, offloading_manager)
 
 
 class SectorPool(CachePool):
-    """A pool of sectors whose free ones an allocator of kvpool has. A sector that is freed twice raises.
+    """A pool of sectors, with the free ones in an allocator of kvpool. Freeing a sector twice raises.
 
     Args:
-        num_sectors: Sectors that are given away.
+        num_sectors: The number of sectors to allocate.
         num_allocators: Kinds of layers.
-        num_reserved_sectors: Sectors before these, which are not.
+        num_reserved_sectors: The number of sectors before these, which are never allocated.
 
     Attributes:
-        allocator: Slot `i` of it is sector `i - 1 + num_reserved_sectors`.
+        allocator: The allocator. Its slot `i` is sector `i - 1 + num_reserved_sectors`.
     """
 
     def __init__(self, num_sectors: int, num_allocators: int, num_reserved_sectors: int = 2) -> None:
@@ -49,7 +49,7 @@ class SectorPool(CachePool):
 
     @override
     def allocate_sector(self, index: int) -> None:
-        """Give a kind of layers the lowest free sector.
+        """Allocate the lowest free sector to a kind of layers.
 
         Raises:
             OutOfMemoryError: If none is free. Nothing is changed.
@@ -66,13 +66,13 @@ class SectorPool(CachePool):
 
     @property
     def free_sectors(self) -> list[int]:  # an attribute there
-        """The free sectors, ascending: a list made of the allocator's."""
+        """A new list of the free sectors, ascending."""
         slots = [*self.allocator.free_slots.tolist(), *self.allocator.release_slots.tolist()]
         return sorted(slot - 1 + self.num_reserved_sectors for slot in slots)
 
     @override
     def try_to_free_sectors(self) -> None:
-        """Take back the sectors of which no block is in use.
+        """Free the sectors without blocks in use.
 
         Raises:
             IndexOwnershipError: If a sector is free already.
@@ -82,12 +82,13 @@ class SectorPool(CachePool):
 
 
 def enable() -> None:
-    """Let every manager of continuous batching that is made from now on have kvpool's allocator.
+    """Use kvpool's allocator in every manager of continuous batching that is made from now on.
 
-    Does nothing the second time.
+    A second call does nothing.
 
     Raises:
-        EngineMismatchError: If `transformers` is not what this was written for. Nothing is replaced.
+        EngineMismatchError: If the interface of `transformers` differs from the supported one. Nothing is
+            replaced.
     """
     seams.TRANSFORMERS.require(seams.CONTINUOUS)
     missing = {"_free_blocks", "blocks_per_sector", "free_sectors", "num_reserved_sectors"} - vars(
@@ -100,6 +101,6 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Let managers that are made from now on have the pool of `transformers` again."""
+    """Use the pool of `transformers` again in managers that are made from now on."""
     for module in _MAKERS:
         module.CachePool = CachePool

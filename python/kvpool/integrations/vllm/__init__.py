@@ -17,20 +17,21 @@ __all__ = ["is_switched_on", "register"]
 def is_switched_on() -> bool:
     """Return whether the environment asks for kvpool: `VLLM_PLUGINS` names it, or `KVPOOL_VLLM` is 1.
 
-    vLLM loads every installed plugin where `VLLM_PLUGINS` is not set, so that to be installed is not enough.
+    vLLM loads every installed plugin if `VLLM_PLUGINS` is not set, so the plugin must be switched on as well.
     """
     named = os.environ.get("VLLM_PLUGINS", "").split(",")
     return "kvpool" in (name.strip() for name in named) or os.environ.get("KVPOOL_VLLM") == "1"
 
 
 def register() -> None:
-    """Have vLLM make its pools of blocks as `block_pool.KvpoolBlockPool`.
+    """Replace vLLM's pool of blocks by `block_pool.KvpoolBlockPool`.
 
-    vLLM calls this in each of its processes. Does nothing unless it is switched on, or the second time.
+    vLLM calls this in each of its processes. The call does nothing unless the plugin is switched on, or if it
+    was called before.
 
     Raises:
-        EngineMismatchError: If a class or a signature is not the one that the pool was written for, or
-            something else has replaced vLLM's pool before. Nothing is replaced then.
+        EngineMismatchError: If a class or a signature differs from the supported one, or another package has
+            replaced vLLM's pool. Nothing is replaced then.
     """
     if not is_switched_on():
         return

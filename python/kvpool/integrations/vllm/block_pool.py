@@ -1,7 +1,7 @@
 """vLLM's pool of blocks over kvpool: the free queue, the counts of users and the hashes are in Rust.
 
-`KvpoolBlockPool` is a `BlockPool` of vLLM. What is called for every request and step goes to `BlockQueue` and
-`BlockMap`; events, partial blocks and connectors are vLLM's own code, on the same objects.
+`KvpoolBlockPool` is a `BlockPool` of vLLM. Calls in every request and step go to `BlockQueue` and `BlockMap`.
+Events, partial blocks and connectors use vLLM's own code, on the same objects.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
 
     @property
     def cached_block_hash_to_block(self) -> BlockMap:
-        """The blocks by their hashes. vLLM sets an empty map of its own at the start, and to forget all."""
+        """The blocks by their hashes. vLLM assigns an empty map at the start and to drop all hashes."""
         return self._cached
 
     @cached_block_hash_to_block.setter
@@ -93,7 +93,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         )
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
-        """Take blocks, which lose their hashes."""
+        """Allocate blocks. They lose their hashes."""
         queue = self.free_block_queue
         if self.metrics_collector or self._reuse_watchers or num_blocks > queue.num_free_blocks:
             return super().get_new_blocks(num_blocks)  # type: ignore[no-any-return]
@@ -108,7 +108,7 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         return blocks
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Use blocks once more."""
+        """Add a use to each block."""
         others = blocks if self.metrics_collector else self.free_block_queue.retain(blocks)
         if others:
             super().touch(others)

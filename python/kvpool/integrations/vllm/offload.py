@@ -72,7 +72,7 @@ _FOUND = {None: LookupResult.MISS, False: LookupResult.HIT_PENDING, True: Lookup
 
 
 def _state(req_context: ReqContext, kind: type[Any]) -> Any:
-    """Return the object of the class `kind` that vLLM keeps with a request; made at the first use."""
+    """Return the object of the class `kind` that vLLM keeps with a request, and make it at the first use."""
     state = req_context.get_state(kind)
     if state is None:
         state = kind()
@@ -83,10 +83,10 @@ def _state(req_context: ReqContext, kind: type[Any]) -> Any:
 class KvpoolOffloadingManager(OffloadingManager):  # type: ignore[misc]
     """vLLM's manager of chunks in host memory, over `OffloadTable`.
 
-    Takes the arguments of `CPUOffloadingManager`.
+    The arguments are those of `CPUOffloadingManager`.
 
     Raises:
-        ConfigError: If `cache_policy` is not "lru": vLLM's own manager has the others.
+        ConfigError: If `cache_policy` is not "lru". Only vLLM's own manager has other policies.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class KvpoolOffloadingManager(OffloadingManager):  # type: ignore[misc]
 
 
 class KvpoolPrimaryTier(KvpoolOffloadingManager):
-    """The same, as the tier above others: what vLLM's `CPUPrimaryTierOffloadingManager` is."""
+    """The manager as the first of several tiers, like vLLM's `CPUPrimaryTierOffloadingManager`."""
 
     def __init__(self, num_chunks: int, mmap_region: SharedOffloadRegion, **options: Any) -> None:
         super().__init__(num_chunks, **options)
@@ -191,23 +191,23 @@ class KvpoolPrimaryTier(KvpoolOffloadingManager):
         self._view: memoryview = mmap_region.create_kv_memoryview()
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        """Keep chunks for a copy to a tier below, which is no use of them."""
+        """Lock chunks for a copy to a tier below. The copy does not count as a use of the chunks."""
         return CPULoadStoreSpec(self._table.begin_load(keys))
 
     def complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """End such a copy."""
+        """End the copy to a tier below."""
         self.complete_load(keys, req_context)
 
     def prepare_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Take chunks for a copy from a tier below."""
+        """Allocate chunks for a copy from a tier below."""
         return self.prepare_store(keys, req_context)
 
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """End such a copy."""
+        """End the copy from a tier below."""
         self.complete_store(keys, req_context, success)
 
     def get_kv_memoryview(self) -> memoryview:
@@ -278,14 +278,14 @@ class FileStoreTier(SecondaryTierManager):  # type: ignore[misc]
         primary_kv_view: The chunks of the tier above, one in each row.
         tier_type: The name in vLLM's metrics.
         path: The directory.
-        capacity_bytes: As of `FileStore`.
-        threads: As of `FileStore`.
-        queue_bytes: As of `FileStore`.
+        capacity_bytes: The argument of `FileStore`.
+        threads: The argument of `FileStore`.
+        queue_bytes: The argument of `FileStore`.
         locality: "LOCAL" or "REMOTE", as vLLM's filters of tiers name it.
         backpressure_detector: vLLM's.
 
     Raises:
-        ConfigError: As of `FileStore`: another process has the directory, for example.
+        ConfigError: For the reasons of `FileStore`, such as another process that uses the directory.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE

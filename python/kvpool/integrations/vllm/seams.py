@@ -145,4 +145,4 @@ BLOCK_POOL: dict[str, dict[str, str]] = {
         "alignment_tokens=None)",
     },
 }
-"""The same of `block_pool`. What `BlockQueue`, `BlockMap` and `Block` stand in for is there, too."""
+"""The methods that `block_pool` relies on, with those that `BlockQueue`, `BlockMap` and `Block` replace."""

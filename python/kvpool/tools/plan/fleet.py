@@ -181,7 +181,7 @@ class _Cache:
         return self._cache.cached_len(self._tokens(blocks)) // self._page_size
 
     def use(self, blocks: NDArray[np.int64]) -> int:
-        """Return the number of a prompt's cached blocks, and count that as a use of them."""
+        """Return the number of a prompt's cached blocks, and count a use of them."""
         with self._cache.match(self._tokens(blocks)) as lease:
             return lease.length // self._page_size
 
@@ -198,7 +198,7 @@ class _Cache:
     def put(self, blocks: NDArray[np.int64], first: int = 0) -> int:
         """Add the blocks from `first` on, as many as there is room for, and return how many are new.
 
-        None are added if those before are not cached any more.
+        No block is added if the blocks before `first` are not cached any more.
         """
         tokens = self._tokens(blocks)
         with self._cache.match(tokens) as lease:
@@ -219,7 +219,7 @@ class _Prompt(NamedTuple):
     found: int
 
     def publish(self) -> None:
-        """Publish its tokens, which are computed: others find them."""
+        """Publish the computed tokens of the prompt, so that others find them."""
         if len(self.tokens):
             self.lease.publish(self.tokens, self.slots)
 
@@ -426,7 +426,7 @@ class _Fleet:
         self._plan(self._now + seconds, partial(self._begin_answer, request, prefill, decode))
 
     def _begin_answer(self, request: _Request, prefill: _Prefill, decode: _Decode) -> None:
-        """Begin the answer to a prompt that has arrived: its slots are free where it was computed."""
+        """Begin the answer to a prompt that has arrived, and free its slots on the prefill machine."""
         request.first = self._now
         prefill.is_linked = decode.is_linked = False
         request.prompt.lease.release()
@@ -440,7 +440,7 @@ class _Fleet:
     # Decode machines.
 
     def _settle(self, decode: _Decode) -> None:
-        """Count what each request has got."""
+        """Count the tokens that each request has got."""
         decode.got += (self._now - decode.since) * decode.speed
         decode.since = self._now
 

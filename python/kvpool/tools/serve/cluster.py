@@ -44,9 +44,9 @@ class Options(NamedTuple):
         prefill: Workers for prompts.
         decode: Workers for what follows.
         listen: Host and port of the router, for itself.
-        router: The same, for a worker.
+        router: Host and port of the router, for a worker.
         name: The name of a worker; empty for one of its role and process.
-        secret_file: The file with the shared secret; empty for the secret of the environment.
+        secret_file: The file with the shared secret; empty for the secret in the environment.
         allow_remote: Whether other machines are part of the cluster.
         host: The address of this machine at which a worker publishes events.
         network: The network devices through which rows are read.
@@ -66,7 +66,7 @@ class Options(NamedTuple):
     join_timeout_s: float = 120.0
 
     def check(self, config: ServeConfig) -> None:
-        """Raise `ConfigError` if they do not go together."""
+        """Raise `ConfigError` if the options contradict each other."""
         if self.role not in {"", "router", "prefill", "decode"}:
             raise ConfigError(f"--role is {self.role!r}; it must be one of router, prefill, decode")
         if self.role in {"prefill", "decode"} and not self.router:
@@ -86,7 +86,7 @@ def common(config: ServeConfig) -> dict[str, str | int]:
 
 
 def work(config: ServeConfig, options: Options, *, until_stdin_ends: bool) -> None:
-    """Be a worker, until a signal ends the process."""
+    """Run a worker until a signal ends the process."""
     options.check(config)
     role: Role = "prefill" if options.role == "prefill" else "decode"
     name = options.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
@@ -132,10 +132,10 @@ class Cluster:
         self._busy = 0.0
 
     def wait(self, prefill: int, decode: int, timeout_s: float) -> None:
-        """Wait for so many workers of each role, at most for `timeout_s` seconds.
+        """Wait for these numbers of workers, at most for `timeout_s` seconds.
 
         Raises:
-            ConfigError: If they do not come.
+            ConfigError: If the workers do not join in time.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -157,7 +157,9 @@ class Cluster:
         return self.router.submit(prompt, max_new_tokens, on_token=on_token)
 
     def step(self) -> bool:
-        """Go on. Returns whether requests are not over, or workers have not reported since then.
+        """Run one step of the router.
+
+        Return whether any request is not over, or a worker has not reported since.
 
         Raises:
             ConfigError: If no worker can go on with requests, and a worker that was started here has ended.

@@ -92,9 +92,9 @@ class ServeConfig:
         seed: Seed of weights and requests.
         prefix_cache: Whether the engine has a prefix cache.
         host_tokens: Tokens of host memory below the cache; 0 for none.
-        store: A directory for a `FileStore` below that, empty for none.
+        store: A directory for a `FileStore` below host memory; empty for none.
         store_mib: Its capacity in MiB.
-        swap: The treatment of tokens that are only there.
+        swap: The treatment of tokens that only the tiers have.
     """
 
     model: str = "qwen3"
@@ -188,7 +188,7 @@ class Server(Protocol):
         """Queue a request."""
 
     def step(self) -> bool:
-        """Go on. Returns whether requests are not over."""
+        """Run one step of the server. Return whether any request is not over."""
 
     def stats(self) -> dict[str, int]:
         """Return statistics as `Engine.stats` has them."""
@@ -202,12 +202,12 @@ def make_model(config: ServeConfig) -> Any:  # noqa: ANN401 - transformers has n
 
 
 def revision(config: ServeConfig) -> str:
-    """Return what stands for the weights, and all else that tokens depend on."""
+    """Return a text that stands for the weights and everything else that tokens depend on."""
     return f"kvpool serve {config.model} of seed {config.seed}, torch {torch.__version__}"
 
 
 class Pools:
-    """A model with pools and an engine, and what is below its cache.
+    """A model with pools and an engine, and the tiers below its cache.
 
     Args:
         config: The configuration.
@@ -246,7 +246,7 @@ class Pools:
 
 
 class Service:
-    """A load of requests, what serves it, and the model that it is checked against.
+    """A load of requests, its server, and the model that checks the answers.
 
     Args:
         config: The configuration.
@@ -338,7 +338,7 @@ class Service:
         return result
 
     def _settle(self) -> None:
-        """Wait until nothing is copied any more: slots may be in use by that alone."""
+        """Wait until all copies are over, since copies keep slots in use."""
         deadline = perf_counter() + _SETTLE_S
         if self.pools is not None and self.pools.cache is not None:
             self.pools.cache.wait_written(_SETTLE_S)
@@ -364,7 +364,7 @@ class Service:
         result.differences = tuple(found)
 
     def _difference(self, number: int, request: Generation) -> Iterator[Difference]:
-        """Yield the first token that is not the one which the model alone puts after those before it."""
+        """Yield the first token that differs from the model's own choice after the same tokens."""
         tokens = torch.tensor(request.tokens, device=self.config.device)
         if len(tokens) != request.max_new_tokens:
             yield Difference(number, min(len(tokens), request.max_new_tokens), inf)
@@ -378,7 +378,7 @@ class Service:
 
 
 def _record_tiers(pools: Pools, result: ServeResult) -> None:
-    """Complete a result with what is below the cache."""
+    """Complete a result with the statistics of the tiers below the cache."""
     if pools.tier is not None:
         tier = pools.tier.stats()
         result.host_pages, result.host_capacity = tier["pages"], tier["capacity"]
