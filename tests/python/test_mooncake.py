@@ -10,13 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from kvpool import ConfigError
+from kvpool.integrations import mooncake as adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -446,6 +449,47 @@ def test_the_examples_of_the_documentation_run(
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
+
+
+class Registry:
+    """A client of Mooncake that registers memory, but not what begins at `refused`."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.refused = 0
+
+    def setup(self, *_arguments: object) -> int:
+        return 0
+
+    def register_buffer(self, address: int, size: int) -> int:
+        if address == self.refused:
+            return -1
+        self.registered[address] = address + size
+        return 0
+
+    def unregister_buffer(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def close(self) -> int:
+        return 0
+
+
+def test_memory_that_is_attached_in_part_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store goes on with what Mooncake has registered, and never passes it other memory."""
+    client = Registry()
+    monkeypatch.setattr(adapter, "_new_client", lambda: client)
+    monkeypatch.setattr(adapter, "_connect", lambda _endpoint: "127.0.0.1")
+    monkeypatch.setattr(adapter, "_set_timeouts", lambda _seconds: None)
+    with closing(adapter.MooncakeStore("127.0.0.1:50051")) as store:
+        store.attach([(4096, 100), (8192, 100)])
+        client.refused = 8000
+        with pytest.raises(ConfigError, match="cannot register 1000 bytes at 0x1f40"):
+            store.attach([(2048, 100), (4000, 1000), (8000, 1000)])
+        assert dict(zip(*store._regions, strict=True)) == client.registered == {2048: 2148, 4000: 5000}
+        client.refused = 0
+        store.attach([(8000, 1000)])
+        assert dict(zip(*store._regions, strict=True)) == client.registered
 
 
 def test_without_the_package_the_error_says_what_to_install(run_snippet: RunSnippet) -> None:

@@ -26,7 +26,7 @@ from kvpool.errors import ConfigError
 from kvpool.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = ["MooncakeStore"]
 
@@ -109,6 +109,12 @@ class _Regions(NamedTuple):
 
     starts: list[int]
     ends: list[int]
+
+    @classmethod
+    def of(cls, ends: Mapping[int, int]) -> _Regions:
+        """Return the regions with these ends by their starts."""
+        starts = sorted(ends)
+        return cls(starts, [ends[start] for start in starts])
 
     def have(self, address: int, size: int) -> bool:
         region = bisect_right(self.starts, address) - 1
@@ -250,14 +256,14 @@ class MooncakeStore(Store):
                 if regions.get(address) == end:
                     continue
                 for start in [old for old in regions if old < end and address < regions[old]]:
-                    client.unregister_buffer(start)
                     del regions[start]
+                    self._regions = _Regions.of(regions)
+                    client.unregister_buffer(start)
                 code = client.register_buffer(address, size)
                 if code != _OK:
                     raise ConfigError(f"Mooncake cannot register {size} bytes at {address:#x}: error {code}")
                 regions[address] = end
-            starts = sorted(regions)
-            self._regions = _Regions(starts, [regions[start] for start in starts])
+                self._regions = _Regions.of(regions)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether its value is in the cluster.
