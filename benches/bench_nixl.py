@@ -58,7 +58,7 @@ def lender(questions: Connection) -> None:
         with suppress(EOFError):
             while True:
                 if questions.poll(0.0002):
-                    questions.send(endpoint.lend(questions.recv(), seconds=600).ticket)
+                    questions.send(endpoint.lend(questions.recv(), lease_s=600).ticket)
                 endpoint.poll()
 
 

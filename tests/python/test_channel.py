@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import struct
@@ -9,7 +10,7 @@ import threading
 import time
 from contextlib import closing, contextmanager, suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -189,13 +190,17 @@ def test_a_machine_that_is_gone_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"handshake_s": 0}, "handshake_s is 0; it must be above 0"),
-        ({"silence_s": -1}, "silence_s is -1; it must be above 0"),
-        ({"max_handshakes": 0}, "max_handshakes is 0; it must be above 0"),
-        ({"max_unsent_bytes": 1000}, f"max_unsent_bytes is 1000; it must be at least {MAX_BYTES}"),
+        ({"handshake_s": 0}, "handshake_s is 0; it must be in [0.001, 86400]"),
+        ({"silence_s": -1}, "silence_s is -1; it must be in [0.001, 86400]"),
+        ({"silence_s": 0.0005}, "silence_s is 0.0005; it must be in [0.001, 86400]"),
+        ({"silence_s": 3e6}, "silence_s is 3000000.0; it must be in [0.001, 86400]"),
+        ({"silence_s": math.inf}, "silence_s is inf; it must be in [0.001, 86400]"),
+        ({"handshake_s": math.nan}, "handshake_s is nan; it must be in [0.001, 86400]"),
+        ({"max_handshakes": 0}, "max_handshakes is 0; it must be in [1, 65536]"),
+        ({"max_unsent_bytes": 1000}, f"max_unsent_bytes is 1000; it must be in [{MAX_BYTES}, {1 << 40}]"),
     ],
 )
-def test_limits_that_let_nothing_through_are_refused(limits: dict[str, int], message: str) -> None:
+def test_limits_outside_of_their_range_are_refused(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ChannelOptions(**limits)
     assert str(caught.value) == message

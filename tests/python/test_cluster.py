@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -314,12 +315,13 @@ def test_a_worker_whose_name_routers_do_not_take_is_refused() -> None:
         ClusterWorker(router, "a#b", "decode")
 
 
+@pytest.mark.parametrize("seconds", [0, 0.0009, 100_000, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["lease_s", "report_s", "retry_s"])
-def test_a_worker_whose_times_are_none_is_refused(name: str) -> None:
+def test_a_worker_whose_times_are_outside_of_their_range_is_refused(name: str, seconds: float) -> None:
     model = PoolReader(64)
     with direct_network.endpoint("a", model.pool) as endpoint:
-        times: dict[str, Any] = {name: 0}
-        with pytest.raises(ConfigError, match=f"{name} is 0; it must be above 0"):
+        times: dict[str, Any] = {name: seconds}
+        with pytest.raises(ConfigError, match=rf"{name} is {seconds}; it must be in \[0.001, 86400\]"):
             Worker(Engine(model, 32), endpoint, name="a", role="decode", model=MODEL, **times)
 
 
@@ -628,10 +630,14 @@ def test_a_prefill_worker_with_false_rows_costs_time_only() -> None:
 def test_a_router_refuses_what_it_cannot_be() -> None:
     with pytest.raises(ConfigError, match="not a loopback address"):
         Router(SECRET, "0.0.0.0:0")
-    with pytest.raises(ConfigError, match="lost_after_s is 0; it must be above 0"):
+    with pytest.raises(ConfigError, match=r"lost_after_s is 0; it must be in \[0.001, 86400\]"):
         Router(SECRET, lost_after_s=0)
-    with pytest.raises(ConfigError, match="max_losses is 0; it must be above 0"):
+    with pytest.raises(ConfigError, match="lost_after_s is inf"):
+        Router(SECRET, lost_after_s=math.inf)
+    with pytest.raises(ConfigError, match="max_losses is 0; it must be in"):
         Router(SECRET, max_losses=0)
+    with Router(SECRET) as router, pytest.raises(ConfigError, match="timeout is inf"):
+        router.step(math.inf)
     with Router(SECRET) as router, pytest.raises(ConfigError, match="cannot listen"):
         Router(SECRET, router.address)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import random
 import socket
@@ -990,11 +991,25 @@ def test_numbers_that_make_no_sense_are_refused(name: str, value: int) -> None:
         open_publisher(make_cache(), **{name: value})
 
 
-@pytest.mark.parametrize("name", ["replay_timeout_s", "check_s", "max_bytes"])
-def test_times_that_make_no_sense_are_refused(name: str) -> None:
-    options: dict[str, Any] = {name: 0}
-    with pytest.raises(ConfigError, match=f"^{name} is 0"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("replay_timeout_s", 0),
+        ("check_s", 0),
+        ("check_s", math.inf),
+        ("replay_timeout_s", 1e6),
+        ("max_bytes", 0),
+    ],
+)
+def test_times_that_make_no_sense_are_refused(name: str, value: float) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=f"^{name} is {value}"):
         EventSubscriber(PrefixIndex(), **options)
+
+
+def test_a_poll_does_not_wait_for_ever(subscriber: EventSubscriber) -> None:
+    with pytest.raises(ConfigError, match=r"^timeout is inf"):
+        subscriber.poll(math.inf)
 
 
 def test_a_publisher_that_cannot_be_made_leaves_nothing(

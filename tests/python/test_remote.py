@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ def test_slots_come_back_when_the_lease_is_over(network: Network) -> None:
 
 def test_what_is_read_after_the_lease_is_not_used(network: Network) -> None:
     pair = Pair(network)
-    lease = pair.a.lend([1, 2], seconds=5)
+    lease = pair.a.lend([1, 2], lease_s=5)
     transfer = pair.read(lease, [3, 4])
     network.runs_by_itself = False
     network.seconds += 4.9
@@ -156,7 +157,7 @@ def test_reads_from_a_peer_that_is_gone_fail_at_once(network: Network, *, began:
     to_c = pair.b.connect(other.metadata())
     network.runs_by_itself = False
     before = rows(pair.pools[1], [3, 4, 5])
-    transfers = [pair.read(pair.a.lend([1, 2, 3], seconds=9), [3, 4, 5])] if began else []
+    transfers = [pair.read(pair.a.lend([1, 2, 3], lease_s=9), [3, 4, 5])] if began else []
     more = to_c.read(to_c.slots(other.lend([7, 8]).ticket), [8, 9])
     network.stopped.add("a")
     pair.b.disconnect(pair.to_a)
@@ -182,7 +183,7 @@ def test_a_stopped_peer_writes_nothing_when_it_wakes_up(network: Network) -> Non
     other = network.endpoint("c", filled(seed=3))
     to_c = pair.b.connect(other.metadata())
     network.runs_by_itself = False
-    lease = pair.a.lend([1, 2, 3], seconds=2)
+    lease = pair.a.lend([1, 2, 3], lease_s=2)
     transfer = pair.read(lease, [3, 4, 5])
     more = to_c.read(to_c.slots(other.lend([7, 8]).ticket), [8, 9])
     network.run(3)
@@ -239,13 +240,13 @@ def test_a_read_that_takes_long_is_cut_off_with_a_lost_one_and_begins_again(
     other = network.endpoint("c", other_pool)
     to_c = pair.b.connect(other.metadata())
     network.runs_by_itself = False
-    lost = pair.read(pair.a.lend([1], seconds=100), [1])
-    long = to_c.read(to_c.slots(other.lend([7, 8], seconds=100).ticket), [8, 9])
+    lost = pair.read(pair.a.lend([1], lease_s=100), [1])
+    long = to_c.read(to_c.slots(other.lend([7, 8], lease_s=100).ticket), [8, 9])
     network.kill("a")
     assert not lost.query()
     network.calls.clear()
-    new = to_c.read(to_c.slots(other.lend([9], seconds=100).ticket), [10])
-    late = to_c.read(to_c.slots(other.lend([9], seconds=0.5).ticket), [11])
+    new = to_c.read(to_c.slots(other.lend([9], lease_s=100).ticket), [10])
+    late = to_c.read(to_c.slots(other.lend([9], lease_s=0.5).ticket), [11])
     network.seconds += patience_s - 0.1
     network.run(3)
     assert not lost.query()
@@ -278,7 +279,7 @@ def test_a_cancelled_read_is_waited_for_before_a_lost_one_is_cut_off(network: Ne
 
 def test_a_reader_that_dies_returns_slots_with_time(network: Network) -> None:
     pair = Pair(network)
-    lease = pair.a.lend([1, 2], seconds=3)
+    lease = pair.a.lend([1, 2], lease_s=3)
     pair.read(lease, [1, 2])
     network.kill("b")
     network.seconds += 2.9
@@ -315,7 +316,7 @@ def test_an_agent_that_cannot_be_closed_is_waited_for(network: Network) -> None:
     peer = reader.connect(lender.metadata())
     network.runs_by_itself = False
     first, second, late = (
-        peer.read(peer.slots(lender.lend([slot], seconds=seconds).ticket), [slot])
+        peer.read(peer.slots(lender.lend([slot], lease_s=seconds).ticket), [slot])
         for slot, seconds in ((1, 9), (2, 9), (3, 1))
     )
     network.readings[0].is_lost = True
@@ -340,7 +341,7 @@ def test_fences_that_are_asked_together_share_a_poll(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(network)
-    leases = [pair.a.lend([1], seconds=3) for _ in range(100)]
+    leases = [pair.a.lend([1], lease_s=3) for _ in range(100)]
     monkeypatch.setattr("kvpool.remote.core.PAUSE_S", 0.5)
     network.calls.clear()
     network.seconds += 1
@@ -396,7 +397,7 @@ def test_rows_that_are_written_are_those_of_the_writer(network: Network) -> None
 
 def test_a_write_that_nobody_fetches_ends_with_its_lease(network: Network) -> None:
     pair = Pair(network)
-    lease = pair.b.lend([5, 6], writable=True, seconds=4)
+    lease = pair.b.lend([5, 6], writable=True, lease_s=4)
     transfer = pair.to_b.write([1, 2], pair.to_b.slots(lease.ticket))
     network.seconds += 3.9
     assert not transfer.query()
@@ -423,7 +424,7 @@ def test_a_write_that_nobody_fetches_ends_with_its_lease(network: Network) -> No
 def test_a_stopped_writer_does_not_fill_what_has_a_new_owner(network: Network) -> None:
     pair = Pair(network)
     network.runs_by_itself = False
-    lease = pair.b.lend([5, 6], writable=True, seconds=4)
+    lease = pair.b.lend([5, 6], writable=True, lease_s=4)
     transfer = pair.to_b.write([1, 2], pair.to_b.slots(lease.ticket))
     pair.b.poll()
     network.run(3)
@@ -500,7 +501,7 @@ def test_metrics_count_bytes_runs_time_and_leases(network: Network) -> None:
     network.seconds += 0.003
     while not done.query():
         network.run()
-    late = pair.read(pair.a.lend([7], seconds=2), [3])
+    late = pair.read(pair.a.lend([7], lease_s=2), [3])
     pair.a.lend([8])
     network.seconds += 3
     assert late.query()
@@ -545,9 +546,9 @@ def test_metrics_of_endpoints_that_come_and_go(network: Network) -> None:
 def test_snapshots_show_what_is_under_transfer(network: Network, tmp_path: Path) -> None:
     pair = Pair(network, has_states=True)
     network.runs_by_itself = False
-    filling = pair.b.lend([20, 21, 22], seconds=9, writable=True)
+    filling = pair.b.lend([20, 21, 22], lease_s=9, writable=True)
     pair.to_b.write([30, 31, 40], pair.to_b.slots(filling.ticket))
-    lent = pair.a.lend([5, 6], states=[2], seconds=20)
+    lent = pair.a.lend([5, 6], states=[2], lease_s=20)
     pair.read(lent, [1, 2], states=[3])
     pair.a.lend([6, 7])
     network.seconds += 1
@@ -655,8 +656,8 @@ def test_misuse_changes_nothing(network: Network) -> None:
         (IndexError, r"slot 72 is outside", lambda: pair.a.lend([1, 72])),
         (IndexError, r"slot 1 is outside \[1, 0\) of states", lambda: pair.a.lend([1], states=[1])),
         (TypeError, "slots of kv must be ints, not float32", lambda: pair.a.lend(torch.ones(1))),
-        (ConfigError, "seconds is -1", lambda: pair.a.lend([1], seconds=-1)),
-        (ConfigError, "seconds is nan", lambda: pair.a.lend([1], seconds=float("nan"))),
+        (ConfigError, r"lease_s is -1; it must be in \[0, 86400\]", lambda: pair.a.lend([1], lease_s=-1)),
+        (ConfigError, "lease_s is nan", lambda: pair.a.lend([1], lease_s=float("nan"))),
         (
             ConfigError,
             "1 slots of kv are given, and the peer has lent 2",
@@ -676,6 +677,7 @@ def test_misuse_changes_nothing(network: Network) -> None:
         ),
         (ConfigError, "timeout is -1", lambda: lease.wait(-1)),
         (ConfigError, "patience_s is -1", lambda: network.endpoint("c", filled(), patience_s=-1)),
+        (ConfigError, "patience_s is inf", lambda: network.endpoint("c", filled(), patience_s=math.inf)),
         (ConfigError, "a peer's message cannot be used", lambda: pair.to_a.slots(b"")),
         (ConfigError, "a peer's message cannot be used", lambda: pair.b.connect(b"")),
         (TransferError, "there is no agent", lambda: pair.b.connect(unknown_introduction())),
@@ -703,7 +705,7 @@ def test_states_on_another_device(network: Network) -> None:
 def test_leases_and_transfers_are_bounded(network: Network) -> None:
     pair = Pair(network)
     network.runs_by_itself = False
-    leases = [pair.a.lend([1], seconds=5) for _ in range(4096)]
+    leases = [pair.a.lend([1], lease_s=5) for _ in range(4096)]
     with pytest.raises(TransferError, match="4096 leases last, which is the limit"):
         pair.a.lend([1])
     reads = [pair.read(lease, [1]) for lease in leases]
@@ -755,8 +757,8 @@ def test_every_call_of_the_network_may_fail(network: Network) -> None:
     def work() -> Iterator[tuple[Transfer, KVPool, list[int], torch.Tensor]]:
         pair = Pair(network)
         wanted = rows(pair.pools[0], [1, 2])
-        transfers = [(pair.read(pair.a.lend([1, 2], seconds=3), [3, 4]), [3, 4])]
-        lease = pair.b.lend([5, 6], writable=True, seconds=3)
+        transfers = [(pair.read(pair.a.lend([1, 2], lease_s=3), [3, 4]), [3, 4])]
+        lease = pair.b.lend([5, 6], writable=True, lease_s=3)
         transfers.append((pair.to_b.write([1, 2], pair.to_b.slots(lease.ticket)), [5, 6]))
         for _ in range(50):
             network.sleep(0.1)
@@ -913,7 +915,7 @@ class Histories(RuleBasedStateMachine):
         process = self.processes[at]
         slots = process.alloc(count)
         if slots is not None:
-            lease = process.endpoint.lend(slots, seconds=seconds, writable=writable)
+            lease = process.endpoint.lend(slots, lease_s=seconds, writable=writable)
             held = HeldSlots(process, slots, lease, writable=writable)
             self.lent.append(held)
             self.tickets.append((held, lease.ticket, [process.known[slot] for slot in slots]))

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvpool._limits import MAX_OPTION_BYTES, MAX_S, MIN_S, check_ints, check_seconds
 from kvpool.errors import ConfigError, KvPoolError
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ VERSION: Final = 1
 
 MAX_BYTES: Final = 16 << 20
 """The largest payload."""
+
+_MAX_HANDSHAKES: Final = 1 << 16
+"""The largest limit of handshakes at once."""
 
 _RETRY_S: Final = 0.05
 """Seconds until a listener tries again to accept callers, after the system has refused."""
@@ -73,7 +77,8 @@ class ChannelOptions:
         max_unsent_bytes: The most bytes queued for a slow receiver. More of them end the connection.
 
     Raises:
-        ConfigError: If a limit is not above 0, or `max_unsent_bytes` has no room for the largest payload.
+        ConfigError: If a time is not in [0.001, 86400], `max_handshakes` is not in [1, 65536], or
+            `max_unsent_bytes` has no room for the largest payload.
     """
 
     handshake_s: float = 5.0
@@ -82,15 +87,9 @@ class ChannelOptions:
     max_unsent_bytes: int = 4 * MAX_BYTES
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("handshake_s", self.handshake_s),
-            ("silence_s", self.silence_s),
-            ("max_handshakes", self.max_handshakes),
-        ):
-            if not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0")
-        if self.max_unsent_bytes < MAX_BYTES:
-            raise ConfigError(f"max_unsent_bytes is {self.max_unsent_bytes}; it must be at least {MAX_BYTES}")
+        check_seconds(MIN_S, MAX_S, handshake_s=self.handshake_s, silence_s=self.silence_s)
+        check_ints(1, _MAX_HANDSHAKES, max_handshakes=self.max_handshakes)
+        check_ints(MAX_BYTES, MAX_OPTION_BYTES, max_unsent_bytes=self.max_unsent_bytes)
 
 
 DEFAULTS: Final = ChannelOptions()
@@ -216,10 +215,10 @@ class Channel:
         self._connection.close()
 
 
-def drain(received: queue.SimpleQueue[T], timeout_s: float) -> Iterator[T]:
-    """Yield the items of a queue until it is empty, after waiting at most `timeout_s` for the first."""
+def drain(received: queue.SimpleQueue[T], timeout: float) -> Iterator[T]:
+    """Yield the items of a queue until it is empty, after waiting at most `timeout` for the first."""
     try:
-        yield received.get(timeout=timeout_s) if timeout_s else received.get_nowait()
+        yield received.get(timeout=timeout) if timeout else received.get_nowait()
         while True:
             yield received.get_nowait()
     except queue.Empty:

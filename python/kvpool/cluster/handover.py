@@ -25,17 +25,17 @@ class Outgoing:
 
     Args:
         endpoint: The endpoint of the model's pools.
-        seconds: Seconds for which the rows are lent.
+        lease_s: Seconds for which the rows are lent.
         report: Called with the ticket when the rows are lent, or with `None` if they cannot be.
     """
 
     brings: bool = False
     has_failed: bool = False
 
-    def __init__(self, endpoint: Endpoint, seconds: float, report: Callable[[bytes | None], object]) -> None:
+    def __init__(self, endpoint: Endpoint, lease_s: float, report: Callable[[bytes | None], object]) -> None:
         self.has_begun: bool = False
         self._endpoint = endpoint
-        self._seconds = seconds
+        self._lease_s = lease_s
         self._report = report
         self._lease: SlotLease | None = None
 
@@ -45,7 +45,7 @@ class Outgoing:
         ticket = None
         try:
             states = [row] if self._endpoint.has_states else ()
-            self._lease = self._endpoint.lend(slots, states=states, seconds=self._seconds)
+            self._lease = self._endpoint.lend(slots, states=states, lease_s=self._lease_s)
             ticket = self._lease.ticket
         except KvPoolError as error:
             _logger.warning("%s cannot lend the rows of a request: %s", self._endpoint.name, error)
@@ -55,9 +55,9 @@ class Outgoing:
         """Return whether the rows were read, or are not lent any more."""
         return self._lease is None or self._lease.query()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Wait until the rows were read, or are not lent any more."""
-        return self._lease is None or self._lease.wait(timeout_s)
+        return self._lease is None or self._lease.wait(timeout)
 
     def cancel(self) -> None:
         """End the lease."""
@@ -114,13 +114,13 @@ class Incoming:
             self.has_failed = True
         return self.has_failed
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Wait until no row arrives any more."""
         if self._transfers:
             with suppress(TransferError):  # `query` records it
-                self._transfers[0].wait(timeout_s)
+                self._transfers[0].wait(timeout)
         elif not self.has_failed:
-            time.sleep(timeout_s)
+            time.sleep(timeout)
         return self.query()
 
     def cancel(self) -> None:

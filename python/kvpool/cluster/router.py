@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvpool._addresses import check_endpoint, parse_address
 from kvpool._closing import Closing
+from kvpool._limits import MAX_INT, MAX_S, MIN_S, check_ints, check_seconds
 from kvpool.cluster import messages
 from kvpool.cluster.channel import DEFAULTS, ChannelError, Listener, drain
 from kvpool.cluster.members import Members
@@ -70,9 +71,8 @@ class Router(Closing):
         max_losses: int = 3,
         channels: ChannelOptions = DEFAULTS,
     ) -> None:
-        for name, value in (("lost_after_s", lost_after_s), ("max_losses", max_losses)):
-            if not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0")
+        check_seconds(MIN_S, MAX_S, lost_after_s=lost_after_s)
+        check_ints(1, MAX_INT, max_losses=max_losses)
         self._max_losses = max_losses
         self._model = model
         self._lost_after_s = lost_after_s
@@ -141,11 +141,11 @@ class Router(Closing):
         self._waiting.append(request)
         return request
 
-    def step(self, timeout_s: float = 0.01) -> bool:
+    def step(self, timeout: float = 0.01) -> bool:
         """Receive the messages of workers, and send them requests.
 
         Args:
-            timeout_s: Seconds to wait if no message arrives.
+            timeout: Seconds to wait if no message arrives, at most a day.
 
         Returns:
             Whether requests are not over.
@@ -156,7 +156,8 @@ class Router(Closing):
         self._deliver()
         self._subscriber.poll()
         self._assign()
-        for channel, message in drain(self._received, timeout_s):
+        check_seconds(0.0, MAX_S, timeout=timeout)
+        for channel, message in drain(self._received, timeout):
             self._handle(channel, message)
         for worker, age_s in self._members.silent(self._lost_after_s):
             self._lose(worker, f"it sent no message for {age_s:.1f} s")

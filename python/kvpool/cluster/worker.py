@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from kvpool._limits import MAX_S, MIN_S, check_seconds
 from kvpool.cluster import messages
 from kvpool.cluster.channel import DEFAULTS, ChannelError, connect, drain
 from kvpool.cluster.handover import Incoming, Outgoing
@@ -54,7 +55,7 @@ class Worker:
         channels: Limits of the connection to a router.
 
     Raises:
-        ConfigError: If the name or the model cannot be sent to a router, or a time is not above 0.
+        ConfigError: If the name or the model cannot be sent to a router, or a time is not in [0.001, 86400].
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
@@ -71,9 +72,7 @@ class Worker:
         retry_s: float = 0.2,
         channels: ChannelOptions = DEFAULTS,
     ) -> None:
-        for argument, value in (("lease_s", lease_s), ("report_s", report_s), ("retry_s", retry_s)):
-            if not value > 0:
-                raise ConfigError(f"{argument} is {value}; it must be above 0")
+        check_seconds(MIN_S, MAX_S, lease_s=lease_s, report_s=report_s, retry_s=retry_s)
         self._engine = engine
         self._endpoint = endpoint
         self._publisher = publisher

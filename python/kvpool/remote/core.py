@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvpool._endpoints import Moving, observe
+from kvpool._limits import MAX_S, check_seconds
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.remote import messages
 from kvpool.remote.agent import Memory
@@ -67,8 +68,7 @@ class Core:
         may_cut: bool,
         patience_s: float,
     ) -> None:
-        if not patience_s >= 0:
-            raise ConfigError(f"patience_s is {patience_s}, not a number of seconds from 0 on")
+        check_seconds(0.0, MAX_S, patience_s=patience_s)
         self.lock: threading.RLock = threading.RLock()
         self._progress = threading.Condition(self.lock)  # a lease or a read is over
         self.leases: Leases = Leases()
@@ -149,17 +149,16 @@ class Core:
             for pool, listed in zip(messages.POOLS, (slots, states), strict=True)
         ]
 
-    def lend(self, rows: Sequence[Indices], seconds: float, *, is_writable: bool) -> Lease:
+    def lend(self, rows: Sequence[Indices], lease_s: float, *, is_writable: bool) -> Lease:
         """Lend slots."""
-        if not 0 <= seconds <= messages.MAX_SECONDS:
-            raise ConfigError(f"seconds is {seconds}, not in [0, {messages.MAX_SECONDS:.0f}]")
+        check_seconds(0.0, messages.MAX_SECONDS, lease_s=lease_s)
         numbers = messages.number_rows(self.introduction, *rows)
         with self.lock:
             self.check_open()
             self.poll()
             slots, states = rows
             until = mark(self.introduction.device)
-            return self.leases.lend(slots, states, numbers, seconds, until, is_writable=is_writable)
+            return self.leases.lend(slots, states, numbers, lease_s, until, is_writable=is_writable)
 
     def read(self, peer: Introduction, remote: RemoteSlots, rows: Sequence[Indices], *, keep: bool) -> Read:
         """Begin to read the slots of a peer."""

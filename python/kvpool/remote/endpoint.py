@@ -343,7 +343,7 @@ class Endpoint(Closing):
         slots: IndicesLike,
         *,
         states: IndicesLike = (),
-        seconds: float = 30.0,
+        lease_s: float = 30.0,
         writable: bool = False,
     ) -> SlotLease:
         """Lend slots to a peer: send it the `ticket`, and free the slots `after` the lease.
@@ -351,17 +351,17 @@ class Endpoint(Closing):
         Args:
             slots: Slots of the `KVPool`, ints.
             states: Slots of the `GDNPool`, ints.
-            seconds: The time of the lease, if the peer does not return it earlier. The peer discards rows
+            lease_s: Seconds of the lease, if the peer does not return it earlier. The peer discards rows
                 that it has not read by then.
             writable: Whether the peer fills the slots, with `Peer.write`. Otherwise it reads them.
 
         Raises:
             IndexError: If a slot is outside of its pool.
-            ConfigError: If `seconds` is not in [0, 86400].
+            ConfigError: If `lease_s` is not in [0, 86400].
             TransferError: If the endpoint is closed, or too many leases last.
         """
         rows = self._core.rows(slots, states)
-        return SlotLease(self._core, self._core.lend(rows, seconds, is_writable=writable))
+        return SlotLease(self._core, self._core.lend(rows, lease_s, is_writable=writable))
 
     def poll(self) -> None:
         """Answer peers, and advance transfers.

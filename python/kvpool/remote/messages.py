@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 
 from kvpool._kvpool import TokenToKVPoolAllocator
+from kvpool._limits import MAX_S
 from kvpool.errors import ConfigError
 from kvpool.remote.agent import Blocks, Memory
 
@@ -24,7 +25,7 @@ VERSION = 1
 MAX_ROWS = 1 << 20
 """The most rows of one lease."""
 
-MAX_SECONDS = 86_400.0
+MAX_SECONDS = MAX_S
 """The longest time of a lease: a day."""
 
 MAX_NAME = 200

@@ -32,8 +32,8 @@ class Move(Protocol):
     def query(self) -> bool:
         """Return whether the transfer is over: no row arrives any more, and nothing else uses the slots."""
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is over, at most for `timeout_s` seconds. Returns whether it is."""
+    def wait(self, timeout: float) -> bool:
+        """Wait until the transfer is over, at most for `timeout` seconds. Return whether it is."""
 
     def cancel(self) -> None:
         """Cancel the transfer. It may take time until `query` returns true."""

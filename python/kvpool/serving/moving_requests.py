@@ -65,11 +65,11 @@ class MovingRequests(Generic[R]):
             if move is not None and move.query():
                 yield request, move
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the oldest move is over, at most for `timeout_s` seconds."""
+    def wait(self, timeout: float) -> None:
+        """Wait until the oldest move is over, at most for `timeout` seconds."""
         for request in self.requests:
             if request.held.move is not None:
-                request.held.move.wait(timeout_s)
+                request.held.move.wait(timeout)
                 return
 
     def remove(self, requests: Collection[R]) -> None:

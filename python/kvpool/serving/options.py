@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool._limits import MAX_INT, MAX_S, check_ints, check_seconds
 from kvpool.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ class SchedulerOptions:
         move_wait_s: The most seconds for which `Scheduler.plan` waits for rows that move when nothing runs.
 
     Raises:
-        ConfigError: If an option is outside of its range: tokens are at least 1, seconds at least 0.
+        ConfigError: If an option is outside of its range: tokens are at least 1, and seconds in [0, 86400].
     """
 
     snapshot_tokens: int = 64
@@ -39,16 +40,14 @@ class SchedulerOptions:
     move_wait_s: float = 0.001
 
     def __post_init__(self) -> None:
-        for name, tokens in (("snapshot_tokens", self.snapshot_tokens), ("alike_tokens", self.alike_tokens)):
-            if tokens < 1:
-                raise ConfigError(f"{name} is {tokens}; it must be at least 1")
-        for name, seconds in (
-            ("copies_timeout_s", self.copies_timeout_s),
-            ("fetch_timeout_s", self.fetch_timeout_s),
-            ("fetch_wait_s", self.fetch_wait_s),
-            ("move_wait_s", self.move_wait_s),
-        ):
-            if not seconds >= 0:
-                raise ConfigError(f"{name} is {seconds}; it must be at least 0")
+        check_ints(1, MAX_INT, snapshot_tokens=self.snapshot_tokens, alike_tokens=self.alike_tokens)
+        check_seconds(
+            0.0,
+            MAX_S,
+            copies_timeout_s=self.copies_timeout_s,
+            fetch_timeout_s=self.fetch_timeout_s,
+            fetch_wait_s=self.fetch_wait_s,
+            move_wait_s=self.move_wait_s,
+        )
         if not 0 < self.fetch_share <= 1:
             raise ConfigError(f"fetch_share is {self.fetch_share}; it must be above 0, and at most 1")

@@ -83,7 +83,7 @@ class Process:
         states: Sequence[int] = (),
         writable: bool = False,
     ) -> str:
-        self.leases.append(self.endpoint.lend(slots, states=states, seconds=seconds, writable=writable))
+        self.leases.append(self.endpoint.lend(slots, states=states, lease_s=seconds, writable=writable))
         return b64encode(self.leases[-1].ticket).decode()
 
     def lease(self, at: int) -> list[Any]:

@@ -16,7 +16,7 @@ import zmq
 
 from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
-from kvpool.errors import ConfigError
+from kvpool._limits import MAX_INT, MAX_OPTION_BYTES, check_ints
 from kvpool.integrations.kv_events.messages import EventBatch, batches, encode
 from kvpool.integrations.kv_events.sockets import bind, connect, curve_options, open_socket
 
@@ -103,14 +103,9 @@ class EventPublisher(Closing):
         check_endpoint("endpoint", endpoint, allow_remote=allow_remote)
         if replay_endpoint is not None:
             check_endpoint("replay_endpoint", replay_endpoint, allow_remote=allow_remote)
-        for name, value, least in (
-            ("data_parallel_rank", data_parallel_rank, 0),
-            ("buffer_steps", buffer_steps, 0),
-            ("buffer_bytes", buffer_bytes, 0),
-            ("hwm", hwm, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        check_ints(0, MAX_INT, data_parallel_rank=data_parallel_rank, buffer_steps=buffer_steps)
+        check_ints(0, MAX_OPTION_BYTES, buffer_bytes=buffer_bytes)
+        check_ints(1, MAX_INT, hwm=hwm)
         self._cache = cache
         self._page_size = cache.allocator.page_size
         self._topic = topic.encode()

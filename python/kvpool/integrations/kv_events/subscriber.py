@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
+from kvpool._limits import MAX_OPTION_BYTES, MAX_S, MIN_S, check_ints, check_seconds
 from kvpool.errors import ConfigError
 from kvpool.integrations.kv_events.feed import Feed
 from kvpool.integrations.kv_events.messages import MAX_BYTES
@@ -58,7 +59,7 @@ class EventSubscriber(Closing):
         secret: The secret of the publishers, if they have one.
 
     Raises:
-        ConfigError: If a number is not above 0.
+        ConfigError: If a time is not in [0.001, 86400], or `max_bytes` is below 1.
     """
 
     def __init__(  # noqa: PLR0913
@@ -71,13 +72,8 @@ class EventSubscriber(Closing):
         max_bytes: int = MAX_BYTES,
         secret: bytes | None = None,
     ) -> None:
-        for name, value in (
-            ("replay_timeout_s", replay_timeout_s),
-            ("check_s", check_s),
-            ("max_bytes", max_bytes),
-        ):
-            if not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0")
+        check_seconds(MIN_S, MAX_S, replay_timeout_s=replay_timeout_s, check_s=check_s)
+        check_ints(1, MAX_OPTION_BYTES, max_bytes=max_bytes)
         self._index = index
         self._topic = topic.encode()
         self._times_s = replay_timeout_s, check_s
@@ -120,20 +116,22 @@ class EventSubscriber(Closing):
         self._workers.pop(worker).sockets.close()
         self._index.remove(worker)
 
-    def poll(self, timeout_s: float = 0.0) -> int:
+    def poll(self, timeout: float = 0.0) -> int:
         """Apply the received messages. If there are none, wait for some.
 
         Args:
-            timeout_s: The most seconds to wait.
+            timeout: The most seconds to wait, at most a day.
 
         Returns:
             The number of applied batches: 0 after a time-out.
 
         Raises:
+            ConfigError: If `timeout` is not in [0, 86400].
             RuntimeError: If the subscriber is closed.
         """
         self._check_open()
-        ends = time.monotonic() + timeout_s
+        check_seconds(0.0, MAX_S, timeout=timeout)
+        ends = time.monotonic() + timeout
         while True:
             applied = sum(worker.step() for worker in self._workers.values())
             left = ends - time.monotonic()
@@ -141,13 +139,13 @@ class EventSubscriber(Closing):
                 return applied
             self._wait(left)
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, timeout: float) -> None:
         poller = zmq.Poller()
         for worker in self._workers.values():
             for socket in worker.awaited():
                 poller.register(socket, zmq.POLLIN)
-            timeout_s = min(timeout_s, worker.left_s())
-        poller.poll(max(0, int(timeout_s * 1000)) + 1)
+            timeout = min(timeout, worker.left_s())
+        poller.poll(max(0, int(timeout * 1000)) + 1)
 
     def is_connected(self, worker: str) -> bool:
         """Return whether a worker was connected at the last `poll`.

@@ -79,7 +79,7 @@ def lend(questions: Connection, tokens: int) -> None:
         questions.send(endpoint.metadata())
         while True:
             if questions.poll(0.0002):
-                questions.send(endpoint.lend(questions.recv(), seconds=_LEASE_S).ticket)
+                questions.send(endpoint.lend(questions.recv(), lease_s=_LEASE_S).ticket)
             endpoint.poll()
 
 

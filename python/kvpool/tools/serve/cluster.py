@@ -131,13 +131,13 @@ class Cluster:
         self.check: Callable[[], object] = lambda: None
         self._busy = 0.0
 
-    def wait(self, prefill: int, decode: int, timeout_s: float) -> None:
-        """Wait for these numbers of workers, at most for `timeout_s` seconds.
+    def wait(self, prefill: int, decode: int, timeout: float) -> None:
+        """Wait for these numbers of workers, at most for `timeout` seconds.
 
         Raises:
             ConfigError: If the workers do not join in time.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout
         while True:
             alive = [one.role for one in self.router.workers() if one.is_alive and one.stats]
             if alive.count("prefill") >= prefill and alive.count("decode") >= decode:
@@ -145,7 +145,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"{alive.count('prefill')} of {prefill} workers for prompts and "
-                    f"{alive.count('decode')} of {decode} for what follows have joined in {timeout_s:g} s"
+                    f"{alive.count('decode')} of {decode} for what follows have joined in {timeout:g} s"
                 )
             self.check()
             self.router.step()
