@@ -2790,7 +2790,18 @@ class Segment:
     def end(self) -> int:
         """One past the last position."""
     @property
-    def state(self) -> str:
+    def state(
+        self,
+    ) -> Literal[
+        "device",
+        "host",
+        "store",
+        "no snapshot",
+        "evicted",
+        "other namespace",
+        "never published",
+        "page not full",
+    ]:
         """The place where it is cached, "device", "host" or "store", or the reason why it is not found: "no snapshot"
         (cached, but without a snapshot of the state at its end), "evicted", "other namespace", "never published", or
         "page not full".

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 import re
 import subprocess
@@ -207,6 +209,50 @@ def test_everything_public_is_on_one_page_of_the_reference() -> None:
     assert described <= {*headings}
     assert {"make_req_to_token_pool", "snapshot", "serving", "remote", "cluster", "typing"} <= {*headings}
     assert len(headings) == len({*headings})
+
+
+@each_page
+def test_tables_stand_apart_from_text(page: Path) -> None:
+    lines = prose(page).splitlines()
+    for above, below in itertools.pairwise(lines):
+        if above.startswith("|") != below.startswith("|"):
+            assert not (above.strip() and below.strip()), below
+
+
+def test_every_metric_is_named_in_the_docs() -> None:
+    from prometheus_client.core import CounterMetricFamily
+
+    from kvpool.observe import metrics
+
+    text = text_of(ROOT / "docs" / "debugging.md").partition("## Metrics")[2].partition("\n## ")[0]
+    named = set()
+    for row in re.findall(r"^\| (`kvpool_[^|]*)\|", text, flags=re.MULTILINE):
+        first, *rest = code_in(row)
+        words = first.split("_")
+        starts = ["_".join(words[:count]) for count in range(1, len(words))]
+        named |= {first, *rest, *(start + end for start in starts for end in rest)}
+    tables = [metrics._POOLS, metrics._CACHES, metrics._TIERS, metrics._STORES, metrics._ENDPOINTS]
+    tables.append(metrics._of_units("slot"))
+    exported = {
+        one.name + ("_total" if issubclass(one.family, CounterMetricFamily) else "")
+        for table in tables
+        for one in table.values()
+    }
+    missing = {*exported, metrics._READ_TIMES[0], metrics._AGES[0]} - named
+    assert missing <= {"kvpool_slots_page_locked"}, missing
+
+
+def test_every_state_of_a_segment_is_named_in_the_docs() -> None:
+    stub = ast.parse(text_of(ROOT / "python" / "kvpool" / "_kvpool.pyi"))
+    [segment] = [one for one in stub.body if isinstance(one, ast.ClassDef) and one.name == "Segment"]
+    [state] = [one for one in segment.body if isinstance(one, ast.FunctionDef) and one.name == "state"]
+    assert isinstance(state.returns, ast.Subscript)
+    states = ast.literal_eval(state.returns.slice)
+    documented = inspect.getdoc(kvpool.Segment.state)
+    assert documented is not None
+    assert {*states} == {*re.findall(r'"([\w ]+)"', documented)}
+    page = text_of(ROOT / "docs" / "prefix-cache.md").partition("## Why a prompt missed")[2]
+    assert {*states} == {*re.findall(r'^\| `"([\w ]+)"` \|', page.partition("\n## ")[0], flags=re.MULTILINE)}
 
 
 @each_page
