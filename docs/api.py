@@ -1,4 +1,4 @@
-"""Writes what the documentation takes from the code: the docstrings of the stub and the pages of `docs/api`.
+"""Writes the generated documentation: docstrings of the stub, pages of `docs/api`, and options of commands.
 
 The docstrings are those of the extension module, which stand beside the Rust code; with `--check` nothing is
 written, and what is out of date is an error.
@@ -10,6 +10,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,9 @@ import griffe
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "python" / "kvpool" / "_kvpool.pyi"
 API = ROOT / "docs" / "api"
+TOOLS = ROOT / "docs" / "tools.md"
+OPTIONS = "\n## Options\n"
+"""The heading in the page of the tools from which on it is generated."""
 
 HEAD = """# API
 
@@ -83,7 +87,20 @@ PAGES = (
     ),
     Page("types", "Types for annotations", ("typing.*",)),
     Page("serving", "Serving", ("serving.*", "attention.*", "sampling.sample")),
-    Page("processes", "Processes and machines", ("remote.*", "cluster.*")),
+    Page("processes", "Processes and machines", ("remote.*", "cluster.*", "integrations.nixl.Endpoint")),
+    Page("events", "KV events", ("integrations.kv_events.*",)),
+    Page(
+        "models",
+        "Models of transformers",
+        ("integrations.transformers.*", "integrations.transformers.continuous.*"),
+    ),
+    Page("mooncake", "The Mooncake Store", ("integrations.mooncake.*",)),
+    Page(
+        "engines",
+        "Plugins of engines",
+        ("integrations.sglang.*", "integrations.vllm.*", "integrations.lmcache.*", "integrations.pymllm.*"),
+    ),
+    Page("metrics", "Metrics", ("metrics.*",)),
 )
 
 # Docstrings that the interpreter gives to every class.
@@ -280,6 +297,32 @@ def _signature(call: griffe.Function, name: str) -> str:
     return "\n".join([f"{name}(", *(f"    {word}," for word in words), f"){returns}"])
 
 
+def tools(text: str) -> str:
+    """Return the page of the tools with the arguments and options of each command."""
+    from typer.main import get_command  # noqa: PLC0415 - an extra of the package
+
+    from kvpool.tools.cli import app  # noqa: PLC0415
+
+    lines = [text.partition(OPTIONS)[0] + OPTIONS]
+    commands = vars(get_command(app))["commands"]
+    for name in sorted(commands):
+        lines += [f"### kvpool {name}", "", "| argument or option | default | meaning |", "|---|---|---|"]
+        for parameter in commands[name].params:
+            if getattr(parameter, "hidden", False):
+                continue
+            is_argument = parameter.param_type_name == "argument"
+            names = [parameter.name.upper()] if is_argument else [*parameter.opts, *parameter.secondary_opts]
+            value = parameter.default
+            if isinstance(value, bool):
+                value = names[0] if value else next(iter(parameter.secondary_opts), None)
+            default = "required" if parameter.required else "" if value in {None, ""} else f"`{value}`"
+            meaning = " ".join((parameter.help or "").split())
+            meaning = re.sub(r"([|*])", r"\\\1", meaning)
+            lines.append(f"| {', '.join(f'`{one}`' for one in names)} | {default} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Write the files, or check them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -289,7 +332,7 @@ def main() -> int:
     stale = _update({STUB: documented_stub(STUB.read_text(), module)}, check=check)
     # The pages are made from the stub.
     pages = api()
-    stale += _update(pages, check=check)
+    stale += _update({**pages, TOOLS: tools(TOOLS.read_text())}, check=check)
     for path in stale:
         print(f"{path.relative_to(ROOT)}: {'out of date; `make api` writes it' if check else 'written'}")
     extra = sorted({*API.glob("*.md")} - pages.keys())

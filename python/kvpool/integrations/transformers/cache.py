@@ -45,7 +45,7 @@ _LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
 class PooledCache(Cache, Closing):
     """The keys, values and states of a batch in pools, for `model.generate(cache=...)`.
 
-    Before `transformers` 5.24 this argument has the name `past_key_values`.
+    Before `transformers` 5.24 the argument `cache` of `generate` is named `past_key_values`.
 
     The cache supports greedy search, sampling, beam search, assisted generation, prompt lookup, several
     return sequences, prompts in chunks, and padding on the left, with the model's own attention. To continue
