@@ -353,7 +353,7 @@ class Router(Closing):
         try:
             worker.channel.send(messages.encode(message))
         except ChannelError as error:
-            # The worker is lost when this is received, not now, in the middle of a change.
+            # The router handles the loss when it receives this error, not now, in the middle of a change.
             self._received.put((worker.channel, error))
 
     # Ending
@@ -388,7 +388,7 @@ class Router(Closing):
                 self._subscriber.disconnect(worker.name)
         self._counts["lost_workers"] += 1
         _logger.warning("%s is lost with %d requests: %s", worker.name, len(worker.attempts), why)
-        # What it has lent can no longer be read.
+        # The rows that it has lent can no longer be read.
         self._lent = deque((one, None if one.lender == worker.name else ticket) for one, ticket in self._lent)
         if worker.join.role == "prefill":
             for one in self._members.alive("decode"):

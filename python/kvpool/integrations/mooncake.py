@@ -39,7 +39,7 @@ _TRAILER = struct.Struct("<32sI")
 _VALUES_PER_CALL = 1024
 _BYTES_PER_CALL = 64 << 20
 
-# The version of what a value consists of.
+# The version of the format of values.
 _PREFIX = "kvpool1:"
 
 _METADATA = "P2PHANDSHAKE"  # peers ask each other; no other server is needed
@@ -217,7 +217,7 @@ class MooncakeStore(Store):
         self._attaching = threading.Lock()
         self._trailers: list[_Trailers] = []
         self._guard = threading.Condition()
-        self._calls = 0  # that may be inside of the client, which must not be closed meanwhile
+        self._calls = 0  # calls that may use the client, which must not be closed meanwhile
         self._closed = False
         self._abandoning = 0  # calls among them that wait for the client to be closed
         self._left = False
@@ -395,7 +395,7 @@ class MooncakeStore(Store):
                 return True
             if time.monotonic() < self._try_at:
                 return False
-            self._try_at = time.monotonic() + _CONNECT_S  # others do not wait for this one
+            self._try_at = time.monotonic() + _CONNECT_S  # other threads do not wait for this attempt
         try:
             _connect(self._endpoint)
         except OSError:
@@ -436,14 +436,14 @@ class MooncakeStore(Store):
                 return moved
             try:
                 trailers = self._trailers.pop()
-            except IndexError:  # others have them all
+            except IndexError:  # other threads use all of them
                 trailers = _Trailers(client)
             try:
                 for part in _calls(values):
                     done = move(client, trailers, [values[i] for i in part])
                     for i, is_done in zip(part, done, strict=True):
                         moved[i] = is_done
-            finally:  # the memory is registered: it is used again, or kept
+            finally:  # registered memory must be kept for later calls
                 self._trailers.append(trailers)
             return moved
 
@@ -460,7 +460,7 @@ class MooncakeStore(Store):
             is_whole = code == value.size + _TRAILER.size
             is_right = is_whole and trailers.get(i) == value.trailer()
             if is_whole and not is_right:
-                # Otherwise it would be found, and could not be written again.
+                # A damaged value would be found, and could not be written again.
                 client.remove(_name(value.key), True)
                 with self._guard:
                     self.damaged += 1

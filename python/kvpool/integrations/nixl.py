@@ -82,7 +82,7 @@ def _failures(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         if type(error).__module__.partition(".")[0].startswith("nixl"):
-            # Who keeps the error does not keep the agent: see `_Agent.close`.
+            # A reference to the error must not keep the agent alive: see `_Agent.close`.
             traceback.clear_frames(error.__traceback__)
             raise TransferError(f"NIXL cannot {what}: {error}") from error
         raise
@@ -175,7 +175,7 @@ class _Agent:
         return [(sender, note) for sender, of_sender in notes.items() for note in of_sender]
 
     def close(self) -> None:
-        # It ends with the last reference: its handles have some, too.
+        # The agent ends with its last reference, and its handles have references.
         self._blocks.clear()
         self._registered.clear()
         inner = weakref.ref(self._agent.agent)
@@ -183,7 +183,7 @@ class _Agent:
         if self._is_own and inner() is not None:
             gc.collect()
             if inner() is not None:
-                # Nothing that it reads into may be used again.
+                # The memory that the agent reads into must not be used again.
                 raise RuntimeError("a NIXL agent cannot be ended: something refers to it")
 
 
@@ -197,7 +197,7 @@ def _sleeping(nixl: Any, name: str) -> NixlAgent:  # noqa: ANN401 - the module h
     config = nixl.nixlAgentConfig()
     config.useProgThread = True
     config.pthrDelay = _LOOK_US
-    # It has no backend yet: what it is made of can be exchanged.
+    # The agent has no backend yet, so its native object can be replaced.
     made.agent = nixl.nixlAgent(name, config)
     made.create_backend("UCX")
     return made

@@ -72,7 +72,7 @@ _counter = partial(_Exported, CounterMetricFamily)
 _Table: TypeAlias = "Mapping[str, _Exported]"
 """Metrics by the keys of statistics. A key without a metric only describes the pool."""
 
-# In units of the pool: key and the end of the help.
+# Statistics in units of the pool: key, and end of the help text.
 _UNITS = {
     "capacity": "that can be in use at once",
     "available": "that can be handed out now",

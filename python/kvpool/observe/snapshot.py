@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvpool._endpoints import Moving, Observed
     from kvpool._kvpool import Pool
 
-# States of units that have an owner, and of an endpoint what they are for.
+# States of units with an owner, and states of an endpoint's slots.
 _FOR = {"lent": "lent to", "filling": "filled by", "reading": "read from"}
 _OWNED = ("live", *_FOR)
 

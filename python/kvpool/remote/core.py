@@ -78,7 +78,7 @@ class Core:
         self.refused: int = 0
         self.is_closed: bool = False
         self._polled = -math.inf
-        self._pools = (kv, states)  # their memory is read and written as long as this lives
+        self._pools = (kv, states)  # their memory must stay valid as long as this object
         self._new_agent = new_agent
         self._readers = 0
         new_reader = self._new_reader if may_cut else lambda: self._agent
@@ -268,7 +268,7 @@ class Core:
     def _handle(self, sender: str, note: Returned | Offered) -> None:
         lease = self.leases.find(note.word, note.nonce)
         if lease is None:
-            return  # it was over before the note came
+            return  # the lease was over before the note arrived
         if isinstance(note, Returned):
             if lease.remote.is_writable:
                 raise ConfigError("slots that are to be filled are not returned")
@@ -282,7 +282,7 @@ class Core:
         if remote.is_writable or not lease.remote.is_writable or lease.filled_by is not None:
             raise ConfigError("slots are offered for some that are not lent to be filled")
         self._check_counts((lease.remote.slots, lease.remote.states), (remote.slots, remote.states))
-        # Nothing arrives after the time of either lease.
+        # No byte may arrive after the end of either lease.
         until = remote._replace(deadline=min(remote.deadline, lease.remote.deadline))
         there = messages.number_rows(peer, remote.slots, remote.states)
         slots = lease.remote.slots, lease.remote.states
@@ -342,7 +342,7 @@ class Core:
         return found
 
     def __del__(self) -> None:
-        # The pools go after this: their memory is there as long as something may arrive.
+        # The pools are dropped after this call: their memory stays valid as long as bytes may arrive.
         if hasattr(self, "_agent"):
             self.close()
 

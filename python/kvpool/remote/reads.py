@@ -194,7 +194,7 @@ class Reads:
         if read.error is not None:
             self._finish(read)
         elif self._cut_at is not None:
-            return  # it begins with the next agent
+            return  # the read begins with the next agent
         elif not len(read.here):
             self._has_arrived(read)
         elif read.mark is None or read.mark.query():
@@ -303,7 +303,7 @@ class Reads:
                 self._finish(read)
 
     def _end_agent(self) -> None:
-        # Its objects keep it alive.
+        # Objects of the agent would keep it alive.
         for read in self._running:
             read.reading = None
         self._reached.clear()

@@ -171,10 +171,10 @@ class Engine:
             planner, self.prefix_cache, self._swap.pays, fetches=swap != "compute", options=options
         )
         tiers = () if self.prefix_cache is None else self.prefix_cache.tiers
-        self._layers = tiers[0].kv.layer_num if tiers else 0  # that may come back
+        self._layers = tiers[0].kv.layer_num if tiers else 0  # whose K and V may be loaded
         self._overlaps = "wait_layer" in signature(model.forward).parameters
         self._capacity = model.allocator.stats()["capacity"]
-        self._undelivered: deque[Request] = deque()  # those that may have tokens not yet passed to callbacks
+        self._undelivered: deque[Request] = deque()  # may have tokens not yet passed to callbacks
         self._guard = ChangeGuard(self._retract)
         self._counts = dict.fromkeys(
             ("aborted", "steps", "computed_tokens", "found_tokens", "loaded_tokens", "generated_tokens"), 0
@@ -316,10 +316,10 @@ class Engine:
                     self._extend(tokens)
                     if self._layers and waits == self._scheduler.waits:
                         seconds = perf_counter() - begin
-                        # The host has waited for the logits of those that got a token.
+                        # The host has waited for the logits of requests that got a token.
                         self._swap.record_step(seconds, chunk_tokens, loaded, is_over=bool(tokens))
         except LoadError:
-            # What ran is retracted. The next step computes what did not come.
+            # The running requests are retracted. The next step computes the tokens that were not loaded.
             return True
         self._deliver()
         return not self._scheduler.is_idle
@@ -386,7 +386,7 @@ class Engine:
         self.model.start([request.held.row for request in step.started if request.held.cached == 0])
         for request in step.started:
             if request.held.lease is not None and self.model.gdn_pool is not None:
-                arrivals.wait_layer(0)  # states come before it
+                arrivals.wait_layer(0)  # states arrive before layer 0
                 request.held.lease.restore(request.held.row)
         new = [t for r, end in zip(batch, ends, strict=True) for t in r.between(r.held.cached, end)]
         token_ids = torch.tensor(new, device=self._scheduler.planner.device)

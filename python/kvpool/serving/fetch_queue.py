@@ -67,7 +67,7 @@ class FetchQueue(Generic[R]):
             request = self.requests[0]
             if not self._poll(request.held.fetch, is_busy=is_busy or bool(waiting)):
                 return
-            # It is in a queue at any time; `remove` takes it out of this one.
+            # The request is always in one of the queues; `remove` takes it out of this one.
             waiting.append(request)
             self.requests.popleft()
             self._deadline = monotonic() + self._options.fetch_timeout_s

@@ -102,6 +102,6 @@ class MovingRequests(Generic[R]):
             return
         slots = self._planner.req_to_token_pool.req_to_token[request.held.row, begin:end]
         if begin == 0 and lease is not None and lease.length:
-            # For what was published twice the table has slots that are free, until the next step.
+            # Where tokens were published twice, the table has slots that are free, until the next step.
             slots = torch.cat([lease.slots.to(slots.dtype), slots[lease.length :]])
         move.begin(request.held.row, slots, begin)

@@ -74,7 +74,7 @@ class Prefixes(Generic[R]):
             return False
         lease = request.held.lease = self._lease(request)
         length, loadable = (0, 0) if lease is None else (lease.length, self._loadable(request, lease))
-        # What is leased cannot be evicted, so there may be less room than before.
+        # Leased pages cannot be evicted, so there may be less room than before.
         if not (is_alone or self._slots.has_room(pages - pages_of(length))):
             request.held.lease, self.misfit = None, request
             return False

@@ -266,7 +266,7 @@ class Scheduler(Generic[R]):
     def hand_over(self, request: R) -> None:
         """Begin the move of a running request's rows: it is finished when they have gone."""
         self.publish(request)
-        # It is in a list at any time.
+        # The request is in one of the lists at any time.
         self.moving.append(request)
         self.running.remove(request)
         self._moves.send(request)
@@ -283,7 +283,7 @@ class Scheduler(Generic[R]):
         for request, move in self._moves.completed():
             if request.state == "aborted":
                 request.held.lease = None
-                # In between it has a row that is listed as spare: `retract_all` looks at both.
+                # Meanwhile the row of the request is listed as spare, too: `retract_all` looks at both lists.
                 self._rows.give([request.held.row])
                 self._moves.remove([request])
                 self._free_spare()
@@ -295,7 +295,7 @@ class Scheduler(Generic[R]):
                 self.release([request], "waiting")
             else:
                 request.held.cached, request.held.move = request.seq_len - 1, None
-                # It was admitted before those that run, or most of them.
+                # The request was admitted before most of the running ones.
                 self.running.insert(0, request)
                 self._moves.remove([request])
                 self.publish(request)
@@ -379,7 +379,7 @@ class Scheduler(Generic[R]):
             return _Admission.STARTS
         self.waiting.appendleft(request)
         self.release([request], "waiting")
-        # While others move, the next call of `plan` tries again: their slots may be free then.
+        # While other requests move, the next call of `plan` tries again: their slots may be free then.
         if self._slots.lacks_copied and self._prefixes.tries_loads and not self.moving:
             return _Admission.WAITS_FOR_COPIES
         return _Admission.WAITS
@@ -396,7 +396,7 @@ class Scheduler(Generic[R]):
 
     def _start(self, request: R) -> None:
         """Give the first request of the queue the row that was taken for it."""
-        # It is in a list at any time, and so is its row.
+        # The request and its row are in one of the lists at any time.
         (self.moving if has_rows_elsewhere(request) else self.running).append(request)
         if request.held.fetch is not None:
             self.fetched_tokens += request.held.fetch.length

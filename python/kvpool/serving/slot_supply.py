@@ -81,7 +81,7 @@ class SlotSupply:
             if self.coming:
                 self.lacks_copied = True
                 return None
-            # A copy that was over by now may have held what was missing.
+            # A copy that has ended meanwhile may have held the missing slots.
             if self._allocator.available_size() <= before:
                 return None
 
@@ -94,8 +94,7 @@ class SlotSupply:
         if self._cache is not None and not self._cache.wait_written(_COPY_WAIT_S):
             return
         if self.coming:
-            # It is no copy to the tier, but a load that was given up, or a fence of somebody else: nothing
-            # tells when these are over.
+            # A cancelled load, or a fence of another owner, holds the slots. No call waits for these.
             sleep(_COPY_WAIT_S)
 
     def evict_ahead(self, growth: Iterable[tuple[int, int]]) -> None:
@@ -105,7 +104,7 @@ class SlotSupply:
             growth: For each request, the number of its tokens before and after.
         """
         pages = sum(self.pages(after) - self.pages(before) for before, after in growth)
-        # In this order a copy that ends meanwhile is not left out.
+        # In this order, a copy that ends between the two reads is counted.
         missing = pages * self.page_size - self.coming - self._allocator.available_size()
         if missing > 0 and self._cache is not None:
             self._cache.evict(missing)

@@ -65,7 +65,7 @@ class SpareRows:
             try:
                 call_with_last(self._finish, self.groups)
             except BaseException:
-                # It frees nothing when it fails, such as by the error of a fence.
+                # A call that fails, such as by the error of a fence, frees nothing.
                 if rows not in self.groups and self._is_allocated(rows[0]):
                     self.groups.append(rows)
                 raise

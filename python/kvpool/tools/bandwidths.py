@@ -51,8 +51,8 @@ def read_bandwidths(path: Path) -> list[Bandwidth]:
     """Read a file of `kvpool doctor --bandwidth --json`.
 
     Raises:
-        ConfigError: It is not such a file.
-        OSError: It cannot be read.
+        ConfigError: If the file is not the output of that command.
+        OSError: If the file cannot be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

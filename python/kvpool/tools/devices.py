@@ -1,4 +1,4 @@
-"""Whether pools and PyTorch can use a device, before a command begins."""
+"""The check that pools and PyTorch can use a device, before a command begins."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from kvpool.errors import BackendUnavailableError
 
 
 def check_device(device: str) -> None:
-    """Make a small pool there, and a tensor of PyTorch's own.
+    """Check a device with a small pool and a tensor of PyTorch.
 
     Raises:
-        ConfigError: `device` is not a valid device.
-        BackendUnavailableError: One of the two cannot use it.
+        ConfigError: If `device` is not a valid device.
+        BackendUnavailableError: If kvpool or PyTorch cannot use the device.
     """
     import torch  # noqa: PLC0415 - commands without a device run without it
 

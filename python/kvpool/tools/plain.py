@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run what needs no library, or name what the command needs and exit with status 1."""
+    """Run a command that needs no library; otherwise name the missing packages and exit with status 1."""
     first = arguments[0] if arguments else "--help"
     if first == "doctor":
         from kvpool.tools.doctor.plain import main as doctor  # noqa: PLC0415 - few ask for it

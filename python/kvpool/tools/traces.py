@@ -112,8 +112,8 @@ def read_trace(path: Path) -> Trace:
         path: The file. Its name without the ending becomes the trace's name.
 
     Raises:
-        TraceError: The file holds no requests, is in neither format, or has a malformed line.
-        OSError: The file cannot be opened.
+        TraceError: If the file holds no requests, is in neither format, or has a malformed line.
+        OSError: If the file cannot be opened.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -150,7 +150,7 @@ def synthetic_trace(requests: int, seed: int) -> Trace:
         seed: Any non-negative integer.
 
     Raises:
-        TraceError: `requests` is not positive or `seed` is negative.
+        TraceError: If `requests` is not positive or `seed` is negative.
     """
     if requests < 1 or seed < 0:
         raise TraceError(f"a synthetic trace needs requests >= 1 and seed >= 0, not {requests} and {seed}")

@@ -20,7 +20,7 @@ def parse_bytes(text: str) -> int:
     """Parse a size such as 80GiB, 80GB, 1.5MiB or plain bytes.
 
     Raises:
-        ConfigError: It is not a size.
+        ConfigError: If the text is not a size.
     """
     found = _number(text, _BYTES)
     if found is None:
@@ -32,7 +32,7 @@ def parse_bandwidth(text: str) -> float:
     """Parse a bandwidth such as 400Gbit/s, 50GB/s or 1.5GiB/s, and return bytes per second.
 
     Raises:
-        ConfigError: It is not a bandwidth, or 0.
+        ConfigError: If the text is not a bandwidth, or the bandwidth is 0.
     """
     amount = text.strip().removesuffix("/s")
     bits, whole = _number(amount, _BITS), _number(amount, _BYTES)

@@ -46,14 +46,14 @@ class Feed:
         self._worker = worker
         self._can_replay = can_replay
         self._max_bytes = max_bytes
-        # The number of the last batch, -1 before the first, None if the next may have any; and its digest.
+        # The number of the last applied batch, and its digest. -1: none yet; None: any number may be next.
         self._last: int | None = -1 if can_replay else None
         self._digest = b""
-        self._seen: int | None = None  # the last message
-        self._held: tuple[int, bytes] | None = None  # behind a gap
-        self._is_same = True  # whether the replay is known to be of the life that was applied
-        self._is_other = False  # whether it is known not to be
-        self._lacks = False  # whether a replay without an end has left something out
+        self._seen: int | None = None  # the number of the last message
+        self._held: tuple[int, bytes] | None = None  # a message behind a gap
+        self._is_same = True  # whether the replay is known to come from the same start of the worker
+        self._is_other = False  # whether it is known to come from another start
+        self._lacks = False  # whether a replay without an end mark lacks a batch
         index.clear(worker)
 
     def message(self, number: int, payload: bytes) -> None:
@@ -106,7 +106,7 @@ class Feed:
                 if blake3(payload).digest() != self._digest:
                     self._is_other = True
                 return
-            self._drop()  # the last one is no longer there to compare
+            self._drop()  # the last applied batch is not in the replay, for comparison
             last = None
         if last is not None and number <= last:
             return
@@ -130,7 +130,7 @@ class Feed:
             self._lacks = True
             if is_empty:
                 self._drop()
-        if self.needs_replay:  # it has that, too
+        if self.needs_replay:  # the replay has this message, too
             return
         if held is not None:
             number, payload = held

@@ -135,7 +135,7 @@ class PrefixIndex:
             raise ConfigError(f"there is no tier {tier!r}, only 'device', 'host' and 'store'")
         bits = _TIERS[tier]
         content = _bytes_of(tokens)
-        _root(1, namespace)  # raises also if there is nothing to look for
+        _root(1, namespace)  # raises for an invalid namespace even without workers
         with self._lock:
             lengths = dict.fromkeys(self._workers, 0)
             for size in {pages.kind.page_size for pages in self._workers.values() if pages.kind}:

@@ -134,7 +134,7 @@ class EventPublisher(Closing):
                 self._replay_endpoint = bind(router, "replay_endpoint", replay_endpoint)
                 self._replays = _Replays(router, self._buffer, self._topic)
                 opened.callback(self._replays.close)
-            # What is not sent yet: at first what is cached. Nothing is taken if anything before has failed.
+            # The events that are not sent yet; at first, the cached pages. Taken last, when nothing can fail.
             self._unsent = cache.events()
             self._end = weakref.finalize(self, _close, opened.pop_all(), self._process)
 
@@ -165,7 +165,7 @@ class EventPublisher(Closing):
         """
         with self._lock:
             self._check_open()
-            # No interrupt comes between the two: events are either with the cache or here.
+            # No interrupt comes between the two calls: events are either in the cache or here.
             self._unsent.extend(chain.from_iterable(map(_take_events, [self._cache])))
             first = self._next
             for batch in batches(self._unsent, self._page_size, int_hashes=self._int_hashes):
@@ -182,7 +182,7 @@ class EventPublisher(Closing):
         parts = (self._topic, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
         try:
             self._pub.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.Again:  # a queue is full: others still get it
+        except zmq.Again:  # a queue is full: other subscribers still get the message
             self._stalls += 1
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
             try:
@@ -284,7 +284,7 @@ class _Replays:
     def close(self) -> None:
         """End the thread, and close the sockets except the router."""
         self._stop.send(b"")
-        if threading.current_thread() is not self._thread:  # which may collect garbage
+        if threading.current_thread() is not self._thread:  # the thread may collect this object
             self._thread.join()
         self._sockets.close()
 

@@ -22,7 +22,7 @@ from kvpool.integrations.kv_events.sockets import connect, curve_options, open_s
 if TYPE_CHECKING:
     from kvpool.integrations.kv_events.index import PrefixIndex
 
-_AT_ONCE: Final = 1000  # messages of a worker, before another's are looked at
+_AT_ONCE: Final = 1000  # messages of one worker that are read before those of another
 _RECONNECT_MS: Final = 100
 _RECONNECT_MOST_MS: Final = 5000
 _MESSAGE_PARTS: Final = 3
@@ -253,7 +253,7 @@ class _Worker:
         self._timeout_s = timeout_s
         self._check_s = check_s
         self._heard = time.monotonic()
-        self._ends: float | None = None  # of the replay under way
+        self._ends: float | None = None  # the time limit of the current replay
 
     def awaited(self) -> list[zmq.Socket[bytes]]:
         """Return the sockets from which messages are read now."""
@@ -305,7 +305,7 @@ class _Worker:
         except zmq.Again:
             return False
         self._watch()  # changes of the connection come before its messages
-        if self.feed.needs_replay:  # that has this message, too
+        if self.feed.needs_replay:  # the replay has this message, too
             return True
         if len(parts) != _MESSAGE_PARTS or len(parts[1]) != SEQUENCE_BYTES:
             self.feed.refused += 1

@@ -185,7 +185,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
         self, tensor: Any, shapes: list[Any], dtypes: list[Any], fmt: MemoryFormat = MemoryFormat.KV_2LTD
     ) -> None:
         super().__init__(tensor, shapes, dtypes, fmt)
-        # Of a page that is taken, its owner alone has the object.
+        # Only the owner of an allocated page has its object.
         self._free: list[Any] = [*self.free_blocks]
         self._known = [self._know(page) for page in self._free]
         self._is_strict = _is_strict()
@@ -367,7 +367,7 @@ class PagedTensorMemoryAllocator(paged_tensor_memory_allocator.PagedTensorMemory
 def _renew(replace_lost: weakref.WeakMethod[Callable[[int], None]], number: int, _: object) -> None:
     """Replace the lost object of a page."""
     replace = replace_lost()
-    if replace is not None:  # its allocator lives
+    if replace is not None:  # the allocator still exists
         replace(number)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvpool.integrations.lmcache import register
 
-register()  # first: LMCache only logs what goes wrong in a plugin
+register()  # first, since LMCache only logs errors of plugins
 
 from lmcache.v1.platform.base.device_spec import DeviceSpec  # noqa: E402
 

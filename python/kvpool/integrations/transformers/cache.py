@@ -357,7 +357,7 @@ class _Batch:
         plan = planner.extend(self.rows, before, after) if fits else None
         if plan is None:
             available = allocator.available_size()
-            if self.length == 0:  # not even a row is kept
+            if self.length == 0:  # no sequence has a row yet
                 self.release()
             raise OutOfMemoryError(
                 f"{n} sequences of {before[0]} tokens do not fit with {new} more each: {available} of "

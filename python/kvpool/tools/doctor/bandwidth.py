@@ -39,7 +39,7 @@ def measure_machine(
         on_kind: Called with the name of what is measured next.
 
     Raises:
-        ConfigError: The size or the time is out of range, or the directory does not exist.
+        ConfigError: If the size or the time is out of range, or the directory does not exist.
     """
     if not LEAST_SIZE <= size <= MOST_SIZE:
         raise ConfigError(f"--size is {size:,} bytes; it must be between {LEAST_SIZE:,} and {MOST_SIZE:,}")

@@ -146,7 +146,7 @@ class Driver:
         """Call a function, which must return 0.
 
         Raises:
-            CallError: It returned something else, or is missing.
+            CallError: If the function returned another result, or is missing.
         """
         _call(self._library, name, *arguments)
 

@@ -35,8 +35,8 @@ def reads(size: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
         size: Bytes of one call, a multiple of `PAGE * TOKEN_BYTES`.
 
     Raises:
-        ConfigError: NIXL cannot be imported.
-        EOFError: The other process ended.
+        ConfigError: If NIXL cannot be imported.
+        EOFError: If the other process ended.
     """
     from kvpool.integrations.nixl import Endpoint  # noqa: PLC0415 - only processes for it import it
 

@@ -1,7 +1,7 @@
 """Measures how fast bytes move, in a separate process: `python -m kvpool.tools.doctor.measure JSON`.
 
-What is measured are kvpool's own copies, with which pools, host tiers and stores move pages. PyTorch is
-hidden: it takes seconds to import, and nothing here needs it.
+It measures kvpool's own copies, with which pools, host tiers and stores move pages. PyTorch is hidden: it
+takes seconds to import, and nothing here needs it.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ KINDS = {"host": host, "cuda": cuda, "directory": directory, "nixl": nixl}
 
 
 def measure(job: Job) -> list[Bandwidth]:
-    """Measure all lines of a kind. What fails is a line with the reason, and the last one."""
+    """Measure all lines of a kind. A failure ends the list with a line that has the reason."""
     lines: list[Bandwidth] = []
     try:
         lines.extend(KINDS[job.kind](job))

@@ -16,7 +16,7 @@ def answer(module: str, *arguments: str, seconds: float) -> Any:  # noqa: ANN401
     """Run `python -m module` and return the JSON that it printed.
 
     Raises:
-        ProcessError: There is no answer, or it took longer than `seconds`.
+        ProcessError: If there is no answer, or it took longer than `seconds`.
     """
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 OK = "ok"
 NOTE = "note"
-"""It works, but is slower or more limited than it could be."""
+"""The part works, but is slower or more limited than it could be."""
 MISSING = "missing"
 """An optional part is missing."""
 BROKEN = "broken"

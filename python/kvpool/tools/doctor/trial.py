@@ -38,8 +38,8 @@ def trial(device: str) -> str:
         A description of the trial.
 
     Raises:
-        TrialError: A result is wrong.
-        KvPoolError: A pool cannot be created, or a call failed.
+        TrialError: If a result is wrong.
+        KvPoolError: If a pool cannot be created, or a call failed.
     """
     import kvpool  # noqa: PLC0415 - this file must load even if kvpool does not
 

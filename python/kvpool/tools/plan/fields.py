@@ -68,7 +68,7 @@ class Fields:
         """Read a number of at least 1.
 
         Raises:
-            ConfigError: It is missing or invalid.
+            ConfigError: If the number is missing or invalid.
         """
         found = self.optional(*names, most=most)
         if found is None:
@@ -79,7 +79,7 @@ class Fields:
         """Read a number; if it is missing or null, return the model type's default or None.
 
         Raises:
-            ConfigError: It is not a number from `least` to `most`.
+            ConfigError: If the value is not a number from `least` to `most`.
         """
         for name in names:
             value = self.values.get(name)
@@ -104,7 +104,7 @@ class Fields:
         """Read a list; empty if it is missing or null.
 
         Raises:
-            ConfigError: It is not a list.
+            ConfigError: If the value is not a list.
         """
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
@@ -115,7 +115,7 @@ class Fields:
         """Read a list of numbers from 0 to `most`; empty if it is missing or null.
 
         Raises:
-            ConfigError: It is not such a list.
+            ConfigError: If the value is not a list of such numbers.
         """
         found = self.entries(name)
         for value in found:

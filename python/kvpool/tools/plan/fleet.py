@@ -112,7 +112,7 @@ def simulate(trace: Trace, machine: Machine, config: FleetConfig) -> FleetResult
         config: The fleet.
 
     Raises:
-        ConfigError: No request fits, a machine or the store has no room for a block of the trace, or the
+        ConfigError: If no request fits, a machine or the store has no room for a block of the trace, or the
             policy is unknown.
     """
     size = trace.block_size

@@ -26,7 +26,7 @@ class TraceOptions:
     """The choice of the requests that a fleet gets.
 
     Attributes:
-        path: File of the trace; None for a synthetic one.
+        path: File of the trace; None for a synthetic trace.
         requests: The number of requests to take from its begin; None for all, or `SYNTHETIC_REQUESTS`.
         seed: Seed of the synthetic trace.
     """
@@ -37,7 +37,7 @@ class TraceOptions:
 
 
 def refuse_fleet_options(called: typer.Context) -> None:
-    """Exit if an option that only a fleet has was given, as there is no fleet."""
+    """Exit if an option of fleets was given without --fleet."""
     for option in called.command.params:
         if getattr(option, "rich_help_panel", None) == FLEET_PANEL:
             source = called.get_parameter_source(option.name or "")
@@ -53,18 +53,18 @@ def print_simulation(
     *,
     as_json_object: bool,
 ) -> None:
-    """Run the requests of a trace through machines with the pools of a plan, and print what comes out.
+    """Run the requests of a trace through machines with the pools of a plan, and print the results.
 
     Args:
         made: The plan.
         options: The fleet.
         trace: The requests.
-        bandwidth: File of measured bandwidths, for those that `options` does not have.
+        bandwidth: File of measured bandwidths, which replace those missing in `options`.
         as_json_object: Whether to print JSON.
 
     Raises:
-        ConfigError: An option has a value that it cannot have, or lacks one.
-        OSError: A file cannot be read.
+        ConfigError: If the value of an option is not valid or missing.
+        OSError: If a file cannot be read.
     """
     measured = read_bandwidths(bandwidth) if bandwidth is not None else []
     need("plan --fleet", "numpy")

@@ -1,4 +1,4 @@
-"""A fleet of machines, and what each of them holds."""
+"""The configuration of a fleet of machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Machine:
 
     Attributes:
         token_bytes: Bytes of K and V of a token, in all layers.
-        state_bytes: Bytes of the states of a request, in all layers; 0 without.
+        state_bytes: Bytes of the states of a request, in all layers; 0 without states.
         tokens: Token slots.
         requests: The most requests at once.
     """
@@ -42,14 +42,15 @@ class FleetConfig:
         prefill_rate: Prompt tokens per second of a prefill machine.
         decode_rate: Tokens per second of a decode machine, over all its requests.
         link: Bytes per second from a prefill machine to a decode machine. Each machine has one such link,
-            and a transfer has it for itself.
+            used by one transfer at a time.
         step_s: The least time between two tokens of a request.
         store_bytes: Capacity of the store that prefill machines share; 0 for none.
         store_link: Bytes per second from the store to a prefill machine.
         latency_s: Time before the first byte of a transfer or a load arrives.
         route: One of `ROUTES`.
-        policy: The eviction policy of the prefix caches. "adaptive" draws a seed of its own for each run;
-            with the others a run can be repeated. The store evicts what was used least recently.
+        policy: The eviction policy of the prefix caches. Runs with "adaptive" differ, since each draws its
+            own seed; other policies give the same result in each run. The store evicts the least recently
+            used blocks.
         speed_up: Factor by which requests arrive faster than in the trace.
     """
 

@@ -1,4 +1,4 @@
-"""The options of `kvpool plan --fleet`: a fleet from what was given, and what was measured."""
+"""The options of `kvpool plan --fleet`: a fleet from given options and measured bandwidths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FleetOptions:
         decode_rate: Tokens per second of a decode machine.
         step_ms: The least time between two tokens of a request.
         link: Bandwidth between machines, such as 400Gbit/s.
-        scattered: Whether slots are handed over one by one, at what was measured for that.
+        scattered: Whether slots are handed over one by one, at the bandwidth that was measured for that.
         store: Capacity of the store, such as 20TB.
         store_link: Bandwidth from the store, such as 10GB/s.
         latency_ms: Time before the first byte of a transfer or a load.
@@ -57,7 +57,7 @@ class FleetOptions:
 def machine_of(plan: Plan) -> Machine:
     """Return the capacity of a machine, all of its GPUs together.
 
-    Heads that several GPUs store count for each: each GPU hands over what it has.
+    Heads that several GPUs store count once for each GPU, since each GPU hands over all of its heads.
     """
     shapes, tp = plan.shapes, plan.config.tp
     return Machine(
@@ -69,10 +69,10 @@ def machine_of(plan: Plan) -> Machine:
 
 
 def fleet_of(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
-    """Return the fleet that the options describe; `measured` has the bandwidths that they do not.
+    """Return the fleet of the options, with missing bandwidths from `measured`.
 
     Raises:
-        ConfigError: A speed is neither given nor measured, or a value is not one.
+        ConfigError: If a speed is neither given nor measured, or a value is not valid.
     """
     if options.prefill_rate is None or options.decode_rate is None:
         raise ConfigError("--fleet needs --prefill-rate and --decode-rate, tokens per second of a machine")

@@ -84,7 +84,7 @@ def fleet_as_json(result: FleetResult, measured: list[Bandwidth]) -> dict[str, A
 
 
 def print_fleet(result: FleetResult, measured: list[Bandwidth], console: Console) -> None:
-    """Print what the requests met with, the resources, and when loading is faster than computing."""
+    """Print waiting times, the use of resources, and when loading is faster than computing."""
     console.print(_summary(result))
     console.print(_times_table(result))
     console.print(_busy_table(result))

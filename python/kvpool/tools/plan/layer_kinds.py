@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from kvpool.tools.plan.fields import Fields
 
 FULL = "full"
-"""Attends to all tokens."""
+"""A layer that attends to all tokens."""
 WINDOW = "window"
-"""Attends to the last tokens only."""
+"""A layer that attends to the last tokens only."""
 LINEAR = "linear"
-"""Has a state."""
+"""A layer with a state."""
 HYBRID = "hybrid"
-"""Has a state and attends to all tokens."""
+"""A layer with a state that also attends to all tokens."""
 NONE = "none"
-"""Has neither."""
+"""A layer with neither attention nor a state."""
 
 MOST_LAYERS = 10_000
 
@@ -68,7 +68,7 @@ def layer_kinds(fields: Fields) -> list[str]:
     """Return the kind of each layer: listed in the configuration, or by the rule of the model type.
 
     Raises:
-        ConfigError: A kind is unknown, or the kinds of layers cannot be determined.
+        ConfigError: If a kind is unknown, or the kinds of layers cannot be determined.
     """
     name = next((name for name in ("layer_types", "layers_block_type") if fields.entries(name)), None)
     kinds = _RULES.get(fields.model_type, _by_window)(fields) if name is None else _listed(fields, name)

@@ -104,8 +104,8 @@ def read_model(path: Path) -> Model:
     """Read a `config.json`, or the one in the folder `path`.
 
     Raises:
-        ConfigError: It is not a JSON object, or the model is not supported.
-        OSError: It cannot be read.
+        ConfigError: If the file is not a JSON object, or the model is not supported.
+        OSError: If the file cannot be read.
     """
     if path.is_dir():
         path /= "config.json"
@@ -125,7 +125,7 @@ def parse_model(config: dict[str, Any]) -> Model:
         config: The content of its `config.json`.
 
     Raises:
-        ConfigError: The model type or a field is missing, or the model is not supported.
+        ConfigError: If the model type or a field is missing, or the model is not supported.
     """
     fields = _language_model(config)
     if config.get("is_encoder_decoder") or fields.values.get("is_encoder_decoder"):

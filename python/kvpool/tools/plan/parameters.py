@@ -9,7 +9,7 @@ from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.tools.plan.solver import DTYPE_ALIASES, MLA_FORMS
 
 FLEET_PANEL = "Fleet"
-"""The panel of the help with what only a fleet has."""
+"""The panel of the help with the options of fleets."""
 SYNTHETIC_REQUESTS = 1_000
 """Requests of the synthetic trace, if --requests is not given."""
 

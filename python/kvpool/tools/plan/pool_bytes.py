@@ -111,6 +111,6 @@ def footprint(shapes: Shapes, size: int, max_reqs: int) -> Footprint:
         max_reqs: The most requests at once.
 
     Raises:
-        ConfigError: No pool can be that large.
+        ConfigError: If no pool can be that large.
     """
     return Footprint(**_footprint(shapes, size, max_reqs))

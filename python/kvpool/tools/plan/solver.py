@@ -199,7 +199,7 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
     """Find the largest pools that fit.
 
     Raises:
-        ConfigError: Heads cannot be divided among GPUs, no dtype or context is known, or no page fits.
+        ConfigError: If heads cannot be divided among GPUs, no dtype or context is known, or no page fits.
     """
     dtype, conv_dtype, notes = _dtypes(model, config)
     context_len = config.context_len or model.max_context_len

@@ -1,4 +1,4 @@
-"""The cache that sees the requests to come: the most that any policy can find, for comparison."""
+"""The cache that knows future requests, as an upper bound for the hits of every policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def belady(requests: Sequence[NDArray[np.int64]], capacity: int) -> int:
-    """Return how many blocks are found, of all requests, if the leaf that is used again last is evicted.
+    """Return the number of found blocks of all requests if the leaf with the latest next use is evicted.
 
     Args:
         requests: For each request the numbers of its prompt's blocks, as in `Trace.blocks`.
@@ -38,7 +38,7 @@ class _Cache:
         self._leaves: list[tuple[int, int]] = []
 
     def add(self, path: list[int], next_uses: list[int]) -> int:
-        """Look up a prompt, add what is not found, and return how many blocks are."""
+        """Look up a prompt, add its missing blocks, and return the number of found ones."""
         uses, path = self._uses, path[: self._capacity]
         found = next((at for at, block in enumerate(path) if block not in uses), len(path))
         # Their entries in the heap, which name this request, are out of date now.

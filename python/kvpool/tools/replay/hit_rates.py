@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 POLICIES = ("lru", "fifo", "lfu", "slru", "priority", "adaptive")
 """The policies of `PrefixCache`."""
 BELADY = "belady"
-"""The policy that sees the requests to come: it evicts the leaf that is used again last."""
+"""The policy that knows future requests: it evicts the leaf with the latest next use."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def measure(
         on_rate: Called after each measurement.
 
     Raises:
-        ConfigError: The page size does not divide the block size, a capacity is less than a block, or a
+        ConfigError: If the page size does not divide the block size, a capacity is less than a block, or a
             policy is unknown.
     """
     page_size = page_size or trace.block_size

@@ -1,4 +1,4 @@
-"""The tokens of a trace's requests: equal where the trace says that prompts are."""
+"""The tokens of a trace's requests, equal where the trace says that prompts are equal."""
 
 from __future__ import annotations
 

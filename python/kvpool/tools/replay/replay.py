@@ -287,8 +287,8 @@ class Replay:
             on_step: Called with this object before each step's finished requests are checked and freed.
 
         Raises:
-            VerificationError: A stored row is wrong.
-            ReplayError: Slots or rows are missing, now or at the end.
+            VerificationError: If a stored row is wrong.
+            ReplayError: If slots or rows are missing, now or at the end.
         """
         begin = perf_counter()
         with _one_thread():

@@ -157,7 +157,7 @@ class KvStore:
             slots: int32 `[n]`, from the request table.
 
         Raises:
-            VerificationError: For the first row that differs.
+            VerificationError: If for the first row that differs.
         """
         for begin in range(0, keys.numel(), self.rows.chunk):
             part = slice(begin, begin + self.rows.chunk)

@@ -126,7 +126,7 @@ def checked(service: Service, result: ServeResult, console: Console) -> None:
 
 
 def print_report(result: ServeResult, console: Console) -> None:
-    """Print the result, beside that without the prefix cache if there is one."""
+    """Print the result, beside the one without the prefix cache, if there is one."""
     stats, config = result.stats, result.config
     table = Table(
         title=f"Served {stats['finished']} requests of a {config.model} model on {config.device}",
