@@ -151,6 +151,7 @@ class Router(Closing):
             Whether requests are not over.
 
         Raises:
+            ConfigError: If `timeout` is not in [0, 86400].
             Exception: Any exception of a callback. The next step calls the remaining callbacks.
         """
         self._deliver()

@@ -83,7 +83,7 @@ class SlotLease:
 class Transfer(ABC):
     """A transfer of rows, made by `Peer.read` and `Peer.write`.
 
-    It can serve as the fence `after` of `TokenToKVPoolAllocator.free`.
+    A transfer can serve as the fence `after` of `TokenToKVPoolAllocator.free`.
     """
 
     _core: Core
@@ -271,8 +271,8 @@ class Peer:
 class Endpoint(Closing):
     """The pools of a process, for transfers: it lends slots to peers, and reads theirs.
 
-    Call `poll` regularly, such as once a step: it answers peers. `query` of leases and transfers does so,
-    too. Methods may be called from several threads.
+    Call `poll` regularly, such as once a step, to answer peers; `query` of leases and transfers answers them
+    as well. Several threads may call the methods.
 
     Args:
         name: The name of the endpoint, which no other has: up to 200 characters without a slash.

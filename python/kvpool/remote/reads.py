@@ -78,12 +78,12 @@ class Read:
 class Reads:
     """The reads of an endpoint.
 
-    Invariant: a read is over only if nothing of it can arrive any more. That is so when the network says that
-    all has arrived, and when its agent is closed: a network may report that a read has failed, or drop it,
-    while a peer that was suspended still sends. So a read that fails is "lost" until its agent is closed. The
-    agent waits for its other reads to end before, since closing it notifies no peer: over TCP, UCX may end
-    the process of a peer that is sending. New reads wait for the next agent, and reads that are not over
-    within `patience_s` begin again with it.
+    Invariant: a read is over only if none of its bytes can arrive any more. This holds when the network
+    reports that all bytes have arrived, and when the agent of the read is closed. A failed or dropped read is
+    not over, since a peer that was suspended may still send. So a read that fails is "lost" until its agent
+    is closed. Before an agent is closed, its other reads get time to end: closing it notifies no peer, and
+    over TCP, UCX may end the process of a peer that is sending. New reads wait for the next agent, and reads
+    that are not over within `patience_s` begin again with it.
 
     Args:
         new_agent: Makes an agent that reads. This class closes the agent if `may_cut` is true.

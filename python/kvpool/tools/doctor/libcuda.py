@@ -31,7 +31,7 @@ class CallError(Exception):
     """A driver function failed or is missing.
 
     Attributes:
-        code: Its result; None if it is missing.
+        code: The result of the function; None if the function is missing.
     """
 
     def __init__(self, name: str, code: int | None) -> None:

@@ -29,7 +29,7 @@ class BreakEven:
     def bandwidth(self) -> float:
         """Bytes per second: only through faster links loading is faster, however long the prompt is.
 
-        It is what a machine computes: `token_bytes * rate`.
+        This bandwidth is the bytes of K and V that a machine computes in a second: `token_bytes * rate`.
         """
         return self.token_bytes * self.rate
 
@@ -44,7 +44,7 @@ class BreakEven:
     def tokens(self, bandwidth: float) -> float:
         """Return the number of tokens beyond which loading is faster; infinite if the link is too slow.
 
-        It solves `tokens / rate = latency_s + (tokens * token_bytes + state_bytes) / bandwidth`.
+        The number solves `tokens / rate = latency_s + (tokens * token_bytes + state_bytes) / bandwidth`.
         """
         if bandwidth <= self.bandwidth:
             return math.inf

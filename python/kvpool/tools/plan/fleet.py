@@ -96,7 +96,7 @@ class FleetResult:
     def balanced_decode(self) -> float:
         """Decode machines for each prefill machine with which these would be as busy as those.
 
-        What counts is the busiest of their resources, links aside: speed, memory, or rows of requests.
+        The busiest resource of a machine counts, links excluded: speed, memory, or rows of requests.
         """
         prefill, decode = self.config.prefill, self.config.decode
         busiest = max(self.busy[name] for name in ("decode", "decode memory", "decode requests"))

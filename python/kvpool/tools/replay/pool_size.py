@@ -19,9 +19,9 @@ DEFAULT_POOL_SHARE = 0.5
 def suggest_pool_size(trace: Trace, config: ReplayConfig) -> int:
     """Compute the default pool size: small enough to force retractions, large enough for each request.
 
-    It is `DEFAULT_POOL_SHARE` of the peak usage of an unlimited pool at the configured rates, at least the
-    longest request, in whole pages. In the unlimited pool, requests are prefilled one after another at the
-    full budget and then decode one token per step; at most `max_running` count.
+    The size is `DEFAULT_POOL_SHARE` of the peak usage of an unlimited pool at the configured rates, at least
+    the longest request, in whole pages. In the unlimited pool, requests are prefilled one after another at
+    the full budget and then decode one token per step; at most `max_running` count.
 
     Args:
         trace: A trace with at least one request.
