@@ -218,7 +218,7 @@ verify-types: $(EXTENSION) $(VENV)/.test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --verifytypes kvpool --ignoreexternal --outputjson > $(VENV)/types.json; \
 	    $(BIN)/python tests/typing/completeness.py $(VENV)/types.json
 
-# The stub and the pages of docs/api are what the extension has.
+# The stub, the pages of docs/api and the options in docs/tools.md are what the extension and the commands have.
 stub-lint: $(EXTENSION) $(VENV)/.test
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file tests/stubtest.ini
 	$(BIN)/python docs/api.py --check
@@ -442,7 +442,7 @@ chart: $(EXTENSION) $(VENV)/.tools
 soak: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python tests/soak/soak.py --minutes $(SOAK_MINUTES) --device $(SOAK_DEVICE) --out target
 
-# The docstrings of the stub, and the pages of docs/api.
+# The docstrings of the stub, the pages of docs/api, and the options in docs/tools.md.
 api: $(EXTENSION) $(VENV)/.test
 	$(BIN)/python docs/api.py
 	$(BIN)/ruff format python/kvpool/_kvpool.pyi

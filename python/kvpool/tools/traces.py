@@ -206,12 +206,12 @@ def _from_rows(name: str, rows: list[_Row], block_size: int = BLOCK_SIZE) -> Tra
         (table[:, 0] - table[0, 0]) * 1e-7,
         np.ascontiguousarray(table[:, 1]),
         np.ascontiguousarray(table[:, 2]),
-        _numbered([row.hash_ids for row in rows]) if shares else (),
+        _number_blocks([row.hash_ids for row in rows]) if shares else (),
         block_size,
     )
 
 
-def _numbered(hash_ids: Iterable[Sequence[int]]) -> tuple[NDArray[np.int64], ...]:
+def _number_blocks(hash_ids: Iterable[Sequence[int]]) -> tuple[NDArray[np.int64], ...]:
     """Return numbers for blocks: equal ones exactly if they and everything before them are equal."""
     numbers: dict[tuple[int, int], int] = {}
 
