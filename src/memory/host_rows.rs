@@ -11,8 +11,8 @@ use super::{BorrowedTensor, Keep, Region};
 
 /// Rows in host memory of another owner, which they keep alive.
 ///
-/// One thread at a time copies them; [`HostRows::into_rows`] gives threads a row each. The maker of the rows
-/// excludes other code that has the memory.
+/// One thread at a time copies them; threads of a store get a row each. The maker of the rows excludes other
+/// code that has the memory.
 ///
 /// ```
 /// use std::sync::Arc;
