@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvpool::base::{ErrorKind, IndexVec, Result};
 use kvpool::cache::{Namespace, PolicyKind, Tokens};
-use kvpool::kernels::Indices;
+use kvpool::kernels::{Indices, read_indices};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
     AllocatorConfig, Batch, BatchPlanner, Fence, GdnPool, HostTier, HostTierConfig, KvConfig, KvPool, Lease,
@@ -92,6 +92,16 @@ fn a_planner_dropped_during_a_publication_holds_no_locks() {
     assert_eq!((published.length, weak.strong_count()), (4, 0));
     drop(lease);
     assert_eq!((cache.tree_stats(STREAM).evictable, slots.stats().in_use), (4, 4));
+}
+
+#[test]
+fn slots_of_another_request_are_not_published() {
+    let scene = scene();
+    let own = scene.slots.alloc(4, STREAM).unwrap().unwrap().keep();
+    let own = read_indices(&own.borrow()).unwrap();
+    let publication = Publication { tokens: &PROMPT, slots: Some(&own), state: None };
+    let error = scene.lease.publish(&publication, STREAM).unwrap_err();
+    assert_eq!((error.kind(), scene.cache.tree_stats(STREAM).cached), (ErrorKind::Config, 0), "{error}");
 }
 
 #[test]

@@ -21,5 +21,7 @@ mod pages;
 mod pages_on_device;
 mod policies;
 mod pool_table;
+mod publications;
+mod residency;
 mod shortage;
 mod threads;

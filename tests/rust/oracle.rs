@@ -394,6 +394,27 @@ proptest! {
 }
 
 #[test]
+fn released_pages_are_merged_for_what_the_free_ones_lack() {
+    let mut slots = SlotAllocator::new(8, 2, Order::Sorted).unwrap();
+    let taken = IndexVec::I32(slots.alloc(4).unwrap().unwrap());
+    assert_eq!(slots.free(&taken, OnBadFree::Fail).unwrap().dropped(), 0);
+    assert_eq!([4, 5, 8, 9].map(|count| slots.merges_for(count)), [false, true, true, true]);
+    slots.merge();
+    assert_eq!([8, 9].map(|count| slots.merges_for(count)), [false, true]);
+}
+
+#[test]
+fn no_batch_gets_more_slots_than_there_are() {
+    // The slots of the last tokens, which the host does not know, cannot all be in pages of their own.
+    let mut slots = SlotAllocator::new(4, 4, Order::Sorted).unwrap();
+    let mut extend = |count: usize| {
+        let last = LastLoc::OnDevice(count);
+        slots.extend::<i32>(&vec![1; count], &vec![4; count], last).unwrap().map(|new| new.slots.len())
+    };
+    assert_eq!([extend(1), extend(2)], [Some(3), None]);
+}
+
+#[test]
 fn extremes_of_runs() {
     let runs = |values: IndexVec| ascending_runs(&values);
     assert_eq!(runs(IndexVec::I32(vec![i32::MAX, i32::MIN])).unwrap(), [i32::MAX, 1, i32::MIN, 1]);

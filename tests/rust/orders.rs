@@ -21,8 +21,8 @@ use kvpool::memory::{
 };
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, FileStore, FileStoreConfig,
-    Grant, Lease, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication, RemoteStore,
-    ReqToTokenConfig, ReqToTokenPool, Store, StoreCallQueue, TokenToKvPoolAllocator,
+    GdnConfig, GdnPool, Grant, Lease, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication,
+    RemoteStore, ReqToTokenConfig, ReqToTokenPool, Store, StoreCallQueue, TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
 use kvpool::transfer::{CopyQueue, Disk};
@@ -260,6 +260,52 @@ fn a_lease_is_dropped_by_one_thread_while_others_evict_and_clear() {
         clearing.join().unwrap();
         nothing_is_lost(&slots, &cache, 0);
         assert_eq!(slots.available_size(), 8);
+    });
+}
+
+#[test]
+fn two_threads_keep_one_snapshot_of_the_same_prompt() {
+    try_all_calls(Some(2), || {
+        let host: Arc<dyn Backend> = Arc::new(Host);
+        let config = AllocatorConfig { strict: true, ..AllocatorConfig::new(4) };
+        let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
+        let config = GdnConfig {
+            max_reqs: 2,
+            num_gdn_layers: 1,
+            num_v_heads: 1,
+            head_k_dim: 1,
+            head_v_dim: 1,
+            conv_dim: 1,
+            conv_kernel_size: 2,
+            dtype: DType::U8,
+            max_track_slots: 2,
+            strict: true,
+        };
+        let states = Arc::new(GdnPool::new(&config, &host).expect("small"));
+        let config = PrefixCacheConfig {
+            policy: PolicyKind::Lru,
+            max_pinned: 1.0,
+            name: "cache".into(),
+            events: None,
+        };
+        let cache = PrefixCache::new(config, slots.clone(), Some(states.clone()), None).expect("valid");
+        let prompt: &[i32] = &[1, 2];
+        let requests = [1, 2].map(|row| {
+            let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap();
+            let own = slots.alloc(2, NO_STREAM).unwrap().map(Grant::keep).expect("there are four");
+            (lease, read_indices(&own.borrow()).unwrap(), row)
+        });
+        let threads = requests.map(|(lease, own, row)| {
+            spawn(move || {
+                let publication = Publication { tokens: &prompt, slots: Some(&own), state: Some(row) };
+                lease.publish(&publication, NO_STREAM).unwrap().duplicates
+            })
+        });
+        let duplicates = threads.map(|thread| thread.join().unwrap());
+        assert_eq!(duplicates.iter().sum::<usize>(), 2, "one of them came second");
+        cache.verify(NO_STREAM).unwrap();
+        let taken = states.with_tracks(|tracks| tracks.rows().in_use());
+        assert_eq!((cache.tree_stats(NO_STREAM).snapshots, taken), (1, 1));
     });
 }
 
