@@ -2,8 +2,8 @@
 //!
 //! A thread that holds a lock takes only locks that come later, and waits for no device, no other thread and
 //! no interpreter. So no two threads can each hold what the other one waits for. The locks of the layers below
-//! the pools, such as those of executors and events, come after all of these: these layers call no pool. The
-//! last ranks are theirs.
+//! the pools come last, because these layers call no pool; some have a rank, and those of executors, events and
+//! rings have none.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
