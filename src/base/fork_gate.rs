@@ -36,7 +36,8 @@ impl ForkGate {
     /// must hold no lock.
     #[must_use]
     pub fn enter() -> Self {
-        if ENTRIES.get() == 0 {
+        // A thread that has closed the gate runs foreign code before it opens the gate, which may enter.
+        if ENTRIES.get() == 0 && CLOSED.with_borrow(Option::is_none) {
             assert_none_held();
             let entered = GATE.read().unwrap_or_else(PoisonError::into_inner);
             ENTERED.set(Some(entered));
@@ -76,4 +77,32 @@ pub fn close_fork_gate() {
 /// Ends [`close_fork_gate`], in the parent and in the child.
 pub fn open_fork_gate() {
     CLOSED.take();
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::thread::spawn;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn the_thread_that_closes_the_gate_passes_it_alone() {
+        close_fork_gate();
+        close_fork_gate();
+        let entered = ForkGate::enter();
+        let (sender, other) = channel();
+        let waiting = spawn(move || {
+            let entered = ForkGate::enter();
+            sender.send(()).expect("the test waits");
+            drop(entered);
+        });
+        assert!(other.recv_timeout(Duration::from_millis(20)).is_err(), "it waits");
+        drop(entered);
+        drop(ForkGate::enter());
+        open_fork_gate();
+        other.recv_timeout(Duration::from_secs(60)).expect("the gate is open");
+        waiting.join().expect("no panic");
+    }
 }
