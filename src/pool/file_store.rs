@@ -214,7 +214,7 @@ impl FileStore {
         let store = Self { shared, workers: RankedMutex::new(LockRank::StoreWorkers, Vec::new()) };
         for number in 0..config.threads {
             let bytes = AlignedBytes::new(slot_bytes)?;
-            let worker = Worker::new(&store.shared, Arc::clone(disk), bytes);
+            let worker = Worker::new(&store.shared, bytes);
             let thread = thread::Builder::new().name(format!("kvpool-store-{number}"));
             match thread.spawn(move || worker.run()) {
                 Ok(handle) => store.workers.lock().push(handle),
@@ -326,7 +326,8 @@ impl FileStore {
     /// See [`FileStore::exists`]. A page whose entry cannot be cleared counts among `errors`, and may be back
     /// when the store is opened again.
     pub fn remove(&self, keys: &[PageHash]) -> Result<usize> {
-        let (disk, mut state) = self.use_disk()?;
+        let disk = DiskUser::new(&self.shared, self.open_state()?);
+        let mut state = self.shared.state();
         let slots: Vec<FileSlot> = keys.iter().filter_map(|key| state.slots.remove(key)).collect();
         drop(state);
         self.shared.forget(disk.files(), &slots);
@@ -498,30 +499,30 @@ impl FileStore {
         let state = self.shared.state();
         if state.is_closing { Err(self.closed()) } else { Ok(state) }
     }
-
-    /// Begins a call that uses the files.
-    fn use_disk(&self) -> Result<(DiskUse<'_>, RankedGuard<'_, StoreState>)> {
-        self.check_process()?;
-        let disk = self.shared.disk.lock().clone();
-        let mut state = self.open_state()?;
-        state.disk_users += 1;
-        Ok((DiskUse { shared: &self.shared, disk }, state))
-    }
 }
 
-/// A call that uses the files. [`FileStore::close`] waits for it.
-struct DiskUse<'a> {
-    shared: &'a StoreCore,
+/// A thread or a call that uses the files. [`FileStore::close`] waits for it.
+#[derive(Debug)]
+struct DiskUser {
+    shared: Arc<StoreCore>,
     disk: Option<Arc<dyn Disk>>,
 }
 
-impl DiskUse<'_> {
+impl DiskUser {
+    /// Counts a user, and gives it the files: they are there as long as somebody uses them.
+    fn new(shared: &Arc<StoreCore>, mut state: RankedGuard<'_, StoreState>) -> Self {
+        state.disk_users += 1;
+        drop(state);
+        let disk = shared.disk.lock().clone();
+        Self { shared: Arc::clone(shared), disk }
+    }
+
     fn files(&self) -> &dyn Disk {
-        self.disk.as_deref().expect("an open store has its files")
+        self.disk.as_deref().expect("a store that is not closed has its files")
     }
 }
 
-impl Drop for DiskUse<'_> {
+impl Drop for DiskUser {
     fn drop(&mut self) {
         self.disk = None;
         self.shared.state().disk_users -= 1;

@@ -8,16 +8,16 @@ use crate::base::mark_own_thread;
 use crate::cache::PageHash;
 use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
 
-use super::StoreCore;
 use super::batch::PageWork;
 use super::layout::{ENTRY_BYTES, FileSlot, Record, entry_offset, page_offset, page_sum};
 use super::opening::clear_entries;
+use super::{DiskUser, StoreCore};
 
 /// A thread that takes pages from the queues, those to read first, until the store closes and the queues are
 /// empty.
 pub(super) struct Worker {
     shared: Arc<StoreCore>,
-    disk: Arc<dyn Disk>,
+    disk: DiskUser,
     bytes: AlignedBytes,
 }
 
@@ -27,9 +27,8 @@ enum Job {
 }
 
 impl Worker {
-    pub(super) fn new(shared: &Arc<StoreCore>, disk: Arc<dyn Disk>, bytes: AlignedBytes) -> Self {
-        shared.state().disk_users += 1;
-        Self { shared: Arc::clone(shared), disk, bytes }
+    pub(super) fn new(shared: &Arc<StoreCore>, bytes: AlignedBytes) -> Self {
+        Self { shared: Arc::clone(shared), disk: DiskUser::new(shared, shared.state()), bytes }
     }
 
     pub(super) fn run(mut self) {
@@ -66,7 +65,7 @@ impl Worker {
         let shared = Arc::clone(&self.shared);
         let Some((held, record)) = HeldSlot::find(&shared, work.key()) else { return };
         let offset = page_offset(held.slot, shared.slot_bytes);
-        let read = read_whole(&*self.disk, DiskFile::Pages, self.bytes.as_mut_slice(), offset);
+        let read = read_whole(self.disk.files(), DiskFile::Pages, self.bytes.as_mut_slice(), offset);
         let page = &self.bytes.as_mut_slice()[..shared.config.page_bytes];
         let is_right = read.is_ok() && page_sum(shared.config.digest, &record.key, page) == record.sum;
         let is_entry_changed = if is_right {
@@ -78,7 +77,7 @@ impl Worker {
             self.count_miss(&held, &record, read.err())
         };
         if is_entry_changed && shared.state().slots.is_removed(held.slot) {
-            shared.forget(&*self.disk, &[held.slot]);
+            shared.forget(self.disk.files(), &[held.slot]);
         }
     }
 
@@ -95,7 +94,7 @@ impl Worker {
         };
         let Some(record) = stale else { return false };
         let entry = record.encode(shared.config.digest, held.slot);
-        if let Err(cause) = write_whole(&*self.disk, DiskFile::Index, &entry, entry_offset(held.slot)) {
+        if let Err(cause) = write_whole(self.disk.files(), DiskFile::Index, &entry, entry_offset(held.slot)) {
             shared.state().record_failure(&shared.name, "renew an entry", &cause);
         }
         true
@@ -136,7 +135,7 @@ impl Worker {
         };
         drop(state);
         let mut taken = Taken { shared: &shared, slot, is_stored: false };
-        match write_page(&*self.disk, self.bytes.as_mut_slice(), slot, &record, &shared) {
+        match write_page(self.disk.files(), self.bytes.as_mut_slice(), slot, &record, &shared) {
             Ok(()) => {
                 let mut state = shared.state();
                 state.slots.store(slot, record, at.checked_sub(1).map(|before| &batch.keys[before]));
@@ -178,13 +177,6 @@ fn write_page(
     write_whole(disk, DiskFile::Index, &[0; ENTRY_BYTES], entry_offset(slot))?;
     write_whole(disk, DiskFile::Pages, bytes, page_offset(slot, shared.slot_bytes))?;
     write_whole(disk, DiskFile::Index, &record.encode(shared.config.digest, slot), entry_offset(slot))
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        self.shared.state().disk_users -= 1;
-        self.shared.changed.notify_all();
-    }
 }
 
 /// A page that is being put. It may be put again when this drops.
