@@ -65,10 +65,15 @@ impl WorkSlot {
             if offer == CLOSED {
                 return;
             }
-            if offer.is_null() || self.0.compare_exchange(offer, TAKEN, Acquire, Relaxed).is_err() {
+            if offer.is_null() {
                 pause(&mut spins_left);
                 continue;
             }
+            // The offer that is taken: that of the load may have been withdrawn, and another be at its address.
+            let Ok(offer) = self.0.compare_exchange(offer, TAKEN, Acquire, Relaxed) else {
+                pause(&mut spins_left);
+                continue;
+            };
             // SAFETY: the offer was still there when it was taken, so its caller waits for the slot to be
             // empty before it lets go of the work.
             let work = unsafe { &*offer };
