@@ -351,6 +351,25 @@ def test_workers_of_one_name_do_not_wear_out_the_router(caplog: pytest.LogCaptur
     assert "another of its name has joined" in caplog.text
 
 
+def test_a_request_that_is_refused_after_its_prompt_gives_the_slots_back() -> None:
+    with Router(SECRET, model=MODEL) as router:
+        lender = ClusterWorker(router, "prefill-0", "prefill")
+        reader = ClusterWorker(router, "decode-0", "decode", size=64)
+        try:
+            wait_until(router, lambda: router.stats()["workers"] == 2)
+            request = router.submit([1] * 40, 60)
+            wait_until(router, lambda: request.state == "failed")
+            assert "need 99 slots" in str(request.error)
+            assert router.stats()["handed_over"] == 1
+            wait_until(router, lambda: lender.endpoint.stats()["leases"] == 0)
+            assert lender.endpoint.stats()["expired"] == 0
+            with pytest.raises(ConfigError, match="timeout is -1"):
+                router.step(-1)
+        finally:
+            lender.check()
+            reader.check()
+
+
 def test_a_request_that_nobody_can_serve_fails() -> None:
     with cluster(1, 1) as (router, _members):
         request = router.submit([1] * 100, 100)

@@ -42,7 +42,7 @@ class Join(_Message):
         role: Its part of the work: "prefill" for prompts, "decode" for the tokens that follow.
         model: Properties that must be equal in all processes for tokens to be equal.
         metadata: The metadata of its `Endpoint`.
-        capacity: Its token slots.
+        capacity: The most token slots that a request can have there.
         events: The endpoint at which the worker publishes the events of its prefix cache, if it has one.
         replay: The endpoint at which the router requests missed events.
     """

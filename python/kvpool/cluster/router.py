@@ -154,10 +154,10 @@ class Router(Closing):
             ConfigError: If `timeout` is not in [0, 86400].
             Exception: Any exception of a callback. The next step calls the remaining callbacks.
         """
+        check_seconds(0.0, MAX_S, timeout=timeout)
         self._deliver()
         self._subscriber.poll()
         self._assign()
-        check_seconds(0.0, MAX_S, timeout=timeout)
         for channel, message in drain(self._received, timeout):
             self._handle(channel, message)
         for worker, age_s in self._members.silent(self._lost_after_s):
@@ -280,6 +280,7 @@ class Router(Closing):
             request = worker.attempts.get(number)
             if request is not None:
                 self._release(request)
+                self._end_lease(request)
                 request.error = reason
                 self._end(request, "failed")
 

@@ -42,8 +42,8 @@ class Worker:
         engine: The engine.
         endpoint: The endpoint of the pools of its model.
         name: The name of the worker in the cluster: up to 200 characters without "/" and "#".
-        role: "prefill" to compute prompts, "decode" to generate the tokens that follow. A worker of either
-            role serves whole requests while no worker has the other role.
+        role: "prefill" to compute prompts, "decode" to generate the tokens that follow. A "decode" worker
+            computes prompts, too, while there is no "prefill" worker; without a "decode" worker requests wait.
         model: Properties that must be equal in all processes for equal tokens, such as a revision.
         publisher: Publishes the events of the engine's prefix cache: the router learns from them which
             prefixes are cached here.
@@ -83,7 +83,7 @@ class Worker:
             role,
             model,
             endpoint.metadata(),
-            engine.model.allocator.stats()["capacity"],
+            min(engine.model.allocator.stats()["capacity"], engine.model.table.max_context_len),
             None if publisher is None else publisher.endpoint,
             None if publisher is None else publisher.replay_endpoint,
         )
