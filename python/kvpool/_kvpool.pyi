@@ -120,7 +120,7 @@ def set_num_threads(threads: SupportsIndex) -> None:
     Copies below 2 MiB always use one thread.
 
     Args:
-        threads: At least 1, or 0 for one per CPU, at most 16.
+        threads: The number of threads. 0 means one per CPU, up to 16.
 
     Raises:
         ConfigError: If `threads` is negative.

@@ -138,7 +138,7 @@ fn get_num_threads() -> usize {
 /// Copies below 2 MiB always use one thread.
 ///
 /// Args:
-///     threads: At least 1, or 0 for one per CPU, at most 16.
+///     threads: The number of threads. 0 means one per CPU, up to 16.
 ///
 /// Raises:
 ///     ConfigError: If `threads` is negative.
