@@ -43,7 +43,8 @@ class Worker:
         endpoint: The endpoint of the pools of its model.
         name: The name of the worker in the cluster: up to 200 characters without "/" and "#".
         role: "prefill" to compute prompts, "decode" to generate the tokens that follow. A "decode" worker
-            computes prompts, too, while there is no "prefill" worker; without a "decode" worker requests wait.
+            computes prompts, too, while there is no "prefill" worker. Without a "decode" worker requests
+            wait.
         model: Properties that must be equal in all processes for equal tokens, such as a revision.
         publisher: Publishes the events of the engine's prefix cache: the router learns from them which
             prefixes are cached here.
