@@ -261,7 +261,7 @@ fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<Tens
             ))
             .into());
         }
-        TensorArg::Imported(import) => import.is_writable(),
+        TensorArg::Imported(import) => import.is_writable()?,
         TensorArg::Array(array) => array.getattr("flags")?.getattr("writeable")?.is_truthy()?,
         TensorArg::Torch(..) | TensorArg::Own(_) => true,
     };

@@ -51,14 +51,21 @@ pub(super) fn take_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Import> {
         return Err(PyErr::fetch(py));
     }
     // A renamed capsule does not free the tensor: it is ours.
-    Ok(if name == VERSIONED { Import::Versioned(managed.cast()) } else { Import::Legacy(managed.cast()) })
+    Ok(if name == VERSIONED {
+        // SAFETY: it is ours, and the capsule had the name of this kind.
+        unsafe { Import::of_versioned(managed.cast()) }
+    } else {
+        // SAFETY: as above.
+        unsafe { Import::of_legacy(managed.cast()) }
+    })
 }
 
 /// Frees the tensor of a capsule that was not consumed.
 unsafe extern "C" fn drop_versioned(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: called by Python on the capsule, with the GIL.
     if let Some(managed) = unsafe { unconsumed::<Versioned>(capsule, VERSIONED) } {
-        drop(Import::Versioned(managed));
+        // SAFETY: nobody has consumed it, so it is ours.
+        drop(unsafe { Import::of_versioned(managed) });
     }
 }
 
@@ -66,7 +73,8 @@ unsafe extern "C" fn drop_versioned(capsule: *mut pyo3::ffi::PyObject) {
 unsafe extern "C" fn drop_legacy(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: called by Python on the capsule, with the GIL.
     if let Some(managed) = unsafe { unconsumed::<Legacy>(capsule, LEGACY) } {
-        drop(Import::Legacy(managed));
+        // SAFETY: as above.
+        drop(unsafe { Import::of_legacy(managed) });
     }
 }
 

@@ -363,7 +363,11 @@ pub fn export_legacy(view: &TensorView) -> NonNull<Legacy> {
 
 /// A managed tensor of another producer, owned until dropped.
 #[derive(Debug)]
-pub enum Import {
+pub struct Import(Managed);
+
+/// A managed tensor.
+#[derive(Debug)]
+enum Managed {
     /// A tensor with a DLPack version.
     Versioned(NonNull<Versioned>),
     /// A tensor without a version.
@@ -371,13 +375,32 @@ pub enum Import {
 }
 
 impl Import {
-    /// Returns whether the producer allows writes, and they reach its memory.
+    /// Takes a managed tensor with a version.
+    ///
+    /// # Safety
+    /// It is a managed tensor as DLPack defines it, of any version, whose owner gives it up.
     #[must_use]
-    pub fn is_writable(&self) -> bool {
-        match self {
-            // SAFETY: we own the managed tensor.
-            Self::Versioned(managed) => unsafe { managed.as_ref() }.flags & (READ_ONLY | IS_COPIED) == 0,
-            Self::Legacy(_) => true,
+    pub const unsafe fn of_versioned(managed: NonNull<Versioned>) -> Self {
+        Self(Managed::Versioned(managed))
+    }
+
+    /// Takes a managed tensor without a version.
+    ///
+    /// # Safety
+    /// See [`Import::of_versioned`].
+    #[must_use]
+    pub const unsafe fn of_legacy(managed: NonNull<Legacy>) -> Self {
+        Self(Managed::Legacy(managed))
+    }
+
+    /// Returns whether the producer allows writes, and they reach its memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
+    pub fn is_writable(&self) -> Result<bool> {
+        match &self.0 {
+            Managed::Versioned(managed) => Ok(known_version(managed)?.flags & (READ_ONLY | IS_COPIED) == 0),
+            Managed::Legacy(_) => Ok(true),
         }
     }
 
@@ -396,36 +419,39 @@ impl Import {
     /// # Errors
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
     pub fn tensor(&self) -> Result<RawTensor> {
-        match self {
-            Self::Versioned(managed) => {
-                // SAFETY: we own the managed tensor; the version is the first field in every major version.
-                let managed = unsafe { managed.as_ref() };
-                if managed.version.major != VERSION.major {
-                    let Version { major, minor } = managed.version;
-                    return Err(Error::wrong_type(format!(
-                        "a DLPack tensor of version {major}.{minor} cannot be read; known is {}",
-                        VERSION.major
-                    )));
-                }
-                Ok(managed.tensor)
-            }
+        match &self.0 {
+            Managed::Versioned(managed) => Ok(known_version(managed)?.tensor),
             // SAFETY: we own the managed tensor.
-            Self::Legacy(managed) => Ok(unsafe { managed.as_ref() }.tensor),
+            Managed::Legacy(managed) => Ok(unsafe { managed.as_ref() }.tensor),
         }
     }
 }
 
+/// Returns the fields of a managed tensor of an [`Import`], if its version is known.
+fn known_version(managed: &NonNull<Versioned>) -> Result<&Versioned> {
+    // SAFETY: the import owns the managed tensor, and the version is the first field in every major version.
+    let managed = unsafe { managed.as_ref() };
+    if managed.version.major == VERSION.major {
+        return Ok(managed);
+    }
+    let Version { major, minor } = managed.version;
+    Err(Error::wrong_type(format!(
+        "a DLPack tensor of version {major}.{minor} cannot be read; known is {}",
+        VERSION.major
+    )))
+}
+
 impl Drop for Import {
     fn drop(&mut self) {
-        match *self {
-            Self::Versioned(managed) => {
+        match self.0 {
+            Managed::Versioned(managed) => {
                 // SAFETY: we own the managed tensor.
                 if let Some(deleter) = unsafe { managed.as_ref() }.deleter {
                     // SAFETY: this is the drop of its last owner.
                     unsafe { deleter(managed.as_ptr()) };
                 }
             }
-            Self::Legacy(managed) => {
+            Managed::Legacy(managed) => {
                 // SAFETY: we own the managed tensor.
                 if let Some(deleter) = unsafe { managed.as_ref() }.deleter {
                     // SAFETY: this is the drop of its last owner.

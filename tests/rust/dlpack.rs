@@ -62,7 +62,9 @@ fn deleter_frees_memory_on_any_thread() {
     let address = managed.as_ptr().expose_provenance();
     let delete = move || {
         let managed = std::ptr::with_exposed_provenance_mut(address);
-        drop(Import::Versioned(std::ptr::NonNull::new(managed).expect("it was exported")));
+        let managed = std::ptr::NonNull::new(managed).expect("it was exported");
+        // SAFETY: it was exported, and is imported once.
+        drop(unsafe { Import::of_versioned(managed) });
     };
     std::thread::spawn(delete).join().expect("no panic");
     assert_eq!(backend.live_blocks(), 0);
@@ -70,11 +72,13 @@ fn deleter_frees_memory_on_any_thread() {
 
 #[test]
 fn one_index_is_exported_and_read() {
-    let import = Import::Versioned(export_index(7_i64));
+    // SAFETY: it was exported just now.
+    let import = unsafe { Import::of_versioned(export_index(7_i64)) };
     let described = import.borrow().expect("valid");
     assert_eq!((described.dtype(), described.shape().as_slice()), (DType::I64, &[1_i64][..]));
     assert_eq!(read_indices(&described).expect("on the host"), IndexVec::I64(vec![7]));
-    let import = Import::Versioned(export_index(-3_i32));
+    // SAFETY: as above.
+    let import = unsafe { Import::of_versioned(export_index(-3_i32)) };
     assert_eq!(read_indices(&import.borrow().expect("valid")).expect("on the host"), IndexVec::I32(vec![-3]));
 
     let (mut index, mut extent) = (5_i32, 1_i64);

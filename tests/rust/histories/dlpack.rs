@@ -222,10 +222,14 @@ fn receive(source: &mut Source<'_>) {
         1 => {
             let deleter = has_deleter.then_some(end_versioned as unsafe extern "C" fn(*mut Versioned));
             let mut managed = Versioned { version, context, deleter, flags, tensor };
-            let import = Import::Versioned(NonNull::from(&mut managed));
-            // Neither read-only nor copied.
-            assert_eq!(import.is_writable(), flags.trailing_zeros() >= 2);
-            let expected = ensure(version.major == VERSION.major, ErrorKind::Type).and(readable);
+            // SAFETY: it lives until the import is dropped; its pointers are only followed where it is honest.
+            let import = unsafe { Import::of_versioned(NonNull::from(&mut managed)) };
+            let is_known = ensure(version.major == VERSION.major, ErrorKind::Type);
+            if let Some(is_writable) = agree(import.is_writable(), &is_known) {
+                // Neither read-only nor copied.
+                assert_eq!(is_writable, flags.trailing_zeros() >= 2);
+            }
+            let expected = is_known.and(readable);
             if let Some(borrowed) = agree(import.borrow(), &expected) {
                 // SAFETY: the managed tensor is on the stack of this call.
                 read(&borrowed, is_honest, unsafe { &(*ptr::from_ref(&managed)).tensor });
@@ -236,8 +240,9 @@ fn receive(source: &mut Source<'_>) {
         _ => {
             let deleter = has_deleter.then_some(end_legacy as unsafe extern "C" fn(*mut Legacy));
             let mut managed = Legacy { tensor, context, deleter };
-            let import = Import::Legacy(NonNull::from(&mut managed));
-            assert!(import.is_writable());
+            // SAFETY: as above.
+            let import = unsafe { Import::of_legacy(NonNull::from(&mut managed)) };
+            assert!(import.is_writable().expect("it has no version"));
             if let Some(borrowed) = agree(import.borrow(), &readable) {
                 // SAFETY: as above.
                 read(&borrowed, is_honest, unsafe { &(*ptr::from_ref(&managed)).tensor });
@@ -296,19 +301,16 @@ fn cross(source: &mut Source<'_>) {
     let mut imports = Vec::new();
     for _ in 0..source.below(4) {
         imports.push(match source.below(2) {
-            0 => Import::Versioned(export_versioned(&view)),
-            _ => Import::Legacy(export_legacy(&view)),
+            // SAFETY: it was exported just now.
+            0 => unsafe { Import::of_versioned(export_versioned(&view)) },
+            // SAFETY: as above.
+            _ => unsafe { Import::of_legacy(export_legacy(&view)) },
         });
     }
     for import in &imports {
-        let tensor = match import {
-            // SAFETY: the import owns it.
-            Import::Versioned(managed) => unsafe { &managed.as_ref().tensor },
-            // SAFETY: as above.
-            Import::Legacy(managed) => unsafe { &managed.as_ref().tensor },
-        };
+        let tensor = import.tensor().expect("our own");
         // SAFETY: we made it, and it lives.
-        assert!(unsafe { is_view(tensor, &view) });
+        assert!(unsafe { is_view(&tensor, &view) });
         let back = import.borrow().expect("our own");
         assert_eq!((back.dtype(), back.shape(), back.strides()), (dtype, view.shape(), view.strides()));
         assert_eq!(back.address().as_ptr(), view.address());
