@@ -404,6 +404,22 @@ def test_callers_that_say_nothing_do_not_keep_others_out() -> None:
         assert server.next() == b"in"
 
 
+def test_a_connection_whose_thread_cannot_be_started_is_refused(
+    server: RecordingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "kvpool channel" and threading.current_thread() is threading.main_thread():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    with pytest.raises(ChannelError, match="no thread can be started for a connection"):
+        connect(server.address, SECRET)
+    assert "ended" in str(server.next())
+
+
 @pytest.mark.parametrize("content", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(4096)])
 def test_strangers_are_refused(server: RecordingServer, content: bytes) -> None:
     # The server may have closed the connection meanwhile.

@@ -123,7 +123,10 @@ class Channel:
         self._unsent_bytes = 0
         self._lock = threading.Lock()
         self._state = _State.OPEN
-        threading.Thread(target=self._write, name="kvpool channel", daemon=True).start()
+        try:
+            threading.Thread(target=self._write, name="kvpool channel", daemon=True).start()
+        except RuntimeError as error:
+            raise ChannelError(f"no thread can be started for a connection: {error}") from error
 
     @property
     def is_over(self) -> bool:

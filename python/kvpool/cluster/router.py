@@ -288,6 +288,9 @@ class Router(Closing):
         if len(request.tokens) + len(tokens) > request.max_new_tokens:
             self._lose(worker, "it sends more tokens than were asked for")
             return
+        if request.lender != worker.name:
+            # The rows have arrived, or the worker has computed the prompt without them.
+            self._end_lease(request)
         request.tokens += tokens
         if request.is_complete:
             self._release(request)

@@ -131,7 +131,11 @@ class Worker:
         """
         received: queue.SimpleQueue[ToWorker | ChannelError] = queue.SimpleQueue()
         listener = threading.Thread(target=_listen, args=(channel, received), daemon=True)
-        listener.start()
+        try:
+            listener.start()
+        except RuntimeError as error:
+            channel.close()
+            raise ChannelError(f"no thread can be started for a connection: {error}") from error
         try:
             _send(channel, self._join)
             is_busy = False
