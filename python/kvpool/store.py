@@ -64,9 +64,10 @@ class Store(Closing):
             threading.Thread(target=_serve, args=(get, here, self._ends), name="kvpool-store", daemon=True)
             for get in (self._queue.next_read, self._queue.next_write)
         ]
+        # Before the threads: if one cannot be started, those that run end with the store.
+        weakref.finalize(self, _end, self._queue, self._ends, self._threads)
         for thread in self._threads:
             thread.start()
-        weakref.finalize(self, _end, self._queue, self._ends, self._threads)
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
@@ -129,7 +130,8 @@ def _end(queue: _StoreQueue, ends: threading.Event, threads: list[threading.Thre
     if not threading.main_thread().is_alive():
         # No thread may enter the interpreter after this. One in a method of its store may not end in time.
         for thread in threads:
-            thread.join(1.0)
+            if thread.ident is not None:  # it was started
+                thread.join(1.0)
 
 
 def _serve(get: Callable[[], _StoreCall | None], store: weakref.ref[Store], ends: threading.Event) -> None:

@@ -84,7 +84,8 @@ class Workspace(_Workspace):
             refused = error
             raise
         finally:
-            torch.set_num_threads(threads)
+            if self.num_threads is not None:
+                torch.set_num_threads(threads)
             words = self._leave()
             if refused is not None and words is not None:
                 raise WorkspaceExhaustedError(words) from refused

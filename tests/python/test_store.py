@@ -494,6 +494,24 @@ def test_threads_publish_and_fetch_at_once(device: str, tmp_path: Path) -> None:
         other.end()
 
 
+def test_a_store_that_cannot_start_all_of_its_threads_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, threads = threading.Thread.start, list[threading.Thread]()
+
+    def start_one(thread: threading.Thread) -> None:
+        if thread.name == "kvpool-store":
+            threads.append(thread)
+            if len(threads) > 1:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Memory()
+    gc.collect()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+
+
 @needs_fork
 def test_a_child_of_a_fork_has_nothing_to_wait_for(tmp_path: Path) -> None:
     with files(tmp_path) as store:

@@ -385,6 +385,16 @@ def test_use_sets_threads_and_puts_them_back() -> None:
     assert torch.get_num_threads() == threads
 
 
+def test_use_keeps_threads_that_it_did_not_set() -> None:
+    threads = torch.get_num_threads()
+    try:
+        with make(8 * MIB).use():
+            torch.set_num_threads(threads + 1)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+
+
 # Streams
 
 
