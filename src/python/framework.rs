@@ -94,7 +94,7 @@ impl<'a> TensorDescription<'a> {
 /// An exchange table, which lives as long as the process.
 pub(super) struct Api(NonNull<ExchangeApi>);
 
-// SAFETY: the table is constant, and its functions are called with the GIL.
+// SAFETY: the table is constant, and its functions are called on threads that are attached to the interpreter.
 unsafe impl Send for Api {}
 // SAFETY: as above.
 unsafe impl Sync for Api {}
@@ -173,7 +173,7 @@ impl Torch {
         let Exchange::Table(api) = &self.exchange else { return self.describe_by_capsule(tensor) };
         let describe = api.table().describe_object.expect("a table without it is not used");
         let mut raw = MaybeUninit::<RawTensor>::zeroed();
-        // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and
+        // SAFETY: the thread is attached, `tensor` is a tensor of the framework that published the function, and
         // `raw` is room for one description.
         if unsafe { describe(tensor.as_ptr().cast(), raw.as_mut_ptr()) } != 0 {
             return Err(unreadable_tensor_error(tensor.py(), &fetch(tensor.py())));
@@ -231,7 +231,7 @@ impl Torch {
         };
         let raw = raw_device(device);
         let mut stream: *mut c_void = ptr::null_mut();
-        // SAFETY: the GIL is held, and `stream` is room for one handle.
+        // SAFETY: the thread is attached, and `stream` is room for one handle.
         if unsafe { current(raw.kind, raw.ordinal, &raw mut stream) } != 0 {
             return Err(fetch(py));
         }
