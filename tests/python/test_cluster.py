@@ -370,6 +370,19 @@ def test_a_request_that_is_refused_after_its_prompt_gives_the_slots_back() -> No
             reader.check()
 
 
+def test_rows_that_the_next_worker_cannot_read_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "_incoming", lambda *_: None)
+    with cluster(1, 1) as (router, members):
+        request = router.submit([1] * 40, 10)
+        router.run()
+        assert request.tokens == expected(request)
+        lender = members["prefill-0"].endpoint
+        wait_until(router, lambda: lender.stats()["leases"] == 0)
+        assert (router.stats()["handed_over"], lender.stats()["expired"]) == (1, 0)
+    for member in members.values():
+        member.check()
+
+
 def test_a_request_that_nobody_can_serve_fails() -> None:
     with cluster(1, 1) as (router, _members):
         request = router.submit([1] * 100, 100)

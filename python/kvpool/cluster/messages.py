@@ -140,12 +140,14 @@ class Report(_Message):
             lent.
         failed: Attempts that cannot be served, with the reasons.
         stats: The statistics of the engine, in one report each `report_s` of the worker; otherwise empty.
+        unread: Attempts for which rows are lent that the worker does not read.
     """
 
     tokens: list[tuple[_Number, _Tokens]] = []
     lent: list[tuple[_Number, _Bytes | None]] = []
     failed: list[tuple[_Number, _Text]] = []
     stats: Annotated[dict[_Text, int], msgspec.Meta(max_length=256)] | None = None
+    unread: list[_Number] = []
 
 
 ToRouter: TypeAlias = Join | Report

@@ -276,6 +276,10 @@ class Router(Closing):
                 self._release(request)
                 request.lent, request.lender = number, worker.name
                 self._lent.append((request, ticket))
+        for number in report.unread:
+            request = worker.attempts.get(number)
+            if request is not None:
+                self._end_lease(request)
         for number, reason in report.failed:
             request = worker.attempts.get(number)
             if request is not None:
@@ -288,9 +292,6 @@ class Router(Closing):
         if len(request.tokens) + len(tokens) > request.max_new_tokens:
             self._lose(worker, "it sends more tokens than were asked for")
             return
-        if request.lender != worker.name:
-            # The rows have arrived, or the worker has computed the prompt without them.
-            self._end_lease(request)
         request.tokens += tokens
         if request.is_complete:
             self._release(request)

@@ -199,8 +199,10 @@ class Worker:
             move = Outgoing(
                 self._endpoint, self._lease_s, lambda ticket: self._report.lent.append((number, ticket))
             )
-        elif work.ticket is not None and work.peer in self._peers:
-            move = self._incoming(work.peer, work.ticket)
+        elif work.ticket is not None:
+            move = self._incoming(work.peer, work.ticket) if work.peer in self._peers else None
+            if move is None:
+                self._report.unread.append(number)
         return self._engine.submit(
             work.prompt,
             work.max_new_tokens,
@@ -224,7 +226,7 @@ class Worker:
         """Send the events since the last report, and each `report_s` the statistics of the engine."""
         report, now = self._report, time.monotonic()
         is_due = now - self._reported >= self._report_s
-        if not (is_due or report.tokens or report.lent or report.failed):
+        if not (is_due or report.tokens or report.lent or report.failed or report.unread):
             return
         self._report = Report()
         if is_due:

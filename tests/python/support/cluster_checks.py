@@ -19,7 +19,7 @@ SAMPLES: list[messages.ToRouter | messages.ToWorker] = [
     Work(7, [1, 2, 3], [4], 9, [5], 0.7, 5, 0.9, 11, "a", None, True),
     Work(8, [1], [], 2, namespace_bytes=b"b", peer="prefill-0", ticket=b"ticket"),
     Abort(7),
-    Report([(7, [4, 5])], [(7, b"ticket"), (8, None)], [(9, "too long")], {"running": 1}),
+    Report([(7, [4, 5])], [(7, b"ticket"), (8, None)], [(9, "too long")], {"running": 1}, [7, 8]),
 ]
 
 _KINDS: list[Callable[[bytes], messages.ToRouter | messages.ToWorker]] = [
