@@ -7,6 +7,7 @@ mod blocking;
 pub(crate) mod bounded;
 mod device;
 mod dtype;
+mod epoch;
 mod error;
 mod fallible;
 mod fork_gate;
@@ -24,6 +25,7 @@ pub use blocking::{
 };
 pub use device::Device;
 pub use dtype::{DType, IndexDType};
+pub use epoch::Epoch;
 pub use error::{Error, ErrorKind, Facts, Result};
 pub use fallible::{try_push, try_with_capacity, try_zeros};
 pub use fork_gate::{ForkGate, close_fork_gate, open_fork_gate};

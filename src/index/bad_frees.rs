@@ -26,6 +26,10 @@ pub enum BadFree {
     Foreign,
     /// The index belongs to the prefix cache, which frees it when it evicts the page.
     Cached,
+    /// The caller's hold of the index ended with an earlier free. It was handed out again since.
+    Stale,
+    /// Another owner than the one that the call names holds the index.
+    OtherOwner,
 }
 
 impl BadFree {
@@ -39,6 +43,8 @@ impl BadFree {
             Self::StillReferenced => "still referenced",
             Self::Foreign => "of another pool",
             Self::Cached => "owned by the prefix cache",
+            Self::Stale => "freed earlier, and handed out again since",
+            Self::OtherOwner => "held by another owner",
         }
     }
 }

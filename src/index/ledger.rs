@@ -355,6 +355,14 @@ impl Ledger {
         first.into_iter().chain(self.more.get(&index).into_iter().flatten()).cloned().collect()
     }
 
+    /// Returns whether `index` has holders, and all of them are known to be others than `owner`.
+    #[must_use]
+    pub fn is_held_by_others(&self, index: u32, owner: &Owner) -> bool {
+        let holders = self.holders(index);
+        let is_other = |holder: &Arc<CallRecord>| holder.owner.as_ref().is_some_and(|held| held != owner);
+        !holders.is_empty() && holders.iter().all(is_other)
+    }
+
     /// Describes the last take of `index`, its holders and its free. Returns `None` if it was never taken.
     #[must_use]
     pub fn history(&self, index: u32) -> Option<String> {
@@ -440,6 +448,16 @@ impl OptionalLedger {
         if let Some(ledger) = &mut self.0 {
             ledger.remove_holder(index);
         }
+    }
+
+    /// Returns the owner that the call in progress names, if there is a ledger.
+    pub(super) fn named_owner(&self) -> Option<Owner> {
+        self.get().and_then(|_| CallRecord::current().owner.clone())
+    }
+
+    /// Returns whether `index` is known to be held by others than `owner`.
+    pub(super) fn is_held_by_others(&self, index: u32, owner: &Owner) -> bool {
+        self.get().is_some_and(|ledger| ledger.is_held_by_others(index, owner))
     }
 
     /// Attributes the values that were added to an open group last, which now has `count` values, to the call

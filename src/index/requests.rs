@@ -10,7 +10,7 @@ use crate::base::{
     Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, try_with_capacity, widen,
 };
 
-use super::{Ledgered, OnBadFree, PageList, RowTable, Run, SlotAllocator};
+use super::{Ledgered, Moment, OnBadFree, PageList, RowTable, Run, SlotAllocator};
 
 /// The number of slots in a page. A power of two divides positions by a shift, which pays several times per
 /// request.
@@ -81,6 +81,10 @@ struct Request {
     pages: PageList,
     /// The last batch with this request.
     batch: u64,
+    /// The moment when the first page was taken.
+    since: Moment,
+    /// The number of tokens whose slots ended when the allocator was cleared; 0 if it grew again.
+    cleared: u32,
 }
 
 impl Request {
@@ -88,7 +92,25 @@ impl Request {
 
     /// Creates a request without tokens.
     fn new(generation: u32, batch: u64) -> Self {
-        Self { generation, len: 0, unwritten: Self::WRITTEN, leased: 0, pages: PageList::default(), batch }
+        Self {
+            generation,
+            len: 0,
+            unwritten: Self::WRITTEN,
+            leased: 0,
+            pages: PageList::default(),
+            batch,
+            since: Moment::default(),
+            cleared: 0,
+        }
+    }
+}
+
+impl Request {
+    /// Returns what the request of `row` had, if it had tokens.
+    fn abandoned(self, row: RequestRow) -> Option<AbandonedRequest> {
+        let Self { len, leased, pages, since, .. } = self;
+        let pages = pages.iter_from(widen(leased)).collect();
+        (len > 0).then_some(AbandonedRequest { row, len, pages, since })
     }
 }
 
@@ -139,6 +161,19 @@ impl Growth {
     }
 }
 
+/// The own pages of a request whose row was freed without them.
+#[derive(Clone, Debug)]
+pub struct AbandonedRequest {
+    /// The row that the request had.
+    pub row: RequestRow,
+    /// The number of tokens that had slots.
+    pub len: u32,
+    /// The pages that the request owned.
+    pub pages: Vec<Page>,
+    /// The moment when the first of them was taken.
+    pub since: Moment,
+}
+
 /// The pages of every request, from which tables and metadata are built.
 ///
 /// Pages are filled from their first slot on: position `i` of a request is slot `pages[i / page_size] *
@@ -164,6 +199,8 @@ pub struct Requests {
     page_size: PageSize,
     /// The number of batches so far.
     batches: u64,
+    /// Requests whose rows were freed without their pages.
+    abandoned: Vec<AbandonedRequest>,
 }
 
 impl Requests {
@@ -171,7 +208,7 @@ impl Requests {
     #[must_use]
     pub fn new(rows: usize, slots: &SlotAllocator) -> Self {
         let page_size = PageSize::new(slots.slots_of_a_page());
-        Self { by_row: vec![Request::new(0, 0); rows], page_size, batches: 0 }
+        Self { by_row: vec![Request::new(0, 0); rows], page_size, batches: 0, abandoned: Vec::new() }
     }
 
     /// Returns the number of slots in a page.
@@ -243,10 +280,55 @@ impl Requests {
             request.batch = self.batches;
             let generation = rows.generation(row);
             if request.generation != generation {
-                *request = Request::new(generation, request.batch);
+                let before = std::mem::replace(request, Request::new(generation, self.batches));
+                self.abandoned.extend(before.abandoned(row));
             }
         }
         Ok(resolved)
+    }
+
+    /// Ends the tokens of all requests: the allocator of their slots was cleared.
+    pub fn clear(&mut self) {
+        self.abandoned.clear();
+        for request in &mut self.by_row {
+            let cleared = request.len.max(request.cleared);
+            *request = Request { cleared, ..Request::new(request.generation, request.batch) };
+        }
+    }
+
+    /// Returns the number of tokens whose slots ended when the allocator was cleared, unless the request has
+    /// grown since.
+    #[must_use]
+    pub fn cleared(&self, row: RequestRow) -> u32 {
+        self.request(row).cleared
+    }
+
+    /// Finds the requests whose rows were freed by another call, and whose pages were not.
+    pub fn find_abandoned(&mut self, rows: &RowTable<RequestRow>) {
+        for (row, request) in (0..).map(RequestRow::new).zip(&mut self.by_row) {
+            if request.len > 0 && !(rows.rows().is_live(row) && rows.generation(row) == request.generation) {
+                let over = Request::new(request.generation, request.batch);
+                self.abandoned.extend(std::mem::replace(request, over).abandoned(row));
+            }
+        }
+    }
+
+    /// Returns whether there are abandoned requests.
+    #[must_use]
+    pub const fn has_abandoned(&self) -> bool {
+        !self.abandoned.is_empty()
+    }
+
+    /// Returns the abandoned requests.
+    #[must_use]
+    pub fn abandoned(&self) -> &[AbandonedRequest] {
+        &self.abandoned
+    }
+
+    /// Takes the abandoned requests.
+    #[must_use]
+    pub fn take_abandoned(&mut self) -> Vec<AbandonedRequest> {
+        std::mem::take(&mut self.abandoned)
     }
 
     /// Returns the growth of a request of the batch from `prefix` to `seq` tokens. Returns `None` when it
@@ -273,6 +355,9 @@ impl Requests {
     #[cold]
     #[must_use]
     pub fn growth_error(&self, GrowthRequest { position, row, prefix, seq }: GrowthRequest) -> Error {
+        if let Some(error) = self.cleared_error(position, row) {
+            return error;
+        }
         let text = if self.lengths(row, prefix, seq).is_some() {
             let len = self.len(row);
             format!("has {len} tokens with slots; it cannot grow from {prefix} to {seq}")
@@ -280,6 +365,18 @@ impl Requests {
             format!("grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}", i32::MAX)
         };
         Error::config(format!("request row {row} at position {position} {text}"))
+    }
+
+    /// Returns the error for a request that has no tokens because the allocator was cleared.
+    #[cold]
+    #[must_use]
+    pub fn cleared_error(&self, position: usize, row: RequestRow) -> Option<Error> {
+        let cleared = self.cleared(row);
+        let text = format!(
+            "the {cleared} tokens of request row {row} at position {position} ended when the allocator was cleared or \
+             resized; extend the request from 0 tokens, or finish it"
+        );
+        (cleared > 0).then(|| Error::new(ErrorKind::StaleBuffer, text))
     }
 
     /// Works like [`Requests::growth`], for a new request with a cached prefix in `slots`. Also returns their
@@ -413,8 +510,12 @@ impl Requests {
             return Ok(false);
         }
         let mut prefixes = prefixes.iter_mut();
+        let now = slots.now();
         for &growth in batch {
             let request = self.request_mut(growth.row);
+            if growth.had == 0 {
+                request.since = now;
+            }
             if growth.had < growth.prefix {
                 let pages = std::mem::take(*prefixes.next().expect("each cached prefix has its pages"));
                 match reservation.filter(|_| !growth.is_leased) {
@@ -470,6 +571,9 @@ impl Requests {
     ) -> Result<u32> {
         let has = self.len(row);
         let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has) else {
+            if let Some(error) = self.cleared_error(position, row) {
+                return Err(error);
+            }
             return Err(Error::config(format!(
                 "request row {row} at position {position} has {has} tokens with slots; it cannot be cut to {len}"
             )));
@@ -523,8 +627,10 @@ impl Requests {
                 first..first + rest
             })
         };
+        let now = slots.now();
         let request = self.request_mut(dst);
         (request.len, request.pages, request.leased) = (len, pages, narrow(leased));
+        request.since = now;
         Ok(Some(copied))
     }
 
@@ -543,7 +649,8 @@ impl Requests {
     /// Records that the table has all slots of the requests of a batch.
     pub fn record_written(&mut self, batch: &[Growth]) {
         for growth in batch {
-            self.request_mut(growth.row).unwritten = Request::WRITTEN;
+            let request = self.request_mut(growth.row);
+            (request.unwritten, request.cleared) = (Request::WRITTEN, 0);
         }
     }
 

@@ -9,12 +9,13 @@ mod page_runs;
 
 use crate::base::bounded::narrow;
 use crate::base::{
-    Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, try_with_capacity, widen,
+    Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, try_with_capacity, widen,
 };
 
 use super::Bitmap;
 use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
 use super::free_list::{FencedIndices, Fit, FreeList, Order, Run};
+use super::free_times::{FreeTimes, Moment};
 use super::owners::{Owners, SharingReservation};
 
 /// Identifies a fenced free until its fence has passed.
@@ -76,11 +77,36 @@ pub struct SlotAllocator {
     /// Pages that the free in progress has listed already. Empty between calls, and with `page_size == 1`.
     named: Bitmap,
     owners: Owners,
+    /// When pages were freed.
+    free_times: FreeTimes,
     /// The fenced frees and their fences.
     fences: Vec<(FenceId, FencedFree)>,
     next_fence: u64,
+    /// The current period between two clears.
+    epoch: Epoch,
     group: Option<Group>,
     dropped_frees: usize,
+}
+
+/// What a caller knows of values that it frees: a list in which they were handed out to it.
+///
+/// With it, a free is told from a stale one, of pages that were freed and handed out again since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// The moment when the pages were taken.
+    pub since: Moment,
+    /// Whether a free of the whole list has ended the hold.
+    pub is_over: bool,
+    /// Whether the values are the whole list as it was handed out, and no other list has their pages. The
+    /// caller then records the end of the hold itself, which costs less than to record it for each page.
+    pub is_whole: bool,
+}
+
+impl Held {
+    /// Returns whether a caller with this hold no longer has `page`, which is in use, in `slots`.
+    fn is_stale(self, page: Page, slots: &SlotAllocator) -> bool {
+        self.is_over || slots.is_freed_since(page, self.since)
+    }
 }
 
 /// The pages of one fenced free.
@@ -123,8 +149,10 @@ impl SlotAllocator {
             page_size,
             named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 })?,
             owners: Owners::new()?,
+            free_times: FreeTimes::new(count + 1)?,
             fences: Vec::new(),
             next_fence: 0,
+            epoch: Epoch::default(),
             group: None,
             dropped_frees: 0,
         })
@@ -184,7 +212,7 @@ impl SlotAllocator {
             fenced: (self.pages.fenced() + self.owners.unowned()) * self.page_size(),
             shared: self.owners.shared() * self.page_size(),
             cached: self.owners.cached() * self.page_size(),
-            bytes: self.pages.bytes() + self.named.bytes() + self.owners.bytes(),
+            bytes: self.pages.bytes() + self.named.bytes() + self.owners.bytes() + self.free_times.bytes(),
         }
     }
 
@@ -411,6 +439,19 @@ impl SlotAllocator {
         self.pages.is_live(page) && self.owners.is_owned(page)
     }
 
+    /// Returns the current moment, after all frees so far: what is taken now is taken at it.
+    #[must_use]
+    pub const fn now(&self) -> Moment {
+        self.free_times.now()
+    }
+
+    /// Returns whether the ownership of `page`, any number, has ended since `moment`. A free of a whole
+    /// [hold](Held) does not count.
+    #[must_use]
+    pub fn is_freed_since(&self, page: Page, moment: Moment) -> bool {
+        self.free_times.is_freed_since(page.number(), moment)
+    }
+
     /// Returns whether the cache is the only owner of `page`.
     pub(super) fn is_only_cached(&self, page: Page) -> bool {
         self.owners.is_cached(page) && !self.owners.is_in_use(page)
@@ -451,8 +492,16 @@ impl SlotAllocator {
         self.pages.merge();
     }
 
-    /// Frees every slot, closes groups and forgets fences.
+    /// Returns the current epoch, which [`SlotAllocator::clear`] ends.
+    #[must_use]
+    pub const fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Frees every slot, closes groups and forgets fences. A new epoch begins.
     pub fn clear(&mut self) {
+        self.epoch = self.epoch.next();
+        self.free_times.record_all(None);
         self.pages.clear();
         self.owners.clear();
         self.fences.clear();

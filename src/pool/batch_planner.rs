@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Error, IndexVec, Page, RequestRow, Result};
+use crate::base::{Device, Error, IndexVec, Page, RequestRow, Result, widen};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
@@ -21,8 +21,8 @@ pub use self::plan::{Field, Plan, PlannerConfig};
 use self::state::{PlannerState, Pools, Release};
 use super::prefix_cache::{LeaseKeeper, LeasedRequest, LeasingRequest};
 use super::req_to_token_pool::RequestTable;
-use super::shortage::TakeResult;
-use super::{Fence, Lease, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
+use super::shortage::{Obtainable, Reclaim, TakeResult};
+use super::{Fence, Lease, Notice, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
 
 /// The requests of a batch.
 #[derive(Clone, Copy, Debug)]
@@ -119,7 +119,10 @@ impl BatchPlanner {
     ) -> Result<Arc<Self>> {
         let state = PlannerState::new(config, backend, &slots.lock(), &table.lock())?;
         let (state, config, device) = (RankedMutex::new(LockRank::Planner, state), *config, backend.device());
-        Ok(Arc::new_cyclic(|me| Self { me: me.clone(), state, slots, table, config, device }))
+        let planner = Arc::new_cyclic(|me| Self { me: me.clone(), state, slots, table, config, device });
+        let reclaim: Arc<dyn Reclaim> = planner.clone();
+        planner.slots.on_shortage(&reclaim);
+        Ok(planner)
     }
 
     /// Returns the sizes of the planner.
@@ -149,7 +152,7 @@ impl BatchPlanner {
     /// Requests that have slots, and their tokens.
     #[must_use]
     pub fn totals(&self) -> (usize, usize) {
-        let (state, table) = (self.state.lock(), self.table.lock());
+        let (state, table) = (self.state(Stream::DEFAULT), self.table.lock());
         state.totals(&table)
     }
 
@@ -160,7 +163,7 @@ impl BatchPlanner {
     ///
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn seq_len(&self, row: i64) -> Result<u32> {
-        let (mut state, table) = (self.state.lock(), self.table.lock());
+        let (mut state, table) = (self.state(Stream::DEFAULT), self.table.lock());
         state.seq_len(row, &table)
     }
 
@@ -200,7 +203,7 @@ impl BatchPlanner {
 
     /// Returns the rows of live requests.
     fn resolve(&self, rows: &IndexVec) -> Result<Vec<RequestRow>> {
-        let (mut state, table) = (self.state.lock(), self.table.lock());
+        let (mut state, table) = (self.state(Stream::DEFAULT), self.table.lock());
         state.resolve(rows, &table)
     }
 
@@ -287,7 +290,7 @@ impl BatchPlanner {
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
         let (leased, row) = {
-            let (mut state, table) = (self.state.lock(), self.table.lock());
+            let (mut state, table) = (self.state(stream), self.table.lock());
             let rows = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
             (state.leases.of(rows[0], &table).cloned(), rows[1])
         };
@@ -315,7 +318,7 @@ impl BatchPlanner {
     ///
     /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        self.state.lock().host_field(plan, field)
+        self.state(Stream::DEFAULT).host_field(plan, field)
     }
 
     /// Calls `take` under the locks, with the allocator's handling of shortage.
@@ -325,10 +328,11 @@ impl BatchPlanner {
         mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<TakeResult<T>>,
     ) -> Result<Option<T>> {
         self.make_room()?;
-        self.retire_freed(stream);
+        self.retire_freed(stream)?;
         let mut retired = Vec::new();
         let taken = self.slots.alloc_with(stream, |slots| {
             let (mut state, mut table) = (self.state.lock(), self.table.lock());
+            state.enter(slots.epoch(), stream);
             let taken = take(&mut state, Pools { slots, table: &mut table });
             retired.append(&mut state.leases.take_retired());
             taken
@@ -345,10 +349,11 @@ impl BatchPlanner {
         stream: Stream,
         give: impl FnOnce(&mut PlannerState, Pools<'_>, Release<'_>) -> Result<R>,
     ) -> Result<R> {
-        self.retire_freed(stream);
+        self.retire_freed(stream)?;
         let mut leases = Vec::new();
         let given = self.slots.free_with(after, stream, |slots, fence| {
             let (mut state, mut table) = (self.state.lock(), self.table.lock());
+            state.enter(slots.epoch(), stream);
             let release = Release { fence, leases: &mut leases, stream };
             give(&mut state, Pools { slots, table: &mut table }, release)
         });
@@ -357,20 +362,55 @@ impl BatchPlanner {
         given
     }
 
-    /// Ends the leases of requests whose rows were freed by another call.
-    fn retire_freed(&self, stream: Stream) {
-        let retired = {
-            let (mut state, table) = (self.state.lock(), self.table.lock());
-            state.leases.retire_freed(&table, stream);
-            state.leases.take_retired()
+    /// Locks the state, which has ended the requests of earlier epochs of the allocator.
+    fn state(&self, stream: Stream) -> RankedGuard<'_, PlannerState> {
+        let epoch = self.slots.lock().epoch();
+        let mut state = self.state.lock();
+        state.enter(epoch, stream);
+        state
+    }
+
+    /// Ends the leases of requests whose rows were freed by another call, and gives their pages back. Returns
+    /// how many pages that were.
+    fn retire_freed(&self, stream: Stream) -> Result<usize> {
+        let (retired, has_abandoned) = {
+            let (mut state, table) = (self.state(stream), self.table.lock());
+            state.retire_freed(&table, stream);
+            (state.leases.take_retired(), state.requests().has_abandoned())
         };
         // Without locks: leases end in the cache.
         drop(retired);
+        if !has_abandoned {
+            return Ok(0);
+        }
+        let abandoned = self.slots.freeing(self.slots.lock(), stream, |slots| {
+            let (mut state, table) = (self.state.lock(), self.table.lock());
+            state.enter(slots.epoch(), stream);
+            state.give_back_abandoned(slots, &table)
+        })?;
+        for (request, pages) in &abandoned {
+            self.slots.notify(Notice::Abandoned(request, *pages));
+        }
+        Ok(abandoned.iter().map(|(_, pages)| pages).sum())
     }
 
     /// Waits, without locks, if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
         make_room(self.config.max_tokens, |numbers| self.state.lock().metadata().backpressure_event(numbers))
+    }
+}
+
+/// Frees the pages of requests whose rows were freed without them.
+impl Reclaim for BatchPlanner {
+    fn obtainable(&self, stream: Stream) -> Obtainable {
+        let (mut state, table) = (self.state(stream), self.table.lock());
+        state.retire_freed(&table, stream);
+        let pages: usize = state.requests().abandoned().iter().map(|request| request.pages.len()).sum();
+        Obtainable { at_once: pages * widen(state.requests().page_size().slots()), behind_fences: 0 }
+    }
+
+    fn reclaim(&self, _slots: usize, stream: Stream) -> Result<usize> {
+        Ok(self.retire_freed(stream)? * self.slots.page_size())
     }
 }
 

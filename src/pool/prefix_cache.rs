@@ -175,7 +175,7 @@ impl PrefixCache {
         });
         let below = below.transpose()?;
         let tree = new_tree(&config, &allocator, resume_at(states.as_ref()), below.as_ref());
-        let clears = allocator.lock().clears();
+        let clears = allocator.lock().epoch();
         let cache = CacheState {
             tree,
             counts: PrefixCounts::default(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, try_with_capacity};
+use crate::base::{Epoch, Error, ErrorKind, Id, IndexVec, Page, Result, try_with_capacity};
 use crate::cache::{
     BlockTokens, Cause, Evicted, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, ResumeAt, Tokens,
     Tree, TreeStats,
@@ -102,7 +102,7 @@ struct TreeState {
     /// The root node, which is the end of the empty prefix.
     root: NodeHandle,
     /// The number of times that the allocator had been cleared.
-    clears: u64,
+    clears: Epoch,
     /// Nodes that were removed when the allocator was cleared, for the next report.
     unreported: Vec<NodeHandle>,
 }
@@ -121,7 +121,7 @@ impl PrefixTree {
                  1, or no allocator"
             )));
         }
-        let clears = allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
+        let clears = allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
         let mut tree = new_tree(&config, allocator.as_deref());
         let root = tree.keep_root();
         let owner = Owner::Text(config.name.clone());
@@ -327,7 +327,7 @@ impl PrefixTree {
         let cached = state.tree.stats().cached;
         let owned = self.allocator.as_ref().map_or(cached, |allocator| {
             let slots = allocator.lock();
-            if slots.clears() == state.clears { slots.stats().cached } else { cached }
+            if slots.epoch() == state.clears { slots.stats().cached } else { cached }
         });
         let fault = state.tree.broken_invariant().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the tree owns {owned}"))
@@ -363,7 +363,7 @@ impl PrefixTree {
 
     /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned`
     /// ones.
-    fn take(&self, slots: &AllocatorCall<'_>, clears: u64, new: &[Page], returned: &[Page]) -> Result<()> {
+    fn take(&self, slots: &AllocatorCall<'_>, clears: Epoch, new: &[Page], returned: &[Page]) -> Result<()> {
         let taken = slots.change(clears, |slots| {
             let returned_runs: Vec<_> = returned.iter().map(|&start| Run { start, len: 1 }).collect();
             slots.slots_mut().retain(&returned_runs)?;
@@ -384,7 +384,7 @@ impl PrefixTree {
 
     /// Returns slots of the tree to the allocator. Returns the number of slots that became free; `None` if
     /// the allocator has been cleared more than `clears` times and so has them already.
-    fn give_back(&self, slots: Option<&AllocatorCall<'_>>, clears: u64, pages: &[Page]) -> Option<usize> {
+    fn give_back(&self, slots: Option<&AllocatorCall<'_>>, clears: Epoch, pages: &[Page]) -> Option<usize> {
         let Some(slots) = slots else { return Some(pages.len()) };
         let freed = slots.change(clears, |slots| {
             let before = slots.slots().available();
@@ -397,7 +397,7 @@ impl PrefixTree {
     /// Locks the tree, which is emptied if the allocator was cleared.
     fn current(&self, _stream: Stream) -> RankedGuard<'_, TreeState> {
         let mut state = self.state.lock();
-        let clears = self.allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
+        let clears = self.allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
         if state.clears != clears {
             state.clears = clears;
             let removed_nodes = state.tree.handles();

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use crate::base::bounded::narrow;
 use crate::base::{
-    Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
+    Device, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
     try_with_capacity, widen,
 };
 use crate::index::{
@@ -44,8 +44,6 @@ pub(super) struct SlotTensors {
     runs: Vec<Run<Page>>,
     on_bad_free: OnBadFree,
     index_dtype: IndexDType,
-    /// The number of clears. A clear ends the ownership of all slots that were taken before.
-    clears: u64,
     /// Copies to slots in use. Some of them may be over.
     writers: Vec<Arc<Transfer>>,
     /// Pools whose rows are poisoned when their slots become free.
@@ -107,7 +105,6 @@ impl SlotTensors {
             runs: Vec::new(),
             on_bad_free,
             index_dtype,
-            clears: 0,
             writers: Vec::new(),
             poisoned: Vec::new(),
         })
@@ -367,8 +364,7 @@ impl SlotTensors {
         for kv in self.poisoned.iter().filter_map(Weak::upgrade) {
             other.poison_freed(&kv);
         }
-        other.clears = self.clears;
-        other.slots.number_fences_after(&self.slots);
+        other.slots.continue_after(&self.slots);
         std::mem::replace(self, other)
     }
 
@@ -396,9 +392,10 @@ impl SlotTensors {
         }
     }
 
-    /// Returns the number of times that it was cleared.
-    pub(super) const fn clears(&self) -> u64 {
-        self.clears
+    /// Returns the current epoch. A clear ends it, and with it the ownership of all slots that were taken
+    /// before.
+    pub(super) fn epoch(&self) -> Epoch {
+        self.slots.epoch()
     }
 
     /// Returns unused slots to the pool, except those in `continued` pages.
@@ -434,7 +431,6 @@ impl SlotTensors {
         let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
         keeps.extend(self.deferred.clear());
         self.slots.clear();
-        self.clears += 1;
         (keeps, self.fences.take_all())
     }
 

@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking};
+use crate::base::{Device, Epoch, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking};
 use crate::index::{
-    BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats, ascending_runs,
+    AbandonedRequest, BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats, ascending_runs,
 };
 use crate::kernels::Indices;
 use crate::memory::{Backend, BorrowedTensor, Gpu, Keep, Stream};
@@ -132,6 +132,8 @@ pub enum Notice<'a> {
     BadFrees(&'a BadFrees, usize),
     /// Freed rows could not be poisoned.
     NotPoisoned(&'a Error),
+    /// The row of a planner's request was freed without its planner; the number of pages that went back.
+    Abandoned(&'a AbandonedRequest, usize),
 }
 
 /// A callback for notices, called without locks.
@@ -187,8 +189,8 @@ impl TokenToKvPoolAllocator {
         .map(|_| granted)
     }
 
-    /// Takes `count` pages for a prefix cache, the `owner`. `None` if there are not enough, or the slots were
-    /// cleared since they had been `clears` times.
+    /// Takes `count` pages for a prefix cache, the `owner`. `None` if there are not enough, or `epoch` is
+    /// over.
     ///
     /// # Errors
     /// See [`Self::poll`]. Nothing is taken.
@@ -196,11 +198,11 @@ impl TokenToKvPoolAllocator {
         &self,
         count: usize,
         owner: &Owner,
-        clears: u64,
+        epoch: Epoch,
         stream: Stream,
     ) -> Result<Option<Vec<Page>>> {
         let take = |slots: &mut SlotTensors| {
-            if slots.clears() != clears {
+            if slots.epoch() != epoch {
                 return Ok(Ok(None));
             }
             Ok(slots.take_cached_pages(count, owner)?.map(Some))
@@ -503,7 +505,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Passes on a notice. The caller must hold no lock.
-    fn notify(&self, notice: Notice<'_>) {
+    pub(super) fn notify(&self, notice: Notice<'_>) {
         if let Some(on_notice) = &self.on_notice {
             on_notice(notice);
         }

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 
 use crate::base::{Device, Id, IndexDType, Slot};
-use crate::index::{BadFrees, Fit};
+use crate::index::{AbandonedRequest, BadFrees, Fit};
 use crate::kernels::Indices;
 use crate::memory::{Keep, Stream};
 use crate::pool::{AllocatorConfig, FreedAs, Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
@@ -141,8 +141,21 @@ fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
         Python::attach(|py| match notice {
             Notice::BadFrees(bad, given) => reporter.bad_frees(py, bad, Slot::NOUN, given, debug),
             Notice::NotPoisoned(error) => warn(py, &format!("freed rows are not poisoned: {error}")),
+            Notice::Abandoned(request, pages) => warn(py, &describe_abandoned(request, pages)),
         });
     })
+}
+
+/// Describes a request whose row was freed without its planner. `given` of its pages went back.
+fn describe_abandoned(request: &AbandonedRequest, given: usize) -> String {
+    let AbandonedRequest { row, len, pages, .. } = request;
+    let kept = pages.len() - given;
+    let others = if kept == 0 { String::new() } else { format!(", and {kept} were freed by other calls since") };
+    format!(
+        "request row {row} was freed without its planner while it had {len} tokens: {given} of its {} pages are free \
+         again{others}; end requests with BatchPlanner.finish",
+        pages.len()
+    )
 }
 
 /// The run that the argument `contiguous` asks for, if any.

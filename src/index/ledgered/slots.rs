@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use super::Ledgered;
-use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
+use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot};
 use crate::index::ledger::{Attribution, IndexState, Span, spans};
 use crate::index::owners::SharingReservation;
 use crate::index::{
-    BadFrees, CallRecord, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator,
+    BadFree, BadFrees, CallRecord, Extension, FenceId, Fit, Held, LastLoc, OnBadFree, Owner, Run,
+    SlotAllocator, on_bad_frees,
 };
 
 impl Ledgered<SlotAllocator> {
@@ -187,12 +188,80 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::free`].
     #[inline]
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        if !self.inner.in_group() {
-            return self.free_explained(values, None, on_bad);
+        self.free_held(values, None, None, on_bad).map(|(bad, _)| bad)
+    }
+
+    /// Works like [`SlotAllocator::free`] or, with a fence, [`SlotAllocator::free_after`], for values that the
+    /// caller holds, if it is known. Slots that it no longer has, and those that are known to be held by
+    /// others than the owner that the call names, are dropped and reported like those that are not live.
+    ///
+    /// Also returns whether the caller has to record the end of the hold: see [`Held::is_whole`].
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::free`].
+    #[inline]
+    pub fn free_held(
+        &mut self,
+        values: &IndexVec,
+        held: Option<Held>,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+    ) -> Result<(BadFrees, bool)> {
+        let owner = self.ledger.named_owner();
+        let may_be_stale = held.is_some_and(|held| held.is_over || held.since != self.inner.now());
+        if may_be_stale || owner.is_some() {
+            let refuse = |_, slot, is_stale| self.refusal(slot, is_stale, owner.as_ref());
+            if let Some((kept, bad)) = self.inner.without_refused(values, held, refuse)? {
+                return self.free_rest(&kept, bad, values.len(), fence, on_bad).map(|bad| (bad, false));
+            }
         }
-        let answer = self.inner.free(values, on_bad);
+        self.free_checked(values, held, fence, on_bad)
+    }
+
+    /// Returns why `owner`, if it is known, may not free a slot that the allocator itself would free.
+    fn refusal(&self, slot: i64, is_stale: bool, owner: Option<&Owner>) -> Option<BadFree> {
+        if is_stale {
+            return Some(BadFree::Stale);
+        }
+        let page = u32::try_from(slot).ok()? / self.inner.slots_of_a_page();
+        let is_of_others = owner.is_some_and(|owner| self.ledger.is_held_by_others(page, owner));
+        (is_of_others && !self.inner.is_only_cached(Page::new(page))).then_some(BadFree::OtherOwner)
+    }
+
+    /// Reports the refused part of a free of `given` values, and frees the others.
+    #[cold]
+    fn free_rest(
+        &mut self,
+        kept: &IndexVec,
+        mut refused: BadFrees,
+        given: usize,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+    ) -> Result<BadFrees> {
+        let page_size = self.inner.slots_of_a_page();
+        self.ledger.explain(&mut refused, |slot| slot / page_size);
+        let refused = on_bad_frees(refused, on_bad, Slot::NOUN, given, self.inner.capacity())?;
+        let (mut bad, _) = self.free_checked(kept, None, fence, on_bad)?;
+        self.inner.count_dropped(refused.dropped());
+        bad.append(refused);
+        Ok(bad)
+    }
+
+    /// Frees values that the caller may free, as far as it is known: at once, or when the group ends.
+    #[inline]
+    fn free_checked(
+        &mut self,
+        values: &IndexVec,
+        held: Option<Held>,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+    ) -> Result<(BadFrees, bool)> {
+        if fence.is_some() || !self.inner.in_group() {
+            return self.free_explained(values, held, fence, on_bad);
+        }
+        let bad = self.inner.free(values, on_bad)?;
         self.ledger.attribute_group(self.inner.grouped());
-        answer
+        Ok((bad, false))
     }
 
     /// Calls [`SlotAllocator::free_now`] and records it.
@@ -200,7 +269,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free_now`].
     pub fn free_now(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, on_bad)
+        self.free_explained(values, None, None, on_bad).map(|(bad, _)| bad)
     }
 
     /// Calls [`SlotAllocator::free_after`] and records it.
@@ -208,7 +277,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free_after`].
     pub fn free_after(&mut self, fence: FenceId, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, Some(fence), on_bad)
+        self.free_explained(values, None, Some(fence), on_bad).map(|(bad, _)| bad)
     }
 
     /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that were freed by
@@ -224,10 +293,18 @@ impl Ledgered<SlotAllocator> {
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let page_size = i64::from(self.inner.slots_of_a_page());
+        let refuse = |position, slot, is_stale| {
+            let part = by.get(by.partition_point(|(end, _)| *end <= position));
+            self.refusal(slot, is_stale, part.and_then(|(_, call)| call.owner.as_ref()))
+        };
+        let refused = if by.is_empty() { None } else { self.inner.without_refused(values, None, refuse)? };
         if let Some(ledger) = self.ledger.get_mut() {
             ledger.attribute_frees(values, by, |slot| u32::try_from(slot / page_size).ok());
         }
-        let answer = self.free_explained(values, fence, on_bad);
+        let answer = match refused {
+            None => self.free_explained(values, None, fence, on_bad).map(|(bad, _)| bad),
+            Some((kept, bad)) => self.free_rest(&kept, bad, values.len(), fence, on_bad),
+        };
         if let Some(ledger) = self.ledger.get_mut() {
             ledger.end_attribution();
         }
@@ -238,14 +315,15 @@ impl Ledgered<SlotAllocator> {
     fn free_explained(
         &mut self,
         values: &IndexVec,
+        held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
-    ) -> Result<BadFrees> {
+    ) -> Result<(BadFrees, bool)> {
         let (ledger, page_size) = (&self.ledger, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| ledger.explain(bad, |slot| slot / page_size);
-        let bad = self.inner.free_explained(values, fence, on_bad, explain)?;
+        let freed = self.inner.free_explained(values, held, fence, on_bad, explain)?;
         self.record_removed(fence.is_none());
-        Ok(bad)
+        Ok(freed)
     }
 
     /// Works like [`Self::record_freed`], and records the owners that the last free removed from shared
@@ -263,9 +341,9 @@ impl Ledgered<SlotAllocator> {
         self.inner.new_fence()
     }
 
-    /// Calls [`SlotAllocator::number_fences_after`].
-    pub const fn number_fences_after(&mut self, other: &SlotAllocator) {
-        self.inner.number_fences_after(other);
+    /// Calls [`SlotAllocator::continue_after`].
+    pub fn continue_after(&mut self, other: &SlotAllocator) {
+        self.inner.continue_after(other);
     }
 
     /// Calls [`SlotAllocator::fence_passed`] and records it.

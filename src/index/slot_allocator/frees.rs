@@ -1,12 +1,12 @@
 //! Freeing slots: at once, at the end of a group, or when a fence has passed.
 
-use crate::base::{Error, Id, IndexVec, Page, Result, Slot};
+use crate::base::{Error, Id, IndexVec, Page, Result, Slot, try_with_capacity};
 
 use super::freeing::Freeing;
-use super::{FenceId, FencedFree, Group, SlotAllocator};
+use super::{FenceId, FencedFree, Group, Held, SlotAllocator};
 use crate::index::free_list::FreeTiming;
 use crate::index::mask::Mask;
-use crate::index::{BadFrees, OnBadFree, on_bad_frees};
+use crate::index::{BadFree, BadFrees, OnBadFree, on_bad_frees};
 
 impl SlotAllocator {
     /// Frees slots: at once or, within a group, when the outermost group ends.
@@ -21,7 +21,7 @@ impl SlotAllocator {
             group.values.extend(values.iter());
             return Ok(BadFrees::default());
         }
-        self.free_explained(values, None, on_bad, |_| ())
+        self.free_explained(values, None, None, on_bad, |_| ()).map(|(bad, _)| bad)
     }
 
     /// Frees slots at once, even within a group.
@@ -29,7 +29,7 @@ impl SlotAllocator {
     /// # Errors
     /// Same as [`SlotAllocator::free`].
     pub fn free_now(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, on_bad, |_| ())
+        self.free_explained(values, None, None, on_bad, |_| ()).map(|(bad, _)| bad)
     }
 
     /// Creates a fence, different from every other one.
@@ -38,10 +38,12 @@ impl SlotAllocator {
         FenceId(self.next_fence)
     }
 
-    /// Makes the fences of this allocator differ from those of `other`, which it replaces: a fence of the
-    /// other may pass later.
-    pub const fn number_fences_after(&mut self, other: &Self) {
+    /// Continues the numbers of `other`, which this allocator replaces: a fence of the other may pass later,
+    /// and what was taken from it is of an earlier epoch.
+    pub fn continue_after(&mut self, other: &Self) {
         self.next_fence = other.next_fence;
+        self.epoch = other.epoch.next();
+        self.free_times.record_all(Some(&other.free_times));
     }
 
     /// Frees slots that work in flight still uses: they stay in use until [`SlotAllocator::fence_passed`].
@@ -51,7 +53,7 @@ impl SlotAllocator {
     /// # Errors
     /// Same as [`SlotAllocator::free`].
     pub fn free_after(&mut self, fence: FenceId, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, Some(fence), on_bad, |_| ())
+        self.free_explained(values, None, Some(fence), on_bad, |_| ()).map(|(bad, _)| bad)
     }
 
     /// Frees the slots of a fence that has passed. Has no effect for a fence that had passed before.
@@ -92,24 +94,67 @@ impl SlotAllocator {
         for page in pages {
             batch.add(Mask::of(page.number()));
         }
+        self.free_times.record(batch.masks());
         batch.commit();
     }
 
-    /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to the report.
+    /// Splits off the values that a caller may not free though their pages are in use: `refuse` says why, of the
+    /// position and the value, and of whether the caller no longer holds it. Returns the others and a report, or `None` if none
+    /// is refused.
+    pub(in crate::index) fn without_refused(
+        &self,
+        values: &IndexVec,
+        held: Option<Held>,
+        refuse: impl Fn(usize, i64, bool) -> Option<BadFree>,
+    ) -> Result<Option<(IndexVec, BadFrees)>> {
+        let mut bad = BadFrees::default();
+        let mut kept = Vec::new();
+        for (position, slot) in values.iter().enumerate() {
+            let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
+            let page = page.filter(|&page| self.pages.is_in_use(page));
+            let reason = page.and_then(|page| {
+                let is_stale = held.is_some_and(|held| held.is_stale(page, self));
+                refuse(position, slot, is_stale)
+            });
+            let Some(reason) = reason else {
+                if bad.dropped() > 0 {
+                    kept.push(slot);
+                }
+                continue;
+            };
+            if bad.dropped() == 0 {
+                kept = try_with_capacity(values.len())?;
+                kept.extend(values.iter().take(position));
+            }
+            bad.add(slot, reason, 1);
+        }
+        Ok((bad.dropped() > 0).then_some((IndexVec::I64(kept), bad)))
+    }
+
+    /// Counts values that were refused.
+    pub(in crate::index) const fn count_dropped(&mut self, count: usize) {
+        self.dropped_frees += count;
+    }
+
+    /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that the caller
+    /// holds; `explain` adds to the report. Also returns whether the times of the frees are left to the
+    /// caller: see [`Held::is_whole`].
     pub(in crate::index) fn free_explained(
         &mut self,
         values: &IndexVec,
+        held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
-    ) -> Result<BadFrees> {
+    ) -> Result<(BadFrees, bool)> {
+        let is_whole = held.is_some_and(|held| held.is_whole);
         if fence.is_none()
             && let Some(page) = self.only_page(values)
         {
             // An empty batch, so that the previous one does not count as the last.
             self.owners.remove(FreeTiming::Now).commit();
-            self.free_live_pages([page]);
-            return Ok(BadFrees::default());
+            self.free_only_page(page, is_whole);
+            return Ok((BadFrees::default(), is_whole));
         }
         let (page_size, capacity) = (self.page_size, self.capacity());
         let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
@@ -130,9 +175,25 @@ impl SlotAllocator {
             let shared = owners.pages().to_vec();
             self.fences.push((fence, FencedFree { pages: batch.fenced(), shared }));
         }
+        let is_left = is_whole && dropped == 0 && owners.pages().is_empty();
+        if !is_left {
+            self.free_times.record(batch.masks());
+        }
         owners.commit();
         batch.commit();
-        Ok(bad)
+        Ok((bad, is_left))
+    }
+
+    /// Frees a page with one owner, and records the time of it unless the caller does.
+    #[inline]
+    fn free_only_page(&mut self, page: Page, is_left: bool) {
+        let mask = Mask::of(page.number());
+        let mut batch = self.pages.begin_free(FreeTiming::Now);
+        batch.add(mask);
+        if !is_left {
+            self.free_times.record(&[mask]);
+        }
+        batch.commit();
     }
 
     /// Returns the page of the slot, if a free has only one, the page is live, and no page has several

@@ -133,6 +133,7 @@ impl SlotAllocator {
         if let Some(fence) = fence {
             self.fences.push((fence, FencedFree { pages: batch.fenced(), shared: owners.pages().to_vec() }));
         }
+        self.free_times.record(batch.masks());
         owners.commit();
         batch.commit();
         Ok(())

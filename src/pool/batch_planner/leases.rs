@@ -85,16 +85,23 @@ impl Leases {
     }
 
     /// Retires the leases of requests whose rows were freed by another call. It checks them only if there
-    /// was one.
-    pub(super) fn retire_freed(&mut self, table: &RequestTable, stream: Stream) {
+    /// was one, and returns whether there was.
+    pub(super) fn retire_freed(&mut self, table: &RequestTable, stream: Stream) -> bool {
         let frees = table.rows().frees();
         if std::mem::replace(&mut self.frees, frees) == frees {
-            return;
+            return false;
         }
         for (row, place) in (0..).map(RequestRow::new).zip(&mut self.by_row) {
             let is_over = |bound: &mut BoundLease| !bound.is_of(row, table);
             self.retired.extend(place.take_if(is_over).map(|bound| LeaseEnd::of_whole(bound.lease, stream)));
         }
+        true
+    }
+
+    /// Retires all leases: the allocator of their pages was cleared.
+    pub(super) fn retire_all(&mut self, stream: Stream) {
+        let bound = self.by_row.iter_mut().filter_map(Option::take);
+        self.retired.extend(bound.map(|bound| LeaseEnd::of_whole(bound.lease, stream)));
     }
 
     /// Returns the lease of a request.

@@ -5,8 +5,8 @@ mod release;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
-use crate::index::{CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
+use crate::base::{Epoch, Error, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
+use crate::index::{AbandonedRequest, CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
 use crate::pool::req_to_token_pool::RequestTable;
@@ -61,6 +61,8 @@ pub(super) struct PlannerState {
     metadata: PlanMetadata,
     /// The leases of requests.
     pub(super) leases: Leases,
+    /// The epoch of the allocator in which requests have their slots.
+    epoch: Epoch,
 }
 
 impl PlannerState {
@@ -83,7 +85,53 @@ impl PlannerState {
             requests: Requests::new(table.table_rows(), slots.slots()),
             metadata: PlanMetadata::new(config, backend, slots.slots(), table)?,
             leases: Leases::new(table),
+            epoch: slots.epoch(),
         })
+    }
+
+    /// Ends the tokens and the leases of all requests if the allocator has begun another epoch.
+    pub(super) fn enter(&mut self, epoch: Epoch, stream: Stream) {
+        if self.epoch != epoch {
+            self.epoch = epoch;
+            self.requests.clear();
+            self.leases.retire_all(stream);
+            self.metadata.record_change();
+        }
+    }
+
+    /// Retires the leases of requests whose rows were freed by another call, and finds those that have
+    /// abandoned pages.
+    pub(super) fn retire_freed(&mut self, table: &RequestTable, stream: Stream) {
+        if self.leases.retire_freed(table, stream) {
+            self.requests.find_abandoned(table.rows());
+        }
+    }
+
+    /// Returns the requests of the planner.
+    pub(super) const fn requests(&self) -> &Requests {
+        &self.requests
+    }
+
+    /// Gives the pages of abandoned requests back, unless another call has freed them since they were taken.
+    /// Returns the requests, each with the number of pages that were given back.
+    pub(super) fn give_back_abandoned(
+        &mut self,
+        slots: &mut SlotTensors,
+        table: &RequestTable,
+    ) -> Result<Vec<(AbandonedRequest, usize)>> {
+        let mut reports = Vec::new();
+        for request in self.requests.take_abandoned() {
+            let size = self.requests.page_size().slots();
+            let is_own = |page: &&Page| !slots.slots().is_freed_since(**page, request.since);
+            let own: Vec<_> = request.pages.iter().filter(is_own).collect();
+            let own: Vec<i32> = own.into_iter().map(|page| (page.number() * size).cast_signed()).collect();
+            let _acting = call_of_request(request.row, slots, table).map(CallRecord::begin);
+            let given = own.len();
+            let bad = slots.free_now(IndexVec::I32(own), None)?;
+            reports.push((request, given - bad.dropped()));
+            self.metadata.record_change();
+        }
+        Ok(reports)
     }
 
     /// Returns the arrays of the last plan.
@@ -368,6 +416,9 @@ impl PlannerState {
         let (src, dst) = (rows[0], rows[1]);
         let (has, taken) = (self.requests.len(src), self.requests.len(dst));
         let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has && taken == 0) else {
+            if let Some(error) = self.requests.cleared_error(0, src) {
+                return Err(error);
+            }
             return Err(Error::config(format!(
                 "request row {src} has {has} tokens with slots and row {dst} has {taken}; {len} cannot be shared with \
                  it, which must have none"

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, try_with_capacity, widen};
+use crate::base::{Epoch, Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, try_with_capacity, widen};
 use crate::cache::{Hold, Namespace, Tree};
 use crate::index::{PageList, put_slots_of};
 use crate::memory::Stream;
@@ -24,7 +24,7 @@ pub struct Lease {
     pub(super) shared: Arc<CacheCore>,
     namespace: Namespace,
     /// The number of times that the allocator had been cleared.
-    pub(super) clears: u64,
+    pub(super) clears: Epoch,
     /// The stream on which it was made, for what a drop frees.
     stream: Stream,
     /// `None` once it is released.
@@ -37,7 +37,7 @@ impl Lease {
         shared: &Arc<CacheCore>,
         allocator: &Arc<TokenToKvPoolAllocator>,
         hold: Hold,
-        clears: u64,
+        clears: Epoch,
         namespace: Namespace,
         stream: Stream,
     ) -> Self {
@@ -268,7 +268,7 @@ impl Lease {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when it was cleared.
     pub(in crate::pool) fn check_clears(&self, slots: &SlotTensors) -> Result<()> {
-        if slots.clears() == self.clears { Ok(()) } else { Err(cleared_error()) }
+        if slots.epoch() == self.clears { Ok(()) } else { Err(cleared_error()) }
     }
 
     /// Creates another lease of the first `len` tokens, in whole pages.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Error, ErrorKind, Page, Result, StateSlot};
+use crate::base::{Epoch, Error, ErrorKind, Page, Result, StateSlot};
 use crate::cache::{DevicePresence, Hold, LowerTierContents, PageHash};
 use crate::memory::Stream;
 use crate::pool::HostTier;
@@ -35,7 +35,7 @@ pub(super) struct Loadable {
 pub(super) struct SharedLoad {
     shared: Arc<CacheCore>,
     /// The number of times that the allocator had been cleared.
-    clears: u64,
+    clears: Epoch,
     /// The stream on which its pages are freed if it is given up.
     stream: Stream,
     /// The keys of the pages, which begin where the holds of the leases end.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
+use crate::base::Epoch;
 use crate::cache::Hold;
 use crate::memory::Stream;
 
@@ -18,8 +19,8 @@ pub(in crate::pool) struct PrefixLock {
     pub(super) hold: Option<Hold>,
     /// The load behind the hold, in flight or complete.
     pub(super) load: Option<LeaseLoad>,
-    /// The number of times that the allocator had been cleared.
-    pub(super) clears: u64,
+    /// The epoch of the allocator in which the pages were locked.
+    pub(super) clears: Epoch,
     /// The stream on which its pages are freed.
     pub(super) stream: Stream,
 }

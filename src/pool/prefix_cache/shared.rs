@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use crate::base::lock_order::{RankedGuard, RankedMutex};
-use crate::base::{Page, Result, StateSlot};
+use crate::base::{Epoch, Page, Result, StateSlot};
 use crate::cache::{
     AGE_BUCKETS, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, Tree, TreeStats, WritePolicy,
 };
@@ -41,7 +41,7 @@ pub(super) struct CacheState {
     pub(super) pins: Pins,
     pub(super) ages: [u64; AGE_BUCKETS],
     /// The number of times that the allocator had been cleared.
-    pub(super) clears: u64,
+    pub(super) clears: Epoch,
     pub(super) below: Option<TierLink>,
     /// Pages that the tree does not have: they are being loaded from the tier below, or are duplicates of
     /// loaded pages.
@@ -58,7 +58,7 @@ impl CacheState {
     /// Waits for the copies to the tier below, before the cache is dropped. The caller holds no lock.
     pub(super) fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
         if let Self { below: Some(below), tree, clears, .. } = self {
-            below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().clears() == *clears));
+            below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().epoch() == *clears));
         }
     }
 
@@ -97,7 +97,7 @@ impl CacheCore {
 
     /// Changes the number of pages that are being loaded, unless the allocator has been cleared more than
     /// `clears` times.
-    pub(super) fn change_loading(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
+    pub(super) fn change_loading(&self, clears: Epoch, change: impl FnOnce(usize) -> usize) {
         let mut cache = self.state.lock();
         if cache.clears == clears {
             cache.loading_pages = change(cache.loading_pages);
@@ -140,7 +140,7 @@ impl CacheCall<'_> {
         // Counted before the clears are read: copies that were over before a clear have the published
         // contents.
         let completed = cache.below.as_ref().map_or(0, TierLink::completed_writes);
-        let clears = allocator.lock().clears();
+        let clears = allocator.lock().epoch();
         if cache.clears != clears {
             (cache.clears, cache.loading_pages) = (clears, 0);
             cache.pins = Pins::default();
@@ -165,7 +165,7 @@ impl CacheCall<'_> {
     }
 
     /// Ends a hold that was made after `clears` clears of the allocator. After another clear it is void.
-    pub(super) fn release(&self, hold: Hold, clears: u64) {
+    pub(super) fn release(&self, hold: Hold, clears: Epoch) {
         let mut cache = self.current();
         if cache.clears == clears {
             let evicted = cache.tree.release(hold);
@@ -226,7 +226,7 @@ impl CacheCall<'_> {
     }
 
     /// Returns pages and snapshots to their pools at once. Returns the number of pages that became free.
-    pub(super) fn give_back_now(&self, clears: u64, released: &ReleasedPieces) -> usize {
+    pub(super) fn give_back_now(&self, clears: Epoch, released: &ReleasedPieces) -> usize {
         let mut freed = 0;
         if !released.pages.is_empty() {
             // A cleared allocator has its pages already.
@@ -245,7 +245,7 @@ impl CacheCall<'_> {
     /// Returns the number of pages.
     pub(super) fn give_back_after(
         &self,
-        clears: u64,
+        clears: Epoch,
         released: ReleasedPieces,
         copy: &Arc<Transfer>,
         pieces: Option<HeldPieces>,

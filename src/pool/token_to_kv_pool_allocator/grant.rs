@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use crate::base::{Error, Page, Result};
+use crate::base::{Epoch, Error, Page, Result};
 use crate::memory::Stream;
 use crate::pool::slot_tensors::{GrantedSlots, SlotTensors};
 use crate::tensor::TensorView;
@@ -17,20 +17,20 @@ pub struct Grant<'a> {
     granted: GrantedSlots,
     /// Pages of the requests from before, which contain some of the slots.
     continued: Vec<Page>,
-    /// The number of times that the allocator had been cleared: clearing it returns the slots, too.
-    clears: u64,
+    /// The epoch in which the slots were taken. Its end returns them, too.
+    epoch: Epoch,
     is_kept: bool,
 }
 
 impl<'a> Grant<'a> {
     #[inline]
-    pub(super) const fn new(
+    pub(super) fn new(
         allocator: &'a TokenToKvPoolAllocator,
         granted: GrantedSlots,
         continued: Vec<Page>,
         slots: &SlotTensors,
     ) -> Self {
-        Self { allocator, granted, continued, clears: slots.clears(), is_kept: false }
+        Self { allocator, granted, continued, epoch: slots.epoch(), is_kept: false }
     }
 
     /// Returns the slots.
@@ -60,7 +60,7 @@ impl Drop for Grant<'_> {
             return;
         }
         let mut slots = self.allocator.lock();
-        if slots.clears() == self.clears {
+        if slots.epoch() == self.epoch {
             slots.undo(&self.granted, &self.continued);
         }
     }
@@ -89,15 +89,14 @@ impl<'a> AllocatorCall<'a> {
         self.stream
     }
 
-    /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been
-    /// `clears` times.
+    /// Calls `work` with the slots, under their lock; `None` if `epoch` is over.
     pub(in crate::pool) fn change<R>(
         &self,
-        clears: u64,
+        epoch: Epoch,
         work: impl FnOnce(&mut SlotTensors) -> Result<R>,
     ) -> Result<Option<R>> {
         let slots = self.allocator.lock();
-        if slots.clears() != clears {
+        if slots.epoch() != epoch {
             return Ok(None);
         }
         let (answer, poisoned) = TokenToKvPoolAllocator::freeing_quietly(slots, self.stream, work);

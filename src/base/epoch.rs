@@ -1,0 +1,16 @@
+//! Periods in the life of something that can be cleared.
+
+/// A period between two clears: what was taken in one is worth nothing in the next.
+///
+/// Whoever keeps indices of an allocator keeps the epoch in which they were taken, and compares it before it
+/// uses them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Epoch(u64);
+
+impl Epoch {
+    /// Returns the epoch that a clear begins.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+}
