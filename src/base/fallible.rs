@@ -22,6 +22,15 @@ pub fn try_with_capacity<T>(count: usize) -> Result<Vec<T>> {
     }
 }
 
+/// Makes room for `more` elements.
+///
+/// # Errors
+/// [`ErrorKind::OutOfMemory`] when the host cannot allocate it, where `Vec::reserve` would abort.
+#[inline]
+pub fn try_reserve<T>(values: &mut Vec<T>, more: usize) -> Result<()> {
+    values.try_reserve(more).map_err(|_| out_of_memory_error(values.len() + more, size_of::<T>()))
+}
+
 /// Appends `value`.
 ///
 /// # Errors

@@ -13,6 +13,7 @@ mod fallible;
 mod fork_gate;
 mod ids;
 mod large;
+mod life;
 pub(crate) mod lock_order;
 mod prefetch;
 mod shape;
@@ -27,7 +28,7 @@ pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use epoch::Epoch;
 pub use error::{Error, ErrorKind, Facts, Result};
-pub use fallible::{try_push, try_with_capacity, try_zeros};
+pub use fallible::{try_push, try_reserve, try_with_capacity, try_zeros};
 pub use fork_gate::{ForkGate, close_fork_gate, open_fork_gate};
 pub(crate) use ids::id;
 pub use ids::{
@@ -35,5 +36,6 @@ pub use ids::{
     RequestRow, Slot, StateSlot, widen,
 };
 pub use large::{set_large_table_hook, table_of};
+pub use life::{Life, LifeMark, LifeMarks};
 pub use prefetch::prefetch;
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

@@ -17,17 +17,28 @@ pub struct Moment(u64);
 pub(super) struct FreeTimes {
     /// The number of frees so far.
     now: u64,
-    /// The last free of all of 64 indices, by word.
-    of_words: Vec<u64>,
+    /// The last free of everything.
+    of_all: u64,
+    /// The frees of each word of 64 indices.
+    of_words: Vec<WordTimes>,
     /// The last free of an index that was not freed with its whole word.
     of_indices: Vec<u64>,
+}
+
+/// When indices of a word were freed last.
+#[derive(Clone, Copy, Debug, Default)]
+struct WordTimes {
+    /// The last free of any of them.
+    any: u64,
+    /// The last free of all of them at once.
+    all: u64,
 }
 
 impl FreeTimes {
     /// Creates the record of indices below `end`, none of them freed.
     pub(super) fn new(end: u32) -> Result<Self> {
         let words = widen(end.div_ceil(64));
-        Ok(Self { now: 0, of_words: try_zeros(words)?, of_indices: try_zeros(words * 64)? })
+        Ok(Self { now: 0, of_all: 0, of_words: try_zeros(words)?, of_indices: try_zeros(words * 64)? })
     }
 
     /// Returns the current moment, after all frees so far.
@@ -37,7 +48,7 @@ impl FreeTimes {
 
     /// Returns the size of the record in bytes.
     pub(super) fn bytes(&self) -> usize {
-        (self.of_words.len() + self.of_indices.len()) * size_of::<u64>()
+        self.of_words.len() * size_of::<WordTimes>() + self.of_indices.len() * size_of::<u64>()
     }
 
     /// Records that one call frees `masks`.
@@ -45,8 +56,9 @@ impl FreeTimes {
         self.now += 1;
         for &Mask { word, bits } in masks {
             let word = widen(word);
+            self.of_words[word].any = self.now;
             if bits == u64::MAX {
-                self.of_words[word] = self.now;
+                self.of_words[word].all = self.now;
                 continue;
             }
             let times = &mut self.of_indices[word * 64..][..64];
@@ -61,12 +73,24 @@ impl FreeTimes {
     /// Records that everything is freed. The record continues that of `before`, if it replaces one.
     pub(super) fn record_all(&mut self, before: Option<&Self>) {
         self.now = before.map_or(self.now, |before| before.now) + 1;
-        self.of_words.fill(self.now);
+        self.of_all = self.now;
+        self.of_words.fill(WordTimes { any: self.now, all: self.now });
+    }
+
+    /// Returns whether everything was freed after `moment`.
+    pub(super) const fn is_all_freed_since(&self, moment: Moment) -> bool {
+        self.of_all > moment.0
     }
 
     /// Returns whether `index`, any number, was freed after `moment`.
     pub(super) fn is_freed_since(&self, index: u32, moment: Moment) -> bool {
-        let of_word = self.of_words.get(widen(index / 64));
-        of_word.is_some_and(|&of_word| of_word.max(self.of_indices[widen(index)]) > moment.0)
+        let Some(of_word) = self.of_words.get(widen(index / 64)) else { return false };
+        of_word.any > moment.0 && of_word.all.max(self.of_indices[widen(index)]) > moment.0
+    }
+
+    /// Returns whether an index of a word, any number, was freed after `moment`.
+    #[inline]
+    pub(super) fn is_word_freed_since(&self, word: u32, moment: Moment) -> bool {
+        self.of_words.get(widen(word)).is_some_and(|word| word.any > moment.0)
     }
 }

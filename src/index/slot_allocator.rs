@@ -9,13 +9,14 @@ mod page_runs;
 
 use crate::base::bounded::narrow;
 use crate::base::{
-    Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, try_with_capacity, widen,
+    Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot, try_with_capacity, widen,
 };
 
 use super::Bitmap;
 use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
 use super::free_list::{FencedIndices, Fit, FreeList, Order, Run};
 use super::free_times::{FreeTimes, Moment};
+use super::mask::Mask;
 use super::owners::{Owners, SharingReservation};
 
 /// Identifies a fenced free until its fence has passed.
@@ -97,9 +98,28 @@ pub struct Held {
     pub since: Moment,
     /// Whether a free of the whole list has ended the hold.
     pub is_over: bool,
-    /// Whether the values are the whole list as it was handed out, and no other list has their pages. The
+    /// Given if the values are the whole list as it was handed out, and no other list has their pages. The
     /// caller then records the end of the hold itself, which costs less than to record it for each page.
-    pub is_whole: bool,
+    pub whole: Option<Whole>,
+}
+
+/// How it is known that values are a whole list as it was handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whole {
+    /// They are if their pages are these.
+    Run(Run<Page>),
+    /// The caller knows it.
+    List,
+}
+
+impl Whole {
+    /// Returns whether a free of `freed` pages is one of the whole list.
+    fn is_freed_by(self, freed: &[Mask]) -> bool {
+        match self {
+            Self::List => true,
+            Self::Run(run) => Mask::of_range(run.range()).eq(freed.iter().copied()),
+        }
+    }
 }
 
 impl Held {
@@ -192,6 +212,18 @@ impl SlotAllocator {
     #[must_use]
     pub const fn pages(&self) -> &FreeList<Page> {
         &self.pages
+    }
+
+    /// Returns the first slot of `page`.
+    #[must_use]
+    pub fn first_slot(&self, page: Page) -> Slot {
+        Slot::new(page.number() * self.page_size)
+    }
+
+    /// Returns the page of `slot`.
+    #[must_use]
+    pub fn page_of(&self, slot: Slot) -> Page {
+        Page::new(slot.number() / self.page_size)
     }
 
     /// Returns [`SlotAllocator::page_size`] as `u32`.
@@ -450,6 +482,12 @@ impl SlotAllocator {
     #[must_use]
     pub fn is_freed_since(&self, page: Page, moment: Moment) -> bool {
         self.free_times.is_freed_since(page.number(), moment)
+    }
+
+    /// Returns whether the allocator was cleared after `moment`.
+    #[must_use]
+    pub const fn is_cleared_since(&self, moment: Moment) -> bool {
+        self.free_times.is_all_freed_since(moment)
     }
 
     /// Returns whether the cache is the only owner of `page`.

@@ -78,6 +78,20 @@ impl BorrowedTensor<'_> {
         &self.strides
     }
 
+    /// Returns the number of elements from one to the next, if they are evenly spaced.
+    #[must_use]
+    pub fn even_step(&self) -> Option<usize> {
+        if self.is_contiguous() {
+            return Some(1);
+        }
+        let axes = self.shape().as_slice().iter().zip(self.strides().as_slice());
+        let mut long = axes.filter(|(extent, _)| **extent != 1).map(|(_, stride)| *stride);
+        match (long.next(), long.next()) {
+            (Some(stride), None) => usize::try_from(stride).ok(),
+            _ => None,
+        }
+    }
+
     /// Returns whether the elements are contiguous, last dimension fastest.
     #[must_use]
     pub fn is_contiguous(&self) -> bool {

@@ -8,10 +8,12 @@ use std::fmt::{self, Debug, Formatter};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides, try_with_capacity};
+use crate::base::{
+    DType, Device, Dims, Error, IndexVec, Life, Result, contiguous_strides, try_with_capacity,
+};
 
 use super::stream_set::{register, unregister};
 use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
@@ -32,6 +34,8 @@ pub struct Region {
     block: Block,
     device: Device,
     origin: Origin,
+    /// Ends with the region, if somebody has to know.
+    life: OnceLock<Life>,
 }
 
 /// Bytes of a region, within its bounds.
@@ -157,7 +161,12 @@ impl Region {
             let start = block.address().as_ptr().addr();
             register(&(start..start + bytes), &users);
         }
-        Ok(Self { block, device: backend.device(), origin: Origin::Backend(backend, users) })
+        Ok(Self {
+            block,
+            device: backend.device(),
+            origin: Origin::Backend(backend, users),
+            life: OnceLock::new(),
+        })
     }
 
     /// Creates a region that takes over `indices`, without a copy.
@@ -167,7 +176,12 @@ impl Region {
             IndexVec::I32(values) => block_of(values),
             IndexVec::I64(values) => block_of(values),
         };
-        Self { block, device: Device::Cpu, origin: Origin::Indices { elements: indices } }
+        Self {
+            block,
+            device: Device::Cpu,
+            origin: Origin::Indices { elements: indices },
+            life: OnceLock::new(),
+        }
     }
 
     /// Returns whether the region was made [of indices](Region::from_indices).
@@ -200,7 +214,12 @@ impl Region {
         let mut lines = try_with_capacity(count)?;
         lines.resize(count, MaybeUninit::uninit());
         let block = Block::new(block_of(&mut lines).address(), bytes);
-        Ok(Self { block, device: Device::Cpu, origin: Origin::Scratch { _lines: lines } })
+        Ok(Self {
+            block,
+            device: Device::Cpu,
+            origin: Origin::Scratch { _lines: lines },
+            life: OnceLock::new(),
+        })
     }
 
     /// Creates a copy of `values` in host memory from the heap, at the start of a cache line.
@@ -233,7 +252,22 @@ impl Region {
     pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<ReturnedParts>) -> Result<Self> {
         let block = Block::new(whole.at(range.start, range.len())?, range.len());
         let (whole, returned) = (Arc::clone(whole), Arc::clone(returned));
-        Ok(Self { block, device: whole.device, origin: Origin::Part { whole, range, returned } })
+        Ok(Self {
+            block,
+            device: whole.device,
+            origin: Origin::Part { whole, range, returned },
+            life: OnceLock::new(),
+        })
+    }
+
+    /// Keeps `life` until the region is dropped. Returns it if the region has one.
+    pub(crate) fn keep_life(&self, life: Life) -> std::result::Result<(), Life> {
+        self.life.set(life)
+    }
+
+    /// Returns whether the region keeps a life.
+    pub(crate) fn has_life(&self) -> bool {
+        self.life.get().is_some()
     }
 
     /// Returns the device of the memory.
@@ -467,6 +501,8 @@ fn span_bytes(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        // Before the memory can be used again.
+        drop(self.life.take());
         match &self.origin {
             Origin::Backend(backend, users) => {
                 if backend.is_device_accessible() && self.block.bytes() > 0 {

@@ -388,7 +388,8 @@ impl BatchPlanner {
             state.enter(slots.epoch(), stream);
             state.give_back_abandoned(slots, &table)
         })?;
-        for (request, pages) in &abandoned {
+        // Pages that its user has freed are not lost.
+        for (request, pages) in abandoned.iter().filter(|(_, pages)| *pages > 0) {
             self.slots.notify(Notice::Abandoned(request, *pages));
         }
         Ok(abandoned.iter().map(|(_, pages)| pages).sum())

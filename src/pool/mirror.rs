@@ -42,7 +42,7 @@ pub(super) fn known_values(tensor: &BorrowedTensor<'_>, version: Option<u64>) ->
     if tensor.shape().numel() == 0 {
         return Some(IndexVec::I32(Vec::new()));
     }
-    let (version, (step, count)) = (version?, evenly_spaced(tensor)?);
+    let (version, step, count) = (version?, tensor.even_step()?, tensor.shape().numel());
     let address = tensor.address().as_ptr().addr();
     let mirrors = MIRRORS.read().unwrap_or_else(PoisonError::into_inner);
     let mirror =
@@ -68,25 +68,6 @@ pub fn values_now(indices: Indices<'_>, stream: Stream) -> Result<IndexVec> {
             (None, Device::Cuda(ordinal)) => read_now(&Gpu::open(ordinal)?, &tensor, stream),
             (None, Device::Cpu) => read_indices(&tensor),
         },
-    }
-}
-
-/// Returns the step and the number of the elements of a tensor, if they are evenly spaced.
-fn evenly_spaced(tensor: &BorrowedTensor<'_>) -> Option<(usize, usize)> {
-    let count = tensor.shape().numel();
-    if tensor.is_contiguous() {
-        return Some((1, count));
-    }
-    let mut long = tensor
-        .shape()
-        .as_slice()
-        .iter()
-        .zip(tensor.strides().as_slice())
-        .filter(|(extent, _)| **extent != 1)
-        .map(|(_, stride)| *stride);
-    match (long.next(), long.next()) {
-        (Some(stride), None) => usize::try_from(stride).ok().map(|step| (step, count)),
-        _ => None,
     }
 }
 

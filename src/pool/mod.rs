@@ -55,7 +55,7 @@ pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTree
 pub use remote_store::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};
 pub use req_to_token_pool::{FreedRows, ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
 pub use shortage::{Obtainable, Reclaim};
-pub use slot_tensors::GrantedSlots;
+pub use slot_tensors::{GrantedSlots, OneSlot, TensorOrigin, Writes};
 pub use store::{Store, StoreTransfer};
 pub use token_to_kv_pool_allocator::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator};
 pub use workspace::{Workspace, WorkspaceConfig, give_back_segment, take_segment};

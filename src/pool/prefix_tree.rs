@@ -397,7 +397,8 @@ impl PrefixTree {
     /// Locks the tree, which is emptied if the allocator was cleared.
     fn current(&self, _stream: Stream) -> RankedGuard<'_, TreeState> {
         let mut state = self.state.lock();
-        let clears = self.allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
+        let clears =
+            self.allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
         if state.clears != clears {
             state.clears = clears;
             let removed_nodes = state.tree.handles();

@@ -2,11 +2,11 @@
 
 mod batch;
 mod frees;
+mod grants;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
-use crate::base::bounded::narrow;
 use crate::base::{
     Device, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
     try_with_capacity, widen,
@@ -17,6 +17,7 @@ use crate::index::{
 use crate::kernels::GrowingBatch;
 use crate::memory::{Backend, BorrowedTensor, Event, Keep, Stream};
 use crate::tensor::TensorView;
+use crate::tensor::dlpack::IndexExport;
 use crate::transfer::Transfer;
 
 use super::KvPool;
@@ -26,6 +27,9 @@ use super::shortage::{Shortage, Shortfall, TakeResult};
 use super::stage::Stage;
 pub(super) use batch::{BatchLens, LastLocs};
 use frees::fetched_at_once;
+pub(super) use frees::{Freed, PagesOf, Source};
+use grants::{Grants, Listing};
+pub use grants::{TensorOrigin, Writes};
 
 /// The state that a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, their tensors,
 /// and pending frees.
@@ -44,6 +48,8 @@ pub(super) struct SlotTensors {
     runs: Vec<Run<Page>>,
     on_bad_free: OnBadFree,
     index_dtype: IndexDType,
+    /// The tensors in which slots were handed out.
+    grants: Grants,
     /// Copies to slots in use. Some of them may be over.
     writers: Vec<Arc<Transfer>>,
     /// Pools whose rows are poisoned when their slots become free.
@@ -51,12 +57,21 @@ pub(super) struct SlotTensors {
 }
 
 /// Slots, as they are handed out.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub enum GrantedSlots {
     /// One slot in host memory: a tensor of it needs no region, which would cost more than the slot.
-    One(Slot, IndexDType),
+    One(OneSlot),
     /// All others.
     Tensor(TensorView),
+}
+
+/// A slot in host memory.
+#[derive(Debug)]
+pub struct OneSlot {
+    slot: Slot,
+    dtype: IndexDType,
+    /// The tensor of the slot, until it is taken.
+    export: Option<IndexExport>,
 }
 
 impl GrantedSlots {
@@ -64,13 +79,22 @@ impl GrantedSlots {
     #[must_use]
     pub fn view(&self) -> TensorView {
         match self {
-            Self::One(slot, IndexDType::I32) => {
+            Self::One(OneSlot { slot, dtype: IndexDType::I32, .. }) => {
                 TensorView::from_indices(IndexVec::I32(vec![i32::of(slot.number())]))
             }
-            Self::One(slot, IndexDType::I64) => {
+            Self::One(OneSlot { slot, dtype: IndexDType::I64, .. }) => {
                 TensorView::from_indices(IndexVec::I64(vec![i64::of(slot.number())]))
             }
             Self::Tensor(view) => view.clone(),
+        }
+    }
+
+    /// Takes the tensor of a single slot in host memory, to be given to a framework. `None` for all others.
+    #[inline]
+    pub const fn take_export(&mut self) -> Option<IndexExport> {
+        match self {
+            Self::One(one) => one.export.take(),
+            Self::Tensor(_) => None,
         }
     }
 }
@@ -105,6 +129,7 @@ impl SlotTensors {
             runs: Vec::new(),
             on_bad_free,
             index_dtype,
+            grants: Grants::default(),
             writers: Vec::new(),
             poisoned: Vec::new(),
         })
@@ -181,6 +206,7 @@ impl SlotTensors {
         if self.must_land_before(|| count) {
             return Ok(Err(Shortage::InFlight));
         }
+        self.grants.reserve()?;
         let Some(stage) = &mut self.stage else {
             return match self.index_dtype {
                 _ if count == 1 => Ok(self.alloc_one()),
@@ -204,7 +230,32 @@ impl SlotTensors {
         if view.is_err() {
             self.slots.release(&self.runs, None).expect("the pages were taken just now");
         }
-        view.map(|view| Ok(GrantedSlots::Tensor(view)))
+        let view = view?;
+        let run = if let [run] = self.runs[..] { Some(self.slots.first_slot(run.start)) } else { None };
+        self.list(&view, run, true);
+        Ok(Ok(GrantedSlots::Tensor(view)))
+    }
+
+    /// Records the tensor in which slots are handed out: `run` is the first one, if they ascend by one.
+    fn list(&mut self, view: &TensorView, run: Option<Slot>, is_exclusive: bool) {
+        let count = view.shape().numel();
+        if count == 0 || view.region().has_life() {
+            return;
+        }
+        let (address, size) = (view.address().addr(), view.dtype().size());
+        let listing = Listing { address, count, size, run, is_exclusive };
+        let life = self.grants.add(listing, self.slots.now());
+        view.region().keep_life(life).expect("the region has no life");
+    }
+
+    /// Works like [`Self::list`], for a copy of the tensor in which slots were handed out.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host has no memory for the record.
+    pub(super) fn list_again(&mut self, view: &TensorView, is_exclusive: bool) -> Result<()> {
+        self.grants.reserve()?;
+        self.list(view, None, is_exclusive);
+        Ok(())
     }
 
     /// Records copies to slots in use, which have to be over before all slots are freed.
@@ -243,9 +294,19 @@ impl SlotTensors {
     /// Works like [`Self::alloc`] in host memory.
     #[inline]
     fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<TakeResult<GrantedSlots>> {
-        let slots = self.slots.alloc::<T>(count)?;
-        let tensor = |slots| GrantedSlots::Tensor(TensorView::from_indices(T::values(slots)));
-        Ok(slots.map(tensor).ok_or_else(|| self.short(count)))
+        let Some(slots) = self.slots.alloc::<T>(count)? else { return Ok(Err(self.short(count))) };
+        let run = self.run_of(&slots);
+        let view = TensorView::from_indices(T::values(slots));
+        self.list(&view, run, true);
+        Ok(Ok(GrantedSlots::Tensor(view)))
+    }
+
+    /// Returns the first of slots that were taken just now, if they ascend by one.
+    fn run_of<T: IndexNumber>(&self, slots: &[T]) -> Option<Slot> {
+        let (first, last) = (slots.first()?.number(), slots.last()?.number());
+        // In sorted order slots ascend, so the ends tell; the other order is not worth a look at each.
+        let is_run = self.need_sort() && widen(last.wrapping_sub(first)) == slots.len() - 1;
+        is_run.then(|| Slot::new(first))
     }
 
     /// Works like [`Self::alloc`] of one slot in host memory.
@@ -253,8 +314,17 @@ impl SlotTensors {
     fn alloc_one(&mut self) -> TakeResult<GrantedSlots> {
         let mut page = None;
         self.slots.alloc_pages(1, |run| page = Some(run.start));
-        let slot = page.map(|page| Slot::new(page.number() * narrow(self.slots.page_size())));
-        slot.map(|slot| GrantedSlots::One(slot, self.index_dtype)).ok_or_else(|| self.short(1))
+        let Some(page) = page else { return Err(self.short(1)) };
+        let (slot, dtype) = (self.slots.first_slot(page), self.index_dtype);
+        // The tensor keeps the life that begins when its address is known.
+        let export = match dtype {
+            IndexDType::I32 => IndexExport::new(i32::of(slot.number())),
+            IndexDType::I64 => IndexExport::new(i64::of(slot.number())),
+        };
+        let (address, size) = (export.address(), dtype.dtype().size());
+        let listing = Listing { address, count: 1, size, run: Some(slot), is_exclusive: true };
+        let life = self.grants.add(listing, self.slots.now());
+        Ok(GrantedSlots::One(OneSlot { slot, dtype, export: Some(export.with_life(life)) }))
     }
 
     /// Takes one ascending run of `count` slots.
@@ -265,6 +335,7 @@ impl SlotTensors {
         stream: Stream,
     ) -> Result<TakeResult<TensorView>> {
         self.check_writable(stream)?;
+        self.grants.reserve()?;
         if self.has_deferred() {
             return Ok(Err(Shortage::InFlight));
         }
@@ -273,7 +344,12 @@ impl SlotTensors {
             IndexDType::I64 => self.slots.alloc_contiguous(count, fit)?.map(IndexVec::I64),
         };
         match taken {
-            Some(slots) => self.hand_out(slots, &[], stream).map(Ok),
+            Some(slots) => {
+                let run = slots.iter().next().and_then(|slot| u32::try_from(slot).ok()).map(Slot::new);
+                let view = self.hand_out(slots, &[], stream)?;
+                self.list(&view, run, true);
+                Ok(Ok(view))
+            }
             None => Ok(Err(self.short(count))),
         }
     }
@@ -293,6 +369,7 @@ impl SlotTensors {
     ) -> Result<TakeResult<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
         self.stage.as_ref().map_or(Ok(()), Stage::take_fault)?;
+        self.grants.reserve()?;
         match self.dtype_on_host() {
             IndexDType::I32 => self.extend::<i32>(lens, last_loc, stream),
             IndexDType::I64 => self.extend::<i64>(lens, last_loc, stream),
@@ -330,6 +407,7 @@ impl SlotTensors {
             }
             _ => self.hand_out(slots, &continued, stream)?,
         };
+        self.list(&view, None, continued.is_empty());
         Ok(Ok((view, continued)))
     }
 
@@ -365,6 +443,7 @@ impl SlotTensors {
             other.poison_freed(&kv);
         }
         other.slots.continue_after(&self.slots);
+        other.grants = std::mem::take(&mut self.grants);
         std::mem::replace(self, other)
     }
 
@@ -403,7 +482,9 @@ impl SlotTensors {
     /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
     pub(super) fn undo(&mut self, granted: &GrantedSlots, continued: &[Page]) {
         let view = match granted {
-            GrantedSlots::One(slot, _) => return self.slots.undo(&[slot.number().cast_signed()], continued),
+            GrantedSlots::One(one) => {
+                return self.slots.undo(&[one.slot.number().cast_signed()], continued);
+            }
             GrantedSlots::Tensor(view) => view,
         };
         let of_stage = || self.stage.as_ref().map(|stage| stage.listed(view));

@@ -6,7 +6,8 @@ use std::sync::{Arc, Weak};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Device, Epoch, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking};
 use crate::index::{
-    AbandonedRequest, BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats, ascending_runs,
+    AbandonedRequest, BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats,
+    ascending_runs,
 };
 use crate::kernels::Indices;
 use crate::memory::{Backend, BorrowedTensor, Gpu, Keep, Stream};
@@ -17,7 +18,9 @@ use super::deferred::FreedAs;
 use super::fences::Fence;
 use super::mirror::values_now;
 use super::shortage::Reclaim;
-use super::slot_tensors::{BatchLens, GrantedSlots, LastLocs, SlotTensors};
+use super::slot_tensors::{
+    BatchLens, Freed, GrantedSlots, LastLocs, PagesOf, SlotTensors, Source, TensorOrigin,
+};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
 
@@ -267,7 +270,7 @@ impl TokenToKvPoolAllocator {
     /// See [`Self::free_keeping`].
     #[inline]
     pub fn free(&self, slots: &Indices<'_>, stream: Stream) -> Result<BadFrees> {
-        self.free_keeping(slots, None, || None, stream)
+        self.free_keeping(slots, None, None, || None, stream)
     }
 
     /// Frees slots that work in flight still uses: they stay in use until `fence` has passed.
@@ -280,11 +283,12 @@ impl TokenToKvPoolAllocator {
         fence: &Arc<dyn Fence>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        self.free_keeping(slots, Some(fence), || None, stream)
+        self.free_keeping(slots, None, Some(fence), || None, stream)
     }
 
     /// Frees slots, at once or after a fence, and keeps the tensor that lists them alive while its values are
-    /// needed.
+    /// needed. `origin` is the tensor of values on the host: a free of slots that were handed out in it, and
+    /// were freed since, is invalid, also if they were handed out again.
     ///
     /// Values that only a device has are copied in the order of `stream`, without waiting unless more values
     /// are in flight than the pool has slots; then the call waits, without locks, for its own values. The
@@ -298,31 +302,41 @@ impl TokenToKvPoolAllocator {
     pub fn free_keeping(
         &self,
         slots: &Indices<'_>,
+        origin: Option<TensorOrigin<'_>>,
         after: Option<&Arc<dyn Fence>>,
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
         // Owners that a failed call does not use are dropped when no lock is held.
         let mut keep = Some(keep);
-        let keep = || keep.take().and_then(|keep| keep());
-        let freed = self.free_with(after, stream, |allocator, id| allocator.free(slots, id, keep, stream))?;
-        if let Some(bad) = freed {
-            return Ok(bad);
+        let mut keep = || keep.take().and_then(|keep| keep());
+        let mut source = origin.map(|origin| Source { origin, writes: None });
+        let mut read = None;
+        loop {
+            let given = read.as_ref().unwrap_or(slots);
+            match self
+                .free_with(after, stream, |slots, id| slots.free(given, source, id, &mut keep, stream))?
+            {
+                Freed::Done(bad) => return Ok(bad),
+                Freed::Unread => {
+                    source = Source::of(slots);
+                    read = Some(read_without_locks(slots, stream)?);
+                }
+                Freed::Unproven => source.iter_mut().for_each(Source::prove),
+            }
         }
-        let known = read_without_locks(slots, stream)?;
-        let freed =
-            self.free_with(after, stream, |allocator, id| allocator.free(&known, id, || None, stream));
-        Ok(freed?.expect("values on the host need no room"))
     }
 
-    /// Frees pages: each value of `given` names one. The result of `keep` keeps the tensor at a position of
-    /// `given` alive. Otherwise like [`Self::free_keeping`].
+    /// Frees pages: each value of `given` names one. `origins` are the tensors of values on the host, by
+    /// position; the result of `keep` keeps the tensor at a position alive. Otherwise like
+    /// [`Self::free_keeping`].
     ///
     /// # Errors
     /// See [`Self::free_keeping`].
     pub fn free_pages(
         &self,
         given: &[Indices<'_>],
+        origins: &[Option<TensorOrigin<'_>>],
         freed_as: FreedAs,
         after: Option<&Arc<dyn Fence>>,
         keep: impl Fn(usize) -> Option<Keep>,
@@ -330,18 +344,29 @@ impl TokenToKvPoolAllocator {
     ) -> Result<BadFrees> {
         // Dropped without the lock: they may be the last owners of foreign objects.
         let mut abandoned = Vec::new();
-        let freed = self.free_with(after, stream, |slots, id| {
-            slots.free_pages(given, freed_as, id, &keep, &mut abandoned, stream)
-        })?;
-        if let Some(bad) = freed {
-            return Ok(bad);
+        let mut sources: Vec<_> =
+            origins.iter().map(|origin| origin.map(|origin| Source { origin, writes: None })).collect();
+        let mut read = None;
+        loop {
+            let given = read.as_deref().unwrap_or(given);
+            let pages = PagesOf { given, sources: &sources, freed_as };
+            let freed = self.free_with(after, stream, |slots, id| {
+                slots.free_pages(pages, id, &keep, &mut abandoned, stream)
+            })?;
+            match freed {
+                Freed::Done(bad) => return Ok(bad),
+                Freed::Unread => {
+                    sources.resize(given.len(), None);
+                    let of_device = given.iter().map(Source::of);
+                    for (source, of_device) in sources.iter_mut().zip(of_device) {
+                        *source = source.or(of_device);
+                    }
+                    let known = given.iter().map(|given| read_without_locks(given, stream));
+                    read = Some(known.collect::<Result<Vec<_>>>()?);
+                }
+                Freed::Unproven => sources.iter_mut().flatten().for_each(Source::prove),
+            }
         }
-        let known =
-            given.iter().map(|given| read_without_locks(given, stream)).collect::<Result<Vec<_>>>()?;
-        let freed = self.free_with(after, stream, |slots, id| {
-            slots.free_pages(&known, freed_as, id, |_| None, &mut abandoned, stream)
-        });
-        Ok(freed?.expect("values on the host need no room"))
     }
 
     /// Checks that consecutive slots of a request, whose first is that of token `start`, begin a page: every

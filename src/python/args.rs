@@ -15,7 +15,7 @@ use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, tr
 use crate::cache::PageHash;
 use crate::kernels::{Indices, check_ints, not_indices_error, read_indices};
 use crate::memory::{BorrowedTensor, HostRows, Keep, Stream};
-use crate::pool::values_now;
+use crate::pool::{TensorOrigin, Writes, values_now};
 use crate::tensor::dlpack::{Import, address_of};
 
 use super::framework::{Torch, current_device, current_stream, stream_of, torch};
@@ -74,19 +74,64 @@ pub(super) fn version_of(tensor: &Bound<'_, PyAny>) -> Option<u64> {
     tensor.getattr(intern!(tensor.py(), "_version")).and_then(|version| version.extract()).ok()
 }
 
+/// A tensor in host memory from which indices were copied.
+#[derive(Clone, Copy)]
+pub(super) struct HostTensor {
+    /// The address of the first index.
+    address: usize,
+    /// The number of elements from one index to the next, if they are evenly spaced.
+    step: Option<usize>,
+}
+
+impl HostTensor {
+    /// Describes the tensor of which `found` is every `step`th element.
+    fn of(found: &BorrowedTensor<'_>, step: usize) -> Self {
+        let spaced = found.even_step().map(|distance| distance * step);
+        Self { address: found.address().as_ptr().addr(), step: spaced }
+    }
+
+    /// Returns the origin of the indices; `writes` tells whether the tensor was written to.
+    pub(super) const fn origin(self, writes: &dyn Fn() -> Writes) -> TensorOrigin<'_> {
+        TensorOrigin { address: self.address, step: self.step, writes }
+    }
+}
+
+/// Returns whether PyTorch has counted writes to a tensor; for other objects nobody does.
+pub(super) fn writes_of(object: &Bound<'_, PyAny>) -> Writes {
+    let is_torch = torch(object.py()).ok().flatten().is_some_and(|torch| torch.is_tensor(object));
+    match version_of(object).filter(|_| is_torch) {
+        None => Writes::Uncounted,
+        Some(0) => Writes::None,
+        Some(_) => Writes::Some,
+    }
+}
+
 /// Indices passed as an argument.
 pub(super) enum IndexArg<'a, 'py> {
-    /// Indices in host memory, copied.
-    Host(IndexVec),
+    /// Indices in host memory, copied, and the tensor that they were read from, if it is one.
+    Host(IndexVec, Option<HostTensor>),
     /// Every `step`th element of an index tensor on a device.
     Device { tensor: TensorArg<'a, 'py>, device: Device, version: Option<u64>, step: usize },
 }
 
 impl IndexArg<'_, '_> {
+    /// Returns indices that were not read from a tensor.
+    pub(super) const fn of_values(values: IndexVec) -> Self {
+        Self::Host(values, None)
+    }
+
+    /// Returns the tensor in host memory that the indices were read from.
+    pub(super) const fn host_tensor(&self) -> Option<HostTensor> {
+        match self {
+            Self::Host(_, tensor) => *tensor,
+            Self::Device { .. } => None,
+        }
+    }
+
     /// Takes the indices for a call into a pool. Call it once. Runs no Python code of the caller.
     pub(super) fn take(&mut self) -> PyResult<Indices<'_>> {
         match self {
-            Self::Host(values) => Ok(Indices::Host(std::mem::replace(values, IndexVec::I32(Vec::new())))),
+            Self::Host(values, _) => Ok(Indices::Host(std::mem::replace(values, IndexVec::I32(Vec::new())))),
             Self::Device { tensor, version, step: 1, .. } => Ok(Indices::of(tensor.borrow()?, *version)?),
             Self::Device { tensor, version, step, .. } => {
                 Ok(Indices::of(tensor.borrow()?.step_by(*step)?, *version)?)
@@ -97,7 +142,7 @@ impl IndexArg<'_, '_> {
     /// Returns the number of indices in host memory, which are sent to a device.
     pub(super) fn host_len(&self) -> usize {
         match self {
-            Self::Host(values) => values.len(),
+            Self::Host(values, _) => values.len(),
             Self::Device { .. } => 0,
         }
     }
@@ -105,7 +150,7 @@ impl IndexArg<'_, '_> {
     /// Returns the number of indices.
     pub(super) fn len(&self) -> PyResult<usize> {
         match self {
-            Self::Host(values) => Ok(values.len()),
+            Self::Host(values, _) => Ok(values.len()),
             Self::Device { tensor, step, .. } => Ok(tensor.borrow()?.shape().numel().div_ceil(*step)),
         }
     }
@@ -114,7 +159,7 @@ impl IndexArg<'_, '_> {
     /// has.
     pub(super) fn on(self, py: Python<'_>, pool: Device) -> PyResult<Self> {
         match &self {
-            Self::Device { device, .. } if *device != pool => self.values(py).map(Self::Host),
+            Self::Device { device, .. } if *device != pool => self.values(py).map(Self::of_values),
             _ => Ok(self),
         }
     }
@@ -343,7 +388,7 @@ pub(super) fn strided_indices<'a, 'py>(
     object: &'a Bound<'py, PyAny>,
     step: usize,
 ) -> PyResult<IndexArg<'a, 'py>> {
-    let ints = |object| Ok::<_, PyErr>(IndexArg::Host(every_nth(ints(object)?, step)));
+    let ints = |object| Ok::<_, PyErr>(IndexArg::of_values(every_nth(ints(object)?, step)));
     if object.is_instance_of::<PyList>()
         || object.is_instance_of::<PyTuple>()
         || object.is_instance_of::<PyRange>()
@@ -362,7 +407,10 @@ pub(super) fn strided_indices<'a, 'py>(
                 let described = torch.describe(tensor)?;
                 // Engines free states one at a time: this one is read without shape and strides.
                 if let Some(index) = described.only_index() {
-                    return Ok(IndexArg::Host(index));
+                    return Ok(IndexArg::Host(
+                        index,
+                        Some(HostTensor { address: described.address(), step: Some(1) }),
+                    ));
                 }
                 described.borrow()
             }
@@ -373,8 +421,12 @@ pub(super) fn strided_indices<'a, 'py>(
             Err(error) => return indices_by_copy(object, step, error),
         };
         return Ok(match found.device() {
-            Device::Cpu if step == 1 => IndexArg::Host(read_indices(&found)?),
-            Device::Cpu => IndexArg::Host(read_indices(&found.step_by(step)?)?),
+            Device::Cpu if step == 1 => {
+                IndexArg::Host(read_indices(&found)?, Some(HostTensor::of(&found, 1)))
+            }
+            Device::Cpu => {
+                IndexArg::Host(read_indices(&found.step_by(step)?)?, Some(HostTensor::of(&found, step)))
+            }
             device @ Device::Cuda(_) => {
                 // PyTorch without an exchange table counts the writes to an imported tensor as well.
                 let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
@@ -404,7 +456,7 @@ pub(super) fn strided_indices<'a, 'py>(
             let is_none = error.is_instance_of::<PyValueError>(py);
             if is_none { not_indices_error(&kind_of(object)).into() } else { error }
         })?;
-        return strided_indices(&array, step)?.values(object.py()).map(IndexArg::Host);
+        return strided_indices(&array, step)?.values(object.py()).map(IndexArg::of_values);
     }
     Err(not_indices_error(&kind_of(object)).into())
 }
@@ -418,7 +470,8 @@ fn indices_by_copy<'a, 'py>(
     error: PyErr,
 ) -> PyResult<IndexArg<'a, 'py>> {
     let py = object.py();
-    let owned = |object: &Bound<'py, PyAny>| strided_indices(object, step)?.values(py).map(IndexArg::Host);
+    let owned =
+        |object: &Bound<'py, PyAny>| strided_indices(object, step)?.values(py).map(IndexArg::of_values);
     // Only the order of indices matters, so a shape of too many dimensions is flattened.
     if has_more_dimensions(object) {
         return owned(&object.call_method1("reshape", (-1,))?);
@@ -458,7 +511,7 @@ pub(super) fn single(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
 /// Indices, or a single one.
 pub(super) fn index_or_indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
     match single(object)? {
-        Some(index) => Ok(IndexArg::Host(IndexVec::I64(vec![index]))),
+        Some(index) => Ok(IndexArg::of_values(IndexVec::I64(vec![index]))),
         None => indices(object),
     }
 }

@@ -179,6 +179,8 @@ impl BatchPlanner {
     ///     IndexError: If a row or a length is outside of the table.
     ///     IndexOwnershipError: If a row is not allocated, a cached slot is not in use, or the page that a
     ///         request continues was freed by another owner.
+    ///     StaleBufferError: If the allocator was cleared or resized since a request, which is not extended from
+    ///         0, took its slots.
     ///     DriverError: If a driver call fails, or the stream is being captured.
     #[pyo3(signature = (req_pool_indices, prefix_lens, seq_lens, prefix_slots=None, *, prefixes=None))]
     fn extend(
@@ -236,6 +238,7 @@ impl BatchPlanner {
     ///         padding row.
     ///     IndexError: As in `extend`.
     ///     IndexOwnershipError: As in `extend`.
+    ///     StaleBufferError: If the allocator was cleared or resized since a request took its slots.
     ///     DriverError: As in `extend`.
     #[pyo3(signature = (req_pool_indices, seq_lens, tokens_per_req=args::Arg::Missing, *, pad_to=None),
            text_signature = "($self, req_pool_indices, seq_lens, tokens_per_req=1, *, pad_to=None)")]
@@ -274,6 +277,7 @@ impl BatchPlanner {
     ///         another owner (possibly one behind a fence), which later tokens would overwrite; nothing is
     ///         changed. Also if the allocator is strict and a slot of the planner was freed by another owner;
     ///         all others are freed.
+    ///     StaleBufferError: As in `decode`.
     #[pyo3(signature = (req_pool_indices, seq_lens, *, after=None))]
     fn truncate(
         &self,
@@ -293,7 +297,8 @@ impl BatchPlanner {
     }
 
     /// Frees the slots and the rows of requests, and ends their leases. The rows are zeroed, as by
-    /// `ReqToTokenPool.free`.
+    /// `ReqToTokenPool.free`. Requests from before a `clear` or `resize` of the allocator have no slots: only
+    /// their rows are freed.
     ///
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.
@@ -342,6 +347,7 @@ impl BatchPlanner {
     ///     ConfigError: If `src` has fewer tokens, `dst` is not empty, or they are the same row.
     ///     IndexError: If a row is outside of the table.
     ///     IndexOwnershipError: If a row is not allocated, or a page of `src` was freed by another owner.
+    ///     StaleBufferError: If the allocator was cleared or resized since `src` took its slots.
     ///     DriverError: If a driver call fails, or the stream is being captured.
     fn fork(
         &self,

@@ -5,11 +5,11 @@ use std::ptr::{self, NonNull};
 
 use pyo3::prelude::*;
 
-use crate::base::{DType, Device, Id, IndexDType, IndexNumber};
+use crate::base::{DType, Device};
 use crate::kernels::BufferInfo;
-use crate::pool::GrantedSlots;
+use crate::pool::{Grant, GrantedSlots};
 use crate::tensor::TensorView;
-use crate::tensor::dlpack::{Versioned, export_index, export_versioned};
+use crate::tensor::dlpack::{Versioned, export_versioned};
 
 use super::capsule::legacy_capsule;
 use super::framework::{Exchange, Torch, fetch, torch};
@@ -25,18 +25,16 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
 }
 
 /// Works like [`to_tensor`], for slots.
-pub(super) fn slots_to_tensor(py: Python<'_>, granted: &GrantedSlots) -> PyResult<Py<PyAny>> {
-    let Some(torch) = torch(py)? else { return to_tensor(py, &granted.view().cache_aligned()?) };
-    let (slot, dtype) = match granted {
-        GrantedSlots::One(slot, dtype) => (slot.number(), dtype),
-        GrantedSlots::Tensor(view) => return torch.import(py, view),
-    };
-    let Some(import) = torch.importer() else { return torch.import(py, &granted.view()) };
-    let managed = match dtype {
-        IndexDType::I32 => export_index(i32::of(slot)),
-        IndexDType::I64 => export_index(i64::of(slot)),
-    };
-    import(py, managed)
+pub(super) fn slots_to_tensor(py: Python<'_>, grant: &mut Grant<'_>) -> PyResult<Py<PyAny>> {
+    let Some(torch) = torch(py)? else { return to_tensor(py, &grant.aligned_view()?) };
+    if let GrantedSlots::Tensor(view) = grant.granted() {
+        return torch.import(py, view);
+    }
+    let Some(import) = torch.importer() else { return torch.import(py, &grant.aligned_view()?) };
+    match grant.take_export() {
+        Some(export) => import(py, export.into_managed()),
+        None => torch.import(py, &grant.aligned_view()?),
+    }
 }
 
 /// Works like [`to_tensor`], for a cached tensor, which may be returned again outside of inference mode: it

@@ -16,7 +16,8 @@ use crate::base::{DType, Device, Dims, Error, IndexVec};
 use crate::memory::{Backend, BorrowedTensor, Stream, backend_for};
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{
-    EXCHANGE_API, ExchangeApi, Import, RawTensor, borrow, is_view, only_index, raw_device, raw_dtype,
+    EXCHANGE_API, ExchangeApi, Import, RawTensor, borrow, first_element, is_view, only_index, raw_device,
+    raw_dtype,
 };
 
 use super::capsule::take_capsule;
@@ -76,6 +77,11 @@ impl<'a> TensorDescription<'a> {
     pub(super) fn borrow(&self) -> PyResult<BorrowedTensor<'a>> {
         // SAFETY: the type says that the tensor lives for 'a.
         unsafe { borrow(&self.raw, self.tensor) }
+    }
+
+    /// Returns the address of element 0.
+    pub(super) fn address(&self) -> usize {
+        first_element(&self.raw).addr()
     }
 
     /// Returns the index of a 1-D tensor in host memory that has only one.

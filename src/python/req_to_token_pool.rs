@@ -93,7 +93,7 @@ impl TableIndexArg<'_, '_> {
 fn repeated<'a, 'py>(index: i64, count: usize) -> PyResult<IndexArg<'a, 'py>> {
     let mut values = try_with_capacity(count)?;
     values.resize(count, index);
-    Ok(IndexArg::Host(IndexVec::I64(values)))
+    Ok(IndexArg::of_values(IndexVec::I64(values)))
 }
 
 /// Converts `(row, slice)`, `(row, column)` or `(rows, columns)`. A single row or column is repeated for all
@@ -227,7 +227,9 @@ impl ReqToTokenPool {
     }
 
     /// Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false. If the driver
-    /// fails to zero them, a warning is logged, and they are zeroed before they are handed out again.
+    /// fails to zero them, a warning is logged, and they are zeroed before they are handed out again. Requests of
+    /// a `BatchPlanner` end with `BatchPlanner.finish`; if their rows are freed here, the planner frees their
+    /// slots at its next call, or when slots are short, and logs a warning.
     ///
     /// Args:
     ///     slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that

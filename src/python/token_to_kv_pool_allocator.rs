@@ -36,7 +36,8 @@ pub(super) use free_group::FreeGroup;
 /// never handed out.
 ///
 /// An invalid free (a slot that is out of range, the padding slot, not allocated, already free, or listed
-/// twice in one call) is dropped, counted in `stats()` and reported once through the logger `kvpool`. With
+/// twice in one call; a tensor of `alloc`, or a view of one, whose slots were freed since, also if they were
+/// handed out again) is dropped, counted in `stats()` and reported once through the logger `kvpool`. With
 /// `strict` it raises instead, and nothing is changed. All calls are atomic and thread-safe.
 ///
 /// On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time: `alloc` and
@@ -122,10 +123,17 @@ impl TokenToKvPoolAllocator {
             None => self.debug_stream(py)?,
         };
         let objects: Vec<_> = page_indices.iter().map(|(object, _)| *object).collect();
+        let tensors: Vec<_> = page_indices.iter().map(|(_, indices)| indices.host_tensor()).collect();
+        let writes: Vec<_> = objects.iter().map(|object| || args::writes_of(object)).collect();
+        let origins: Vec<_> = tensors
+            .iter()
+            .zip(&writes)
+            .map(|(tensor, writes)| tensor.map(|tensor| tensor.origin(writes)))
+            .collect();
         let keep = |at: usize| Some(Arc::new(objects[at].clone().unbind()) as Keep);
         let pages =
             page_indices.iter_mut().map(|(_, indices)| indices.take()).collect::<PyResult<Vec<_>>>()?;
-        let bad = self.pool.free_pages(&pages, freed_as, fence.as_ref(), keep, stream)?;
+        let bad = self.pool.free_pages(&pages, &origins, freed_as, fence.as_ref(), keep, stream)?;
         self.report(py, &bad, given);
         Ok(())
     }
@@ -150,7 +158,8 @@ fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
 fn describe_abandoned(request: &AbandonedRequest, given: usize) -> String {
     let AbandonedRequest { row, len, pages, .. } = request;
     let kept = pages.len() - given;
-    let others = if kept == 0 { String::new() } else { format!(", and {kept} were freed by other calls since") };
+    let others =
+        if kept == 0 { String::new() } else { format!(", and {kept} were freed by other calls since") };
     format!(
         "request row {row} was freed without its planner while it had {len} tokens: {given} of its {} pages are free \
          again{others}; end requests with BatchPlanner.finish",
@@ -187,7 +196,7 @@ fn hand_out(
 ) -> PyResult<Option<Py<PyAny>>> {
     match &mut taken {
         Ok(Some(grant)) => {
-            let tensor = slots_to_tensor(py, grant.granted())?;
+            let tensor = slots_to_tensor(py, grant)?;
             grant.commit();
             Ok(Some(tensor))
         }
@@ -365,7 +374,8 @@ impl TokenToKvPoolAllocator {
     ///     indices: Slots, an int tensor or array of any shape or a sequence of ints.
     ///     after: A fence: an object with `query() -> bool`, such as a `torch.cuda.Event`. The slots stay in
     ///         use until `query()` returns true; later calls of the allocator query it.
-    ///     owner: As in `alloc`. Selects the owner of a shared slot that gives it up, else the first.
+    ///     owner: As in `alloc`. Selects the owner of a shared slot that gives it up, else the first. A slot that
+    ///         is held by others alone is not freed.
     ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and a free is invalid. For values that only a GPU
@@ -384,15 +394,17 @@ impl TokenToKvPoolAllocator {
         let _acting = self.debug.begin(py, owner)?;
         let given = indices.len()?;
         let bad = match indices {
-            IndexArg::Host(values) => {
+            IndexArg::Host(values, tensor) => {
                 let stream = self.debug_stream(py)?;
-                self.pool.free_keeping(&Indices::Host(values), fence.as_ref(), || None, stream)?
+                let writes = || args::writes_of(object);
+                let origin = tensor.map(|tensor| tensor.origin(&writes));
+                self.pool.free_keeping(&Indices::Host(values), origin, fence.as_ref(), || None, stream)?
             }
             IndexArg::Device { .. } => {
                 let stream = indices.stream(py, self.device)?;
                 // PyTorch may reuse the memory of a dropped tensor in the order of another stream.
                 let keep = || Some(Arc::new(object.clone().unbind()) as Keep);
-                self.pool.free_keeping(&indices.take()?, fence.as_ref(), keep, stream)?
+                self.pool.free_keeping(&indices.take()?, None, fence.as_ref(), keep, stream)?
             }
         };
         self.report(py, &bad, given);
@@ -561,7 +573,7 @@ impl TokenToKvPoolAllocator {
 
     /// Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. Loads
     /// from a tier below a prefix cache are over in the order of the current stream; without a GPU the call waits for
-    /// them.
+    /// them. Leases of a prefix cache and requests of a `BatchPlanner` end: they have no tokens afterwards.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         self.pool.clear(current_stream(py, self.device)?);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crate::base::bounded::int32;
 use crate::base::{
-    DType, Device, Dims, Error, IndexNumber, IndexVec, MAX_NDIM, Result, contiguous_strides, widen,
+    DType, Device, Dims, Error, IndexNumber, IndexVec, Life, MAX_NDIM, Result, contiguous_strides, widen,
 };
 use crate::memory::{BorrowedTensor, Region};
 
@@ -303,10 +303,69 @@ pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
     new_versioned(raw_tensor(view), dims, Arc::clone(view.region())).cast()
 }
 
-/// Exports a 1-D tensor of one index on the host. The index is stored in the managed tensor itself. Otherwise
-/// works like [`export_versioned`].
-#[must_use]
-pub fn export_index<T: IndexNumber>(index: T) -> NonNull<Versioned> {
+/// An exported 1-D tensor of one index on the host, which is stored in the managed tensor itself. Until it is
+/// given away, dropping it frees the tensor.
+#[derive(Debug)]
+pub struct IndexExport {
+    managed: NonNull<Versioned>,
+    /// The address of the index.
+    address: usize,
+    /// The life that ends with the tensor, within the managed tensor.
+    life: NonNull<Option<Life>>,
+}
+
+// SAFETY: it owns the managed tensor, whose deleter may run on any thread.
+unsafe impl Send for IndexExport {}
+
+impl IndexExport {
+    /// Exports `index`, as [`export_versioned`] does.
+    #[must_use]
+    pub fn new<T: IndexNumber>(index: T) -> Self {
+        let export = export_index(index);
+        let boxed = export.as_ptr();
+        // SAFETY: the box was leaked just now, so it is live, and no other code has its address.
+        let address = unsafe { &raw const (*boxed).owner.index }.addr();
+        // SAFETY: as above.
+        let life = NonNull::from(unsafe { &mut (*boxed).owner.life });
+        Self { managed: export.cast(), address, life }
+    }
+
+    /// Makes `life` end with the tensor.
+    #[must_use]
+    pub fn with_life(mut self, life: Life) -> Self {
+        // SAFETY: the managed tensor is live until it is given away, and only this has it.
+        unsafe { *self.life.as_mut() = Some(life) };
+        self
+    }
+
+    /// Returns the address of the index.
+    #[must_use]
+    pub const fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Gives the managed tensor away: its owner must call the deleter once.
+    #[must_use]
+    pub fn into_managed(self) -> NonNull<Versioned> {
+        std::mem::ManuallyDrop::new(self).managed
+    }
+}
+
+impl Drop for IndexExport {
+    fn drop(&mut self) {
+        // SAFETY: the managed tensor was not given away, and an `Import` drops it once.
+        drop(unsafe { Import::of_versioned(self.managed) });
+    }
+}
+
+/// The owner of a single exported index.
+struct OneIndex<T> {
+    index: T,
+    life: Option<Life>,
+}
+
+/// Leaks a managed tensor of one index.
+fn export_index<T: IndexNumber>(index: T) -> NonNull<Export<Versioned, [i64; 1], OneIndex<T>>> {
     let tensor = RawTensor {
         data: ptr::null_mut(),
         device: raw_device(Device::Cpu),
@@ -316,15 +375,15 @@ pub fn export_index<T: IndexNumber>(index: T) -> NonNull<Versioned> {
         strides: ptr::null_mut(),
         byte_offset: 0,
     };
-    let export = new_versioned(tensor, [[1_i64]; 2], index);
+    let export = new_versioned(tensor, [[1_i64]; 2], OneIndex { index, life: None });
     let boxed = export.as_ptr();
     // SAFETY: the box was leaked just now, so it is live, and no other code has its address.
-    let data = unsafe { &raw mut (*boxed).owner };
+    let data = unsafe { &raw mut (*boxed).owner.index };
     // SAFETY: as above.
     unsafe {
         (*boxed).managed.tensor.data = data.cast();
     }
-    export.cast()
+    export
 }
 
 /// Leaks a box with a versioned managed tensor, which is `tensor` without its shape and strides.
@@ -538,8 +597,12 @@ fn too_many_dimensions_error(ndim: i32) -> Error {
 }
 
 /// Returns the address of element 0 of a tensor.
+///
+/// # Panics
+/// If the offset of a description is beyond the address space.
 #[inline]
-fn first_element(raw: &RawTensor) -> *mut u8 {
+#[must_use]
+pub fn first_element(raw: &RawTensor) -> *mut u8 {
     let offset = usize::try_from(raw.byte_offset).expect("an address has 64 bits");
     raw.data.cast::<u8>().wrapping_add(offset)
 }

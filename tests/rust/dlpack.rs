@@ -9,7 +9,7 @@ use kvpool::kernels::read_indices;
 use kvpool::memory::{Backend, CountingBackend, Host, Region};
 use kvpool::tensor::TensorView;
 use kvpool::tensor::dlpack::{
-    ExchangeApi, Import, Legacy, RawDType, RawTensor, Version, Versioned, dtype_of, export_index,
+    ExchangeApi, Import, IndexExport, Legacy, RawDType, RawTensor, Version, Versioned, dtype_of,
     export_versioned, only_index, raw_device, raw_dtype,
 };
 
@@ -73,12 +73,12 @@ fn deleter_frees_memory_on_any_thread() {
 #[test]
 fn one_index_is_exported_and_read() {
     // SAFETY: it was exported just now.
-    let import = unsafe { Import::of_versioned(export_index(7_i64)) };
+    let import = unsafe { Import::of_versioned(IndexExport::new(7_i64).into_managed()) };
     let described = import.borrow().expect("valid");
     assert_eq!((described.dtype(), described.shape().as_slice()), (DType::I64, &[1_i64][..]));
     assert_eq!(read_indices(&described).expect("on the host"), IndexVec::I64(vec![7]));
     // SAFETY: as above.
-    let import = unsafe { Import::of_versioned(export_index(-3_i32)) };
+    let import = unsafe { Import::of_versioned(IndexExport::new(-3_i32).into_managed()) };
     assert_eq!(read_indices(&import.borrow().expect("valid")).expect("on the host"), IndexVec::I32(vec![-3]));
 
     let (mut index, mut extent) = (5_i32, 1_i64);

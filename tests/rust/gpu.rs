@@ -247,11 +247,11 @@ fn a_failed_free_drops_owners_without_locks() {
     };
     // The second tensor is on no device: the copy of the first is abandoned.
     let failed =
-        allocator.free_pages(&[first(), second()], FreedAs::Pages, None, |_| keep(), Stream::DEFAULT);
+        allocator.free_pages(&[first(), second()], &[], FreedAs::Pages, None, |_| keep(), Stream::DEFAULT);
     assert_eq!(failed.expect_err("refused").kind(), ErrorKind::Config);
     assert_eq!(answered.try_iter().collect::<Vec<_>>(), [true]);
     // A free of one tensor that fails needs no owner.
-    let failed = allocator.free_keeping(&second(), None, keep, Stream::DEFAULT);
+    let failed = allocator.free_keeping(&second(), None, None, keep, Stream::DEFAULT);
     assert_eq!(failed.expect_err("refused").kind(), ErrorKind::Config);
     assert_eq!(answered.try_iter().count(), 0);
     assert_eq!(allocator.available_size(), 97);

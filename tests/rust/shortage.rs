@@ -26,7 +26,7 @@ fn known(slots: &[i64]) -> Indices<'static> {
 
 fn free(allocator: &TokenToKvPoolAllocator, slots: &[i32], after: Option<&Arc<dyn Fence>>) -> Result<usize> {
     let given = Indices::Host(IndexVec::I32(slots.to_vec()));
-    allocator.free_keeping(&given, after, || None, STREAM).map(|bad| bad.dropped())
+    allocator.free_keeping(&given, None, after, || None, STREAM).map(|bad| bad.dropped())
 }
 
 /// Keeps slots until another owner needs them, and records the requests.

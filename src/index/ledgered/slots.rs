@@ -195,7 +195,7 @@ impl Ledgered<SlotAllocator> {
     /// caller holds, if it is known. Slots that it no longer has, and those that are known to be held by
     /// others than the owner that the call names, are dropped and reported like those that are not live.
     ///
-    /// Also returns whether the caller has to record the end of the hold: see [`Held::is_whole`].
+    /// Also returns whether the caller has to record the end of the hold: see [`Held::whole`].
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free`].
@@ -208,7 +208,7 @@ impl Ledgered<SlotAllocator> {
         on_bad: OnBadFree,
     ) -> Result<(BadFrees, bool)> {
         let owner = self.ledger.named_owner();
-        let may_be_stale = held.is_some_and(|held| held.is_over || held.since != self.inner.now());
+        let may_be_stale = held.is_some_and(|held| self.inner.may_be_stale(values, held));
         if may_be_stale || owner.is_some() {
             let refuse = |_, slot, is_stale| self.refusal(slot, is_stale, owner.as_ref());
             if let Some((kept, bad)) = self.inner.without_refused(values, held, refuse)? {
@@ -216,6 +216,37 @@ impl Ledgered<SlotAllocator> {
             }
         }
         self.free_checked(values, held, fence, on_bad)
+    }
+
+    /// Splits off the values that a caller with a hold no longer has. Returns the others and a report, or
+    /// `None` if it has all.
+    ///
+    /// # Errors
+    /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) if
+    /// there are any.
+    pub fn without_stale(
+        &mut self,
+        values: &IndexVec,
+        held: Held,
+        on_bad: OnBadFree,
+    ) -> Result<Option<(IndexVec, BadFrees)>> {
+        if !self.inner.may_be_stale(values, held) {
+            return Ok(None);
+        }
+        let refuse = |_, slot, is_stale| self.refusal(slot, is_stale, None);
+        let Some((kept, bad)) = self.inner.without_refused(values, Some(held), refuse)? else {
+            return Ok(None);
+        };
+        Ok(Some((kept, self.report_refused(bad, values.len(), on_bad)?)))
+    }
+
+    /// Explains and counts the refused part of a free of `given` values.
+    fn report_refused(&mut self, mut refused: BadFrees, given: usize, on_bad: OnBadFree) -> Result<BadFrees> {
+        let page_size = self.inner.slots_of_a_page();
+        self.ledger.explain(&mut refused, |slot| slot / page_size);
+        let refused = on_bad_frees(refused, on_bad, Slot::NOUN, given, self.inner.capacity())?;
+        self.inner.count_dropped(refused.dropped());
+        Ok(refused)
     }
 
     /// Returns why `owner`, if it is known, may not free a slot that the allocator itself would free.
@@ -233,16 +264,13 @@ impl Ledgered<SlotAllocator> {
     fn free_rest(
         &mut self,
         kept: &IndexVec,
-        mut refused: BadFrees,
+        refused: BadFrees,
         given: usize,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
-        let page_size = self.inner.slots_of_a_page();
-        self.ledger.explain(&mut refused, |slot| slot / page_size);
-        let refused = on_bad_frees(refused, on_bad, Slot::NOUN, given, self.inner.capacity())?;
+        let refused = self.report_refused(refused, given, on_bad)?;
         let (mut bad, _) = self.free_checked(kept, None, fence, on_bad)?;
-        self.inner.count_dropped(refused.dropped());
         bad.append(refused);
         Ok(bad)
     }

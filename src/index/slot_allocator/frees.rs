@@ -4,8 +4,11 @@ use crate::base::{Error, Id, IndexVec, Page, Result, Slot, try_with_capacity};
 
 use super::freeing::Freeing;
 use super::{FenceId, FencedFree, Group, Held, SlotAllocator};
+use crate::base::bounded::signed;
 use crate::index::free_list::FreeTiming;
+use crate::index::free_times::Moment;
 use crate::index::mask::Mask;
+use crate::index::runs::{RawIndex, run_len};
 use crate::index::{BadFree, BadFrees, OnBadFree, on_bad_frees};
 
 impl SlotAllocator {
@@ -98,6 +101,34 @@ impl SlotAllocator {
         batch.commit();
     }
 
+    /// Returns whether a caller with this hold may no longer have some of the values. It may do so because of
+    /// other pages.
+    pub fn may_be_stale(&self, values: &IndexVec, held: Held) -> bool {
+        if held.is_over || held.since == self.now() {
+            return held.is_over;
+        }
+        match values {
+            IndexVec::I32(values) => self.may_be_freed_since(values, held.since),
+            IndexVec::I64(values) => self.may_be_freed_since(values, held.since),
+        }
+    }
+
+    fn may_be_freed_since<T: RawIndex>(&self, values: &[T], since: Moment) -> bool {
+        let mut remaining = values;
+        while let Some(&first) = remaining.first() {
+            let (first, len): (i64, _) = (first.into(), run_len(remaining));
+            remaining = &remaining[len..];
+            let (Ok(first), Ok(last)) = (u32::try_from(first), u32::try_from(first + signed(len) - 1)) else {
+                continue;
+            };
+            let mut words = first / self.page_size / 64..last / self.page_size / 64 + 1;
+            if words.any(|word| self.free_times.is_word_freed_since(word, since)) {
+                return true;
+            }
+        }
+        false
+    }
+
     /// Splits off the values that a caller may not free though their pages are in use: `refuse` says why, of the
     /// position and the value, and of whether the caller no longer holds it. Returns the others and a report, or `None` if none
     /// is refused.
@@ -138,7 +169,7 @@ impl SlotAllocator {
 
     /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that the caller
     /// holds; `explain` adds to the report. Also returns whether the times of the frees are left to the
-    /// caller: see [`Held::is_whole`].
+    /// caller: see [`Held::whole`].
     pub(in crate::index) fn free_explained(
         &mut self,
         values: &IndexVec,
@@ -147,14 +178,15 @@ impl SlotAllocator {
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<(BadFrees, bool)> {
-        let is_whole = held.is_some_and(|held| held.is_whole);
+        let whole = held.and_then(|held| held.whole);
         if fence.is_none()
             && let Some(page) = self.only_page(values)
         {
             // An empty batch, so that the previous one does not count as the last.
             self.owners.remove(FreeTiming::Now).commit();
-            self.free_only_page(page, is_whole);
-            return Ok((BadFrees::default(), is_whole));
+            let is_left = whole.is_some_and(|whole| whole.is_freed_by(&[Mask::of(page.number())]));
+            self.free_only_page(page, is_left);
+            return Ok((BadFrees::default(), is_left));
         }
         let (page_size, capacity) = (self.page_size, self.capacity());
         let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
@@ -175,7 +207,8 @@ impl SlotAllocator {
             let shared = owners.pages().to_vec();
             self.fences.push((fence, FencedFree { pages: batch.fenced(), shared }));
         }
-        let is_left = is_whole && dropped == 0 && owners.pages().is_empty();
+        let is_plain = dropped == 0 && owners.pages().is_empty();
+        let is_left = is_plain && whole.is_some_and(|whole| whole.is_freed_by(batch.masks()));
         if !is_left {
             self.free_times.record(batch.masks());
         }

@@ -4,7 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Epoch, Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, try_with_capacity, widen};
+use crate::base::{
+    Epoch, Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, try_with_capacity, widen,
+};
 use crate::cache::{Hold, Namespace, Tree};
 use crate::index::{PageList, put_slots_of};
 use crate::memory::Stream;

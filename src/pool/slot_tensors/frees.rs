@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Device, Error, IndexVec, Result};
+use crate::base::{Device, Error, IndexVec, Result, try_with_capacity};
 use crate::index::{BadFrees, FenceId, OnBadFree, SlotAllocator};
 use crate::kernels::Indices;
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
@@ -11,6 +11,7 @@ use crate::pool::fences::{Fence, Fences};
 use crate::pool::mirror::known_values;
 
 use super::SlotTensors;
+use super::grants::{HeldGrant, TensorOrigin, Unproven, Writes};
 
 /// A free completed by a later call: the number of values, and the invalid ones.
 #[derive(Debug)]
@@ -28,71 +29,180 @@ pub(super) fn fetched_at_once(slots: &SlotAllocator) -> usize {
     slots.capacity().saturating_add(SPARE)
 }
 
+/// The outcome of an attempt to free slots.
+#[derive(Debug)]
+pub(in crate::pool) enum Freed {
+    /// The slots are freed, now or later, except the invalid ones.
+    Done(BadFrees),
+    /// The values have to be read without locks first: so many are in flight that there is no room for a
+    /// copy, or the host does not know them and has to.
+    Unread,
+    /// It has to be known first whether the tensor was written to: ask its framework without locks.
+    Unproven,
+}
+
+/// Where the host has read values, and whether their tensor was written to, if that is known.
+#[derive(Clone, Copy)]
+pub(in crate::pool) struct Source<'a> {
+    pub(in crate::pool) origin: TensorOrigin<'a>,
+    pub(in crate::pool) writes: Option<Writes>,
+}
+
+impl Source<'_> {
+    /// Finds out whether the tensor was written to. Holds no lock.
+    pub(in crate::pool) fn prove(&mut self) {
+        self.writes = Some((self.origin.writes)());
+    }
+}
+
+impl Source<'static> {
+    /// Returns the source of values of a tensor on a device, if its framework has counted no write to it.
+    pub(in crate::pool) fn of(given: &Indices<'_>) -> Option<Self> {
+        let Indices::Device { tensor, version: Some(0) } = given else { return None };
+        let address = tensor.address().as_ptr().addr();
+        let step = tensor.even_step();
+        Some(Self {
+            origin: TensorOrigin { address, step, writes: &|| Writes::None },
+            writes: Some(Writes::None),
+        })
+    }
+}
+
+/// Values that each name a page, and where the host has read them.
+#[derive(Clone, Copy)]
+pub(in crate::pool) struct PagesOf<'a> {
+    pub(in crate::pool) given: &'a [Indices<'a>],
+    /// By position; shorter if no more sources are known.
+    pub(in crate::pool) sources: &'a [Option<Source<'a>>],
+    pub(in crate::pool) freed_as: FreedAs,
+}
+
 impl SlotTensors {
     /// Frees slots; drops and reports those that are not live. With a fence, they stay in use until
     /// [`Self::fence_passed`] names it.
     #[inline]
-    pub(super) fn free_values(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
+    pub(super) fn free_values(
+        &mut self,
+        given: &IndexVec,
+        held: Option<HeldGrant>,
+        fence: Option<FenceId>,
+    ) -> Result<BadFrees> {
         if let Some(stage) = &self.stage {
             stage.gpu().check_process()?;
         }
-        match fence {
-            None => self.slots.free(given, self.on_bad_free),
-            Some(fence) => self.slots.free_after(fence, given, self.on_bad_free),
+        let hold = held.map(|held| held.held);
+        let (bad, is_over) = self.slots.free_held(given, hold, fence, self.on_bad_free)?;
+        if let Some(held) = held.filter(|_| is_over) {
+            self.grants.end(held);
         }
+        Ok(bad)
+    }
+
+    /// Returns what the caller knows of values that it has read from a tensor of this allocator.
+    #[inline]
+    fn held(
+        &self,
+        values: &IndexVec,
+        source: Option<Source<'_>>,
+    ) -> std::result::Result<Option<HeldGrant>, Unproven> {
+        let Some(Source { origin, writes }) = source else { return Ok(None) };
+        let page_of = |slot| self.slots.page_of(slot);
+        self.grants.held(values, &origin, writes, page_of, |held| self.slots.may_be_stale(values, held))
     }
 
     /// Works like [`Self::free_values`] for indices on any device.
     ///
     /// Values that only a device has are copied in the order of `stream`, without waiting. The result of
-    /// `keep` keeps the tensor alive until then. Returns `None`, and frees nothing, if so many values are in
-    /// flight that there is no room for the copy: read the values without locks, and free those.
+    /// `keep` keeps the tensor alive until then. `source` is that of values on the host.
     #[inline]
     pub(in crate::pool) fn free(
         &mut self,
         given: &Indices<'_>,
+        source: Option<Source<'_>>,
         fence: Option<FenceId>,
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
-    ) -> Result<Option<BadFrees>> {
+    ) -> Result<Freed> {
         if let Indices::Host(values) = given
             && !self.must_wait_behind(fence)
         {
-            return self.free_values(values, fence).map(Some);
+            let Ok(held) = self.held(values, source) else { return Ok(Freed::Unproven) };
+            return self.free_values(values, held, fence).map(Freed::Done);
         }
-        let Some(values) = self.values_of(given, keep, stream)? else { return Ok(None) };
-        let freed = match values {
-            Values::Known(values) if !self.must_wait_behind(fence) => self.free_values(&values, fence),
-            values => self.free_parts(vec![FreedValues { values, freed_as: FreedAs::Slots }], fence),
+        let Some(values) = self.values_of(given, keep, stream)? else { return Ok(Freed::Unread) };
+        let Values::Known(values) = values else {
+            let part = FreedValues { values, freed_as: FreedAs::Slots };
+            return self.free_parts(vec![part], fence).map(Freed::Done);
         };
-        freed.map(Some)
+        let Ok(held) = self.held(&values, source.or_else(|| Source::of(given))) else {
+            return Ok(Freed::Unproven);
+        };
+        if !self.must_wait_behind(fence) {
+            return self.free_values(&values, held, fence).map(Freed::Done);
+        }
+        let (values, mut refused) = self.without_stale(values, held)?;
+        refused.append(self.free_parts(vec![FreedValues::of_slots(values)], fence)?);
+        Ok(Freed::Done(refused))
     }
 
-    /// Frees pages: each value of `given` names one. The result of `keep` keeps the tensor at a position
+    /// Splits off the values that a caller with a hold no longer has.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) if there are any.
+    fn without_stale(&mut self, values: IndexVec, held: Option<HeldGrant>) -> Result<(IndexVec, BadFrees)> {
+        let Some(held) = held else { return Ok((values, BadFrees::default())) };
+        let stale = self.slots.without_stale(&values, held.held, self.on_bad_free)?;
+        Ok(stale.unwrap_or((values, BadFrees::default())))
+    }
+
+    /// Frees pages: each value of `pages` names one. The result of `keep` keeps the tensor at a position
     /// alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
     /// See [`Self::free`]. Drop the owners in `abandoned` without locks: that may run foreign code.
     pub(in crate::pool) fn free_pages(
         &mut self,
-        given: &[Indices<'_>],
-        freed_as: FreedAs,
+        pages: PagesOf<'_>,
         fence: Option<FenceId>,
         keep: impl Fn(usize) -> Option<Keep>,
         abandoned: &mut Vec<Keep>,
         stream: Stream,
-    ) -> Result<Option<BadFrees>> {
-        let mut parts = Vec::with_capacity(given.len());
-        for (position, given) in given.iter().enumerate() {
-            match self.values_of(given, || keep(position), stream) {
-                Ok(Some(values)) => parts.push(FreedValues { values, freed_as }),
+    ) -> Result<Freed> {
+        let (mut parts, mut refused) = (try_with_capacity(pages.given.len())?, BadFrees::default());
+        for position in 0..pages.given.len() {
+            match self.part_of(pages, position, || keep(position), &mut refused, stream) {
+                Ok(Ok(values)) => parts.push(FreedValues { values, freed_as: pages.freed_as }),
                 answer => {
                     abandoned.extend(abandon(parts));
-                    return answer.map(|_| None);
+                    return answer.map(|values| values.err().unwrap_or(Freed::Unread));
                 }
             }
         }
-        self.free_parts(parts, fence).map(Some)
+        refused.append(self.free_parts(parts, fence)?);
+        Ok(Freed::Done(refused))
+    }
+
+    /// Returns the values at a position of `pages` that the caller still has, and reports the others.
+    fn part_of(
+        &mut self,
+        pages: PagesOf<'_>,
+        position: usize,
+        keep: impl FnOnce() -> Option<Keep>,
+        refused: &mut BadFrees,
+        stream: Stream,
+    ) -> Result<std::result::Result<Values, Freed>> {
+        let given = &pages.given[position];
+        let Some(values) = self.values_of(given, keep, stream)? else { return Ok(Err(Freed::Unread)) };
+        let Values::Known(values) = values else { return Ok(Ok(values)) };
+        // Numbers of pages are not what was handed out, unless a page is a slot.
+        let is_slots = pages.freed_as != FreedAs::Pages || self.slots.page_size() == 1;
+        let source = pages.sources.get(position).copied().flatten().or_else(|| Source::of(given));
+        let Ok(held) = self.held(&values, source.filter(|_| is_slots)) else {
+            return Ok(Err(Freed::Unproven));
+        };
+        let (values, stale) = self.without_stale(values, held)?;
+        refused.append(stale);
+        Ok(Ok(Values::Known(values)))
     }
 
     /// Returns the values of indices on any device, or a copy of them in flight. `None` if there is no room
@@ -105,9 +215,19 @@ impl SlotTensors {
     ) -> Result<Option<Values>> {
         match given {
             Indices::Host(values) => Ok(Some(Values::Known(values.clone()))),
-            Indices::Device { tensor, version } => known_values(tensor, *version)
-                .map_or_else(|| self.fetch(tensor, keep, stream), |values| Ok(Some(Values::Known(values)))),
+            Indices::Device { tensor, version } => match known_values(tensor, *version) {
+                Some(values) => Ok(Some(Values::Known(values))),
+                // The mirror of a tensor from before a change of the number of slots is gone.
+                None if self.is_from_before_clear(given) => Ok(None),
+                None => self.fetch(tensor, keep, stream),
+            },
         }
+    }
+
+    /// Returns whether indices on a device are a tensor of slots that were taken before all were freed.
+    fn is_from_before_clear(&self, given: &Indices<'_>) -> bool {
+        let since = Source::of(given).and_then(|source| self.grants.since(source.origin.address));
+        since.is_some_and(|since| self.slots.is_cleared_since(since))
     }
 
     /// Frees slots of the planner, after pending frees where the order matters; drops those that are not
@@ -141,7 +261,7 @@ impl SlotTensors {
         let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
         if is_known && !self.must_wait_behind(fence) {
             let slots = slots_of(&mut parts, self.slots.page_size())?;
-            return self.free_values(&slots, fence);
+            return self.free_values(&slots, None, fence);
         }
         if fence.is_none() && self.slots.in_group() {
             let call = self.call();

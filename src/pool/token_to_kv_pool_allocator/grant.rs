@@ -6,6 +6,7 @@ use crate::base::{Epoch, Error, Page, Result};
 use crate::memory::Stream;
 use crate::pool::slot_tensors::{GrantedSlots, SlotTensors};
 use crate::tensor::TensorView;
+use crate::tensor::dlpack::IndexExport;
 
 use super::{Notice, TokenToKvPoolAllocator};
 
@@ -37,6 +38,22 @@ impl<'a> Grant<'a> {
     #[must_use]
     pub const fn granted(&self) -> &GrantedSlots {
         &self.granted
+    }
+
+    /// Takes the tensor of a single slot in host memory, to be given to a framework. `None` for all others.
+    #[inline]
+    pub const fn take_export(&mut self) -> Option<IndexExport> {
+        self.granted.take_export()
+    }
+
+    /// Returns a 1-D tensor of the slots that begins at a cache line, if it is in host memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for it.
+    pub fn aligned_view(&self) -> Result<TensorView> {
+        let view = self.granted.view().cache_aligned()?;
+        self.allocator.lock().list_again(&view, self.continued.is_empty())?;
+        Ok(view)
     }
 
     /// Passes the slots to the caller, who frees them with [`TokenToKvPoolAllocator::free`].

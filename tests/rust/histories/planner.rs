@@ -319,14 +319,16 @@ impl Planner {
         if source.rarely(6) {
             let row = self.row(source);
             let _ = self.table.free(&IndexVec::I64(vec![row]), STREAM).expect("not strict");
-            // From now on its slots must not be freed by others.
-            self.model.requests.remove(&row);
+            // The next call notices it.
+            self.batches.finish(&IndexVec::I64(Vec::new()), None, None, STREAM).expect("it ends nothing");
+            self.model.abandon(row);
             return;
         }
         let given = given(source, &self.model.slots);
         let (fence, after) = self.fence(source);
         let answer = self.slots.free_keeping(
             &Indices::Host(source.index_vec(&given)),
+            None,
             after.as_ref(),
             || None,
             STREAM,

@@ -38,12 +38,19 @@ pub(super) struct Model {
     pub(super) slots: SlotModel,
     /// The slots of its tokens by row.
     pub(super) requests: BTreeMap<i64, Vec<usize>>,
+    /// The frees of the allocator when each request took its first slots.
+    since: BTreeMap<i64, usize>,
     limits: Limits,
 }
 
 impl Model {
     pub(super) fn new(slots: usize, page_size: usize, order: Order, limits: Limits) -> Self {
-        Self { slots: SlotModel::new(slots, page_size, order), requests: BTreeMap::new(), limits }
+        Self {
+            slots: SlotModel::new(slots, page_size, order),
+            requests: BTreeMap::new(),
+            since: BTreeMap::new(),
+            limits,
+        }
     }
 
     pub(super) fn len(&self, row: i64) -> usize {
@@ -130,6 +137,9 @@ impl Model {
         let mut taken = taken.into_iter();
         for ((wish, cached), &(_, prefix, seq)) in wishes.iter().zip(cached_pages).zip(&requests) {
             let slots = self.requests.get_mut(&wish.row).expect("it was named");
+            if slots.is_empty() {
+                self.since.insert(wish.row, self.slots.frees);
+            }
             slots.extend(cached.iter().flat_map(|page| page * page_size..(page + 1) * page_size));
             for position in prefix..seq {
                 let slot = match position % page_size {
@@ -187,6 +197,16 @@ impl Model {
         Ok(done)
     }
 
+    /// Ends a request whose row was freed without it: what was not freed since goes back.
+    pub(super) fn abandon(&mut self, row: i64) {
+        let since = self.since.get(&row).copied().unwrap_or(0);
+        let own = self.pages(row).into_iter().filter(|page| !self.slots.is_freed_since(*page, since));
+        let slots: Vec<i64> = own.map(|page| int(page * self.slots.page_size)).collect();
+        let pages = self.slots.give_back(&slots, false);
+        self.slots.release(pages);
+        self.requests.remove(&row);
+    }
+
     fn cut(&mut self, rows: &[i64], lens: &[usize], fence: Option<usize>) -> (usize, usize) {
         let (dropped, mut given) = (self.slots.dropped, 0);
         for (&row, &len) in rows.iter().zip(lens) {
@@ -219,6 +239,7 @@ impl Model {
         let to: Vec<usize> = own.iter().flat_map(|page| page * page_size..page * page_size + rest).collect();
         slots.extend(&to);
         self.requests.insert(dst, slots);
+        self.since.insert(dst, self.slots.frees);
         Ok(Some([to, from]))
     }
 }

@@ -516,7 +516,7 @@ impl Prefixes {
         let slots = Indices::Host(source.index_vec(&slots));
         let fence = source.rarely(4).then(|| self.fences.make());
         let after = fence.as_ref().map(|(_, fence)| fence);
-        let bad = self.allocator.free_keeping(&slots, after, || None, STREAM).expect("not strict");
+        let bad = self.allocator.free_keeping(&slots, None, after, || None, STREAM).expect("not strict");
         self.fenced.extend(fence.map(|(id, _)| (id, given)));
         let reasons: BTreeSet<_> = bad.first().iter().map(|(_, reason)| format!("{reason:?}")).collect();
         assert!(reasons.iter().all(|reason| reason == "Cached"), "{reasons:?}");

@@ -37,6 +37,10 @@ pub(super) struct SlotModel {
     pub(super) fenced: Vec<(usize, Freed)>,
     pub(super) dropped: usize,
     pub(super) high_water: usize,
+    /// The number of times that a page lost its last owner.
+    pub(super) frees: usize,
+    /// That number when each page last did.
+    freed: BTreeMap<usize, usize>,
 }
 
 impl SlotModel {
@@ -53,6 +57,8 @@ impl SlotModel {
             fenced: Vec::new(),
             dropped: 0,
             high_water: 0,
+            frees: 0,
+            freed: BTreeMap::new(),
         }
     }
 
@@ -250,6 +256,7 @@ impl SlotModel {
                 0 => self.dropped += 1,
                 1 if self.leaving(page) == 0 && !leaves_now => {
                     self.owners.remove(&page);
+                    self.end(page);
                     given.alone.push(page);
                 }
                 owners => {
@@ -266,6 +273,17 @@ impl SlotModel {
             given.alone.sort_unstable();
         }
         given
+    }
+
+    /// Records that a page lost its last owner.
+    fn end(&mut self, page: usize) {
+        self.frees += 1;
+        self.freed.insert(page, self.frees);
+    }
+
+    /// Whether a page lost its last owner after so many did.
+    pub(super) fn is_freed_since(&self, page: usize, frees: usize) -> bool {
+        self.freed.get(&page).is_some_and(|freed| *freed > frees)
     }
 
     /// Frees pages without an owner.
@@ -286,6 +304,7 @@ impl SlotModel {
         pages.retain(|page| !continued.contains(page));
         for page in &pages {
             assert_eq!(self.owners.remove(page), Some(1));
+            self.end(*page);
         }
         self.release(Freed { alone: pages, shared: Vec::new() });
     }
@@ -298,6 +317,7 @@ impl SlotModel {
             while let Some(&page) = self.fenced[at].1.shared.first() {
                 self.fenced[at].1.shared.remove(0);
                 if !self.is_in_use(page) {
+                    self.end(page);
                     self.release(Freed { alone: vec![page], shared: Vec::new() });
                 }
             }

@@ -153,7 +153,7 @@ impl Slots {
         });
         let (fence, behind) = fence.unzip();
         let values = Indices::Host(source.index_vec(&given));
-        let answer = self.pool.free_keeping(&values, behind.as_ref(), || None, STREAM);
+        let answer = self.pool.free_keeping(&values, None, behind.as_ref(), || None, STREAM);
         if let (Some(group), None) = (&mut self.group, fence) {
             group.given.extend(given);
             assert_eq!(answer.expect("nothing is looked at yet").dropped(), 0);

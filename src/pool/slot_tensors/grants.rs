@@ -1,0 +1,225 @@
+//! The tensors in which slots were handed out, by address, so that a free of one is told from a stale one.
+
+use std::fmt;
+
+use crate::base::bounded::narrow;
+use crate::base::{Id, IndexVec, Life, LifeMark, LifeMarks, Page, Result, Slot, try_reserve};
+use crate::index::{Held, Moment, Run, Whole};
+
+/// The tensor from which the values of a call were read.
+#[derive(Clone, Copy)]
+pub struct TensorOrigin<'a> {
+    /// The address of the first value.
+    pub address: usize,
+    /// The number of elements from one value to the next, if they are evenly spaced.
+    pub step: Option<usize>,
+    /// Returns whether the tensor was written to since it was made. Called without locks, and only if it
+    /// matters.
+    pub writes: &'a dyn Fn() -> Writes,
+}
+
+impl fmt::Debug for TensorOrigin<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TensorOrigin").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// Whether a tensor was written to since it was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writes {
+    /// Its framework has counted none.
+    None,
+    /// Its framework has counted some.
+    Some,
+    /// Nobody counts them.
+    Uncounted,
+}
+
+/// Slots as they were handed out, in one tensor.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Listing {
+    /// The address of the first slot.
+    pub(super) address: usize,
+    /// The number of slots.
+    pub(super) count: usize,
+    /// The size of a slot in bytes.
+    pub(super) size: usize,
+    /// The first slot, if the slots ascend by one.
+    pub(super) run: Option<Slot>,
+    /// Whether no earlier tensor has slots of the same pages.
+    pub(super) is_exclusive: bool,
+}
+
+/// A tensor of slots that may be alive.
+#[derive(Clone, Copy, Debug)]
+struct Grant {
+    listing: Listing,
+    /// The moment when the slots were taken.
+    since: Moment,
+    /// Whether a free of the whole tensor has ended its hold.
+    is_over: bool,
+    mark: LifeMark,
+}
+
+impl Grant {
+    const fn end(&self) -> usize {
+        self.listing.address + self.listing.count * self.listing.size
+    }
+
+    /// Returns whether `values`, read from `address` on, are those that were handed out there. `None` if that
+    /// is not known without the framework.
+    fn has_unchanged(&self, values: &IndexVec, origin: &TensorOrigin<'_>) -> Option<bool> {
+        let Listing { address, size, run, .. } = self.listing;
+        let (first, step) = (i64::from(run?.number()), origin.step?);
+        let (begin, distance) = ((origin.address - address) / size, i64::try_from(step).ok()?);
+        let mut expected = first.checked_add(i64::try_from(begin).ok()?)?;
+        for value in values.iter() {
+            if value != expected {
+                return Some(false);
+            }
+            expected += distance;
+        }
+        Some(true)
+    }
+}
+
+/// The tensors of slots that may be alive, by address. Dead ones are forgotten from time to time.
+#[derive(Debug, Default)]
+pub(super) struct Grants {
+    /// In ascending order. No two overlap.
+    grants: Vec<Grant>,
+    marks: LifeMarks,
+    /// The number of grants at which the dead ones are looked for.
+    sweep_at: usize,
+}
+
+impl Grants {
+    /// Makes room for one more tensor, so that [`Grants::add`] cannot fail.
+    #[inline]
+    pub(super) fn reserve(&mut self) -> Result<()> {
+        if self.grants.len() >= self.sweep_at {
+            self.sweep()?;
+        }
+        self.marks.reserve()
+    }
+
+    #[cold]
+    fn sweep(&mut self) -> Result<()> {
+        /// Fewer tensors are not worth a search.
+        const FEW: usize = 64;
+        let Self { grants, marks, .. } = self;
+        grants.retain(|grant| {
+            let is_over = grant.mark.is_over();
+            if is_over {
+                marks.reuse(grant.mark);
+            }
+            !is_over
+        });
+        let sweep_at = FEW.max(2 * grants.len());
+        try_reserve(grants, sweep_at - grants.len())?;
+        self.sweep_at = sweep_at;
+        Ok(())
+    }
+
+    /// Adds a tensor of slots that were taken at `since`. The tensor keeps the life that is returned.
+    #[inline]
+    pub(super) fn add(&mut self, listing: Listing, since: Moment) -> Life {
+        let (life, mark) = self.marks.begin();
+        let added = Grant { listing, since, is_over: false, mark };
+        // Memory that is used again had tensors that are dead.
+        let end = self.grants.partition_point(|grant| grant.listing.address < added.end());
+        let mut begin = end;
+        while begin > 0 && self.grants[begin - 1].end() > listing.address {
+            begin -= 1;
+        }
+        if begin == end {
+            self.grants.insert(begin, added);
+            return life;
+        }
+        for grant in &self.grants[begin..end] {
+            self.marks.reuse(grant.mark);
+        }
+        self.grants[begin] = added;
+        self.grants.drain(begin + 1..end);
+        life
+    }
+
+    /// Returns the tensor that has `address`, if it is alive.
+    #[inline]
+    fn find(&self, address: usize) -> Option<usize> {
+        let at = self.grants.partition_point(|grant| grant.listing.address <= address).checked_sub(1)?;
+        let grant = &self.grants[at];
+        (address < grant.end() && !grant.mark.is_over()).then_some(at)
+    }
+
+    /// Returns the moment when the slots of the tensor at `address` were taken, if it is alive.
+    pub(super) fn since(&self, address: usize) -> Option<Moment> {
+        self.find(address).map(|at| self.grants[at].since)
+    }
+
+    /// Returns what a caller knows of values that it has read from `origin`.
+    ///
+    /// # Errors
+    /// [`Unproven`] if the values may have been written there, and the answer matters to the call;
+    /// `matters` says so of a hold.
+    #[inline]
+    pub(super) fn held(
+        &self,
+        values: &IndexVec,
+        origin: &TensorOrigin<'_>,
+        writes: Option<Writes>,
+        page_of: impl Fn(Slot) -> Page,
+        matters: impl FnOnce(Held) -> bool,
+    ) -> std::result::Result<Option<HeldGrant>, Unproven> {
+        let Some(at) = self.find(origin.address) else { return Ok(None) };
+        let grant = &self.grants[at];
+        let Listing { address, count, run, is_exclusive, .. } = grant.listing;
+        let is_whole =
+            is_exclusive && address == origin.address && values.len() == count && origin.step == Some(1);
+        let held = Held { since: grant.since, is_over: grant.is_over, whole: None };
+        let is_stale = matters(held);
+        if is_stale {
+            // A tensor whose writes nobody counts is taken for what it was: the alternative is to believe it.
+            let is_unwritten = writes.map(|writes| writes != Writes::Some);
+            let unchanged = grant.has_unchanged(values, origin).or(is_unwritten).ok_or(Unproven)?;
+            return Ok(unchanged.then_some(HeldGrant { at, held }));
+        }
+        let whole = match run {
+            _ if !is_whole => None,
+            Some(first) => {
+                let last = Slot::new(first.number() + narrow(count - 1));
+                let (start, end) = (page_of(first), page_of(last).number() + 1);
+                Some(Whole::Run(Run { start, len: end - start.number() }))
+            }
+            None if count < PROVEN_FROM => None,
+            None => (writes.ok_or(Unproven)? == Writes::None).then_some(Whole::List),
+        };
+        Ok(Some(HeldGrant { at, held: Held { whole, ..held } }))
+    }
+
+    /// Records that a free of the whole tensor has ended its hold.
+    pub(super) fn end(&mut self, held: HeldGrant) {
+        self.grants[held.at].is_over = true;
+    }
+}
+
+/// Scattered slots from which on it costs less to ask the framework whether a tensor was written to than to
+/// record the free of each.
+const PROVEN_FROM: usize = 64;
+
+/// A hold, and the tensor it is of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HeldGrant {
+    at: usize,
+    pub(super) held: Held,
+}
+
+/// It must be known first whether a tensor was written to: ask its framework without locks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unproven;
+
+impl Drop for Grants {
+    fn drop(&mut self) {
+        self.marks.give_up(self.grants.drain(..).map(|grant| grant.mark));
+    }
+}
