@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import time
 import urllib.request
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -30,6 +32,8 @@ from kvpool import (
     Workspace,
     pools,
 )
+from kvpool._kvpool import HybridTree
+from kvpool.integrations.sglang.tree_owners import TreeOwners
 from kvpool.observe import metrics
 
 if TYPE_CHECKING:
@@ -215,6 +219,29 @@ def test_the_numbers_of_stores(tmp_path: Path) -> None:
         }
         assert values("cache-1") == {}  # it is counted once
         assert values("cache-2") == {}
+
+
+def test_the_numbers_of_trees_of_engines() -> None:
+    """Trees over one pool count as one, and slots with two owners are counted by the name of the pool."""
+    slots = named(TokenToKVPoolAllocator(16, devices.current()), "slots of an engine")
+    trees = [HybridTree(1) for _ in range(2)]
+    owners = [TreeOwners(tree, SimpleNamespace(_pool=slots, device="cpu")) for tree in trees]
+    for tree, shown in zip(trees, owners, strict=True):
+        tree.insert([1, 2], [3, 4])
+        tree.insert([7], [4])
+        shown.check()
+    tree.lock_node(some(tree.insert([1, 2], [3, 4], found=2).node))
+    assert (
+        values_of("slots of an engine").items()
+        >= {
+            "kvpool_sglang_prefix_evictable_slots": 4,
+            "kvpool_sglang_prefix_locked_slots": 2,
+            "kvpool_sglang_prefix_second_owners_total": 2,
+        }.items()
+    )
+    del owners, shown
+    gc.collect()
+    assert not any("sglang" in name for name in values_of("slots of an engine"))
 
 
 def test_every_number_of_a_pool_is_exported_or_describes_it(

@@ -18,7 +18,8 @@ gauges that count units of the pool (`Pool.unit`), `kvpool_..._bytes` are gauges
 of a host tier with `kvpool_host_` and count pages and snapshots of states, those of a `FileStore` below a
 cache with `kvpool_store_`, and those of an endpoint of `kvpool.remote` with `kvpool_remote_`. Each has the
 labels `pool` (`Pool.name`, which you can set; for a store that of its cache, for an endpoint its own),
-`class` and `device`.
+`class` and `device`. Those of the prefix cache that SGLang has over kvpool's tree begin with
+`kvpool_sglang_prefix_`, count slots, and have the name of the pool of the slots.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from prometheus_client.registry import Collector
 
 from kvpool._endpoints import endpoints
 from kvpool._kvpool import FileStore, HostTier, PrefixCache
+from kvpool._trees import trees
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
 from kvpool.observe.units import counts, hands_out
@@ -161,6 +163,13 @@ _ENDPOINTS: _Table = {
     "runs": _counter("kvpool_remote_read_runs", "Pieces in which they came, over all buffers"),
     "bytes": _counter("kvpool_remote_read_bytes", "Bytes that reads brought"),
 }
+_TREES: _Table = {
+    "evictable": _gauge("kvpool_sglang_prefix_evictable_slots", "Cached slots without a lock"),
+    "locked": _gauge("kvpool_sglang_prefix_locked_slots", "Cached slots with a lock"),
+    "second_owners": _counter(
+        "kvpool_sglang_prefix_second_owners", "How often a cached slot was found to have a second owner"
+    ),
+}
 _BY_CLASS: Mapping[type[Pool], _Table] = {PrefixCache: _CACHES, HostTier: _TIERS}
 
 _READ_TIMES = ("kvpool_remote_read_seconds", "Time of the reads that brought their rows")
@@ -182,6 +191,7 @@ class PoolCollector(Collector):
         scrape = _Scrape()
         scrape.add_pools()
         scrape.add_endpoints()
+        scrape.add_trees()
         return scrape.families()
 
 
@@ -235,6 +245,14 @@ class _Scrape:
             bounds = (2.0**power / 1000 for power in range(len(times) - 1))
             seconds = sum(each["seconds"] for each in stats)
             self._read_times.add_metric(labels, _buckets(bounds, times), seconds)
+
+    def add_trees(self) -> None:
+        """Add the statistics of trees of engines. Trees over the same pool count as one."""
+        totals: dict[tuple[str, str], Counter[str]] = {}
+        for tree in trees():
+            totals.setdefault((tree.name, tree.device), Counter()).update(tree.stats())
+        for (name, device), total in totals.items():
+            self._add(total, _TREES, [name, "HybridTree", device])
 
     def _add(self, stats: Mapping[str, int], table: _Table, labels: Sequence[str]) -> None:
         for key, value in stats.items():
