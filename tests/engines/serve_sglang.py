@@ -80,15 +80,17 @@ def main() -> None:
         aborted = engine.loop.run_until_complete(abort_some(engine, prompts[:12]))
     # What came before is in the prefix cache, if there is one.
     answers += engine.generate(input_ids=prompts[:8], sampling_params={**sampling, "max_new_tokens": 16})
-    tokens = [answer["output_ids"] for answer in answers]
-    cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+    report = {
+        "tokens": [answer["output_ids"] for answer in answers],
+        "cached": [answer["meta_info"]["cached_tokens"] for answer in answers],
+        "retractions": [answer["meta_info"]["num_retractions"] for answer in answers],
+        "aborted": aborted,
+    }
     engine.flush_cache()
     # The scheduler checks its pools while it is idle, and ends if slots are missing.
     engine.generate(input_ids=prompts[0], sampling_params=sampling)
     engine.shutdown()
-    Path(config["out"]).write_text(
-        json.dumps({"tokens": tokens, "cached": cached, "aborted": aborted}), encoding="utf-8"
-    )
+    Path(config["out"]).write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":
