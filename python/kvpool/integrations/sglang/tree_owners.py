@@ -57,9 +57,9 @@ class TreeOwners:
             return
         _logger.warning(
             "%s: slot %s of the prefix cache has two owners (slots found since the last warning: %d): two "
-            "requests have written to it, and their answers may be wrong. A slot that is freed while a request "
-            "uses it is handed out again: KVPOOL_SGLANG_STRICT=1 ends the scheduler at the first free of a "
-            "slot that is not in use",
+            "requests have written to it, and their answers may be wrong. A slot that is freed while a "
+            "request uses it is handed out again: KVPOOL_SGLANG_STRICT=1 ends the scheduler at the first "
+            "free of a slot that is not in use",
             self.name,
             slot,
             found - self._warned,
