@@ -14,6 +14,7 @@ use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
 use super::block_map::BlockMap;
 use crate::python::args;
 use crate::python::debug::Debug;
+use crate::python::base_pool::PoolName;
 use crate::python::logging::Reporter;
 
 /// Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
@@ -113,7 +114,8 @@ impl BlockQueue {
             back: block(BlockPlace::Back)?,
         };
         objects.set(made).expect("it is new");
-        Ok(Self { table, objects, debug: Debug::without_ledger(None), reporter: Reporter::default() })
+        let reporter = Reporter::new(&PoolName::next("BlockQueue"));
+        Ok(Self { table, objects, debug: Debug::without_ledger(None), reporter })
     }
 
     /// All blocks by their numbers, free or not: a new list.
