@@ -369,6 +369,7 @@ impl SlotTensors {
         }
         other.clears = self.clears;
         other.slots.number_fences_after(&self.slots);
+        other.slots.count_after(&self.slots);
         std::mem::replace(self, other)
     }
 

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 use crate::index::BadFrees;
 
+use super::base_pool::PoolName;
 use super::debug::Debug;
 
 /// `logging.WARNING`
@@ -17,18 +18,25 @@ const DEBUG: u32 = 10;
 
 /// Writes reports of invalid frees to the logger `kvpool`: the first report of a pool as a warning, later
 /// reports at level DEBUG, or as warnings if the pool debugs.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Reporter {
+    /// The name of the pool, which begins each report.
+    name: PoolName,
     warned: AtomicBool,
 }
 
 impl Reporter {
+    /// Creates the reporter of a pool.
+    pub(super) fn new(name: &PoolName) -> Self {
+        Self { name: name.clone(), warned: AtomicBool::new(false) }
+    }
+
     /// Reports the dropped ones of `given` freed `noun`s, if there are any.
     pub(super) fn bad_frees(&self, py: Python<'_>, bad: &BadFrees, noun: &str, given: usize, debug: Debug) {
         if bad.dropped() > 0 {
             let is_known = self.warned.swap(true, Relaxed) && !debug.is_on();
             let level = if is_known { DEBUG } else { WARNING };
-            log(py, level, &format!("dropped {}", bad.describe(noun, given)));
+            log(py, level, &format!("{}: dropped {}", self.name, bad.describe(noun, given)));
         }
     }
 }

@@ -268,6 +268,11 @@ impl Ledgered<SlotAllocator> {
         self.inner.number_fences_after(other);
     }
 
+    /// Calls [`SlotAllocator::count_after`].
+    pub const fn count_after(&mut self, other: &SlotAllocator) {
+        self.inner.count_after(other);
+    }
+
     /// Calls [`SlotAllocator::fence_passed`] and records it.
     pub fn fence_passed(&mut self, id: FenceId) {
         let ledger = &mut self.ledger;
