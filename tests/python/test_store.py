@@ -720,7 +720,7 @@ def test_a_prompt_that_is_in_host_memory_waits_for_no_other(device: str, has_sta
         scene = Scene(device, host=128, store=store, has_states=has_states)
         scene.keep(PROMPT)
         scene.stored()
-        scene.cache.evict(12)
+        scene.cache.evict(1000)
         slow = scene.cache.fetch(range(500, 524))
         fetch = scene.cache.fetch(PROMPT)
         assert fetch.query()

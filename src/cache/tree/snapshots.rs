@@ -127,14 +127,16 @@ impl Snapshots {
         self.by_node.values().any(|one| one.is_unused && one.rank == SnapshotRank::Superseded)
     }
 
-    /// Returns the unused snapshot to evict next: of the lowest rank, the one of the lowest value; of several,
-    /// the one used least recently, then the one nearest to the root.
+    /// Returns the snapshot to evict next for one after `own`, of those that are unused and `own`: of the
+    /// lowest rank, the one of the lowest value; of several, the one used least recently, then the one nearest
+    /// to the root.
     ///
     /// `age_at` returns the time since the last use of a node, above 0.
-    fn next(&self, age_at: impl Fn(NodeId) -> u64) -> Option<NodeId> {
-        let unused = self.by_node.iter().filter(|(_, snapshot)| snapshot.is_unused);
-        let candidates = unused.map(|(&node, snapshot)| {
-            let is_likely = snapshot.below == 0 || snapshot.was_chosen;
+    fn next(&self, own: Option<NodeId>, age_at: impl Fn(NodeId) -> u64) -> Option<NodeId> {
+        let candidates = self.by_node.iter().filter(|&(&node, one)| one.is_unused || own == Some(node));
+        let candidates = candidates.map(|(&node, snapshot)| {
+            let is_last = snapshot.below == 0 && own != Some(node);
+            let is_likely = is_last || snapshot.was_chosen;
             let saved = self.gap(snapshot) * if is_likely { LIKELY } else { 1 };
             (node, snapshot, SnapshotValue { saved, age: age_at(node) })
         });
@@ -214,7 +216,7 @@ impl Tree {
     }
 
     /// Evicts a snapshot, to make place for a later one of `hold`. In this order: a superseded one, the one
-    /// that the later one will supersede, the one that is worth least, and finally the one at the end of the
+    /// that the later one will supersede, and the one that is worth least, which may be that at the end of the
     /// hold. Snapshots at which other leases end are not evicted.
     ///
     /// A snapshot is worth the tokens from the one before it on its path, more if requests are likely to
@@ -227,10 +229,10 @@ impl Tree {
             hold.own_snapshot = None;
             return self.remove_snapshot(own);
         }
-        let Self { snapshots, nodes, now, counts, page_size, .. } = self;
-        let cached = (counts.cached * *page_size) as u64;
-        let unused = snapshots.next(|node| (now.since(nodes[node].history.used) + cached).max(1));
-        let node = unused.or_else(|| self.is_alone_at(hold.node, hold).then_some(hold.node))?;
+        let at_end = Some(hold.node).filter(|&end| self.is_alone_at(end, hold));
+        let cached = (self.counts.cached * self.page_size) as u64;
+        let age_at = |node: NodeId| (self.now.since(self.nodes[node].history.used) + cached).max(1);
+        let node = self.snapshots.next(at_end, age_at)?;
         self.remove_snapshot(node)
     }
 

@@ -412,10 +412,11 @@ impl Prefixes {
         before.filter(|prefix| prefix != key && self.snapshots.contains_key(prefix)).last()
     }
 
-    /// What a snapshot saves, and the time by which that is divided.
-    fn worth(&self, key: &Key) -> (usize, usize) {
+    /// What a snapshot saves, and the time by which that is divided; `own` is the end of the lease that makes
+    /// the next one.
+    fn worth(&self, key: &Key, own: &Key) -> (usize, usize) {
         let saved = key.1.len() - self.snapshot_before(key).map_or(0, |(_, prefix)| prefix.len());
-        let is_last = !self.snapshots.keys().any(|other| other != key && leads_to(key, other));
+        let is_last = key != own && !self.snapshots.keys().any(|other| other != key && leads_to(key, other));
         let is_likely = is_last || self.chosen.contains(key);
         let age = self.now - self.cached[key].used + self.cached.len() * self.page_size;
         (saved * if is_likely { 4 } else { 1 }, age)
@@ -433,8 +434,9 @@ impl Prefixes {
         }
         self.superseded.retain(|key| self.snapshots.contains_key(key));
         self.chosen.retain(|key| self.snapshots.contains_key(key));
+        let own = self.held[at].end.clone();
         let least = |keys: Vec<&Key>| -> Vec<Key> {
-            let worths: Vec<_> = keys.iter().map(|key| self.worth(key)).collect();
+            let worths: Vec<_> = keys.iter().map(|key| self.worth(key, &own)).collect();
             let is_least = |&(saved, age): &(usize, usize)| {
                 worths.iter().all(|&(other, other_age)| saved * other_age <= other * age)
             };
@@ -445,21 +447,16 @@ impl Prefixes {
         if !superseded.is_empty() {
             return Some(superseded);
         }
-        let HeldLease { end: own, passing, .. } = &self.held[at];
         let is_alone = |key: &Key| {
             let others = self.ends().filter(|end| *end == key).count();
-            self.snapshots.contains_key(key) && others == usize::from(key == own)
+            self.snapshots.contains_key(key) && others == usize::from(*key == own)
         };
-        if let Some(passing) = passing.clone().filter(is_alone) {
+        if let Some(passing) = self.held[at].passing.clone().filter(is_alone) {
             self.held[at].passing = None;
             return Some(vec![passing]);
         }
-        let is_unused = |key: &&Key| !self.ends().any(|end| end == *key);
-        let unused = least(self.snapshots.keys().filter(is_unused).collect());
-        if !unused.is_empty() {
-            return Some(unused);
-        }
-        is_alone(own).then(|| vec![own.clone()])
+        let candidates = least(self.snapshots.keys().filter(|key| is_alone(key)).collect());
+        (!candidates.is_empty()).then_some(candidates)
     }
 
     /// Records the snapshot that is kept at the end of a lease, and the one that was evicted for it.
