@@ -166,13 +166,17 @@ class _StateSlots(_Slots, mamba.MambaSlotAllocator, metaclass=_StandIn):  # type
         """Reserve a slot for each request; none if there are not enough, or no requests."""
         self.alloc_group_end()
         self._reserved = self._pool.alloc(num_reqs) if num_reqs > 0 else None
+        if self._reserved is not None:
+            vars(self).pop("alloc", None)
 
     @override
     def alloc_group_end(self) -> None:
         """Give back the reserved slots that were not handed out."""
         reserved, self._reserved = self._reserved, None
-        if reserved is not None and len(reserved):
-            self._pool.free(reserved)
+        if reserved is not None:
+            self._alloc_at_once()
+            if len(reserved):
+                self._pool.free(reserved)
 
     @override
     def alloc(self, need_size: int) -> torch.Tensor | None:
@@ -183,11 +187,17 @@ class _StateSlots(_Slots, mamba.MambaSlotAllocator, metaclass=_StandIn):  # type
         self._reserved = reserved[1:]
         return reserved[:1]
 
+    def _alloc_at_once(self) -> None:
+        """Without a group, take slots of the pool at once, unless another plugin has a method of its own."""
+        if type(self).alloc is _StateSlots.alloc:
+            setattr(self, "alloc", self._pool.alloc)  # noqa: B010 - it is a method of the class
+
     @override
     def clear(self) -> None:
         """Free every slot, reserved ones too."""
         self._reserved = None
         super().clear()
+        self._alloc_at_once()
 
     @property
     def free_slots(self) -> torch.Tensor:
