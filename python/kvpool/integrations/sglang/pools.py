@@ -167,7 +167,7 @@ class _StateSlots(_Slots, mamba.MambaSlotAllocator, metaclass=_StandIn):  # type
         self.alloc_group_end()
         self._reserved = self._pool.alloc(num_reqs) if num_reqs > 0 else None
         if self._reserved is not None:
-            vars(self).pop("alloc", None)
+            self.__dict__.pop("alloc", None)
 
     @override
     def alloc_group_end(self) -> None:
