@@ -66,9 +66,14 @@ from kvpool.store import Store
 from kvpool.workspace import Workspace
 
 if TYPE_CHECKING:
+    from kvpool import serving as serving
+    from kvpool import typing as typing
+    from kvpool.observe import metrics as metrics
     from kvpool.observe.leaks import Leak
     from kvpool.observe.registry import pools
     from kvpool.observe.snapshot_file import snapshot
+    from kvpool.serving import attention as attention
+    from kvpool.serving import sampling as sampling
 
 __all__ = [
     "BackendUnavailableError",
@@ -125,13 +130,17 @@ __all__ = [
 
 # Imported on first use.
 _OBSERVERS = {"Leak": "leaks", "pools": "registry", "snapshot": "snapshot_file"}
+_MODULES = frozenset({"attention", "metrics", "sampling", "serving", "typing"})
 
-
-def __getattr__(name: str) -> object:
-    if name not in _OBSERVERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(_observer(_OBSERVERS[name]), name)
-    return found
+if not TYPE_CHECKING:
+    # A type checker that saw it would take every name for one of this module.
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _OBSERVERS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(_observer(_OBSERVERS[name]), name)
+        return found
 
 
 def __dir__() -> list[str]:

@@ -2075,6 +2075,13 @@ class HybridTree:
         Raises:
             IndexOwnershipError: With the first broken one.
         """
+    def second_owners(
+        self,
+    ) -> tuple[int, int | None]:
+        """Returns how often a slot for full attention was found to have two owners, and the slot that was found last.
+        A slot is found when it is inserted while a node has it, or is to be freed as a duplicate of another one:
+        two requests have written to it, and what one of them finds there is wrong.
+        """
     def memory_size(
         self,
     ) -> int:

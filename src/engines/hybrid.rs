@@ -33,6 +33,7 @@ mod namespaces;
 mod order;
 mod report;
 mod run;
+mod slot_owners;
 
 use std::hash::RandomState;
 
@@ -45,6 +46,7 @@ use fingerprints::Fingerprints;
 use lists::{List, ListLink};
 use namespaces::{NamespaceId, Namespaces};
 use order::{EvictionRank, Queue};
+use slot_owners::SlotOwners;
 
 pub use evict::{Frees, RemovedNode, Victim};
 pub use find::{Match, Peek};
@@ -53,6 +55,7 @@ pub use lock::{Boundary, LockResult, NotLocked, Receipt, SkippedParts, StateRele
 pub use order::EvictionOrder;
 pub use report::{NodeState, PathNode, SlotRow, SlotRuns};
 pub use run::{BLOCK, TokenBlock, TokenRun, differ};
+pub use slot_owners::SecondOwners;
 
 /// A kind of attention, for which nodes have values. SGLang calls it a component.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -304,6 +307,7 @@ pub struct HybridTree {
     queue: Queue,
     evictions: evict::Evictions,
     insertion: Option<insert::PendingInsertion>,
+    owners: SlotOwners,
 }
 
 const ROOT: NodeId = NodeId::FIRST;
@@ -331,6 +335,7 @@ impl HybridTree {
             queue: Queue::default(),
             evictions: evict::Evictions::default(),
             insertion: None,
+            owners: SlotOwners::default(),
         };
         tree.reset();
         tree
@@ -352,6 +357,7 @@ impl HybridTree {
         self.queue = Queue::default();
         self.evictions = evict::Evictions::default();
         self.insertion = None;
+        self.owners.clear();
         let used = self.tick();
         let root = self.nodes.add(Node { locks: [1; 3], priority: i64::MIN, used, ..Node::new() });
         debug_assert_eq!(root, ROOT);
@@ -602,6 +608,7 @@ impl HybridTree {
         });
         self.raise_reach(id);
         self.link(id);
+        self.owners.record_adopted(&slots);
         self.attach(id, Part::Full, slots);
         self.requeue(parent);
         self.requeue(id);

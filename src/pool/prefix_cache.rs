@@ -361,8 +361,8 @@ impl PrefixCache {
     }
 
     /// Begins to fetch the pages of the first `limit` of `tokens` from the store to the host tier. Does not
-    /// wait; prompts are fetched one after the other. At any time, [`Self::match_prefix`] finds how much can
-    /// be loaded.
+    /// wait; prompts are fetched one after the other, and the fetch of one that needs nothing from the store is
+    /// over at once. At any time, [`Self::match_prefix`] finds how much can be loaded.
     ///
     /// # Errors
     /// See [`Self::match_prefix`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when

@@ -1,7 +1,8 @@
 //! `kvpool.Pool`, the base class of every pool.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, OnceLock};
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use pyo3::PyClass;
 use pyo3::prelude::*;
@@ -43,6 +44,34 @@ pub(super) trait PoolClass:
     }
 }
 
+/// The name of a pool, shared by those who report about it: it can be changed at any time.
+#[derive(Clone, Debug)]
+pub(super) struct PoolName(Arc<Mutex<String>>);
+
+impl PoolName {
+    /// Names the next object of a class: `class` and a number.
+    pub(super) fn next(class: &'static str) -> Self {
+        static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
+        let mut made = lock(&MADE);
+        let number = made.get_or_insert_default().entry(class).or_default();
+        let name = format!("{class}-{number}");
+        *number += 1;
+        Self::from(name)
+    }
+}
+
+impl From<String> for PoolName {
+    fn from(name: String) -> Self {
+        Self(Arc::new(Mutex::new(name)))
+    }
+}
+
+impl fmt::Display for PoolName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&lock(&self.0))
+    }
+}
+
 /// The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 ///
 /// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
@@ -54,7 +83,7 @@ pub(super) trait PoolClass:
 /// own classes never call methods that a Python class overrides.
 #[pyclass(frozen, subclass, weakref, module = "kvpool", name = "Pool")]
 pub(super) struct BasePool {
-    name: Mutex<String>,
+    name: PoolName,
     unit: &'static str,
     hands_out: bool,
     debug: Debug,
@@ -91,24 +120,13 @@ impl BasePool {
         debug: Debug,
         pool: C,
     ) -> PyClassInitializer<C> {
-        Self::named(Self::next_name(name), debug, pool)
-    }
-
-    /// Returns the name of the next pool of a class: `class` and a number.
-    pub(super) fn next_name(class: &'static str) -> String {
-        static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
-        let mut made = lock(&MADE);
-        let number = made.get_or_insert_default().entry(class).or_default();
-        let name = format!("{class}-{number}");
-        *number += 1;
-        name
+        Self::named(PoolName::next(name), debug, pool)
     }
 
     /// Works like [`Self::initializer`], with the whole name of the pool.
-    pub(super) fn named<C: PoolClass>(name: String, debug: Debug, pool: C) -> PyClassInitializer<C> {
+    pub(super) fn named<C: PoolClass>(name: PoolName, debug: Debug, pool: C) -> PyClassInitializer<C> {
         let (mut unit, mut hands_out) = ("", false);
         pool.visit(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
-        let name = Mutex::new(name);
         PyClassInitializer::from(Self {
             name,
             unit,
@@ -190,15 +208,15 @@ impl BasePool {
     }
 
     /// The name of the pool in metrics and reports. Defaults to the class name and a number, such as
-    /// "KVPool-0". Give pools whose metrics you export distinct names.
+    /// "KVPool-0". In metrics, pools of one class with the same name count as one.
     #[getter]
     fn name(&self) -> String {
-        lock(&self.name).clone()
+        self.name.to_string()
     }
 
     #[setter]
     fn set_name(&self, name: String) {
-        *lock(&self.name) = name;
+        *lock(&self.name.0) = name;
     }
 
     /// The unit that the pool hands out, such as "slot".

@@ -17,7 +17,7 @@ use crate::memory::{
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
-use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
 use super::debug::Debug;
 use super::framework::{backend, current_stream, to_dtype};
 use super::logging::{self, Reporter};
@@ -246,9 +246,10 @@ impl ChunkPool {
                 PageLocking::report_from_thread(&Bound::new(py, locking)?)?;
             }
         }
-        let (reporter, pending, tensors) = (Reporter::default(), Arc::default(), TensorCache::default());
+        let name = PoolName::next("ChunkPool");
+        let (reporter, pending, tensors) = (Reporter::new(&name), Arc::default(), TensorCache::default());
         let pool = Self { pool, mapped, numa_node, debug, reporter, pending, tensors };
-        Ok(BasePool::initializer("ChunkPool", debug, pool))
+        Ok(BasePool::named(name, debug, pool))
     }
 
     /// Takes a chunk, with one reference.

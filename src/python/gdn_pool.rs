@@ -11,7 +11,7 @@ use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool, make_room};
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
 use super::copying;
 use super::debug::Debug;
 use super::export::{BufferLists, buffer_lists, to_tensor, to_tensors};
@@ -124,9 +124,9 @@ impl GdnPool {
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;
         let conv_state = to_tensor(py, pool.conv_state())?;
         let debug = Debug::new(debug, &pool);
-        let pool = Arc::new(pool);
-        let pool = Self { pool, recurrent_state, conv_state, debug, reporter: Reporter::default() };
-        Ok(BasePool::initializer("GDNPool", debug, pool))
+        let (name, pool) = (PoolName::next("GDNPool"), Arc::new(pool));
+        let pool = Self { pool, recurrent_state, conv_state, debug, reporter: Reporter::new(&name) };
+        Ok(BasePool::named(name, debug, pool))
     }
 
     /// Recurrent states, float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, without

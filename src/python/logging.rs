@@ -1,11 +1,15 @@
 //! Messages to Python's `logging`: reports of invalid frees, warnings, information.
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::fmt::Write as _;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 
+use crate::base::sync::lock;
 use crate::index::BadFrees;
 
+use super::base_pool::PoolName;
 use super::debug::Debug;
 
 /// `logging.WARNING`
@@ -15,20 +19,54 @@ const INFO: u32 = 20;
 /// `logging.DEBUG`
 const DEBUG: u32 = 10;
 
-/// Writes reports of invalid frees to the logger `kvpool`: the first report of a pool as a warning, later
-/// reports at level DEBUG, or as warnings if the pool debugs.
-#[derive(Debug, Default)]
+/// The least time between two warnings of a pool that does not debug.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Writes reports of invalid frees to the logger `kvpool`: one report of a pool in a second as a warning, the
+/// others at level DEBUG, or all as warnings if the pool debugs.
+#[derive(Debug)]
 pub(super) struct Reporter {
-    warned: AtomicBool,
+    /// The name of the pool, which begins each report.
+    name: PoolName,
+    warnings: Mutex<Warnings>,
+}
+
+#[derive(Debug, Default)]
+struct Warnings {
+    /// The time of the last warning.
+    last: Option<Instant>,
+    /// The number of reports since then.
+    quiet: usize,
+}
+
+impl Warnings {
+    /// Counts a report. Returns the number of quiet reports before it if it is to be a warning.
+    fn count(&mut self, now: Instant, warns: bool) -> Option<usize> {
+        if !warns && self.last.is_some_and(|last| now.duration_since(last) < PAUSE) {
+            self.quiet += 1;
+            return None;
+        }
+        self.last = Some(now);
+        Some(std::mem::take(&mut self.quiet))
+    }
 }
 
 impl Reporter {
+    /// Creates the reporter of a pool.
+    pub(super) fn new(name: &PoolName) -> Self {
+        Self { name: name.clone(), warnings: Mutex::default() }
+    }
+
     /// Reports the dropped ones of `given` freed `noun`s, if there are any.
     pub(super) fn bad_frees(&self, py: Python<'_>, bad: &BadFrees, noun: &str, given: usize, debug: Debug) {
         if bad.dropped() > 0 {
-            let is_known = self.warned.swap(true, Relaxed) && !debug.is_on();
-            let level = if is_known { DEBUG } else { WARNING };
-            log(py, level, &format!("dropped {}", bad.describe(noun, given)));
+            let quiet = lock(&self.warnings).count(Instant::now(), debug.is_on());
+            let level = if quiet.is_some() { WARNING } else { DEBUG };
+            let mut text = format!("{}: dropped {}", self.name, bad.describe(noun, given));
+            if let Some(quiet) = quiet.filter(|&quiet| quiet > 0) {
+                let _ = write!(text, "; reports of bad frees since the last warning: {quiet}");
+            }
+            log(py, level, &text);
         }
     }
 }

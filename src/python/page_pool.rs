@@ -6,7 +6,7 @@ use crate::base::{DType, Device, Id};
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, to_dtype};
@@ -76,8 +76,9 @@ impl PagePool {
         let backend = backend(py, device)?;
         let pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &pool);
-        let pool = Self { pool, config, device, debug, reporter: Reporter::default() };
-        Ok(BasePool::initializer("PagePool", debug, pool))
+        let name = PoolName::next("PagePool");
+        let pool = Self { pool, config, device, debug, reporter: Reporter::new(&name) };
+        Ok(BasePool::named(name, debug, pool))
     }
 
     /// Takes the page freed last, else the lowest that was never taken.

@@ -21,7 +21,7 @@ use crate::pool::{
 };
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
 use super::debug::Debug;
 use super::fetch::Fetch;
 use super::file_store::FileStore;
@@ -205,11 +205,11 @@ impl PrefixCache {
         events: bool,
         name: Option<String>,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let name = name.unwrap_or_else(|| BasePool::next_name("PrefixCache"));
+        let name = name.map_or_else(|| PoolName::next("PrefixCache"), PoolName::from);
         let config = PrefixCacheConfig {
             policy: PolicyKind::parse(policy)?,
             max_pinned,
-            name: name.clone(),
+            name: name.to_string(),
             events: events.then_some(digest),
         };
         let pool = Arc::clone(&allocator.get().pool);

@@ -15,7 +15,7 @@ use crate::pool::{EvictedNodes, Inserted, NodePrefix, PrefixTree as Tree, Prefix
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
-use super::base_pool::BasePool;
+use super::base_pool::PoolName;
 use super::export::to_tensor;
 use super::framework::current_stream;
 use super::page_keys::namespace_of;
@@ -92,7 +92,7 @@ impl PrefixTree {
         let config = PrefixTreeConfig {
             page_size: page_size.size("page_size", 1)?,
             policy: PolicyKind::parse(policy)?,
-            name: name.unwrap_or_else(|| BasePool::next_name("PrefixTree")),
+            name: name.unwrap_or_else(|| PoolName::next("PrefixTree").to_string()),
         };
         let pool = allocator.as_ref().map(|allocator| Arc::clone(&allocator.get().pool));
         let device = pool.as_ref().map_or(Device::Cpu, |pool| pool.device());

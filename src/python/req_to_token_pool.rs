@@ -15,7 +15,7 @@ use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, TableWri
 
 use super::args;
 use super::args::{Arg, IndexArg, version_of};
-use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, torch};
@@ -194,9 +194,10 @@ impl ReqToTokenPool {
         let debug = Debug::new(debug, &pool);
         let table = to_tensor(py, pool.req_to_token())?;
         let generation = to_tensor(py, pool.generation())?;
-        let reporter = Reporter::default();
+        let name = PoolName::next("ReqToTokenPool");
+        let reporter = Reporter::new(&name);
         let pool = Self { pool: Arc::new(pool), device, table, generation, debug, reporter };
-        Ok(BasePool::initializer("ReqToTokenPool", debug, pool))
+        Ok(BasePool::named(name, debug, pool))
     }
 
     /// Takes rows.

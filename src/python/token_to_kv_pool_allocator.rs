@@ -18,7 +18,7 @@ use crate::pool::{AllocatorConfig, FreedAs, Grant, Notice, OnNotice, TokenToKvPo
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg, IndexArg};
-use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
 use super::debug::Debug;
 use super::export::{slots_to_tensor, to_tensor};
 use super::fences::{fence, traverse};
@@ -247,10 +247,11 @@ impl TokenToKvPoolAllocator {
         let config = AllocatorConfig { size, page_size, need_sort, strict, index_dtype };
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &pool);
-        let reporter = Arc::new(Reporter::default());
+        let name = PoolName::next("TokenToKVPoolAllocator");
+        let reporter = Arc::new(Reporter::new(&name));
         pool.on_notice(on_notice(Arc::clone(&reporter), debug));
         let allocator = Self { pool: Arc::new(pool), device, debug, reporter };
-        Ok(BasePool::initializer("TokenToKVPoolAllocator", debug, allocator))
+        Ok(BasePool::named(name, debug, allocator))
     }
 
     /// Takes slots.

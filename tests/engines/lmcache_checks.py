@@ -454,7 +454,7 @@ def test_another_version_is_warned_about(
     monkeypatch.setattr(seams, "SEAMS", {})
     seams.LMCACHE.require(seams.SEAMS)
     assert not caplog.records
-    monkeypatch.setattr(adapters, "version", lambda _: "0.6.0")
+    monkeypatch.setattr(adapters, "version_of", lambda _: "0.6.0")
     with caplog.at_level(logging.WARNING, "kvpool"):
         seams.LMCACHE.require(seams.SEAMS)
     assert caplog.messages == ["LMCache 0.6.0 was not tested with kvpool; tested are 0.5.6"]

@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +75,30 @@ def main() -> None:
     # SGLang admits requests that ignore it only if all of them fit to their ends.
     ignore_eos = not config.get("may_retract")
     sampling = {"temperature": 0, "max_new_tokens": config.get("new_tokens", 24), "ignore_eos": ignore_eos}
-    answers = engine.generate(input_ids=prompts, sampling_params=sampling)
+    # SGLang admits some requests in the order of their names, which are random if they are not given.
+    names = [f"request {number:04}" for number in range(len(prompts) + 8)]
+    answers = engine.generate(input_ids=prompts, sampling_params=sampling, rid=names[:-8])
     aborted = 0
     if config.get("aborts"):
         aborted = engine.loop.run_until_complete(abort_some(engine, prompts[:12]))
     # What came before is in the prefix cache, if there is one.
-    answers += engine.generate(input_ids=prompts[:8], sampling_params={**sampling, "max_new_tokens": 16})
-    tokens = [answer["output_ids"] for answer in answers]
-    cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
-    engine.flush_cache()
+    again = {**sampling, "max_new_tokens": 16}
+    answers += engine.generate(input_ids=prompts[:8], sampling_params=again, rid=names[-8:])
+    report = {
+        "tokens": [answer["output_ids"] for answer in answers],
+        "cached": [answer["meta_info"]["cached_tokens"] for answer in answers],
+        "retractions": [answer["meta_info"]["num_retractions"] for answer in answers],
+        "aborted": aborted,
+    }
+    # The scheduler refuses it until it has noted that the last request has ended.
+    deadline = time.monotonic() + 60
+    while not engine.flush_cache().success:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     # The scheduler checks its pools while it is idle, and ends if slots are missing.
     engine.generate(input_ids=prompts[0], sampling_params=sampling)
     engine.shutdown()
-    Path(config["out"]).write_text(
-        json.dumps({"tokens": tokens, "cached": cached, "aborted": aborted}), encoding="utf-8"
-    )
+    Path(config["out"]).write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

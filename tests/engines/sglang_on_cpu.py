@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,13 +42,38 @@ TREE_ON = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "kvpool"}
 """The prefix cache over kvpool's tree core, too."""
 
 
+_BATCH = re.compile(r"Prefill batch, (.*?#pending-token: \d+)|(#retracted_reqs: .*)")
+"""What the log says of each batch of prompts: requests, tokens, slots in use, and who waits. The requests of
+a call reach the scheduler together, so that this depends on no clock."""
+
+
+class Schedule(NamedTuple):
+    """What a scheduler has decided.
+
+    Attributes:
+        cached: Cached tokens of each request.
+        retractions: How often each request was retracted.
+        batches: The batches of prompts, and the retractions, in order.
+    """
+
+    cached: list[int]
+    retractions: list[int]
+    batches: list[tuple[str, str]]
+
+
 class ServingResult(NamedTuple):
-    """The results of an engine for all requests."""
+    """The results of an engine for all requests, and its log."""
 
     tokens: list[list[int]]
-    cached: int
+    cached: list[int]
+    retractions: list[int]
     aborted: int
     log: str
+
+    @property
+    def schedule(self) -> Schedule:
+        """The decisions of the scheduler."""
+        return Schedule(self.cached, self.retractions, _BATCH.findall(self.log))
 
 
 class ProcessResult(NamedTuple):

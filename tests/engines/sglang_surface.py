@@ -139,6 +139,46 @@ def check_surface() -> None:
             _history(numbers, (theirs, ours), page_size)
 
 
+def check_groups() -> None:
+    """Groups of states reserve as SGLang's do, whatever is allocated and freed in between."""
+    own = switch_on()
+    pair = own["MambaSlotAllocator"](8, "cpu"), original(f"{ALLOCATOR}.mamba.MambaSlotAllocator")(8, "cpu")
+    numbers = random.Random(5)  # noqa: S311 - no secrets
+    held: list[tuple[torch.Tensor, ...]] = []
+    for allocator in pair:
+        allocator.alloc_group_begin(5)
+    assert [allocator.available_size() for allocator in pair] == [3, 3]
+    for _ in range(600):
+        count = numbers.choice((1, 1, 1, 2, 3))
+        match numbers.randrange(5):
+            case 0:
+                for allocator in pair:
+                    # One begins when the one before has ended.
+                    allocator.alloc_group_end()
+                    allocator.alloc_group_begin(count * 2 - 2)
+            case 1:
+                for allocator in pair:
+                    allocator.alloc_group_end()
+            case 2 if held:
+                for allocator, slots in zip(pair, held.pop(numbers.randrange(len(held))), strict=True):
+                    allocator.free(slots)
+            case _:
+                taken = [allocator.alloc(count) for allocator in pair]
+                if taken[0] is None or taken[1] is None:
+                    assert taken[0] is taken[1] is None
+                else:
+                    assert taken[1].dtype is torch.int64
+                    assert taken[0].shape == taken[1].shape
+                    held.append((taken[0], taken[1]))
+        assert pair[0].available_size() == pair[1].available_size() == len(pair[1].free_slots)
+        live = [slot for row in held for slot in row[1].tolist()]
+        assert len({*live, *pair[1].free_slots.tolist()}) == len(live) + pair[1].available_size()
+    pair[1].alloc_group_begin(2)
+    pair[1].clear()
+    pair[1].alloc_group_end()
+    assert pair[1].available_size() == 8
+
+
 def _history(numbers: random.Random, pair: tuple[Any, Any], page_size: int) -> None:
     rows: list[tuple[torch.Tensor, torch.Tensor]] = []
     for _ in range(300):
@@ -266,7 +306,7 @@ def _no_start(error: type[BaseException]) -> str:
 
 def check_version() -> None:
     """A version that was not tested is named once, beside those that were."""
-    setattr(engines, "version", lambda _: "0.5.99")  # noqa: B010 - it is imported from elsewhere
+    setattr(engines, "version_of", lambda _: "0.5.99")  # noqa: B010 - it is imported from elsewhere
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

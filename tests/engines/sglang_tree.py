@@ -381,6 +381,8 @@ class Pair:
                 )
         assert self.ours.values() == self.theirs.values()
         assert self.ours.sizes() == self.theirs.sizes()
+        if isinstance(self.ours.core, KvTreeCore):
+            assert self.ours.core.stats()["second_owners"] == 0
         self.ours.cache.sanity_check()
         self.theirs.cache.sanity_check()
 

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+from array import array
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import get_tree_core_factory
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.runtime_context import get_memory
+from sglang.srt.runtime_context import get_context
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CONFIGS
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.sglang import radix_cache, register_tree_core
+from kvpool.integrations.sglang import radix_cache, register_tree_core, tree_owners
 from kvpool.integrations.sglang.radix_cache import check_tree_core
 from kvpool.integrations.sglang.tree_core import KvTreeCore
 
@@ -32,6 +42,57 @@ DELEGATED: list[dict[str, Any]] = [
 
 def _other_leaf(self: object, leaf: int) -> None:
     """A method with other parameters."""
+
+
+def make_cache(core: str) -> UnifiedRadixCache:
+    """A cache of 64 slots, made without a server."""
+    assert not get_context().is_config_namespace_published("memory")
+    size, parts = {"size": 64, "device": "cpu"}, (ComponentType.FULL,)
+    allocator = TokenToKVPoolAllocator(dtype=torch.bfloat16, kvcache=None, need_sort=False, **size)
+    rows = ReqToTokenPool(size=2, max_context_len=8, device="cpu", enable_memory_saver=False)
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=allocator,
+        page_size=1,
+        tree_components=parts,
+        tree_core_backend=core,
+    )
+    return UnifiedRadixCache(params)
+
+
+def unpublished() -> None:
+    """A cache is made where SGLang's own is, and asks for the same look-ups of waiting requests."""
+    own, made = make_cache("python"), make_cache("kvpool")
+    assert type(made.tree_core) is KvTreeCore
+    assert own.supports_fast_match_prefix() is made.supports_fast_match_prefix() is False
+    with mock.patch.dict(os.environ, KVPOOL_SGLANG_FAST_MATCH="1"):
+        assert make_cache("kvpool").supports_fast_match_prefix() is True
+
+
+def second_owners() -> None:
+    """A slot of two requests is counted, and a warning a second names the pool."""
+    made, name = make_cache("kvpool"), "TokenToKVPoolAllocator"
+    insert = partial(_insert, made)
+    with (
+        mock.patch.object(tree_owners, "_logger", mock.Mock(spec=logging.Logger)) as logger,
+        mock.patch.object(tree_owners, "monotonic", return_value=10.0) as clock,
+    ):
+        insert([1, 2, 3], [11, 12, 13])
+        insert([1, 2, 3, 4], [11, 12, 13, 14], found=3)
+        assert made.tree_core.stats() == {"evictable": 4, "locked": 0, "second_owners": 0}
+        insert([5, 6], [13, 15])
+        insert([7, 8], [14, 15])
+        assert made.tree_core.stats() == {"evictable": 8, "locked": 0, "second_owners": 3}
+        clock.return_value += 1.0
+        insert([9], [16])
+    texts = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
+    assert [text.partition(":")[0] for text in texts] == [name, name]
+    assert ["warning: 1)" in texts[0], "warning: 2)" in texts[1]] == [True, True], texts
+
+
+def _insert(cache: UnifiedRadixCache, tokens: list[int], slots: list[int], found: int = 0) -> None:
+    cache.insert(InsertParams(RadixKey(array("q", tokens)), torch.tensor(slots), prev_prefix_len=found))
 
 
 def choices() -> None:
@@ -48,10 +109,8 @@ def choices() -> None:
         assert isinstance(other.tree_core, UnifiedTreeCore), changes
         ((_, reason), _) = logger.warning.call_args
         assert reason == radix_cache.reason_to_delegate(params), changes
-    hierarchical = mock.Mock(
-        wraps=get_memory(), enable_hierarchical_cache=True, enable_lmcache=False, enable_flexkv=False
-    )
-    with mock.patch.object(radix_cache, "get_memory", return_value=hierarchical):
+    hierarchical = SimpleNamespace(enable_hierarchical_cache=True)
+    with mock.patch.object(radix_cache, "_settings", return_value=hierarchical):
         assert "host tier" in str(radix_cache.reason_to_delegate(plain))
     # What is not delegated in time refuses, and says what to do.
     for name in ("set_hicache_enabled", "node_by_id"):
@@ -85,6 +144,8 @@ def main() -> None:
     drift()
     register_tree_core()
     register_tree_core()
+    unpublished()
+    second_owners()
     choices()
     print("ok")  # noqa: T201
 

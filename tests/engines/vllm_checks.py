@@ -346,10 +346,10 @@ def test_another_version_is_warned_about(
 ) -> None:
     seams.VLLM.require(seams.OFFLOADING)
     assert not caplog.records
-    monkeypatch.setattr(adapters, "version", lambda _: "0.33.0+cpu")
+    monkeypatch.setattr(adapters, "version_of", lambda _: "0.33.0+cpu")
     seams.VLLM.require(seams.OFFLOADING)
     assert not caplog.records
-    monkeypatch.setattr(adapters, "version", lambda _: "0.34.0")
+    monkeypatch.setattr(adapters, "version_of", lambda _: "0.34.0")
     with caplog.at_level(logging.WARNING, "kvpool"):
         seams.VLLM.require(seams.OFFLOADING)
         seams.VLLM.require(seams.OFFLOADING)

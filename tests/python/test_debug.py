@@ -296,7 +296,7 @@ def test_a_double_free_names_both_sides(page_size: int, caplog: pytest.LogCaptur
         pool.free(taken, owner="second")
         pool.free(taken[:1])
     first, again = [record.getMessage() for record in caplog.records]
-    assert first.startswith("dropped 3 of 3 freed slots: ")
+    assert first.startswith(f"{pool.name}: dropped 3 of 3 freed slots: ")
     assert f"taken by 'request 1' at {place}, given back by 'request 1' at {freed}" in first
     assert f"taken by 'request 1' at {place}, given back by 'request 1' at {freed}" in again
 
@@ -865,3 +865,29 @@ def test_debug_needs_no_torch(run_snippet: RunSnippet) -> None:
     print([(leak.owner, leak.count) for leak in pool.leaks()])
     """
     assert run_snippet(code, hidden=["torch", "numpy"]) == "[('x', 2)]\n"
+
+
+def test_a_report_of_a_bad_free_names_the_pool(caplog: pytest.LogCaptureFixture, device: str) -> None:
+    pools: list[tuple[Any, Any]] = [
+        (kvpool.TokenToKVPoolAllocator(8, device), [3]),
+        (kvpool.ReqToTokenPool(4, 8, device), 2),
+        (kvpool.PagePool(4, 2, device=device), 1),
+    ]
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        for number, (pool, bad) in enumerate(pools):
+            if number > 0:
+                pool.name = f"pool {number}"
+            pool.free(bad)
+    names = [pool.name for pool, _ in pools]
+    assert names[0].startswith("TokenToKVPoolAllocator-")
+    assert [message.partition(": dropped 1 of 1 freed ")[0] for message in caplog.messages] == names
+    caplog.clear()
+    planner = kvpool.BatchPlanner(pools[1][0], pools[0][0], 4, 8)
+    [row] = pools[1][0].alloc(1)
+    planner.extend([row], [0], [4])
+    allocator = pools[0][0]
+    allocator.name = "slots"
+    with caplog.at_level(logging.DEBUG, "kvpool"):
+        allocator.free([1, 2])
+        planner.finish([row])
+    assert caplog.messages[-1].startswith("slots: dropped 2 of 4 freed slots")

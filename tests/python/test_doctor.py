@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -20,13 +21,15 @@ from machines import by_name, write
 from typer.testing import CliRunner
 
 import kvpool
+from kvpool.integrations.seams import numbers_of
+from kvpool.integrations.versions import TRANSFORMERS
 from kvpool.tools.cli import app
 from kvpool.tools.doctor import examine as tool
 from kvpool.tools.doctor import host, libraries, plain
 from kvpool.tools.doctor import trial as trial_module
 from kvpool.tools.doctor.examine import examine
 from kvpool.tools.doctor.libcuda import CallError, Driver
-from kvpool.tools.doctor.libraries import EXCHANGE, numbers_of, torch_state
+from kvpool.tools.doctor.libraries import EXCHANGE, torch_state
 from kvpool.tools.doctor.report import VERDICTS, Finding, Report, Verdict
 from kvpool.tools.doctor.trial import Outcome, TrialError, run_trial, trial
 
@@ -377,12 +380,31 @@ def versions(monkeypatch: pytest.MonkeyPatch, **given: str | None) -> None:
     ],
 )
 def test_the_version_of_transformers_is_checked(
-    version: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     versions(monkeypatch, transformers=version)
     found = by_name(libraries.libraries())["transformers"]
     assert found.status == status
     assert bool(found.advice) == (status != "ok")
+    if status == "ok":
+        return
+    # The command ends with the same words, and no other.
+    if version is not None:
+        assert found.text.startswith(TRANSFORMERS.why_not())
+        result = CliRunner().invoke(app, ["serve", "--requests", "1"])
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"kvpool: serve: {TRANSFORMERS.why_not()}: pip install ")
+        assert result.stderr.count("\n") == 1
+    verdict = diagnose(tmp_path, {"cpu": WORKS, "cuda:0": FAILS}).verdict("serve")
+    assert not verdict.works
+
+
+def test_the_extra_asks_for_the_versions_that_are_checked() -> None:
+    [requirement] = [
+        line for line in importlib.metadata.requires("kvpool") or [] if line.startswith("transformers")
+    ]
+    numbers = {".".join(map(str, numbers)) for numbers in (TRANSFORMERS.least, TRANSFORMERS.below)}
+    assert {*re.findall(r"[<>]=?([\d.]+)", requirement)} == numbers
 
 
 @pytest.mark.parametrize(

@@ -342,3 +342,26 @@ def test_settings_are_checked() -> None:
     for make in makers:
         with pytest.raises(ConfigError, match="at least 1"):
             make()
+
+
+def test_a_slot_of_two_requests_is_counted() -> None:
+    tree, _ = tree_with()
+    assert tree.second_owners() == (0, None)
+    tree.insert([5, 6, 7, 1], [20, 21, 22, 30], found=3)
+    assert tree.second_owners() == (0, None)
+    # Inserted with other tokens, in one call or in two.
+    tree.insert([1, 2, 3], [21, 40, 40])
+    assert tree.second_owners() == (2, 40)
+    # To be freed as a duplicate, although it is another node's.
+    assert tree.insert([5, 6, 7], [50, 51, 30]).actions() == [("free", 0, 3)]
+    assert tree.second_owners() == (3, 30)
+    # What was evicted has no owner.
+    tree.evict(100)
+    tree.insert(PROMPT, SLOTS)
+    tree.insert([4], [(1 << 31) - 1])
+    assert tree.second_owners() == (3, 30)
+    tree.reset()
+    tree.insert(PROMPT, SLOTS)
+    assert tree.second_owners() == (3, 30)
+    tree.verify()
+    assert tree.memory_size() < 1 << 20

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import time
 import urllib.request
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -30,11 +32,15 @@ from kvpool import (
     Workspace,
     pools,
 )
+from kvpool._kvpool import HybridTree
+from kvpool.integrations.sglang.tree_owners import TreeOwners
 from kvpool.observe import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from conftest import RunSnippet
 
     from kvpool import Store
 
@@ -57,6 +63,8 @@ def scrape() -> Iterator[Callable[[], dict[Sample, float]]]:
         found: dict[Sample, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if "le" in sample.labels:
+                    continue
                 key = (sample.name, sample.labels["pool"])
                 assert key not in found
                 found[key] = sample.value
@@ -217,6 +225,29 @@ def test_the_numbers_of_stores(tmp_path: Path) -> None:
         assert values("cache-2") == {}
 
 
+def test_the_numbers_of_trees_of_engines() -> None:
+    """Trees over one pool count as one, and slots with two owners are counted by the name of the pool."""
+    slots = named(TokenToKVPoolAllocator(16, devices.current()), "slots of an engine")
+    trees = [HybridTree(1) for _ in range(2)]
+    owners = [TreeOwners(tree, SimpleNamespace(_pool=slots, device="cpu")) for tree in trees]
+    for tree, shown in zip(trees, owners, strict=True):
+        tree.insert([1, 2], [3, 4])
+        tree.insert([7], [4])
+        shown.check()
+    tree.lock_node(some(tree.insert([1, 2], [3, 4], found=2).node))
+    assert (
+        values_of("slots of an engine").items()
+        >= {
+            "kvpool_sglang_prefix_evictable_slots": 4,
+            "kvpool_sglang_prefix_locked_slots": 2,
+            "kvpool_sglang_prefix_second_owners_total": 2,
+        }.items()
+    )
+    del owners, shown
+    gc.collect()
+    assert not any("sglang" in name for name in values_of("slots of an engine"))
+
+
 def test_every_number_of_a_pool_is_exported_or_describes_it(
     scrape: Callable[[], dict[Sample, float]],
 ) -> None:
@@ -291,3 +322,118 @@ def test_pools_that_are_initialised_twice_are_listed_once() -> None:
     pool = PagePool(4, 3)
     pool.__init__()
     assert [found is pool for found in pools()].count(True) == 1
+
+
+def test_metrics_need_no_import_of_their_own(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import sys
+        import kvpool
+        assert not {"prometheus_client", "kvpool.metrics"} & {*sys.modules}
+        assert kvpool.metrics.register is kvpool.metrics.register
+        assert kvpool.typing.PoolStats
+        """
+    )
+
+
+def test_a_second_registration_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    collector = metrics.register(registry)
+    assert metrics.register(registry) is collector
+    pool = named(PagePool(4, 2, device=devices.current()), "once")
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    names = [sample.name for sample in samples if sample.labels["pool"] == pool.name]
+    assert names.count("kvpool_pages_capacity") == 1
+    registry.unregister(collector)
+    assert metrics.register(registry) is collector
+    assert [*registry.collect()]
+    # Another collector would export each series again.
+    with pytest.raises(ValueError, match="kvpool_memory_bytes"):
+        registry.register(metrics.PoolCollector())
+    other = CollectorRegistry()
+    other.register(metrics.PoolCollector())
+    with pytest.raises(ValueError, match="kvpool_memory_bytes"):
+        metrics.register(other)
+    assert not caplog.messages
+
+
+def test_pools_with_one_name_are_one_series(scrape: Callable[[], dict[Sample, float]]) -> None:
+    device = devices.current()
+    first, second = (named(TokenToKVPoolAllocator(size, device), "same") for size in (8, 16))
+    kept = some(second.alloc(3))
+    first.free([4, 4])
+    second.free([9])
+    found = scrape()
+    assert found["kvpool_slots_capacity", "same"] == 24
+    assert found["kvpool_slots_in_use", "same"] == len(kept)
+    assert found["kvpool_dropped_frees_total", "same"] == 3
+    caches = [named(PrefixCache(pool), "caches") for pool in (first, second)]
+    for cache, length in zip(caches, (2, 3), strict=True):
+        pool = cache.allocator
+        cache.insert(range(length), some(pool.alloc(length)))
+        cache.evict(length)
+    found = scrape()
+    assert found["kvpool_prefix_evicted_tokens_total", "caches"] == 5
+    families = {family.name: family for family in metrics.PoolCollector().collect()}
+    ages = [
+        sample.value
+        for sample in families["kvpool_prefix_eviction_age_tokens"].samples
+        if (sample.labels["pool"], sample.labels.get("le")) == ("caches", "+Inf")
+    ]
+    assert ages == [5]
+
+
+def test_a_counter_does_not_decrease_while_its_series_has_a_pool(
+    scrape: Callable[[], dict[Sample, float]],
+) -> None:
+    device = devices.current()
+
+    def dropped() -> float | None:
+        return scrape().get(("kvpool_dropped_frees_total", "counted"))
+
+    pool = named(TokenToKVPoolAllocator(8, device), "counted")
+    pool.free([3, 3])
+    assert dropped() == 2
+    pool.resize(64)
+    assert (pool.stats()["dropped_frees"], dropped()) == (2, 2)
+    pool.clear()
+    pool.free([3])
+    assert dropped() == 3
+    other = named(TokenToKVPoolAllocator(8, device), "counted")
+    other.free([1])
+    assert dropped() == 4
+    # One that is gone keeps its part; so does one that has another name by now.
+    del pool
+    assert dropped() == 4
+    third = named(TokenToKVPoolAllocator(8, device), "counted")
+    third.free([1])
+    assert dropped() == 5
+    third.name = "renamed"
+    assert dropped() == 5
+    assert scrape()["kvpool_dropped_frees_total", "renamed"] == 1
+    # Without any it is a new series, as after a restart.
+    del other
+    assert dropped() is None
+    again = named(TokenToKVPoolAllocator(8, device), "counted")
+    assert (again.stats()["dropped_frees"], dropped()) == (0, 0)
+
+
+def test_a_counter_waits_for_a_pool_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, scrape: Callable[[], dict[Sample, float]]
+) -> None:
+    class Unsteady:
+        name, device, unit = "unsteady", "cpu", "slot"
+        _hands_out = True
+        broken = False
+
+        def stats(self) -> dict[str, int]:
+            if self.broken:
+                raise DriverError("the device is gone")
+            return {"capacity": 4, "dropped_frees": 2}
+
+    steady, other = Unsteady(), Unsteady()
+    monkeypatch.setattr(metrics, "pools", lambda: [steady, other])
+    for other.broken in (False, True, False):
+        found = scrape()
+        assert found["kvpool_dropped_frees_total", "unsteady"] == 4
+        assert found["kvpool_slots_capacity", "unsteady"] == (4 if other.broken else 8)

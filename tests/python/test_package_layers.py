@@ -48,6 +48,7 @@ PRIVATE = {
     "integrations.lmcache.memory": {"AddressSpace"},
     "integrations.sglang.tree_core": {"HybridFrees", "HybridStep", "HybridTree"},
     "integrations.sglang.tree_events": {"HybridTree"},
+    "integrations.sglang.tree_owners": {"HybridTree"},
     "integrations.vllm.block_pool": {"Block", "BlockMap", "BlockQueue"},
     "integrations.vllm.offload": {
         "OffloadOrder",

@@ -48,6 +48,8 @@ from kvpool.integrations.transformers.model import cache_argument, only_shape
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from conftest import RunSnippet
+
 PAGE_SIZES = [1, 4, 64]
 
 
@@ -530,8 +532,40 @@ def test_signatures_are_those_that_the_caches_were_written_for() -> None:
 
 
 @devices.cpu_only
+@pytest.mark.parametrize("version", ["4.57.1", "5.20.9", "6.0.0", None])
+def test_a_transformers_that_cannot_be_used_is_named_by_the_import(
+    version: str | None, run_snippet: RunSnippet
+) -> None:
+    """By its version, or by what it lacks: here the classes of the caches, as before 5.0."""
+    printed = run_snippet(
+        f"""
+        import importlib.metadata, sys
+        if {version!r}:
+            importlib.metadata.version = lambda name: {version!r}
+        else:
+            import transformers.cache_utils
+            del transformers.cache_utils.CacheLayerMixin
+        from kvpool.integrations.seams import EngineMismatchError
+        for module in ("transformers", "transformers.continuous"):
+            try:
+                __import__(f"kvpool.integrations.{{module}}")
+            except EngineMismatchError as error:
+                print(error)
+        """,
+        has_torch=True,
+    )
+    expected = f"transformers is {version}; 5.21 or later, and below 6, is needed"
+    lines = printed.splitlines()
+    assert len(lines) == 2
+    if version is None:
+        assert all("cannot import name 'CacheLayerMixin'" in line for line in lines)
+    else:
+        assert lines == [expected] * 2
+
+
+@devices.cpu_only
 def test_another_transformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(adapters, "version", lambda _: "5.99.0")
+    monkeypatch.setattr(adapters, "version_of", lambda _: "5.99.0")
     adapters._warn_if_untested.cache_clear()
     for _ in range(2):
         PooledCache(a_model("qwen3"), 8, 1)
@@ -547,7 +581,7 @@ def test_another_transformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         with pytest.raises(EngineMismatchError, match=r"5\.99\.0 .* Cache\.grow\(self\) is missing"):
             start()
     monkeypatch.undo()
-    monkeypatch.setattr(adapters, "version", lambda _: "5.99.0")
+    monkeypatch.setattr(adapters, "version_of", lambda _: "5.99.0")
     with monkeypatch.context() as patch:
         patch.setattr(f"{seams._BATCHING}.cache.CachePool.reset", lambda self: None)  # noqa: ARG005
         with pytest.raises(EngineMismatchError, match="has no _free_blocks, free_sectors"):

@@ -678,6 +678,38 @@ def test_the_least_recently_used_snapshot_is_given_up() -> None:
     assert scene.sizes() == (0, 0, 0, 64)
 
 
+@pytest.mark.parametrize(
+    ("tracks", "found"),
+    [
+        (3, [[0, 0, 0, 32], [0, 0, 0, 32], [0, 0, 0, 32]]),
+        (8, [[0, 16, 16, 32], [0, 16, 16, 32], [8, 16, 24, 32]]),
+        (12, [[8, 16, 24, 32], [8, 16, 24, 32], [8, 16, 24, 32]]),
+    ],
+)
+def test_snapshots_of_prompts_in_chunks_are_thinned_out_evenly(tracks: int, found: list[list[int]]) -> None:
+    """Each prompt has eight chunks. What they save decides, not which prompt was the last."""
+    scene = Scene(4, size=128, tracks=tracks)
+    prompts = [list(range(at, at + 32)) for at in (100, 200, 300)]
+    for prompt in prompts:
+        with scene.cache.match(prompt, limit=31) as lease:
+            for at in range(0, 32, 4):
+                lease.publish(prompt[at : at + 4], scene.alloc(4), state=1)
+    assert [[scene.length(prompt[:end]) for end in (8, 16, 24, 32)] for prompt in prompts] == found
+    scene.cache.verify()
+
+
+def test_a_snapshot_that_requests_resume_from_outlasts_others() -> None:
+    """A prompt that many conversations begin with stays, though each of them is longer."""
+    scene = Scene(4, size=256, tracks=3)
+    for number in range(8):
+        prompt = [*range(16), *range(100 * number + 100, 100 * number + 116)]
+        with scene.cache.match(prompt, limit=31) as lease:
+            assert lease.length == (16 if number else 0)
+            for at in range(lease.length, 32, 8):
+                lease.publish(prompt[at : at + 8], scene.alloc(8), state=1)
+    scene.cache.verify()
+
+
 def test_states_that_are_refused() -> None:
     scene, plain = Scene(tracks=2), Scene()
     lease = scene.cache.match([])

@@ -713,6 +713,28 @@ def test_a_prompt_without_a_missing_page_waits_for_no_other(device: str) -> None
         assert slow.wait(30)
 
 
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_prompt_that_is_in_host_memory_waits_for_no_other(device: str, has_states: bool) -> None:
+    """Its pages, and the snapshot at their end, stay there as long as the fetch."""
+    with BlockingStore("find") as store:
+        scene = Scene(device, host=128, store=store, has_states=has_states)
+        scene.keep(PROMPT)
+        scene.stored()
+        scene.cache.evict(1000)
+        slow = scene.cache.fetch(range(500, 524))
+        fetch = scene.cache.fetch(PROMPT)
+        assert fetch.query()
+        assert fetch.length == 0
+        assert not scene.cache.fetch([*PROMPT, *range(4)]).query()
+        for number in range(5):
+            scene.keep(range(600 + 100 * number, 624 + 100 * number))
+        scene.cache.evict(1000)
+        assert scene.cache.match(PROMPT).loadable == 24
+        del fetch
+        store.gate.set()
+        assert slow.wait(30)
+
+
 def test_a_refused_cache_leaves_the_tier_as_it_was(device: str, tmp_path: Path) -> None:
     with files(tmp_path) as store:
         scene = stored_prompt(device, store)

@@ -756,6 +756,41 @@ def test_others_run_while_a_store_is_asked() -> None:
         assert_served(engine, [running, late])
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_requests_that_need_nothing_run_before_those_that_wait(reader: str) -> None:
+    """What the store has nothing to add to is answered while the first request waits for a look-up."""
+    with DelayedStore() as store:
+        engine = with_store(reader, store)
+        warm, *_ = stored(engine, [prompts_of(1)[0]])
+        # There is a snapshot at the end of a prompt, in whole pages.
+        cached = warm.prompt[: len(warm.prompt) // 4 * 4]
+        store.is_open.clear()
+        slow = engine.submit(prompts_of(3)[0], 3)
+        others = [engine.submit(prompt, 3) for prompt in ([*cached, 1], [*cached, 2, 3], [1, 2])]
+        while any(request.state != "finished" for request in others):
+            assert engine.step()
+        assert (slow.state, slow.tokens) == ("waiting", [])
+        store.is_open.set()
+        engine.run()
+        assert_served(engine, [warm, slow, *others])
+
+
+def test_a_fetch_that_is_over_does_not_wait_for_the_one_before() -> None:
+    with DelayedStore() as store:
+        engine = with_store("dense", store)
+        requests = [engine.submit(prompt, 3) for prompt in prompts_of(3, 3)]
+        fetches = [request.held.fetch for request in requests]
+        assert all(some(fetch).wait(30) for fetch in fetches)
+        # As if the first look-up was late.
+        requests[0].held.fetch = SimpleNamespace(query=lambda: False, wait=lambda _: False, length=0)  # type: ignore[assignment]
+        while any(request.state != "finished" for request in requests[1:]):
+            assert engine.step()
+        assert requests[0].state == "waiting"
+        requests[0].held.fetch = fetches[0]
+        engine.run()
+        assert_served(engine, requests)
+
+
 def test_a_store_that_does_not_answer_is_given_up() -> None:
     """Nothing else is waited for."""
     with DelayedStore() as store:
@@ -799,7 +834,7 @@ def test_an_interrupt_while_prompts_are_fetched_loses_nothing() -> None:
         first = stored(with_store("dense", store), prompts_of(1, 3))
         prompts = [request.prompt + request.tokens for request in first]
         places = serve_fetched(store, prompts, 0)
-        names = {"submit", "line_up", "_poll"}
+        names = {"submit", "line_up", "_move_fetched", "_move"}
         assert {name for name, *_ in places} >= names
         for at in {place: at for at, place in enumerate(places, 1) if place[0] in names}.values():
             serve_fetched(store, prompts, at)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -438,6 +439,23 @@ def test_wrong_segments_change_nothing(call: Any, error: Any) -> None:  # noqa: 
     with pytest.raises(error):
         call(allocator, row)
     assert snapshot(allocator) == before
+
+
+def test_bad_frees_that_go_on_are_a_warning_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = make(64)
+    allocator.name = "slots"
+    with caplog.at_level(logging.DEBUG, logger="kvpool"):
+        for slot in (3, 4, 5):
+            allocator.free([slot])
+        time.sleep(1.05)
+        allocator.free([6])
+    assert caplog.records[0].levelno == caplog.records[-1].levelno == logging.WARNING
+    first, last = (caplog.records[at].getMessage() for at in (0, -1))
+    assert first.startswith("slots: dropped 1 of 1 freed slots: 3 (")
+    assert "last warning" not in first
+    assert last.startswith("slots: dropped 1 of 1 freed slots: 6 (")
+    if [record.levelno for record in caplog.records[1:-1]] == [logging.DEBUG] * 2:
+        assert last.endswith("; reports of bad frees since the last warning: 2")
 
 
 @pytest.mark.parametrize("page", [0, -1, 17, 2**31, 2**62, -(2**62)])

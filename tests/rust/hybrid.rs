@@ -4,8 +4,8 @@ use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::{Namespace, NodeHandle};
 use kvpool::engines::hybrid::{
     Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
-    PageDigest, Part, Receipt, Sizes, SkippedParts, StateConfig, StateRelease, Victim, WindowConfig,
-    WindowRelease,
+    PageDigest, Part, Receipt, SecondOwners, Sizes, SkippedParts, StateConfig, StateRelease, Victim,
+    WindowConfig, WindowRelease,
 };
 
 /// Values of the slots `begin..`, one a token.
@@ -300,6 +300,34 @@ fn a_lost_window_comes_back_with_other_slots() {
     assert_eq!(tree.value(node, Part::Window).unwrap(), at([1031, 1032, 1033]));
     tree.unlock(node, locked.receipt, WindowRelease::NotYet).unwrap().unwrap();
     assert_eq!(tree.broken_invariant(), None);
+    // The slots that were replaced have no owner, and those that came for them have one.
+    put(&mut tree, &[7, 8, 9], 11, Insert { window_freed: 3, ..Insert::default() });
+    assert_eq!(tree.second_owners(), SecondOwners::default());
+    put(&mut tree, &[6], 21, Insert { window_freed: 1, ..Insert::default() });
+    assert_eq!(tree.second_owners(), SecondOwners { count: 1, last: Some(EngineSlot::new(21)) });
+}
+
+#[test]
+fn slots_of_two_requests_are_counted() {
+    let mut tree = HybridTree::new(PLAIN);
+    put(&mut tree, &[1, 2, 3], 10, Insert::default());
+    // Found, and a duplicate of its own.
+    put(&mut tree, &[1, 2, 3], 10, Insert { found: 3, ..Insert::default() });
+    put(&mut tree, &[1, 2, 3], 40, Insert { found: 1, ..Insert::default() });
+    assert_eq!(tree.second_owners(), SecondOwners::default());
+    // With other tokens, and as a duplicate, which the engine will free.
+    put(&mut tree, &[4, 5], 12, Insert::default());
+    assert_eq!(tree.second_owners(), SecondOwners { count: 1, last: Some(EngineSlot::new(12)) });
+    put(&mut tree, &[1, 2], 11, Insert::default());
+    assert_eq!(tree.second_owners(), SecondOwners { count: 3, last: Some(EngineSlot::new(12)) });
+    // What is evicted can be inserted again.
+    let evicted = tree.evict_full(usize::MAX).full;
+    assert_eq!(evicted.len(), 5);
+    put(&mut tree, &[7, 8, 9, 10], 10, Insert::default());
+    assert_eq!(tree.second_owners().count, 3);
+    tree.reset();
+    put(&mut tree, &[1], 10, Insert::default());
+    assert_eq!(tree.second_owners().count, 3);
 }
 
 #[test]

@@ -167,6 +167,40 @@ fn a_use_of_a_longer_prefix_is_one_of_the_snapshots_on_its_way() {
 }
 
 #[test]
+fn chunks_of_a_prompt_do_not_push_out_the_prompts_before() {
+    let scene = Scene::new(4);
+    let prompts: [[i32; 8]; 2] = [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]];
+    for prompt in &prompts {
+        let request = scene.lease(prompt);
+        for chunk in prompt.chunks(2) {
+            scene.publish(&request, chunk);
+        }
+    }
+    // Both keep their last one, and every second one before.
+    let found = prompts.map(|prompt| [2, 4, 6, 8].map(|end| scene.usable(&prompt[..end])));
+    assert_eq!(found, [[0, 4, 4, 8], [0, 4, 4, 8]]);
+    scene.cache.verify(STREAM).unwrap();
+}
+
+#[test]
+fn a_snapshot_saves_the_tokens_from_the_one_before_it() {
+    let scene = Scene::new(4);
+    let long: [i32; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
+    let request = scene.lease(&long);
+    for (begin, end) in [(0, 6), (6, 8), (8, 10)] {
+        scene.publish(&request, &long[begin..end]);
+    }
+    drop(request);
+    // Where two prompts part, between the others.
+    let fork = scene.lease(&[1, 2, 3, 4, 20, 21]);
+    scene.publish(&fork, &[1, 2, 3, 4]);
+    scene.publish(&fork, &[20, 21]);
+    // What was 6 tokens from the beginning is 2 tokens from the fork, as the one after it.
+    assert_eq!([4, 6, 8, 10].map(|end| scene.usable(&long[..end])), [4, 4, 8, 10]);
+    scene.cache.verify(STREAM).unwrap();
+}
+
+#[test]
 fn the_snapshot_at_the_end_of_a_prompt_is_not_superseded() {
     let scene = Scene::new(3);
     scene.publish(&scene.lease(&[]), &[5, 6]);

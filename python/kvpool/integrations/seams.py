@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import logging
+import re
 import sys
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.errors import KvPoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["Engine", "EngineMismatchError", "differences", "signature"]
+__all__ = ["Engine", "EngineMismatchError", "differences", "numbers_of", "signature", "version_of"]
 
 _logger = logging.getLogger("kvpool")
 
@@ -31,11 +33,46 @@ class Engine(NamedTuple):
         name: Its name, as its makers write it.
         package: Its package.
         tested: Versions with which the tests have passed.
+        least: The lowest version that can be used; empty if that is not checked by number.
+        below: The first version above it that cannot be used.
     """
 
     name: str
     package: str
     tested: tuple[str, ...]
+    least: tuple[int, ...] = ()
+    below: tuple[int, ...] = ()
+
+    def why_not(self) -> str:
+        """Return the reason why the installed version cannot be used; empty if it can."""
+        found = version_of(self.package)
+        if found is None:
+            return f"{self.name} is not installed"
+        if not self.least or self.least <= numbers_of(found) < self.below:
+            return ""
+        least, below = (".".join(map(str, numbers)) for numbers in (self.least, self.below))
+        return f"{self.name} is {found}; {least} or later, and below {below}, is needed"
+
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """Import modules that need the engine, in the body of this context.
+
+        Raises:
+            EngineMismatchError: If its version cannot be used, or lacks a name that the body imports.
+            ModuleNotFoundError: If it is not installed.
+        """
+        if version_of(self.package) is not None and (problem := self.why_not()):
+            raise EngineMismatchError(problem)
+        try:
+            yield
+        except ImportError as error:
+            names = (error.name or "").split(".")
+            if names[0] != self.package or names == [self.package]:
+                raise
+            found = version_of(self.package) or "of unknown version"
+            raise EngineMismatchError(
+                f"{self.name} {found} is not what kvpool was written for: {error}"
+            ) from error
 
     def require(self, seams: Mapping[str, Mapping[str, str]], *, warns: bool = True) -> None:
         """Compare the installed engine with `seams`.
@@ -48,10 +85,7 @@ class Engine(NamedTuple):
             EngineMismatchError: If a class or a signature differs. The message has the found and the expected
                 signature.
         """
-        try:
-            found = version(self.package)
-        except PackageNotFoundError:
-            found = "of unknown version"
+        found = version_of(self.package) or "of unknown version"
         problems = differences(seams)
         if problems:
             raise EngineMismatchError(
@@ -67,6 +101,19 @@ def _warn_if_untested(engine: Engine, found: str) -> None:
         _logger.warning(
             "%s %s was not tested with kvpool; tested are %s", engine.name, found, ", ".join(engine.tested)
         )
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; `None` if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def signature(function: Any) -> str:  # noqa: ANN401 - a function of an engine

@@ -18,16 +18,21 @@ gauges that count units of the pool (`Pool.unit`), `kvpool_..._bytes` are gauges
 of a host tier with `kvpool_host_` and count pages and snapshots of states, those of a `FileStore` below a
 cache with `kvpool_store_`, and those of an endpoint of `kvpool.remote` with `kvpool_remote_`. Each has the
 labels `pool` (`Pool.name`, which you can set; for a store that of its cache, for an endpoint its own),
-`class` and `device`.
+`class` and `device`. Those of the prefix cache that SGLang has over kvpool's tree begin with
+`kvpool_sglang_prefix_`, count slots, and have the name of the pool of the slots.
+
+Pools with the same labels are one series, the sum of their statistics; so are stores and endpoints. Its
+counters do not decrease while one of them lives: those that are gone keep their part.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import threading
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -35,14 +40,15 @@ from prometheus_client.registry import Collector
 
 from kvpool._endpoints import endpoints
 from kvpool._kvpool import FileStore, HostTier, PrefixCache
+from kvpool._trees import trees
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
+from kvpool.observe.series import Series
 from kvpool.observe.units import counts, hands_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvpool._endpoints import Observed
     from kvpool._kvpool import Pool
 
 __all__ = ["PoolCollector", "register"]
@@ -161,96 +167,180 @@ _ENDPOINTS: _Table = {
     "runs": _counter("kvpool_remote_read_runs", "Pieces in which they came, over all buffers"),
     "bytes": _counter("kvpool_remote_read_bytes", "Bytes that reads brought"),
 }
+_TREES: _Table = {
+    "evictable": _gauge("kvpool_sglang_prefix_evictable_slots", "Cached slots without a lock"),
+    "locked": _gauge("kvpool_sglang_prefix_locked_slots", "Cached slots with a lock"),
+    "second_owners": _counter(
+        "kvpool_sglang_prefix_second_owners", "How often a cached slot was found to have a second owner"
+    ),
+}
 _BY_CLASS: Mapping[type[Pool], _Table] = {PrefixCache: _CACHES, HostTier: _TIERS}
 
-_READ_TIMES = ("kvpool_remote_read_seconds", "Time of the reads that brought their rows")
-_AGES = (
+
+class _Histogram(NamedTuple):
+    """A histogram with buckets of powers of two.
+
+    Attributes:
+        name: The name.
+        documentation: The help text.
+        scale: The upper bound of bucket `power` is `2**power * scale - less`.
+        less: See `scale`.
+    """
+
+    name: str
+    documentation: str
+    scale: float
+    less: float
+
+
+_READ_TIMES = _Histogram(
+    "kvpool_remote_read_seconds", "Time of the reads that brought their rows", scale=0.001, less=0
+)
+_AGES = _Histogram(
     "kvpool_prefix_eviction_age_tokens",
     "Tokens looked up between the last use of a token and its eviction",
+    scale=1,
+    less=1,
 )
+
+
+class _Part(NamedTuple):
+    """A number of a histogram.
+
+    Attributes:
+        histogram: The histogram.
+        bucket: The values in this bucket; `None` for the sum of all values.
+    """
+
+    histogram: _Histogram
+    bucket: int | None
+
+
+_Key: TypeAlias = "_Exported | _Part"
+_Labels: TypeAlias = "tuple[str, str, str]"
+
+
+def _is_counter(key: _Key) -> bool:
+    return isinstance(key, _Part) or key.family is CounterMetricFamily
 
 
 class PoolCollector(Collector):
     """The statistics of all live pools and endpoints of this process, read at each scrape."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._series: dict[_Labels, Series[_Key]] = {}
+
     def describe(self) -> Iterator[Metric]:
-        """Describe nothing: the metrics depend on the pools that are created later."""
-        return iter(())
+        """Describe the metrics whose names do not depend on pools. A registry takes each name once."""
+        exported = {
+            one for table in (_POOLS, _CACHES, _TIERS, _STORES, _ENDPOINTS, _TREES) for one in table.values()
+        }
+        for family, name, documentation in sorted(exported, key=lambda one: one.name):
+            yield family(name, documentation)
+        for histogram in (_READ_TIMES, _AGES):
+            yield HistogramMetricFamily(histogram.name, histogram.documentation)
 
     def collect(self) -> Iterator[Metric]:
         """Collect the statistics of all pools and endpoints as metric families."""
         scrape = _Scrape()
         scrape.add_pools()
         scrape.add_endpoints()
-        return scrape.families()
+        scrape.add_trees()
+        with self._lock:
+            # A series without an object begins anew, as after a restart.
+            self._series = {
+                labels: self._series.get(labels) or Series(_is_counter) for labels in scrape.numbers
+            }
+            sums = {
+                labels: self._series[labels].update(numbers) for labels, numbers in scrape.numbers.items()
+            }
+        return _families(sums)
 
 
 class _Scrape:
-    """The metric families of one scrape."""
+    """The numbers of one scrape.
+
+    Attributes:
+        numbers: For each series its objects, with their numbers; `None` if these could not be read.
+    """
 
     def __init__(self) -> None:
-        self._families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        self._ages = HistogramMetricFamily(*_AGES, labels=_LABELS)
-        self._read_times = HistogramMetricFamily(*_READ_TIMES, labels=_LABELS)
-
-    def families(self) -> Iterator[Metric]:
-        """Yield the families with at least one sample."""
-        yield from self._families.values()
-        yield from (histogram for histogram in (self._ages, self._read_times) if histogram.samples)
+        self.numbers: dict[_Labels, list[tuple[object, dict[_Key, float] | None]]] = {}
 
     def add_pools(self) -> None:
         """Add the statistics of pools, and of stores below them: each store under the first cache with it."""
         stores: dict[FileStore, str] = {}
         for pool in pools():
-            labels = [pool.name, type(pool).__name__, pool.device]
-            stats = _read(pool.name, pool.stats)
-            if stats is None:
-                continue
-            self._add(stats, _table(pool), labels)
+            labels = (pool.name, type(pool).__name__, pool.device)
+            numbers = _read(pool.name, pool.stats, partial(_table, pool))
             if isinstance(pool, PrefixCache):
-                ages = pool.eviction_ages()
-                bounds = (2.0**power - 1 for power in range(len(ages) - 1))
-                self._ages.add_metric(labels, _buckets(bounds, ages), None)
+                if numbers is not None:
+                    numbers.update(_parts(_AGES, pool.eviction_ages()))
                 for store in pool.tiers[1:]:
                     if isinstance(store, FileStore):
                         stores.setdefault(store, pool.name)
+            self._add(labels, pool, numbers)
         for store, name in stores.items():
-            stats = _read(store.path, store.stats)
-            if stats is not None:
-                self._add(stats, _STORES, [name, type(store).__name__, "cpu"])
+            self._add(
+                (name, type(store).__name__, "cpu"), store, _read(store.path, store.stats, lambda: _STORES)
+            )
 
     def add_endpoints(self) -> None:
-        """Add the statistics of endpoints. Endpoints with the same name count as one."""
-        found: dict[tuple[str, str], list[Observed]] = {}
+        """Add the statistics of endpoints."""
         for endpoint in endpoints():
-            found.setdefault((endpoint.name, endpoint.device), []).append(endpoint)
-        for (name, device), alike in found.items():
-            labels = [name, "Endpoint", device]
-            stats = [endpoint.stats() for endpoint in alike]
-            total: Counter[str] = Counter()
-            for each in stats:
-                total.update(counts(each))
-            self._add(total, _ENDPOINTS, labels)
-            times = [sum(column) for column in zip(*(each.read_times() for each in alike), strict=True)]
-            bounds = (2.0**power / 1000 for power in range(len(times) - 1))
-            seconds = sum(each["seconds"] for each in stats)
-            self._read_times.add_metric(labels, _buckets(bounds, times), seconds)
+            numbers = _read(endpoint.name, endpoint.stats, lambda: _ENDPOINTS)
+            if numbers is not None:
+                numbers.update(_parts(_READ_TIMES, endpoint.read_times()))
+                numbers[_Part(_READ_TIMES, None)] = endpoint.stats()["seconds"]
+            self._add((endpoint.name, "Endpoint", endpoint.device), endpoint, numbers)
 
-    def _add(self, stats: Mapping[str, int], table: _Table, labels: Sequence[str]) -> None:
-        for key, value in stats.items():
-            exported = table.get(key)
-            if exported is not None:
-                family = exported.family(exported.name, exported.documentation, labels=_LABELS)
-                self._families.setdefault(family.name, family).add_metric(labels, value)
+    def add_trees(self) -> None:
+        """Add the statistics of the trees of engines."""
+        for tree in trees():
+            numbers = _read(tree.name, tree.stats, lambda: _TREES)
+            self._add((tree.name, "HybridTree", tree.device), tree, numbers)
+
+    def _add(self, labels: _Labels, one: object, numbers: dict[_Key, float] | None) -> None:
+        self.numbers.setdefault(labels, []).append((one, numbers))
 
 
-def _read(name: object, stats: Callable[[], Mapping[str, object]]) -> dict[str, int] | None:
-    """Read statistics. A failure is logged, and the other statistics are still exported."""
+def _families(sums: Mapping[_Labels, Mapping[_Key, float]]) -> Iterator[Metric]:
+    """Yield the families of series: those with at least one sample."""
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    histograms: dict[_Histogram, HistogramMetricFamily] = {}
+    for labels, numbers in sums.items():
+        parts: dict[_Histogram, dict[int | None, float]] = {}
+        for key, value in numbers.items():
+            if isinstance(key, _Part):
+                parts.setdefault(key.histogram, {})[key.bucket] = value
+            else:
+                family = key.family(key.name, key.documentation, labels=_LABELS)
+                families.setdefault(family.name, family).add_metric(labels, value)
+        for histogram, buckets in parts.items():
+            total = buckets.pop(None, None)
+            family = HistogramMetricFamily(histogram.name, histogram.documentation, labels=_LABELS)
+            histograms.setdefault(histogram, family).add_metric(labels, _buckets(histogram, buckets), total)
+    yield from families.values()
+    yield from histograms.values()
+
+
+def _parts(histogram: _Histogram, numbers: Sequence[int]) -> dict[_Key, float]:
+    """Return how many values are in each bucket, by bucket."""
+    return {_Part(histogram, bucket): number for bucket, number in enumerate(numbers)}
+
+
+def _read(
+    name: object, stats: Callable[[], Mapping[str, object]], table: Callable[[], _Table]
+) -> dict[_Key, float] | None:
+    """Read the statistics that `table` exports. A failure is logged, and the others are still exported."""
     try:
-        return counts(stats())
+        numbers = counts(stats())
     except (KvPoolError, RuntimeError) as error:
         _logger.warning("cannot read the statistics of %s: %s", name, error)
         return None
+    exported = table()
+    return {exported[key]: value for key, value in numbers.items() if key in exported}
 
 
 def _table(pool: Pool) -> _Table:
@@ -273,26 +363,41 @@ def _of_units(unit: str) -> _Table:
     return {key: _gauge(f"{prefix}_{key}", f"{unit.capitalize()}s {text}") for key, text in _UNITS.items()}
 
 
-def _buckets(bounds: Iterable[float], numbers: Sequence[int]) -> list[tuple[str, float]]:
+def _buckets(histogram: _Histogram, numbers: Mapping[int | None, float]) -> list[tuple[str, float]]:
     """Return the buckets of a histogram: their upper bounds, and how many values are at most that large.
 
     Args:
-        bounds: The upper bounds of all numbers but the last, which has none.
-        numbers: How many values are in each interval.
+        histogram: The histogram.
+        numbers: How many values are in each bucket, the last without a bound.
     """
-    return [*zip([*map(str, bounds), "+Inf"], accumulate(numbers), strict=True)]
+    bounds = [2.0**power * histogram.scale - histogram.less for power in range(len(numbers) - 1)]
+    return [*zip([*map(str, bounds), "+Inf"], accumulate(numbers.values()), strict=True)]
+
+
+_collectors: WeakKeyDictionary[CollectorRegistry, PoolCollector] = WeakKeyDictionary()
 
 
 def register(registry: CollectorRegistry = REGISTRY) -> PoolCollector:
     """Export the statistics of all pools and endpoints of this process, including those created later.
 
+    A second call with the same registry does nothing.
+
     Args:
         registry: The registry; by default that of `prometheus_client`.
 
     Returns:
-        The collector, for `registry.unregister`. A registry takes one collector, as each pool is exported
-        once.
+        The collector, for `registry.unregister`: one for each registry.
+
+    Raises:
+        ValueError: If another collector of the registry has metrics of these names.
     """
-    collector = PoolCollector()
-    registry.register(collector)
+    known = _collectors.get(registry)
+    collector = _collectors.setdefault(registry, PoolCollector()) if known is None else known
+    try:
+        registry.register(collector)
+    except ValueError:
+        # Its names are taken: by itself, or by a collector that was registered without this function.
+        if known is None:
+            del _collectors[registry]
+            raise
     return collector

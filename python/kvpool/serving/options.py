@@ -19,8 +19,8 @@ class SchedulerOptions:
             finds at least this many more tokens in the cache afterwards.
         copies_timeout_s: Seconds that a step waits for slots that copies hold. After that it makes room in
             other ways: it computes prefixes instead of loading them, and retracts requests.
-        fetch_timeout_s: Seconds that the first request of the queue waits for the part of its prompt that a
-            store has. After that the request computes this part, and nothing else is fetched until the store
+        fetch_timeout_s: Seconds that the first of the requests that wait for a store waits for its part of
+            the prompt. After that the request computes this part, and nothing else is fetched until the store
             has answered.
         fetch_share: The share of the host tier that prompts fetched for waiting requests may take, above 0
             and at most 1. The prompt of the first request is always fetched.

@@ -51,7 +51,7 @@ class Scheduler(Generic[R]):
     if that costs less than computing it. Slots that a copy reads or writes are free when the copy is over: in
     the meantime a step leaves out the youngest requests rather than retract them, and waits only if it has
     room for none. If there is a store, a submitted request is queued when the store's part of its prompt has
-    been fetched.
+    been fetched; a request that needs nothing from the store, or has it, does not wait for those before it.
 
     Rows that another process has computed are not computed again: a request with a move from there gets slots
     for all of its tokens but the last, and runs when the rows have arrived. If the move fails, the rows are
@@ -103,8 +103,8 @@ class Scheduler(Generic[R]):
         self.waits: int = 0
         self.fetched_tokens: int = 0
         self._options = options
-        self._fetch_queue: FetchQueue[R] = FetchQueue(cache if fetches else None, options)
         self._slots = SlotSupply(planner.allocator, cache)
+        self._fetch_queue: FetchQueue[R] = FetchQueue(cache if fetches else None, options, self._slots.whole)
         self._rows = SpareRows(planner, calls)
         self._prefixes: Prefixes[R] = Prefixes(
             cache, self._slots, calls.match, pays_to_load, alike_tokens=options.alike_tokens
@@ -137,7 +137,7 @@ class Scheduler(Generic[R]):
     def submit(self, request: R) -> None:
         """Queue a request. If there is a store, the store's part of its prompt is fetched first."""
         queue = self._fetch_queue
-        if queue.has_store and not has_rows_elsewhere(request) and not queue.is_stuck:
+        if not has_rows_elsewhere(request) and not queue.is_stuck and queue.concerns(request):
             queue.submit(request, self.waiting)
         else:
             self.waiting.append(request)

@@ -226,8 +226,7 @@ impl Tree {
         let here = self.node_mut(node);
         here.leases -= 1;
         if here.has_snapshot && here.leases == 0 {
-            let used = here.history.used;
-            self.snapshots.set_unused(node, used);
+            self.snapshots.set_unused(node);
         }
         let mut at = node;
         loop {

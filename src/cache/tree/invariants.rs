@@ -29,7 +29,10 @@ impl Tree {
             self.broken_state(id).or_else(|| self.broken_contents(id))
         };
         let mut runs = ids.iter().copied().filter(is_run);
-        runs.find_map(broken_run).or_else(|| self.broken_pages(&ids)).or_else(|| self.broken_sums(&ids))
+        (runs.find_map(broken_run))
+            .or_else(|| self.broken_pages(&ids))
+            .or_else(|| self.broken_sums(&ids))
+            .or_else(|| self.broken_snapshot())
     }
 
     /// Checks that the flags of a node for the queue and for a snapshot are right.

@@ -202,7 +202,10 @@ impl HybridTree {
         self.sizes[part.index()].evictable -= value.len();
         frees.counts[part.index()] += value.len();
         match part {
-            Part::Full => append(&mut frees.full, value),
+            Part::Full => {
+                self.owners.record_removed(&value);
+                append(&mut frees.full, value);
+            }
             // The engine finds the window slot by the slot for full attention.
             Part::Window => frees.window.extend_from_slice(self.node(id).value(Part::Full)),
             Part::State => append(&mut frees.state, value),

@@ -345,6 +345,7 @@ impl HybridTree {
         let taken_from = recovered.inspect_err(|_| self.requeue(node))?;
         let free = start.max(walk.insert.found)..taken_from;
         if !free.is_empty() {
+            self.check_duplicates(slots, &free);
             let freed = walk.insert.window_freed.clamp(free.start, free.end);
             walk.free(free.start..freed, Action::FreeFull);
             walk.free(freed..free.end, Action::Free);
@@ -389,6 +390,8 @@ impl HybridTree {
             walk.result.adopted.add(Part::Full, live..range.end);
             let full = &mut self.node_mut(node).values[Part::Full.index()];
             let old = std::mem::replace(full, incoming.clone());
+            self.owners.record_removed(&old);
+            self.owners.record_adopted(&incoming);
             walk.actions.push(Action::FreeOld(old));
             walk.actions.push(Action::Rebuild { node: handle, slots: incoming });
         }

@@ -378,6 +378,7 @@ impl HybridTree {
             + self.edges.bytes()
             + self.namespaces.bytes()
             + self.queue.bytes()
+            + self.owners.bytes()
     }
 
     pub(super) fn runs(&self) -> impl Iterator<Item = NodeId> + '_ {

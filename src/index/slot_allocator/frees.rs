@@ -49,6 +49,11 @@ impl SlotAllocator {
         self.free_times.record_all(Some(&other.free_times));
     }
 
+    /// Goes on with the counters of `other`, which it replaces: they never decrease.
+    pub const fn count_after(&mut self, other: &Self) {
+        self.dropped_frees = other.dropped_frees;
+    }
+
     /// Frees slots that work in flight still uses: they stay in use until [`SlotAllocator::fence_passed`].
     ///
     /// A group does not delay it.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::base::Result;
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::sync::Condvar;
-use crate::cache::{Continuation, Namespace, OfferedPages, PageHash};
+use crate::cache::{Continuation, LowerTierContents as _, Namespace, OfferedPages, PageHash};
 use crate::pool::host_tier::{HeldPieces, IncomingPieces, PieceKind};
 use crate::pool::{HostTier, StoreTransfer};
 
@@ -65,6 +65,34 @@ pub(super) struct FetchRequest {
     pub(super) has_events: bool,
 }
 
+impl FetchRequest {
+    /// Holds the pages of the prompt in the tier, and the snapshot at their end, if nothing of it has to be
+    /// looked for in the store: each page is on the device or in the tier.
+    fn hold_in_tier(&self, tier: &Arc<HostTier>) -> Option<[HeldPieces; 2]> {
+        let page_size = tier.kv().config().page_size;
+        let Continuation { chain, usable, cached } = &self.continuation;
+        let (mut chain, on_device) = (chain.clone(), (cached - usable) / page_size);
+        let contents = tier.contents();
+        let mut keys = Vec::new();
+        for (at, page) in self.tokens.chunks_exact(page_size).enumerate() {
+            let key = chain.next(page);
+            if at >= on_device && !contents.has_page(&key) {
+                return None;
+            }
+            keys.push(key);
+        }
+        let last = keys.last().map(std::slice::from_ref).unwrap_or_default();
+        if tier.states().is_some() && !last.iter().all(|key| contents.has_state(key)) {
+            return None;
+        }
+        drop(contents);
+        Some([(PieceKind::Page, keys.as_slice()), (PieceKind::State, last)].map(|(kind, keys)| {
+            let (_, held) = tier.hold_found(kind, keys);
+            held
+        }))
+    }
+}
+
 /// The number of times that the pieces of each kind were cleared.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ClearCounts {
@@ -89,16 +117,23 @@ impl ClearCounts {
 impl Fetch {
     /// Creates a fetch that is over and has no pages.
     pub(super) fn empty() -> Self {
-        let state = FetchState { is_over: true, ..FetchState::default() };
-        let progress = FetchProgress::new(state);
-        Self { process: std::process::id(), progress: Arc::new(progress) }
+        Self::with_state(FetchState { is_over: true, ..FetchState::default() })
     }
 
-    /// Begins to look for a prompt in the store, and to fetch the pages found.
+    fn with_state(state: FetchState) -> Self {
+        Self { process: std::process::id(), progress: Arc::new(FetchProgress::new(state)) }
+    }
+
+    /// Begins to look for a prompt in the store, and to fetch the pages found. A prompt that the device and the
+    /// tier have waits for no other: its fetch is over at once.
     ///
     /// # Errors
     /// See [`JobThread::submit`](crate::transfer::JobThread::submit).
     pub(super) fn begin(backing: &Backing, request: FetchRequest) -> Result<Self> {
+        if let Some(held) = request.hold_in_tier(backing.store_access().tier()) {
+            let state = FetchState { is_over: true, held: held.into(), ..FetchState::default() };
+            return Ok(Self::with_state(state));
+        }
         let progress = Arc::new(FetchProgress::new(FetchState::default()));
         let (store_access, cache_ref) = (Arc::clone(backing.store_access()), Arc::clone(backing.cache_ref()));
         let end = End(Arc::clone(&progress));

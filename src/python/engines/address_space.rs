@@ -10,6 +10,7 @@ use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::index::{AddressSpace as Space, OnBadFree, on_bad_frees};
 
+use crate::python::base_pool::PoolName;
 use crate::python::debug::Debug;
 use crate::python::logging::Reporter;
 use crate::python::{args, with};
@@ -59,7 +60,8 @@ impl AddressSpace {
            text_signature = "(capacity, *, alignment=1, strict=False)")]
     fn new(capacity: &Bound<'_, PyAny>, alignment: args::Arg<'_>, strict: bool) -> PyResult<Self> {
         let space = Space::new(args::count("capacity", capacity)?, alignment.size("alignment", 1)?)?;
-        Ok(Self { space: Mutex::new(space), strict, reporter: Reporter::default() })
+        let reporter = Reporter::new(&PoolName::next("AddressSpace"));
+        Ok(Self { space: Mutex::new(space), strict, reporter })
     }
 
     /// Takes a range.

@@ -13,6 +13,7 @@ use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
 use super::block_map::BlockMap;
 use crate::python::args;
+use crate::python::base_pool::PoolName;
 use crate::python::debug::Debug;
 use crate::python::logging::Reporter;
 
@@ -113,7 +114,8 @@ impl BlockQueue {
             back: block(BlockPlace::Back)?,
         };
         objects.set(made).expect("it is new");
-        Ok(Self { table, objects, debug: Debug::without_ledger(None), reporter: Reporter::default() })
+        let reporter = Reporter::new(&PoolName::next("BlockQueue"));
+        Ok(Self { table, objects, debug: Debug::without_ledger(None), reporter })
     }
 
     /// All blocks by their numbers, free or not: a new list.

@@ -681,6 +681,14 @@ impl HybridTree {
         })
     }
 
+    /// Returns how often a slot for full attention was found to have two owners, and the slot that was found last.
+    /// A slot is found when it is inserted while a node has it, or is to be freed as a duplicate of another one:
+    /// two requests have written to it, and what one of them finds there is wrong.
+    fn second_owners(&self) -> (usize, Option<u32>) {
+        let found = self.lock().second_owners();
+        (found.count, found.last.map(EngineSlot::number))
+    }
+
     /// Returns the size of the bookkeeping in bytes. Looks at every node.
     fn memory_size(&self) -> usize {
         self.lock().bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -145,8 +146,11 @@ def test_rejects_frees_of_a_wrong_type(case: Case, bad: object) -> None:
 
 
 @counted
-def test_the_first_bad_free_of_a_pool_is_a_warning(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_bad_free_of_a_pool_in_a_second_is_a_warning(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
+        begin = time.monotonic()
         pool = case.make()
         units = take_all(case, pool)[:3]
         caplog.clear()
@@ -157,7 +161,8 @@ def test_the_first_bad_free_of_a_pool_is_a_warning(case: Case, caplog: pytest.Lo
             for unit in units:
                 case.give(pool, unit)
         levels = [(record.name, record.levelno) for record in caplog.records]
-        assert levels == [("kvpool", logging.WARNING), *[("kvpool", logging.DEBUG)] * 2]
+        if time.monotonic() - begin < 1:
+            assert levels == [("kvpool", logging.WARNING), *[("kvpool", logging.DEBUG)] * 2]
         for record, unit in zip(caplog.records, units, strict=True):
             assert str(case.number(unit)) in record.getMessage()
             assert pool.unit in record.getMessage()

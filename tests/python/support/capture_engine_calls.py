@@ -122,6 +122,7 @@ TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
     "reset": lambda _: (),
     "root": lambda _: (),
     "slot_rows": lambda _: (),
+    "second_owners": lambda _: (),
     "slots": lambda w: (w.node, w.hybrid.root()),
     "value": lambda w: (w.node, 0),
     "values": lambda _: (0,),

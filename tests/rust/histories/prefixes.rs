@@ -67,6 +67,8 @@ struct Prefixes {
     snapshots: BTreeMap<Key, StateSlot>,
     /// The snapshots that a later one of the same lease superseded.
     superseded: BTreeSet<Key>,
+    /// The snapshots from which a request has resumed, and the last ones of prompts.
+    chosen: BTreeSet<Key>,
     /// Tokens looked up.
     now: usize,
     /// Pages of requests.
@@ -110,6 +112,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         pinned: Vec::new(),
         snapshots: BTreeMap::new(),
         superseded: BTreeSet::new(),
+        chosen: BTreeSet::new(),
         now: 0,
         own: Vec::new(),
         fenced: Vec::new(),
@@ -264,7 +267,7 @@ impl Prefixes {
         self.explain(name, &prompt);
         let end = (generation, prompt[..usable].to_vec());
         self.touch(&end, 0);
-        self.superseded.remove(&end);
+        self.note_resumed(&end);
         self.held.push(HeldLease { lease, name, end, asked: prompt.len(), passing: None });
         if self.held.len() > 6 {
             self.release(source);
@@ -388,11 +391,35 @@ impl Prefixes {
         self.held[at].end = end;
         if there > begin {
             // The lease was there.
-            self.superseded.remove(&(generation, all[..there].to_vec()));
+            self.note_resumed(&(generation, all[..there].to_vec()));
         }
         if let Some(victims) = victims {
             self.record_snapshot(at, &victims);
         }
+    }
+
+    /// Notes that a lease ends after a prefix.
+    fn note_resumed(&mut self, end: &Key) {
+        self.superseded.remove(end);
+        if self.snapshots.contains_key(end) {
+            self.chosen.insert(end.clone());
+        }
+    }
+
+    /// The last snapshot before the end of a prefix.
+    fn snapshot_before(&self, key: &Key) -> Option<Key> {
+        let before = self.prefixes_of(key.0, &key.1);
+        before.filter(|prefix| prefix != key && self.snapshots.contains_key(prefix)).last()
+    }
+
+    /// What a snapshot saves, and the time by which that is divided; `own` is the end of the lease that makes
+    /// the next one.
+    fn worth(&self, key: &Key, own: &Key) -> (usize, usize) {
+        let saved = key.1.len() - self.snapshot_before(key).map_or(0, |(_, prefix)| prefix.len());
+        let is_last = key != own && !self.snapshots.keys().any(|other| other != key && leads_to(key, other));
+        let is_likely = is_last || self.chosen.contains(key);
+        let age = self.now - self.cached[key].used + self.cached.len() * self.page_size;
+        (saved * if is_likely { 4 } else { 1 }, age)
     }
 
     /// The snapshots of which one is evicted for another at `end`, after lease `at`; `None` if none is kept
@@ -406,30 +433,30 @@ impl Prefixes {
             return Some(Vec::new());
         }
         self.superseded.retain(|key| self.snapshots.contains_key(key));
-        let oldest = |keys: Vec<&Key>| -> Vec<Key> {
-            let used = |key: &&Key| self.cached[*key].used;
-            let least = keys.iter().map(used).min();
-            keys.into_iter().filter(|key| Some(used(key)) == least).cloned().collect()
+        self.chosen.retain(|key| self.snapshots.contains_key(key));
+        let own = self.held[at].end.clone();
+        let least = |keys: Vec<&Key>| -> Vec<Key> {
+            let worths: Vec<_> = keys.iter().map(|key| self.worth(key, &own)).collect();
+            let is_least = |&(saved, age): &(usize, usize)| {
+                worths.iter().all(|&(other, other_age)| saved * other_age <= other * age)
+            };
+            let pairs = keys.into_iter().zip(&worths);
+            pairs.filter(|(_, worth)| is_least(worth)).map(|(key, _)| key.clone()).collect()
         };
-        let superseded = oldest(self.superseded.iter().collect());
+        let superseded = least(self.superseded.iter().collect());
         if !superseded.is_empty() {
             return Some(superseded);
         }
-        let HeldLease { end: own, passing, .. } = &self.held[at];
         let is_alone = |key: &Key| {
             let others = self.ends().filter(|end| *end == key).count();
-            self.snapshots.contains_key(key) && others == usize::from(key == own)
+            self.snapshots.contains_key(key) && others == usize::from(*key == own)
         };
-        if let Some(passing) = passing.clone().filter(is_alone) {
+        if let Some(passing) = self.held[at].passing.clone().filter(is_alone) {
             self.held[at].passing = None;
             return Some(vec![passing]);
         }
-        let is_unused = |key: &&Key| !self.ends().any(|end| end == *key);
-        let unused = oldest(self.snapshots.keys().filter(is_unused).collect());
-        if !unused.is_empty() {
-            return Some(unused);
-        }
-        is_alone(own).then(|| vec![own.clone()])
+        let candidates = least(self.snapshots.keys().filter(|key| is_alone(key)).collect());
+        (!candidates.is_empty()).then_some(candidates)
     }
 
     /// Records the snapshot that is kept at the end of a lease, and the one that was evicted for it.
@@ -437,20 +464,24 @@ impl Prefixes {
         let held = &mut self.held[at];
         let slot = held.lease.state_slot().expect("a lease").expect("it was kept");
         if !victims.is_empty() {
-            // The one, of several as old as each other, whose slot it has now.
+            // The one, of several that are worth as much, whose slot it has now.
             let gone =
                 victims.iter().find(|key| self.snapshots[*key] == slot).expect("one of them is given up");
             self.snapshots.remove(gone);
         }
         let end = held.end.clone();
         self.superseded.remove(&end);
+        self.chosen.remove(&end);
         self.snapshots.insert(end.clone(), slot);
-        if end.1.len() > held.asked
-            && let Some(earlier) = held.passing.replace(end)
-            && self.snapshots.contains_key(&earlier)
-            && !self.ends().any(|end| *end == earlier)
-        {
-            self.superseded.insert(earlier);
+        if end.1.len() <= held.asked {
+            return;
+        }
+        if let Some(earlier) = held.passing.replace(end.clone()) {
+            if self.snapshots.contains_key(&earlier) && !self.ends().any(|end| *end == earlier) {
+                self.superseded.insert(earlier);
+            }
+        } else if let Some(last) = self.snapshot_before(&end) {
+            self.chosen.insert(last);
         }
     }
 
@@ -619,14 +650,21 @@ impl Prefixes {
         let expected = ensure(is_right, ErrorKind::Config);
         let answer = agree(self.cache.pin(lease, time, priority, STREAM), &expected);
         match time.filter(|_| answer.is_some()) {
-            Some(LONG) => self.pinned.push((*name, end.clone())),
+            Some(time) => {
+                // The pin is a lease of its own, for as long as it lasts.
+                let (name, end) = (*name, end.clone());
+                self.note_resumed(&end);
+                if time == LONG {
+                    self.pinned.push((name, end));
+                }
+            }
             None if answer.is_some() => {
                 for key in way {
                     let page = self.cached.get_mut(&key).expect("cached");
                     page.priority = page.priority.max(priority + 1);
                 }
             }
-            _ => (),
+            None => (),
         }
     }
 
@@ -640,6 +678,7 @@ impl Prefixes {
         self.pinned.clear();
         self.snapshots.clear();
         self.superseded.clear();
+        self.chosen.clear();
         self.own.clear();
         self.fenced.clear();
     }

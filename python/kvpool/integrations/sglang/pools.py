@@ -155,20 +155,49 @@ class _PagedSlots(_Slots, paged.PagedTokenToKVPoolAllocator, metaclass=_StandIn)
 
 
 class _StateSlots(_Slots, mamba.MambaSlotAllocator, metaclass=_StandIn):  # type: ignore[misc]
-    """Slots of linear-attention states.
-
-    Groups do nothing, since single allocations cost as little as batches.
-    """
+    """Slots of linear-attention states, with groups that reserve slots for the requests of an admission."""
 
     replaced = mamba.MambaSlotAllocator
+    # The slots of the group that were not handed out.
+    _reserved: torch.Tensor | None = None
 
     @override
     def alloc_group_begin(self, num_reqs: int) -> None:
-        """Do nothing."""
+        """Reserve a slot for each request; none if there are not enough, or no requests."""
+        self.alloc_group_end()
+        self._reserved = self._pool.alloc(num_reqs) if num_reqs > 0 else None
+        if self._reserved is not None:
+            self.__dict__.pop("alloc", None)
 
     @override
     def alloc_group_end(self) -> None:
-        """Do nothing."""
+        """Give back the reserved slots that were not handed out."""
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            self._alloc_at_once()
+            if len(reserved):
+                self._pool.free(reserved)
+
+    @override
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Take slots: a single one from the group, as long as it has some."""
+        reserved = self._reserved
+        if reserved is None or need_size != 1 or not len(reserved):
+            return self._pool.alloc(need_size)
+        self._reserved = reserved[1:]
+        return reserved[:1]
+
+    def _alloc_at_once(self) -> None:
+        """Without a group, take slots of the pool at once, unless another plugin has a method of its own."""
+        if type(self).alloc is _StateSlots.alloc:
+            setattr(self, "alloc", self._pool.alloc)  # noqa: B010 - it is a method of the class
+
+    @override
+    def clear(self) -> None:
+        """Free every slot, reserved ones too."""
+        self._reserved = None
+        super().clear()
+        self._alloc_at_once()
 
     @property
     def free_slots(self) -> torch.Tensor:

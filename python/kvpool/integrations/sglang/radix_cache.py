@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, page_interleave_shard_size
-from sglang.srt.runtime_context import get_disagg, get_memory
+from sglang.srt.runtime_context import get_context
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.seams import signature
@@ -45,7 +45,14 @@ __all__ = [
 _NAME = "kvpool"
 _FULL = ComponentType.FULL
 
+
 _logger = logging.getLogger("kvpool")
+
+
+def _settings(namespace: str) -> object:
+    """Return settings of the server; `None` in a process without a server, such as a test of SGLang."""
+    context = get_context()
+    return context.config_bag(namespace) if context.is_config_namespace_published(namespace) else None
 
 
 def check_tree_core() -> list[str]:
@@ -75,8 +82,8 @@ def reason_to_delegate(params: CacheInitParams) -> str | None:
     Args:
         params: The parameters that SGLang makes the cache of.
     """
-    # Where a cache is made without a server, as in SGLang's tests, there are no settings of one.
-    memory, disagg = get_memory(), get_disagg()
+    # A cache that is made without a server has none of the features that are settings of one.
+    memory, disagg = _settings("memory"), _settings("disagg")
     allocator = params.token_to_kv_pool_allocator
     reasons = {
         "sessions are nodes of SGLang's Python core": params.enable_session_radix_cache,
@@ -168,8 +175,8 @@ def make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         default_radix_cache_factory,
     )
 
-    memory = get_memory()
-    has_own_cache = memory.enable_lmcache or memory.enable_flexkv
+    memory = _settings("memory")
+    has_own_cache = getattr(memory, "enable_lmcache", False) or getattr(memory, "enable_flexkv", False)
     if has_own_cache or ctx.disable_radix_cache or (ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0):
         return default_radix_cache_factory(ctx)
     ctx.params.tree_core_backend = _NAME

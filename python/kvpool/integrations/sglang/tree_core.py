@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -38,6 +39,7 @@ from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
 from kvpool._kvpool import HybridTree
 from kvpool.errors import ConfigError, IndexOwnershipError
 from kvpool.integrations.sglang.tree_events import TreeEvents
+from kvpool.integrations.sglang.tree_owners import TreeOwners
 from kvpool.integrations.sglang.tree_policy import eviction_policy
 
 if TYPE_CHECKING:
@@ -200,6 +202,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             states_per_path=states if states >= 0 else None,
         )
         self._events = TreeEvents(self.kv_events, self._tree, params.page_size)
+        self._owners = TreeOwners(self._tree, allocator)
+        self._matches_all = os.environ.get("KVPOOL_SGLANG_FAST_MATCH") == "1"
         self._empty = self._to_device(self._tree.slots(self._tree.root(), self._tree.root()))
         self._insertion: _Insertion | None = None
 
@@ -228,8 +232,12 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return MatchResult(0, root, root, root, cache_actions=[])
 
     def supports_fast_match_prefix(self) -> bool:
-        """Return whether the scheduler may match all waiting requests."""
-        return True
+        """Return whether the scheduler matches all waiting requests at each attempt to admit one.
+
+        Both of SGLang's cores return false, and with true other batches are made: that is what
+        `KVPOOL_SGLANG_FAST_MATCH=1` asks for.
+        """
+        return self._matches_all
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Find the longest prefix that all components accept, and refresh it."""
@@ -321,6 +329,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         if self.kv_events.enabled and step.added is not None:
             node, start, end = step.added
             self._events.record_added(node, start, end, insertion.key, insertion.session)
+        self._owners.check()
         if not step.done:
             return InsertStepResult(actions)
         ranges = None
@@ -626,6 +635,10 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         return RadixCacheWalkResult(slot_indices=slots, positions=positions, prev_slot_indices=before)
 
     # Looking.
+
+    def stats(self) -> dict[str, int]:
+        """Return the numbers of cached slots, and how often one was found to have two owners."""
+        return self._owners.stats()
 
     def dfs_weight_order(self, node_ids: Sequence[int]) -> list[int]:
         """Return positions of nodes, grouped by common prefixes, larger groups first."""

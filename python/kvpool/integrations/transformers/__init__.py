@@ -4,7 +4,10 @@
 `continuous` puts kvpool's allocator below the library's continuous batching.
 """
 
-from kvpool.integrations.transformers.cache import PooledCache
-from kvpool.integrations.transformers.model import PooledModel
+from kvpool.integrations.versions import TRANSFORMERS
+
+with TRANSFORMERS.importing():
+    from kvpool.integrations.transformers.cache import PooledCache
+    from kvpool.integrations.transformers.model import PooledModel
 
 __all__ = ["PooledCache", "PooledModel"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from kvpool.integrations.seams import Engine
+from kvpool.integrations.versions import TRANSFORMERS
 
 __all__ = ["CACHE", "CONTINUOUS", "TRANSFORMERS"]
-
-TRANSFORMERS = Engine("transformers", "transformers", ("5.21.0", "5.22.2", "5.23.0", "5.24.0"))
 
 _LAYER = {
     "lazy_initialization": "(self, key_states, value_states)",

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpool.integrations.versions import TRANSFORMERS
 from kvpool.tools.doctor import driver, host, libraries
 from kvpool.tools.doctor.report import BROKEN, MISSING, OK, Finding, Report, Verdict, unmet_text
 from kvpool.tools.doctor.trial import Outcome, run_trial
@@ -119,5 +120,5 @@ def _command_problem(name: str, cpu: Outcome, torch: TorchState) -> tuple[str, s
         return f"{', '.join(absent)} not installed", remedy(absent)
     if torch.problem:
         return torch.problem, torch.advice
-    problem = libraries.transformers_problem() if name == "serve" else ""
-    return problem, "pip install 'kvpool[tools,transformers]'" if problem else ""
+    problem = TRANSFORMERS.why_not() if name == "serve" else ""
+    return problem, remedy(COMMANDS[name].needs) if problem else ""

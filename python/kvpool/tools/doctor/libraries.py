@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import platform
-import re
 import sys
 import sysconfig
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpool.integrations.seams import numbers_of, version_of
+from kvpool.integrations.versions import TRANSFORMERS
 from kvpool.tools.doctor.report import BROKEN, MISSING, NOTE, OK, Finding
 
 PACKAGE = "package"
@@ -22,8 +22,6 @@ EXCHANGE = "__dlpack_c_exchange_api__"
 """The table of functions for creating and reading tensors in PyTorch 2.10 and later."""
 
 LEAST_TORCH, EXCHANGE_TORCH = (2, 4), (2, 10)
-TRANSFORMERS = ((5, 21), (6,))
-"""The lowest version, and the first unsupported one."""
 TOOLS = ("typer", "rich", "matplotlib")
 
 _WITHOUT_CUDA = "built without the `cuda` feature"
@@ -83,19 +81,6 @@ def package(cuda_reason: str) -> list[Finding]:
             "" if linux else "kvpool is tested on Linux only",
         ),
     ]
-
-
-def version_of(name: str) -> str | None:
-    """Return the version of an installed distribution."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def load(name: str) -> tuple[Any, str]:
@@ -214,18 +199,8 @@ def _ml_dtypes() -> Finding:
     return Finding(LIBRARIES, "ml_dtypes", MISSING, text, "pip install ml_dtypes")
 
 
-def transformers_problem() -> str:
-    """Return the reason why `transformers` cannot be used; empty if it can."""
-    found = version_of("transformers")
-    if found is None:
-        return "transformers is not installed"
-    if not TRANSFORMERS[0] <= numbers_of(found) < TRANSFORMERS[1]:
-        return f"transformers is {found}; 5.21 or later, and below 6, is needed"
-    return ""
-
-
 def _transformers() -> Finding:
-    problem, advice = transformers_problem(), "pip install 'kvpool[transformers]'"
+    problem, advice = TRANSFORMERS.why_not(), "pip install 'kvpool[transformers]'"
     if not problem:
         return Finding(LIBRARIES, "transformers", OK, str(version_of("transformers")))
     status = MISSING if version_of("transformers") is None else NOTE

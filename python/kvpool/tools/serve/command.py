@@ -6,8 +6,9 @@ import typer
 from rich.console import Console
 
 from kvpool.errors import KvPoolError
+from kvpool.integrations.versions import TRANSFORMERS
 from kvpool.tools.devices import check_device
-from kvpool.tools.needs import CLUSTER, COMMANDS
+from kvpool.tools.needs import CLUSTER, COMMANDS, remedy
 from kvpool.tools.output import fail, need
 from kvpool.tools.serve import parameters
 
@@ -54,6 +55,9 @@ def serve(  # noqa: PLR0913 - one parameter per option
     --role each of them is started by hand, on any machine.
     """
     need("serve", *COMMANDS["serve"].needs, *(CLUSTER if prefill or decode or role else ()))
+    problem = TRANSFORMERS.why_not()
+    if problem:
+        fail(f"serve: {problem}: {remedy(COMMANDS['serve'].needs)}")
     from kvpool.serving.swap import swap_mode  # noqa: PLC0415 - PyTorch and transformers load slowly
     from kvpool.tools.serve import report, service  # noqa: PLC0415
 
