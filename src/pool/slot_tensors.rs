@@ -444,7 +444,6 @@ impl SlotTensors {
         }
         other.slots.continue_after(&self.slots);
         other.grants = std::mem::take(&mut self.grants);
-        other.slots.count_after(&self.slots);
         std::mem::replace(self, other)
     }
 

@@ -374,11 +374,6 @@ impl Ledgered<SlotAllocator> {
         self.inner.continue_after(other);
     }
 
-    /// Calls [`SlotAllocator::count_after`].
-    pub const fn count_after(&mut self, other: &SlotAllocator) {
-        self.inner.count_after(other);
-    }
-
     /// Calls [`SlotAllocator::fence_passed`] and records it.
     pub fn fence_passed(&mut self, id: FenceId) {
         let ledger = &mut self.ledger;

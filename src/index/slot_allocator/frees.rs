@@ -42,15 +42,11 @@ impl SlotAllocator {
     }
 
     /// Continues the numbers of `other`, which this allocator replaces: a fence of the other may pass later,
-    /// and what was taken from it is of an earlier epoch.
+    /// what was taken from it is of an earlier epoch, and counters never decrease.
     pub fn continue_after(&mut self, other: &Self) {
         self.next_fence = other.next_fence;
         self.epoch = other.epoch.next();
         self.free_times.record_all(Some(&other.free_times));
-    }
-
-    /// Goes on with the counters of `other`, which it replaces: they never decrease.
-    pub const fn count_after(&mut self, other: &Self) {
         self.dropped_frees = other.dropped_frees;
     }
 
