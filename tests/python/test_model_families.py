@@ -186,6 +186,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def model_of(kind: str, options: dict[str, Any]) -> Any:  # noqa: ANN401
     """A model with its own plain attention."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
     config_class: Any = CONFIG_MAPPING[kind]
     names = {*inspect.signature(config_class).parameters, *(config_class.attribute_map or {})}
     config = config_class(**{name: value for name, value in options.items() if name in names})
@@ -265,8 +267,6 @@ def test_logits_are_the_models_own(name: str) -> None:
 @pytest.mark.parametrize("check", [True, False])
 def test_refused_models_are_named_with_what_they_do(name: str, *, check: bool) -> None:
     kind, options, words = REFUSED[name]
-    if name == "too few positions" and not check:
-        pytest.skip("only the comparison runs positions")
     model = model_of(kind, options)
     with pytest.raises(ConfigError, match=words) as error:
         PooledModel(model, 256, 4, MAX_CONTEXT_LEN, check=check)

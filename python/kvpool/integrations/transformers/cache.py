@@ -245,15 +245,13 @@ class PooledCache(Cache, Closing):
 
 def _kinds(model: PreTrainedModel) -> list[int | None]:
     """Return the sliding window of each layer: 0 for full attention, None for states."""
-    config: Any = model.config.get_text_config(decoder=True)
     layers = cache_layers(model)
-    n = len(layers.windows) + len(layers.linear) + len(layers.shared)
-    without = layers.shared or [*range(n, config.num_hidden_layers)]
-    if without:
+    if layers.shared:
         raise ConfigError(
-            f"{name_of(model)}: layer {without[0]} keeps no keys and values of its own: it shares those of "
-            "another layer, or has no attention, which is not supported"
+            f"{name_of(model)}: layer {layers.shared[0]} keeps no keys and values of its own: it shares "
+            "those of another layer, or has no attention, which is not supported"
         )
+    n = len(layers.windows) + len(layers.linear)
     return [None if layer in layers.linear else layers.windows[layer] or 0 for layer in range(n)]
 
 

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
@@ -44,6 +43,9 @@ __all__ = [
 
 Shape = TypeVar("Shape")
 
+_DUMMY: Any = getattr(cache_utils, "DummyLayer", None)
+"""The place in a cache of a layer that keeps nothing, which is not in all versions."""
+
 _LAYER_KINDS = {
     "chunked_attention": "attends within chunks of the prompt",
     "conv": "is a convolution without a recurrent state",
@@ -53,8 +55,6 @@ _LAYER_KINDS = {
     "dummy": "keeps no keys and values of its own: it shares those of another layer, or has no attention",
 }
 """What layers that are not supported do, by their kind (`layer_types`)."""
-
-_LINEAR_KINDS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 
 
 def name_of(model: PreTrainedModel) -> str:
@@ -108,7 +108,8 @@ def cache_layers(model: PreTrainedModel) -> CacheLayers:
     with refused(model):
         layers: list[Any] = DynamicCache(config=config).layers
     kinds = _kinds(config, len(layers))
-    found = CacheLayers({}, [], [])
+    # Before 5.22 the cache ends before layers at the end that share.
+    found = CacheLayers({}, [], [*range(len(layers), config.num_hidden_layers)])
     for number, layer in enumerate(layers):
         if type(layer) is LinearAttentionLayer:
             found.linear.append(number)
@@ -116,7 +117,7 @@ def cache_layers(model: PreTrainedModel) -> CacheLayers:
             found.windows[number] = layer.sliding_window
         elif type(layer) is DynamicLayer:
             found.windows[number] = None
-        elif type(layer) is DummyLayer:
+        elif _DUMMY is not None and type(layer) is _DUMMY:
             found.shared.append(number)
         else:
             does = _LAYER_KINDS.get(kinds[number], f"is of the kind {kinds[number]!r}")

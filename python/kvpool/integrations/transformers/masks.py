@@ -37,7 +37,7 @@ class Masks:
     def make(self, **options: Any) -> torch.Tensor | None:  # noqa: ANN401 - those of `sdpa_mask`
         """Make a mask as PyTorch's attention gets it, and never leave it out."""
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        mask = sdpa_mask(**options)
+        mask: torch.Tensor | None = sdpa_mask(**options)
         if mask is not None:
             self._made.append((mask, options["mask_function"]))
         return mask
@@ -67,13 +67,17 @@ class Masks:
 
     def _window(self, layer: int, function: MaskFunction) -> int | None:
         keys = torch.arange(self._longest, device=self._model.device)
-        queries = torch.tensor(_queries(self._longest), device=self._model.device)[:, None]
-        zero = torch.zeros((), dtype=torch.int64, device=self._model.device)
-        with refused(self._model):
-            found = function(zero, zero, queries, keys).expand(len(queries), self._longest)
-        window = int(found[-1].sum())
-        wanted = (keys <= queries) & (keys > queries - window)
-        if not torch.equal(found, wanted):
+        first = torch.zeros((), dtype=torch.int64, device=self._model.device)
+
+        def attended(query: int) -> torch.Tensor:
+            with refused(self._model):
+                return function(first, first, first + query, keys).expand(self._longest)
+
+        window = int(attended(self._longest - 1).sum())
+        if not all(
+            torch.equal(attended(query), (keys <= query) & (keys > query - window))
+            for query in _queries(self._longest)
+        ):
             raise ConfigError(
                 f"{name_of(self._model)}: layer {layer} has a mask that is not that of a causal model, with "
                 "a window of the last tokens or without (it attends in chunks, say, or to later tokens), "

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvpool._kvpool import GDNPool
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
 from kvpool.integrations.transformers import attention
@@ -21,7 +23,6 @@ from kvpool.integrations.transformers.runner import Runner
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from transformers import PreTrainedModel
 
     from kvpool._kvpool import BatchPlan, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
@@ -83,9 +84,11 @@ class PooledModel:
     ) -> None:
         device = str(model.device)
         self.table: ReqToTokenPool = make_req_to_token_pool(max_reqs, max_context_len, device)
-        layout = layout_of(model, max_context_len)
-        if check:
-            check_logits(model, layout, max_context_len)
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            layout = layout_of(model, max_context_len)
+            if check:
+                check_logits(model, layout, max_context_len)
         self.model = model
         embeddings: Any = model.get_input_embeddings()
         self.vocab_size: int = embeddings.num_embeddings

@@ -15,6 +15,7 @@ import torch
 from kvpool._kvpool import GDNPool
 from kvpool.errors import ConfigError
 from kvpool.integrations.transformers import attention
+from kvpool.integrations.transformers.bounds import Bounds
 from kvpool.integrations.transformers.layout import (
     CacheLayers,
     RecordingCache,
@@ -108,7 +109,8 @@ def layout_of(model: PreTrainedModel, longest: int) -> Layout:
             takes_positions="position_ids" in parameters,
             keeps_logits="logits_to_keep" in parameters,
         )
-        return layout._replace(by_length=not layout.takes_positions or _asks_for_length(model, layout))
+        asks = _asks_for_length(model, layout, longest)
+        return layout._replace(by_length=asks or not layout.takes_positions)
 
 
 def check_call(
@@ -239,8 +241,15 @@ def _positions(token_ids: torch.Tensor, start: int) -> torch.Tensor:
     return torch.arange(start, start + length, device=token_ids.device).expand(n, -1)
 
 
-def _asks_for_length(model: PreTrainedModel, layout: Layout) -> bool:
-    """Run three tokens as a step over pools does; return whether the model asks its cache for its length."""
+def _asks_for_length(model: PreTrainedModel, layout: Layout, longest: int) -> bool:
+    """Run the last tokens of the longest request as a step over pools does, over no earlier ones.
+
+    Returns:
+        Whether the model asks its cache for its length.
+
+    Raises:
+        ConfigError: If the model does not run so, or has fewer positions.
+    """
 
     def attend(
         module: Any,  # noqa: ANN401 - a layer of the model
@@ -253,9 +262,10 @@ def _asks_for_length(model: PreTrainedModel, layout: Layout) -> bool:
         check_call(model, module, options, attention_mask)
         return attention.dense_attention(module, query, key, value, None, **options)
 
-    tokens, cache = some_tokens(model, 1, 3), empty_cache(model, layout, 1)
-    with attention.use(attend):
-        call(model, tokens, cache, **call_options(layout, _positions(tokens, 0), 1))
+    n = min(3, longest)
+    tokens, cache = some_tokens(model, 1, n), empty_cache(model, layout, 1, longest - n)
+    with attention.use(attend), Bounds(model, longest):
+        call(model, tokens, cache, **call_options(layout, _positions(tokens, longest - n), 1))
     return cache.is_asked
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ class LengthCache(Cache):
     """A cache that keeps nothing, since attention writes to a pool, and knows its length.
 
     Attributes:
-        is_asked: Whether the model, and not one of its masks, asked for the length.
+        is_asked: Whether the model asked for the length; masks ask for sizes and offsets.
     """
 
     def __init__(self, length: int = 0) -> None:
@@ -35,8 +34,7 @@ class LengthCache(Cache):
 
     @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        caller = sys._getframe(1).f_globals.get("__name__")  # noqa: SLF001 - masks ask too, before 5.24
-        self.is_asked |= caller != "transformers.masking_utils"
+        self.is_asked = True
         return self._length
 
     @override
