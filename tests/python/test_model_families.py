@@ -263,6 +263,26 @@ def test_logits_are_the_models_own(name: str) -> None:
     assert pooled.allocator.stats()["in_use"] == 0
 
 
+def test_requests_of_several_lengths_decode_in_a_padded_step() -> None:
+    """A model that asks for the length of its cache gets a call for each length, and one for the padding."""
+    model = model_of(*decoder_of("bart"))
+    pooled = PooledModel(copy.deepcopy(model), 256, 4, MAX_CONTEXT_LEN, page_size=4)
+    planner = BatchPlanner(pooled.table, pooled.allocator, 8, 512)
+    rows = pooled.table.alloc(3) or []
+    chance = torch.Generator().manual_seed(1)
+    requests = [to_current(torch.randint(3, VOCAB, (n,), generator=chance)) for n in (12, 20, 12)]
+    ends = [len(tokens) - 1 for tokens in requests]
+    plan = planner.extend(rows, [0] * 3, ends)
+    assert plan is not None
+    pooled.forward(torch.cat([tokens[:-1] for tokens in requests]), plan)
+    plan = planner.decode(rows, [end + 1 for end in ends], pad_to=8)
+    assert plan is not None
+    new = torch.stack([tokens[-1] for tokens in requests])
+    logits = pooled.forward(torch.cat((new, new.new_zeros(5))), plan)
+    for found, tokens in zip(logits[:3], requests, strict=True):
+        torch.testing.assert_close(found, own_logits(model, tokens)[-1], rtol=0, atol=EXACT)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("check", [True, False])
 def test_refused_models_are_named_with_what_they_do(name: str, *, check: bool) -> None:

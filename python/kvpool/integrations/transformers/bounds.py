@@ -21,7 +21,7 @@ __all__ = ["Bounds"]
 _ATEN = torch.ops.aten
 
 
-class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call] - PyTorch's own
+class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's own
     """A block in which an index beyond a table is an error before it is used.
 
     Args:
@@ -30,7 +30,7 @@ class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call] - PyTorch's ow
     """
 
     def __init__(self, model: PreTrainedModel, longest: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] - PyTorch's own
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's own
         self._model, self._longest = model, longest
 
     @override
