@@ -284,13 +284,12 @@ def in_pooled_cache(model: Any) -> Verdict:  # noqa: ANN401
 
 def why_of(message: str) -> str:
     """Return the reason of a refusal, without the names of model and layer, and without numbers."""
-    reason = re.sub(r"^[\w.-]+(: layer \d+)? ", "", message)
-    reason = re.sub(r"\blayer \d+", "a layer", re.sub(r" \(layer \d+\)", "", reason))
+    reason = re.sub(r"^[\w.-]+(: layer \d+ |: | )", "", message)
+    reason = re.sub(r" \(heads[^)]*\) of the shape.*", " of another shape than other layers", reason)
     reason = re.split(
-        r"; | \(it | \(a lower|, which is not supported| \(check=False|: \w+Error: | of the shape", reason
+        r"; | \(it | \(a lower|, which is not supported| \(check=False|: \w+Error: | \(layer", reason
     )[0]
-    reason = re.sub(r"^writes", "a layer writes", reason)
-    return re.sub(r"\b\d+\b", "N", reason)
+    return re.sub(r"\b\d+\b", "N", re.sub(r"\blayer \d+", "a layer", reason))
 
 
 def check(family: str) -> dict[str, Verdict]:
@@ -328,7 +327,7 @@ def written(found: dict[str, dict[str, Verdict]]) -> str:
         lines += [f"| `{name}` | families | |", "|---|---:|---|"]
         lines += [f"| {verdict} | {len(names)} | {', '.join(names)} |" for verdict, names in rows]
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def main(families: list[str]) -> int:
