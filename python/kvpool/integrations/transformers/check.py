@@ -39,7 +39,7 @@ _CHEAP = 64
 _WINDOW = re.compile("window|chunk|block|scale|original_max")
 """Numbers in a configuration from which on a model may treat tokens in another way."""
 
-_FINE, _HALF, _COARSE = 5e-4, 0.03, 0.1
+_FINE, _HALF, _COARSE = 5e-4, 0.05, 0.2
 """The most that logits may differ, as a part of the largest one: in float32, float16, and with fewer bits."""
 
 
