@@ -14,7 +14,7 @@ from kvpool.errors import ConfigError
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
 from kvpool.integrations.transformers import attention
 from kvpool.integrations.transformers.layout import call, name_of, refused, some_tokens
-from kvpool.integrations.transformers.probe import call_options, check_call, empty_cache
+from kvpool.integrations.transformers.probe import empty_cache, run_step
 from kvpool.integrations.transformers.runner import Runner
 
 if TYPE_CHECKING:
@@ -110,38 +110,19 @@ def _check_positions(model: PreTrainedModel, layout: Layout, longest: int) -> No
     if layout.by_length:  # requests of other lengths are in other calls
         return
     n = min(3, longest)
-    tokens, start = some_tokens(model, 2, n), longest - n
+    tokens, last = some_tokens(model, 2, n), longest - n
+
+    def run(tokens: torch.Tensor, starts: list[int]) -> torch.Tensor:
+        return run_step(model, layout, tokens, starts, empty_cache(model, layout, len(tokens)))
+
     with attention.implemented(model):
-        alone = _step(model, layout, tokens[:1], [0])
-        beside = _step(model, layout, tokens, [0, start])[:1]
-        _step(model, layout, tokens[:1], [0])  # what the model keeps of positions is as before
+        alone = run(tokens[:1], [0])
+        beside = run(tokens, [0, last])[:1]
+        run(tokens[:1], [0])  # what the model keeps of positions is as before
     if not _is_near(model, alone[0], beside[0]):
         raise ConfigError(
             f"{name_of(model)} computes other logits for a request when another one of the same step has "
             f"{longest} tokens, which is not supported (a lower max_context_len may be)"
-        )
-
-
-def _step(model: PreTrainedModel, layout: Layout, tokens: torch.Tensor, starts: list[int]) -> torch.Tensor:
-    """Return the logits `[n, length, vocab]` of tokens from the given positions on, over no earlier ones."""
-
-    def attend(
-        module: Any,  # noqa: ANN401 - a layer of the model
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **options: Any,  # noqa: ANN401 - passed on by the model
-    ) -> torch.Tensor:
-        check_call(model, module, options, attention_mask)
-        return attention.dense_attention(module, query, key, value, None, **options)
-
-    n, length = tokens.shape
-    first = torch.tensor(starts, device=tokens.device)[:, None]
-    positions = first + torch.arange(length, device=tokens.device)
-    with attention.use(attend):
-        return call(
-            model, tokens, empty_cache(model, layout, n, starts[0]), **call_options(layout, positions, length)
         )
 
 

@@ -33,7 +33,7 @@ from kvpool.integrations.transformers.states import LengthCache, StateCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Layout", "call_options", "check_call", "empty_cache", "layout_of"]
+__all__ = ["Layout", "call_options", "check_call", "empty_cache", "layout_of", "run_step"]
 
 # Options of an attention function that it applies, or that do not change its result.
 _OPTIONS = {
@@ -250,6 +250,31 @@ def _asks_for_length(model: PreTrainedModel, layout: Layout, longest: int) -> bo
     Raises:
         ConfigError: If the model does not run so, or has fewer positions.
     """
+    n = min(3, longest)
+    cache = empty_cache(model, layout, 1, longest - n)
+    with Bounds(model, longest):
+        run_step(model, layout, some_tokens(model, 1, n), [longest - n], cache)
+    return cache.is_asked
+
+
+def run_step(
+    model: PreTrainedModel, layout: Layout, tokens: torch.Tensor, starts: list[int], cache: LengthCache
+) -> torch.Tensor:
+    """Run tokens as a step over pools does, with attention to each other alone.
+
+    Args:
+        model: The model, with the attention "kvpool".
+        layout: Its layers.
+        tokens: int64 `[n, length]`.
+        starts: The position of the first token of each sequence.
+        cache: What the model gets as its cache.
+
+    Returns:
+        Logits, `[n, length, vocab_size]`.
+
+    Raises:
+        ConfigError: If the model does not run so.
+    """
 
     def attend(
         module: Any,  # noqa: ANN401 - a layer of the model
@@ -262,11 +287,10 @@ def _asks_for_length(model: PreTrainedModel, layout: Layout, longest: int) -> bo
         check_call(model, module, options, attention_mask)
         return attention.dense_attention(module, query, key, value, None, **options)
 
-    n = min(3, longest)
-    tokens, cache = some_tokens(model, 1, n), empty_cache(model, layout, 1, longest - n)
-    with attention.use(attend), Bounds(model, longest):
-        call(model, tokens, cache, **call_options(layout, _positions(tokens, longest - n), 1))
-    return cache.is_asked
+    length = tokens.shape[1]
+    positions = torch.cat([_positions(tokens[:1], start) for start in starts])
+    with attention.use(attend):
+        return call(model, tokens, cache, **call_options(layout, positions, length))
 
 
 def call_options(
