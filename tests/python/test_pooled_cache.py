@@ -33,7 +33,6 @@ from transformers import (
     Gemma3nTextConfig,
     GenerationConfig,
     Llama4TextConfig,
-    LlamaConfig,
     Qwen3Config,
     T5Config,
 )
@@ -43,7 +42,7 @@ from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError, StaleBuff
 from kvpool.integrations import seams as adapters
 from kvpool.integrations.seams import EngineMismatchError, differences
 from kvpool.integrations.transformers import PooledCache, continuous, seams
-from kvpool.integrations.transformers.model import cache_argument, only_shape
+from kvpool.integrations.transformers.layout import cache_argument, only_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -409,15 +408,15 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
             vocab_size_per_layer_input=VOCAB,
             hidden_size_per_layer_input=8,
         ),
-        "gemma3n_text has 3 layers",
+        "gemma3n_text: layer 2 keeps no keys and values of its own",
     ),
     "an encoder": (
         T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2),
-        "cross-attention",
+        "t5 has an encoder",
     ),
     "states in place": (
         STATES_IN_PLACE,
-        "in place",
+        "bamba: layer 0 writes to its recurrent state in place",
     ),
 }
 
@@ -433,8 +432,10 @@ def test_rejects_unsupported_models(name: str) -> None:
 
 @devices.cpu_only
 def test_all_layers_must_keep_the_same_shape() -> None:
-    with pytest.raises(ConfigError, match="llama has layers with 2 shapes of states"):
-        only_shape(LlamaConfig(), "states", [(1, 2), (1, 4), (1, 2)])
+    with pytest.raises(
+        ConfigError, match=r"llama: layer 5 has states of the shape \(1, 4\), layer 3 of \(1, 2\)"
+    ):
+        only_shape(a_model("llama"), "states", {3: (1, 2), 5: (1, 4), 7: (1, 2)})
 
 
 def test_rejects_bad_sizes() -> None:

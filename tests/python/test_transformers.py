@@ -31,7 +31,7 @@ from transformers import DynamicCache, MambaConfig
 
 from kvpool import BatchPlan, BatchPlanner, ConfigError, HostTier, PrefixCache, StaleBufferError
 from kvpool.integrations.transformers import PooledModel
-from kvpool.integrations.transformers.model import cache_argument
+from kvpool.integrations.transformers.layout import cache_argument
 from kvpool.serving import Engine, Request, Sampling
 
 
@@ -405,13 +405,13 @@ def test_pools_have_the_shapes_of_the_model(config: str) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "other states"),
         (
-            STATES_IN_PLACE,
-            "in place",
+            MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4),
+            "no layer with attention",
         ),
+        (STATES_IN_PLACE, "bamba: layer 0 writes to its recurrent state in place"),
     ],
-    ids=["other states", "states written in place"],
+    ids=["no attention", "states written in place"],
 )
 def test_rejects_unsupported_models(config: Any, match: str) -> None:  # noqa: ANN401
     model = make(config).eval().to(devices.current())

@@ -8,7 +8,7 @@ import torch
 from model_configs import COMMON, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvpool.integrations.transformers.model import cache_argument
+from kvpool.integrations.transformers.layout import cache_argument
 
 
 class StateShapes(NamedTuple):

@@ -11,12 +11,9 @@ from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
 from typing_extensions import Self, override
@@ -26,7 +23,15 @@ from kvpool._kvpool import BatchPlanner, GDNPool
 from kvpool.errors import ConfigError, OutOfMemoryError, StaleBufferError
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
 from kvpool.integrations.transformers import seams
-from kvpool.integrations.transformers.model import StateCache, gdn_shape, only_shape, run_two_tokens
+from kvpool.integrations.transformers.layout import (
+    RecordingCache,
+    cache_layers,
+    gdn_shape,
+    name_of,
+    only_shape,
+    run_tokens,
+)
+from kvpool.integrations.transformers.states import StateCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +42,6 @@ if TYPE_CHECKING:
     from kvpool.typing import DTypeLike
 
 __all__ = ["PooledCache"]
-
-# Layers of a `DynamicCache` for which the pools have a place.
-_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
 
 
 class PooledCache(Cache, Closing):
@@ -64,8 +66,8 @@ class PooledCache(Cache, Closing):
     time.
 
     Args:
-        model: A causal language model, in evaluation mode. Two tokens are run through it to find its shapes;
-            it is not changed.
+        model: A causal language model, in evaluation mode. Three tokens are run through it to find its
+            shapes; it is not changed.
         size: Token slots.
         max_reqs: The most sequences at once, beams and copies included.
         page_size: Slots in a page.
@@ -97,17 +99,20 @@ class PooledCache(Cache, Closing):
         dtype: DTypeLike | None = None,
     ) -> None:
         seams.TRANSFORMERS.require(seams.CACHE)
-        config = model.config.get_text_config(decoder=True)
         kinds = _kinds(model)
-        kept = run_two_tokens(model)
+        kept, reads_views = _run(model, kinds)
         linear_layers = [layer for layer, kind in enumerate(kinds) if kind is None]
-        states = gdn_shape(config, kept, linear_layers)
-        shapes = [_shape_of(kept.layers[layer]) for layer, kind in enumerate(kinds) if kind is not None]
+        states = gdn_shape(model, kept, linear_layers)
+        shapes = {
+            layer: _shape_of(kept.layers[layer]) for layer, kind in enumerate(kinds) if kind is not None
+        }
+        if not shapes:
+            raise ConfigError(f"{name_of(model)} has no layer with attention, and so no keys and values")
         device = str(model.device)
         kv_pool, allocator = make_full_attention_net_mem_pool(
             size,
             len(shapes),
-            *only_shape(config, "keys and values", shapes),
+            *only_shape(model, "keys and values (heads and elements of each)", shapes),
             device=device,
             dtype=dtype or model.dtype,
             page_size=page_size,
@@ -118,7 +123,7 @@ class PooledCache(Cache, Closing):
             gdn_pool = GDNPool(max_reqs, len(linear_layers), *states, device=device, dtype=model.dtype)
         planner = BatchPlanner(table, allocator, max_reqs, size, kv_indices=False)
         places = {layer: i for i, layer in enumerate(linear_layers)}
-        self._begin(_Pools(kv_pool, allocator, table, gdn_pool, planner, kinds, places))
+        self._begin(_Pools(kv_pool, allocator, table, gdn_pool, planner, kinds, places, reads_views))
 
     def _begin(self, pools: _Pools) -> None:
         """Make an empty cache of these pools."""
@@ -240,23 +245,40 @@ class PooledCache(Cache, Closing):
 
 def _kinds(model: PreTrainedModel) -> list[int | None]:
     """Return the sliding window of each layer: 0 for full attention, None for states."""
-    config: Any = model.config.get_text_config(decoder=True)
-    layers: list[Any] = DynamicCache(config=config).layers
-    foreign = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
-    if model.config.is_encoder_decoder:
-        foreign.append("cross-attention")
-    if foreign or len(layers) != config.num_hidden_layers:
+    layers = cache_layers(model)
+    if layers.shared:
         raise ConfigError(
-            f"{config.model_type} has {config.num_hidden_layers} layers, {len(layers)} of them with a cache: "
-            f"not supported is {', '.join(foreign) or 'sharing'}"
+            f"{name_of(model)}: layer {layers.shared[0]} keeps no keys and values of its own: it shares "
+            "those of another layer, or has no attention, which is not supported"
         )
-    return [_kind_of(layer) for layer in layers]
+    n = len(layers.windows) + len(layers.linear)
+    return [None if layer in layers.linear else layers.windows[layer] or 0 for layer in range(n)]
 
 
-def _kind_of(layer: Any) -> int | None:  # noqa: ANN401 - a cache layer of `transformers`
-    if type(layer) is LinearAttentionLayer:
-        return None
-    return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0
+def _run(model: PreTrainedModel, kinds: list[int | None]) -> tuple[RecordingCache, bool]:
+    """Return a cache of the model after three tokens, and whether attention reads views of a pool.
+
+    Attention that views keys in another shape needs them copied, where the heads of a token lie side by side.
+    """
+    try:
+        kept, reads_views = RecordingCache(model, strided=True), True
+        run_tokens(model, kept, 2)
+    except ConfigError:
+        kept, reads_views = RecordingCache(model), False
+        run_tokens(model, kept, 2)
+    named = name_of(model)
+    if len(kept.layers) > len(kinds):
+        raise ConfigError(
+            f"{named} adds {len(kept.layers) - len(kinds)} layers to the {len(kinds)} of its cache as it "
+            "runs (it runs layers several times, say), which is not supported"
+        )
+    for layer, kind in enumerate(kinds):
+        if kind is not None and kept.updates[layer] != 1:
+            raise ConfigError(
+                f"{named}: layer {layer} passes keys and values to the cache {kept.updates[layer]} times in "
+                "a forward pass; it must do so once"
+            )
+    return kept, reads_views
 
 
 def _shape_of(layer: Any) -> tuple[int, int, int, int]:  # noqa: ANN401 - a cache layer of `transformers`
@@ -275,6 +297,7 @@ class _Pools(NamedTuple):
     planner: BatchPlanner
     kinds: list[int | None]
     linear_layers: dict[int, int]
+    reads_views: bool
 
 
 class _Run(NamedTuple):
@@ -396,7 +419,7 @@ class _Batch:
         """Return K and V of the last `length` tokens of all sequences: `[n, heads, length, elements]`.
 
         The result is a view of the pool if the slots allow it, otherwise of a buffer that the next call
-        overwrites.
+        overwrites; for attention that reads no views, a copy.
         """
         pool, n = self._pools.kv_pool, len(self.rows)
         if length not in self._places:
@@ -405,11 +428,15 @@ class _Batch:
         if isinstance(place, _Run):
             buffers = pool.get_kv_buffer(layer_id)
             keys, values = (_run_of(buffer, place, n, length) for buffer in buffers)
-            return keys, values
+            return self._readable(keys, values)
         out = self._room(n * length)
         pool.gather_kv(layer_id, place, out)
         keys, values = (x.view(n, length, *x.shape[1:]).transpose(1, 2) for x in out)
-        return keys, values
+        return self._readable(keys, values)
+
+    def _readable(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V as the attention of the model can read them."""
+        return (keys, values) if self._pools.reads_views else (keys.contiguous(), values.contiguous())
 
     def _find(self, length: int) -> _Run | torch.Tensor:
         """Return the places of the last `length` tokens: a run per sequence, or int32 slots `[n, length]`."""
