@@ -226,13 +226,13 @@ def test_memory_that_is_used_again_is_not_the_tensor_that_it_was() -> None:
     allocator = make(4096)
     for _ in range(200):
         slots = take(allocator, 3)
-        numbers = slots.tolist()
+        numbers: list[int] = slots.tolist()
         allocator.free(slots)
         del slots
         held = take(allocator, 4096)
         # Tensors of the framework lie where those of the allocator lay.
-        for copy in [torch.tensor(numbers, dtype=torch.int32) for _ in range(8)][:1]:
-            allocator.free(copy)
+        copies = [torch.tensor(numbers, dtype=torch.int32) for _ in range(8)]
+        allocator.free(copies[-1])
         assert dropped(allocator) == 0
         allocator.free([slot for slot in held.tolist() if slot not in numbers])
         del held
@@ -276,87 +276,96 @@ def test_a_planner_takes_no_slots_of_a_request_that_came_later() -> None:
     assert kv.gather_kv(0, others)[0].eq(1).all()
 
 
+class Holders:
+    """Which tensor has taken each page in use, for an allocator of 24 pages."""
+
+    def __init__(self, page_size: int, need_sort: bool) -> None:
+        self.page_size = page_size
+        self.allocator = make(24 * page_size, page_size, need_sort)
+        self.holder: dict[int, int] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def pages_of(self, slots: torch.Tensor) -> set[int]:
+        return {slot // self.page_size for slot in slots.tolist()}
+
+    def alloc(self, key: int, count: int) -> None:
+        tensor = self.allocator.alloc(count)
+        if tensor is not None:
+            self.tensors[key] = tensor
+            pages = self.pages_of(tensor)
+            assert not pages & self.holder.keys()
+            self.holder.update(dict.fromkeys(pages, key))
+
+    def free(self, key: int, part: slice, *, as_list: bool) -> None:
+        slots = self.tensors[key][part]
+        self.allocator.free(slots.tolist() if as_list else slots)
+        for page in self.pages_of(slots):
+            if as_list or self.holder.get(page) == key:
+                self.holder.pop(page, None)
+
+    def check(self) -> None:
+        slots = torch.arange(1, 25) * self.page_size
+        assert self.allocator.is_allocated(slots).tolist() == [page in self.holder for page in range(1, 25)]
+        assert self.allocator.available_size() == (24 - len(self.holder)) * self.page_size
+
+
 @pytest.mark.parametrize("need_sort", [True, False])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_history_agrees_with_a_model_of_holders(
-    need_sort: bool, page_size: int, seed: int
-) -> None:
-    randoms = random.Random(seed)
-    allocator = make(24 * page_size, page_size, need_sort)
-    holder: dict[int, int] = {}
-    """The tensor that took each page in use."""
-    tensors: dict[int, torch.Tensor] = {}
-
-    def pages_of(slots: list[int]) -> list[int]:
-        return sorted({slot // page_size for slot in slots})
-
-    def end(pages: list[int]) -> None:
-        for page in pages:
-            holder.pop(page, None)
-
+def test_a_random_history_agrees_with_a_model_of_holders(need_sort: bool, page_size: int, seed: int) -> None:
+    randoms = random.Random(seed)  # noqa: S311
+    model = Holders(page_size, need_sort)
     for step in range(400):
-        action = randoms.choice(["alloc", "alloc", "free", "free", "view", "list", "drop", "clear"])
+        action = randoms.choice(["alloc", "alloc", "free", "free", "view", "list", "drop"])
         if action == "alloc":
-            tensor = allocator.alloc(randoms.randrange(1, 4 * page_size))
-            if tensor is not None:
-                tensors[step] = tensor
-                for page in pages_of(tensor.tolist()):
-                    assert page not in holder
-                    holder[page] = step
-        elif action == "clear":
-            if randoms.random() < 0.1:
-                allocator.clear()
-                holder.clear()
-        elif tensors:
-            key = randoms.choice(list(tensors))
-            tensor = tensors[key]
+            model.alloc(step, randoms.randrange(1, 4 * page_size))
+        elif model.tensors:
+            key = randoms.choice(list(model.tensors))
+            start = randoms.randrange(len(model.tensors[key])) if action == "view" else 0
             if action == "drop":
-                del tensors[key]
-                continue
-            if action == "view":
-                tensor = tensor[randoms.randrange(len(tensor)) :: randoms.choice([1, 2])]
-            pages = pages_of(tensor.tolist())
-            given: Any = tensor.tolist() if action == "list" else tensor
-            allocator.free(given)
-            end([page for page in pages if action == "list" or holder.get(page) == key])
-        live = torch.tensor([page * page_size for page in range(1, 25)])
-        assert allocator.is_allocated(live).tolist() == [page in holder for page in range(1, 25)]
-        assert allocator.available_size() == (24 - len(holder)) * page_size
-    allocator.verify()
+                del model.tensors[key]
+            else:
+                model.free(key, slice(start, None, randoms.choice([1, 2])), as_list=action == "list")
+        if randoms.random() < 0.01:
+            model.allocator.clear()
+            model.holder.clear()
+        model.check()
+    model.allocator.verify()
 
 
 # Requests of a planner
 
 
-def test_other_requests_keep_their_slots_when_the_allocator_is_cleared_under_a_planner() -> None:
-    for clear in (by_clear, by_resize):
-        allocator, table = make(64, 4, strict=True), ReqToTokenPool(4, 64, devices.current())
-        planner = BatchPlanner(table, allocator, 4, 64)
-        rows = some(table.alloc(3))
-        planner.extend(rows, [0, 0, 0], [14, 9, 3])
-        clear(allocator, torch.empty(0))
-        others = take(allocator, 40)
-        assert [planner.seq_len(row) for row in rows] == [0, 0, 0]
-        assert planner.stats()["requests"] == 0
-        for call in (
-            lambda: planner.decode(rows[:1], [15]),
-            lambda: planner.truncate(rows[:1], [2]),
-            lambda: planner.extend(rows[:1], [14], [20]),
-            lambda: planner.fork(rows[0], rows[1], 4),
-        ):
-            with pytest.raises(StaleBufferError):
-                call()
-        planner.finish(rows[:1], [14])
-        planner.finish(rows[1:2])
-        assert table.available_size() == 3
-        assert allocator.is_allocated(others).all()
-        # A request may begin again.
-        assert some(planner.extend(rows[2:], [0], [5])).out_cache_loc.tolist() == [44, 45, 46, 47, 48]
-        assert some(planner.decode(rows[2:], [6])).out_cache_loc.tolist() == [49]
-        planner.finish(rows[2:], [6])
-        assert allocator.available_size() == 24
-        allocator.verify()
+@pytest.mark.parametrize("clear", [by_clear, by_resize])
+def test_a_clear_under_a_planner_ends_its_requests_alone(
+    clear: Callable[[TokenToKVPoolAllocator, torch.Tensor], None],
+) -> None:
+    allocator, table = make(64, 4, strict=True), ReqToTokenPool(4, 64, devices.current())
+    planner = BatchPlanner(table, allocator, 4, 64)
+    rows = some(table.alloc(3))
+    clear(allocator, some(planner.extend(rows, [0, 0, 0], [14, 9, 3])).out_cache_loc)
+    others = take(allocator, 40)
+    assert [planner.seq_len(row) for row in rows] == [0, 0, 0]
+    assert planner.stats()["requests"] == 0
+    calls: list[Callable[[], object]] = [
+        lambda: planner.decode(rows[:1], [15]),
+        lambda: planner.truncate(rows[:1], [2]),
+        lambda: planner.extend(rows[:1], [14], [20]),
+        lambda: planner.fork(rows[0], rows[1], 4),
+    ]
+    for call in calls:
+        with pytest.raises(StaleBufferError, match="ended when the allocator was cleared or resized"):
+            call()
+    planner.finish(rows[:1], [14])
+    planner.finish(rows[1:2])
+    assert table.available_size() == 3
+    assert allocator.is_allocated(others).all()
+    # A request may begin again.
+    assert some(planner.extend(rows[2:], [0], [5])).out_cache_loc.tolist() == [44, 45, 46, 47, 48]
+    assert some(planner.decode(rows[2:], [6])).out_cache_loc.tolist() == [49]
+    planner.finish(rows[2:], [6])
+    assert allocator.available_size() == 24
+    allocator.verify()
 
 
 def test_slots_of_a_row_that_is_freed_alone_go_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -370,8 +379,8 @@ def test_slots_of_a_row_that_is_freed_alone_go_back(caplog: pytest.LogCaptureFix
         assert len(take(allocator, 20)) == 20
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"request row {row} was freed without its planner while it had 20 tokens: 5 of its 5 pages are free again; "
-        "end requests with BatchPlanner.finish"
+        f"request row {row} was freed without its planner while it had 20 tokens: 5 of its 5 pages are free "
+        "again; end requests with BatchPlanner.finish"
     )
     assert planner.stats()["requests"] == 0
     allocator.verify()
