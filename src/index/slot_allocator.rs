@@ -7,6 +7,8 @@ mod freeing;
 mod frees;
 mod page_runs;
 
+use std::fmt;
+
 use crate::base::bounded::narrow;
 use crate::base::{
     Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, try_with_capacity, widen,
@@ -67,7 +69,7 @@ pub struct SlotStats {
 /// let bad = slots.free(&IndexVec::I32(vec![17]), OnBadFree::Report).unwrap();
 /// assert_eq!((bad.dropped(), slots.available()), (0, 64));
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct SlotAllocator {
     pages: FreeList<Page>,
     size: usize,
@@ -81,6 +83,16 @@ pub struct SlotAllocator {
     next_fence: u64,
     group: Option<Group>,
     dropped_frees: usize,
+}
+
+impl fmt::Debug for SlotAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotAllocator")
+            .field("size", &self.size)
+            .field("page_size", &self.page_size)
+            .field("available", &self.available())
+            .finish_non_exhaustive()
+    }
 }
 
 /// The pages of one fenced free.

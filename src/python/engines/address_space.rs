@@ -10,8 +10,8 @@ use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::index::{AddressSpace as Space, OnBadFree, on_bad_frees};
 
-use crate::python::debug::Debug;
 use crate::python::base_pool::PoolName;
+use crate::python::debug::Debug;
 use crate::python::logging::Reporter;
 use crate::python::{args, with};
 
