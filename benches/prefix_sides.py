@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvpool.typing import Policy
+
 
 class Side(ABC):
     """A prefix cache under test. Prompts are made once by `prompt`, outside of what is timed."""
@@ -54,7 +56,7 @@ class Side(ABC):
 class Kvpool(Side):
     """`kvpool.PrefixCache`."""
 
-    def __init__(self, capacity: int, page_size: int, policy: str = "adaptive") -> None:
+    def __init__(self, capacity: int, page_size: int, policy: Policy = "adaptive") -> None:
         """Makes an empty cache with a policy."""
         super().__init__(capacity, page_size)
         self.allocator = kvpool.TokenToKVPoolAllocator(capacity, "cpu", page_size)

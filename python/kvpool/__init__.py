@@ -8,7 +8,9 @@ Tensors are `torch.Tensor` if PyTorch is installed, else `kvpool.Tensor`, which 
 this package needs neither PyTorch nor CUDA nor NumPy.
 """
 
+import atexit
 import importlib
+import os
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -151,4 +153,11 @@ def _observer(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.observe.{name}")
 
 
-_report_leaks_with(lambda: _observer("leaks"))
+def _at_exit(process: int) -> None:
+    """Report live units, where every pool records owners. A forked process has none of its own."""
+    if os.environ.get("KVPOOL_DEBUG", "").lower() in {"1", "true", "yes", "on"} and os.getpid() == process:
+        _observer("leaks").report_at_exit()
+
+
+_report_leaks_with(lambda: _observer("reports"))
+atexit.register(_at_exit, os.getpid())

@@ -21,20 +21,27 @@ from kvpool.typing import (
     DeviceLike,
     DTypeLike,
     Fence,
+    Fit,
     HybridAction,
     IndicesLike,
     KeysLike,
     KVStats,
+    Layout,
     Namespace,
+    Policy,
     PoolStats,
     PrefixStats,
+    Pressure,
+    Rounding,
     SlotStats,
     StoreStats,
     StreamLike,
     TableIndex,
     TensorLike,
+    TierName,
     TierStats,
     UnitStats,
+    WriteMode,
 )
 
 _T = TypeVar("_T")
@@ -348,6 +355,8 @@ class Pool:
             ConfigError: If the pool does not debug.
             TypeError: If the pool hands nothing out, or is a `Workspace`, which records no owners.
         """
+    def _repr_html_(self) -> str:
+        """The pool as a notebook shows it: how full it is, its statistics and, if it debugs, the owners of its units."""
     def expect_balanced(self) -> ExpectBalanced:
         """Returns a context manager that checks that no more units are live at exit than at entry. An exception
         of the body propagates unchanged. If the pool debugs, a unit with several owners counts once for each.
@@ -423,7 +432,7 @@ class KVPool(Pool):
         pin_memory: bool = True,
         *,
         page_size: SupportsIndex = 1,
-        layout: Literal["split", "fused"] = "split",
+        layout: Layout = "split",
     ) -> Self: ...
     @property
     def k_buffer(self) -> list[torch.Tensor]:
@@ -439,7 +448,7 @@ class KVPool(Pool):
     def size(self) -> int:
         """Number of usable slots."""
     @property
-    def layout(self) -> Literal["split", "fused"]:
+    def layout(self) -> Layout:
         """Layout of the buffers: "split" or "fused"."""
     @property
     def page_size(self) -> int:
@@ -672,7 +681,7 @@ class TokenToKVPoolAllocator(Pool):
         self,
         need_size: SupportsIndex,
         *,
-        contiguous: bool | Literal["first_fit", "best_fit"] = False,
+        contiguous: bool | Fit = False,
         owner: str | int | None = None,
     ) -> torch.Tensor | None:
         """Takes slots.
@@ -759,7 +768,7 @@ class TokenToKVPoolAllocator(Pool):
         of the current stream, and a later call finds invalid ones.
 
         Args:
-            indices: Slots, an int tensor or array of any shape or a sequence of ints.
+            indices: Slots, an int tensor or array of any shape, a sequence of ints, or an int.
             after: A fence: an object with `query() -> bool`, such as a `torch.cuda.Event`. The slots stay in
                 use until `query()` returns true; later calls of the allocator query it.
             owner: As in `alloc`. Selects the owner of a shared slot that gives it up, else the first.
@@ -864,7 +873,7 @@ class TokenToKVPoolAllocator(Pool):
         gains two owners, or loses two in `free`; a page gains or loses one.
 
         Args:
-            indices: Slots, an int tensor or array of any shape or a sequence of ints. Waits for values that
+            indices: Slots, an int tensor or array of any shape, a sequence of ints, or an int. Waits for values that
                 only a GPU has.
             owner: As in `alloc`.
 
@@ -910,7 +919,7 @@ class TokenToKVPoolAllocator(Pool):
         """Returns the maximal ascending runs of `indices`, in order.
 
         Args:
-            indices: An int tensor or array of any shape or a sequence of ints.
+            indices: An int tensor or array of any shape, a sequence of ints, or an int.
 
         Returns:
             An int32 tensor `[k, 2]` of (start, length) on the host, in the form of DMA and transfer
@@ -921,7 +930,7 @@ class TokenToKVPoolAllocator(Pool):
         pending copies of values.
 
         Args:
-            indices: An int tensor or array of any shape or a sequence of ints.
+            indices: An int tensor or array of any shape, a sequence of ints, or an int.
 
         Returns:
             A 1-D bool tensor on the host. False for an index that is not a slot.
@@ -2248,7 +2257,7 @@ class PrefixCache(Pool):
         allocator: TokenToKVPoolAllocator,
         *,
         states: GDNPool | None = None,
-        policy: str = "adaptive",
+        policy: Policy = "adaptive",
         tiers: Sequence[HostTier | FileStore | Store] = (),
         model: str | None = None,
         max_pinned: float = 0.5,
@@ -2268,7 +2277,7 @@ class PrefixCache(Pool):
     def model(self) -> str | None:
         """The name of the model in the store, as passed to the constructor; `None` without a store."""
     @property
-    def policy(self) -> str:
+    def policy(self) -> Policy:
         """The name of the policy."""
     def match(
         self,
@@ -2513,17 +2522,25 @@ class Lease:
                 page.
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """
-    def finish(self, tokens: IndicesLike, slots: IndicesLike) -> None:
-        """Publishes, frees the partial page at the end, and releases the lease: the end of a request without a
-        planner. With one, publish and call `BatchPlanner.finish`. Nothing is changed if the call raises.
+    def finish(
+        self,
+        tokens: IndicesLike,
+        slots: IndicesLike | None = None,
+        *,
+        row: SupportsIndex | None = None,
+    ) -> None:
+        """Publishes, frees the partial page at the end, and releases the lease: the end of a request. Nothing is
+        changed if the publication raises.
 
         Args:
             tokens: As in `publish`.
             slots: As in `publish`.
+            row: The request row of a lease that a planner has. The planner then finishes the request, as
+                `BatchPlanner.finish` does: it frees the other slots and the row.
 
         Raises:
-            ConfigError: As in `publish`.
-            IndexOwnershipError: As in `publish`.
+            ConfigError: As in `publish`; also if a planner has the lease and `row` is not given.
+            IndexOwnershipError: As in `publish`, and with `row` as in `BatchPlanner.finish`.
             StaleBufferError: As in `publish`.
         """
     def load(self, *, limit: SupportsIndex | None = None) -> Load | None:
@@ -2614,7 +2631,7 @@ class PrefixTree:
         allocator: TokenToKVPoolAllocator | None = None,
         *,
         page_size: SupportsIndex = 1,
-        policy: str = "lru",
+        policy: Policy = "lru",
         name: str | None = None,
     ) -> PrefixTree: ...
     def match(
@@ -2714,7 +2731,7 @@ class PrefixTree:
     def page_size(self) -> int:
         """Tokens that are found together."""
     @property
-    def policy(self) -> str:
+    def policy(self) -> Policy:
         """The name of the policy."""
 
 @final
@@ -2814,7 +2831,7 @@ class Segment:
         "page not full".
         """
     @property
-    def pressure(self) -> str | None:
+    def pressure(self) -> Pressure | None:
         """The cause of the eviction, if the segment was evicted: "alloc" for an allocation that was short,
         "evict" and "clear" for these calls.
         """
@@ -2848,7 +2865,7 @@ class Stored:
     def namespace(self) -> Namespace:
         """The namespace of the pages."""
     @property
-    def tier(self) -> str:
+    def tier(self) -> TierName:
         """The tier of the pages: "device" or "host"."""
 
 @final
@@ -2859,7 +2876,7 @@ class Removed:
     def pages(self) -> list[bytes]:
         """The keys of the pages."""
     @property
-    def tier(self) -> str:
+    def tier(self) -> TierName:
         """The tier of the pages: "device" or "host"."""
 
 @final
@@ -3188,10 +3205,10 @@ class BufferPool(Pool):
     """
 
     def __new__(
-        cls, device: DeviceLike = "cuda", *, rounding: str = "pow2", debug: bool | None = None
+        cls, device: DeviceLike = "cuda", *, rounding: Rounding = "pow2", debug: bool | None = None
     ) -> BufferPool: ...
     @property
-    def rounding(self) -> str:
+    def rounding(self) -> Rounding:
         """The way in which sizes are rounded up: "pow2" or "fine"."""
     @property
     def free_count(self) -> int:
@@ -3428,7 +3445,7 @@ class HostTier(Pool):
         states: GDNPool | None = None,
         max_states: SupportsIndex | None = None,
         pin_memory: bool = True,
-        write: str = "through",
+        write: WriteMode = "through",
     ) -> HostTier: ...
     @property
     def kv(self) -> KVPool:
@@ -3446,7 +3463,7 @@ class HostTier(Pool):
     def pin_memory(self) -> bool:
         """Whether page-locking was requested, as passed to the constructor."""
     @property
-    def write(self) -> str:
+    def write(self) -> WriteMode:
         """When pages are copied to the tier: "through", "selective" or "back"."""
     @property
     def page_bytes(self) -> int:
@@ -3756,7 +3773,7 @@ class _StoreCall:
     """A call of a store. One that is dropped has failed."""
 
     @property
-    def kind(self) -> str | None:
+    def kind(self) -> Literal["find", "read", "write"] | None:
         """The requested operation: "find", "read" or "write"; `None` once the call is finished."""
     @property
     def keys(self) -> list[bytes]:

@@ -23,21 +23,29 @@ __all__ = [
     "DeviceLike",
     "EndpointStats",
     "Fence",
+    "Fit",
     "HybridAction",
     "IndicesLike",
     "KVStats",
     "KeysLike",
+    "Layout",
+    "LeakState",
     "Namespace",
+    "Policy",
     "PoolStats",
     "PrefixStats",
+    "Pressure",
+    "Rounding",
     "SlotStats",
     "StoreStats",
     "StreamLike",
     "SupportsCudaStream",
     "TableIndex",
     "TensorLike",
+    "TierName",
     "TierStats",
     "UnitStats",
+    "WriteMode",
 ]
 
 
@@ -87,8 +95,8 @@ class BlockLike(Protocol):
         ...
 
 
-IndicesLike: TypeAlias = "TensorLike | ArrayLike | Sequence[SupportsIndex]"
-"""Integers of 16 to 64 bits: slots, rows, pages or lengths."""
+IndicesLike: TypeAlias = "TensorLike | ArrayLike | Sequence[SupportsIndex] | SupportsIndex"
+"""Integers of 16 to 64 bits, or a single int: slots, rows, pages or lengths."""
 
 TableIndex: TypeAlias = (
     "tuple[SupportsIndex, slice] | tuple[SupportsIndex | IndicesLike, SupportsIndex | IndicesLike]"
@@ -109,6 +117,30 @@ DTypeLike: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[np.generic]"
 
 StreamLike: TypeAlias = "SupportsCudaStream | int"
 """A `torch.cuda.Stream`, or the handle of a CUDA stream."""
+
+Policy: TypeAlias = "Literal['adaptive', 'lru', 'fifo', 'lfu', 'slru', 'priority']"
+"""The order in which a prefix cache or a prefix tree evicts."""
+
+Fit: TypeAlias = "Literal['first_fit', 'best_fit']"
+"""The run of free slots that an allocation takes: the lowest that is long enough, or the shortest."""
+
+Layout: TypeAlias = "Literal['split', 'fused']"
+"""Where the K and V of a layer of a `KVPool` are: in two buffers, or in one."""
+
+Rounding: TypeAlias = "Literal['pow2', 'fine']"
+"""The sizes of the buckets of a `BufferPool`."""
+
+WriteMode: TypeAlias = "Literal['through', 'selective', 'back']"
+"""When pages are copied to a `HostTier`: when they are published, used again, or evicted."""
+
+TierName: TypeAlias = "Literal['device', 'host']"
+"""The tier of the pages of an event."""
+
+Pressure: TypeAlias = "Literal['alloc', 'evict', 'clear']"
+"""The cause of an eviction."""
+
+LeakState: TypeAlias = "Literal['live', 'evictable', 'locked']"
+"""Who holds units: an owner, or a prefix cache alone, without leases or with."""
 
 HybridAction: TypeAlias = (
     "tuple[Literal['free', 'free_full'], int, int] | tuple[Literal['free_old'], torch.Tensor] "

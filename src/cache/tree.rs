@@ -15,6 +15,7 @@ mod roots;
 mod short_vec;
 mod snapshots;
 
+use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{Id, Page, Result, widen};
@@ -129,6 +130,15 @@ pub struct TreePosition {
     len: usize,
 }
 
+impl fmt::Debug for Tree {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tree")
+            .field("page_size", &self.page_size)
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
 impl TreePosition {
     pub(super) const fn len(self) -> usize {
         self.len
@@ -173,7 +183,6 @@ pub struct TreeStats {
 /// assert_eq!(tree.match_prefix(&name, &prompt, 3).unwrap().len(), 2);
 /// assert_eq!((tree.stats().evictable, tree.stats().locked), (2, 2));
 /// ```
-#[derive(Debug)]
 pub struct Tree {
     /// The number of tokens in a page, at least 1.
     page_size: usize,

@@ -2,6 +2,8 @@
 //!
 //! A bitmap does not track ownership; [`FreeList`](super::FreeList) does.
 
+use std::fmt;
+
 use crate::base::{Result, try_zeros};
 
 use super::mask::run_of_bits;
@@ -19,7 +21,7 @@ use super::mask::run_of_bits;
 /// assert_eq!(set.len(), 3);
 /// assert_eq!(set.next_run(0, 64), Some((700_000, 3)));
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Bitmap {
     /// One bit per possible member.
     words: Vec<u64>,
@@ -29,6 +31,12 @@ pub struct Bitmap {
     summaries: Vec<Vec<u64>>,
     /// The number of members: the population of `words`.
     len: usize,
+}
+
+impl fmt::Debug for Bitmap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Bitmap").field("len", &self.len).finish_non_exhaustive()
+    }
 }
 
 /// Returns the number of set bits. Most words change as a whole or by one bit, so these cases come first: not

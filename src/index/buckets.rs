@@ -1,5 +1,7 @@
 //! Ownership of buffers, which are kept in buckets by their size. It manages sizes, not memory.
 
+use std::fmt;
+
 use crate::base::bounded::narrow;
 use crate::base::{BufferId, Error, Id, Result, widen};
 
@@ -116,7 +118,7 @@ pub struct Reuse<L> {
 /// assert!(!buckets.give_back(made));
 /// assert_eq!(buckets.take(bucket, 'b').unwrap().after, Some('a'));
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Buckets<L> {
     entries: Vec<Entry<L>>,
     /// The indices of `entries` that have no buffer.
@@ -131,6 +133,15 @@ pub struct Buckets<L> {
     in_use_bytes: usize,
     high_water: usize,
     high_water_bytes: usize,
+}
+
+impl<L> fmt::Debug for Buckets<L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buckets")
+            .field("live", &self.live.len())
+            .field("free", &self.free_count)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<L> Default for Buckets<L> {

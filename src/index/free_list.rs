@@ -7,6 +7,7 @@ mod batch;
 mod records;
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -106,7 +107,7 @@ pub enum FreeTiming {
 /// assert_eq!(taken, [(1, 2)]);
 /// assert!(!rows.alloc(3, |_| unreachable!()));
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct FreeList<I> {
     first: u32,
     count: u32,
@@ -121,6 +122,16 @@ pub struct FreeList<I> {
     /// ascending order.
     reached: u32,
     space: PhantomData<I>,
+}
+
+impl<I> fmt::Debug for FreeList<I> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FreeList")
+            .field("first", &self.first)
+            .field("count", &self.count)
+            .field("order", &self.order)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<I: Id> FreeList<I> {

@@ -3,6 +3,7 @@
 //! Taking, retaining and releasing cost a few steps, independent of the capacity.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::ops::Range;
 
 use crate::base::{Id, Result, try_with_capacity, widen};
@@ -73,7 +74,7 @@ struct Entry {
 /// assert!(chunks.release(first).is_err());
 /// assert_eq!((chunks.available(), chunks.in_use()), (2, 0));
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct RefCounts<I> {
     entries: Vec<Entry>,
     /// The freed indices, the last one at the end. The vector has capacity for every index.
@@ -86,6 +87,15 @@ pub struct RefCounts<I> {
     dropped_frees: usize,
     /// The length of `entries`.
     count: u32,
+}
+
+impl<I> fmt::Debug for RefCounts<I> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RefCounts")
+            .field("count", &self.count)
+            .field("in_use", &self.in_use)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<I> Default for RefCounts<I> {

@@ -3,6 +3,7 @@
 //! [`Requests`] records which pages a request has. [`RowTable`] owns the rows and [`SlotAllocator`] the
 //! pages. Growing a batch costs a few steps for each request and page.
 
+use std::fmt;
 use std::ops::Range;
 
 use crate::base::bounded::narrow;
@@ -193,7 +194,7 @@ pub struct AbandonedRequest {
 /// assert!(requests.grow(&growth, &mut [], &mut slots).unwrap());
 /// assert_eq!((requests.pages(named[0]).len(), requests.len(named[0])), (2, 6));
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Requests {
     by_row: Vec<Request>,
     page_size: PageSize,
@@ -201,6 +202,15 @@ pub struct Requests {
     batches: u64,
     /// Requests whose rows were freed without their pages.
     abandoned: Vec<AbandonedRequest>,
+}
+
+impl fmt::Debug for Requests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Requests")
+            .field("rows", &self.by_row.len())
+            .field("page_size", &self.page_size)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Requests {
@@ -377,6 +387,25 @@ impl Requests {
              resized; extend the request from 0 tokens, or finish it"
         );
         (cleared > 0).then(|| Error::new(ErrorKind::StaleBuffer, text))
+    }
+
+    /// Works like [`Requests::growth_error`], for a decode step to `seq` tokens, of which `width` are new.
+    #[cold]
+    #[must_use]
+    pub fn decode_error(&self, request: GrowthRequest, width: i64) -> Error {
+        let GrowthRequest { position, row, prefix, seq } = request;
+        if let Some(error) = self.cleared_error(position, row) {
+            return error;
+        }
+        let len = i64::from(self.len(row));
+        if self.lengths(row, prefix, seq).is_none() && seq != len {
+            return self.growth_error(request);
+        }
+        Error::config(format!(
+            "request row {row} at position {position} has {len} tokens with slots; seq_lens are the lengths after \
+             the step, which has {width} new tokens of each request: {}, not {seq}",
+            len.saturating_add(width)
+        ))
     }
 
     /// Works like [`Requests::growth`], for a new request with a cached prefix in `slots`. Also returns their

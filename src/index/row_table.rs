@@ -3,6 +3,8 @@
 //! The extents make clearing cheap: a row is cleared up to its last written column. The table only returns
 //! the extent; the caller clears.
 
+use std::fmt;
+
 use crate::base::{Id, IndexVec, Result, try_zeros, widen};
 
 use super::free_list::{FreeList, FreeTiming, Order};
@@ -32,7 +34,7 @@ pub struct RowExtent<I> {
 /// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), OnBadFree::Report).unwrap();
 /// assert_eq!((freed.len(), bad.dropped()), (1, 1));
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct RowTable<I> {
     rows: FreeList<I>,
     /// The end of the written columns, by row number: columns outside of `0..written[row]` are zero.
@@ -41,6 +43,12 @@ pub struct RowTable<I> {
     generations: Vec<u32>,
     frees: u64,
     dropped_frees: usize,
+}
+
+impl<I: fmt::Debug> fmt::Debug for RowTable<I> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RowTable").field("rows", &self.rows).finish_non_exhaustive()
+    }
 }
 
 impl<I: Id> RowTable<I> {

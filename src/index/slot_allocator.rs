@@ -5,7 +5,10 @@
 
 mod freeing;
 mod frees;
+mod held;
 mod page_runs;
+
+use std::fmt;
 
 use crate::base::bounded::narrow;
 use crate::base::{
@@ -16,8 +19,8 @@ use super::Bitmap;
 use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
 use super::free_list::{FencedIndices, Fit, FreeList, Order, Run};
 use super::free_times::{FreeTimes, Moment};
-use super::mask::Mask;
 use super::owners::{Owners, SharingReservation};
+pub use held::{Held, Whole};
 
 /// Identifies a fenced free until its fence has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -69,7 +72,7 @@ pub struct SlotStats {
 /// let bad = slots.free(&IndexVec::I32(vec![17]), OnBadFree::Report).unwrap();
 /// assert_eq!((bad.dropped(), slots.available()), (0, 64));
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct SlotAllocator {
     pages: FreeList<Page>,
     size: usize,
@@ -89,43 +92,13 @@ pub struct SlotAllocator {
     dropped_frees: usize,
 }
 
-/// What a caller knows of values that it frees: a list in which they were handed out to it.
-///
-/// With it, a free is told from a stale one, of pages that were freed and handed out again since.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Held {
-    /// The moment when the pages were taken.
-    pub since: Moment,
-    /// Whether a free of the whole list has ended the hold.
-    pub is_over: bool,
-    /// Given if the values are the whole list as it was handed out, and no other list has their pages. The
-    /// caller then records the end of the hold itself, which costs less than to record it for each page.
-    pub whole: Option<Whole>,
-}
-
-/// How it is known that values are a whole list as it was handed out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whole {
-    /// They are if their pages are these.
-    Run(Run<Page>),
-    /// The caller knows it.
-    List,
-}
-
-impl Whole {
-    /// Returns whether a free of `freed` pages is one of the whole list.
-    fn is_freed_by(self, freed: &[Mask]) -> bool {
-        match self {
-            Self::List => true,
-            Self::Run(run) => Mask::of_range(run.range()).eq(freed.iter().copied()),
-        }
-    }
-}
-
-impl Held {
-    /// Returns whether a caller with this hold no longer has `page`, which is in use, in `slots`.
-    fn is_stale(self, page: Page, slots: &SlotAllocator) -> bool {
-        self.is_over || slots.is_freed_since(page, self.since)
+impl fmt::Debug for SlotAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotAllocator")
+            .field("size", &self.size)
+            .field("page_size", &self.page_size)
+            .field("available", &self.available())
+            .finish_non_exhaustive()
     }
 }
 

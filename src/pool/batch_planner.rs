@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Error, IndexVec, Page, RequestRow, Result, widen};
+use crate::base::{Device, Id, IndexVec, Page, RequestRow, Result, widen};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
@@ -19,7 +19,7 @@ use crate::tensor::TensorView;
 use self::claim::Claim;
 pub use self::plan::{Field, Plan, PlannerConfig};
 use self::state::{PlannerState, Pools, Release};
-use super::prefix_cache::{LeaseKeeper, LeasedRequest, LeasingRequest};
+use super::prefix_cache::{FinishedRequests, LeaseKeeper, LeasedRequest, LeasingRequest};
 use super::req_to_token_pool::RequestTable;
 use super::shortage::{Obtainable, Reclaim, TakeResult};
 use super::{Fence, Lease, Notice, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
@@ -47,17 +47,6 @@ pub enum Prefix {
     /// A lease, which the request keeps until it is finished. It may be of length 0: the request publishes
     /// through it.
     Leased(Arc<Lease>),
-}
-
-/// The outcome of [`BatchPlanner::finish`].
-#[derive(Debug)]
-pub struct FinishedRequests {
-    /// The number of pages given up.
-    pub pages: usize,
-    /// The invalid ones among them.
-    pub bad: BadFrees,
-    /// The error of the driver if the rows are not zeroed yet: see [`FreedRows::not_zeroed`](super::FreedRows).
-    pub not_zeroed: Option<Error>,
 }
 
 /// Plans the steps of a scheduler: one call takes the slots, writes the table and builds the metadata.
@@ -421,6 +410,10 @@ impl LeaseKeeper for BatchPlanner {
         let kept = state.leases.of(row, &table)?;
         std::ptr::eq(&raw const **kept, lease)
             .then(|| Box::new(LockedRequest { state, _table: table, row }) as _)
+    }
+
+    fn finish_request(&self, row: RequestRow, stream: Stream) -> Result<FinishedRequests> {
+        self.finish(&IndexVec::I64(vec![row.number().into()]), None, None, stream)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Scratch buffers that are reused from step to step.
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
@@ -64,13 +65,21 @@ pub struct BufferConfig {
 /// let again = pool.alloc(120, Stream::DEFAULT).unwrap();
 /// assert_eq!(first.region().address(), again.region().address());
 /// ```
-#[derive(Debug)]
 pub struct BufferPool {
     config: BufferConfig,
     backend: Arc<dyn Backend>,
     state: RankedMutex<BufferState>,
     /// The streams for which buffers were taken. Work on these may also use registered memory.
     users: Arc<StreamSet>,
+}
+
+impl fmt::Debug for BufferPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BufferPool")
+            .field("rounding", &self.config.rounding)
+            .field("device", &self.backend.device())
+            .finish_non_exhaustive()
+    }
 }
 
 /// What a [`BufferPool`] locks.

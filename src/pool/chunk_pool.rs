@@ -1,6 +1,7 @@
 //! Fixed-size chunks in one region, for offloaded K and V.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -71,7 +72,6 @@ pub enum Attempt {
 /// assert_eq!(pool.free(chunks[0]).unwrap().dropped(), 0);
 /// assert_eq!(pool.free(chunks[0]).unwrap().dropped(), 1);
 /// ```
-#[derive(Debug)]
 pub struct ChunkPool {
     config: ChunkConfig,
     shape: Dims,
@@ -84,6 +84,17 @@ pub struct ChunkPool {
     state: RankedMutex<ChunkStates>,
     /// Signals that chunks were offered, a copy has ended, or page-locking has ended.
     changed: Condvar,
+}
+
+impl fmt::Debug for ChunkPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChunkPool")
+            .field("num_chunks", &self.config.num_chunks)
+            .field("chunk_shape", &self.config.chunk_shape)
+            .field("dtype", &self.config.dtype)
+            .field("device", &self.region.device())
+            .finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Default)]

@@ -7,6 +7,7 @@ mod slots;
 mod work;
 
 use std::collections::{HashSet, VecDeque};
+use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -40,6 +41,16 @@ pub struct FileStoreConfig {
     pub queue_bytes: usize,
     /// The hash of checksums. A store is opened with the one that it was made with.
     pub digest: Digest,
+}
+
+impl fmt::Debug for FileStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileStore")
+            .field("path", &self.name())
+            .field("capacity_bytes", &self.config().capacity_bytes)
+            .field("page_bytes", &self.config().page_bytes)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Pages by their keys in two files, which survive the end of the process, even if it is killed at any
@@ -89,7 +100,6 @@ pub struct FileStoreConfig {
 /// # drop(store);
 /// # std::fs::remove_dir_all(path).unwrap();
 /// ```
-#[derive(Debug)]
 pub struct FileStore {
     shared: Arc<StoreCore>,
     workers: RankedMutex<Vec<thread::JoinHandle<()>>>,

@@ -1,5 +1,6 @@
 //! States of Gated DeltaNet layers, one per request, and snapshots of them.
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
@@ -101,7 +102,6 @@ impl GdnConfig {
 /// let index = |slot| Indices::Host(IndexVec::I64(vec![slot]));
 /// pool.copy_states(&index(1), &index(5), Stream::DEFAULT).unwrap();
 /// ```
-#[derive(Debug)]
 pub struct GdnPool {
     config: GdnConfig,
     slots: IndexSpace,
@@ -112,6 +112,17 @@ pub struct GdnPool {
     /// Locked separately, so that long copies of states do not delay it.
     tracks: RankedMutex<Ledgered<RowTable<StateSlot>>>,
     executor: Executor,
+}
+
+impl fmt::Debug for GdnPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GdnPool")
+            .field("max_reqs", &self.config.max_reqs)
+            .field("num_gdn_layers", &self.config.num_gdn_layers)
+            .field("max_track_slots", &self.config.max_track_slots)
+            .field("device", &self.recurrent.device())
+            .finish_non_exhaustive()
+    }
 }
 
 /// The value that [`GdnPool::set_state`] sets a state to.

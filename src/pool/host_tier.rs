@@ -3,6 +3,7 @@
 mod pieces;
 mod storage;
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -39,6 +40,16 @@ pub struct HostTierConfig {
     pub page_lock_threads: usize,
 }
 
+impl fmt::Debug for HostTier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostTier")
+            .field("size", &self.config.size)
+            .field("max_states", &self.config.max_states)
+            .field("write", &self.config.write)
+            .finish_non_exhaustive()
+    }
+}
+
 /// Host memory for pages that a prefix cache has published. Loading them from here is faster than computing
 /// them again. Each page is one contiguous piece: K and then V of the first layer, then of the next.
 ///
@@ -63,7 +74,6 @@ pub struct HostTierConfig {
 /// let tier = HostTier::new(&config, &kv, None, &host).unwrap();
 /// assert_eq!(tier.page_bytes(), 16 * 2 * 2 * 4 * 8 * 2);
 /// ```
-#[derive(Debug)]
 pub struct HostTier {
     config: HostTierConfig,
     pages: Storage,

@@ -1,5 +1,6 @@
 //! K and V of every layer, in one region.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -156,7 +157,6 @@ pub struct Scales {
 /// assert_eq!(pool.rows(), 80);
 /// assert_eq!(pool.mem_bytes(), 2 * 2 * 80 * 4 * 8 * 2);
 /// ```
-#[derive(Debug)]
 pub struct KvPool {
     config: KvConfig,
     slots: IndexSpace,
@@ -164,6 +164,20 @@ pub struct KvPool {
     rows: LayerRows,
     region: Arc<Region>,
     executor: Executor,
+}
+
+impl fmt::Debug for KvPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvPool")
+            .field("size", &self.config.size)
+            .field("layer_num", &self.config.layer_num)
+            .field("k", &[self.config.k_head_num, self.config.k_head_dim])
+            .field("v", &[self.config.v_head_num, self.config.v_head_dim])
+            .field("device", &self.region.device())
+            .field("dtype", &self.config.dtype)
+            .field("page_size", &self.config.page_size)
+            .finish_non_exhaustive()
+    }
 }
 
 impl KvPool {

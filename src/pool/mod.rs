@@ -35,7 +35,7 @@ mod table_mirror;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
-pub use batch_planner::{Batch, BatchPlanner, Field, FinishedRequests, Plan, PlannerConfig, Prefix};
+pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
@@ -48,8 +48,8 @@ pub use kv_pool::{KvConfig, KvLayout, KvPool, Scales};
 pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{
-    CachedSizes, Fetch, Lease, Load, LowerStore, LowerTier, PrefixCache, PrefixCacheConfig, PrefixCounts,
-    Publication, Published,
+    CachedSizes, Fetch, FinishedRequests, Lease, Load, LowerStore, LowerTier, PrefixCache, PrefixCacheConfig,
+    PrefixCounts, Publication, Published,
 };
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
 pub use remote_store::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};

@@ -1,5 +1,6 @@
 //! Fixed-size pages of numbers, with a free list.
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
@@ -46,12 +47,22 @@ pub struct PageConfig {
 /// assert_eq!(alloc(), Some(1));
 /// assert_eq!(pool.page(2).unwrap().shape().as_slice(), [16]);
 /// ```
-#[derive(Debug)]
 pub struct PagePool {
     config: PageConfig,
     backend: Arc<dyn Backend>,
     page_bytes: usize,
     state: RankedMutex<PageState>,
+}
+
+impl fmt::Debug for PagePool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PagePool")
+            .field("page_size", &self.config.page_size)
+            .field("initial_pages", &self.config.initial_pages)
+            .field("dtype", &self.config.dtype)
+            .field("device", &self.backend.device())
+            .finish_non_exhaustive()
+    }
 }
 
 /// What a [`PagePool`] locks.

@@ -42,6 +42,7 @@ pub use load::Load;
 pub(super) use lock::FencedLock;
 use pins::Pins;
 pub use publish::{Publication, Published};
+pub use request::FinishedRequests;
 pub(super) use request::{LeaseKeeper, LeasedRequest, LeasingRequest};
 
 /// Settings of a [`PrefixCache`].

@@ -3,6 +3,7 @@
 mod device;
 mod table;
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
@@ -145,12 +146,21 @@ pub struct FreedRows {
 /// pool.write(TableIndex::Columns { row, start: 0, end: Some(2) }, slots.clone(), stream).unwrap();
 /// assert!(pool.write(TableIndex::Columns { row, start: 127, end: Some(129) }, slots, stream).is_err());
 /// ```
-#[derive(Debug)]
 pub struct ReqToTokenPool {
     config: ReqToTokenConfig,
     req_to_token: TensorView,
     generation: TensorView,
     table: RankedMutex<RequestTable>,
+}
+
+impl fmt::Debug for ReqToTokenPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReqToTokenPool")
+            .field("max_reqs", &self.config.max_reqs)
+            .field("max_context_len", &self.config.max_context_len)
+            .field("device", &self.req_to_token.device())
+            .finish_non_exhaustive()
+    }
 }
 
 impl ReqToTokenPool {

@@ -5,6 +5,7 @@ mod frees;
 mod grants;
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::{
@@ -33,7 +34,6 @@ pub use grants::{TensorOrigin, Writes};
 
 /// The state that a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, their tensors,
 /// and pending frees.
-#[derive(Debug)]
 pub(super) struct SlotTensors {
     slots: Ledgered<SlotAllocator>,
     device: Device,
@@ -54,6 +54,15 @@ pub(super) struct SlotTensors {
     writers: Vec<Arc<Transfer>>,
     /// Pools whose rows are poisoned when their slots become free.
     poisoned: Vec<Weak<KvPool>>,
+}
+
+impl fmt::Debug for SlotTensors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotTensors")
+            .field("slots", &*self.slots)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Slots, as they are handed out.

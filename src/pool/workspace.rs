@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, ThreadId};
@@ -28,6 +29,15 @@ pub struct WorkspaceConfig {
     pub poison: bool,
 }
 
+impl fmt::Debug for Workspace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Workspace")
+            .field("device", &self.device)
+            .field("arena_bytes", &self.config.arena_bytes)
+            .finish_non_exhaustive()
+    }
+}
+
 /// An arena of fixed size and address, whose tensors are all taken back at once by a reset.
 ///
 /// It belongs to one thread from its first tensor until its reset: calls of other threads are errors. Between
@@ -47,7 +57,6 @@ pub struct WorkspaceConfig {
 /// let again = workspace.empty(shape, DType::F32, Stream::DEFAULT).unwrap();
 /// assert_eq!(first.address(), again.address());
 /// ```
-#[derive(Debug)]
 pub struct Workspace {
     device: Device,
     config: WorkspaceConfig,

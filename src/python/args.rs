@@ -377,8 +377,8 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
     Ok(keys)
 }
 
-/// Converts indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, or a
-/// sequence of ints. Indices in host memory are copied.
+/// Converts indices: integers of 16 bits or more in a tensor, an array or a series, of any shape, a sequence
+/// of ints, or a single int. Indices in host memory are copied.
 pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
     strided_indices(object, 1)
 }
@@ -448,6 +448,10 @@ pub(super) fn strided_indices<'a, 'py>(
     let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
     if !is_bytes && object.cast::<PySequence>().is_ok() {
         return ints(object);
+    }
+    // A single index, as those who free one slot write it.
+    if let Some(index) = single(object)? {
+        return Ok(IndexArg::of_values(IndexVec::I64(vec![index])));
     }
     // A series of pandas or Polars, or an array of Arrow in chunks.
     if has_array()? {

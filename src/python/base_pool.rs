@@ -329,6 +329,11 @@ impl BasePool {
         Self::reported(slf, "leaks")
     }
 
+    /// The pool as a notebook shows it: how full it is, its statistics and, if it debugs, the owners of its units.
+    fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        Self::reported(slf, "to_html")
+    }
+
     /// Returns a context manager that checks that no more units are live at exit than at entry. An exception
     /// of the body propagates unchanged. If the pool debugs, a unit with several owners counts once for each.
     ///

@@ -372,7 +372,7 @@ impl TokenToKvPoolAllocator {
     /// of the current stream, and a later call finds invalid ones.
     ///
     /// Args:
-    ///     indices: Slots, an int tensor or array of any shape or a sequence of ints.
+    ///     indices: Slots, an int tensor or array of any shape, a sequence of ints, or an int.
     ///     after: A fence: an object with `query() -> bool`, such as a `torch.cuda.Event`. The slots stay in
     ///         use until `query()` returns true; later calls of the allocator query it.
     ///     owner: As in `alloc`. Selects the owner of a shared slot that gives it up, else the first. A slot that
@@ -523,7 +523,7 @@ impl TokenToKvPoolAllocator {
     /// gains two owners, or loses two in `free`; a page gains or loses one.
     ///
     /// Args:
-    ///     indices: Slots, an int tensor or array of any shape or a sequence of ints. Waits for values that
+    ///     indices: Slots, an int tensor or array of any shape, a sequence of ints, or an int. Waits for values that
     ///         only a GPU has.
     ///     owner: As in `alloc`.
     ///
@@ -631,7 +631,7 @@ impl TokenToKvPoolAllocator {
     /// Returns the maximal ascending runs of `indices`, in order.
     ///
     /// Args:
-    ///     indices: An int tensor or array of any shape or a sequence of ints.
+    ///     indices: An int tensor or array of any shape, a sequence of ints, or an int.
     ///
     /// Returns:
     ///     An int32 tensor `[k, 2]` of (start, length) on the host, in the form of DMA and transfer
@@ -645,7 +645,7 @@ impl TokenToKvPoolAllocator {
     /// pending copies of values.
     ///
     /// Args:
-    ///     indices: An int tensor or array of any shape or a sequence of ints.
+    ///     indices: An int tensor or array of any shape, a sequence of ints, or an int.
     ///
     /// Returns:
     ///     A 1-D bool tensor on the host. False for an index that is not a slot.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -44,7 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets up PyTorch, for the software driver if there is one."""
+    """Sets up signals, and PyTorch, for the software driver if there is one."""
+    restore_interrupts()
     # Tensors here are so small that threads would only wait for each other, for long on a busy machine.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -62,6 +64,16 @@ def pytest_configure(config: pytest.Config) -> None:
         return f"<{tuple(tensor.shape)} on {tensor.device}>" if tensor.is_cuda else shown(tensor, **options)
 
     torch.Tensor.__repr__ = show  # type: ignore[method-assign, assignment]
+
+
+def restore_interrupts() -> None:
+    """Lets SIGINT interrupt the tests and the processes that they start.
+
+    A shell without job control starts commands in the background with SIGINT ignored. Python leaves it so,
+    and a child inherits it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def why_no_cuda(config: pytest.Config) -> str | None:

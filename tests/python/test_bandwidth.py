@@ -384,7 +384,7 @@ def test_kinds_are_named_as_they_begin(measured: list[Bandwidth], monkeypatch: p
 @pytest.mark.usefixtures("measured")
 def test_wrong_options_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     result = invoke(*arguments)
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"kvpool: {message}")
     assert result.stderr.count("\n") == 1
 
@@ -392,7 +392,7 @@ def test_wrong_options_are_one_line(arguments: tuple[str, ...], message: str) ->
 @pytest.mark.parametrize("option", [("--size", "1MiB"), ("--seconds", "1"), ("--directory", "/")])
 def test_options_of_the_measurement_need_it(option: tuple[str, str]) -> None:
     result = CliRunner().invoke(app, ["doctor", *option])
-    assert (result.exit_code, result.stderr) == (1, f"kvpool: {option[0]} is for --bandwidth\n")
+    assert (result.exit_code, result.stderr) == (2, f"kvpool: {option[0]} is for --bandwidth\n")
 
 
 def test_a_machine_on_which_nothing_moves_is_an_error(

@@ -559,7 +559,7 @@ def bad(error: type[Exception], words: object, method: str, *given: object, **na
         ],
         *[
             bad(TypeError, "", "extend", [3], [1], [2], wrong)
-            for wrong in (3, 1.5, ..., [3], [1.5], ["1"], [[1.5]], [[True]], [...])
+            for wrong in (3, 1.5, ..., [1.5], ["1"], [[1.5]], [[True]], [...])
         ],
         # Lengths that do not fit what a request has.
         *[
@@ -642,6 +642,15 @@ def test_decodes_of_more_tokens_than_a_table_has(tokens: int) -> None:
         with pytest.raises((ConfigError, IndexError), match=r"\d"):
             pair.planner.decode(batch, [3][: len(batch)], tokens, pad_to=pad_to)
     pair.check_same()
+
+
+@pytest.mark.parametrize(("length", "width", "asked"), [(5, 1, 6), (4, 1, 6), (9, 1, 6), (5, 3, 8)])
+def test_a_decode_says_which_lengths_it_takes(length: int, width: int, asked: int) -> None:
+    pair = Pair()
+    [row] = pair.start(5)
+    text = rf"row {row} .* has 5 tokens .*after the step, which has {width} new .*: {asked}, not {length}$"
+    pair.refused(ConfigError, lambda: pair.planner.decode([row], [length], width), text)
+    pair.decode([row], [6])
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

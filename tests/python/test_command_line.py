@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvpool
+from kvpool.tools import output
 from kvpool.tools.cli import app
 from kvpool.tools.needs import COMMAND_LINE, COMMANDS, lack, remedy
 
@@ -108,3 +110,17 @@ def test_the_version_and_completion() -> None:
         env={**os.environ, **words},
     )
     assert done.stdout.split() == ["plan"]
+
+
+def test_a_command_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with output.waiting("reading a file"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(output, "PATIENCE_S", 0.0)
+    with output.waiting("reading a file"):
+        deadline = time.monotonic() + 30
+        while not (said := capsys.readouterr().err):
+            assert time.monotonic() < deadline
+    assert said == "kvpool: reading a file ...\n"

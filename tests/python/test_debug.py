@@ -891,3 +891,53 @@ def test_a_report_of_a_bad_free_names_the_pool(caplog: pytest.LogCaptureFixture,
         allocator.free([1, 2])
         planner.finish([row])
     assert caplog.messages[-1].startswith("slots: dropped 2 of 4 freed slots")
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("wanted", ["1", "0"])
+def test_what_is_live_at_exit_is_said_by_owner_and_line(run_snippet: RunSnippet, wanted: str) -> None:
+    code = """
+    import logging, os, sys
+    import kvpool
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    pool = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    pool.name = "kv"
+    kept = pool.alloc(3, owner="request 8")
+    pool.free(pool.alloc(2))
+    rows = kvpool.ReqToTokenPool(4, 8, "cpu", debug=False)
+    rows.alloc(1)
+    whole = kvpool.PagePool(4, 2)
+    cache = kvpool.PrefixCache(pool)
+    cache.insert(range(4), pool.alloc(4))
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    """
+    printed = run_snippet(code, env={"KVPOOL_DEBUG": wanted})
+    lines = printed.splitlines()
+    if wanted == "0":
+        assert lines == []
+        return
+    assert len(lines) == 2
+    assert lines[0] == "kv: 3 slots are live at exit:"
+    assert lines[1].startswith("  3 slots (1..3): owner 'request 8', taken at ")
+
+
+def test_a_notebook_shows_a_pool(device: str) -> None:
+    pool = kvpool.TokenToKVPoolAllocator(64, device, debug=True)
+    pool.name = "<b>"
+    kept = some(pool.alloc(16, owner="request <1>"))
+    shown = pool._repr_html_()
+    assert "<strong>&lt;b&gt;</strong>, TokenToKVPoolAllocator on " in shown
+    assert "16 of 64 slots in use" in shown
+    assert "width:25.0%" in shown
+    assert "request &lt;1&gt;" in shown
+    assert "<b>" not in shown
+    for other in (
+        kvpool.KVPool(8, 1, 1, 4, device),
+        kvpool.Workspace(device, 4096, debug=True),
+        kvpool.PrefixCache(pool),
+        kvpool.BufferPool(device, debug=False),
+    ):
+        assert f"<strong>{other.name}</strong>" in other._repr_html_()
+    assert len(kept) == 16

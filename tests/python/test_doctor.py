@@ -504,9 +504,13 @@ def test_commands_need_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_text_includes_everything(tmp_path: Path) -> None:
     report = diagnose(tmp_path, {"cpu": WORKS, "cuda:0": FAILS})
-    text = report.as_text()
+    # Words longer than a line stay whole, so that they can be copied.
+    lines = report.as_text().splitlines()
+    assert all(len(line) <= 80 or len(line.split()) <= 2 or "->" in line for line in lines)
+    assert sum(len(line) > 80 for line in lines) < len(lines) / 4
+    text = " ".join(report.as_text().split())
     for finding in report.findings:
-        assert f"{finding.status:8}{finding.name}: {finding.text}" in text
+        assert f"{finding.status} {finding.name}: {' '.join(finding.text.split())}" in text
         assert finding.advice in text
     for verdict in report.verdicts:
         assert f"{verdict.title}: {verdict.text}" in text
@@ -531,8 +535,8 @@ CUDA_COMPLAINT = f'kvpool: device="cuda" does not work: {FAILS.text}\n'
         (("--require", "torch"), 0, ""),
         (("--require", "cuda"), 1, CUDA_COMPLAINT),
         (("--require", "torch", "--require", "cuda"), 1, CUDA_COMPLAINT),
-        (("--require", "tpu"), 1, "kvpool: --require: 'tpu' is not one of cpu, cuda, torch, serve, replay\n"),
-        (("--require", ""), 1, "kvpool: --require: '' is not one of cpu, cuda, torch, serve, replay\n"),
+        (("--require", "tpu"), 2, "kvpool: --require: 'tpu' is not one of cpu, cuda, torch, serve, replay\n"),
+        (("--require", ""), 2, "kvpool: --require: '' is not one of cpu, cuda, torch, serve, replay\n"),
     ],
 )
 def test_the_exit_status_follows_the_requirements(

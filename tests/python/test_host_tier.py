@@ -539,7 +539,10 @@ def test_misuse_has_its_messages(device: str) -> None:
     allocator = TokenToKVPoolAllocator(64, device, 4)
     for make, words in (
         (lambda: HostTier(kv, 3), "size 3 is less than a page of 4 tokens"),
-        (lambda: HostTier(kv, 64, write="twice"), "write is 'twice'; it is 'through', 'selective' or 'back'"),
+        (
+            lambda: HostTier(kv, 64, write="twice"),  # type: ignore[arg-type]
+            "write is 'twice'; it is 'through', 'selective' or 'back'",
+        ),
         (lambda: HostTier(kv, 64, max_states=2), "max_states is 2, but there are no states"),
         (lambda: PrefixCache(allocator, tiers=[HostTier(kv, 8)] * 3), "3 tiers were given"),
         (

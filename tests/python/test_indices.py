@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import devices
+import numpy as np
 import pytest
 import torch
 from planner_pair import TENSORS
@@ -106,6 +107,40 @@ def test_every_form_is_taken_as_a_list_is(as_index: Callable[[Sequence[int]], An
     world, other = UsedPools(), UsedPools()
     answer = call(world, *map(as_index, arguments))
     assert shown(answer) == shown(call(other, *arguments))
+    assert world.picture() == other.picture()
+
+
+# Calls with one index in place of each list.
+SINGLES: dict[str, list[int]] = {
+    "TokenToKVPoolAllocator.free": [8],
+    "TokenToKVPoolAllocator.share": [4],
+    "TokenToKVPoolAllocator.runs": [4],
+    "TokenToKVPoolAllocator.is_allocated": [36],
+    "TokenToKVPoolAllocator.alloc_extend": [2, 6, 5],
+    "TokenToKVPoolAllocator.alloc_decode": [3, 5],
+    "ReqToTokenPool.free": [3],
+    "ReqToTokenPool.mark_modified": [3],
+    "KVPool.gather_kv": [5],
+    "KVPool.move_kv": [7, 4],
+    "GDNPool.reset_states": [2],
+    "GDNPool.copy_states": [1, 3],
+    "BatchPlanner.extend": [1, 0, 5],
+    "BatchPlanner.truncate": [3, 4],
+    "BatchPlanner.finish": [3, 5],
+}
+
+
+@pytest.mark.parametrize("make", [int, np.int64], ids=["int", "a NumPy int"])
+@pytest.mark.parametrize("name", sorted(SINGLES))
+def test_one_index_is_taken_as_a_list_of_it_is(make: Callable[[int], Any], name: str) -> None:
+    call, _ = CALLS[name]
+    world, other = UsedPools(), UsedPools()
+    answer = call(world, *map(make, SINGLES[name]))
+    assert shown(answer) == shown(call(other, *([one] for one in SINGLES[name])))
+    assert world.picture() == other.picture()
+    pages = (world.slots, other.slots)
+    pages[0].free_pages(2)
+    pages[1].free_pages([2])
     assert world.picture() == other.picture()
 
 

@@ -7,9 +7,13 @@ does in the middle of the call.
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import textwrap
 from typing import TYPE_CHECKING
 
+import conftest
 import pytest
 
 if TYPE_CHECKING:
@@ -259,6 +263,22 @@ def test_the_interpreter_ends_in_the_middle_of_copies(
     """
     printed = run_snippet(snippet(START, COPIES, rest), has_torch=True)
     assert printed.split() == ([] if end.startswith("os") else ["last"])
+
+
+def test_interrupts_arrive_where_the_tests_were_started_in_the_background(run_snippet: RunSnippet) -> None:
+    """A shell ignores SIGINT for a command in the background of a script."""
+    program = """
+    import signal
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        conftest.restore_interrupts()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    run_snippet(program)
 
 
 # With a driver

@@ -77,6 +77,25 @@ def test_a_prefix_is_leased_published_and_given_back(page_size: int) -> None:
             _ = ended.length
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("with_slots", [False, True])
+def test_a_request_is_published_and_finished_in_one_call(page_size: int, with_slots: bool) -> None:
+    scene = Scene(page_size)
+    row, lease = scene.start()
+    lease.publish(scene.prompt[:4], row=row)
+    slots = scene.row(row, 10)[4:] if with_slots else None
+    lease.finish(scene.prompt[4:], slots, row=row)
+    whole = 10 // page_size * page_size
+    assert (scene.cache.cached_size(), scene.cache.locked_size(), scene.in_use()) == (whole, 0, 0)
+    assert scene.table.available_size() == 4
+    assert lease.released
+    scene.allocator.verify()
+    again, found = scene.start([*scene.prompt, 7])
+    assert found.length == whole
+    found.finish(range(whole, 11), row=again)
+    assert scene.in_use() == 0
+
+
 def test_a_planner_keeps_what_its_caller_drops() -> None:
     scene = Scene()
     row, lease = scene.start()
@@ -247,7 +266,11 @@ def test_wrong_publications_of_requests_change_nothing() -> None:
             ),
             "not those",
         ),
-        (lambda: lease.finish(scene.prompt, scene.row(row, 10)), "the planner finishes it"),
+        (lambda: lease.finish(scene.prompt, scene.row(row, 10)), f"give row={row}, and it finishes"),
+        (lambda: lease.finish(scene.prompt, row=row + 1), f"lease of request row {row}"),
+        (lambda: lease.finish([*scene.prompt, 5], row=row), "has 10 tokens with slots"),
+        (lambda: free.finish([1], row=row), "no planner has"),
+        (lambda: free.finish([1]), "slots are needed"),
         (lambda: free.publish([1], row=row), "no planner has.*write the slots published"),
         (lambda: free.publish([1]), "slots are needed"),
     ):

@@ -29,7 +29,7 @@ MODULES = {
 }
 EXTENSION = "kvpool._kvpool"
 # Modules of `kvpool.tools` that every command may import.
-SHARED_BY_COMMANDS = {"bandwidths", "devices", "needs", "output", "traces", "units"}
+SHARED_BY_COMMANDS = {"bandwidths", "devices", "needs", "output", "policies", "traces", "units"}
 
 # Names of the extension that `kvpool` does not export, by the modules that import them.
 PRIVATE = {

@@ -249,7 +249,7 @@ def test_misuse_changes_nothing(scene: Scene) -> None:
     with pytest.raises(ConfigError, match="page_size"):
         PrefixTree(page_size=0)
     with pytest.raises(ConfigError, match="unknown policy"):
-        PrefixTree(policy="random")
+        PrefixTree(policy="random")  # type: ignore[arg-type]
 
 
 def test_without_an_allocator_slots_are_numbers() -> None:

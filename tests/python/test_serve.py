@@ -114,7 +114,7 @@ def test_a_restarted_service_finds_its_conversations(model: str, tmp_path: Path)
         other = invoke("--json", *small, *below, "--seed", "1")
         assert json.loads(other.stdout)["fetched_tokens"] == 0  # of other weights
     wrong = invoke(*small, "--store", str(tmp_path / "store"))
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
     assert "there are 0 host tokens" in wrong.stderr
 
 
@@ -210,12 +210,15 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> N
         (("--model", "gpt"), "--model is 'gpt'; it must be one of qwen3, llama, qwen3-next"),
         (("--prefill-budget", "8"), "max_step_tokens is 8"),
         (("--pool-size", "16"), "the pool 16"),
+        (("--router", "127.0.0.1:1"), "--router is for a cluster: give --prefill and --decode, or --role"),
+        (("--join-timeout", "120"), "--join-timeout is for a cluster"),
+        (("--store-mib", "8"), "--store-mib is for --store"),
         (("--swap", "never"), "swap is 'never'; it is 'auto', 'load' or 'compute'"),
     ],
 )
 def test_the_command_reports_errors_in_one_line(arguments: tuple[str, ...], message: str) -> None:
     result = invoke(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
 

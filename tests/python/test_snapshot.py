@@ -14,6 +14,7 @@ import devices
 import matplotlib.image
 import pytest
 from common import Fence, some
+from matplotlib.text import Text
 
 import kvpool
 from kvpool import (
@@ -30,7 +31,7 @@ from kvpool import (
 )
 from kvpool.observe.snapshot import owners, take
 from kvpool.observe.snapshot_html import to_html
-from kvpool.observe.snapshot_png import _cells, to_figure
+from kvpool.observe.snapshot_png import _cells, time_text, to_figure
 from kvpool.observe.spans import Span
 
 if TYPE_CHECKING:
@@ -391,8 +392,8 @@ def test_a_picture_limits_the_number_of_pools(monkeypatch: pytest.MonkeyPatch) -
         pool.alloc(count)
         pools.append(take(pool))
     figure = to_figure(pools)
-    titles = [axes.get_title(loc="left")[:2] for axes in figure.axes if axes.images]
-    assert titles == ["a:", "c:"]
+    titles = [axes.texts[0].get_text() for axes in figure.axes if axes.images]
+    assert titles == ["a", "c"]
     assert [text.get_text() for text in figure.texts] == ["The 2 of 3 pools with the most units in use"]
     assert not to_figure(pools[:2]).texts
 
@@ -451,3 +452,36 @@ def test_a_page_needs_neither_torch_nor_matplotlib(run_snippet: RunSnippet, tmp_
     printed = run_snippet(code, hidden=["torch", "numpy", "matplotlib"])
     assert printed.split("\n")[0] == "no pool of this process hands out units"
     assert page_data(tmp_path / "map.html")["pools"][0]["name"] == "TokenToKVPoolAllocator-0"
+
+
+def test_a_picture_has_room_for_what_it_says() -> None:
+    """Nothing overlaps, and nothing is cut: measured as it is drawn."""
+    pool = slots(size=4000)
+    pool.name = "a name of a pool that is longer than the map above which it stands, in an engine with many"
+    for number in range(14):
+        pool.alloc(20 + number, owner=f"/opt/engine/model_executor/models/llama.py:{number} in forward")
+    one = kvpool.ReqToTokenPool(1, 8, "cpu", debug=True)
+    one.alloc(1)
+    figure = to_figure([take(pool), take(one)])
+    figure.canvas.draw()
+    maps = [axes for axes in figure.axes if axes.images]
+    others = [axes for axes in figure.axes if not axes.images]
+    texts = [text for axes in maps for text in axes.findobj(Text) if text.get_text()]
+    boxes = [text.get_window_extent() for text in texts]
+    legends = [some(axes.get_legend()).get_window_extent() for axes in maps]
+    page = figure.bbox
+    beside = min(some(axes.get_tightbbox()).x0 for axes in others)
+    for box in (*boxes, *legends):
+        assert 0 <= box.x0 < box.x1 <= beside
+        assert 0 <= box.y0 < box.y1 <= page.y1
+    # The legend of the first is above the name of the second.
+    assert legends[0].y0 > maps[1].texts[0].get_window_extent().y1
+    assert [[tick.get_text() for tick in axes.get_yticklabels()] for axes in maps][1] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(6.4e-05, "64 µs"), (1e-06, "1 µs"), (0.065536, "65.5 ms"), (1.0, "1 s"), (1e6, "1,000,000 s")],
+)
+def test_times_are_shown_in_their_unit(seconds: float, shown: str) -> None:
+    assert time_text(seconds) == shown

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import re
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import kvpool
 import kvpool.typing
-from kvpool import _kvpool, errors
+from kvpool import ConfigError, _kvpool, errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 DEVICES = {
@@ -84,6 +86,42 @@ def test_types_of_public_signatures_are_public() -> None:
         if isinstance(node, ast.ImportFrom) and node.module == "kvpool.typing"
     ]
     assert names <= {*kvpool.typing.__all__}
+
+
+def refused(call: Callable[[Any], object], name: str) -> set[str]:
+    """The names that a call lists when it gets another one."""
+    with pytest.raises(ConfigError) as caught:
+        call("no such name")
+    text = str(caught.value).replace("no such name", "")
+    return {one for one in re.findall(r"\w+", text) if f"'{one}'" in getattr(kvpool.typing, name)}
+
+
+def test_names_in_types_are_those_that_calls_take() -> None:
+    kv = kvpool.KVPool(64, 1, 1, 4, "cpu")
+    slots = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    calls: dict[str, list[Callable[[Any], Any]]] = {
+        "Policy": [
+            lambda name: kvpool.PrefixCache(slots, policy=name).policy,
+            lambda name: kvpool.PrefixTree(policy=name).policy,
+        ],
+        "Rounding": [lambda name: kvpool.BufferPool("cpu", rounding=name).rounding],
+        "WriteMode": [lambda name: kvpool.HostTier(kv, 64, write=name).write],
+        "Layout": [lambda name: kvpool.KVPool(64, 1, 1, 4, "cpu", layout=name).layout],
+        "Fit": [lambda name: slots.alloc(1, contiguous=name) and name],
+    }
+    for alias, makers in calls.items():
+        names = {*re.findall(r"'(\w+)'", getattr(kvpool.typing, alias))}
+        assert len(names) >= 2
+        for make in makers:
+            assert {make(name) for name in names} <= {*names, None}
+            assert refused(make, alias) == names
+
+
+def test_a_type_checker_sees_no_name_that_is_not_there() -> None:
+    """`__getattr__` of a module gives every name a type."""
+    for path in Path(kvpool.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not any(isinstance(one, ast.FunctionDef) and one.name == "__getattr__" for one in tree.body)
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -95,7 +95,7 @@ def tiered(  # noqa: PLR0913, PLR0917 - the parts of an engine
     options: SchedulerOptions | None = None,
 ) -> Engine:
     """An engine with a tier."""
-    tier = HostTier(model.pool, size, states=model.gdn_pool, write=write)
+    tier = HostTier(model.pool, size, states=model.gdn_pool, write=write)  # type: ignore[arg-type]
     cache = PrefixCache(model.allocator, states=model.gdn_pool, tiers=(tier,))
     return Engine(model, max_step_tokens, prefix_cache=cache, swap=swap, options=options)
 

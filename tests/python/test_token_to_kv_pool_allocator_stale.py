@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import devices
 import pytest

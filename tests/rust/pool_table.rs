@@ -166,3 +166,42 @@ fn pool_allocates_and_frees_one_region() {
     drop(k);
     assert_eq!(backend.live_blocks(), 0);
 }
+
+/// A pool is shown as in Python: what it is, and not what it has.
+#[test]
+fn a_pool_is_shown_in_a_line() {
+    let host = host();
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&AllocatorConfig::new(1 << 16), &host).unwrap());
+    let table = Arc::new(ReqToTokenPool::new(&ReqToTokenConfig::new(1024, 64), &host).unwrap());
+    let planner =
+        BatchPlanner::new(&PlannerConfig::new(64, 512), &host, Arc::clone(&slots), Arc::clone(&table));
+    slots.alloc(1000, STREAM).unwrap().unwrap().commit();
+    let _rows = table.alloc(500, STREAM).unwrap();
+    let kv = Arc::new(KvPool::new(&KV, &host).unwrap());
+    let states = Arc::new(GdnPool::new(&GDN, &host).unwrap());
+    let tier = HostTier::new(&HostTierConfig { max_states: 3, ..TIER }, &kv, Some(&states), &host).unwrap();
+    let buffers = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &host);
+    let _given = buffers.alloc_batch(&[100; 200], STREAM).unwrap();
+    let chunks = ChunkPool::new(&chunks(100, false), &host).unwrap();
+    let pages = PagePool::new(&PAGES, &host).unwrap();
+    let workspace = Workspace::new(&WorkspaceConfig { arena_bytes: 4096, poison: true }, &host).unwrap();
+    let shown: [(&str, String); 10] = [
+        ("TokenToKvPoolAllocator", format!("{slots:?}")),
+        ("ReqToTokenPool", format!("{table:?}")),
+        ("BatchPlanner", format!("{:?}", planner.unwrap())),
+        ("KvPool", format!("{kv:?}")),
+        ("GdnPool", format!("{states:?}")),
+        ("HostTier", format!("{tier:?}")),
+        ("BufferPool", format!("{buffers:?}")),
+        ("ChunkPool", format!("{chunks:?}")),
+        ("PagePool", format!("{pages:?}")),
+        ("Workspace", format!("{workspace:?}")),
+    ];
+    for (name, text) in shown {
+        assert!(text.starts_with(name), "{text}");
+        assert!(text.len() <= 250, "{name} is shown in {} characters: {text}", text.len());
+    }
+    let mut index = kvpool::index::SlotAllocator::new(1 << 16, 1, kvpool::index::Order::Sorted).unwrap();
+    index.alloc::<i32>(1000).unwrap().unwrap();
+    assert_eq!(format!("{index:?}"), "SlotAllocator { size: 65536, page_size: 1, available: 64536, .. }");
+}

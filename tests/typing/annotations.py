@@ -9,9 +9,12 @@ import torch
 from typing_extensions import assert_type, override
 
 import kvpool
+from kvpool import Nope  # type: ignore[attr-defined]  # a name that is not there
 
 if TYPE_CHECKING:
     from typing import SupportsIndex
+
+    from kvpool.typing import Policy
 
 
 def results(allocator: kvpool.TokenToKVPoolAllocator, kv: kvpool.KVPool, plan: kvpool.BatchPlan) -> None:
@@ -26,7 +29,8 @@ def indices(allocator: kvpool.TokenToKVPoolAllocator, own: kvpool.Tensor) -> Non
         allocator.free(slots)
     allocator.free([1.5])  # type: ignore[list-item]
     allocator.free({1, 2})  # type: ignore[arg-type]
-    allocator.free(3)  # type: ignore[arg-type]
+    allocator.free(3)
+    allocator.free(1.5)  # type: ignore[arg-type]
     allocator.used_on("no tensor")  # type: ignore[arg-type]
 
 
@@ -37,6 +41,19 @@ def dtypes_and_devices() -> None:
     kvpool.KVPool(8, 1, 1, 4, dtype=np.dtype("float16"))
     kvpool.KVPool(8, 1, 1, 4, 0)  # type: ignore[arg-type]
     kvpool.KVPool(8, 1, 1, 4, dtype=16)  # type: ignore[arg-type]
+
+
+def names(kv: kvpool.KVPool, allocator: kvpool.TokenToKVPoolAllocator, policy: Policy) -> None:
+    """A name that no call takes is an error before the program runs."""
+    kvpool.nope()  # type: ignore[attr-defined]
+    kvpool.PrefixCache(allocator, policy=policy)
+    kvpool.PrefixCache(allocator, policy="best")  # type: ignore[arg-type]
+    kvpool.PrefixTree(policy="best")  # type: ignore[arg-type]
+    kvpool.HostTier(kv, 64, write="twice")  # type: ignore[arg-type]
+    kvpool.BufferPool("cpu", rounding="up")  # type: ignore[arg-type]
+    kvpool.KVPool(8, 1, 1, 4, "cpu", layout="split")
+    allocator.alloc(4, contiguous="worst_fit")  # type: ignore[arg-type]
+    print(kvpool.metrics.register, kvpool.serving.Engine, kvpool.attention.PoolAttention, Nope)
 
 
 def places(table: kvpool.ReqToTokenPool) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpool._kvpool import _noted, _Workspace
-from kvpool.errors import ConfigError, IndexOwnershipError
+from kvpool.errors import ConfigError, IndexOwnershipError, KvPoolError
+from kvpool.observe.registry import pools
 from kvpool.observe.spans import check_hands_out, occupancy
+from kvpool.observe.units import hands_out
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from kvpool._kvpool import Pool
+    from kvpool.typing import LeakState
+
+_logger = logging.getLogger("kvpool")
 
 # Rows of the table in an error message.
 _SHOWN = 20
@@ -36,22 +42,23 @@ class Leak:
     count: int
     age_s: float
     spans: list[tuple[int, int]]
-    state: str = "live"
+    state: LeakState = "live"
 
 
 def leaks(pool: Pool, since: int = 0) -> list[Leak]:
     """Return the leaks of a pool like `Pool.leaks`, for allocations from call number `since` on."""
     check_hands_out(pool)
-    if not _records_owners(pool):
+    if not records_owners(pool):
         raise TypeError(f"a {type(pool).__name__} records no owners; its reset() frees everything")
     if not pool.debug:
         raise ConfigError(f"{pool.name} records no owners; create it with debug=True, or set KVPOOL_DEBUG=1")
     spans, _ = occupancy(pool)
-    groups: dict[tuple[str | int | None, str, str], list[tuple[float, int, int]]] = {}
+    groups: dict[tuple[str | int | None, str, LeakState], list[tuple[float, int, int]]] = {}
     for span in spans:
+        state = _held(span.state)
         for owner, site, age_s, number in span.holders:
             if number >= since:
-                groups.setdefault((owner, site, span.state), []).append((age_s, span.first, span.end))
+                groups.setdefault((owner, site, state), []).append((age_s, span.first, span.end))
     found = [
         Leak(
             owner,
@@ -66,6 +73,13 @@ def leaks(pool: Pool, since: int = 0) -> list[Leak]:
     return sorted(found, key=lambda leak: (leak.state != "live", -leak.count, -leak.age_s))
 
 
+def _held(state: str) -> LeakState:
+    """Return the state of units that have a holder."""
+    if state == "evictable":
+        return "evictable"
+    return "locked" if state == "locked" else "live"
+
+
 def table(found: list[Leak], unit: str) -> str:
     """Format leaks as lines of text: count, owner, source line, age and the first units."""
     lines = []
@@ -78,6 +92,22 @@ def table(found: list[Leak], unit: str) -> str:
     if len(found) > _SHOWN:
         lines.append(f"  and {len(found) - _SHOWN} more owners or places")
     return "\n".join(lines)
+
+
+def report_at_exit() -> None:
+    """Log what is still live in each pool that records owners, by owner and source line."""
+    for pool in pools():
+        if not (pool.debug and hands_out(pool) and records_owners(pool)):
+            continue
+        try:
+            live = [leak for leak in leaks(pool) if leak.state == "live"]
+        except (KvPoolError, RuntimeError) as error:
+            _logger.warning("%s: what is live at exit cannot be listed: %s", pool.name, error)
+            continue
+        if live:
+            count, unit = sum(leak.count for leak in live), pool.unit
+            units = f"{count} {unit}{'s are' if count != 1 else ' is'} live"
+            _logger.warning("%s: %s at exit:\n%s", pool.name, units, table(live, unit))
 
 
 class ExpectBalanced:
@@ -105,7 +135,7 @@ class ExpectBalanced:
         unit = self._pool.unit
         more = live - self._live
         message = f"{self._pool.name}: {live} {unit}s are live, {more} more than the {self._live} before"
-        if not _records_owners(self._pool):
+        if not records_owners(self._pool):
             raise IndexOwnershipError(message)
         if self._pool.debug:
             taken = [leak for leak in leaks(self._pool, self._since) if leak.state == "live"]
@@ -113,7 +143,7 @@ class ExpectBalanced:
         raise IndexOwnershipError(f"{message}; debug=True or KVPOOL_DEBUG=1 records their owners")
 
 
-def _records_owners(pool: Pool) -> bool:
+def records_owners(pool: Pool) -> bool:
     """Return whether the pool can record owners."""
     return not isinstance(pool, _Workspace)
 

@@ -319,8 +319,8 @@ def _families(sums: Mapping[_Labels, Mapping[_Key, float]]) -> Iterator[Metric]:
                 families.setdefault(family.name, family).add_metric(labels, value)
         for histogram, buckets in parts.items():
             total = buckets.pop(None, None)
-            family = HistogramMetricFamily(histogram.name, histogram.documentation, labels=_LABELS)
-            histograms.setdefault(histogram, family).add_metric(labels, _buckets(histogram, buckets), total)
+            one = HistogramMetricFamily(histogram.name, histogram.documentation, labels=_LABELS)
+            histograms.setdefault(histogram, one).add_metric(labels, _buckets(histogram, buckets), total)
     yield from families.values()
     yield from histograms.values()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,12 +11,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from kvpool.observe.snapshot import owner_of, owners
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import numpy.typing as npt
@@ -28,6 +29,11 @@ _MOST_POOLS = 16
 # Cells of the map; more units share cells.
 _COLUMNS, _ROWS = 128, 64
 _OTHER = "#546e7a"
+# Rows of the map with the number of their first unit.
+_NAMED_ROWS = 8
+# Characters that fit above the map.
+_WIDTH_OF_NAME, _WIDTH_OF_NUMBERS = 72, 100
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 # The states that have one colour.
 _STATES = {
     "free": "#eceff1",
@@ -50,7 +56,7 @@ def to_figure(taken: list[Snapshot]) -> Figure:
     by_use = sorted(range(len(taken)), key=lambda at: -taken[at].in_use)
     shown = [taken[at] for at in sorted(by_use[:_MOST_POOLS])]
     # In inches: all parts have the same size, and an automatic layout would take longer than the drawing.
-    height, above, below = 3.4, 0.55, 0.85
+    height, above, below = 3.4, 0.95, 1.15
     total = (height + above + below) * len(shown)
     figure = Figure(figsize=(13, total))
     FigureCanvasAgg(figure)
@@ -69,9 +75,9 @@ def to_figure(taken: list[Snapshot]) -> Figure:
         grid = rows[at].subgridspec(3, 2, width_ratios=(2, 1), wspace=0.13, hspace=1)
         _map(figure.add_subplot(grid[:, 0]), one)
         ages, lifetimes, runs = (figure.add_subplot(grid[place, 1]) for place in range(3))
-        _bars(ages, one.ages_s, "g", f"{one.unit}s by age", "seconds")
-        _bars(lifetimes, one.lifetimes_s, ".2g", f"freed {one.unit}s by lifetime", "seconds")
-        _bars(runs, one.run_lengths, ",", "free runs by length", f"{one.unit}s")
+        _bars(ages, one.ages_s, time_text, f"{one.unit}s by age, from")
+        _bars(lifetimes, one.lifetimes_s, time_text, f"freed {one.unit}s by lifetime, below")
+        _bars(runs, one.run_lengths, "{:,}".format, f"free runs by length in {one.unit}s, from")
     return figure
 
 
@@ -88,18 +94,23 @@ def _map(axes: Axes, one: Snapshot) -> None:
     axes.imshow(filled.reshape(rows, columns, 3), aspect="auto", interpolation="nearest")
     axes.set_xticks([])
     axes.tick_params(axis="y", labelsize=8)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     first = one.spans[0].first if one.spans else 0
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda row, _: f"{first + round(row) * columns * per_cell:,}")
-    )
+    named = range(0, rows, math.ceil(rows / _NAMED_ROWS))
+    axes.set_yticks(named, [f"{first + row * columns * per_cell:,}" for row in named])
     shared = f", {per_cell:,} a cell" if per_cell > 1 else ""
     cached = f", {one.cached}" if one.cached else ""
     fragmentation = "" if one.kind == "Endpoint" else f"; fragmentation {one.fragmentation:.0%}"
-    axes.set_title(
-        f"{one.name}: {one.in_use:,} of {one.count:,} {one.unit}s {one.use}{cached}{shared}{fragmentation}",
-        loc="left",
+    numbers = f"{one.in_use:,} of {one.count:,} {one.unit}s {one.use}{cached}{shared}{fragmentation}"
+    # Above the map, and not above what is beside it.
+    axes.set_title(textwrap.fill(numbers, _WIDTH_OF_NUMBERS), loc="left", fontsize=9)
+    axes.annotate(
+        _short(one.name, _WIDTH_OF_NAME),
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 36),
+        textcoords="offset points",
         fontsize=11,
+        fontweight="bold",
         parse_math=False,
     )
     _add_legend(axes, one, counts, colours)
@@ -120,7 +131,7 @@ def _add_legend(axes: Axes, one: Snapshot, counts: list[tuple[str, int]], colour
     if len(counts) > len(colours):
         legend.append(Patch(color=_OTHER, label="other owners"))
     box = axes.legend(
-        handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=3, fontsize=7.5, frameon=False
+        handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=3, fontsize=7, frameon=False
     )
     for text in box.get_texts():
         text.set_parse_math(False)
@@ -146,10 +157,20 @@ def _short(owner: str, length: int = 34) -> str:
     return owner if len(owner) <= length else f"...{owner[3 - length :]}"
 
 
+def time_text(seconds: float) -> str:
+    """Format a time with three digits, in a unit in which it is at least 1."""
+    scale, unit = next((pair for pair in _TIMES if seconds >= pair[0]), _TIMES[-1])
+    number = seconds / scale
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"  # noqa: PLR2004
+
+
 def _bars(
-    axes: Axes, counts: Mapping[int, int] | Mapping[float, int], label: str, title: str, unit: str
+    axes: Axes,
+    counts: Mapping[int, int] | Mapping[float, int],
+    label: Callable[[float], str],
+    title: str,
 ) -> None:
-    """Draw counts as bars, with keys in the format `label`."""
+    """Draw counts as bars, with keys as `label` has them."""
     axes.set_title(title, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(b=False)
     if not counts:
@@ -161,9 +182,8 @@ def _bars(
         return
     axes.bar(range(len(counts)), list(counts.values()), color="#0072b2", width=0.8)
     step = max(1, math.ceil(len(counts) / 8))
-    labels = [format(key, label) for key in counts]
+    labels = [label(key) for key in counts]
     axes.set_xticks(range(0, len(counts), step), labels[::step], fontsize=7)
     axes.tick_params(axis="y", labelsize=7)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlabel(unit, fontsize=8)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
 
 from kvpool.tools.needs import lack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from typer import Context
 
 WIDTH = 80
 """Width of tables, the same on every terminal and in a file."""
@@ -27,10 +34,46 @@ def exact_bytes_text(count: int) -> str:
     return text if text == exact else f"{text} ({exact})"
 
 
+PATIENCE_S = 3.0
+"""Seconds after which a command says what it waits for."""
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on stderr what the command waits for, if the body of this context takes long."""
+    stderr = sys.stderr
+    timer = threading.Timer(PATIENCE_S, lambda: stderr.write(f"kvpool: {what} ...\n"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def fail(message: str) -> NoReturn:
     """Exit the command with status 1 and one line on stderr."""
+    _end(message, 1)
+
+
+def refuse(message: str) -> NoReturn:
+    """Exit the command with status 2 and one line on stderr: an option is wrong, and nothing was done."""
+    _end(message, 2)
+
+
+def _end(message: str, status: int) -> NoReturn:
     sys.stderr.write(f"kvpool: {message}\n")
-    sys.exit(1)
+    sys.exit(status)
+
+
+def refuse_unused(called: Context, names: Iterable[str], use: str) -> None:
+    """Exit as `refuse` does if one of these parameters was given, which a run without `use` does not have."""
+    wanted = {*names}
+    for option in called.command.params:
+        if option.name in wanted:
+            source = called.get_parameter_source(option.name)
+            if source is not None and source.name == "COMMANDLINE":
+                refuse(f"{option.opts[0]} is for {use}")
 
 
 def need(what: str, *packages: str) -> None:

@@ -294,7 +294,7 @@ impl PlannerState {
         for (position, (&row, seq)) in rows.iter().zip(seq_lens.iter()).enumerate() {
             let prefix = seq.saturating_sub(width);
             let Some(growth) = self.requests.growth(row, prefix, seq) else {
-                return Err(self.requests.growth_error(GrowthRequest { position, row, prefix, seq }));
+                return Err(self.requests.decode_error(GrowthRequest { position, row, prefix, seq }, width));
             };
             growths.push(growth);
         }

@@ -13,7 +13,7 @@ use super::lease::{Lease, cleared_error, in_whole_pages};
 use super::lease_state::LeaseState;
 use super::load::Loadable;
 use super::pages::{PartialPage, pages_of};
-use super::request::{LeaseKeeper, LeasedRequest};
+use super::request::{FinishedRequests, LeaseKeeper, LeasedRequest};
 use super::shared::{CacheCall, CacheState};
 use super::taken_slot::TakenSlot;
 
@@ -122,13 +122,36 @@ impl Lease {
         let published = self.with(stream, |call, cache, lease| {
             if let Some(request) = lease.request() {
                 let row = request.row();
-                let text = format!("the lease is that of request row {row}; the planner finishes it");
+                let text = format!("the lease is that of request row {row}, which its planner finishes");
                 return Err(Error::config(text));
             }
             self.publish_pages(call, cache, lease, tokens, Some(pages), None)
         })?;
         self.release(stream);
         Ok(published)
+    }
+
+    /// Publishes what the request of a planner has computed, and finishes the request: its planner frees the
+    /// other slots and the row, and the lease ends.
+    ///
+    /// # Errors
+    /// See [`Self::publish`], after which nothing is changed; [`ErrorKind::Config`] for a lease that no planner
+    /// has. See [`BatchPlanner::finish`], after which the tokens are published.
+    ///
+    /// [`BatchPlanner::finish`]: crate::pool::BatchPlanner::finish
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    pub fn finish_request(&self, publication: &Publication<'_>, stream: Stream) -> Result<FinishedRequests> {
+        // Dropped without locks: it may be the last owner.
+        let request = self.with(stream, |_, _, lease| {
+            lease.request().map(|request| Ok((request.planner()?, request.row()))).transpose()
+        })?;
+        let Some((planner, row)) = request else {
+            return Err(Error::config("no planner has the lease, so none can finish its request"));
+        };
+        let _ = self.publish(publication, stream)?;
+        let finished = planner.finish_request(row, stream)?;
+        self.release(stream);
+        Ok(finished)
     }
 
     /// Returns the pages of the slots that are offered for so many tokens.

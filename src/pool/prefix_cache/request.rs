@@ -3,13 +3,33 @@
 use std::sync::{Arc, Weak};
 
 use crate::base::{Error, Page, RequestRow, Result};
+use crate::index::BadFrees;
+
+use crate::memory::Stream;
 
 use super::Lease;
+
+/// The outcome of [`BatchPlanner::finish`](crate::pool::BatchPlanner::finish).
+#[derive(Debug)]
+pub struct FinishedRequests {
+    /// The number of pages given up.
+    pub pages: usize,
+    /// The invalid ones among them.
+    pub bad: BadFrees,
+    /// The error of the driver if the rows are not zeroed yet: see [`FreedRows::not_zeroed`](crate::pool::FreedRows).
+    pub not_zeroed: Option<Error>,
+}
 
 /// A planner: it keeps the leases of its requests until they are finished.
 pub(in crate::pool) trait LeaseKeeper: Send + Sync {
     /// Returns the request in `row`, locked, if `lease` is its lease. The caller holds the lock on the slots.
     fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>>;
+
+    /// Finishes the request in `row`: see [`BatchPlanner::finish`](crate::pool::BatchPlanner::finish).
+    ///
+    /// # Errors
+    /// See there.
+    fn finish_request(&self, row: RequestRow, stream: Stream) -> Result<FinishedRequests>;
 }
 
 /// A request whose lease grows by a publication, locked.

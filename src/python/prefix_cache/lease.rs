@@ -17,6 +17,7 @@ use crate::python::export::to_tensor;
 use crate::python::framework::current_stream;
 use crate::python::host_tier::Load;
 use crate::python::page_keys::namespace_to_py;
+use crate::python::req_to_token_pool::report_not_zeroed;
 use crate::python::tokens::with_tokens;
 
 /// A request's hold on a cached prefix, whose pages are not evicted. As a context manager it is released at
@@ -42,6 +43,20 @@ impl Lease {
         let state = state.map(args::int).transpose()?;
         let stream = self.stream(py)?;
         with_tokens(tokens, |tokens| Ok(self.lease.publish(&Publication { tokens, slots, state }, stream)?))
+    }
+
+    /// Checks that a planner has the lease for the request in `row`, if that was given.
+    fn check_row(&self, row: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let Some(row) = row.map(args::int).transpose()? else { return Ok(()) };
+        let text = match self.lease.row() {
+            Some(own) if i64::from(own.number()) == row => return Ok(()),
+            Some(other) => format!("row {row} was given for the lease of request row {other}"),
+            None => format!(
+                "row {row} was given for a lease that no planner has, and the cache has no other request table; \
+                 write the slots published to the row yourself"
+            ),
+        };
+        Err(Error::config(text).into())
     }
 }
 
@@ -150,41 +165,61 @@ impl Lease {
         row: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Published> {
         let slots = slots.map(|slots| args::indices(slots)?.values(py)).transpose()?;
-        if let Some(row) = row.map(args::int).transpose()?
-            && self.lease.row().map(|row| i64::from(row.number())) != Some(row)
-        {
-            let text = match self.lease.row() {
-                None => format!(
-                    "row {row} was given for a lease that no planner has, and the cache has no other request \
-                     table; write the slots published to the row yourself"
-                ),
-                Some(other) => format!("row {row} was given for the lease of request row {other}"),
-            };
-            return Err(Error::config(text).into());
-        }
+        self.check_row(row)?;
         let _acting = self.cache.get().begin(py)?;
         let published = self.publish_tokens(py, tokens, slots.as_ref(), state)?;
         let (lease, device) = (Arc::clone(&self.lease), self.cache.get().device);
         Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
     }
 
-    /// Publishes, frees the partial page at the end, and releases the lease: the end of a request without a
-    /// planner. With one, publish and call `BatchPlanner.finish`. Nothing is changed if the call raises.
+    /// Publishes, frees the partial page at the end, and releases the lease: the end of a request. Nothing is
+    /// changed if the publication raises.
     ///
     /// Args:
     ///     tokens: As in `publish`.
     ///     slots: As in `publish`.
+    ///     row: The request row of a lease that a planner has. The planner then finishes the request, as
+    ///         `BatchPlanner.finish` does: it frees the other slots and the row.
     ///
     /// Raises:
-    ///     ConfigError: As in `publish`.
-    ///     IndexOwnershipError: As in `publish`.
+    ///     ConfigError: As in `publish`; also if a planner has the lease and `row` is not given.
+    ///     IndexOwnershipError: As in `publish`, and with `row` as in `BatchPlanner.finish`.
     ///     StaleBufferError: As in `publish`.
-    fn finish(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, slots: &Bound<'_, PyAny>) -> PyResult<()> {
-        let slots = args::indices(slots)?.values(py)?;
-        let _acting = self.cache.get().begin(py)?;
+    #[pyo3(signature = (tokens, slots=None, *, row=None))]
+    fn finish(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        slots: Option<&Bound<'_, PyAny>>,
+        row: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let slots = slots.map(|slots| args::indices(slots)?.values(py)).transpose()?;
+        self.check_row(row)?;
+        let cache = self.cache.get();
+        let _acting = cache.begin(py)?;
         let stream = self.stream(py)?;
-        with_tokens(tokens, |tokens| Ok(self.lease.finish(tokens, &slots, stream)?))?;
-        Ok(())
+        if row.is_some() {
+            let finished = with_tokens(tokens, |tokens| {
+                let publication = Publication { tokens, slots: slots.as_ref(), state: None };
+                Ok(self.lease.finish_request(&publication, stream)?)
+            })?;
+            cache.allocator.get().report(py, &finished.bad, finished.pages);
+            report_not_zeroed(py, finished.not_zeroed.as_ref());
+            return Ok(());
+        }
+        let text = match (self.lease.row(), &slots) {
+            (Some(row), _) => {
+                format!(
+                    "a planner has the lease, for request row {row}: give row={row}, and it finishes the request"
+                )
+            }
+            (None, Some(slots)) => {
+                with_tokens(tokens, |tokens| Ok(self.lease.finish(tokens, slots, stream)?))?;
+                return Ok(());
+            }
+            (None, None) => "slots are needed for a lease that no planner has".to_owned(),
+        };
+        Err(Error::config(text).into())
     }
 
     /// Loads the pages that the tiers below the device have after the prefix. The lease has their slots from

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make(rounding: str = "pow2") -> BufferPool:
-    return BufferPool(devices.current(), rounding=rounding)
+    return BufferPool(devices.current(), rounding=rounding)  # type: ignore[arg-type]
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Scene:
             if has_states
             else None
         )
-        self.tier = HostTier(self.kv, host, states=self.states, write=write)
+        self.tier = HostTier(self.kv, host, states=self.states, write=write)  # type: ignore[arg-type]
         if store is None:
             self.cache = PrefixCache(self.allocator, states=self.states, tiers=(self.tier,), **options)
         else:

@@ -14,7 +14,7 @@ from kvpool.tools.bandwidths import as_json
 from kvpool.tools.doctor.bandwidth import SECONDS, SIZE, measure_machine, print_bandwidths
 from kvpool.tools.doctor.examine import run
 from kvpool.tools.doctor.report import VERDICTS
-from kvpool.tools.output import WIDTH, bytes_text, fail
+from kvpool.tools.output import WIDTH, bytes_text, fail, refuse
 from kvpool.tools.units import parse_bytes
 
 
@@ -55,19 +55,19 @@ def doctor(  # noqa: PLR0913 - one parameter per option
     Tries the pools on the CPU and on each GPU, in separate processes, so that no CUDA context is left behind.
     Exits with status 1 if CPU pools or a required part do not work.
     """
+    required = tuple(require or ())
+    unknown = [name for name in required if name not in VERDICTS]
+    if unknown:
+        refuse(f"--require: {', '.join(map(repr, unknown))} is not one of {', '.join(VERDICTS)}")
     if bandwidth:
         if require:
-            fail("--bandwidth measures, and --require checks: give one of them")
+            refuse("--bandwidth measures, and --require checks: give one of them")
         _measure(directory, size, seconds, as_json_object=as_json_object)
         return
     of_bandwidth = {"--directory": directory, "--size": size, "--seconds": seconds}
     for name, value in of_bandwidth.items():
         if value is not None:
-            fail(f"{name} is for --bandwidth")
-    required = tuple(require or ())
-    unknown = [name for name in required if name not in VERDICTS]
-    if unknown:
-        fail(f"--require: {', '.join(map(repr, unknown))} is not one of {', '.join(VERDICTS)}")
+            refuse(f"{name} is for --bandwidth")
     raise typer.Exit(run(required, as_json_object=as_json_object))
 
 
@@ -84,7 +84,7 @@ def _measure(
                 lambda name: status.update(f"measuring {name}"),
             )
     except ConfigError as error:
-        fail(str(error))
+        refuse(str(error))
     if as_json_object:
         typer.echo(json.dumps(as_json(lines), indent=1))
     else:

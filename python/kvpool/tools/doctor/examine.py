@@ -12,11 +12,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpool.integrations.seams import version_of
 from kvpool.integrations.versions import TRANSFORMERS
 from kvpool.tools.doctor import driver, host, libraries
 from kvpool.tools.doctor.report import BROKEN, MISSING, OK, Finding, Report, Verdict, unmet_text
 from kvpool.tools.doctor.trial import Outcome, run_trial
 from kvpool.tools.needs import COMMAND_LINE, COMMANDS, remedy
+from kvpool.tools.output import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,9 +49,13 @@ def examine(
         try_device: Tries the pools on a device.
     """
     of_driver, devices = driver.examine(root, load)
-    cpu = try_device("cpu")
-    gpus = {f"cuda:{ordinal}": try_device(f"cuda:{ordinal}") for ordinal in range(max(1, devices))}
-    torch = libraries.torch_state(devices)
+    tried = {}
+    for device in ("cpu", *(f"cuda:{ordinal}" for ordinal in range(max(1, devices)))):
+        with waiting(f"trying pools on {device}"):
+            tried[device] = try_device(device)
+    cpu, gpus = tried.pop("cpu"), tried
+    with waiting("loading PyTorch"):
+        torch = libraries.torch_state(devices)
     # A broken extension cannot be asked.
     package = libraries.package(gpus["cuda:0"].text) if cpu.works else []
     findings = [
@@ -115,7 +121,7 @@ def _command_problem(name: str, cpu: Outcome, torch: TorchState) -> tuple[str, s
     if not cpu.works:
         return 'device="cpu" does not work', ""
     needed = (*COMMAND_LINE, *COMMANDS[name].needs)
-    absent = [module for module in needed if libraries.version_of(module) is None]
+    absent = [module for module in needed if version_of(module) is None]
     if absent:
         return f"{', '.join(absent)} not installed", remedy(absent)
     if torch.problem:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from kvpool.tools.output import WIDTH
 
 OK = "ok"
 NOTE = "note"
@@ -96,8 +99,20 @@ class Report:
 
 
 def _entry(status: str, text: str, advice: str) -> list[str]:
-    """Return one line, and a second line if there is advice."""
-    return [f"  {status:8}{text}", *([f"          -> {advice}"] if advice else [])]
+    """Return the lines of an entry, and those of its advice, which begin with an arrow."""
+    return [*_wrapped(f"  {status:8}", text), *(_wrapped(" " * 10 + "-> ", advice) if advice else ())]
+
+
+def _wrapped(begin: str, text: str) -> list[str]:
+    """Return lines of at most `WIDTH` characters; a longer word, such as a path, stays whole."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def unmet_text(unmet: list[Verdict]) -> str:

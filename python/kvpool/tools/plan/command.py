@@ -5,10 +5,12 @@ import json
 import typer
 
 from kvpool.errors import ConfigError
-from kvpool.tools.output import fail
+from kvpool.tools.bandwidths import Bandwidth, read_bandwidths
+from kvpool.tools.output import fail, refuse
 from kvpool.tools.plan import parameters
 from kvpool.tools.plan.fleet_command import TraceOptions, print_simulation, refuse_fleet_options
-from kvpool.tools.plan.fleet_options import MAX_REQUESTS, FleetOptions
+from kvpool.tools.plan.fleet_config import FleetConfig
+from kvpool.tools.plan.fleet_options import MAX_REQUESTS, FleetOptions, fleet_of
 from kvpool.tools.plan.model_config import read_model
 from kvpool.tools.plan.report import print_plan
 from kvpool.tools.plan.solver import PAGE_SIZE, STEP_TOKENS, Plan, PlanConfig, make_plan
@@ -63,48 +65,54 @@ def plan(  # noqa: PLR0913 - one parameter per option
     elif max_requests is None and mean_context is None:
         max_requests = MAX_REQUESTS
     try:
-        made = make_plan(
-            read_model(config),
-            PlanConfig(
-                memory_bytes=parse_bytes(memory),
-                reserve_bytes=parse_bytes(reserve),
-                tp=tp,
-                dtype=dtype,
-                context_len=context,
-                mean_context=mean_context,
-                page_size=page_size,
-                max_requests=max_requests,
-                step_tokens=step_tokens,
-                mla=mla,
-                device=device,
-            ),
+        options = PlanConfig(
+            memory_bytes=parse_bytes(memory),
+            reserve_bytes=parse_bytes(reserve),
+            tp=tp,
+            dtype=dtype,
+            context_len=context,
+            mean_context=mean_context,
+            page_size=page_size,
+            max_requests=max_requests,
+            step_tokens=step_tokens,
+            mla=mla,
+            device=device,
         )
-        if not fleet:
+    except ConfigError as error:
+        refuse(str(error))
+    fleet_options = FleetOptions(
+        prefill=prefill,
+        decode=decode,
+        prefill_rate=prefill_rate,
+        decode_rate=decode_rate,
+        step_ms=step_ms,
+        link=link,
+        scattered=scattered,
+        store=store,
+        store_link=store_link,
+        latency_ms=latency_ms,
+        route=route,
+        policy=policy,
+        speed_up=speed_up,
+    )
+    try:
+        measured = [] if bandwidth is None else read_bandwidths(bandwidth)
+        machines = _fleet(fleet_options, measured) if fleet else None
+        made = make_plan(read_model(config), options)
+        if machines is None:
             _print(made, as_json_object=as_json_object)
-            return
-        print_simulation(
-            made,
-            FleetOptions(
-                prefill=prefill,
-                decode=decode,
-                prefill_rate=prefill_rate,
-                decode_rate=decode_rate,
-                step_ms=step_ms,
-                link=link,
-                scattered=scattered,
-                store=store,
-                store_link=store_link,
-                latency_ms=latency_ms,
-                route=route,
-                policy=policy,
-                speed_up=speed_up,
-            ),
-            TraceOptions(trace, requests, seed),
-            bandwidth,
-            as_json_object=as_json_object,
-        )
+        else:
+            chosen = TraceOptions(trace, requests, seed)
+            print_simulation(made, machines, chosen, measured, as_json_object=as_json_object)
     except (ConfigError, OSError) as error:
         fail(str(error))
+
+
+def _fleet(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
+    try:
+        return fleet_of(options, measured)
+    except ConfigError as error:
+        refuse(str(error))
 
 
 def _print(made: Plan, *, as_json_object: bool) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvpool._kvpool import Lease
     from kvpool.tools.plan.fleet_config import FleetConfig, Machine
     from kvpool.tools.traces import Trace
+    from kvpool.typing import Policy
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class _Cache:
         policy: The eviction policy.
     """
 
-    def __init__(self, blocks: int, page_size: int, policy: str) -> None:
+    def __init__(self, blocks: int, page_size: int, policy: Policy) -> None:
         self._page_size = page_size
         self._allocator = TokenToKVPoolAllocator(
             blocks * page_size, device="cpu", page_size=page_size, need_sort=False

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from kvpool.tools.bandwidths import read_bandwidths
-from kvpool.tools.output import WIDTH, fail, need
-from kvpool.tools.plan.fleet_options import FleetOptions, fleet_of, machine_of
+from kvpool.tools.output import WIDTH, fail, need, refuse_unused, waiting
+from kvpool.tools.plan.fleet_options import machine_of
 from kvpool.tools.plan.parameters import FLEET_PANEL, SYNTHETIC_REQUESTS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvpool.tools.bandwidths import Bandwidth
+    from kvpool.tools.plan.fleet_config import FleetConfig
     from kvpool.tools.plan.solver import Plan
     from kvpool.tools.traces import Trace
 
@@ -38,18 +39,16 @@ class TraceOptions:
 
 def refuse_fleet_options(called: typer.Context) -> None:
     """Exit if an option of fleets was given without --fleet."""
-    for option in called.command.params:
-        if getattr(option, "rich_help_panel", None) == FLEET_PANEL:
-            source = called.get_parameter_source(option.name or "")
-            if source is not None and source.name == "COMMANDLINE":
-                fail(f"{option.opts[0]} is for --fleet")
+    params = called.command.params
+    names = [one.name or "" for one in params if getattr(one, "rich_help_panel", None) == FLEET_PANEL]
+    refuse_unused(called, names, "--fleet")
 
 
 def print_simulation(
     made: Plan,
-    options: FleetOptions,
+    fleet: FleetConfig,
     trace: TraceOptions,
-    bandwidth: Path | None,
+    measured: list[Bandwidth],
     *,
     as_json_object: bool,
 ) -> None:
@@ -57,21 +56,21 @@ def print_simulation(
 
     Args:
         made: The plan.
-        options: The fleet.
+        fleet: The fleet.
         trace: The requests.
-        bandwidth: File of measured bandwidths, which replace those missing in `options`.
+        measured: The measured bandwidths.
         as_json_object: Whether to print JSON.
 
     Raises:
-        ConfigError: If the value of an option is not valid or missing.
+        ConfigError: If the machines have no room for the requests.
         OSError: If a file cannot be read.
     """
-    measured = read_bandwidths(bandwidth) if bandwidth is not None else []
     need("plan --fleet", "numpy")
     from kvpool.tools.plan.fleet import simulate  # noqa: PLC0415 - it needs NumPy
     from kvpool.tools.plan.fleet_report import fleet_as_json, print_fleet  # noqa: PLC0415
 
-    result = simulate(_read(trace), machine_of(made), fleet_of(options, measured))
+    with waiting("simulating the machines"):
+        result = simulate(_read(trace), machine_of(made), fleet)
     if as_json_object:
         typer.echo(json.dumps(fleet_as_json(result, measured)))
     else:

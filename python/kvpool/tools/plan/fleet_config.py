@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
+from kvpool.tools.policies import policy_named
+
+if TYPE_CHECKING:
+    from kvpool.typing import Policy
 
 ROUTES: dict[str, str] = {
     "earliest": "where its prompt would be computed first, queue and prefix considered",
@@ -64,7 +69,7 @@ class FleetConfig:
     store_link: float = 0.0
     latency_s: float = 0.0
     route: str = "earliest"
-    policy: str = "lru"
+    policy: Policy = "lru"
     speed_up: float = 1.0
 
     def __post_init__(self) -> None:
@@ -79,5 +84,6 @@ class FleetConfig:
                 raise ConfigError(f"{name} must be a number of at least 0, not {getattr(self, name)}")
         if self.store_bytes and not self.store_link:
             raise ConfigError("a store needs a store_link")
+        policy_named(self.policy)
         if self.route not in ROUTES:
             raise ConfigError(f"route must be one of {', '.join(ROUTES)}, not {self.route!r}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
 from kvpool.tools.plan.fleet_config import FleetConfig, Machine
+from kvpool.tools.policies import policy_named
 from kvpool.tools.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def fleet_of(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
         store_link=store_link,
         latency_s=options.latency_ms / 1000,
         route=options.route,
-        policy=options.policy,
+        policy=policy_named(options.policy),
         speed_up=options.speed_up,
     )
 

@@ -66,6 +66,8 @@ class PlanConfig:
             raise ConfigError(
                 f"--reserve, {self.reserve_bytes:,} bytes, exceeds --memory, {self.memory_bytes:,} bytes"
             )
+        if self.dtype is not None and DTYPE_ALIASES.get(self.dtype, self.dtype) not in _STORAGE_DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(_STORAGE_DTYPES)}, not {self.dtype!r}")
         if self.mla not in MLA_FORMS:
             raise ConfigError(f"mla must be one of {', '.join(MLA_FORMS)}, not {self.mla!r}")
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:

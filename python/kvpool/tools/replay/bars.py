@@ -49,18 +49,13 @@ def run(job: Replay, console: Console | None) -> ReplayResult:
 
 
 def measure(
-    trace: Trace, policies: str, capacities: list[int], page_size: int | None, console: Console | None
+    trace: Trace, policies: list[str], capacities: list[int], page_size: int | None, console: Console | None
 ) -> HitRates:
-    """Measure the hit rates of policies, by their names or "all", with a bar if there is a console for it."""
+    """Measure the hit rates of policies, with a bar if there is a console for it."""
     from kvpool.tools.replay import hit_rates  # noqa: PLC0415 - it needs NumPy
 
-    names = (
-        [*hit_rates.POLICIES, hit_rates.BELADY]
-        if policies == "all"
-        else [name.strip() for name in policies.split(",")]
-    )
     if console is None:
-        return hit_rates.measure(trace, names, capacities, page_size)
+        return hit_rates.measure(trace, policies, capacities, page_size)
     columns = (
         TextColumn("measuring {task.fields[last]}"),
         BarColumn(),
@@ -68,9 +63,9 @@ def measure(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=len(names) * len(capacities), last="")
+        task = bar.add_task("", total=len(policies) * len(capacities), last="")
 
         def update(rate: HitRate) -> None:
             bar.update(task, advance=1, last=rate.policy)
 
-        return hit_rates.measure(trace, names, capacities, page_size, update)
+        return hit_rates.measure(trace, policies, capacities, page_size, update)

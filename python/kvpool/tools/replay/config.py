@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError
+from kvpool.tools.policies import policy_named
+
+if TYPE_CHECKING:
+    from kvpool.typing import Policy
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class ReplayConfig:
     speed_up: float = 1.0
     seed: int = 0
     prefix_cache: bool = False
-    policy: str = "adaptive"
+    policy: Policy = "adaptive"
 
     def __post_init__(self) -> None:
         least_one = ("page_size", "layers", "heads", "head_dim", "max_running", "prefill_budget")
@@ -62,5 +67,6 @@ class ReplayConfig:
                 raise ConfigError(f"{name} must be a positive number, not {value}")
         if not 0 <= self.seed < 1 << 32:
             raise ConfigError(f"seed must be between 0 and {(1 << 32) - 1}, not {self.seed}")
+        policy_named(self.policy)
         if self.dtype not in _STORAGE_DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_STORAGE_DTYPES)}, not {self.dtype!r}")

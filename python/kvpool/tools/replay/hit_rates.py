@@ -16,6 +16,7 @@ import numpy as np
 from kvpool import TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError
+from kvpool.tools.policies import BELADY, POLICIES, policy_named
 from kvpool.tools.replay.belady import belady
 from kvpool.tools.replay.prompts import Prompts
 
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpool.tools.traces import Trace
-
-POLICIES = ("lru", "fifo", "lfu", "slru", "priority", "adaptive")
-"""The policies of `PrefixCache`."""
-BELADY = "belady"
-"""The policy that knows future requests: it evicts the leaf with the latest next use."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ def measure(
 def _found(prompts: Prompts, trace: Trace, policy: str, capacity: int, page_size: int) -> int:
     """Return the blocks that a cache finds."""
     allocator = TokenToKVPoolAllocator(capacity, device="cpu", page_size=page_size, need_sort=False)
-    cache = PrefixCache(allocator, policy=policy)
+    cache = PrefixCache(allocator, policy=policy_named(policy))
     most = allocator.available_size()
     found = 0
     for request in range(len(trace)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 from rich.console import Console
 
-from kvpool.tools.output import fail
+from kvpool.tools.output import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +40,9 @@ class Output:
         if self.plot is None:
             return
         if not self.plot.parent.is_dir():
-            fail(f"--plot: {self.plot.parent} is not a folder")
+            refuse(f"--plot: {self.plot.parent} is not a folder")
         if self.plot.suffix not in PICTURE_FORMATS:
-            fail(f"--plot: {self.plot.name} must end in {', '.join(PICTURE_FORMATS)}")
+            refuse(f"--plot: {self.plot.name} must end in {', '.join(PICTURE_FORMATS)}")
 
     def print_replay(self, result: ReplayResult) -> None:
         """Print a replay, and draw its occupancy and latencies."""

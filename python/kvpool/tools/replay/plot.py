@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from kvpool.tools.replay.hit_rates import BELADY
+from kvpool.tools.policies import BELADY
 from kvpool.tools.replay.replay import OPERATIONS
 from kvpool.tools.replay.report import tokens_text
 

@@ -18,9 +18,10 @@ import torch
 
 from kvpool.cluster import Router, Worker, parse_address, read_secret
 from kvpool.cluster.worker import REPORT_S
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.kv_events import EventPublisher
 from kvpool.integrations.nixl import Endpoint
+from kvpool.tools.output import waiting
 from kvpool.tools.serve.service import Pools, make_model, revision
 
 if TYPE_CHECKING:
@@ -76,8 +77,15 @@ class Options(NamedTuple):
                 f"{self.prefill} workers for prompts and {self.decode} for what follows: "
                 "at least one of each is needed"
             )
+        for option, address in (("--listen", self.listen), ("--router", self.router)):
+            if address:
+                parse_address(option, address, allow_remote=self.allow_remote)
         if config.store:
             raise ConfigError("a store cannot be shared by the workers of a cluster")
+
+
+class WorkerError(KvPoolError, RuntimeError):
+    """A worker has not joined, or has ended."""
 
 
 def common(config: ServeConfig) -> dict[str, str | int]:
@@ -135,15 +143,20 @@ class Cluster:
         """Wait for these numbers of workers, at most for `timeout` seconds.
 
         Raises:
-            ConfigError: If the workers do not join in time.
+            WorkerError: If the workers do not join in time.
         """
+        text = f"waiting for {prefill} workers for prompts and {decode} for what follows to join"
+        with waiting(f"{text}, at most {timeout:g} s"):
+            self._wait(prefill, decode, timeout)
+
+    def _wait(self, prefill: int, decode: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while True:
             alive = [one.role for one in self.router.workers() if one.is_alive and one.stats]
             if alive.count("prefill") >= prefill and alive.count("decode") >= decode:
                 return
             if time.monotonic() > deadline:
-                raise ConfigError(
+                raise WorkerError(
                     f"{alive.count('prefill')} of {prefill} workers for prompts and "
                     f"{alive.count('decode')} of {decode} for what follows have joined in {timeout:g} s"
                 )
@@ -192,7 +205,7 @@ def children(
     Args:
         config: The configuration of their pools and model.
         options: Their numbers by role.
-        cluster: The cluster that they join. Its `check` raises `ConfigError` if one of them has ended.
+        cluster: The cluster that they join. Its `check` raises `WorkerError` if one of them has ended.
         secret: The shared secret, which is in their environment.
 
     Yields:
@@ -210,7 +223,7 @@ def children(
                 if process.poll() is not None:
                     errors.seek(0)
                     output = errors.read().decode(errors="replace").strip()[-_TAIL:]
-                    raise ConfigError(f"{name} has ended with status {process.returncode}:\n{output}")
+                    raise WorkerError(f"{name} has ended with status {process.returncode}:\n{output}")
 
         cluster.check = check
         yield {name: process for name, process, _ in started}

@@ -5,15 +5,29 @@ import json
 import typer
 from rich.console import Console
 
-from kvpool.errors import KvPoolError
+from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.versions import TRANSFORMERS
 from kvpool.tools.devices import check_device
 from kvpool.tools.needs import CLUSTER, COMMANDS, remedy
-from kvpool.tools.output import fail, need
+from kvpool.tools.output import fail, need, refuse, refuse_unused, waiting
 from kvpool.tools.serve import parameters
+
+_OF_CLUSTERS = (
+    "listen",
+    "router",
+    "name",
+    "secret_file",
+    "allow_remote",
+    "host",
+    "network",
+    "join_timeout",
+    "until_stdin_ends",
+)
+"""The parameters of clusters alone."""
 
 
 def serve(  # noqa: PLR0913 - one parameter per option
+    called: typer.Context,
     *,
     model: parameters.Model = "qwen3",
     requests: parameters.Requests = 300,
@@ -54,15 +68,15 @@ def serve(  # noqa: PLR0913 - one parameter per option
     With --prefill and --decode, workers compute prompts and others generate, as processes of their own; with
     --role each of them is started by hand, on any machine.
     """
+    _check_used(called, in_cluster=bool(prefill or decode or role), has_store=bool(store))
     need("serve", *COMMANDS["serve"].needs, *(CLUSTER if prefill or decode or role else ()))
-    problem = TRANSFORMERS.why_not()
-    if problem:
-        fail(f"serve: {problem}: {remedy(COMMANDS['serve'].needs)}")
-    from kvpool.serving.swap import swap_mode  # noqa: PLC0415 - PyTorch and transformers load slowly
-    from kvpool.tools.serve import report, service  # noqa: PLC0415
+    _check_transformers()
+    with waiting("loading PyTorch and transformers"):
+        from kvpool.serving.swap import swap_mode  # noqa: PLC0415 - PyTorch and transformers load slowly
+        from kvpool.tools.serve import report, service  # noqa: PLC0415
 
     if model not in service.CONFIGS:
-        fail(f"--model is {model!r}; it must be one of {', '.join(service.CONFIGS)}")
+        refuse(f"--model is {model!r}; it must be one of {', '.join(service.CONFIGS)}")
     console = Console(quiet=as_json_object)
     try:
         config = service.ServeConfig(
@@ -104,9 +118,26 @@ def serve(  # noqa: PLR0913 - one parameter per option
             result = cluster_report.run(config, options, console)
         else:
             result = report.run(config, console)
+    except ConfigError as error:
+        refuse(str(error))
     except (KvPoolError, MemoryError) as error:
         fail(f"{type(error).__name__}: {error}")
     if as_json_object:
         typer.echo(json.dumps(report.as_json(result)))
     if not result.is_right:
         raise typer.Exit(1)
+
+
+def _check_used(called: typer.Context, *, in_cluster: bool, has_store: bool) -> None:
+    """Exit if an option was given that this run does not have."""
+    if not in_cluster:
+        refuse_unused(called, _OF_CLUSTERS, "a cluster: give --prefill and --decode, or --role")
+    if not has_store:
+        refuse_unused(called, ("store_mib",), "--store")
+
+
+def _check_transformers() -> None:
+    """Exit if the installed version cannot be used, in the words of `kvpool doctor`."""
+    problem = TRANSFORMERS.why_not()
+    if problem:
+        fail(f"serve: {problem}: {remedy(COMMANDS['serve'].needs)}")

@@ -1,0 +1,28 @@
+"""The policies of `PrefixCache`, as users name them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvpool.typing import Policy
+
+POLICIES: tuple[Policy, ...] = ("lru", "fifo", "lfu", "slru", "priority", "adaptive")
+"""The policies of `PrefixCache`."""
+
+BELADY = "belady"
+"""The policy that knows future requests, for `kvpool replay --capacity`: it evicts what is used last."""
+
+
+def policy_named(name: str) -> Policy:
+    """Return the policy with a name.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    for known in POLICIES:
+        if known == name:
+            return known
+    raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {name!r}")

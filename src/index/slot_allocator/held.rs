@@ -1,0 +1,48 @@
+//! What a caller knows of the slots that it frees.
+
+use crate::base::Page;
+use crate::index::free_list::Run;
+use crate::index::free_times::Moment;
+use crate::index::mask::Mask;
+
+use super::SlotAllocator;
+
+/// What a caller knows of values that it frees: a list in which they were handed out to it.
+///
+/// With it, a free is told from a stale one, of pages that were freed and handed out again since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// The moment when the pages were taken.
+    pub since: Moment,
+    /// Whether a free of the whole list has ended the hold.
+    pub is_over: bool,
+    /// Given if the values are the whole list as it was handed out, and no other list has their pages. The
+    /// caller then records the end of the hold itself, which costs less than to record it for each page.
+    pub whole: Option<Whole>,
+}
+
+/// How it is known that values are a whole list as it was handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whole {
+    /// They are if their pages are these.
+    Run(Run<Page>),
+    /// The caller knows it.
+    List,
+}
+
+impl Whole {
+    /// Returns whether a free of `freed` pages is one of the whole list.
+    pub(super) fn is_freed_by(self, freed: &[Mask]) -> bool {
+        match self {
+            Self::List => true,
+            Self::Run(run) => Mask::of_range(run.range()).eq(freed.iter().copied()),
+        }
+    }
+}
+
+impl Held {
+    /// Returns whether a caller with this hold no longer has `page`, which is in use, in `slots`.
+    pub(super) fn is_stale(self, page: Page, slots: &SlotAllocator) -> bool {
+        self.is_over || slots.is_freed_since(page, self.since)
+    }
+}
