@@ -340,7 +340,7 @@ impl Requests {
         if len > 0 {
             return Err(Error::config(format!(
                 "request row {row} at position {position} has {len} tokens with slots; only a new request takes a \
-                 cached prefix"
+                 cached prefix, and this one continues with its own lease or none"
             )));
         }
         Ok(Growth { had: 0, start: 0, ..growth })

@@ -7,6 +7,8 @@ mod freeing;
 mod frees;
 mod page_runs;
 
+use std::ops::Range;
+
 use crate::base::bounded::narrow;
 use crate::base::{
     Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, try_with_capacity, widen,
@@ -332,16 +334,38 @@ impl SlotAllocator {
     }
 
     /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`
-    /// ones.
+    /// ones. Needs no memory.
     ///
     /// A group does not delay the free, and nothing is reported. The padding slot stands for a slot in a page
     /// that the request had before.
     pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
-        let page_size = self.page_size;
-        let mut pages: Vec<Page> = slots.iter().map(|slot| Page::new(slot.number() / page_size)).collect();
-        pages.dedup();
-        pages.retain(|page| page.number() != PADDING && !continued.contains(page));
-        self.free_live_pages(pages);
+        self.undo_each(slots.iter().copied(), continued, |_| ());
+    }
+
+    /// Works like [`SlotAllocator::undo`], and passes the freed pages to `undone`.
+    pub(super) fn undo_each<T: IndexNumber>(
+        &mut self,
+        slots: impl IntoIterator<Item = T>,
+        continued: &[Page],
+        mut undone: impl FnMut(Range<u32>),
+    ) {
+        let mut run = 0..0;
+        for slot in slots {
+            let page = slot.number() / self.page_size;
+            let is_last = page + 1 == run.end;
+            if is_last || page == PADDING || continued.contains(&Page::new(page)) {
+                continue;
+            }
+            if page == run.end {
+                run.end += 1;
+                continue;
+            }
+            let before = std::mem::replace(&mut run, page..page + 1);
+            self.pages.give_back(before.clone());
+            undone(before);
+        }
+        self.pages.give_back(run.clone());
+        undone(run);
     }
 
     /// Adds an owner to the pages of slots, once per page (with `page_size == 1`, once per occurrence). Each

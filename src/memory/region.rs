@@ -175,18 +175,19 @@ impl Region {
         matches!(self.origin, Origin::Indices { .. })
     }
 
-    /// Returns a copy of the indices that the region was made [of](Region::from_indices), as they are now.
-    ///
-    /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
-    pub(crate) fn copy_indices(&self) -> Result<Option<IndexVec>> {
-        let Origin::Indices { elements } = &self.origin else { return Ok(None) };
-        Ok(Some(match elements.dtype() {
-            // SAFETY: a vector is initialised. Only code that has a tensor of the region could write to it,
-            // and that must not while the pool reads it.
-            DType::I64 => IndexVec::I64(unsafe { self.read(0, elements.len()) }?),
-            // SAFETY: as above.
-            _ => IndexVec::I32(unsafe { self.read(0, elements.len()) }?),
+    /// Returns the indices that the region was made [of](Region::from_indices), as they are now, without a
+    /// copy. Only code that has a tensor of the region could write to it, and that must not meanwhile.
+    pub(crate) fn indices(&self) -> Option<impl Iterator<Item = i64> + '_> {
+        let Origin::Indices { elements } = &self.origin else { return None };
+        let (first, is_wide) = (self.address().as_ptr(), elements.dtype() == DType::I64);
+        Some((0..elements.len()).map(move |at| {
+            if is_wide {
+                // SAFETY: the region is a vector of that many `i64`, which is initialised.
+                unsafe { first.cast::<i64>().wrapping_add(at).read() }
+            } else {
+                // SAFETY: as above, of `i32`.
+                i64::from(unsafe { first.cast::<i32>().wrapping_add(at).read() })
+            }
         }))
     }
 

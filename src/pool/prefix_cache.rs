@@ -479,8 +479,15 @@ impl PrefixCache {
         let call = self.begin_call(stream);
         let cache = call.current();
         let (cached, owned) = (cache.stats().cached, self.allocator.stats().cached);
+        let snapshots = cache.stats().snapshots;
+        let tracks = self.shared.states.as_ref().map_or(0, |states| states.cached());
         let fault = cache.tree.broken_invariant().or_else(|| {
-            (cached > owned).then(|| format!("{cached} slots are cached, the cache owns {owned}"))
+            if cached > owned {
+                Some(format!("{cached} slots are cached, the cache owns {owned}"))
+            } else {
+                (snapshots > tracks)
+                    .then(|| format!("{snapshots} snapshots are cached, the cache owns {tracks} track slots"))
+            }
         });
         fault.map_or(Ok(()), |fault| {
             let text = format!("the prefix cache is inconsistent: {fault}");

@@ -329,7 +329,7 @@ impl SlotTensors {
                     page_size: self.slots.page_size(),
                 };
                 let view = stage.complete(&slots, last_loc, &grown, stream);
-                view.inspect_err(|_| self.slots.undo(&slots, &continued))?
+                view.inspect_err(|_| self.slots.undo(slots.iter().copied(), &continued))?
             }
             _ => self.hand_out(slots, &continued, stream)?,
         };
@@ -376,7 +376,7 @@ impl SlotTensors {
     fn hand_out(&mut self, slots: IndexVec, continued: &[Page], stream: Stream) -> Result<TensorView> {
         let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
         let slots = slots.into_i32()?;
-        stage.tensor_of(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
+        stage.tensor_of(&slots, stream).inspect_err(|_| self.slots.undo(slots.iter().copied(), continued))
     }
 
     /// Returns an event to wait for, without locks, before more slots are taken, if the device is far behind.
@@ -401,19 +401,21 @@ impl SlotTensors {
         self.clears
     }
 
-    /// Returns unused slots to the pool, except those in `continued` pages.
+    /// Returns unused slots to the pool, except those in `continued` pages. Needs no memory.
     ///
     /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
     pub(super) fn undo(&mut self, granted: &GrantedSlots, continued: &[Page]) {
+        let Self { slots, stage, .. } = self;
         let view = match granted {
-            GrantedSlots::One(slot, _) => return self.slots.undo(&[slot.number().cast_signed()], continued),
+            GrantedSlots::One(slot, _) => return slots.undo([slot.number().cast_signed()], continued),
             GrantedSlots::Tensor(view) => view,
         };
-        let of_stage = || self.stage.as_ref().map(|stage| stage.listed(view));
-        let of_list = view.region().copy_indices().expect("memory for a list of slots");
-        match of_list.or_else(of_stage).expect("the pool listed the slots") {
-            IndexVec::I32(slots) => self.slots.undo(&slots, continued),
-            IndexVec::I64(slots) => self.slots.undo(&slots, continued),
+        match (view.region().indices(), stage) {
+            (Some(listed), _) => slots.undo(listed, continued),
+            (None, Some(stage)) => {
+                stage.with_listed(view, |listed| slots.undo(listed.iter().copied(), continued));
+            }
+            (None, None) => unreachable!("the pool listed the slots"),
         }
     }
 

@@ -1,13 +1,11 @@
 //! [`SlotAllocator`] with a ledger of its pages.
 
-use std::sync::Arc;
-
-use super::Ledgered;
+use super::{Ledgered, call_of};
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
 use crate::index::ledger::{Attribution, IndexState, Span, spans};
 use crate::index::owners::SharingReservation;
 use crate::index::{
-    BadFrees, CallRecord, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator,
+    BadFrees, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator,
 };
 
 impl Ledgered<SlotAllocator> {
@@ -89,10 +87,10 @@ impl Ledgered<SlotAllocator> {
         }
     }
 
-    /// Calls [`SlotAllocator::undo`] and records it.
-    pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
-        self.inner.undo(slots, continued);
-        self.record_freed(true);
+    /// Works like [`SlotAllocator::undo`] with slots in any form, and records it.
+    pub fn undo<T: IndexNumber>(&mut self, slots: impl IntoIterator<Item = T>, continued: &[Page]) {
+        let ledger = &mut self.ledger;
+        self.inner.undo_each(slots, continued, |pages| ledger.record_undo(pages));
     }
 
     /// Records that the last free gave its pages back and, with `is_free`, that they are free.
@@ -313,9 +311,4 @@ impl Ledgered<SlotAllocator> {
         self.ledger.clear();
         self.inner.clear();
     }
-}
-
-/// Returns the call in progress, in the name of `owner`.
-fn call_of(owner: &Owner) -> Arc<CallRecord> {
-    Arc::new(CallRecord { owner: Some(owner.clone()), ..CallRecord::clone(&CallRecord::current()) })
 }

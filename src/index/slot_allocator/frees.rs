@@ -1,6 +1,6 @@
 //! Freeing slots: at once, at the end of a group, or when a fence has passed.
 
-use crate::base::{Error, Id, IndexVec, Page, Result, Slot};
+use crate::base::{Error, Id, IndexVec, Page, Result, Slot, try_push, try_reserve, try_to_vec};
 
 use super::freeing::Freeing;
 use super::{FenceId, FencedFree, Group, SlotAllocator};
@@ -15,9 +15,11 @@ impl SlotAllocator {
     ///
     /// # Errors
     /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when
-    /// anything would be dropped, and nothing is changed.
+    /// anything would be dropped; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
+    /// host cannot allocate the bookkeeping. Nothing is changed then.
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
+            try_reserve(&mut group.values, values.len())?;
             group.values.extend(values.iter());
             return Ok(BadFrees::default());
         }
@@ -68,7 +70,7 @@ impl SlotAllocator {
             fenced.pages.masks().iter().for_each(|mask| freed(*mask, false));
             for page in fenced.shared {
                 if self.owners.complete(page) {
-                    self.free_live_pages([page]);
+                    self.pages.give_back(page.number()..page.number() + 1);
                     freed(Mask::of(page.number()), true);
                 }
             }
@@ -86,15 +88,6 @@ impl SlotAllocator {
         self.fences.iter().any(|(fence, _)| *fence == id)
     }
 
-    /// Frees live pages, bypassing groups and reports.
-    pub(super) fn free_live_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
-        let mut batch = self.pages.begin_free(FreeTiming::Now);
-        for page in pages {
-            batch.add(Mask::of(page.number()));
-        }
-        batch.commit();
-    }
-
     /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to the report.
     pub(in crate::index) fn free_explained(
         &mut self,
@@ -108,7 +101,10 @@ impl SlotAllocator {
         {
             // An empty batch, so that the previous one does not count as the last.
             self.owners.remove(FreeTiming::Now).commit();
-            self.free_live_pages([page]);
+            let mut batch = self.pages.begin_free(FreeTiming::Now);
+            batch.add(Mask::of(page.number()));
+            batch.check()?;
+            batch.commit();
             return Ok(BadFrees::default());
         }
         let (page_size, capacity) = (self.page_size, self.capacity());
@@ -125,11 +121,13 @@ impl SlotAllocator {
         let dropped = bad.dropped();
         explain(&mut bad);
         let bad = on_bad_frees(bad, on_bad, Slot::NOUN, values.len(), capacity)?;
-        self.dropped_frees += dropped;
+        batch.check()?;
+        owners.check()?;
         if let Some(fence) = fence {
-            let shared = owners.pages().to_vec();
-            self.fences.push((fence, FencedFree { pages: batch.fenced(), shared }));
+            let fenced = FencedFree { pages: batch.fenced()?, shared: try_to_vec(owners.pages())? };
+            try_push(&mut self.fences, (fence, fenced))?;
         }
+        self.dropped_frees += dropped;
         owners.commit();
         batch.commit();
         Ok(bad)

@@ -1,7 +1,7 @@
 //! Ownership by runs of pages, for owners that keep pages, without a conversion to slots and back.
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, Page, Result, widen};
+use crate::base::{Error, ErrorKind, Id, Page, Result, try_push, try_to_vec, widen};
 use crate::index::free_list::{FreeTiming, Run};
 use crate::index::mask::Mask;
 use crate::index::runs::BLOCK;
@@ -130,8 +130,11 @@ impl SlotAllocator {
         if self.page_size > 1 {
             batch.sort();
         }
+        batch.check()?;
+        owners.check()?;
         if let Some(fence) = fence {
-            self.fences.push((fence, FencedFree { pages: batch.fenced(), shared: owners.pages().to_vec() }));
+            let fenced = FencedFree { pages: batch.fenced()?, shared: try_to_vec(owners.pages())? };
+            try_push(&mut self.fences, (fence, fenced))?;
         }
         owners.commit();
         batch.commit();

@@ -103,6 +103,11 @@ impl Leases {
         bound.is_of(row, table).then_some(&bound.lease)
     }
 
+    /// Returns whether `lease` is that of the request in `row`.
+    pub(super) fn is_of(&self, lease: &Lease, row: RequestRow, table: &RequestTable) -> bool {
+        self.of(row, table).is_some_and(|own| std::ptr::eq(&raw const **own, lease))
+    }
+
     /// Removes the lease of a request, which gives it up.
     pub(super) fn remove(&mut self, row: RequestRow) {
         self.by_row[widen(row.number())] = None;

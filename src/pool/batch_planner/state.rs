@@ -142,7 +142,7 @@ impl PlannerState {
         for (position, (&row, pages)) in self.resolve(rows, table)?.iter().zip(&mut cached).enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let asked = GrowthRequest { position, row, prefix, seq };
-            growths.push(self.growth(asked, batch.prefixes.get(position), pages, slots)?);
+            growths.push(self.growth(asked, batch.prefixes.get(position), pages, slots, table)?);
         }
         let are_new = growths.iter().map(|growth| growth.had < growth.prefix);
         let prefixes = are_new.zip(&mut cached).filter_map(|(is_new, pages)| is_new.then_some(pages));
@@ -167,6 +167,7 @@ impl PlannerState {
         prefix: Option<&Prefix>,
         pages: &mut CachedPages<'_>,
         slots: &SlotTensors,
+        table: &RequestTable,
     ) -> Result<Growth> {
         match (pages, prefix) {
             (CachedPages::Leased(claim), _) => {
@@ -177,6 +178,12 @@ impl PlannerState {
                 let (growth, shared) = self.requests.growth_of_cached(asked, cached, slots.slots())?;
                 *pages = shared;
                 Ok(growth)
+            }
+            (_, Some(Prefix::Leased(lease))) if !self.leases.is_of(lease, asked.row, table) => {
+                let GrowthRequest { position, row, .. } = asked;
+                Err(Error::config(format!(
+                    "request row {row} at position {position} was finished while it was to grow"
+                )))
             }
             _ => {
                 let GrowthRequest { row, prefix, seq, .. } = asked;

@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, try_with_capacity, widen};
+use crate::base::{Error, ErrorKind, Page, RequestRow, Result, StateSlot};
 use crate::cache::{Hold, Namespace, Tree};
-use crate::index::{PageList, put_slots_of};
+use crate::index::PageList;
 use crate::memory::Stream;
 use crate::pool::TokenToKvPoolAllocator;
 use crate::pool::gdn_pool::Source;
@@ -170,18 +170,7 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`]; see [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
     pub fn slots(&self, stream: Stream) -> Result<TensorView> {
-        self.tensor_of_pages(&self.pages(0)?, stream)
-    }
-
-    /// Returns the slots of pages of this cache: 1-D int32, valid on `stream`.
-    ///
-    /// # Errors
-    /// See [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
-    pub fn tensor_of_pages(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
-        let page_size = crate::base::bounded::narrow(self.allocator.page_size());
-        let mut slots = try_with_capacity(pages.len() * widen(page_size))?;
-        put_slots_of(pages.iter().map(|page| page.number()), page_size, &mut slots);
-        self.allocator.lock().tensor_of(slots, stream)
+        self.allocator.tensor_of_pages(&self.pages(0)?, stream)
     }
 
     /// Returns the track slot of the snapshot at the end of the prefix.
@@ -197,11 +186,13 @@ impl Lease {
     ///
     /// # Errors
     /// See [`Self::len`] and [`GdnPool::copy_states`](crate::pool::GdnPool::copy_states);
-    /// [`ErrorKind::Config`] when the cache has no states, or the prefix has tokens and no snapshot.
+    /// [`ErrorKind::Config`] when the cache has no states, or the prefix has tokens and no snapshot;
+    /// [`ErrorKind::Index`] for a row of no working slot.
     pub fn restore(&self, row: i64, stream: Stream) -> Result<()> {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("the prefix cache was made without states"));
         };
+        states.check_working(row)?;
         // This lock keeps the snapshot from being given up before it is copied.
         let (snapshot, lock) = self.with(stream, |_, cache, lease| {
             let snapshot = lease.state(&cache.tree);
@@ -243,7 +234,7 @@ impl Lease {
             if let Some(other) = lease.request() {
                 let row = other.row();
                 return Err(Error::config(format!(
-                    "the lease is that of request row {row} already; match again"
+                    "the lease is that of request row {row}; match again for another request"
                 )));
             }
             let mut pages = cache.tree.share_pages(&lease.hold);

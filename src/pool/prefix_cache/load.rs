@@ -347,7 +347,7 @@ impl Lease {
             let lock = self.lock_of(hold, None, stream);
             let state = match self.shared.states.as_ref().filter(|_| is_stateful) {
                 None => None,
-                Some(states) => match TakenSlot::new(states, cache, &mut lease.hold) {
+                Some(states) => match TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold) {
                     None => return Ok(LoadStart::Short { _lock: lock }),
                     taken => taken,
                 },

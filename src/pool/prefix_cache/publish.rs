@@ -51,11 +51,13 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as
     /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
-    /// cached already, or do not fill pages in order; see [`GdnPool::copy_states`]. Nothing is changed,
-    /// except that another snapshot may have been given up for the state.
+    /// cached already, or do not fill pages in order; [`ErrorKind::Index`] for a state of no working slot; see
+    /// [`GdnPool::copy_states`]. Nothing is changed, except that another snapshot may have been given up for
+    /// the state.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`GdnPool::copy_states`]: crate::pool::GdnPool::copy_states
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     pub fn publish(&self, publication: &Publication<'_>, stream: Stream) -> Result<Published> {
         let tokens = publication.tokens.count();
@@ -93,14 +95,14 @@ impl Lease {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("a state was published to a prefix cache without states"));
         };
-        states.check_slot(row)?;
+        states.check_working(row)?;
         let taken = self.with(stream, |_, cache, lease| {
             lease.check_arrived()?;
             let found = cache.tree.find(&lease.hold, &tokens)?;
             if !cache.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &cache.tree)) {
                 return Ok(None);
             }
-            Ok(TakenSlot::new(states, cache, &mut lease.hold))
+            Ok(TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold))
         })?;
         if let Some(taken) = &taken {
             taken.make_ready(stream)?;

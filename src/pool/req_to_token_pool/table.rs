@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, try_zeros, widen};
+use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, try_with_capacity, try_zeros, widen};
 use crate::index::{Ledgered, OnBadFree, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, IndexSpaces, Indices, Table};
 use crate::memory::{Backend, BorrowedTensor, Region, RegionWriter, Stream};
@@ -90,12 +90,13 @@ impl RequestTable {
     /// See [`ReqToTokenPool::alloc`](super::ReqToTokenPool::alloc).
     pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<RequestRow>>> {
         self.check_not_capturing(stream)?;
-        let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
+        let mut rows = try_with_capacity(count.min(self.rows.rows().available()))?;
+        let Some(taken) = self.rows.alloc(count)? else { return Ok(None) };
         if let Err(failure) = self.clean(&taken, stream) {
             self.give_back(&taken);
             return Err(failure);
         }
-        let rows: Vec<_> = taken.iter().map(|taken| taken.row).collect();
+        rows.extend(taken.iter().map(|taken| taken.row));
         for row in rows.iter().map(|row| widen(row.number())) {
             self.generations[row] += 1;
             self.generation_writer
@@ -107,13 +108,8 @@ impl RequestTable {
 
     /// Returns rows to the pool that were not handed out. They are zeroed later.
     fn give_back(&mut self, taken: &[RowExtent<RequestRow>]) {
-        let rows = taken.iter().map(|taken| taken.row.into()).collect();
-        let (_, bad) = self
-            .rows
-            .free(&IndexVec::I64(rows), OnBadFree::Report)
-            .expect("a free that is not strict takes whatever it is given");
-        debug_assert_eq!(bad.dropped(), 0, "all were taken just now");
         for taken in taken {
+            self.rows.undo(taken.row);
             self.rows.record_written(taken.row, self.columns());
         }
     }
@@ -373,7 +369,7 @@ impl RequestTable {
     /// See [`ReqToTokenPool::clear`](super::ReqToTokenPool::clear).
     pub(in crate::pool) fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
         self.check_not_capturing(stream)?;
-        let mut written = self.rows.clear();
+        let mut written = self.rows.clear()?;
         if self.config.writers == TableWriters::Others {
             let rows = (0..narrow(self.table_rows())).map(RequestRow::new);
             written = rows.map(|row| RowExtent { row, written: self.columns() }).collect();
