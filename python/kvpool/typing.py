@@ -37,6 +37,7 @@ __all__ = [
     "TableIndex",
     "TensorLike",
     "TierStats",
+    "TrackStats",
     "UnitStats",
 ]
 
@@ -180,6 +181,16 @@ class SlotStats(CountedStats):
     size: int
     page_size: int
     device_bytes: int
+
+
+class TrackStats(CountedStats):
+    """Statistics of `GDNPool`, in track slots.
+
+    Attributes:
+        cached: Track slots of prefix caches, which are in use.
+    """
+
+    cached: int
 
 
 class ChunkStats(CountedStats):

@@ -88,6 +88,17 @@ pub fn try_push<T>(values: &mut Vec<T>, value: T) -> Result<()> {
     Ok(())
 }
 
+/// Checks that the host can give `bytes`, before a change of several allocations that must not stop halfway.
+/// If another thread takes the memory in between, one of them still aborts the process.
+///
+/// # Errors
+/// [`ErrorKind::OutOfMemory`] when it cannot.
+pub fn check_memory(bytes: usize) -> Result<()> {
+    /// For allocations whose sizes do not depend on the caller.
+    const SLACK: usize = 1 << 16;
+    try_with_capacity::<u8>(bytes.saturating_add(SLACK)).map(drop)
+}
+
 /// Returns the error of a host that has no memory for `count` elements.
 #[cold]
 #[must_use]

@@ -26,8 +26,8 @@ pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};
 pub use fallible::{
-    out_of_memory_error, try_collect, try_collect_each, try_extend, try_push, try_reserve, try_to_vec,
-    try_with_capacity, try_zeros,
+    check_memory, out_of_memory_error, try_collect, try_collect_each, try_extend, try_push, try_reserve,
+    try_to_vec, try_with_capacity, try_zeros,
 };
 pub use fork_gate::{ForkGate, close_fork_gate, open_fork_gate};
 pub(crate) use ids::id;

@@ -255,11 +255,27 @@ impl<I: Id> FreeList<I> {
     /// A request that the free set cannot serve alone merges first, even when the merged set is still too
     /// small. In [`Order::Fifo`], indices that cannot be queued are taken last, lowest first.
     pub fn alloc(&mut self, count: usize, mut emit: impl FnMut(Run<I>)) -> bool {
+        let taken = self.try_alloc(count, |run| {
+            emit(run);
+            Ok(())
+        });
+        taken.unwrap_or(false)
+    }
+
+    /// Works like [`FreeList::alloc`], with an `emit` that may fail.
+    ///
+    /// # Errors
+    /// The error of `emit`, whose run is free again then. Those before it are not.
+    pub(super) fn try_alloc(
+        &mut self,
+        count: usize,
+        mut emit: impl FnMut(Run<I>) -> Result<()>,
+    ) -> Result<bool> {
         if count > self.records.count(Set::Free) {
             self.merge();
         }
         let is_enough = |count: &u32| widen(*count) <= self.available();
-        let Some(mut left) = u32::try_from(count).ok().filter(is_enough) else { return false };
+        let Some(mut left) = u32::try_from(count).ok().filter(is_enough) else { return Ok(false) };
         let mut from = self.first;
         while left > 0 {
             let next = match self.order {
@@ -270,10 +286,10 @@ impl<I: Id> FreeList<I> {
             self.records.take_run(run.range());
             self.reached = self.reached.max(run.end());
             (from, left) = (run.end(), left - run.len);
-            emit(run);
+            emit(run).inspect_err(|_| self.give_back(run.range()))?;
         }
         self.high_water = self.high_water.max(self.in_use());
-        true
+        Ok(true)
     }
 
     /// Works like [`FreeList::alloc`], but fills `out` with indices.

@@ -192,6 +192,15 @@ impl Owners {
         }
     }
 
+    /// Removes an owner of `page`, unless it is the only one: then returns `false`.
+    pub(super) fn give_back(&mut self, page: Page) -> bool {
+        let is_shared = self.counts_page(page);
+        if is_shared && self.is_in_use(page) {
+            self.subtract(page);
+        }
+        is_shared
+    }
+
     /// Starts a batch that removes owners, all or none of them: at once, or when a fence has passed.
     pub(super) fn remove(&mut self, timing: FreeTiming) -> RemovalBatch<'_> {
         self.removed.clear();

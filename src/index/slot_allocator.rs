@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use crate::base::bounded::narrow;
 use crate::base::{
-    Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, try_with_capacity, widen,
+    Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, try_push, try_with_capacity, widen,
 };
 
 use super::Bitmap;
@@ -324,8 +324,11 @@ impl SlotAllocator {
             if fault.is_some() {
                 break;
             }
+            fault = try_push(&mut marked, page).err();
+            if fault.is_some() {
+                break;
+            }
             self.named.insert_run(widen(page.number()), 1);
-            marked.push(page);
         }
         for page in &marked {
             self.named.remove_run(widen(page.number()), 1);
@@ -461,6 +464,21 @@ impl SlotAllocator {
             return false;
         }
         self.pages.alloc(count, emit)
+    }
+
+    /// Works like [`SlotAllocator::alloc_pages`], and appends the runs to `runs`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the list; nothing is taken.
+    pub fn alloc_page_runs(&mut self, count: usize, runs: &mut Vec<Run<Page>>) -> Result<bool> {
+        if count > self.pages.available() {
+            self.pages.merge();
+            return Ok(false);
+        }
+        let begin = runs.len();
+        self.pages.try_alloc(count, |run| try_push(runs, run)).inspect_err(|_| {
+            runs.drain(begin..).for_each(|run| self.pages.give_back(run.range()));
+        })
     }
 
     /// Returns whether each slot is in use; `false` for values that are not slots.

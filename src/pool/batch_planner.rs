@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Error, IndexVec, Page, RequestRow, Result};
+use crate::base::{Device, Error, IndexVec, Page, RequestRow, Result, try_with_capacity};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
@@ -197,7 +197,11 @@ impl BatchPlanner {
             Prefix::Leased(lease) => Claim::new(lease, self.request(row), &self.slots).map(Some),
             Prefix::None | Prefix::Slots(_) => Ok(None),
         };
-        batch.prefixes.iter().zip(rows).map(claim).collect()
+        let mut claims = try_with_capacity(rows.len())?;
+        for named in batch.prefixes.iter().zip(rows) {
+            claims.push(claim(named)?);
+        }
+        Ok(claims)
     }
 
     /// Returns whether `lease` is that of the request in `row`.

@@ -290,9 +290,8 @@ impl GdnPool {
     fn check_not_cached(&self, indices: &Indices<'_>) -> Result<()> {
         let Indices::Host(indices) = indices else { return Ok(()) };
         let tracks = self.tracks.lock();
-        let is_cached = |slot: &i64| {
-            u32::try_from(*slot).is_ok_and(|slot| tracks.is_cached(StateSlot::new(slot)))
-        };
+        let is_cached =
+            |slot: &i64| u32::try_from(*slot).is_ok_and(|slot| tracks.is_cached(StateSlot::new(slot)));
         if tracks.cached() > 0
             && let Some(slot) = indices.iter().find(is_cached)
         {
@@ -348,7 +347,9 @@ impl GdnPool {
     /// Frees track slots of a prefix cache, the `owner`.
     pub(super) fn free_cached(&self, slots: &[StateSlot], owner: &Owner) {
         let mut tracks = self.tracks.lock();
-        slots.iter().for_each(|&slot| tracks.free_cached(slot, owner));
+        for &slot in slots {
+            tracks.free_cached(slot, owner);
+        }
     }
 
     /// Returns the number of track slots of prefix caches.

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Device, Error, Id, Result, Slot};
+use crate::base::{Device, Error, Id, Result, Slot, check_memory};
 use crate::cache::{
     AGE_BUCKETS, BlockTokens, CacheEvent, Cause, Digest, LowerTierContents, Namespace, PolicyKind, Pressure,
     ResumeAt, Segment, Tokens, Tree, TreeStats,
@@ -174,6 +174,7 @@ impl PrefixCache {
             TierLink::new(tier)
         });
         let below = below.transpose()?;
+        check_memory(0)?;
         let tree = new_tree(&config, &allocator, resume_at(states.as_ref()), below.as_ref());
         let clears = allocator.lock().clears();
         let cache = CacheState {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use crate::base::bounded::narrow;
 use crate::base::{
     Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
-    try_with_capacity, widen,
+    try_collect, try_with_capacity, widen,
 };
 use crate::index::{
     CallRecord, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats,
@@ -197,7 +197,7 @@ impl SlotTensors {
         }
         self.runs.clear();
         let pages = count.div_ceil(self.slots.page_size());
-        if !self.slots.alloc_pages(pages, |run| self.runs.push(run)) {
+        if !self.slots.alloc_page_runs(pages, &mut self.runs)? {
             return Ok(Err(self.short(count)));
         }
         let upcoming = |pages: usize, runs: &mut VecDeque<Run<Page>>| {
@@ -205,7 +205,7 @@ impl SlotTensors {
         };
         let view = stage.hand_out(&self.runs, count, upcoming, stream);
         if view.is_err() {
-            self.slots.release(&self.runs, None).expect("the pages were taken just now");
+            self.slots.undo_pages(&self.runs);
         }
         view.map(|view| Ok(GrantedSlots::Tensor(view)))
     }
@@ -229,15 +229,12 @@ impl SlotTensors {
         }
         let mut pages = try_with_capacity(count)?;
         let mut runs = Vec::new();
-        let take = |run: Run<Page>| {
-            pages.extend(run.range().map(Page::new));
-            runs.push(run);
-        };
-        if !self.slots.alloc_pages(count, take) {
+        if !self.slots.alloc_page_runs(count, &mut runs)? {
             return Ok(Err(self.short(slots)));
         }
+        pages.extend(runs.iter().flat_map(|run| run.range()).map(Page::new));
         if let Err(error) = self.slots.cache(&pages, &[], owner) {
-            self.slots.release(&runs, None).expect("they were taken just now");
+            self.slots.undo_pages(&runs);
             return Err(error);
         }
         Ok(Ok(pages))
@@ -445,7 +442,7 @@ impl SlotTensors {
     /// # Errors
     /// See [`Self::alloc`].
     pub(super) fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.tensor_of(numbers_of(&self.slots.pages().free_indices()?), stream)
+        self.tensor_of(numbers_of(&self.slots.pages().free_indices()?)?, stream)
     }
 
     /// Returns the released pages, lowest first.
@@ -453,7 +450,7 @@ impl SlotTensors {
     /// # Errors
     /// See [`Self::alloc`].
     pub(super) fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.tensor_of(numbers_of(&self.slots.pages().released_indices()?), stream)
+        self.tensor_of(numbers_of(&self.slots.pages().released_indices()?)?, stream)
     }
 
     /// Returns the numbers as a tensor that is valid on `stream`.
@@ -490,6 +487,6 @@ impl SlotTensors {
     }
 }
 
-fn numbers_of(pages: &[Page]) -> Vec<i32> {
-    pages.iter().map(|page| page.number().cast_signed()).collect()
+fn numbers_of(pages: &[Page]) -> Result<Vec<i32>> {
+    try_collect(pages.iter().map(|page| page.number().cast_signed()))
 }

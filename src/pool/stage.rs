@@ -7,8 +7,7 @@ use std::sync::Arc;
 use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{
-    DType, Error, ErrorKind, Id, IndexDType, PADDING, Page, Result, Slot, bytes_of, try_zeros,
-    widen,
+    DType, Error, ErrorKind, Id, IndexDType, PADDING, Page, Result, Slot, bytes_of, try_zeros, widen,
 };
 use crate::index::{Bitmap, Run, SlotAllocator};
 use crate::kernels::{Executor, GrowingBatch, IndexSpace, IndexSpaces};

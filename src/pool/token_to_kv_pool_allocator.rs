@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::bounded::narrow;
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{
     Device, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking, try_with_capacity, widen,
 };

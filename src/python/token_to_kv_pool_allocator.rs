@@ -10,7 +10,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use crate::base::{Device, Id, IndexDType, Slot};
+use crate::base::{Device, Id, IndexDType, Slot, try_with_capacity};
 use crate::index::{BadFrees, Fit};
 use crate::kernels::Indices;
 use crate::memory::{Keep, Stream};
@@ -626,7 +626,8 @@ impl TokenToKvPoolAllocator {
     fn is_allocated(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let values = args::indices(indices)?.values(py)?;
         self.pool.settle(self.debug_stream(py)?)?;
-        let answers: Vec<bool> = self.pool.inspect(|slots| slots.is_allocated(&values).collect());
+        let mut answers: Vec<bool> = try_with_capacity(values.len())?;
+        self.pool.inspect(|slots| answers.extend(slots.is_allocated(&values)));
         to_tensor(py, &TensorView::from_bools(&answers)?)
     }
 

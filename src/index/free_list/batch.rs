@@ -85,7 +85,9 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     #[cold]
     fn reject(&mut self, masks: &[Mask]) {
         self.is_short = true;
-        masks.iter().for_each(|&mask| self.list.records.take(mask, self.to));
+        for &mask in masks {
+            self.list.records.take(mask, self.to);
+        }
     }
 
     /// Checks that all indices were recorded. Call this before [`FreeBatch::commit`].

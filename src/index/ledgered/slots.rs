@@ -4,9 +4,7 @@ use super::{Ledgered, call_of};
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
 use crate::index::ledger::{Attribution, IndexState, Span, spans};
 use crate::index::owners::SharingReservation;
-use crate::index::{
-    BadFrees, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator,
-};
+use crate::index::{BadFrees, Extension, FenceId, Fit, LastLoc, OnBadFree, Owner, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
     /// Returns all pages by state and holders. A page of a cache is locked if `is_locked` says so.
@@ -72,6 +70,34 @@ impl Ledgered<SlotAllocator> {
             ledger.record_take(pages.range());
             emit(pages);
         })
+    }
+
+    /// Calls [`SlotAllocator::alloc_page_runs`] and records it.
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::alloc_page_runs`].
+    pub fn alloc_page_runs(&mut self, count: usize, runs: &mut Vec<Run<Page>>) -> Result<bool> {
+        let begin = runs.len();
+        let is_taken = self.inner.alloc_page_runs(count, runs)?;
+        runs[begin..].iter().for_each(|run| self.ledger.record_take(run.range()));
+        Ok(is_taken)
+    }
+
+    /// Removes an owner from pages that were taken or shared and not handed out. Needs no memory.
+    pub(in crate::index) fn give_back_each(&mut self, pages: impl IntoIterator<Item = Page>) {
+        let ledger = &mut self.ledger;
+        self.inner.give_back_each(pages, |page, is_free| {
+            if is_free {
+                ledger.record_undo(page.number()..page.number() + 1);
+            } else {
+                ledger.remove_holder(page.number());
+            }
+        });
+    }
+
+    /// Gives back pages that were taken just now. Needs no memory.
+    pub fn undo_pages(&mut self, runs: &[Run<Page>]) {
+        self.give_back_each(runs.iter().flat_map(|run| run.range()).map(Page::new));
     }
 
     /// Records that the pages of `slots`, except the `continued` ones, were taken.

@@ -1,6 +1,6 @@
 //! Freeing slots: at once, at the end of a group, or when a fence has passed.
 
-use crate::base::{Error, Id, IndexVec, Page, Result, Slot, try_push, try_reserve, try_to_vec};
+use crate::base::{Error, Id, IndexVec, Page, Result, Slot, try_push, try_reserve, try_to_vec, widen};
 
 use super::freeing::Freeing;
 use super::{FenceId, FencedFree, Group, SlotAllocator};
@@ -15,8 +15,9 @@ impl SlotAllocator {
     ///
     /// # Errors
     /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when
-    /// anything would be dropped; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
-    /// host cannot allocate the bookkeeping. Nothing is changed then.
+    /// anything would be dropped; within a group
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot keep the values.
+    /// Nothing is changed then.
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
             try_reserve(&mut group.values, values.len())?;
@@ -103,8 +104,12 @@ impl SlotAllocator {
             self.owners.remove(FreeTiming::Now).commit();
             let mut batch = self.pages.begin_free(FreeTiming::Now);
             batch.add(Mask::of(page.number()));
-            batch.check()?;
-            batch.commit();
+            if batch.check().is_ok() {
+                batch.commit();
+            } else {
+                drop(batch);
+                self.free_without_lists(values);
+            }
             return Ok(BadFrees::default());
         }
         let (page_size, capacity) = (self.page_size, self.capacity());
@@ -117,20 +122,53 @@ impl SlotAllocator {
             bad: BadFrees::default(),
         };
         freeing.add(values);
-        let Freeing { batch, owners, mut bad, .. } = freeing;
+        let (batch, owners, mut bad) = freeing.into_parts();
         let dropped = bad.dropped();
         explain(&mut bad);
         let bad = on_bad_frees(bad, on_bad, Slot::NOUN, values.len(), capacity)?;
-        batch.check()?;
-        owners.check()?;
-        if let Some(fence) = fence {
-            let fenced = FencedFree { pages: batch.fenced()?, shared: try_to_vec(owners.pages())? };
-            try_push(&mut self.fences, (fence, fenced))?;
+        let listed = batch.check().and_then(|()| owners.check());
+        match (listed, fence) {
+            (Ok(()), None) => {
+                owners.commit();
+                batch.commit();
+            }
+            (Ok(()), Some(fence)) => {
+                let fenced = FencedFree { pages: batch.fenced()?, shared: try_to_vec(owners.pages())? };
+                try_push(&mut self.fences, (fence, fenced))?;
+                owners.commit();
+                batch.commit();
+            }
+            // It must not fail: its caller may have no other record of the slots.
+            (Err(_), None) => {
+                drop(owners);
+                drop(batch);
+                self.free_without_lists(values);
+            }
+            (Err(failure), Some(_)) => return Err(failure),
         }
         self.dropped_frees += dropped;
-        owners.commit();
-        batch.commit();
         Ok(bad)
+    }
+
+    /// Frees those of the slots that can be freed, without lists for which there is no memory. A ledger does
+    /// not learn of it.
+    #[cold]
+    fn free_without_lists(&mut self, values: &IndexVec) {
+        for slot in values.iter() {
+            let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
+            let Some(page) = page.filter(|&page| self.pages.is_live(page)) else { continue };
+            let place = widen(page.number());
+            if self.page_size > 1 && self.named.contains(place) {
+                continue;
+            }
+            if !self.owners.give_back(page) {
+                self.pages.give_back(page.number()..page.number() + 1);
+            }
+            if self.page_size > 1 {
+                self.named.insert_run(place, 1);
+            }
+        }
+        self.named.clear();
     }
 
     /// Returns the page of the slot, if a free has only one, the page is live, and no page has several

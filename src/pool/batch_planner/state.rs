@@ -5,7 +5,7 @@ mod release;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
+use crate::base::{Error, Id, IndexVec, Page, RequestRow, Result, try_collect, try_with_capacity, widen};
 use crate::index::{CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
@@ -80,9 +80,9 @@ impl PlannerState {
             )));
         }
         Ok(Self {
-            requests: Requests::new(table.table_rows(), slots.slots()),
+            requests: Requests::new(table.table_rows(), slots.slots())?,
             metadata: PlanMetadata::new(config, backend, slots.slots(), table)?,
-            leases: Leases::new(table),
+            leases: Leases::new(table)?,
         })
     }
 
@@ -146,9 +146,15 @@ impl PlannerState {
         }
         let are_new = growths.iter().map(|growth| growth.had < growth.prefix);
         let prefixes = are_new.zip(&mut cached).filter_map(|(is_new, pages)| is_new.then_some(pages));
-        let mut prefixes: Vec<_> = prefixes.map(CachedPages::pages_mut).collect();
-        let planned =
-            self.plan(Pools { slots, table }, &growths, &mut prefixes, Padding::none(count), stream)?;
+        let mut pages_of_prefixes = try_with_capacity(count)?;
+        pages_of_prefixes.extend(prefixes.map(CachedPages::pages_mut));
+        let planned = self.plan(
+            Pools { slots, table },
+            &growths,
+            &mut pages_of_prefixes,
+            Padding::none(count),
+            stream,
+        )?;
         if planned.is_ok() {
             for (growth, claim) in growths.iter().zip(&*claims) {
                 if let Some(claim) = claim {
@@ -210,7 +216,7 @@ impl PlannerState {
                 "tokens up to {to} were published of request row {row}, which has {has} tokens with slots"
             )));
         }
-        Ok(self.requests.pages(row).to_vec(from / size..to / size))
+        self.requests.pages(row).to_vec(from / size..to / size)
     }
 
     /// Records that the cache keeps the leading pages of a request, the last of which are `cached`. The next
@@ -420,7 +426,8 @@ fn write_fork(
     copied: [Range<u32>; 2],
     stream: Stream,
 ) -> Result<[TensorView; 2]> {
-    let [to, from] = copied.map(|slots| slots.map(u32::cast_signed).collect::<Vec<_>>());
+    let [to, from] = copied.map(|slots| try_collect(slots.map(u32::cast_signed)));
+    let (to, from) = (to?, from?);
     let copied = [growing.slots().tensor_of(to, stream)?, growing.slots().tensor_of(from, stream)?];
     if len > 0 {
         let values = Indices::Host(slots_of(growing.requests(), dst, 0, len)?);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Error, ErrorKind, Page, RequestRow, Result, StateSlot};
+use crate::base::{Error, ErrorKind, Page, RequestRow, Result, StateSlot, try_extend};
 use crate::cache::{Hold, Namespace, Tree};
 use crate::index::PageList;
 use crate::memory::Stream;
@@ -157,10 +157,10 @@ impl Lease {
     /// See [`Self::len`].
     pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
         self.with(self.stream, |_, cache, lease| {
-            let mut pages = cache.tree.pages(&lease.hold, from.min(lease.hold.len()));
+            let mut pages = cache.tree.pages(&lease.hold, from.min(lease.hold.len()))?;
             let loading = lease.loading_pages();
             let skipped = from.saturating_sub(lease.hold.len()) / cache.tree.page_size();
-            pages.extend_from_slice(&loading[skipped.min(loading.len())..]);
+            try_extend(&mut pages, &loading[skipped.min(loading.len())..])?;
             Ok(pages)
         })
     }
@@ -192,7 +192,6 @@ impl Lease {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("the prefix cache was made without states"));
         };
-        states.check_working(row)?;
         // This lock keeps the snapshot from being given up before it is copied.
         let (snapshot, lock) = self.with(stream, |_, cache, lease| {
             let snapshot = lease.state(&cache.tree);
@@ -205,6 +204,7 @@ impl Lease {
             let load = lease.load.as_ref().map(|load| load.share(load.len));
             Ok((snapshot, self.lock_of(cache.tree.hold_again(&lease.hold), load, stream)))
         })?;
+        states.check_working(row)?;
         // States come before the first layer.
         if let Some(load) = lock.load.as_ref().filter(|load| !load.has_arrived) {
             load.shared.transfer().make_stream_wait(0, stream)?;
@@ -234,11 +234,11 @@ impl Lease {
             if let Some(other) = lease.request() {
                 let row = other.row();
                 return Err(Error::config(format!(
-                    "the lease is that of request row {row}; match again for another request"
+                    "the lease is that of request row {row} already; match again for another request"
                 )));
             }
-            let mut pages = cache.tree.share_pages(&lease.hold);
-            pages.extend_from_slice(lease.loading_pages());
+            let mut pages = cache.tree.share_pages(&lease.hold)?;
+            pages.extend_from_slice(lease.loading_pages())?;
             lease.holder = Holder::Both(request);
             Ok(pages)
         })

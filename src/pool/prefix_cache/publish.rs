@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::base::{Error, IndexVec, Page, Result};
+use crate::base::{Error, IndexVec, Page, Result, try_with_capacity};
 use crate::cache::Tokens;
 use crate::memory::Stream;
 use crate::pool::gdn_pool::Source;
@@ -159,9 +159,10 @@ impl Lease {
         let (begin, page_size) = (lease.hold.len(), cache.tree.page_size());
         let whole = in_whole_pages(tokens.count(), &cache.tree);
         let found = cache.tree.find(&lease.hold, tokens)?;
-        let cached = cache.tree.found_pages(&found);
+        let cached = cache.tree.found_pages(&found)?;
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
+        cache.tree.check_memory(&lease.hold, &found, fresh.len())?;
         let published = call.slots.change(self.clears, |slots| {
             let mut request = planner.map(|planner| self.request_of(planner, lease)).transpose()?;
             let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
@@ -214,8 +215,13 @@ impl Lease {
         slots: &mut SlotTensors,
     ) -> Result<usize> {
         let (offered, new) = pages.split_at_mut(cached.len());
-        let freed =
-            if rest.is_empty() { Cow::Borrowed(&*offered) } else { Cow::Owned([&*offered, rest].concat()) };
+        let mut freed = Cow::Borrowed(&*offered);
+        if !rest.is_empty() {
+            let mut all = try_with_capacity(offered.len() + rest.len())?;
+            all.extend_from_slice(offered);
+            all.extend_from_slice(rest);
+            freed = Cow::Owned(all);
+        }
         slots.slots_mut().cache(new, &freed, &self.shared.owner)?;
         let duplicates = offered.iter().zip(cached).filter(|(offered, cached)| offered != cached).count();
         offered.copy_from_slice(cached);

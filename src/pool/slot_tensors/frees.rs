@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Device, Error, IndexVec, Result};
+use crate::base::{Device, Error, IndexVec, Result, try_with_capacity};
 use crate::index::{BadFrees, FenceId, OnBadFree, SlotAllocator};
 use crate::kernels::Indices;
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
@@ -82,7 +82,7 @@ impl SlotTensors {
         abandoned: &mut Vec<Keep>,
         stream: Stream,
     ) -> Result<Option<BadFrees>> {
-        let mut parts = Vec::with_capacity(given.len());
+        let mut parts = try_with_capacity(given.len())?;
         for (position, given) in given.iter().enumerate() {
             match self.values_of(given, || keep(position), stream) {
                 Ok(Some(values)) => parts.push(FreedValues { values, freed_as }),
@@ -104,7 +104,7 @@ impl SlotTensors {
         stream: Stream,
     ) -> Result<Option<Values>> {
         match given {
-            Indices::Host(values) => Ok(Some(Values::Known(values.clone()))),
+            Indices::Host(values) => Ok(Some(Values::Known(values.try_clone()?))),
             Indices::Device { tensor, version } => known_values(tensor, *version)
                 .map_or_else(|| self.fetch(tensor, keep, stream), |values| Ok(Some(Values::Known(values)))),
         }

@@ -287,7 +287,8 @@ impl Published {
             return Ok(tensor.clone_ref(py));
         }
         let pages: &[Page] = &self.outcome.pages;
-        let tensor = to_tensor(py, &self.allocator.tensor_of_pages(pages, current_stream(py, self.device)?)?)?;
+        let tensor =
+            to_tensor(py, &self.allocator.tensor_of_pages(pages, current_stream(py, self.device)?)?)?;
         Ok(self.tensor.get_or_init(|| tensor).clone_ref(py))
     }
 
