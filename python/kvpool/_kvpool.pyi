@@ -40,6 +40,7 @@ from kvpool.typing import (
     TensorLike,
     TierName,
     TierStats,
+    TrackStats,
     UnitStats,
     WriteMode,
 )
@@ -322,7 +323,7 @@ class Pool:
     def stats(self) -> PoolStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
     def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
@@ -591,7 +592,7 @@ class KVPool(Pool):
     def stats(self) -> KVStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @disjoint_base
@@ -945,7 +946,7 @@ class TokenToKVPoolAllocator(Pool):
     def stats(self) -> SlotStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -1119,7 +1120,7 @@ class ReqToTokenPool(Pool):
     def stats(self) -> CountedStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -1205,7 +1206,7 @@ class BatchPlanner:
             prefixes: In place of `prefix_slots`, leases of a `PrefixCache`: `None`, or a sequence with one
                 entry per request, each `None` or a `Lease` as long as its prefix, possibly of length 0. The
                 request keeps the lease, publishes through it, and releases it in `finish`. A lease is for one
-                request.
+                request; with later chunks pass `None` or the same lease again.
 
         Returns:
             A `BatchPlan`, or `None` if there are not enough slots. The slots are in the allocator's order,
@@ -1569,6 +1570,8 @@ class GDNPool(Pool):
 
         Raises:
             IndexError: If a slot is outside of the pool. Nothing is zeroed.
+            IndexOwnershipError: If a slot has a snapshot of a prefix cache. Nothing is zeroed. Tensors on a GPU
+                are not checked for it.
         """
     def copy_states(self, src: SupportsIndex | IndicesLike, dst: SupportsIndex | IndicesLike) -> None:
         """Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
@@ -1583,22 +1586,25 @@ class GDNPool(Pool):
 
         Raises:
             IndexError: If a slot is outside of the pool. Nothing is copied.
+            IndexOwnershipError: If a slot of `dst` has a snapshot of a prefix cache. Nothing is copied. Tensors
+                on a GPU are not checked for it.
             ConfigError: If `src` and `dst` differ in length.
         """
     def alloc_track_slot(self, *, owner: str | int | None = None) -> int | None:
         """Takes the track slot that has been free longest, or returns `None`. Its states are unchanged."""
     def free_track_slot(self, slot: SupportsIndex, *, owner: str | int | None = None) -> None:
-        """Frees a track slot.
+        """Frees a track slot. One that has a snapshot of a prefix cache is the cache's: freeing it is an invalid
+        free.
 
         Raises:
-            IndexOwnershipError: If the pool is strict and the slot is not in use.
+            IndexOwnershipError: If the pool is strict and the slot is not in use, or a prefix cache has it.
         """
     def mem_bytes(self) -> int:
         """Returns the bytes of both states."""
-    def stats(self) -> CountedStats:
+    def stats(self) -> TrackStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -2429,7 +2435,7 @@ class PrefixCache(Pool):
     def stats(self) -> PrefixStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -2474,7 +2480,7 @@ class Lease:
     @property
     def state_slot(self) -> int | None:
         """The track slot with the state at the end of the prefix; `None` for a prefix without tokens and a cache
-        without states.
+        without states. The cache owns it: `GDNPool` does not free it, and does not write it.
 
         Raises:
             StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -2517,7 +2523,7 @@ class Lease:
         Raises:
             ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
             DriverError: If the state cannot be copied.
-            IndexError: If there is no slot `state`.
+            IndexError: If `state` is no working slot.
             IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
                 page.
             StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -2569,7 +2575,7 @@ class Lease:
 
         Raises:
             ConfigError: If the cache was made without states, or the prefix has tokens and no snapshot.
-            IndexError: If the slot does not exist.
+            IndexError: If `row` is no working slot.
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """
     def release(self) -> None:
@@ -2581,7 +2587,7 @@ class Lease:
 
 @final
 class Published:
-    """The result of a publication."""
+    """The result of a publication. It keeps no lease."""
 
     @property
     def length(self) -> int:
@@ -2969,7 +2975,7 @@ class PagePool(Pool):
     def stats(self) -> CountedStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -3085,7 +3091,7 @@ class ChunkPool(Pool):
     def stats(self) -> ChunkStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -3304,7 +3310,7 @@ class BufferPool(Pool):
     def stats(self) -> BufferStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
 
 @final
@@ -3393,7 +3399,7 @@ class _Workspace(Pool):
     def stats(self) -> UnitStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
     def _reset(self) -> bool:
         """Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds
@@ -3471,7 +3477,7 @@ class HostTier(Pool):
     def stats(self) -> TierStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
         """
     def mem_bytes(self) -> int:
         """Bytes of the memory."""

@@ -44,6 +44,7 @@ __all__ = [
     "TensorLike",
     "TierName",
     "TierStats",
+    "TrackStats",
     "UnitStats",
     "WriteMode",
 ]
@@ -212,6 +213,16 @@ class SlotStats(CountedStats):
     size: int
     page_size: int
     device_bytes: int
+
+
+class TrackStats(CountedStats):
+    """Statistics of `GDNPool`, in track slots.
+
+    Attributes:
+        cached: Track slots of prefix caches, which are in use.
+    """
+
+    cached: int
 
 
 class ChunkStats(CountedStats):

@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use super::{DType, Error, Result, try_with_capacity};
+use super::{DType, Error, Result, try_to_vec, try_with_capacity};
 
 /// The padding index of every index space. Padded tokens write to it; it is never handed out.
 pub const PADDING: u32 = 0;
@@ -265,6 +265,17 @@ impl IndexVec {
         match self {
             Self::I32(_) => DType::I32,
             Self::I64(_) => DType::I64,
+        }
+    }
+
+    /// Returns a copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](super::ErrorKind::OutOfMemory) when the host has no room for it.
+    pub fn try_clone(&self) -> Result<Self> {
+        match self {
+            Self::I32(values) => try_to_vec(values).map(Self::I32),
+            Self::I64(values) => try_to_vec(values).map(Self::I64),
         }
     }
 

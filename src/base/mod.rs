@@ -28,7 +28,10 @@ pub use device::Device;
 pub use dtype::{DType, IndexDType};
 pub use epoch::Epoch;
 pub use error::{Error, ErrorKind, Facts, Result};
-pub use fallible::{try_push, try_reserve, try_with_capacity, try_zeros};
+pub use fallible::{
+    check_memory, out_of_memory_error, try_collect, try_collect_each, try_extend, try_push, try_reserve,
+    try_to_vec, try_with_capacity, try_zeros,
+};
 pub use fork_gate::{ForkGate, close_fork_gate, open_fork_gate};
 pub(crate) use ids::id;
 pub use ids::{

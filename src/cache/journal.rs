@@ -5,6 +5,8 @@
 
 use std::collections::VecDeque;
 
+use crate::base::try_to_vec;
+
 use super::{Namespace, PageHash};
 
 /// A memory in which pages are cached.
@@ -94,8 +96,11 @@ impl Journal {
     /// Records that a tier has consecutive pages of a prefix.
     pub(super) fn stored(&mut self, tier: Tier, run: KeyedRun<'_>) {
         let KeyedRun { namespace, parent, tokens, keys } = run;
-        let (pages, tokens, namespace) = (keys.to_vec(), tokens.to_vec(), namespace.clone());
-        self.push(CacheEvent::Stored { pages, parent, tokens, namespace, tier });
+        let (Ok(pages), Ok(tokens)) = (try_to_vec(keys), try_to_vec(tokens)) else {
+            // A reader that misses events starts over.
+            return self.start_over();
+        };
+        self.push(CacheEvent::Stored { pages, parent, tokens, namespace: namespace.clone(), tier });
     }
 
     /// Records that pages can no longer be found in a tier.
@@ -104,6 +109,10 @@ impl Journal {
         match self.events.back_mut() {
             _ if keys.is_empty() => (),
             Some(CacheEvent::Removed { pages, tier: last }) if *last == tier && all <= MAX_TOKENS => {
+                // A reader that misses events starts over.
+                if pages.try_reserve(keys.len()).is_err() {
+                    return self.start_over();
+                }
                 pages.extend(keys);
                 self.tokens = all;
             }

@@ -149,11 +149,22 @@ impl PageKeys {
 
     /// Removes pages that can no longer be found, and returns their keys. Pages without a key are left out.
     pub(super) fn remove(&mut self, pages: &[Page]) -> Vec<PageHash> {
-        pages.iter().filter_map(|page| self.by_page.remove(page)).collect()
+        let mut keys = Vec::with_capacity(pages.len());
+        keys.extend(pages.iter().filter_map(|page| self.by_page.remove(page)));
+        keys
     }
 
     pub(super) fn clear(&mut self) {
         self.by_page.clear();
+    }
+
+    /// Returns an upper bound of the bytes that are needed for `pages` more pages.
+    pub(super) fn bytes_for(&self, pages: usize) -> usize {
+        let (len, capacity) = (self.by_page.len() + pages, self.by_page.capacity());
+        // A table that is full moves to one of a power of two of entries, at most seven eighths of them used.
+        let entries =
+            if len <= capacity { 0 } else { (len.max(capacity + 1) * 8 / 7 + 16).next_power_of_two() };
+        entries * (size_of::<(Page, PageHash)>() + 1)
     }
 
     pub(super) fn bytes(&self) -> usize {

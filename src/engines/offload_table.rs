@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Id, OffloadSlot, Result, id, widen};
+use crate::base::{Error, ErrorKind, Id, OffloadSlot, Result, check_memory, id, try_with_capacity, widen};
 
 use super::offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 use crate::cache::RecencyList;
@@ -217,6 +217,7 @@ impl OffloadTable {
         request: &mut OffloadRequest,
     ) -> Result<Option<StorePlan>> {
         self.restart_if_foreign(request);
+        check_memory(chunks.len() * 4 * size_of::<NamedChunk<'_>>())?;
         let stages: Vec<Option<OffloadId>> = chunks.iter().map(|chunk| self.order.find(chunk.key)).collect();
         let arrives = |table: &Self, id| table.order.get(id).stage == OffloadStage::Arriving;
         expect_unfinished(
@@ -338,7 +339,7 @@ impl OffloadTable {
         chunks: &[NamedChunk<'_>],
         request: Option<&mut OffloadRequest>,
     ) -> Result<Vec<OffloadSlot>> {
-        let mut ids = Vec::with_capacity(chunks.len());
+        let mut ids = try_with_capacity(chunks.len())?;
         for (at, chunk) in chunks.iter().enumerate() {
             let id = self.order.find(chunk.key);
             match id.map(|id| self.order.get(id).stage) {

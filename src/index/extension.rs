@@ -1,6 +1,6 @@
 //! Parsed arguments of `alloc_extend`: requests that continue their pages, as in SGLang's paged allocator.
 
-use crate::base::{Error, PADDING, Page, Result, widen};
+use crate::base::{Error, PADDING, Page, Result, try_with_capacity, widen};
 
 /// The slot of the last token of each request of a batch.
 #[derive(Clone, Copy, Debug)]
@@ -84,24 +84,23 @@ pub(super) fn parse_requests(
             last_loc.len()
         )));
     }
-    prefix_lens
-        .iter()
-        .zip(seq_lens)
-        .enumerate()
-        .map(|(position, (&prefix, &seq))| {
-            // A pool can never serve lengths beyond int32, and sums of such lengths would overflow.
-            let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
-            match (length(prefix), length(seq)) {
-                (Some(prefix), Some(seq)) if prefix <= seq => Ok(ExtendedRequest {
-                    prefix: widen(prefix),
-                    seq: widen(seq),
-                    last_loc: last_loc.of(position),
-                }),
-                _ => Err(Error::config(format!(
+    let mut requests = try_with_capacity(prefix_lens.len())?;
+    for (position, (&prefix, &seq)) in prefix_lens.iter().zip(seq_lens).enumerate() {
+        // A pool can never serve lengths beyond int32, and sums of such lengths would overflow.
+        let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
+        requests.push(match (length(prefix), length(seq)) {
+            (Some(prefix), Some(seq)) if prefix <= seq => ExtendedRequest {
+                prefix: widen(prefix),
+                seq: widen(seq),
+                last_loc: last_loc.of(position),
+            },
+            _ => {
+                return Err(Error::config(format!(
                     "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",
                     i32::MAX
-                ))),
+                )));
             }
-        })
-        .collect()
+        });
+    }
+    Ok(requests)
 }

@@ -95,8 +95,8 @@ pub enum FreeTiming {
 
 /// Ownership of the indices `first..first + count`.
 ///
-/// Each index is free, released, fenced or live. In [`Order::Fifo`] no index is released, and `queue` lists
-/// exactly the free ones.
+/// Each index is free, released, fenced or live. In [`Order::Fifo`] `queue` lists exactly the free ones, and
+/// indices are released only when there was no memory to queue them.
 ///
 /// ```
 /// use kvpool::base::{Id, RequestRow};
@@ -247,35 +247,60 @@ impl<I: Id> FreeList<I> {
         self.records.are_live(mask)
     }
 
-    /// Merges the released indices into the free ones. Has no effect in [`Order::Fifo`].
+    /// Merges the released indices into the free ones. In [`Order::Fifo`] they are queued, lowest first, as
+    /// far as there is memory for it.
     pub fn merge(&mut self) {
-        self.records.merge();
+        if self.order == Order::Sorted {
+            return self.records.merge();
+        }
+        while let Some(mask) = self.records.first_released()
+            && self.queue.try_reserve(widen(u64::BITS)).is_ok()
+        {
+            self.records.shift(mask, Set::Released, Set::Free);
+            self.queue(&[mask]);
+        }
     }
 
     /// Takes `count` indices and passes them to `emit` in order, or returns `false` and takes none.
     ///
-    /// In [`Order::Sorted`], a request that the free set cannot serve alone merges first, even when the
-    /// merged set is still too small.
+    /// A request that the free set cannot serve alone merges first, even when the merged set is still too
+    /// small. In [`Order::Fifo`], indices that cannot be queued are taken last, lowest first.
     pub fn alloc(&mut self, count: usize, mut emit: impl FnMut(Run<I>)) -> bool {
+        let taken = self.try_alloc(count, |run| {
+            emit(run);
+            Ok(())
+        });
+        taken.unwrap_or(false)
+    }
+
+    /// Works like [`FreeList::alloc`], with an `emit` that may fail.
+    ///
+    /// # Errors
+    /// The error of `emit`, whose run is free again then. Those before it are not.
+    pub(super) fn try_alloc(
+        &mut self,
+        count: usize,
+        mut emit: impl FnMut(Run<I>) -> Result<()>,
+    ) -> Result<bool> {
         if count > self.records.count(Set::Free) {
             self.merge();
         }
-        let is_enough = |count: &u32| widen(*count) <= self.records.count(Set::Free);
-        let Some(mut left) = u32::try_from(count).ok().filter(is_enough) else { return false };
+        let is_enough = |count: &u32| widen(*count) <= self.available();
+        let Some(mut left) = u32::try_from(count).ok().filter(is_enough) else { return Ok(false) };
         let mut from = self.first;
         while left > 0 {
             let next = match self.order {
                 Order::Sorted => self.records.next_free_run(from, left).map(|range| Run::of(&range)),
-                Order::Fifo => self.unqueue_first(left),
+                Order::Fifo => self.unqueue_first(left).or_else(|| self.unrelease_first(left)),
             };
             let Some(run) = next else { break };
             self.records.take_run(run.range());
             self.reached = self.reached.max(run.end());
             (from, left) = (run.end(), left - run.len);
-            emit(run);
+            emit(run).inspect_err(|_| self.give_back(run.range()))?;
         }
         self.high_water = self.high_water.max(self.in_use());
-        true
+        Ok(true)
     }
 
     /// Works like [`FreeList::alloc`], but fills `out` with indices.
@@ -308,6 +333,14 @@ impl<I: Id> FreeList<I> {
         }
         let first = Run { len: limit, ..*front };
         *front = Run::of(&(first.end()..front.end()));
+        Some(first)
+    }
+
+    /// Makes the first released run free, or its first `limit` indices.
+    fn unrelease_first(&mut self, limit: u32) -> Option<Run<I>> {
+        let range = self.records.first_released()?.ranges().next()?;
+        let (first, _) = Run::of(&range).split(limit);
+        Mask::of_range(first.range()).for_each(|mask| self.records.shift(mask, Set::Released, Set::Free));
         Some(first)
     }
 
@@ -392,11 +425,8 @@ impl<I: Id> FreeList<I> {
         for _ in 0..self.queue.len() {
             let run = self.queue.pop_front().expect("as many as there were");
             let (start, stop) = (run.start.number(), run.end());
-            for (from, to) in [(start, stop.min(first)), (start.max(end), stop)] {
-                if from < to {
-                    self.queue.push_back(Run::of(&(from..to)));
-                }
-            }
+            self.push_run(start..stop.min(first));
+            self.push_run(start.max(end)..stop);
         }
     }
 
@@ -441,14 +471,33 @@ impl<I: Id> FreeList<I> {
             if range.start == last.end {
                 last.end = range.end;
             } else {
-                if !last.is_empty() {
-                    self.queue.push_back(Run::of(&last));
-                }
+                self.push_run(last);
                 last = range;
             }
         }
-        if !last.is_empty() {
-            self.queue.push_back(Run::of(&last));
+        self.push_run(last);
+    }
+
+    /// Appends free indices to the queue; without memory for it, they become released.
+    #[inline]
+    fn push_run(&mut self, run: Range<u32>) {
+        if run.is_empty() {
+            return;
+        }
+        if self.queue.len() == self.queue.capacity() && self.queue.try_reserve(1).is_err() {
+            Mask::of_range(run).for_each(|mask| self.records.shift(mask, Set::Free, Set::Released));
+            return;
+        }
+        self.queue.push_back(Run::of(&run));
+    }
+
+    /// Frees live indices without a batch. Needs no memory, and does not change [`FreeList::last_freed`].
+    pub(super) fn give_back(&mut self, run: Range<u32>) {
+        let to = self.set_of(FreeTiming::Now);
+        for mask in Mask::of_range(run) {
+            let freed = self.records.give_back(mask, to);
+            debug_assert_eq!(freed, mask, "they are live");
+            self.queue(&[freed]);
         }
     }
 

@@ -52,9 +52,9 @@ impl FreeTimes {
     }
 
     /// Records that one call frees `masks`.
-    pub(super) fn record(&mut self, masks: &[Mask]) {
+    pub(super) fn record(&mut self, masks: impl IntoIterator<Item = Mask>) {
         self.now += 1;
-        for &Mask { word, bits } in masks {
+        for Mask { word, bits } in masks {
             let word = widen(word);
             self.of_words[word].any = self.now;
             if bits == u64::MAX {

@@ -427,6 +427,14 @@ impl OptionalLedger {
         }
     }
 
+    /// Records that a take of indices was undone, if there is a ledger.
+    pub(super) fn record_undo(&mut self, range: Range<u32>) {
+        if let Some(ledger) = &mut self.0 {
+            ledger.record_release(range.clone());
+            ledger.record_free(range);
+        }
+    }
+
     /// Calls [`Ledger::clear`], if there is a ledger.
     pub(super) fn clear(&mut self) {
         if let Some(ledger) = &mut self.0 {

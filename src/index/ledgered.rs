@@ -6,8 +6,9 @@ mod row_table;
 mod slots;
 
 use std::ops::Deref;
+use std::sync::Arc;
 
-use super::ledger::{Ledger, OptionalLedger};
+use super::ledger::{CallRecord, Ledger, OptionalLedger, Owner};
 
 /// An ownership structure and, in debug mode, the [`Ledger`] that records its takes and frees.
 ///
@@ -61,4 +62,9 @@ impl<T> Ledgered<T> {
     pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
         self.ledger.get_mut()
     }
+}
+
+/// Returns the call in progress, in the name of `owner`.
+fn call_of(owner: &Owner) -> Arc<CallRecord> {
+    Arc::new(CallRecord { owner: Some(owner.clone()), ..CallRecord::clone(&CallRecord::current()) })
 }

@@ -1,6 +1,8 @@
 //! Orders the moves of rows so that no row has to be copied aside.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+
+use crate::base::{Result, out_of_memory_error, try_collect, try_to_vec, try_with_capacity};
 
 /// A step of a plan. Executed in order, the steps have the effect of reading every source before writing any
 /// row.
@@ -23,28 +25,35 @@ pub enum Move {
 /// Chains are followed from their ends and cycles are resolved by swaps, so no temporary row is needed. Both
 /// slices have the same length.
 ///
+/// # Errors
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the plan.
+///
 /// ```
 /// use kvpool::index::{Move, plan_moves};
-/// assert_eq!(plan_moves(&[2, 3], &[1, 2]), [Move::Copy { dst: 3, src: 2 }, Move::Copy { dst: 2, src: 1 }]);
-/// assert_eq!(plan_moves(&[1, 2], &[2, 1]), [Move::Swap(1, 2)]);
+/// let chain = plan_moves(&[2, 3], &[1, 2]).unwrap();
+/// assert_eq!(chain, [Move::Copy { dst: 3, src: 2 }, Move::Copy { dst: 2, src: 1 }]);
+/// assert_eq!(plan_moves(&[1, 2], &[2, 1]).unwrap(), [Move::Swap(1, 2)]);
 /// ```
-#[must_use]
-pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
-    if are_apart(dst, src) {
-        return dst.iter().zip(src).map(|(&dst, &src)| Move::Copy { dst, src }).collect();
+pub fn plan_moves(dst: &[u32], src: &[u32]) -> Result<Vec<Move>> {
+    if are_apart(dst, src)? {
+        return try_collect(dst.iter().zip(src).map(|(&dst, &src)| Move::Copy { dst, src }));
     }
-    let mut source: HashMap<u32, u32> = dst.iter().copied().zip(src.iter().copied()).collect();
+    let mut source: HashMap<u32, u32> = HashMap::new();
+    source.try_reserve(dst.len()).map_err(|_| out_of_memory_error::<[u32; 2]>(dst.len()))?;
+    source.extend(dst.iter().copied().zip(src.iter().copied()));
     source.retain(|dst, src| dst != src);
 
     // For each row that a move writes, the number of moves that still have to read it.
     let mut readers: HashMap<u32, u32> = HashMap::new();
+    readers.try_reserve(source.len()).map_err(|_| out_of_memory_error::<[u32; 2]>(source.len()))?;
     for src in source.values().filter(|src| source.contains_key(src)) {
         *readers.entry(*src).or_default() += 1;
     }
-    let order = written_order(dst, &source);
-    let mut ready: Vec<u32> = order.iter().rev().copied().filter(|row| !readers.contains_key(row)).collect();
+    let order = written_order(dst, &source)?;
+    let mut ready: Vec<u32> = try_with_capacity(order.len())?;
+    ready.extend(order.iter().rev().copied().filter(|row| !readers.contains_key(row)));
 
-    let mut plan = Vec::with_capacity(source.len());
+    let mut plan = try_with_capacity(source.len())?;
     while let Some(dst) = ready.pop() {
         let Some(src) = source.remove(&dst) else { continue };
         plan.push(Move::Copy { dst, src });
@@ -65,34 +74,35 @@ pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
             row = src;
         }
     }
-    plan
+    Ok(plan)
 }
 
 /// Returns whether no row is written twice and none is both read and written. Then the order of the moves
 /// does not matter.
-fn are_apart(dst: &[u32], src: &[u32]) -> bool {
+fn are_apart(dst: &[u32], src: &[u32]) -> Result<bool> {
     /// Up to this number of rows, comparing all of them is faster than sorting.
     const FEW: usize = 16;
     if dst.len() <= FEW {
         let mut left = dst;
         while let Some((row, later)) = left.split_first() {
             if later.contains(row) || src.contains(row) {
-                return false;
+                return Ok(false);
             }
             left = later;
         }
-        return true;
+        return Ok(true);
     }
-    let mut written = dst.to_vec();
+    let mut written = try_to_vec(dst)?;
     written.sort_unstable();
-    written.is_sorted_by(|a, b| a < b) && src.iter().all(|row| written.binary_search(row).is_err())
+    Ok(written.is_sorted_by(|a, b| a < b) && src.iter().all(|row| written.binary_search(row).is_err()))
 }
 
 /// Returns the rows that `source` writes, once each, in the order of their last occurrence in `dst`.
-fn written_order(dst: &[u32], source: &HashMap<u32, u32>) -> Vec<u32> {
-    let mut seen = std::collections::HashSet::with_capacity(source.len());
-    let mut order: Vec<u32> =
-        dst.iter().rev().copied().filter(|row| source.contains_key(row) && seen.insert(*row)).collect();
+fn written_order(dst: &[u32], source: &HashMap<u32, u32>) -> Result<Vec<u32>> {
+    let mut seen = HashSet::new();
+    seen.try_reserve(source.len()).map_err(|_| out_of_memory_error::<u32>(source.len()))?;
+    let mut order: Vec<u32> = try_with_capacity(source.len())?;
+    order.extend(dst.iter().rev().copied().filter(|row| source.contains_key(row) && seen.insert(*row)));
     order.reverse();
-    order
+    Ok(order)
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::base::{Id, Page, Result, try_zeros, widen};
+use crate::base::{Id, Page, Result, out_of_memory_error, try_zeros, widen};
 
 use super::free_list::FreeTiming;
 use super::mask::Mask;
@@ -192,10 +192,19 @@ impl Owners {
         }
     }
 
+    /// Removes an owner of `page`, unless it is the only one: then returns `false`.
+    pub(super) fn give_back(&mut self, page: Page) -> bool {
+        let is_shared = self.counts_page(page);
+        if is_shared && self.is_in_use(page) {
+            self.subtract(page);
+        }
+        is_shared
+    }
+
     /// Starts a batch that removes owners, all or none of them: at once, or when a fence has passed.
     pub(super) fn remove(&mut self, timing: FreeTiming) -> RemovalBatch<'_> {
         self.removed.clear();
-        RemovalBatch { owners: self, timing, is_committed: false }
+        RemovalBatch { owners: self, timing, is_short: false, is_committed: false }
     }
 
     /// Returns the pages from which the last batch removed an owner, once per owner.
@@ -233,6 +242,8 @@ impl Owners {
 pub(super) struct RemovalBatch<'a> {
     owners: &'a mut Owners,
     timing: FreeTiming,
+    /// Whether an owner was not removed for want of memory: the batch cannot be committed.
+    is_short: bool,
     is_committed: bool,
 }
 
@@ -248,12 +259,28 @@ impl RemovalBatch<'_> {
         if !self.owners.is_in_use(page) {
             return false;
         }
+        let is_fenced = self.timing == FreeTiming::AfterFence;
+        if self.owners.removed.try_reserve(1).is_err()
+            || is_fenced && self.owners.pending.try_reserve(1).is_err()
+        {
+            self.is_short = true;
+            return true;
+        }
         match self.timing {
             FreeTiming::AfterFence => *self.owners.pending.entry(page.number()).or_default() += 1,
             FreeTiming::Now => self.owners.subtract(page),
         }
         self.owners.removed.push(page);
         true
+    }
+
+    /// Checks that all removals were recorded. Call this before [`RemovalBatch::commit`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host had no memory for them;
+    /// drop the batch then.
+    pub(super) fn check(&self) -> Result<()> {
+        if self.is_short { Err(out_of_memory_error::<Page>(self.owners.removed.len() + 1)) } else { Ok(()) }
     }
 
     /// Returns the pages from which an owner was removed, once per owner.
@@ -264,6 +291,7 @@ impl RemovalBatch<'_> {
     /// Makes the removals permanent. If they have a fence, call [`Owners::complete`] for each page once it
     /// has passed.
     pub(super) fn commit(mut self) {
+        debug_assert!(!self.is_short, "it was checked");
         self.is_committed = true;
     }
 }

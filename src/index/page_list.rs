@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{Page, Result, try_with_capacity};
+use crate::base::{Page, Result, try_extend, try_reserve, try_with_capacity};
 
 /// Pages in order: first whole runs in memory that is shared with a cache, then pages in memory of its own.
 ///
@@ -17,10 +17,10 @@ use crate::base::{Page, Result, try_with_capacity};
 /// let [a, b, c] = [3, 4, 9].map(Page::new);
 /// let mut pages = PageList::default();
 /// pages.share(Arc::new(vec![a, b]));
-/// pages.extend_from_slice(&[c]);
-/// assert_eq!((pages.len(), pages.to_vec(1..3)), (3, vec![b, c]));
+/// pages.extend_from_slice(&[c]).unwrap();
+/// assert_eq!((pages.len(), pages.to_vec(1..3).unwrap()), (3, vec![b, c]));
 /// pages.truncate(1);
-/// assert_eq!(pages.to_vec(0..1), [a]);
+/// assert_eq!(pages.to_vec(0..1).unwrap(), [a]);
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct PageList {
@@ -69,11 +69,14 @@ impl PageList {
     }
 
     /// Appends copies of pages.
-    pub fn extend_from_slice(&mut self, pages: &[Page]) {
-        self.tail.extend_from_slice(pages);
+    ///
+    /// # Errors
+    /// See [`PageList::try_reserve`].
+    pub fn extend_from_slice(&mut self, pages: &[Page]) -> Result<()> {
+        try_extend(&mut self.tail, pages)
     }
 
-    /// Appends pages.
+    /// Appends pages, for which there is room.
     #[inline]
     pub fn extend(&mut self, pages: impl Iterator<Item = Page>) {
         self.tail.extend(pages);
@@ -125,11 +128,21 @@ impl PageList {
     }
 
     /// Returns a copy of the pages of positions `range`, which are below the length.
-    #[must_use]
-    pub fn to_vec(&self, range: Range<usize>) -> Vec<Page> {
-        let mut pages = Vec::with_capacity(range.len());
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
+    pub fn to_vec(&self, range: Range<usize>) -> Result<Vec<Page>> {
+        let mut pages = try_with_capacity(range.len())?;
         self.runs(range).for_each(|run| pages.extend_from_slice(run));
-        pages
+        Ok(pages)
+    }
+
+    /// Makes room for `count` more pages, which need no memory then.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has none.
+    pub fn try_reserve(&mut self, count: usize) -> Result<()> {
+        try_reserve(&mut self.tail, count)
     }
 
     /// Creates a list of the first `len` pages, with capacity for `extra` more. Runs stay shared.
@@ -166,6 +179,23 @@ impl PageList {
             })
     }
 
+    /// Makes room for [`PageList::truncate`], which copies the pages of a shared run that it cuts.
+    ///
+    /// # Errors
+    /// See [`PageList::try_reserve`].
+    pub fn prepare_truncate(&mut self, len: usize) -> Result<()> {
+        let Some(shared) = self.shared.as_ref().filter(|shared| shared.len > len) else { return Ok(()) };
+        let mut before = 0;
+        for run in &shared.runs {
+            if before + run.len() > len {
+                break;
+            }
+            before += run.len();
+        }
+        let room = (len - before).saturating_sub(self.tail.len());
+        self.try_reserve(room)
+    }
+
     /// Drops all but the first `len` pages.
     pub fn truncate(&mut self, len: usize) {
         self.tail.truncate(len.saturating_sub(self.shared_len()));
@@ -177,19 +207,6 @@ impl PageList {
             }
             if shared.runs.is_empty() {
                 self.shared = None;
-            }
-        }
-    }
-
-    /// Removes the pages from position `at` on, and returns them.
-    pub fn split_off(&mut self, at: usize) -> Vec<Page> {
-        match at.checked_sub(self.shared_len()) {
-            Some(0) => std::mem::take(&mut self.tail),
-            Some(at) => self.tail.split_off(at),
-            None => {
-                let gone = self.to_vec(at..self.len());
-                self.truncate(at);
-                gone
             }
         }
     }
@@ -267,7 +284,7 @@ mod tests {
                 }
                 6..=8 => {
                     plain.extend_from_slice(&new);
-                    list.extend_from_slice(&new);
+                    list.extend_from_slice(&new).expect("small");
                 }
                 9 if at >= list.shared_len() => {
                     let new = &new[..few.min(plain.len() - at)];
@@ -275,24 +292,24 @@ mod tests {
                     assert_eq!(list.replace(at, new), None);
                     plain[at..at + new.len()].copy_from_slice(new);
                 }
-                10 | 11 => {
+                10..=12 => {
+                    list.prepare_truncate(at).expect("small");
                     list.truncate(at);
                     plain.truncate(at);
                 }
-                12 => assert_eq!(list.split_off(at), plain.split_off(at)),
                 _ => {
                     let first = list.first(at, 1).expect("small");
-                    assert_eq!(first.to_vec(0..first.len()), plain[..at]);
+                    assert_eq!(first.to_vec(0..first.len()).expect("small"), plain[..at]);
                     assert!(list.starts_with(&first) && (first.starts_with(&list) == (at == plain.len())));
                     let mut other = first.clone();
-                    other.extend_from_slice(&[Page::new(next)]);
+                    other.extend_from_slice(&[Page::new(next)]).expect("small");
                     assert!(!list.starts_with(&other) && !other.starts_with(&list) || at == plain.len());
                 }
             }
             assert_eq!(list.len(), plain.len());
             assert!(list.unshared().map_or(list.shared_len() > 0, |own| own == plain));
             let [from, to] = [at.min(plain.len()) / 2, at.min(plain.len())];
-            assert_eq!(list.to_vec(from..to), plain[from..to]);
+            assert_eq!(list.to_vec(from..to).expect("small"), plain[from..to]);
             assert!(plain.get(from).is_none_or(|page| list.get(from) == *page));
         }
     }

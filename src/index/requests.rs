@@ -11,7 +11,7 @@ use crate::base::{
     Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, try_with_capacity, widen,
 };
 
-use super::{Ledgered, Moment, OnBadFree, PageList, RowTable, Run, SlotAllocator};
+use super::{Ledgered, Moment, PageList, RowTable, Run, SlotAllocator};
 
 /// The number of slots in a page. A power of two divides positions by a shift, which pays several times per
 /// request.
@@ -110,8 +110,7 @@ impl Request {
     /// Returns what the request of `row` had, if it had tokens.
     fn abandoned(self, row: RequestRow) -> Option<AbandonedRequest> {
         let Self { len, leased, pages, since, .. } = self;
-        let pages = pages.iter_from(widen(leased)).collect();
-        (len > 0).then_some(AbandonedRequest { row, len, pages, since })
+        (len > 0).then_some(AbandonedRequest { row, len, pages, leased, since })
     }
 }
 
@@ -169,10 +168,20 @@ pub struct AbandonedRequest {
     pub row: RequestRow,
     /// The number of tokens that had slots.
     pub len: u32,
-    /// The pages that the request owned.
-    pub pages: Vec<Page>,
+    /// All pages of the request.
+    pages: PageList,
+    /// The number of leading pages that a cache owns.
+    leased: u32,
     /// The moment when the first of them was taken.
     pub since: Moment,
+}
+
+impl AbandonedRequest {
+    /// Returns the pages that the request owned.
+    pub fn own_pages(&self) -> impl ExactSizeIterator<Item = Page> + '_ {
+        let own = widen(self.leased)..self.pages.len();
+        own.map(|at| self.pages.get(at))
+    }
 }
 
 /// The pages of every request, from which tables and metadata are built.
@@ -186,7 +195,7 @@ pub struct AbandonedRequest {
 /// use kvpool::index::{Ledgered, Order, Requests, RowTable, SlotAllocator};
 /// let mut rows = RowTable::<RequestRow>::new(1, 4).unwrap();
 /// let mut slots = Ledgered::from(SlotAllocator::new(64, 4, Order::Sorted).unwrap());
-/// let mut requests = Requests::new(5, &slots);
+/// let mut requests = Requests::new(5, &slots).unwrap();
 /// rows.alloc(1).unwrap();
 /// let row = IndexVec::I64(vec![1]);
 /// let named = requests.resolve_rows(&row, &rows).unwrap();
@@ -215,10 +224,14 @@ impl fmt::Debug for Requests {
 
 impl Requests {
     /// Requests without tokens, for a table with `rows` rows.
-    #[must_use]
-    pub fn new(rows: usize, slots: &SlotAllocator) -> Self {
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the record.
+    pub fn new(rows: usize, slots: &SlotAllocator) -> Result<Self> {
         let page_size = PageSize::new(slots.slots_of_a_page());
-        Self { by_row: vec![Request::new(0, 0); rows], page_size, batches: 0, abandoned: Vec::new() }
+        let mut by_row = try_with_capacity(rows)?;
+        by_row.resize(rows, Request::new(0, 0));
+        Ok(Self { by_row, page_size, batches: 0, abandoned: Vec::new() })
     }
 
     /// Returns the number of slots in a page.
@@ -466,7 +479,7 @@ impl Requests {
         if len > 0 {
             return Err(Error::config(format!(
                 "request row {row} at position {position} has {len} tokens with slots; only a new request takes a \
-                 cached prefix"
+                 cached prefix, and this one continues with its own lease or none"
             )));
         }
         Ok(Growth { had: 0, start: 0, ..growth })
@@ -535,7 +548,16 @@ impl Requests {
         let mut taken = NewPages::new(needed)?;
         let is_shared = |growth: &Growth| growth.had < growth.prefix && !growth.is_leased;
         let reservation = if batch.iter().any(is_shared) { Some(slots.prepare_sharing()?) } else { None };
-        if !slots.alloc_pages(needed, |run| taken.runs.push(run)) {
+        let mut later = prefixes.iter_mut();
+        for growth in batch {
+            let pages = if growth.had < growth.prefix {
+                &mut **later.next().expect("each cached prefix has its pages")
+            } else {
+                &mut self.request_mut(growth.row).pages
+            };
+            pages.try_reserve(widen(growth.new_pages))?;
+        }
+        if !slots.alloc_page_runs(needed, &mut taken.runs)? {
             return Ok(false);
         }
         let mut prefixes = prefixes.iter_mut();
@@ -562,28 +584,45 @@ impl Requests {
         Ok(true)
     }
 
-    /// Undoes [`Requests::grow`] of this batch.
+    /// Undoes [`Requests::grow`] of this batch. Needs no memory.
     pub fn shrink(&mut self, batch: &[Growth], slots: &mut Ledgered<SlotAllocator>) {
         for growth in batch {
-            let pages = self.truncate(growth.row, growth.had);
-            // The request owns these pages, so the free cannot fail.
-            let _ = slots.free_now(&pages, OnBadFree::Report);
+            let (_, own) = self.kept(growth.row, growth.had);
+            slots.give_back_each(self.pages(growth.row).iter_from(own));
+            self.truncate(growth.row, growth.had);
         }
     }
 
-    /// Drops the tokens of a request from `len` on. Returns one slot of each page to free that the request
-    /// owned.
-    pub fn truncate(&mut self, row: RequestRow, len: u32) -> IndexVec {
-        let page_size = self.page_size;
+    /// Returns the number of pages that a request keeps if its tokens from `len` on are dropped, and the
+    /// position of the first page that it owned and drops.
+    fn kept(&self, row: RequestRow, len: u32) -> (usize, usize) {
+        let request = self.request(row);
+        let keep = widen(self.page_size.pages(len)).min(request.pages.len());
+        (keep, keep.max(widen(request.leased)))
+    }
+
+    /// Prepares [`Requests::truncate`]. Returns one slot of each page to free that the request owns.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the list.
+    pub fn prepare_truncate(&mut self, row: RequestRow, len: u32) -> Result<IndexVec> {
+        let (keep, own) = self.kept(row, len);
+        let size = self.page_size.slots();
+        let pages = &mut self.request_mut(row).pages;
+        pages.prepare_truncate(keep)?;
+        let mut slots = try_with_capacity(pages.len().saturating_sub(own))?;
+        slots.extend(pages.iter_from(own).map(|page| (page.number() * size).cast_signed()));
+        Ok(IndexVec::I32(slots))
+    }
+
+    /// Drops the tokens of a request from `len` on. It needs no memory if it was prepared, or if all pages
+    /// that stay were there before the last growth.
+    pub fn truncate(&mut self, row: RequestRow, len: u32) {
+        let (keep, _) = self.kept(row, len);
         let request = self.request_mut(row);
-        let keep = widen(page_size.pages(len)).min(request.pages.len());
         request.len = len.min(request.len);
-        let leased = widen(request.leased);
-        let own = request.pages.split_off(keep.max(leased));
         request.pages.truncate(keep);
-        request.leased = narrow(keep.min(leased));
-        let size = page_size.slots();
-        IndexVec::I32(own.into_iter().map(|page| (page.number() * size).cast_signed()).collect())
+        request.leased = request.leased.min(narrow(keep));
     }
 
     /// Checks that a request can be truncated to `len` tokens.
@@ -643,7 +682,7 @@ impl Requests {
         let mut pages = self.pages(src).first(full, 1)?;
         let mut taken = NewPages::new(1)?;
         let reservation = slots.prepare_sharing()?;
-        if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
+        if !slots.alloc_page_runs(usize::from(rest > 0), &mut taken.runs)? {
             return Ok(None);
         }
         slots.share_pages(reservation, pages.iter_from(leased));

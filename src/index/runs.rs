@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::{Error, IndexVec, PADDING, Result, widen};
+use crate::base::{Error, IndexVec, PADDING, Result, try_reserve, widen};
 
 use super::mask::Mask;
 
@@ -133,16 +133,23 @@ pub fn for_each_run(values: &IndexVec, visit: impl FnMut(i64, usize)) {
 /// descriptors.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when a start or a length does not fit int32.
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when a start or a length does not fit int32,
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
 pub fn ascending_runs(values: &IndexVec) -> Result<Vec<i32>> {
     let mut flat = Vec::new();
-    let mut unfit = None;
+    let (mut unfit, mut reserved) = (None, Ok(()));
     for_each_run(values, |start, len| match (i32::try_from(start), i32::try_from(len)) {
-        (Ok(start), Ok(len)) => flat.extend([start, len]),
+        (Ok(start), Ok(len)) if reserved.is_ok() => {
+            reserved = try_reserve(&mut flat, 2);
+            if reserved.is_ok() {
+                flat.extend([start, len]);
+            }
+        }
+        (Ok(_), Ok(_)) => (),
         _ => unfit = unfit.or(Some((start, len))),
     });
     match unfit {
-        None => Ok(flat),
+        None => reserved.map(|()| flat),
         Some((start, len)) => {
             Err(Error::config(format!("the run of {len} from {start} does not fit an int32 tensor")))
         }

@@ -9,16 +9,19 @@ mod held;
 mod page_runs;
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::base::bounded::narrow;
 use crate::base::{
-    Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot, try_with_capacity, widen,
+    Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot, try_push,
+    try_with_capacity, widen,
 };
 
 use super::Bitmap;
 use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
 use super::free_list::{FencedIndices, Fit, FreeList, Order, Run};
 use super::free_times::{FreeTimes, Moment};
+use super::mask::Mask;
 use super::owners::{Owners, SharingReservation};
 pub use held::{Held, Whole};
 
@@ -355,8 +358,11 @@ impl SlotAllocator {
             if fault.is_some() {
                 break;
             }
+            fault = try_push(&mut marked, page).err();
+            if fault.is_some() {
+                break;
+            }
             self.named.insert_run(widen(page.number()), 1);
-            marked.push(page);
         }
         for page in &marked {
             self.named.remove_run(widen(page.number()), 1);
@@ -365,16 +371,44 @@ impl SlotAllocator {
     }
 
     /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`
-    /// ones.
+    /// ones. Needs no memory.
     ///
     /// A group does not delay the free, and nothing is reported. The padding slot stands for a slot in a page
     /// that the request had before.
     pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
-        let page_size = self.page_size;
-        let mut pages: Vec<Page> = slots.iter().map(|slot| Page::new(slot.number() / page_size)).collect();
-        pages.dedup();
-        pages.retain(|page| page.number() != PADDING && !continued.contains(page));
-        self.free_live_pages(pages);
+        self.undo_each(slots.iter().copied(), continued, |_| ());
+    }
+
+    /// Works like [`SlotAllocator::undo`], and passes the freed pages to `undone`.
+    pub(super) fn undo_each<T: IndexNumber>(
+        &mut self,
+        slots: impl IntoIterator<Item = T>,
+        continued: &[Page],
+        mut undone: impl FnMut(Range<u32>),
+    ) {
+        let mut run = 0..0;
+        for slot in slots {
+            let page = slot.number() / self.page_size;
+            let is_last = page + 1 == run.end;
+            if is_last || page == PADDING || continued.contains(&Page::new(page)) {
+                continue;
+            }
+            if page == run.end {
+                run.end += 1;
+                continue;
+            }
+            let before = std::mem::replace(&mut run, page..page + 1);
+            self.give_back(before.clone());
+            undone(before);
+        }
+        self.give_back(run.clone());
+        undone(run);
+    }
+
+    /// Frees live pages that have lost their last owner. Needs no memory.
+    fn give_back(&mut self, run: Range<u32>) {
+        self.free_times.record(Mask::of_range(run.clone()));
+        self.pages.give_back(run);
     }
 
     /// Adds an owner to the pages of slots, once per page (with `page_size == 1`, once per occurrence). Each
@@ -489,6 +523,21 @@ impl SlotAllocator {
             return false;
         }
         self.pages.alloc(count, emit)
+    }
+
+    /// Works like [`SlotAllocator::alloc_pages`], and appends the runs to `runs`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the list; nothing is taken.
+    pub fn alloc_page_runs(&mut self, count: usize, runs: &mut Vec<Run<Page>>) -> Result<bool> {
+        if count > self.pages.available() {
+            self.pages.merge();
+            return Ok(false);
+        }
+        let begin = runs.len();
+        self.pages.try_alloc(count, |run| try_push(runs, run)).inspect_err(|_| {
+            runs.drain(begin..).for_each(|run| self.pages.give_back(run.range()));
+        })
     }
 
     /// Returns whether each slot is in use; `false` for values that are not slots.

@@ -8,6 +8,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+use crate::base::check_memory;
 use crate::base::sync::{AtomicBool, AtomicPtr, thread};
 
 #[cfg(all(target_os = "linux", not(loom)))]
@@ -182,9 +183,11 @@ impl CopyThreads {
         assert!(!work.has_panicked.load(Relaxed), "a part of the work panicked on its thread");
     }
 
-    /// Starts threads until there are `count`, or the system has no more.
+    /// Starts threads until there are `count`, or the system has no more, or no memory for their stacks.
     fn start(&mut self, count: usize) {
-        while self.threads.len() < count {
+        /// Bytes for a stack, and as many for what a thread allocates as it starts.
+        const THREAD: usize = 4 << 20;
+        while self.threads.len() < count && check_memory(THREAD).is_ok() {
             let (slot, number) = (Arc::<WorkSlot>::default(), self.threads.len() + 1);
             let worker_slot = Arc::clone(&slot);
             let name = format!("kvpool-copy-{number}");

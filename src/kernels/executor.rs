@@ -236,7 +236,7 @@ impl Executor {
             return Err(Error::config(text));
         }
         let plan = |space: IndexSpace, dst: &IndexVec, src: &IndexVec| -> Result<_> {
-            Ok(plan_moves(&space.check(dst)?, &space.check(src)?))
+            plan_moves(&space.check(dst)?, &space.check(src)?)
         };
         match (self, dst, src) {
             (Self::Host(host), dst, src) => {

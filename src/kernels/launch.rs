@@ -22,7 +22,10 @@ use std::ptr;
 use std::sync::Arc;
 
 use crate::base::bounded::{int32, signed};
-use crate::base::{DType, Error, Id, RequestRow, Result, bytes_of, widen};
+use crate::base::{
+    DType, Error, Id, RequestRow, Result, bytes_of, out_of_memory_error, try_collect, try_with_capacity,
+    widen,
+};
 use crate::index::{Move, RowExtent};
 use crate::kernels::indices::{IndexSpace, IndexSpaces, Indices, Numbers};
 use crate::kernels::pages::{HostAccess, PagePlan, Pieces};
@@ -253,7 +256,7 @@ impl Launcher {
         let [rows, others] = [0, 1].map(|at| stores[at].target.shape()[0]);
         let rows = rows.min(others);
         let list = match indices {
-            Indices::Host(values) => last_of_each(targets(values, rows)?),
+            Indices::Host(values) => last_of_each(targets(values, rows)?)?,
             Indices::Device { .. } => Vec::new(),
         };
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
@@ -322,7 +325,7 @@ impl Launcher {
         let (target, source, count) = match plan {
             Copies::Planned(moves) => {
                 groups.into_iter().try_for_each(|buffers| check_moves(buffers, moves))?;
-                let Some((target, source)) = independent(moves) else {
+                let Some((target, source)) = independent(moves)? else {
                     return self.copy_rows_in_order(raw, moves, stream);
                 };
                 let count = moves.len();
@@ -512,14 +515,15 @@ impl Launcher {
         {
             return Err(Error::index(format!("rows up to {longest} long are not all in the table")));
         }
-        let mut indptr = vec![0i32];
+        let mut indptr = try_with_capacity(rows.len() + 1)?;
+        indptr.push(0);
         let mut total = 0i32;
         for extent in rows {
             // Only differences matter, so it may wrap.
             total = total.wrapping_add(extent.written.cast_signed());
             indptr.push(total);
         }
-        let rows: Vec<i32> = rows.iter().map(|extent| extent.row.number().cast_signed()).collect();
+        let rows = try_collect(rows.iter().map(|extent| extent.row.number().cast_signed()))?;
         let grid = ragged_grid(widen(longest), rows.len())?;
         self.launch_with_arrays(self.kernels.write_ragged, grid, &[&rows, &indptr], stream, |arrays| {
             Ok(RaggedParams {
@@ -617,24 +621,27 @@ impl Launcher {
 }
 
 /// Returns `rows` with -1 for each that occurs again later, so that only the last of its values is stored.
-fn last_of_each(mut rows: Vec<i32>) -> Vec<i32> {
-    let mut seen = HashSet::with_capacity(rows.len());
+fn last_of_each(mut rows: Vec<i32>) -> Result<Vec<i32>> {
+    let mut seen = HashSet::new();
+    seen.try_reserve(rows.len()).map_err(|_| out_of_memory_error::<i32>(rows.len()))?;
     for row in rows.iter_mut().rev() {
         if !seen.insert(*row) {
             *row = -1;
         }
     }
-    rows
+    Ok(rows)
 }
 
 /// Returns the rows written and the rows read, if none of `moves` depends on another.
-fn independent(moves: &[Move]) -> Option<(Vec<i32>, Vec<i32>)> {
-    let mut pairs = (Vec::with_capacity(moves.len()), Vec::with_capacity(moves.len()));
+fn independent(moves: &[Move]) -> Result<Option<(Vec<i32>, Vec<i32>)>> {
+    let mut pairs = (try_with_capacity(moves.len())?, try_with_capacity(moves.len())?);
     for step in moves {
-        let Move::Copy { dst, src } = *step else { return None };
+        let Move::Copy { dst, src } = *step else { return Ok(None) };
         pairs.0.push(dst.cast_signed());
         pairs.1.push(src.cast_signed());
     }
-    let written: HashSet<i32> = pairs.0.iter().copied().collect();
-    pairs.1.iter().all(|row| !written.contains(row)).then_some(pairs)
+    let mut written: HashSet<i32> = HashSet::new();
+    written.try_reserve(moves.len()).map_err(|_| out_of_memory_error::<i32>(moves.len()))?;
+    written.extend(pairs.0.iter().copied());
+    Ok(pairs.1.iter().all(|row| !written.contains(row)).then_some(pairs))
 }

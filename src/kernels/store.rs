@@ -61,7 +61,10 @@ pub(super) fn store_rows(stores: &[StoreRows<'_>], indices: &IndexVec) -> Result
             store.target.region().device()
         )));
     }
-    let plans = stores.iter().map(|store| plan(store, indices.len())).collect::<Result<Vec<_>>>()?;
+    let mut plans = try_with_capacity(stores.len())?;
+    for store in stores {
+        plans.push(plan(store, indices.len())?);
+    }
     let rows = stores.iter().map(|store| store.target.shape()[0]).min().unwrap_or(0);
     let targets = targets(indices, rows)?;
     let bytes: usize = stores.iter().map(|store| store.target.row_bytes() * targets.len()).sum();

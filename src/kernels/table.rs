@@ -1,6 +1,6 @@
 //! The request table, and operations on one in host memory.
 
-use crate::base::{DType, Error, Id, RequestRow, Result, bytes_of, widen};
+use crate::base::{DType, Error, Id, RequestRow, Result, bytes_of, try_with_capacity, widen};
 use crate::index::RowExtent;
 use crate::memory::{BorrowedTensor, Region};
 
@@ -68,15 +68,13 @@ pub(super) fn build_kv_indices(
     out: &BorrowedTensor<'_>,
 ) -> Result<()> {
     let capacity = out.shape().numel();
-    let mut parts = Vec::with_capacity(rows.len());
+    let mut parts = try_with_capacity(rows.len())?;
     for (position, (&row, ends)) in rows.iter().zip(indptr.windows(2)).enumerate() {
         parts.push((row, part(position, ends[0], ends[1], table.columns, capacity)?));
     }
-    let mut values: Vec<i32> = Vec::new();
     for (row, part) in parts {
-        values.clear();
         // SAFETY: tables are made of zeros; the caller excludes writes to them.
-        values.extend(unsafe { table.region.read::<i32>(table.row(row), part.len()) }?);
+        let values = unsafe { table.region.read::<i32>(table.row(row), part.len()) }?;
         let target = out.address().as_ptr().wrapping_add(part.start * size_of::<i32>());
         // SAFETY: `BorrowedTensor` guarantees the elements of `out`, and `part` lies within them; the vector
         // is ours.

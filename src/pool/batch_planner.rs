@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Id, IndexVec, Page, RequestRow, Result, widen};
+use crate::base::{Device, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
@@ -40,12 +40,12 @@ pub struct Batch<'a> {
 /// The cached prefix of a new request.
 #[derive(Clone, Debug)]
 pub enum Prefix {
-    /// No prefix. Requests that have tokens have this, too.
+    /// No prefix. Requests that have tokens have this, too, or their own lease.
     None,
     /// Slots of whole pages, of which the request becomes another owner.
     Slots(IndexVec),
     /// A lease, which the request keeps until it is finished. It may be of length 0: the request publishes
-    /// through it.
+    /// through it. A request that has tokens may name its own lease again, which changes nothing.
     Leased(Arc<Lease>),
 }
 
@@ -177,17 +177,29 @@ impl BatchPlanner {
         self.alloc_with(stream, |state, pools| state.extend(pools, batch, &mut claims, stream))
     }
 
-    /// Claims the leased prefixes of a batch, by position.
+    /// Claims the leased prefixes of a batch, by position. The lease that a request has already is not
+    /// claimed again.
     fn claim(&self, batch: &Batch<'_>) -> Result<Vec<Option<Claim>>> {
         if !batch.prefixes.iter().any(|prefix| matches!(prefix, Prefix::Leased(_))) {
             return Ok(Vec::new());
         }
         let rows = self.resolve(batch.rows)?;
         let claim = |(prefix, row): (&Prefix, RequestRow)| match prefix {
+            Prefix::Leased(lease) if self.has_lease(row, lease) => lease.len().map(|_| None),
             Prefix::Leased(lease) => Claim::new(lease, self.request(row), &self.slots).map(Some),
             Prefix::None | Prefix::Slots(_) => Ok(None),
         };
-        batch.prefixes.iter().zip(rows).map(claim).collect()
+        let mut claims = try_with_capacity(rows.len())?;
+        for named in batch.prefixes.iter().zip(rows) {
+            claims.push(claim(named)?);
+        }
+        Ok(claims)
+    }
+
+    /// Returns whether `lease` is that of the request in `row`.
+    fn has_lease(&self, row: RequestRow, lease: &Lease) -> bool {
+        let (state, table) = (self.state.lock(), self.table.lock());
+        state.leases.is_of(lease, row, &table)
     }
 
     /// Returns the rows of live requests.
@@ -395,7 +407,7 @@ impl Reclaim for BatchPlanner {
     fn obtainable(&self, stream: Stream) -> Obtainable {
         let (mut state, table) = (self.state(stream), self.table.lock());
         state.retire_freed(&table, stream);
-        let pages: usize = state.requests().abandoned().iter().map(|request| request.pages.len()).sum();
+        let pages: usize = state.requests().abandoned().iter().map(|request| request.own_pages().len()).sum();
         Obtainable { at_once: pages * widen(state.requests().page_size().slots()), behind_fences: 0 }
     }
 
@@ -407,8 +419,9 @@ impl Reclaim for BatchPlanner {
 impl LeaseKeeper for BatchPlanner {
     fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>> {
         let (state, table) = (self.state.lock(), self.table.lock());
-        let kept = state.leases.of(row, &table)?;
-        std::ptr::eq(&raw const **kept, lease)
+        state
+            .leases
+            .is_of(lease, row, &table)
             .then(|| Box::new(LockedRequest { state, _table: table, row }) as _)
     }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, widen};
+use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, try_with_capacity, widen};
 use crate::index::{Bucket, Buckets, IndexHandle, Ledgered, Rounding};
 use crate::memory::{Backend, BorrowedTensor, Contents, Gpu, Keep, PageLock, Region, Stream, StreamSet};
 
@@ -188,9 +188,9 @@ impl BufferPool {
     /// See [`BufferPool::alloc`].
     pub fn alloc_batch(&self, sizes: &[usize], stream: Stream) -> Result<Vec<Buffer>> {
         sizes.iter().try_for_each(|&bytes| self.config.rounding.bucket(bytes).map(drop))?;
+        let mut buffers = try_with_capacity(sizes.len())?;
         let state = &mut *self.state();
         let marks = state.buckets.marks();
-        let mut buffers = Vec::with_capacity(sizes.len());
         for &bytes in sizes {
             match self.take(state, bytes, stream) {
                 Ok(buffer) => buffers.push(buffer),

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::Condvar;
-use crate::base::{ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, bytes_of, widen};
+use crate::base::{
+    ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, bytes_of, try_with_capacity, widen,
+};
 use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, Returning, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
@@ -310,7 +312,9 @@ impl ChunkPool {
             state.settle()?;
         }
         if state.chunks.ready() >= count {
-            return Ok(Attempt::Taken((0..count).filter_map(|_| state.chunks.take()).collect()));
+            let mut taken = try_with_capacity(count)?;
+            taken.extend((0..count).filter_map(|_| state.chunks.take()));
+            return Ok(Attempt::Taken(taken));
         }
         let coming = state.chunks.available() + state.returning.len();
         Ok(if coming >= count && (state.is_page_locking || !state.returning.is_empty()) {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::{Condvar, thread};
-use crate::base::{Error, ErrorKind, Result};
+use crate::base::{Error, ErrorKind, Result, check_memory, try_collect, try_collect_each};
 use crate::cache::{Digest, PageHash};
 use crate::memory::HostRows;
 use crate::transfer::{AlignedBytes, BLOCK, Disk, FileCaching, Folder};
@@ -27,6 +27,9 @@ use slots::{MAX_SLOTS, Slots};
 use work::Worker;
 
 use super::{Stats, Store, StoreTransfer, at_least_one};
+
+/// Bytes of bookkeeping for each page of a call.
+const BOOKKEEPING: usize = 256;
 
 /// The shape of a [`FileStore`].
 #[derive(Clone, Copy, Debug)]
@@ -249,7 +252,7 @@ impl FileStore {
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
     pub fn exists(&self, keys: &[PageHash]) -> Result<usize> {
         let mut state = self.open_state()?;
-        let slots: Vec<FileSlot> = keys.iter().map_while(|key| state.slots.find(key)).collect();
+        let slots = try_collect_each(keys.iter().map_while(|key| state.slots.find(key)))?;
         state.slots.touch(&slots);
         Ok(slots.len())
     }
@@ -268,6 +271,7 @@ impl FileStore {
     /// Reads pages to rows, which may be shorter.
     fn begin_get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
+        check_memory(keys.len() * BOOKKEEPING)?;
         // Those that are not used are dropped without the lock.
         let mut rows: Vec<_> = rows.into_rows().map(Some).collect();
         let mut state = self.open_state()?;
@@ -300,6 +304,7 @@ impl FileStore {
     /// zero.
     fn begin_put(&self, keys: Vec<PageHash>, rows: HostRows, most: usize) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
+        check_memory(keys.len() * BOOKKEEPING)?;
         // Those that are not used are dropped without the lock.
         let mut rows: Vec<_> = rows.into_rows().map(Some).collect();
         let mut state = self.open_state()?;
@@ -556,7 +561,7 @@ impl Store for FileStore {
     /// Reads no file.
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
         let state = self.open_state()?;
-        Ok(keys.iter().map(|key| state.slots.find(key).is_some()).collect())
+        try_collect(keys.iter().map(|key| state.slots.find(key).is_some()))
     }
 
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {

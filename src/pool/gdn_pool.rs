@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{
-    DType, Device, Dims, IndexVec, LONG_COPY, Result, StateSlot, bytes_of, run_blocking, widen,
+    DType, Device, Dims, Error, ErrorKind, Id, IndexVec, LONG_COPY, Result, StateSlot, bytes_of,
+    run_blocking, widen,
 };
-use crate::index::{BadFrees, Ledgered, OnBadFree, RowTable};
+use crate::index::{BadFrees, Ledgered, OnBadFree, Owner, RowTable};
 use crate::kernels::{
     BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows, PageCopy, PagePair,
     Pieces, RowBuffer,
@@ -250,9 +251,11 @@ impl GdnPool {
     /// `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist; nothing is zeroed.
-    /// An invalid index on a GPU is skipped, and [`GdnPool::take_fault`] reports it.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist,
+    /// [`ErrorKind::IndexOwnership`] for a snapshot of a prefix cache; nothing is zeroed. An invalid index on a
+    /// GPU is skipped, and [`GdnPool::take_fault`] reports it; a snapshot is not protected there.
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
+        self.check_not_cached(indices)?;
         self.executor.zero_rows(&self.rows, indices, stream)
     }
 
@@ -264,9 +267,11 @@ impl GdnPool {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for slots that do not exist. Nothing is copied. As
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for slots that do not exist,
+    /// [`ErrorKind::IndexOwnership`] when a snapshot of a prefix cache would be written. Nothing is copied. As
     /// [`GdnPool::reset_states`].
     pub fn copy_states(&self, src: &Indices<'_>, dst: &Indices<'_>, stream: Stream) -> Result<()> {
+        self.check_not_cached(dst)?;
         self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
@@ -277,12 +282,34 @@ impl GdnPool {
         self.executor.backpressure_event(numbers)
     }
 
-    /// Checks that there is a slot `slot`.
+    /// Checks that `slot` is a working slot.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) if there is none.
-    pub(super) fn check_slot(&self, slot: i64) -> Result<()> {
-        self.slots.check(&IndexVec::I64(vec![slot])).map(drop)
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for the padding slot, a track slot, and numbers
+    /// that are no slots.
+    pub(super) fn check_working(&self, slot: i64) -> Result<()> {
+        let max_reqs = self.config.max_reqs;
+        if usize::try_from(slot).is_ok_and(|slot| (1..=max_reqs).contains(&slot)) {
+            return Ok(());
+        }
+        let text = format!("state slot {slot} is no working slot; these are 1 to {max_reqs}");
+        Err(Error::index(text).with_index(slot))
+    }
+
+    /// Checks that none of `indices` is the track slot of a snapshot in a prefix cache, which only the cache
+    /// may write. Indices that only a device has are not checked.
+    fn check_not_cached(&self, indices: &Indices<'_>) -> Result<()> {
+        let Indices::Host(indices) = indices else { return Ok(()) };
+        let tracks = self.tracks.lock();
+        let is_cached =
+            |slot: &i64| u32::try_from(*slot).is_ok_and(|slot| tracks.is_cached(StateSlot::new(slot)));
+        if tracks.cached() > 0
+            && let Some(slot) = indices.iter().find(is_cached)
+        {
+            let text = format!("{} {slot} cannot be written: owned by the prefix cache", StateSlot::NOUN);
+            return Err(Error::new(ErrorKind::IndexOwnership, text).with_index(slot));
+        }
+        Ok(())
     }
 
     /// Sets both states of slot `dst`. The caller must hold no lock: a long copy in host memory is a
@@ -293,8 +320,8 @@ impl GdnPool {
     pub(super) fn set_state(&self, dst: i64, source: Source, stream: Stream) -> Result<()> {
         let one = |slot| Indices::Host(IndexVec::I64(vec![slot]));
         let set = || match source {
-            Source::Slot(src) => self.copy_states(&one(src), &one(dst), stream),
-            Source::Zeros => self.reset_states(&one(dst), stream),
+            Source::Slot(src) => self.executor.copy_rows(&self.rows, &one(dst), &one(src), stream),
+            Source::Zeros => self.executor.zero_rows(&self.rows, &one(dst), stream),
         };
         let is_long = self.device() == Device::Cpu && self.mem_bytes() / self.slots.len >= LONG_COPY;
         if is_long { run_blocking(set) } else { set() }
@@ -310,18 +337,35 @@ impl GdnPool {
 
     /// Takes the track slot that has been free longest, or returns `None`.
     pub fn alloc_track_slot(&self) -> Option<StateSlot> {
-        self.tracks.lock().alloc(1)?.first().map(|taken| taken.row)
+        self.tracks.lock().alloc_one().map(|taken| taken.row)
     }
 
-    /// Frees a track slot; drops and reports one that is not live.
+    /// Frees a track slot; drops and reports one that is not live, or of a snapshot in a prefix cache.
     ///
     /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when the free is
-    /// invalid.
+    /// If strict, [`ErrorKind::IndexOwnership`] when the free is invalid.
     pub fn free_track_slot(&self, slot: i64) -> Result<BadFrees> {
         let (_, bad) =
             self.tracks.lock().free(&IndexVec::I64(vec![slot]), OnBadFree::of(self.config.strict))?;
         Ok(bad)
+    }
+
+    /// Takes a track slot for a prefix cache, the `owner`, or returns `None`. Nobody else can free it.
+    pub(super) fn alloc_cached(&self, owner: &Owner) -> Option<StateSlot> {
+        self.tracks.lock().alloc_cached(owner)
+    }
+
+    /// Frees track slots of a prefix cache, the `owner`.
+    pub(super) fn free_cached(&self, slots: &[StateSlot], owner: &Owner) {
+        let mut tracks = self.tracks.lock();
+        for &slot in slots {
+            tracks.free_cached(slot, owner);
+        }
+    }
+
+    /// Returns the number of track slots of prefix caches.
+    pub(super) fn cached(&self) -> usize {
+        self.tracks.lock().cached()
     }
 
     /// Calls `read` with the ownership of track slots, under their lock.
@@ -348,7 +392,8 @@ impl Pool for GdnPool {
     }
 
     fn stats(&self) -> Stats {
-        Stats::of_rows(&self.tracks.lock()).and("bytes", self.mem_bytes())
+        let tracks = self.tracks.lock();
+        Stats::of_rows(&tracks).and("cached", tracks.cached()).and("bytes", self.mem_bytes())
     }
 
     fn occupancy(&self) -> Occupancy {

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Device, Error, Id, Result, Slot};
+use crate::base::{Device, Error, Id, Result, Slot, check_memory};
 use crate::cache::{
     AGE_BUCKETS, BlockTokens, CacheEvent, Cause, Digest, LowerTierContents, Namespace, PolicyKind, Pressure,
     ResumeAt, Segment, Tokens, Tree, TreeStats,
@@ -175,6 +175,7 @@ impl PrefixCache {
             TierLink::new(tier)
         });
         let below = below.transpose()?;
+        check_memory(0)?;
         let tree = new_tree(&config, &allocator, resume_at(states.as_ref()), below.as_ref());
         let clears = allocator.lock().epoch();
         let cache = CacheState {
@@ -480,8 +481,15 @@ impl PrefixCache {
         let call = self.begin_call(stream);
         let cache = call.current();
         let (cached, owned) = (cache.stats().cached, self.allocator.stats().cached);
+        let snapshots = cache.stats().snapshots;
+        let tracks = self.shared.states.as_ref().map_or(0, |states| states.cached());
         let fault = cache.tree.broken_invariant().or_else(|| {
-            (cached > owned).then(|| format!("{cached} slots are cached, the cache owns {owned}"))
+            if cached > owned {
+                Some(format!("{cached} slots are cached, the cache owns {owned}"))
+            } else {
+                (snapshots > tracks)
+                    .then(|| format!("{snapshots} snapshots are cached, the cache owns {tracks} track slots"))
+            }
         });
         fault.map_or(Ok(()), |fault| {
             let text = format!("the prefix cache is inconsistent: {fault}");

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Epoch, Error, ErrorKind, Id, IndexVec, Page, Result, try_with_capacity};
+use crate::base::{
+    Epoch, Error, ErrorKind, Id, IndexVec, Page, Result, check_memory, try_collect, try_with_capacity,
+};
 use crate::cache::{
     BlockTokens, Cause, Evicted, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, ResumeAt, Tokens,
     Tree, TreeStats,
@@ -121,6 +123,7 @@ impl PrefixTree {
                  1, or no allocator"
             )));
         }
+        check_memory(0)?;
         let clears = allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
         let mut tree = new_tree(&config, allocator.as_deref());
         let root = tree.keep_root();
@@ -206,7 +209,8 @@ impl PrefixTree {
                 removed_nodes: std::mem::take(&mut state.unreported),
             });
         }
-        let returned = state.tree.returned_pages(&plan);
+        let returned = state.tree.returned_pages(&plan)?;
+        state.tree.check_memory_for(&plan, fresh.len())?;
         let new = &pages[state.tree.first_new_page(&plan)..];
         call.as_ref().map_or(Ok(()), |slots| self.take(slots, state.clears, new, &returned))?;
         let mut removed_nodes = std::mem::take(&mut state.unreported);
@@ -288,7 +292,7 @@ impl PrefixTree {
     pub fn slots(&self, node: NodeHandle, from: usize, stream: Stream) -> Result<TensorView> {
         let state = self.current(stream);
         let end = state.tree.end_of(node).ok_or_else(|| is_gone(node))?;
-        let pages = state.tree.pages_of(node, from.min(end)).expect("the node was found");
+        let pages = state.tree.pages_of(node, from.min(end))?.expect("the node was found");
         let mut slots = try_with_capacity(pages.len())?;
         slots.extend(pages.iter().map(|page| page.number().cast_signed()));
         match &self.allocator {
@@ -365,11 +369,10 @@ impl PrefixTree {
     /// ones.
     fn take(&self, slots: &AllocatorCall<'_>, clears: Epoch, new: &[Page], returned: &[Page]) -> Result<()> {
         let taken = slots.change(clears, |slots| {
-            let returned_runs: Vec<_> = returned.iter().map(|&start| Run { start, len: 1 }).collect();
+            let returned_runs = try_collect(returned.iter().map(|&start| Run { start, len: 1 }))?;
             slots.slots_mut().retain(&returned_runs)?;
             if let Err(error) = slots.slots_mut().cache(new, &[], &self.owner) {
-                let undone = slots.slots_mut().release(&returned_runs, None);
-                undone.expect("the caller has become an owner just now");
+                slots.slots_mut().undo_pages(&returned_runs);
                 return Err(error);
             }
             slots.slots_mut().release_cached(returned, None, &self.owner);

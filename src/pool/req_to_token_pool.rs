@@ -266,6 +266,11 @@ impl ReqToTokenPool {
         self.lock().alloc(count, stream)
     }
 
+    /// Returns rows that were taken and not handed out. Needs no memory.
+    pub fn undo(&self, rows: &[RequestRow]) {
+        self.lock().undo(rows.iter().copied());
+    }
+
     /// Frees rows and zeroes their written columns, unless rows are not zeroed; drops and reports rows that
     /// are not live.
     ///

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 
 use crate::base::{
     Device, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
-    try_with_capacity, widen,
+    try_collect, try_with_capacity, widen,
 };
 use crate::index::{
     CallRecord, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats,
@@ -229,7 +229,7 @@ impl SlotTensors {
         }
         self.runs.clear();
         let pages = count.div_ceil(self.slots.page_size());
-        if !self.slots.alloc_pages(pages, |run| self.runs.push(run)) {
+        if !self.slots.alloc_page_runs(pages, &mut self.runs)? {
             return Ok(Err(self.short(count)));
         }
         let upcoming = |pages: usize, runs: &mut VecDeque<Run<Page>>| {
@@ -237,7 +237,7 @@ impl SlotTensors {
         };
         let view = stage.hand_out(&self.runs, count, upcoming, stream);
         if view.is_err() {
-            self.slots.release(&self.runs, None).expect("the pages were taken just now");
+            self.slots.undo_pages(&self.runs);
         }
         let view = view?;
         let run = if let [run] = self.runs[..] { Some(self.slots.first_slot(run.start)) } else { None };
@@ -286,15 +286,12 @@ impl SlotTensors {
         }
         let mut pages = try_with_capacity(count)?;
         let mut runs = Vec::new();
-        let take = |run: Run<Page>| {
-            pages.extend(run.range().map(Page::new));
-            runs.push(run);
-        };
-        if !self.slots.alloc_pages(count, take) {
+        if !self.slots.alloc_page_runs(count, &mut runs)? {
             return Ok(Err(self.short(slots)));
         }
+        pages.extend(runs.iter().flat_map(|run| run.range()).map(Page::new));
         if let Err(error) = self.slots.cache(&pages, &[], owner) {
-            self.slots.release(&runs, None).expect("they were taken just now");
+            self.slots.undo_pages(&runs);
             return Err(error);
         }
         Ok(Ok(pages))
@@ -412,7 +409,7 @@ impl SlotTensors {
                     page_size: self.slots.page_size(),
                 };
                 let view = stage.complete(&slots, last_loc, &grown, stream);
-                view.inspect_err(|_| self.slots.undo(&slots, &continued))?
+                view.inspect_err(|_| self.slots.undo(slots.iter().copied(), &continued))?
             }
             _ => self.hand_out(slots, &continued, stream)?,
         };
@@ -460,7 +457,7 @@ impl SlotTensors {
     fn hand_out(&mut self, slots: IndexVec, continued: &[Page], stream: Stream) -> Result<TensorView> {
         let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
         let slots = slots.into_i32()?;
-        stage.tensor_of(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
+        stage.tensor_of(&slots, stream).inspect_err(|_| self.slots.undo(slots.iter().copied(), continued))
     }
 
     /// Returns an event to wait for, without locks, before more slots are taken, if the device is far behind.
@@ -486,21 +483,21 @@ impl SlotTensors {
         self.slots.epoch()
     }
 
-    /// Returns unused slots to the pool, except those in `continued` pages.
+    /// Returns unused slots to the pool, except those in `continued` pages. Needs no memory.
     ///
     /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
     pub(super) fn undo(&mut self, granted: &GrantedSlots, continued: &[Page]) {
+        let Self { slots, stage, .. } = self;
         let view = match granted {
-            GrantedSlots::One(one) => {
-                return self.slots.undo(&[one.slot.number().cast_signed()], continued);
-            }
+            GrantedSlots::One(one) => return slots.undo([one.slot.number().cast_signed()], continued),
             GrantedSlots::Tensor(view) => view,
         };
-        let of_stage = || self.stage.as_ref().map(|stage| stage.listed(view));
-        let of_list = view.region().copy_indices().expect("memory for a list of slots");
-        match of_list.or_else(of_stage).expect("the pool listed the slots") {
-            IndexVec::I32(slots) => self.slots.undo(&slots, continued),
-            IndexVec::I64(slots) => self.slots.undo(&slots, continued),
+        match (view.region().indices(), stage) {
+            (Some(listed), _) => slots.undo(listed, continued),
+            (None, Some(stage)) => {
+                stage.with_listed(view, |listed| slots.undo(listed.iter().copied(), continued));
+            }
+            (None, None) => unreachable!("the pool listed the slots"),
         }
     }
 
@@ -529,7 +526,7 @@ impl SlotTensors {
     /// # Errors
     /// See [`Self::alloc`].
     pub(super) fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.tensor_of(numbers_of(&self.slots.pages().free_indices()?), stream)
+        self.tensor_of(numbers_of(&self.slots.pages().free_indices()?)?, stream)
     }
 
     /// Returns the released pages, lowest first.
@@ -537,7 +534,7 @@ impl SlotTensors {
     /// # Errors
     /// See [`Self::alloc`].
     pub(super) fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.tensor_of(numbers_of(&self.slots.pages().released_indices()?), stream)
+        self.tensor_of(numbers_of(&self.slots.pages().released_indices()?)?, stream)
     }
 
     /// Returns the numbers as a tensor that is valid on `stream`.
@@ -574,6 +571,6 @@ impl SlotTensors {
     }
 }
 
-fn numbers_of(pages: &[Page]) -> Vec<i32> {
-    pages.iter().map(|page| page.number().cast_signed()).collect()
+fn numbers_of(pages: &[Page]) -> Result<Vec<i32>> {
+    try_collect(pages.iter().map(|page| page.number().cast_signed()))
 }

@@ -7,8 +7,7 @@ use std::sync::Arc;
 use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{
-    DType, Error, ErrorKind, Id, IndexDType, IndexVec, PADDING, Page, Result, Slot, bytes_of, try_zeros,
-    widen,
+    DType, Error, ErrorKind, Id, IndexDType, PADDING, Page, Result, Slot, bytes_of, try_zeros, widen,
 };
 use crate::index::{Bitmap, Run, SlotAllocator};
 use crate::kernels::{Executor, GrowingBatch, IndexSpace, IndexSpaces};
@@ -251,11 +250,10 @@ impl Stage {
         self.completer.take_fault()
     }
 
-    /// Returns the slots that a tensor of this stage was made of.
-    pub(super) fn listed(&self, view: &TensorView) -> IndexVec {
+    /// Calls `read` with the slots that a tensor of this stage was made of.
+    pub(super) fn with_listed<R>(&self, view: &TensorView, read: impl FnOnce(&[i32]) -> R) -> R {
         let first = (view.borrow().address().as_ptr().addr() - self.copy.addresses.start) / self.size();
-        let slots = self.copy.locked(|values| stepped(values, first, 1, view.shape().numel()));
-        IndexVec::I32(slots.expect("the tensor is one of this stage"))
+        self.copy.locked(|values| read(&values[first..first + view.shape().numel()]))
     }
 
     /// Records that work on `stream` reads a tensor of this stage.

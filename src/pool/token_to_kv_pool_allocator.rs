@@ -3,11 +3,15 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
+use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Epoch, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking};
+use crate::base::{
+    Device, Epoch, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking, try_with_capacity,
+    widen,
+};
 use crate::index::{
     AbandonedRequest, BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats,
-    ascending_runs,
+    ascending_runs, put_slots_of,
 };
 use crate::kernels::Indices;
 use crate::memory::{Backend, BorrowedTensor, Gpu, Keep, Stream};
@@ -382,6 +386,17 @@ impl TokenToKvPoolAllocator {
                 "a segment that starts at token {start} does not begin a page of {page_size} slots"
             ))),
         }
+    }
+
+    /// Returns the slots of pages: 1-D int32, valid on `stream`.
+    ///
+    /// # Errors
+    /// See [`Self::alloc`].
+    pub fn tensor_of_pages(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
+        let page_size = narrow(self.page_size());
+        let mut slots = try_with_capacity(pages.len() * widen(page_size))?;
+        put_slots_of(pages.iter().map(|page| page.number()), page_size, &mut slots);
+        self.lock().tensor_of(slots, stream)
     }
 
     /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values in flight.

@@ -11,7 +11,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
-use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, try_push, try_with_capacity};
+use crate::base::{
+    DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, try_collect, try_push, try_with_capacity,
+};
 use crate::cache::PageHash;
 use crate::kernels::{Indices, check_ints, not_indices_error, read_indices};
 use crate::memory::{BorrowedTensor, HostRows, Keep, Stream};
@@ -388,7 +390,7 @@ pub(super) fn strided_indices<'a, 'py>(
     object: &'a Bound<'py, PyAny>,
     step: usize,
 ) -> PyResult<IndexArg<'a, 'py>> {
-    let ints = |object| Ok::<_, PyErr>(IndexArg::of_values(every_nth(ints(object)?, step)));
+    let ints = |object| Ok::<_, PyErr>(IndexArg::of_values(every_nth(ints(object)?, step)?));
     if object.is_instance_of::<PyList>()
         || object.is_instance_of::<PyTuple>()
         || object.is_instance_of::<PyRange>()
@@ -521,11 +523,11 @@ pub(super) fn index_or_indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResu
 }
 
 /// Returns every `step`th value.
-fn every_nth(values: IndexVec, step: usize) -> IndexVec {
+fn every_nth(values: IndexVec, step: usize) -> crate::base::Result<IndexVec> {
     match values {
-        _ if step == 1 => values,
-        IndexVec::I32(values) => IndexVec::I32(values.into_iter().step_by(step).collect()),
-        IndexVec::I64(values) => IndexVec::I64(values.into_iter().step_by(step).collect()),
+        _ if step == 1 => Ok(values),
+        IndexVec::I32(values) => try_collect(values.into_iter().step_by(step)).map(IndexVec::I32),
+        IndexVec::I64(values) => try_collect(values.into_iter().step_by(step)).map(IndexVec::I64),
     }
 }
 

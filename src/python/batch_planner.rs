@@ -163,7 +163,7 @@ impl BatchPlanner {
     ///     prefixes: In place of `prefix_slots`, leases of a `PrefixCache`: `None`, or a sequence with one
     ///         entry per request, each `None` or a `Lease` as long as its prefix, possibly of length 0. The
     ///         request keeps the lease, publishes through it, and releases it in `finish`. A lease is for one
-    ///         request.
+    ///         request; with later chunks pass `None` or the same lease again.
     ///
     /// Returns:
     ///     A `BatchPlan`, or `None` if there are not enough slots. The slots are in the allocator's order,

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::base::IndexVec;
 use crate::memory::HostRows;
 use crate::pool::{FileStore as Store, FileStoreConfig, StoreTransfer as Transfer};
 use crate::transfer::FileCaching;
@@ -280,10 +279,7 @@ fn select_rows(
 ) -> PyResult<HostRows> {
     let all = args::rows("pages", pages, access)?;
     let Some(rows) = rows else { return Ok(all) };
-    let rows = match args::indices(rows)?.values(py)? {
-        IndexVec::I64(rows) => rows,
-        IndexVec::I32(rows) => rows.into_iter().map(i64::from).collect(),
-    };
+    let rows = args::indices(rows)?.values(py)?.into_i64()?;
     Ok(all.select(&rows)?)
 }
 

@@ -168,6 +168,8 @@ impl GdnPool {
     ///
     /// Raises:
     ///     IndexError: If a slot is outside of the pool. Nothing is zeroed.
+    ///     IndexOwnershipError: If a slot has a snapshot of a prefix cache. Nothing is zeroed. Tensors on a GPU
+    ///         are not checked for it.
     fn reset_states(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<()> {
         let mut indices = args::index_or_indices(indices)?;
         let stream = self.stream(py, indices.host_len())?;
@@ -187,6 +189,8 @@ impl GdnPool {
     ///
     /// Raises:
     ///     IndexError: If a slot is outside of the pool. Nothing is copied.
+    ///     IndexOwnershipError: If a slot of `dst` has a snapshot of a prefix cache. Nothing is copied. Tensors
+    ///         on a GPU are not checked for it.
     ///     ConfigError: If `src` and `dst` differ in length.
     fn copy_states(&self, py: Python<'_>, src: &Bound<'_, PyAny>, dst: &Bound<'_, PyAny>) -> PyResult<()> {
         let (mut src, mut dst) = (args::index_or_indices(src)?, args::index_or_indices(dst)?);
@@ -202,10 +206,11 @@ impl GdnPool {
         Ok(self.pool.alloc_track_slot().map(StateSlot::number))
     }
 
-    /// Frees a track slot.
+    /// Frees a track slot. One that has a snapshot of a prefix cache is the cache's: freeing it is an invalid
+    /// free.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If the pool is strict and the slot is not in use.
+    ///     IndexOwnershipError: If the pool is strict and the slot is not in use, or a prefix cache has it.
     #[pyo3(signature = (slot, *, owner=None))]
     fn free_track_slot(
         &self,

@@ -17,7 +17,7 @@ use crate::index::CallGuard;
 use crate::memory::Stream;
 use crate::pool::{
     HostTier as HostTierOfPool, Lease as PoolLease, LowerStore, LowerTier, PrefixCache as Cache,
-    PrefixCacheConfig, Publication, Store,
+    PrefixCacheConfig, Publication, Published as PoolPublished, Store,
 };
 
 use super::args::{self, Arg};
@@ -181,6 +181,11 @@ impl PrefixCache {
         self.allocator.get().debug.begin(py, None)
     }
 
+    fn published(&self, outcome: PoolPublished) -> Published {
+        let allocator = Arc::clone(&self.allocator.get().pool);
+        Published { outcome, allocator, tensor: OnceLock::new(), device: self.device }
+    }
+
     fn lease(slf: &Bound<'_, Self>, lease: Arc<PoolLease>) -> Lease {
         Lease { lease, cache: slf.clone().unbind() }
     }
@@ -309,7 +314,7 @@ impl PrefixCache {
             Ok((lease, published))
         })?;
         lease.release(stream);
-        Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device: this.device })
+        Ok(this.published(published))
     }
 
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.

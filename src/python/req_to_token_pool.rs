@@ -7,9 +7,9 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PySlice, PyString};
+use pyo3::types::{PyList, PySlice, PyString};
 
-use crate::base::{Device, Error, Id, IndexVec, RequestRow, try_with_capacity};
+use crate::base::{Device, Error, Id, IndexVec, RequestRow, check_memory, try_with_capacity};
 use crate::memory::Stream;
 use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, TableWriters, make_room};
 
@@ -86,6 +86,24 @@ impl TableIndexArg<'_, '_> {
                 Ok(TableIndex::Points { rows: rows.take()?, columns: columns.take()? })
             }
         }
+    }
+}
+
+/// A guard of rows that were taken. Dropping it before [`TakenRows::keep`] returns them.
+struct TakenRows<'a> {
+    pool: &'a Pool,
+    rows: Vec<RequestRow>,
+}
+
+impl TakenRows<'_> {
+    fn keep(mut self) {
+        self.rows.clear();
+    }
+}
+
+impl Drop for TakenRows<'_> {
+    fn drop(&mut self) {
+        self.pool.undo(&self.rows);
     }
 }
 
@@ -219,12 +237,21 @@ impl ReqToTokenPool {
         py: Python<'_>,
         n: Arg<'_>,
         owner: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<Vec<u32>>> {
+    ) -> PyResult<Option<Py<PyList>>> {
+        /// The number of rows whose list counts as of no caller's length.
+        const FEW: usize = 64;
         let _acting = self.debug.begin(py, owner)?;
         let count = n.count("n", 1)?;
         let stream = self.stream(py, count)?;
-        let rows = self.pool.alloc(count, stream)?;
-        Ok(rows.map(|rows| rows.into_iter().map(RequestRow::number).collect()))
+        if count > FEW {
+            // For the list and its ints.
+            check_memory(count.min(self.pool.size()) * 64)?;
+        }
+        let Some(rows) = self.pool.alloc(count, stream)? else { return Ok(None) };
+        let taken = TakenRows { pool: &self.pool, rows };
+        let list = PyList::new(py, taken.rows.iter().map(|row| row.number()))?.unbind();
+        taken.keep();
+        Ok(Some(list))
     }
 
     /// Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false. If the driver

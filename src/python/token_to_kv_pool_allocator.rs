@@ -10,7 +10,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use crate::base::{Device, Id, IndexDType, Slot};
+use crate::base::{Device, Id, IndexDType, Slot, try_with_capacity};
 use crate::index::{AbandonedRequest, BadFrees, Fit};
 use crate::kernels::Indices;
 use crate::memory::{Keep, Stream};
@@ -156,14 +156,14 @@ fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
 
 /// Describes a request whose row was freed without its planner. `given` of its pages went back.
 fn describe_abandoned(request: &AbandonedRequest, given: usize) -> String {
-    let AbandonedRequest { row, len, pages, .. } = request;
-    let kept = pages.len() - given;
+    let (AbandonedRequest { row, len, .. }, pages) = (request, request.own_pages().len());
+    let kept = pages - given;
     let others =
         if kept == 0 { String::new() } else { format!(", and {kept} were freed by other calls since") };
     format!(
         "request row {row} was freed without its planner while it had {len} tokens: {given} of its {} pages are free \
          again{others}; end requests with BatchPlanner.finish",
-        pages.len()
+        pages
     )
 }
 
@@ -652,7 +652,8 @@ impl TokenToKvPoolAllocator {
     fn is_allocated(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let values = args::indices(indices)?.values(py)?;
         self.pool.settle(self.debug_stream(py)?)?;
-        let answers: Vec<bool> = self.pool.inspect(|slots| slots.is_allocated(&values).collect());
+        let mut answers: Vec<bool> = try_with_capacity(values.len())?;
+        self.pool.inspect(|slots| answers.extend(slots.is_allocated(&values)));
         to_tensor(py, &TensorView::from_bools(&answers)?)
     }
 

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyType};
 
-use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, try_with_capacity};
+use crate::base::{DType, Device, EngineSlot, Error, Id, IndexVec, Result, try_push, try_with_capacity};
 use crate::cache::{Tokens, not_a_token_error};
 use crate::engines::hybrid::{self, SlotSource, TokenBlock, TokenSource, differ};
 use crate::memory::BorrowedTensor;
@@ -116,7 +116,7 @@ impl Tokens for ListTokens<'_, '_> {
 
     fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()> {
         for at in range {
-            out.push(self.token(at)?);
+            try_push(out, self.token(at)?)?;
         }
         Ok(())
     }
@@ -240,10 +240,7 @@ pub(super) fn with_keys<R>(
         let first = unsafe { first.add(range.start) };
         return work(&RawKeys { first, count: range.len(), array: object });
     }
-    let tokens = match args::indices(object)?.values(py)? {
-        IndexVec::I64(tokens) => tokens,
-        IndexVec::I32(tokens) => tokens.into_iter().map(i64::from).collect(),
-    };
+    let tokens = args::indices(object)?.values(py)?.into_i64()?;
     let range = within(tokens.len())?;
     work(&&tokens[range])
 }
@@ -326,16 +323,18 @@ pub(super) fn with_slots<R>(
 
 /// Slots from numbers, the first of them at `begin`.
 pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Result<Vec<EngineSlot>> {
-    let slots = numbers.enumerate().map(|(position, number)| {
+    let mut slots = try_with_capacity(numbers.size_hint().0)?;
+    for (position, number) in numbers.enumerate() {
         let slot =
             i32::try_from(number).ok().and_then(|number| u32::try_from(number).ok()).map(EngineSlot::new);
-        slot.ok_or_else(|| {
+        let slot = slot.ok_or_else(|| {
             let position = begin + position;
             Error::config(format!("slot {number} at position {position} is outside [0, 2**31)"))
                 .with_index(number)
-        })
-    });
-    slots.collect()
+        });
+        try_push(&mut slots, slot?)?;
+    }
+    Ok(slots)
 }
 
 impl<T: Copy + Default + Into<i64>> SlotSource for RawTokens<'_, T> {

@@ -192,6 +192,161 @@ def test_lists_beyond_the_address_space_are_an_error_and_no_abort(
     )
 
 
+# The world of the calls below; `hog` and `limited` leave a process `room` bytes.
+_SHORT_OF_MEMORY = """
+    import os, resource, tempfile
+    import kvpool
+    import numpy as np
+
+    def limited(room, hog):
+        with open("/proc/self/statm") as pages:
+            used = int(pages.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used, -1))
+        taken = 0
+        for size in (1 << 20, 1 << 16, 4096, 600, 200):
+            try:
+                while True:
+                    hog[taken] = bytes(size)
+                    taken += 1
+            except (MemoryError, IndexError):
+                pass
+        for at in range(max(0, taken - 60), taken):
+            hog[at] = None
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, -1))
+
+    def in_a_child(room, call, check):
+        pid = os.fork()
+        if pid == 0:
+            hog, code, answer = [None] * 600_000, 0, None
+            limited(room, hog)
+            try:
+                answer = call()
+            except MemoryError:
+                code = 1
+            except BaseException as error:
+                code = 2
+            resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+            del hog
+            os._exit(code if check(code, answer) else 3)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [(1 << 18, "cpu"), (1 << 18, "cpu", 1, False), (1 << 18, "cpu", 4), (1 << 18, "cpu", 4, False)]
+)
+def test_slots_that_cannot_be_handed_out_are_not_lost(
+    run_snippet: RunSnippet, options: tuple[object, ...]
+) -> None:
+    run_snippet(
+        _SHORT_OF_MEMORY
+        + f"""
+    make = lambda **more: kvpool.TokenToKVPoolAllocator(*{options!r}, **more)
+    for more in ({{}}, {{"index_dtype": "int64"}}):
+        pool = make(**more)
+        table = kvpool.ReqToTokenPool(4096, 4, "cpu")
+
+        def is_whole(code, answer):
+            pool.verify()
+            taken = 0 if answer is None else len(answer)
+            return pool.stats()["in_use"] == taken
+
+        def has_rows(code, answer):
+            return table.stats()["in_use"] == (0 if answer is None else len(answer))
+
+        for room in [*range(0, 1024, 128), 1700, 2500]:
+            for count in (60_000, 200_000):
+                assert in_a_child(room << 10, lambda: pool.alloc(count), is_whole) in (0, 1), room
+            assert in_a_child(room << 10, lambda: table.alloc(4000), has_rows) in (0, 1), room
+""",
+        hidden=["torch"],
+        env={"RUST_BACKTRACE": "0"},
+    )
+
+
+@pytest.mark.timeout(300)
+def test_calls_without_memory_are_errors_and_no_aborts(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        _SHORT_OF_MEMORY
+        + """
+    size = 1 << 17
+    pool = kvpool.TokenToKVPoolAllocator(size, "cpu")
+    fifo = kvpool.TokenToKVPoolAllocator(size, "cpu", 1, False)
+    cache = kvpool.PrefixCache(pool, events=True)
+    kv = kvpool.KVPool(size, 1, 1, 4, device="cpu", dtype="float32")
+    table = kvpool.ReqToTokenPool(64, 4096, "cpu")
+    planner = kvpool.BatchPlanner(table, pool, 64, 1 << 16)
+    tree = kvpool.PrefixTree(kvpool.TokenToKVPoolAllocator(size, "cpu"))
+    rows, slots, numbers = table.alloc(32), pool.alloc(40_000), np.arange(1, 60_001)
+    scattered = fifo.alloc(60_000).numpy()[::-2].copy()
+    prompt, cached = np.arange(20_000), pool.alloc(20_000)
+    cache.insert(prompt, cached)
+    found, empty = cache.match(prompt), cache.match(numbers + 1_000_000)
+    other = table.alloc(2)
+    planner.extend([rows[0]], [0], [4000])
+    values = np.ones((20_000, 1, 4), np.float32)
+    folder = tempfile.TemporaryDirectory()
+    open_store = lambda: kvpool.FileStore(folder.name, 1 << 25, page_bytes=512, queue_bytes=1 << 30)
+    store = open_store()
+    written = store.put([at.to_bytes(32, "little") for at in range(4000)], np.zeros((4000, 512), np.uint8))
+    while not written.query():
+        pass
+    store.close()
+
+    def state():
+        pools = [pool, fifo, table, tree]
+        counts = [(one.stats().get("in_use"), one.stats().get("dropped_frees")) for one in pools]
+        return counts, cache.cached_size(), tree.cached_size(), planner.seq_len(rows[0])
+
+    before = state()
+
+    def is_as_before(code, answer):
+        pool.verify(), fifo.verify(), cache.verify()
+        return code == 0 or state() == before
+
+    calls = dict(
+        contiguous=lambda: pool.alloc(30_000, contiguous=True),
+        alloc_extend=lambda: pool.alloc_extend([0] * 9, [3000] * 9, [-1] * 9),
+        free=lambda: pool.free(slots),
+        scattered=lambda: fifo.free(scattered),
+        fence=lambda: fifo.free(scattered, after=type("F", (), {"query": lambda self: False})()),
+        share=lambda: pool.share(slots),
+        is_allocated=lambda: pool.is_allocated(numbers),
+        runs=lambda: pool.runs(numbers[::-1]),
+        free_slots=lambda: (pool.free_slots, fifo.free_slots),
+        match=lambda: cache.match(prompt[:10_000]),
+        slots=lambda: found.slots,
+        publish=lambda: empty.publish(numbers[:40_000] + 1_000_000, slots),
+        insert=lambda: cache.insert(numbers[:40_000] + 2_000_000, slots),
+        explain=lambda: cache.explain(prompt),
+        move=lambda: kv.move_kv(numbers[:20_000], numbers[1:20_001]),
+        set_kv=lambda: kv.set_kv_buffer(0, numbers[:20_000], values, values),
+        extend=lambda: planner.extend(rows[1:], [0] * 31, [1000] * 31),
+        leased=lambda: planner.extend(other[:1], [0], [4000], prefixes=[empty]),
+        fork=lambda: planner.fork(rows[0], rows[1], 3999),
+        truncate=lambda: planner.truncate([rows[0]], [1]),
+        finish=lambda: planner.finish([rows[0]]),
+        tree=lambda: tree.insert(numbers[:30_000], numbers[:30_000]),
+        clear=lambda: table.clear(),
+        cache=lambda: kvpool.PrefixCache(pool),
+        resize=lambda: fifo.resize(1 << 20),
+        store=open_store,
+    )
+    for name, call in calls.items():
+        for room in (0, 150, 400, 900, 1500, 6000, 40_000):
+            code = in_a_child(room << 10, call, is_as_before)
+            assert code in (0, 1), (name, room, code)
+        assert code == 0, (name, "fails with memory, too")
+    for room in (0, 100, 300, 800, 40_000):
+        found.release()
+        code = in_a_child(room << 10, lambda: cache.evict(20_000), lambda *_: True)
+        assert code == 0, room
+""",
+        hidden=["torch"],
+        env={"RUST_BACKTRACE": "0"},
+    )
+
+
 def test_memory_that_may_not_be_written_is_not() -> None:
     text = b"abcdefgh" * 4
 

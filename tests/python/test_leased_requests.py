@@ -244,6 +244,44 @@ def test_wrong_leases_are_refused_and_stay(wrong: dict[str, Any], text: str) -> 
         some(scene.planner.extend([row], [0], [6], prefixes=[lease]))
 
 
+def test_a_request_may_name_its_own_lease_with_every_chunk() -> None:
+    scene = Scene()
+    row, lease = scene.start()
+    some(scene.planner.extend([row], [10], [13], prefixes=[lease]))
+    assert lease.publish([*scene.prompt, 1, 2, 3], row=row).length == 12
+    [other] = some(scene.table.alloc(1))
+    new = scene.cache.match([*scene.prompt, 9], limit=10)
+    some(scene.planner.extend([row, other], [13, 8], [14, 11], prefixes=[lease, new]))
+    assert [scene.planner.seq_len(one) for one in (row, other)] == [14, 11]
+    for prefixes, said in (
+        ([new], "that of request row 2 already"),
+        ([scene.cache.match([1])], "continues with its own lease or none"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            scene.planner.extend([row], [14], [15], prefixes=prefixes)
+    # Its lengths are checked as without a lease.
+    with pytest.raises(ConfigError, match="has 14 tokens with slots"):
+        scene.planner.extend([row], [12], [15], prefixes=[lease])
+    lease.release()
+    with pytest.raises(StaleBufferError, match="released"):
+        scene.planner.extend([row], [14], [15], prefixes=[lease])
+    some(scene.planner.extend([row], [14], [15]))
+    scene.planner.finish([row, other])
+    assert (scene.cache.locked_size(), scene.in_use()) == (0, 0)
+
+
+def test_a_lease_of_an_earlier_request_of_a_row_is_not_its_own() -> None:
+    scene = Scene()
+    row, lease = scene.start()
+    scene.table.free(row)
+    while some(scene.table.alloc(1)) != [row]:
+        pass
+    some(scene.planner.extend([row], [0], [5]))
+    with pytest.raises((ConfigError, StaleBufferError)):
+        scene.planner.extend([row], [5], [6], prefixes=[lease])
+    scene.planner.finish([row])
+
+
 def test_entries_of_prefixes_are_leases() -> None:
     scene = Scene()
     [row] = some(scene.table.alloc(1))

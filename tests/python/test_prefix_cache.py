@@ -366,6 +366,19 @@ def test_a_wrong_publication_changes_nothing(misuse: str, *, strict: bool) -> No
     lease.publish(range(50, 58), own)
 
 
+def test_the_result_of_a_publication_keeps_no_lease() -> None:
+    scene = Scene()
+    lease = scene.cache.match([1, 2, 3])
+    slots = scene.alloc(3)
+    published = lease.publish([1, 2, 3], slots)
+    inserted = scene.cache.insert([1, 2, 4], scene.alloc(3))
+    assert scene.cache.locked_size() == 3
+    del lease
+    assert scene.sizes() == (4, 0, 0, 60)
+    assert len(scene.alloc(64)) == 64
+    assert (published.length, published.slots.tolist(), inserted.duplicates) == (3, slots, 2)
+
+
 def test_finish_is_the_end_of_a_request() -> None:
     scene = Scene(4)
     prompt = list(range(10))
@@ -723,6 +736,74 @@ def test_states_that_are_refused() -> None:
         with pytest.raises(ConfigError, match="without states"):
             call()
     assert plain.cache.cached_size() == scene.cache.cached_size() == 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_track_slot_of_a_snapshot_is_the_caches(
+    caplog: pytest.LogCaptureFixture, *, strict: bool
+) -> None:
+    where = devices.current()
+    allocator = kvpool.TokenToKVPoolAllocator(64, where)
+    states = GDNPool(4, 1, 1, 2, 2, 4, 3, where, max_track_slots=2, strict=strict, debug=True)
+    cache = PrefixCache(allocator, states=states, name="the cache")
+    lease = cache.match([1])
+    states.recurrent_state[:, 1].fill_(5.0)
+    lease.publish([1], some(allocator.alloc(1)), state=1)
+    track, own = some(lease.state_slot), some(states.alloc_track_slot(owner="request 7"))
+    said = "owned by the prefix cache"
+    if strict:
+        with pytest.raises(IndexOwnershipError, match=said):
+            states.free_track_slot(track)
+    else:
+        with caplog.at_level(logging.WARNING, logger="kvpool"):
+            states.free_track_slot(track)
+        assert said in caplog.text
+        assert "'the cache' at " in caplog.text
+        assert states.stats()["dropped_frees"] == 1
+    writes: list[Callable[[], object]] = [
+        lambda: states.reset_states(track),
+        lambda: states.reset_states([1, track]),
+        lambda: states.copy_states(own, track),
+    ]
+    for write in writes:
+        with pytest.raises(IndexOwnershipError, match=said):
+            write()
+    assert states.alloc_track_slot() is None
+    assert {leak.state: leak.owner for leak in states.leaks()} == {
+        "evictable": "the cache",
+        "live": "request 7",
+    }
+    assert (states.stats()["cached"], states.stats()["in_use"]) == (1, 2)
+    states.copy_states(track, own)
+    states.reset_states([1, own])
+    lease.restore(2)
+    assert bool(states.recurrent_state[:, 2].eq(5.0).all())
+    cache.verify()
+    # It is free when the cache has given it up.
+    lease.release()
+    assert cache.evict(1) == 1
+    assert states.stats()["cached"] == 0
+    assert states.alloc_track_slot() == track
+    states.free_track_slot(track)
+
+
+def test_only_working_slots_are_published_and_restored() -> None:
+    scene = Scene(tracks=3)
+    states = some(scene.states)
+    lease = scene.cache.match([1])
+    slots = scene.alloc(2)
+    states.recurrent_state[:, 1].fill_(5.0)
+    lease.publish([1], slots[:1], state=1)
+    others = [0, some(lease.state_slot), some(states.alloc_track_slot()), 7, 8, -1]
+    for row in others:
+        with pytest.raises(IndexError, match=f"slot {row} is no working slot; these are 1 to 4"):
+            lease.restore(row)
+        with pytest.raises(IndexError, match=f"slot {row} is no working slot; these are 1 to 4"):
+            lease.publish([2], slots[1:], state=row)
+    assert (lease.length, states.stats()["in_use"]) == (1, 2)
+    assert not states.recurrent_state[:, 0].any()
+    lease.restore(4)
+    assert bool(states.recurrent_state[:, 4].eq(5.0).all())
 
 
 # Why a prompt missed

@@ -65,7 +65,7 @@ fn check_moves(dst: &[u32], src: &[u32]) -> Result<(), TestCaseError> {
         expected[*dst as usize] = before[*src as usize];
     }
     let mut rows = before;
-    for step in plan_moves(dst, src) {
+    for step in plan_moves(dst, src).expect("memory") {
         match step {
             Move::Copy { dst, src } => rows[dst as usize] = rows[src as usize],
             Move::Swap(a, b) => {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use crate::base::{Page, StateSlot, widen};
+use crate::base::{Page, StateSlot, check_memory, widen};
 
 use super::roots::retain_listed;
 use super::{Cause, Pressure};
@@ -54,6 +54,9 @@ impl Queues {
     }
 }
 
+/// The number of pages whose lists count as of no caller's length.
+const FEW: usize = 16;
+
 /// How many evictions ahead nodes are prefetched: enough to hide the latency, and few enough that all of them
 /// stay in the cache.
 const NODES_AHEAD: usize = 24;
@@ -62,10 +65,14 @@ const NODES_AHEAD: usize = 24;
 const EDGES_AHEAD: usize = 12;
 
 impl Tree {
-    /// Evicts at least `pages` pages, or all evictable ones if there are fewer.
+    /// Evicts at least `pages` pages, or all evictable ones if there are fewer. If the host has little memory,
+    /// it evicts fewer pages, or none.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut evicted = Evicted::default();
-        evicted.pages.reserve(pages.min(self.counts.evictable()));
+        let Some(pages) = self.fitting(pages.min(self.counts.evictable())) else { return evicted };
+        if evicted.pages.try_reserve(pages).is_err() {
+            return evicted;
+        }
         while evicted.pages.len() < pages {
             let now = self.now;
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
@@ -78,6 +85,16 @@ impl Tree {
             self.trim(leaf, pages - evicted.pages.len(), cause, &mut evicted);
         }
         evicted
+    }
+
+    /// Returns the number of pages, at most `pages`, for the lists of which the host has memory.
+    pub(super) fn fitting(&self, pages: usize) -> Option<usize> {
+        let bytes = |pages: usize| 2 * pages * size_of::<Page>() + self.keyed.bytes_to_remove(pages);
+        if pages <= FEW {
+            return Some(pages);
+        }
+        let halves = std::iter::successors(Some(pages), |pages| Some(pages / 2));
+        halves.take_while(|pages| *pages > FEW).find(|&pages| check_memory(bytes(pages)).is_ok())
     }
 
     /// Prefetches the memory that the evictions after that of `leaf` will touch: first the nodes and, a few

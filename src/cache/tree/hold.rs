@@ -1,6 +1,6 @@
 //! Finding a prefix, and locking it while it is in use.
 
-use crate::base::{Page, Result, widen};
+use crate::base::{Page, Result, try_collect_each, try_push, try_with_capacity, widen};
 use crate::index::PageList;
 
 use super::evict::Evicted;
@@ -59,6 +59,7 @@ impl Tree {
             Some(root) => Some(self.descend(root, tokens, limit / self.page_size)?),
         };
         tokens.check(place.map_or(0, |place| place.len)..tokens.count())?;
+        place.filter(|_| !self.is_stateful).map_or(Ok(()), |place| self.check_memory_at(place, 0, 0))?;
         // An empty prompt counts as a look-up, too.
         self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
         let node = match place {
@@ -128,35 +129,46 @@ impl Tree {
     }
 
     /// Returns the pages of a hold from token `from` on, in order.
-    #[must_use]
-    pub fn pages(&self, hold: &Hold, from: usize) -> Vec<Page> {
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// list.
+    pub fn pages(&self, hold: &Hold, from: usize) -> Result<Vec<Page>> {
         let pages = self.node(hold.node).pages.len();
         self.pages_up_to(TreePosition { node: hold.node, pages, len: hold.len }, from)
     }
 
     /// Returns the pages of a hold, in order. Long runs are not copied: the list shares their memory with the
     /// tree.
-    pub fn share_pages(&mut self, hold: &Hold) -> PageList {
+    ///
+    /// # Errors
+    /// Same as [`Tree::pages`].
+    pub fn share_pages(&mut self, hold: &Hold) -> Result<PageList> {
         let mut pages = PageList::default();
-        let path: Vec<_> = self.path(hold.node).collect();
+        let path = try_collect_each(self.path(hold.node))?;
         let shared_len = self.shared_len;
         for id in path.into_iter().rev() {
             let run = &mut self.node_mut(id).pages;
             match run.share(shared_len) {
                 Some(run) => pages.share(run),
-                None => pages.extend_from_slice(run),
+                None => pages.extend_from_slice(run)?,
             }
         }
-        pages
+        Ok(pages)
     }
 
     /// Returns the pages of positions `from..place.len`.
-    pub(super) fn pages_up_to(&self, place: TreePosition, from: usize) -> Vec<Page> {
-        self.runs_up_to(place, from).concat()
+    pub(super) fn pages_up_to(&self, place: TreePosition, from: usize) -> Result<Vec<Page>> {
+        let runs = self.runs_up_to(place, from)?;
+        let mut pages = try_with_capacity(runs.iter().map(|run| run.len()).sum())?;
+        for run in runs {
+            pages.extend_from_slice(run);
+        }
+        Ok(pages)
     }
 
     /// Returns the pages of positions `from..place.len` as slices of the nodes, in order.
-    fn runs_up_to(&self, place: TreePosition, from: usize) -> Vec<&[Page]> {
+    fn runs_up_to(&self, place: TreePosition, from: usize) -> Result<Vec<&[Page]>> {
         let mut parts = Vec::new();
         let mut begin = place.len;
         for id in self.path(place.node) {
@@ -166,10 +178,10 @@ impl Tree {
             let pages = &self.node(id).pages;
             let until = if id == place.node { place.pages } else { pages.len() };
             begin -= until * self.page_size;
-            parts.push(&pages[from.saturating_sub(begin) / self.page_size..until]);
+            try_push(&mut parts, &pages[from.saturating_sub(begin) / self.page_size..until])?;
         }
         parts.reverse();
-        parts
+        Ok(parts)
     }
 
     /// Moves a hold to the end of `node`, which follows it.

@@ -66,6 +66,19 @@ impl KeyedPages {
         }
     }
 
+    /// Returns an upper bound of the bytes that are needed to record `pages` new pages of `tokens` tokens.
+    pub(super) fn bytes_for(&self, tokens: usize, pages: usize) -> usize {
+        let Some(keys) = &self.keys else { return 0 };
+        // The keys of the call, and those of an event or an offer, with their tokens.
+        2 * pages * size_of::<PageHash>() + tokens * size_of::<i32>() + keys.bytes_for(pages)
+    }
+
+    /// Returns the bytes that are needed for the keys of `pages` pages that are removed.
+    pub(super) fn bytes_to_remove(&self, pages: usize) -> usize {
+        // The keys, what the journal is given, and the list of a caller, which grows by doubling.
+        if self.keys.is_some() { 4 * pages * size_of::<PageHash>() } else { 0 }
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.keys.as_ref().map_or(0, PageKeys::bytes) + self.journal.as_ref().map_or(0, Journal::bytes)
     }

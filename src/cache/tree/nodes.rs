@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::base::{Page, Result, widen};
+use crate::base::{Page, Result, check_memory, try_collect_each, widen};
 
 use super::Cause;
 use super::evict::Evicted;
@@ -123,6 +123,7 @@ impl Tree {
         let place = self.place_of(namespace, tokens, limit.min(tokens.count()))?;
         let len = place.map_or(0, |place| place.len);
         tokens.check(len..tokens.count())?;
+        place.map_or(Ok(()), |place| self.check_memory_at(place, 0, 0))?;
         self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
         let Some(place) = place.filter(|place| place.len > 0) else { return Ok(None) };
         let node = self.split_node(place);
@@ -144,11 +145,14 @@ impl Tree {
     }
 
     /// Returns the pages of positions from `from` on up to the end of a node; `None` if it no longer exists.
-    #[must_use]
-    pub fn pages_of(&self, node: NodeHandle, from: usize) -> Option<Vec<Page>> {
-        let id = self.at(node)?;
+    ///
+    /// # Errors
+    /// See [`Tree::pages`].
+    pub fn pages_of(&self, node: NodeHandle, from: usize) -> Result<Option<Vec<Page>>> {
+        let Some(id) = self.at(node) else { return Ok(None) };
         let here = self.node(id);
-        Some(self.pages_up_to(TreePosition { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
+        self.pages_up_to(TreePosition { node: id, pages: here.pages.len(), len: widen(here.end) }, from)
+            .map(Some)
     }
 
     /// Determines where `tokens` and their `pages` would be inserted. Changes nothing.
@@ -189,9 +193,22 @@ impl Tree {
     }
 
     /// Returns the pages that the caller gets back, because the tree has other pages for their tokens now.
-    #[must_use]
-    pub fn returned_pages(&self, plan: &Insertion) -> Vec<Page> {
-        plan.returned.iter().flat_map(|&tail| self.node(tail).pages.iter().copied()).collect()
+    ///
+    /// # Errors
+    /// See [`Tree::pages`].
+    pub fn returned_pages(&self, plan: &Insertion) -> Result<Vec<Page>> {
+        try_collect_each(plan.returned.iter().flat_map(|&tail| self.node(tail).pages.iter().copied()))
+    }
+
+    /// Checks that there is memory for [`Tree::insert`] of `tokens` new tokens.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is not.
+    pub fn check_memory_for(&self, plan: &Insertion, tokens: usize) -> Result<()> {
+        match plan.place {
+            Some(place) => self.check_memory_at(place, tokens, 0),
+            None => check_memory(2 * tokens * (size_of::<i32>() + size_of::<Page>())),
+        }
     }
 
     /// Returns the position of the first inserted page that the tree does not have yet.
@@ -283,7 +300,8 @@ impl Tree {
     }
 
     /// Evicts whole leaves, and their parents when these become leaves, until `evicted` has at least `pages`
-    /// pages or nothing is evictable. Adds the former handles of the evicted nodes to `leaves`.
+    /// pages or nothing is evictable; fewer if the host has little memory. Adds the former handles of the
+    /// evicted nodes to `leaves`.
     pub fn evict_leaves(
         &mut self,
         pages: usize,
@@ -291,7 +309,12 @@ impl Tree {
         evicted: &mut Evicted,
         leaves: &mut Vec<NodeHandle>,
     ) {
-        evicted.pages.reserve(pages.saturating_sub(evicted.pages.len()).min(self.counts.evictable()));
+        let missing = pages.saturating_sub(evicted.pages.len()).min(self.counts.evictable());
+        let Some(fitting) = self.fitting(missing) else { return };
+        let pages = evicted.pages.len() + fitting;
+        if evicted.pages.try_reserve(fitting).is_err() {
+            return;
+        }
         while evicted.pages.len() < pages
             && let Some(leaf) = self.queues.policy.victim(self.now)
         {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::{Page, Result, StateSlot, try_with_capacity};
+use crate::base::{Page, Result, StateSlot, try_push, try_with_capacity};
 
 use super::{Hold, Namespace, NodeId, PageHash, Tokens, Tree, TreePosition};
 use crate::cache::{Digest, KeyChain};
@@ -191,7 +191,7 @@ impl Tree {
             if at > prefix.cached && !lower.has_page(&key) {
                 break;
             }
-            keys.push(key);
+            try_push(&mut keys, key)?;
             if !self.is_stateful || lower.has_state(&key) {
                 usable = keys.len();
             }
@@ -206,8 +206,8 @@ impl Tree {
         let Some(place) = place.filter(|place| place.len > 0) else {
             return Some(KeyChain::at_root(digest, namespace, self.page_size));
         };
-        let page = self.pages_up_to(place, place.len - self.page_size);
-        Some(KeyChain::after(digest, self.key_of(*page.last()?)?))
+        let last = self.node(place.node).pages.get(place.pages.checked_sub(1)?)?;
+        Some(KeyChain::after(digest, self.key_of(*last)?))
     }
 
     fn keys_of(&self, pages: &[Page]) -> Option<Vec<PageHash>> {

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::base::{Page, Result, widen};
+use crate::base::{Page, Result, check_memory, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, RollingHash, Tokens, Tree, TreePosition, narrow};
 use crate::cache::Remembered;
@@ -38,6 +38,9 @@ pub(super) struct Segment {
     pub(super) hash: RollingHash,
 }
 
+/// Bytes that are not checked for.
+const FEW: usize = 1 << 14;
+
 /// The number of keys that the policy gets together.
 const BATCH: usize = 32;
 
@@ -71,9 +74,35 @@ impl Tree {
     }
 
     /// Returns the cached pages that were found.
-    #[must_use]
-    pub fn found_pages(&self, found: &FoundPrefix) -> Vec<Page> {
+    ///
+    /// # Errors
+    /// See [`Tree::pages`].
+    pub fn found_pages(&self, found: &FoundPrefix) -> Result<Vec<Page>> {
         self.pages_up_to(found.place, found.begin)
+    }
+
+    /// Checks that there is memory for [`Tree::publish`] of `tokens` new tokens.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is not.
+    pub fn check_memory(&self, hold: &Hold, found: &FoundPrefix, tokens: usize) -> Result<()> {
+        let here = self.node(found.place.node);
+        let may_grow = hold.is_author && found.is_empty();
+        // A vector that grows is copied to one of up to twice the length.
+        let is_full = here.tokens.heap_capacity() < here.tokens.len() + tokens;
+        let copied = if may_grow && is_full && tokens > 0 { 2 * here.tokens.len() } else { 0 };
+        self.check_memory_at(found.place, tokens, copied)
+    }
+
+    /// Checks that there is memory to split a node at `place`, to add `tokens` tokens behind it, and to copy
+    /// `copied` tokens with their pages.
+    pub(super) fn check_memory_at(&self, place: TreePosition, tokens: usize, copied: usize) -> Result<()> {
+        let here = self.node(place.node);
+        let split = if place.pages < here.pages.len() { here.tokens.len() } else { 0 };
+        let each = size_of::<i32>() + size_of::<Page>().div_ceil(self.page_size);
+        let lists = self.keyed.bytes_for(tokens, tokens / self.page_size);
+        let bytes = each * (split + copied + 2 * tokens) + lists;
+        if bytes <= FEW { Ok(()) } else { check_memory(bytes) }
     }
 
     /// Adds `pages` for `tokens`, which follow the tokens that were found, and moves the hold to their end.

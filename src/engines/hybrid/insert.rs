@@ -1,7 +1,7 @@
 //! Insertion in steps. A step ends where the engine has to act before the tree can continue.
 
 use super::{HybridTree, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun, TokenSource};
-use crate::base::{EngineSlot, Error, Result};
+use crate::base::{EngineSlot, Error, Result, check_memory};
 use crate::cache::Namespace;
 
 /// The tokens to insert, and the request's relation to them.
@@ -420,8 +420,10 @@ impl HybridTree {
         let mut target = walk.node;
         if start < end {
             self.window_start(&walk.insert)?;
+            // For the slots, the tokens, the keys of pages, and what is copied of them.
+            check_memory((end - start) * 4 * size_of::<i64>())?;
             let values = slots.read(start, end - start)?;
-            let tokens = TokenRun::of(prompt, start, end - start);
+            let tokens = TokenRun::of(prompt, start, end - start)?;
             walk.result.adopted.add(Part::Full, start..end);
             target = self.add_leaf(walk.node, walk.namespace, tokens, values, walk.insert.priority);
             walk.is_new = true;

@@ -1,5 +1,7 @@
 //! The tokens of a node, stored in 32 bits each if all of them fit.
 
+use crate::base::{Result, try_with_capacity};
+
 use super::TokenSource;
 
 /// The number of tokens that are compared at a time: few enough to be still in the first-level cache when the
@@ -89,21 +91,24 @@ impl Default for TokenRun {
 
 impl TokenRun {
     /// Copies the tokens `at..at + count` of a prompt.
-    pub(super) fn of(prompt: &dyn TokenSource, at: usize, count: usize) -> Self {
-        let mut narrow = Vec::with_capacity(count);
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them.
+    pub(super) fn of(prompt: &dyn TokenSource, at: usize, count: usize) -> Result<Self> {
+        let mut narrow = try_with_capacity(count)?;
         let mut block = Vec::with_capacity(BLOCK);
         while narrow.len() < count {
             block.clear();
             prompt.read(at + narrow.len(), BLOCK.min(count - narrow.len()), &mut block);
             if block.iter().fold(0, |all, &token| all | token) >> u32::BITS != 0 {
-                let mut wide = Vec::with_capacity(count);
+                let mut wide = try_with_capacity(count)?;
                 prompt.read(at, count, &mut wide);
-                return Self::Wide(wide);
+                return Ok(Self::Wide(wide));
             }
             let low = |&token: &i64| u32::try_from(token & i64::from(u32::MAX)).expect("32 bits");
             narrow.extend(block.iter().map(low));
         }
-        Self::Narrow(narrow)
+        Ok(Self::Narrow(narrow))
     }
 
     pub(super) const fn len(&self) -> usize {

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::base::Id;
+use crate::base::{Id, Result, out_of_memory_error, try_to_vec};
 use crate::index::mask::Mask;
 
 use super::records::Set;
@@ -16,6 +16,8 @@ pub(crate) struct FreeBatch<'a, I: Id> {
     list: &'a mut FreeList<I>,
     /// The set of the freed indices.
     to: Set,
+    /// Whether an index was not added for want of memory: the batch cannot be committed.
+    is_short: bool,
     is_committed: bool,
 }
 
@@ -42,7 +44,7 @@ impl<I> FencedIndices<I> {
 impl<'a, I: Id> FreeBatch<'a, I> {
     pub(super) fn new(list: &'a mut FreeList<I>, timing: FreeTiming) -> Self {
         list.marked.clear();
-        Self { to: list.set_of(timing), list, is_committed: false }
+        Self { to: list.set_of(timing), list, is_short: false, is_committed: false }
     }
 
     /// Returns the list. The indices in this batch are not live in it.
@@ -55,7 +57,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     pub(crate) fn add(&mut self, mask: Mask) -> u64 {
         let moved = self.list.records.give_back(mask, self.to);
         if moved.bits != 0 {
-            self.list.marked.push(moved);
+            self.mark(&[moved]);
         }
         mask.bits & !moved.bits
     }
@@ -65,8 +67,37 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     #[inline]
     pub(crate) fn add_while_live(&mut self, masks: &[Mask], count: usize) -> usize {
         let done = self.list.records.give_back_while_live(masks, count, self.to);
-        self.list.marked.extend_from_slice(&masks[..done]);
+        self.mark(&masks[..done]);
         done
+    }
+
+    /// Records that `masks` are in the set of this batch.
+    #[inline]
+    fn mark(&mut self, masks: &[Mask]) {
+        let marked = &mut self.list.marked;
+        if marked.capacity() - marked.len() < masks.len() && marked.try_reserve(masks.len()).is_err() {
+            return self.reject(masks);
+        }
+        marked.extend_from_slice(masks);
+    }
+
+    /// Makes `masks`, which cannot be recorded, live again.
+    #[cold]
+    fn reject(&mut self, masks: &[Mask]) {
+        self.is_short = true;
+        for &mask in masks {
+            self.list.records.take(mask, self.to);
+        }
+    }
+
+    /// Checks that all indices were recorded. Call this before [`FreeBatch::commit`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host had no memory for the
+    /// list; drop the batch then.
+    #[inline]
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.is_short { Err(out_of_memory_error::<Mask>(self.list.marked.len() + 1)) } else { Ok(()) }
     }
 
     /// Returns the added indices, in the order in which they were added.
@@ -96,14 +127,19 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     }
 
     /// Returns the added indices as a fence has to keep them, for [`FreeList::unfence`].
-    pub(crate) fn fenced(&self) -> FencedIndices<I> {
-        FencedIndices { masks: self.list.marked.clone(), space: PhantomData }
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// list.
+    pub(crate) fn fenced(&self) -> Result<FencedIndices<I>> {
+        Ok(FencedIndices { masks: try_to_vec(&self.list.marked)?, space: PhantomData })
     }
 
     /// Frees the added indices. [`Order::Fifo`] queues them in that order: now, or when their fence has
     /// passed.
     #[inline]
     pub(crate) fn commit(mut self) {
+        debug_assert!(!self.is_short, "it was checked");
         self.is_committed = true;
         if self.to != Set::Fenced {
             self.list.queue_marked();

@@ -279,6 +279,12 @@ impl Records {
         (0..).zip(&self.sets).flat_map(move |(word, record)| Mask { word, bits: of(record) }.indices())
     }
 
+    /// Returns released indices of one record, the lowest one among them.
+    pub(super) fn first_released(&self) -> Option<Mask> {
+        let (at, _) = self.with_released.next_run(0, 1)?;
+        Some(Mask { word: narrow(at), bits: self.sets[at].released })
+    }
+
     /// Returns the first run of free indices at or after `from`, cut to `limit`.
     pub(super) fn next_free_run(&self, from: u32, limit: u32) -> Option<Range<u32>> {
         let here = self.sets.get(widen(from / 64))?.free >> (from % 64);

@@ -1,14 +1,12 @@
 //! [`SlotAllocator`] with a ledger of its pages.
 
-use std::sync::Arc;
-
-use super::Ledgered;
+use super::{Ledgered, call_of};
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot};
 use crate::index::ledger::{Attribution, IndexState, Span, spans};
 use crate::index::owners::SharingReservation;
 use crate::index::{
-    BadFree, BadFrees, CallRecord, Extension, FenceId, Fit, Held, LastLoc, OnBadFree, Owner, Run,
-    SlotAllocator, on_bad_frees,
+    BadFree, BadFrees, Extension, FenceId, Fit, Held, LastLoc, OnBadFree, Owner, Run, SlotAllocator,
+    on_bad_frees,
 };
 
 impl Ledgered<SlotAllocator> {
@@ -77,6 +75,34 @@ impl Ledgered<SlotAllocator> {
         })
     }
 
+    /// Calls [`SlotAllocator::alloc_page_runs`] and records it.
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::alloc_page_runs`].
+    pub fn alloc_page_runs(&mut self, count: usize, runs: &mut Vec<Run<Page>>) -> Result<bool> {
+        let begin = runs.len();
+        let is_taken = self.inner.alloc_page_runs(count, runs)?;
+        runs[begin..].iter().for_each(|run| self.ledger.record_take(run.range()));
+        Ok(is_taken)
+    }
+
+    /// Removes an owner from pages that were taken or shared and not handed out. Needs no memory.
+    pub(in crate::index) fn give_back_each(&mut self, pages: impl IntoIterator<Item = Page>) {
+        let ledger = &mut self.ledger;
+        self.inner.give_back_each(pages, |page, is_free| {
+            if is_free {
+                ledger.record_undo(page.number()..page.number() + 1);
+            } else {
+                ledger.remove_holder(page.number());
+            }
+        });
+    }
+
+    /// Gives back pages that were taken just now. Needs no memory.
+    pub fn undo_pages(&mut self, runs: &[Run<Page>]) {
+        self.give_back_each(runs.iter().flat_map(|run| run.range()).map(Page::new));
+    }
+
     /// Records that the pages of `slots`, except the `continued` ones, were taken.
     #[inline]
     fn record_taken<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
@@ -90,10 +116,10 @@ impl Ledgered<SlotAllocator> {
         }
     }
 
-    /// Calls [`SlotAllocator::undo`] and records it.
-    pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
-        self.inner.undo(slots, continued);
-        self.record_freed(true);
+    /// Works like [`SlotAllocator::undo`] with slots in any form, and records it.
+    pub fn undo<T: IndexNumber>(&mut self, slots: impl IntoIterator<Item = T>, continued: &[Page]) {
+        let ledger = &mut self.ledger;
+        self.inner.undo_each(slots, continued, |pages| ledger.record_undo(pages));
     }
 
     /// Records that the last free gave its pages back and, with `is_free`, that they are free.
@@ -419,9 +445,4 @@ impl Ledgered<SlotAllocator> {
         self.ledger.clear();
         self.inner.clear();
     }
-}
-
-/// Returns the call in progress, in the name of `owner`.
-fn call_of(owner: &Owner) -> Arc<CallRecord> {
-    Arc::new(CallRecord { owner: Some(owner.clone()), ..CallRecord::clone(&CallRecord::current()) })
 }

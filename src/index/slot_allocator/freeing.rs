@@ -22,7 +22,12 @@ pub(super) struct Freeing<'a> {
     pub(super) bad: BadFrees,
 }
 
-impl Freeing<'_> {
+impl<'a> Freeing<'a> {
+    /// Returns the batches, and the report.
+    pub(super) fn into_parts(self) -> (FreeBatch<'a, Page>, RemovalBatch<'a>, BadFrees) {
+        (self.batch, self.owners, self.bad)
+    }
+
     /// Frees the pages of slots.
     #[inline]
     pub(super) fn add(&mut self, values: &IndexVec) {

@@ -1,6 +1,8 @@
 //! Freeing slots: at once, at the end of a group, or when a fence has passed.
 
-use crate::base::{Error, Id, IndexVec, Page, Result, Slot, try_with_capacity};
+use crate::base::{
+    Error, Id, IndexVec, Page, Result, Slot, try_push, try_reserve, try_to_vec, try_with_capacity, widen,
+};
 
 use super::freeing::Freeing;
 use super::{FenceId, FencedFree, Group, Held, SlotAllocator};
@@ -18,9 +20,12 @@ impl SlotAllocator {
     ///
     /// # Errors
     /// With [`OnBadFree::Fail`], [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when
-    /// anything would be dropped, and nothing is changed.
+    /// anything would be dropped; within a group
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot keep the values.
+    /// Nothing is changed then.
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
+            try_reserve(&mut group.values, values.len())?;
             group.values.extend(values.iter());
             return Ok(BadFrees::default());
         }
@@ -74,7 +79,7 @@ impl SlotAllocator {
             fenced.pages.masks().iter().for_each(|mask| freed(*mask, false));
             for page in fenced.shared {
                 if self.owners.complete(page) {
-                    self.free_live_pages([page]);
+                    self.give_back(page.number()..page.number() + 1);
                     freed(Mask::of(page.number()), true);
                 }
             }
@@ -90,16 +95,6 @@ impl SlotAllocator {
     #[must_use]
     pub fn is_awaited(&self, id: FenceId) -> bool {
         self.fences.iter().any(|(fence, _)| *fence == id)
-    }
-
-    /// Frees live pages, bypassing groups and reports.
-    pub(super) fn free_live_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
-        let mut batch = self.pages.begin_free(FreeTiming::Now);
-        for page in pages {
-            batch.add(Mask::of(page.number()));
-        }
-        self.free_times.record(batch.masks());
-        batch.commit();
     }
 
     /// Returns whether a caller with this hold may no longer have some of the values. It may do so because of
@@ -185,9 +180,20 @@ impl SlotAllocator {
         {
             // An empty batch, so that the previous one does not count as the last.
             self.owners.remove(FreeTiming::Now).commit();
-            let is_left = whole.is_some_and(|whole| whole.is_freed_by(&[Mask::of(page.number())]));
-            self.free_only_page(page, is_left);
-            return Ok((BadFrees::default(), is_left));
+            let mask = Mask::of(page.number());
+            let is_left = whole.is_some_and(|whole| whole.is_freed_by(&[mask]));
+            let mut batch = self.pages.begin_free(FreeTiming::Now);
+            batch.add(mask);
+            if batch.check().is_ok() {
+                if !is_left {
+                    self.free_times.record([mask]);
+                }
+                batch.commit();
+                return Ok((BadFrees::default(), is_left));
+            }
+            drop(batch);
+            self.free_without_lists(values);
+            return Ok((BadFrees::default(), false));
         }
         let (page_size, capacity) = (self.page_size, self.capacity());
         let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
@@ -199,35 +205,56 @@ impl SlotAllocator {
             bad: BadFrees::default(),
         };
         freeing.add(values);
-        let Freeing { batch, owners, mut bad, .. } = freeing;
+        let (batch, owners, mut bad) = freeing.into_parts();
         let dropped = bad.dropped();
         explain(&mut bad);
         let bad = on_bad_frees(bad, on_bad, Slot::NOUN, values.len(), capacity)?;
-        self.dropped_frees += dropped;
-        if let Some(fence) = fence {
-            let shared = owners.pages().to_vec();
-            self.fences.push((fence, FencedFree { pages: batch.fenced(), shared }));
-        }
-        let is_plain = dropped == 0 && owners.pages().is_empty();
+        let listed = batch.check().and_then(|()| owners.check());
+        let is_plain = dropped == 0 && owners.pages().is_empty() && listed.is_ok();
         let is_left = is_plain && whole.is_some_and(|whole| whole.is_freed_by(batch.masks()));
-        if !is_left {
-            self.free_times.record(batch.masks());
+        match (listed, fence) {
+            (Ok(()), fence) => {
+                if let Some(fence) = fence {
+                    let fenced = FencedFree { pages: batch.fenced()?, shared: try_to_vec(owners.pages())? };
+                    try_push(&mut self.fences, (fence, fenced))?;
+                }
+                if !is_left {
+                    self.free_times.record(batch.masks().iter().copied());
+                }
+                owners.commit();
+                batch.commit();
+            }
+            // It must not fail: its caller may have no other record of the slots.
+            (Err(_), None) => {
+                drop(owners);
+                drop(batch);
+                self.free_without_lists(values);
+            }
+            (Err(failure), Some(_)) => return Err(failure),
         }
-        owners.commit();
-        batch.commit();
+        self.dropped_frees += dropped;
         Ok((bad, is_left))
     }
 
-    /// Frees a page with one owner, and records the time of it unless the caller does.
-    #[inline]
-    fn free_only_page(&mut self, page: Page, is_left: bool) {
-        let mask = Mask::of(page.number());
-        let mut batch = self.pages.begin_free(FreeTiming::Now);
-        batch.add(mask);
-        if !is_left {
-            self.free_times.record(&[mask]);
+    /// Frees those of the slots that can be freed, without lists for which there is no memory. A ledger does
+    /// not learn of it.
+    #[cold]
+    fn free_without_lists(&mut self, values: &IndexVec) {
+        for slot in values.iter() {
+            let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
+            let Some(page) = page.filter(|&page| self.pages.is_live(page)) else { continue };
+            let place = widen(page.number());
+            if self.page_size > 1 && self.named.contains(place) {
+                continue;
+            }
+            if !self.owners.give_back(page) {
+                self.give_back(page.number()..page.number() + 1);
+            }
+            if self.page_size > 1 {
+                self.named.insert_run(place, 1);
+            }
         }
-        batch.commit();
+        self.named.clear();
     }
 
     /// Returns the page of the slot, if a free has only one, the page is live, and no page has several

@@ -1,7 +1,7 @@
 //! Ownership by runs of pages, for owners that keep pages, without a conversion to slots and back.
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, Page, Result, widen};
+use crate::base::{Error, ErrorKind, Id, Page, Result, try_collect_each, try_push, try_to_vec, widen};
 use crate::index::free_list::{FreeTiming, Run};
 use crate::index::mask::Mask;
 use crate::index::runs::BLOCK;
@@ -70,7 +70,8 @@ impl SlotAllocator {
     /// ```
     pub fn cache(&mut self, pages: &[Page], duplicates: &[Page]) -> Result<()> {
         let (list, space) = (&self.pages, widen(self.pages.count()) + 1);
-        let runs: Vec<_> = runs_of(pages).collect();
+        let runs = try_collect_each(runs_of(pages))?;
+        let duplicates = try_collect_each(runs_of(duplicates))?;
         let is_within = self.check_within(&runs, "published").is_ok();
         if !is_within || !self.owners.cache_plain(space, masks_of(&runs), |mask| list.are_live(mask))? {
             let is_live = |page| list.contains(page) && list.is_live(page);
@@ -80,7 +81,6 @@ impl SlotAllocator {
                 return Err(Error::new(ErrorKind::IndexOwnership, text).with_index(slot));
             }
         }
-        let duplicates: Vec<_> = runs_of(duplicates).collect();
         self.release(&duplicates, None).inspect_err(|_| self.owners.uncache(masks_of(&runs)))
     }
 
@@ -90,10 +90,35 @@ impl SlotAllocator {
     /// # Panics
     /// If the cache does not own a page.
     pub fn release_cached(&mut self, pages: &[Page], fence: Option<FenceId>) {
-        let runs: Vec<_> = runs_of(pages).collect();
-        assert!(masks_of(&runs).all(|mask| self.owners.are_cached(mask)), "only cached pages are released");
-        self.owners.uncache(masks_of(&runs));
-        self.release(&runs, fence).expect("the cache is an owner of its pages");
+        let masks = || runs_of(pages).flat_map(|run| Mask::of_range(run.range()));
+        assert!(masks().all(|mask| self.owners.are_cached(mask)), "only cached pages are released");
+        self.owners.uncache(masks());
+        let released = try_collect_each(runs_of(pages)).and_then(|runs| self.release(&runs, fence));
+        match released {
+            Err(failure) if failure.kind() == ErrorKind::OutOfMemory && fence.is_none() => {
+                self.give_back_each(pages.iter().copied(), |_, _| ());
+            }
+            released => released.expect("the cache is an owner of its pages"),
+        }
+    }
+
+    /// Removes an owner from pages, each of which has one. Needs no memory, and is not recorded as the last
+    /// free. Passes each page to `removed`, with `true` if it is free.
+    pub(in crate::index) fn give_back_each(
+        &mut self,
+        pages: impl IntoIterator<Item = Page>,
+        mut removed: impl FnMut(Page, bool),
+    ) {
+        // An empty batch, so that the previous one does not count as the last.
+        self.owners.remove(FreeTiming::Now).commit();
+        self.pages.begin_free(FreeTiming::Now).commit();
+        for page in pages {
+            let is_last = !self.owners.give_back(page);
+            if is_last {
+                self.give_back(page.number()..page.number() + 1);
+            }
+            removed(page, is_last);
+        }
     }
 
     /// Removes an owner from pages: at once, or when a fence has passed. A page returns with its last owner.
@@ -130,10 +155,13 @@ impl SlotAllocator {
         if self.page_size > 1 {
             batch.sort();
         }
+        batch.check()?;
+        owners.check()?;
         if let Some(fence) = fence {
-            self.fences.push((fence, FencedFree { pages: batch.fenced(), shared: owners.pages().to_vec() }));
+            let fenced = FencedFree { pages: batch.fenced()?, shared: try_to_vec(owners.pages())? };
+            try_push(&mut self.fences, (fence, fenced))?;
         }
-        self.free_times.record(batch.masks());
+        self.free_times.record(batch.masks().iter().copied());
         owners.commit();
         batch.commit();
         Ok(())

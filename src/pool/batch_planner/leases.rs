@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Id, RequestRow, widen};
+use crate::base::{Id, RequestRow, Result, try_collect, widen};
 use crate::memory::Stream;
 use crate::pool::Lease;
 use crate::pool::prefix_cache::FencedLock;
@@ -72,9 +72,12 @@ pub(super) struct Leases {
 
 impl Leases {
     /// Creates a record without leases, for requests in `table`.
-    pub(super) fn new(table: &RequestTable) -> Self {
-        let by_row = (0..table.table_rows()).map(|_| None).collect();
-        Self { by_row, frees: table.rows().frees(), retired: Vec::new() }
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
+    pub(super) fn new(table: &RequestTable) -> Result<Self> {
+        let by_row = try_collect((0..table.table_rows()).map(|_| None))?;
+        Ok(Self { by_row, frees: table.rows().frees(), retired: Vec::new() })
     }
 
     /// Makes `lease` the lease of the request in `row`.
@@ -108,6 +111,11 @@ impl Leases {
     pub(super) fn of(&self, row: RequestRow, table: &RequestTable) -> Option<&Arc<Lease>> {
         let bound = self.by_row.get(widen(row.number()))?.as_ref()?;
         bound.is_of(row, table).then_some(&bound.lease)
+    }
+
+    /// Returns whether `lease` is that of the request in `row`.
+    pub(super) fn is_of(&self, lease: &Lease, row: RequestRow, table: &RequestTable) -> bool {
+        self.of(row, table).is_some_and(|own| std::ptr::eq(&raw const **own, lease))
     }
 
     /// Removes the lease of a request, which gives it up.

@@ -85,7 +85,7 @@ impl PlanMetadata {
             host_fields,
             executor,
             max_pages: layout.max_pages(pool_pages),
-            block_table: BlockTable::new(config.max_batch_size, table.table_rows()),
+            block_table: BlockTable::new(config.max_batch_size, table.table_rows())?,
             small_fields: SmallFields::default(),
             plans: 0,
             changes: 0,
@@ -124,11 +124,11 @@ impl PlanMetadata {
         table: &mut RequestTable,
         stream: Stream,
     ) -> Result<PlanVersion> {
-        self.small_fields.fill(batch, narrow(padding_tokens));
-        let outcome = match &self.executor {
+        let filled = self.small_fields.fill(batch, narrow(padding_tokens));
+        let outcome = filled.and_then(|()| match &self.executor {
             Executor::Host(_) => self.write_on_host(batch, table),
             Executor::Device(_) => self.write_on_device(batch, table, stream),
-        };
+        });
         self.changes += 1;
         self.plans += 1;
         if let Err(failure) = outcome {

@@ -5,7 +5,9 @@ mod release;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{Epoch, Error, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
+use crate::base::{
+    Epoch, Error, Id, IndexVec, Page, RequestRow, Result, try_collect, try_with_capacity, widen,
+};
 use crate::index::{AbandonedRequest, CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
@@ -82,9 +84,9 @@ impl PlannerState {
             )));
         }
         Ok(Self {
-            requests: Requests::new(table.table_rows(), slots.slots()),
+            requests: Requests::new(table.table_rows(), slots.slots())?,
             metadata: PlanMetadata::new(config, backend, slots.slots(), table)?,
-            leases: Leases::new(table),
+            leases: Leases::new(table)?,
             epoch: slots.epoch(),
         })
     }
@@ -119,12 +121,18 @@ impl PlannerState {
         slots: &mut SlotTensors,
         table: &RequestTable,
     ) -> Result<Vec<(AbandonedRequest, usize)>> {
-        let mut reports = Vec::new();
-        for request in self.requests.take_abandoned() {
-            let size = self.requests.page_size().slots();
-            let is_own = |page: &&Page| !slots.slots().is_freed_since(**page, request.since);
-            let own: Vec<_> = request.pages.iter().filter(is_own).collect();
-            let own: Vec<i32> = own.into_iter().map(|page| (page.number() * size).cast_signed()).collect();
+        let size = self.requests.page_size().slots();
+        let abandoned = self.requests.abandoned();
+        let mut lists = try_with_capacity(abandoned.len())?;
+        for request in abandoned {
+            let mut own = try_with_capacity(request.own_pages().len())?;
+            let is_own = |page: &Page| !slots.slots().is_freed_since(*page, request.since);
+            let slot_of = |page: Page| (page.number() * size).cast_signed();
+            own.extend(request.own_pages().filter(is_own).map(slot_of));
+            lists.push(own);
+        }
+        let mut reports = try_with_capacity(lists.len())?;
+        for (request, own) in self.requests.take_abandoned().into_iter().zip(lists) {
             let _acting = call_of_request(request.row, slots, table).map(CallRecord::begin);
             let given = own.len();
             let bad = slots.free_now(IndexVec::I32(own), None)?;
@@ -190,13 +198,19 @@ impl PlannerState {
         for (position, (&row, pages)) in self.resolve(rows, table)?.iter().zip(&mut cached).enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let asked = GrowthRequest { position, row, prefix, seq };
-            growths.push(self.growth(asked, batch.prefixes.get(position), pages, slots)?);
+            growths.push(self.growth(asked, batch.prefixes.get(position), pages, slots, table)?);
         }
         let are_new = growths.iter().map(|growth| growth.had < growth.prefix);
         let prefixes = are_new.zip(&mut cached).filter_map(|(is_new, pages)| is_new.then_some(pages));
-        let mut prefixes: Vec<_> = prefixes.map(CachedPages::pages_mut).collect();
-        let planned =
-            self.plan(Pools { slots, table }, &growths, &mut prefixes, Padding::none(count), stream)?;
+        let mut pages_of_prefixes = try_with_capacity(count)?;
+        pages_of_prefixes.extend(prefixes.map(CachedPages::pages_mut));
+        let planned = self.plan(
+            Pools { slots, table },
+            &growths,
+            &mut pages_of_prefixes,
+            Padding::none(count),
+            stream,
+        )?;
         if planned.is_ok() {
             for (growth, claim) in growths.iter().zip(&*claims) {
                 if let Some(claim) = claim {
@@ -215,6 +229,7 @@ impl PlannerState {
         prefix: Option<&Prefix>,
         pages: &mut CachedPages<'_>,
         slots: &SlotTensors,
+        table: &RequestTable,
     ) -> Result<Growth> {
         match (pages, prefix) {
             (CachedPages::Leased(claim), _) => {
@@ -225,6 +240,12 @@ impl PlannerState {
                 let (growth, shared) = self.requests.growth_of_cached(asked, cached, slots.slots())?;
                 *pages = shared;
                 Ok(growth)
+            }
+            (_, Some(Prefix::Leased(lease))) if !self.leases.is_of(lease, asked.row, table) => {
+                let GrowthRequest { position, row, .. } = asked;
+                Err(Error::config(format!(
+                    "request row {row} at position {position} was finished while it was to grow"
+                )))
             }
             _ => {
                 let GrowthRequest { row, prefix, seq, .. } = asked;
@@ -251,7 +272,7 @@ impl PlannerState {
                 "tokens up to {to} were published of request row {row}, which has {has} tokens with slots"
             )));
         }
-        Ok(self.requests.pages(row).to_vec(from / size..to / size))
+        self.requests.pages(row).to_vec(from / size..to / size)
     }
 
     /// Records that the cache keeps the leading pages of a request, the last of which are `cached`. The next
@@ -464,7 +485,8 @@ fn write_fork(
     copied: [Range<u32>; 2],
     stream: Stream,
 ) -> Result<[TensorView; 2]> {
-    let [to, from] = copied.map(|slots| slots.map(u32::cast_signed).collect::<Vec<_>>());
+    let [to, from] = copied.map(|slots| try_collect(slots.map(u32::cast_signed)));
+    let (to, from) = (to?, from?);
     let copied = [growing.slots().tensor_of(to, stream)?, growing.slots().tensor_of(from, stream)?];
     if len > 0 {
         let values = Indices::Host(slots_of(growing.requests(), dst, 0, len)?);

@@ -3,8 +3,10 @@
 use std::collections::HashSet;
 use std::io;
 
-use crate::base::{Error, Id, Result, widen};
-use crate::cache::Digest;
+use crate::base::{
+    Error, Id, Result, out_of_memory_error, try_push, try_to_vec, try_with_capacity, try_zeros, widen,
+};
+use crate::cache::{Digest, PageHash};
 use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, to_u64, write_whole};
 
 use super::layout::{
@@ -40,15 +42,16 @@ pub(super) struct FoundSlots {
 /// # Errors
 /// The first failure.
 pub(super) fn clear_entries(disk: &dyn Disk, slots: &[FileSlot]) -> io::Result<()> {
-    let mut sorted = slots.to_vec();
+    let mut sorted = try_to_vec(slots).map_err(io::Error::other)?;
     sorted.sort_unstable();
-    let mut cleared = Ok(());
+    let (mut cleared, longest) = (Ok(()), sorted.len().min(PIECE / ENTRY_BYTES));
+    let zeros = try_zeros(longest * ENTRY_BYTES).map_err(io::Error::other)?;
     for run in sorted
         .chunk_by(|slot, next| slot.number() + 1 == next.number())
         .flat_map(|run| run.chunks(PIECE / ENTRY_BYTES))
     {
-        let zeros = vec![0; run.len() * ENTRY_BYTES];
-        cleared = cleared.and(write_whole(disk, DiskFile::Index, &zeros, entry_offset(run[0])));
+        let zeros = &zeros[..run.len() * ENTRY_BYTES];
+        cleared = cleared.and(write_whole(disk, DiskFile::Index, zeros, entry_offset(run[0])));
     }
     cleared
 }
@@ -66,11 +69,12 @@ impl Opening<'_> {
         let mut damaged = unfit.len();
         // The last used first, so that of two with one key that one stays.
         pages.sort_unstable_by_key(|(slot, record)| (std::cmp::Reverse(record.tick), *slot));
-        let mut known = HashSet::with_capacity(pages.len());
-        let mut kept = Vec::with_capacity(pages.len().min(self.count));
+        let mut known = HashSet::new();
+        known.try_reserve(pages.len()).map_err(|_| out_of_memory_error::<PageHash>(pages.len()))?;
+        let mut kept = try_with_capacity(pages.len().min(self.count))?;
         for (slot, record) in pages {
             if !known.insert(record.key) {
-                unfit.push(slot);
+                try_push(&mut unfit, slot)?;
             } else if kept.len() < self.count {
                 kept.push((slot, record));
             }
@@ -90,7 +94,7 @@ impl Opening<'_> {
         let [index, pages] = [DiskFile::Index, DiskFile::Pages].map(|file| self.disk.bytes(file));
         let (index, pages) = (index.map_err(open_error)?, pages.map_err(open_error)?);
         let there = usize::try_from(index).unwrap_or(BLOCK).min(BLOCK);
-        let mut block = vec![0; there];
+        let mut block = try_zeros(there)?;
         read_whole(self.disk, DiskFile::Index, &mut block, 0).map_err(open_error)?;
         if check_header(self.digest, self.page_bytes, &block, index <= to_u64(BLOCK) && pages == 0)? {
             write_whole(self.disk, DiskFile::Index, &header(self.digest, self.page_bytes), 0)
@@ -105,7 +109,7 @@ impl Opening<'_> {
         let pages = self.disk.bytes(DiskFile::Pages).map_err(open_error)?;
         let whole = pages / to_u64(self.slot_bytes);
         let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), FileSlot::new(0));
-        let mut piece = vec![0; PIECE];
+        let mut piece = try_zeros(PIECE.min(usize::try_from(end).unwrap_or(PIECE)))?;
         while slot.number() < u32::MAX && entry_offset(slot) < end {
             let left = (end - entry_offset(slot)) / to_u64(ENTRY_BYTES);
             let entries =
@@ -118,8 +122,10 @@ impl Opening<'_> {
             for entry in piece.as_chunks::<ENTRY_BYTES>().0 {
                 if *entry != [0; ENTRY_BYTES] {
                     match Record::decode(self.digest, slot, entry) {
-                        Some(record) if u64::from(slot.number()) < whole => records.push((slot, record)),
-                        _ => unfit.push(slot),
+                        Some(record) if u64::from(slot.number()) < whole => {
+                            try_push(&mut records, (slot, record))?;
+                        }
+                        _ => try_push(&mut unfit, slot)?,
                     }
                 }
                 let Some(next) = slot.number().checked_add(1) else { break };
@@ -131,10 +137,12 @@ impl Opening<'_> {
 
     /// Moves pages from slots behind the capacity to others. Returns the number of those that were damaged.
     fn move_down(&self, kept: &mut Vec<Page>) -> Result<usize> {
-        let used: HashSet<FileSlot> = kept.iter().map(|(slot, _)| *slot).collect();
-        if used.iter().all(|slot| widen(slot.number()) < self.count) {
+        if kept.iter().all(|(slot, _)| widen(slot.number()) < self.count) {
             return Ok(0);
         }
+        let mut used = HashSet::new();
+        used.try_reserve(kept.len()).map_err(|_| out_of_memory_error::<FileSlot>(kept.len()))?;
+        used.extend(kept.iter().map(|(slot, _)| *slot));
         let end = self.end();
         let mut free = (0..end.number()).map(FileSlot::new).filter(|slot| !used.contains(slot));
         let mut bytes = AlignedBytes::new(self.slot_bytes)?;

@@ -4,11 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{
-    Epoch, Error, ErrorKind, Id, Page, RequestRow, Result, StateSlot, try_with_capacity, widen,
-};
+use crate::base::{Epoch, Error, ErrorKind, Page, RequestRow, Result, StateSlot, try_extend};
 use crate::cache::{Hold, Namespace, Tree};
-use crate::index::{PageList, put_slots_of};
+use crate::index::PageList;
 use crate::memory::Stream;
 use crate::pool::TokenToKvPoolAllocator;
 use crate::pool::gdn_pool::Source;
@@ -159,10 +157,10 @@ impl Lease {
     /// See [`Self::len`].
     pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
         self.with(self.stream, |_, cache, lease| {
-            let mut pages = cache.tree.pages(&lease.hold, from.min(lease.hold.len()));
+            let mut pages = cache.tree.pages(&lease.hold, from.min(lease.hold.len()))?;
             let loading = lease.loading_pages();
             let skipped = from.saturating_sub(lease.hold.len()) / cache.tree.page_size();
-            pages.extend_from_slice(&loading[skipped.min(loading.len())..]);
+            try_extend(&mut pages, &loading[skipped.min(loading.len())..])?;
             Ok(pages)
         })
     }
@@ -172,18 +170,7 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`]; see [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
     pub fn slots(&self, stream: Stream) -> Result<TensorView> {
-        self.tensor_of_pages(&self.pages(0)?, stream)
-    }
-
-    /// Returns the slots of pages of this cache: 1-D int32, valid on `stream`.
-    ///
-    /// # Errors
-    /// See [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
-    pub fn tensor_of_pages(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
-        let page_size = crate::base::bounded::narrow(self.allocator.page_size());
-        let mut slots = try_with_capacity(pages.len() * widen(page_size))?;
-        put_slots_of(pages.iter().map(|page| page.number()), page_size, &mut slots);
-        self.allocator.lock().tensor_of(slots, stream)
+        self.allocator.tensor_of_pages(&self.pages(0)?, stream)
     }
 
     /// Returns the track slot of the snapshot at the end of the prefix.
@@ -199,7 +186,8 @@ impl Lease {
     ///
     /// # Errors
     /// See [`Self::len`] and [`GdnPool::copy_states`](crate::pool::GdnPool::copy_states);
-    /// [`ErrorKind::Config`] when the cache has no states, or the prefix has tokens and no snapshot.
+    /// [`ErrorKind::Config`] when the cache has no states, or the prefix has tokens and no snapshot;
+    /// [`ErrorKind::Index`] for a row of no working slot.
     pub fn restore(&self, row: i64, stream: Stream) -> Result<()> {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("the prefix cache was made without states"));
@@ -216,6 +204,7 @@ impl Lease {
             let load = lease.load.as_ref().map(|load| load.share(load.len));
             Ok((snapshot, self.lock_of(cache.tree.hold_again(&lease.hold), load, stream)))
         })?;
+        states.check_working(row)?;
         // States come before the first layer.
         if let Some(load) = lock.load.as_ref().filter(|load| !load.has_arrived) {
             load.shared.transfer().make_stream_wait(0, stream)?;
@@ -245,11 +234,11 @@ impl Lease {
             if let Some(other) = lease.request() {
                 let row = other.row();
                 return Err(Error::config(format!(
-                    "the lease is that of request row {row} already; match again"
+                    "the lease is that of request row {row} already; match again for another request"
                 )));
             }
-            let mut pages = cache.tree.share_pages(&lease.hold);
-            pages.extend_from_slice(lease.loading_pages());
+            let mut pages = cache.tree.share_pages(&lease.hold)?;
+            pages.extend_from_slice(lease.loading_pages())?;
             lease.holder = Holder::Both(request);
             Ok(pages)
         })

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Epoch, Error, ErrorKind, Page, Result, StateSlot};
+use crate::base::{Epoch, Error, ErrorKind, Page, Result, StateSlot, try_to_vec};
 use crate::cache::{DevicePresence, Hold, LowerTierContents, PageHash};
 use crate::memory::Stream;
 use crate::pool::HostTier;
@@ -322,10 +322,10 @@ impl Lease {
             };
             // The calls below lock the tier.
             drop(contents);
-            let tokens = tokens[..end * page_size].to_vec();
+            let tokens = try_to_vec(&tokens[..end * page_size])?;
             let found = cache.tree.find(&lease.hold, &tokens.as_slice())?;
             let (cached, begin) = (found.len(), lease.hold.len());
-            let (keys, state_key) = (keys[cached / page_size..end].to_vec(), keys[end - 1]);
+            let (keys, state_key) = (try_to_vec(&keys[cached / page_size..end])?, keys[end - 1]);
             let mut hold = cache.tree.hold_again(&lease.hold);
             cache.tree.publish(&mut hold, found, Vec::new(), &[]);
             call.copy_offers_to_tier(cache);
@@ -335,7 +335,7 @@ impl Lease {
                 call.give_back(cache, evicted);
                 return Ok(LoadStart::Done(Load::new(Weak::new(), None, cached)));
             }
-            let tokens = tokens[cached..].to_vec();
+            let tokens = try_to_vec(&tokens[cached..])?;
             if let Some(shared) = loads.iter().find(|load| load.covers(&keys, is_stateful)) {
                 let fallback = Some(std::mem::replace(&mut lease.hold, hold));
                 let (shared, len) = (Arc::clone(shared), tokens.len());
@@ -347,7 +347,7 @@ impl Lease {
             let lock = self.lock_of(hold, None, stream);
             let state = match self.shared.states.as_ref().filter(|_| is_stateful) {
                 None => None,
-                Some(states) => match TakenSlot::new(states, cache, &mut lease.hold) {
+                Some(states) => match TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold) {
                     None => return Ok(LoadStart::Short { _lock: lock }),
                     taken => taken,
                 },

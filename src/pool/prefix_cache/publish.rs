@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::base::{Error, IndexVec, Page, Result};
+use crate::base::{Error, IndexVec, Page, Result, try_with_capacity};
 use crate::cache::Tokens;
 use crate::memory::Stream;
 use crate::pool::gdn_pool::Source;
@@ -51,11 +51,13 @@ impl Lease {
     /// # Errors
     /// See [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as
     /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
-    /// cached already, or do not fill pages in order; see [`GdnPool::copy_states`]. Nothing is changed,
-    /// except that another snapshot may have been given up for the state.
+    /// cached already, or do not fill pages in order; [`ErrorKind::Index`] for a state of no working slot; see
+    /// [`GdnPool::copy_states`]. Nothing is changed, except that another snapshot may have been given up for
+    /// the state.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`GdnPool::copy_states`]: crate::pool::GdnPool::copy_states
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     pub fn publish(&self, publication: &Publication<'_>, stream: Stream) -> Result<Published> {
         let tokens = publication.tokens.count();
@@ -93,14 +95,14 @@ impl Lease {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("a state was published to a prefix cache without states"));
         };
-        states.check_slot(row)?;
+        states.check_working(row)?;
         let taken = self.with(stream, |_, cache, lease| {
             lease.check_arrived()?;
             let found = cache.tree.find(&lease.hold, &tokens)?;
             if !cache.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &cache.tree)) {
                 return Ok(None);
             }
-            Ok(TakenSlot::new(states, cache, &mut lease.hold))
+            Ok(TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold))
         })?;
         if let Some(taken) = &taken {
             taken.make_ready(stream)?;
@@ -180,9 +182,10 @@ impl Lease {
         let (begin, page_size) = (lease.hold.len(), cache.tree.page_size());
         let whole = in_whole_pages(tokens.count(), &cache.tree);
         let found = cache.tree.find(&lease.hold, tokens)?;
-        let cached = cache.tree.found_pages(&found);
+        let cached = cache.tree.found_pages(&found)?;
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
+        cache.tree.check_memory(&lease.hold, &found, fresh.len())?;
         let published = call.slots.change(self.clears, |slots| {
             let mut request = planner.map(|planner| self.request_of(planner, lease)).transpose()?;
             let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
@@ -235,8 +238,13 @@ impl Lease {
         slots: &mut SlotTensors,
     ) -> Result<usize> {
         let (offered, new) = pages.split_at_mut(cached.len());
-        let freed =
-            if rest.is_empty() { Cow::Borrowed(&*offered) } else { Cow::Owned([&*offered, rest].concat()) };
+        let mut freed = Cow::Borrowed(&*offered);
+        if !rest.is_empty() {
+            let mut all = try_with_capacity(offered.len() + rest.len())?;
+            all.extend_from_slice(offered);
+            all.extend_from_slice(rest);
+            freed = Cow::Owned(all);
+        }
         slots.slots_mut().cache(new, &freed, &self.shared.owner)?;
         let duplicates = offered.iter().zip(cached).filter(|(offered, cached)| offered != cached).count();
         offered.copy_from_slice(cached);

@@ -19,7 +19,7 @@ use crate::transfer::Transfer;
 use super::backing::CacheRef;
 use super::load::SharedLoad;
 use super::pins::Pins;
-use super::tier_link::{ReleaseOnDrop, ReleasedPieces, TierLink, free_states};
+use super::tier_link::{ReleaseOnDrop, ReleasedPieces, TierLink};
 use super::{PrefixCacheConfig, PrefixCounts, new_tree, resume_at};
 
 /// The state that a cache and its leases share.
@@ -126,7 +126,7 @@ impl CacheCore {
     /// Returns snapshots to their pool.
     pub(super) fn free_states(&self, slots: &[StateSlot]) {
         if let Some(states) = &self.states {
-            free_states(states, slots);
+            states.free_cached(slots, &self.owner);
         }
     }
 }
@@ -255,7 +255,8 @@ impl CacheCall<'_> {
         }
         let ReleasedPieces { pages, states: slots } = released;
         let fence: Arc<dyn Fence> = Arc::clone(copy) as _;
-        let parting = ReleaseOnDrop { states: self.shared.states.clone(), slots, _pieces: pieces };
+        let (states, owner) = (self.shared.states.clone(), self.shared.owner.clone());
+        let parting = ReleaseOnDrop { states, slots, owner, _pieces: pieces };
         // A cleared allocator has its pages already.
         let _ = self.slots.change(clears, |slots| {
             slots.with_fence(Some(fence), |slots, id| {

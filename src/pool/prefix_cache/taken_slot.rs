@@ -4,16 +4,18 @@ use std::sync::Arc;
 
 use crate::base::{Result, StateSlot};
 use crate::cache::Hold;
+use crate::index::Owner;
 use crate::memory::Stream;
 use crate::pool::GdnPool;
 use crate::transfer::Transfer;
 
 use super::shared::CacheState;
-use super::tier_link::free_states;
 
 /// A track slot that a snapshot is copied to. Dropping it before [`TakenSlot::keep`] gives it back.
 pub(super) struct TakenSlot<'a> {
     states: &'a GdnPool,
+    /// The cache that takes it.
+    owner: &'a Owner,
     slot: Option<StateSlot>,
     /// The copy that reads the snapshot that was in the slot before.
     reader: Option<Arc<Transfer>>,
@@ -21,11 +23,16 @@ pub(super) struct TakenSlot<'a> {
 
 impl<'a> TakenSlot<'a> {
     /// Takes a free track slot or, if there is none, that of the snapshot that is evicted first.
-    pub(super) fn new(states: &'a GdnPool, cache: &mut CacheState, hold: &mut Hold) -> Option<Self> {
-        let free = states.alloc_track_slot();
+    pub(super) fn new(
+        states: &'a GdnPool,
+        owner: &'a Owner,
+        cache: &mut CacheState,
+        hold: &mut Hold,
+    ) -> Option<Self> {
+        let free = states.alloc_cached(owner);
         let slot = free.or_else(|| cache.tree.evict_snapshot(hold))?;
         let reader = cache.below.as_ref().and_then(|below| below.write_of(slot));
-        Some(Self { states, slot: Some(slot), reader })
+        Some(Self { states, owner, slot: Some(slot), reader })
     }
 
     /// Makes it safe for later work on `stream` to write to the slot; without a device, for the calling
@@ -51,7 +58,7 @@ impl<'a> TakenSlot<'a> {
 impl Drop for TakenSlot<'_> {
     fn drop(&mut self) {
         if let Some(slot) = self.slot {
-            free_states(self.states, &[slot]);
+            self.states.free_cached(&[slot], self.owner);
         }
     }
 }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 
 use crate::base::{Page, Result, StateSlot};
 use crate::cache::{DevicePresence, Digest, Hold, LowerTierContents, Namespace, OfferedPages, Tokens, Tree};
+use crate::index::Owner;
 use crate::memory::Stream;
 use crate::pool::host_tier::{HeldPieces, Write};
 use crate::pool::{GdnPool, HostTier};
@@ -254,11 +255,13 @@ fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, tran
     }
 }
 
-/// The slots and pieces that are given back when a copy is over, as this drops.
+/// The snapshots and pieces that are given back when a copy is over, as this drops.
 #[derive(Debug)]
 pub(super) struct ReleaseOnDrop {
     pub(super) states: Option<Arc<GdnPool>>,
     pub(super) slots: Vec<StateSlot>,
+    /// The cache that has the snapshots.
+    pub(super) owner: Owner,
     /// Pieces of the tier that the copy reads or writes.
     pub(super) _pieces: Option<HeldPieces>,
 }
@@ -266,16 +269,8 @@ pub(super) struct ReleaseOnDrop {
 impl Drop for ReleaseOnDrop {
     fn drop(&mut self) {
         if let Some(states) = &self.states {
-            free_states(states, &self.slots);
+            states.free_cached(&self.slots, &self.owner);
         }
-    }
-}
-
-/// Returns snapshots to their pool.
-pub(super) fn free_states(states: &GdnPool, slots: &[StateSlot]) {
-    for &slot in slots {
-        let freed = states.free_track_slot(slot.into());
-        debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
     }
 }
 

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 
 use crate::base::bounded::signed;
-use crate::base::{Id, IndexVec, RequestRow, Result};
+use crate::base::{Id, IndexVec, RequestRow, Result, out_of_memory_error, try_collect};
 use crate::kernels::{Executor, IndexSpace, IndexSpaces, Indices, Numbers};
 use crate::memory::{BorrowedTensor, Stream};
 use crate::pool::mirror::known_values;
@@ -75,7 +75,7 @@ impl RequestTable {
     ) -> Result<()> {
         self.check_not_capturing(stream)?;
         self.executor.prepare_indices(&[values], stream)?;
-        let known = known(values).map(IndexVec::into_i32).transpose()?;
+        let known = known(values)?.map(IndexVec::into_i32).transpose()?;
         let places = match index {
             TableIndex::Columns { row, start, end } => {
                 let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
@@ -101,7 +101,7 @@ impl RequestTable {
             (Indices::Device { tensor, .. }, ..) => Operand::Tensor(*tensor),
         };
         match (&places.known, known.as_deref()) {
-            (Some(KnownPlaces::Points(points)), Some(values)) if has_repeats(points) => {
+            (Some(KnownPlaces::Points(points)), Some(values)) if has_repeats(points)? => {
                 self.enqueue_last(points, values, stream)
             }
             (_, known) => self.enqueue(&places, &value, known, stream),
@@ -112,11 +112,11 @@ impl RequestTable {
     fn places<'a>(&self, rows: &Indices<'a>, columns: &Indices<'a>) -> Result<TablePlaces<'a>> {
         let IndexSpaces { rows: row_space, columns: column_space } = self.spaces();
         let (row, column) = (Operand::new(rows, row_space)?, Operand::new(columns, column_space)?);
-        let known = match known(rows).zip(known(columns)) {
+        let known = match known(rows)?.zip(known(columns)?) {
             None => None,
             Some((rows, columns)) => {
                 let points = rows.ids(row_space.len)?.into_iter().zip(column_space.check(&columns)?);
-                Some(KnownPlaces::Points(points.collect()))
+                Some(KnownPlaces::Points(try_collect(points)?))
             }
         };
         Ok(TablePlaces { row, column, count: rows.len(), known })
@@ -124,12 +124,14 @@ impl RequestTable {
 
     /// Enqueues a write to places with repeats: the last value of each.
     fn enqueue_last(&mut self, points: &[(RequestRow, u32)], values: &[i32], stream: Stream) -> Result<()> {
-        let last: HashMap<(RequestRow, u32), i32> =
-            points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))).collect();
-        let (points, values): (Vec<(RequestRow, u32)>, Vec<i32>) = last.into_iter().unzip();
+        let mut last: HashMap<(RequestRow, u32), i32> = HashMap::new();
+        last.try_reserve(points.len()).map_err(|_| out_of_memory_error::<[u32; 3]>(points.len()))?;
+        last.extend(points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))));
+        let values = try_collect(last.values().copied())?;
+        let points = try_collect(last.into_keys())?;
         let places = TablePlaces {
-            row: Operand::List(points.iter().map(|(row, _)| row.number().cast_signed()).collect()),
-            column: Operand::List(points.iter().map(|(_, column)| column.cast_signed()).collect()),
+            row: Operand::List(try_collect(points.iter().map(|(row, _)| row.number().cast_signed()))?.into()),
+            column: Operand::List(try_collect(points.iter().map(|(_, column)| column.cast_signed()))?.into()),
             count: points.len(),
             known: Some(KnownPlaces::Points(points)),
         };
@@ -184,9 +186,10 @@ impl RequestTable {
 }
 
 /// Returns whether a place is listed more than once.
-fn has_repeats(points: &[(RequestRow, u32)]) -> bool {
-    let mut seen = HashSet::with_capacity(points.len());
-    !points.iter().all(|point| seen.insert(point))
+fn has_repeats(points: &[(RequestRow, u32)]) -> Result<bool> {
+    let mut seen = HashSet::new();
+    seen.try_reserve(points.len()).map_err(|_| out_of_memory_error::<usize>(points.len()))?;
+    Ok(!points.iter().all(|point| seen.insert(point)))
 }
 
 /// Returns the value number `at`, or the only one.
@@ -195,9 +198,9 @@ fn nth(values: &[i32], at: usize) -> i32 {
 }
 
 /// Returns the values of indices, if the host knows them.
-fn known(indices: &Indices<'_>) -> Option<IndexVec> {
+fn known(indices: &Indices<'_>) -> Result<Option<IndexVec>> {
     match indices {
-        Indices::Host(values) => Some(values.clone()),
-        Indices::Device { tensor, version } => known_values(tensor, *version),
+        Indices::Host(values) => values.try_clone().map(Some),
+        Indices::Device { tensor, version } => Ok(known_values(tensor, *version)),
     }
 }

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, try_zeros, widen};
+use crate::base::{
+    DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, try_collect, try_with_capacity,
+    try_zeros, widen,
+};
 use crate::index::{Ledgered, OnBadFree, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, IndexSpaces, Indices, Table};
 use crate::memory::{Backend, BorrowedTensor, Region, RegionWriter, Stream};
@@ -90,12 +93,13 @@ impl RequestTable {
     /// See [`ReqToTokenPool::alloc`](super::ReqToTokenPool::alloc).
     pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<RequestRow>>> {
         self.check_not_capturing(stream)?;
-        let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
+        let mut rows = try_with_capacity(count.min(self.rows.rows().available()))?;
+        let Some(taken) = self.rows.alloc(count)? else { return Ok(None) };
         if let Err(failure) = self.clean(&taken, stream) {
-            self.give_back(&taken);
+            self.undo(taken.iter().map(|taken| taken.row));
             return Err(failure);
         }
-        let rows: Vec<_> = taken.iter().map(|taken| taken.row).collect();
+        rows.extend(taken.iter().map(|taken| taken.row));
         for row in rows.iter().map(|row| widen(row.number())) {
             self.generations[row] += 1;
             self.generation_writer
@@ -106,15 +110,10 @@ impl RequestTable {
     }
 
     /// Returns rows to the pool that were not handed out. They are zeroed later.
-    fn give_back(&mut self, taken: &[RowExtent<RequestRow>]) {
-        let rows = taken.iter().map(|taken| taken.row.into()).collect();
-        let (_, bad) = self
-            .rows
-            .free(&IndexVec::I64(rows), OnBadFree::Report)
-            .expect("a free that is not strict takes whatever it is given");
-        debug_assert_eq!(bad.dropped(), 0, "all were taken just now");
-        for taken in taken {
-            self.rows.record_written(taken.row, self.columns());
+    pub(super) fn undo(&mut self, rows: impl Iterator<Item = RequestRow>) {
+        for row in rows {
+            self.rows.undo(row);
+            self.rows.record_written(row, self.columns());
         }
     }
 
@@ -140,8 +139,11 @@ impl RequestTable {
             let extent = self.mirror.as_ref().map_or(0, |mirror| mirror.extent(freed.row));
             RowExtent { row: freed.row, written: freed.written.max(extent) }
         };
-        let rows = freed.iter().map(written).filter(|extent| extent.written > 0).collect();
-        self.zero(rows, stream).inspect_err(|_| {
+        let zeroed = try_with_capacity(freed.len()).and_then(|mut rows| {
+            rows.extend(freed.iter().map(written).filter(|extent| extent.written > 0));
+            self.zero(rows, stream)
+        });
+        zeroed.inspect_err(|_| {
             // The rows are zeroed when they are handed out.
             for freed in freed {
                 self.rows.record_written(freed.row, self.columns());
@@ -285,7 +287,7 @@ impl RequestTable {
     /// Works like [`Self::put`] with pages of one slot, which has the number of its page.
     pub(in crate::pool) fn put_pages(&mut self, row: RequestRow, from: usize, pages: &[Page]) -> Result<()> {
         if self.executor.gpu().is_some() {
-            let slots: Vec<_> = pages.iter().map(|page| page.number().cast_signed()).collect();
+            let slots = try_collect(pages.iter().map(|page| page.number().cast_signed()))?;
             return self.put(row, from, &slots);
         }
         let place = self.place(widen(row.number()), from);
@@ -373,25 +375,31 @@ impl RequestTable {
     /// See [`ReqToTokenPool::clear`](super::ReqToTokenPool::clear).
     pub(in crate::pool) fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
         self.check_not_capturing(stream)?;
-        let mut written = self.rows.clear();
+        let (rows, columns) = (self.table_rows(), self.columns());
+        // Allocated before anything changes.
+        let (mut extents, mut unclean) = (try_zeros::<u32>(rows)?, try_with_capacity(rows)?);
+        let mut all = try_with_capacity(if self.config.writers == TableWriters::Others { rows } else { 0 })?;
+        let mut written = self.rows.clear()?;
         if self.config.writers == TableWriters::Others {
-            let rows = (0..narrow(self.table_rows())).map(RequestRow::new);
-            written = rows.map(|row| RowExtent { row, written: self.columns() }).collect();
+            all.extend(
+                (0..narrow(rows)).map(|row| RowExtent { row: RequestRow::new(row), written: columns }),
+            );
+            written = all;
         }
         let Some(mirror) = self.mirror.as_ref().filter(|_| self.config.zero_rows) else {
             return self.clean(&written, stream);
         };
         let is_foreign = version.is_some_and(|version| mirror.account_for(version) != version);
-        let mut extents = vec![if is_foreign { self.columns() } else { 0 }; self.table_rows()];
+        extents.fill(if is_foreign { columns } else { 0 });
         for freed in &written {
             let extent = &mut extents[widen(freed.row.number())];
             *extent = freed.written.max(*extent);
         }
         let rows = (0..).map(RequestRow::new).zip(extents);
         let rows = rows.map(|(row, written)| RowExtent { row, written: written.max(mirror.extent(row)) });
-        let rows = rows.filter(|extent| extent.written > 0).collect();
+        unclean.extend(rows.filter(|extent| extent.written > 0));
         mirror.drop_echoes();
-        self.zero(rows, stream)
+        self.zero(unclean, stream)
     }
 }
 
@@ -432,7 +440,11 @@ pub(super) fn mismatched_error(values: usize, places: usize) -> Error {
 pub(super) fn broadcast(values: &[i32], places: usize) -> Result<std::borrow::Cow<'_, [i32]>> {
     match values {
         values if values.len() == places => Ok(values.into()),
-        [value] => Ok(vec![*value; places].into()),
+        [value] => {
+            let mut values = try_with_capacity(places)?;
+            values.resize(places, *value);
+            Ok(values.into())
+        }
         values => Err(mismatched_error(values.len(), places)),
     }
 }

@@ -214,7 +214,7 @@ impl SlotTensors {
         stream: Stream,
     ) -> Result<Option<Values>> {
         match given {
-            Indices::Host(values) => Ok(Some(Values::Known(values.clone()))),
+            Indices::Host(values) => Ok(Some(Values::Known(values.try_clone()?))),
             Indices::Device { tensor, version } => match known_values(tensor, *version) {
                 Some(values) => Ok(Some(Values::Known(values))),
                 // The mirror of a tensor from before a change of the number of slots is gone.

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
-use crate::base::{BlockId, Error, Id, widen};
+use crate::base::{BlockId, Error, Id, try_with_capacity, widen};
 use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
 use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
@@ -163,7 +163,8 @@ impl BlockQueue {
         if n > free {
             return Err(too_few_blocks_error(n, free));
         }
-        let numbers: Vec<BlockId> = (0..n).map_while(|_| table.queue_mut().pop_front()).collect();
+        let mut numbers: Vec<BlockId> = try_with_capacity(n)?;
+        numbers.extend((0..n).map_while(|_| table.queue_mut().pop_front()));
         drop(table);
         Ok(numbers.into_iter().map(|number| self.object(py, number)).collect())
     }

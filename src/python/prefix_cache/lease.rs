@@ -9,7 +9,9 @@ use pyo3::types::PyTuple;
 
 use crate::base::{Device, Error, Id, IndexVec, Page};
 use crate::memory::Stream;
-use crate::pool::{Lease as PoolLease, Publication, Published as PoolPublished};
+use crate::pool::{
+    Lease as PoolLease, Publication, Published as PoolPublished, TokenToKvPoolAllocator as Allocator,
+};
 
 use super::PrefixCache;
 use crate::python::args;
@@ -106,7 +108,7 @@ impl Lease {
     }
 
     /// The track slot with the state at the end of the prefix; `None` for a prefix without tokens and a cache
-    /// without states.
+    /// without states. The cache owns it: `GDNPool` does not free it, and does not write it.
     ///
     /// Raises:
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -151,7 +153,7 @@ impl Lease {
     /// Raises:
     ///     ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
     ///     DriverError: If the state cannot be copied.
-    ///     IndexError: If there is no slot `state`.
+    ///     IndexError: If `state` is no working slot.
     ///     IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
     ///         page.
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -168,8 +170,7 @@ impl Lease {
         self.check_row(row)?;
         let _acting = self.cache.get().begin(py)?;
         let published = self.publish_tokens(py, tokens, slots.as_ref(), state)?;
-        let (lease, device) = (Arc::clone(&self.lease), self.cache.get().device);
-        Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
+        Ok(self.cache.get().published(published))
     }
 
     /// Publishes, frees the partial page at the end, and releases the lease: the end of a request. Nothing is
@@ -253,7 +254,7 @@ impl Lease {
     ///
     /// Raises:
     ///     ConfigError: If the cache was made without states, or the prefix has tokens and no snapshot.
-    ///     IndexError: If the slot does not exist.
+    ///     IndexError: If `row` is no working slot.
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
     fn restore(&self, py: Python<'_>, row: &Bound<'_, PyAny>) -> PyResult<()> {
         let row = args::int(row)?;
@@ -289,11 +290,12 @@ impl Lease {
     }
 }
 
-/// The result of a publication.
+/// The result of a publication. It keeps no lease.
 #[pyclass(frozen, module = "kvpool", name = "Published")]
 pub(in crate::python) struct Published {
     pub(super) outcome: PoolPublished,
-    pub(super) lease: Arc<PoolLease>,
+    /// The allocator of the slots. The result of a publication keeps no lease.
+    pub(super) allocator: Arc<Allocator>,
     pub(super) tensor: OnceLock<Py<PyAny>>,
     pub(super) device: Device,
 }
@@ -320,7 +322,8 @@ impl Published {
             return Ok(tensor.clone_ref(py));
         }
         let pages: &[Page] = &self.outcome.pages;
-        let tensor = to_tensor(py, &self.lease.tensor_of_pages(pages, current_stream(py, self.device)?)?)?;
+        let tensor =
+            to_tensor(py, &self.allocator.tensor_of_pages(pages, current_stream(py, self.device)?)?)?;
         Ok(self.tensor.get_or_init(|| tensor).clone_ref(py))
     }
 

@@ -290,7 +290,7 @@ CASES = {
                 "conv_kernel_size": 4,
                 "max_track_slots": 3,
             },
-            kvpool.typing.CountedStats,
+            kvpool.typing.TrackStats,
             may_be_zero=("max_track_slots",),
             dtype="bfloat16",
             too_large={

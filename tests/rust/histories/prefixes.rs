@@ -495,6 +495,16 @@ impl Prefixes {
         let expected = ensure(is_right, ErrorKind::Config);
         let of_no_slot: Verdict = expected.and(Err(Refusal::at(ErrorKind::Index, 9)));
         agree(lease.restore(9, STREAM), &of_no_slot);
+        // The slot of padding, and the first track slot.
+        for other in [0, 3] {
+            let of_others: Verdict = expected.and(Err(Refusal::at(ErrorKind::Index, other)));
+            agree(lease.restore(other, STREAM), &of_others);
+        }
+        for slot in self.snapshots.values() {
+            let states = self.states.as_ref().expect("it has snapshots");
+            let failure = states.free_track_slot((*slot).into()).expect_err("it is strict");
+            assert_eq!(failure.kind(), ErrorKind::IndexOwnership);
+        }
         if agree(lease.restore(2, STREAM), &expected).is_some() {
             let (region, offset, bytes) = self.state(2).expect("it was restored");
             let state = contents::read::<i32>(region, offset, bytes / size_of::<i32>());
@@ -735,7 +745,8 @@ impl Prefixes {
         assert_eq!(slots.dropped_frees, self.dropped);
         assert_eq!(tree.snapshots, self.snapshots.len());
         if let Some(states) = &self.states {
-            assert_eq!(states.with_tracks(|tracks| tracks.rows().in_use()), self.snapshots.len());
+            let tracks = states.with_tracks(|tracks| (tracks.rows().in_use(), tracks.cached()));
+            assert_eq!(tracks, (self.snapshots.len(), self.snapshots.len()));
         }
         for HeldLease { lease, end, .. } in &self.held {
             let pages = lease.pages(0).expect("a lease");

@@ -7,7 +7,7 @@
 //!
 //! *Cost.* A call touches one set, which is one cache line. Memory: 16 words for each block of the capacity.
 
-use crate::base::prefetch;
+use crate::base::{prefetch, try_zeros};
 use crate::cache::policy::{BlockKey, BlockTokens, Tick};
 
 /// The number of entries in a set.
@@ -42,10 +42,13 @@ impl Ghosts {
         self.sets.capacity() * size_of::<[u64; WAYS]>()
     }
 
+    /// Creates an empty table: for fewer blocks, if the host has little memory.
     pub(super) fn new(capacity: u64, block_tokens: BlockTokens) -> Self {
         let sets = (capacity * TIMES / u64::from(block_tokens.get()) / WAYS as u64).max(8);
         let sets = usize::try_from(sets).expect("keys of a cache fit its host's memory");
-        Self { sets: vec![[0; WAYS]; sets], unit: (capacity / 256).max(1), lost_at: None }
+        let halves = std::iter::successors(Some(sets), |sets| (*sets > 1).then_some(sets / 2));
+        let sets = halves.map(try_zeros).find_map(Result::ok).unwrap_or_else(|| vec![[0; WAYS]]);
+        Self { sets, unit: (capacity / 256).max(1), lost_at: None }
     }
 
     /// Remembers a block.

@@ -1,7 +1,7 @@
 //! The contents of the block table, so that a step writes only new entries.
 
 use crate::base::bounded::narrow;
-use crate::base::{Id, RequestRow, widen};
+use crate::base::{Id, RequestRow, Result, try_zeros, widen};
 
 /// The contents of a line of the block table.
 #[derive(Clone, Copy, Debug, Default)]
@@ -26,8 +26,12 @@ pub(super) struct BlockTable {
 
 impl BlockTable {
     /// Creates a block table of zeros.
-    pub(super) fn new(lines: usize, rows: usize) -> Self {
-        Self { lines: vec![Line::default(); lines], batch_indices: vec![0; rows] }
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// record.
+    pub(super) fn new(lines: usize, rows: usize) -> Result<Self> {
+        Ok(Self { lines: try_zeros(lines)?, batch_indices: try_zeros(rows)? })
     }
 
     /// Returns the number of entries of the line at `batch_index` that hold pages of the request of `row`,

@@ -23,8 +23,10 @@ impl PlanMetadata {
         let GrownBatch { requests: grown, growths, padded_size } = batch;
         let size = grown.page_size();
         let sent: usize = growths.iter().map(|growth| sent_pages(*growth, size).len()).sum();
+        let of_padding: usize =
+            (growths.len()..padded_size).map(|batch_index| self.small_fields.kv_pages(batch_index)).sum();
         let mut requests = try_with_capacity(padded_size)?;
-        let mut pages: Vec<i32> = try_with_capacity(sent)?;
+        let mut pages: Vec<i32> = try_with_capacity(sent + of_padding)?;
         for batch_index in 0..padded_size {
             let mut growth = growths.get(batch_index).copied().unwrap_or(Growth::padding(0));
             let Growth { row, start, prefix, .. } = growth;

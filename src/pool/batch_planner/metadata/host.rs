@@ -23,8 +23,10 @@ impl PlanMetadata {
             self.write_pages(batch_index, self.valid_entries(batch_index, growth.row, table), pages)?;
         }
         for batch_index in growths.len()..padded_size {
-            let padding = vec![Page::new(PADDING); self.small_fields.kv_pages(batch_index)];
-            self.write_pages(batch_index, 0, &padding.into())?;
+            let count = self.small_fields.kv_pages(batch_index);
+            let mut padding = try_with_capacity(count)?;
+            padding.resize(count, Page::new(PADDING));
+            self.write_pages(batch_index, 0, &PageList::from(padding))?;
         }
         self.record_block_table(batch, table);
         Ok(())

@@ -1,6 +1,6 @@
 //! The fields of a plan that do not grow with the context.
 
-use crate::base::{Id, PADDING, Result, widen};
+use crate::base::{Id, PADDING, Result, try_reserve, widen};
 use crate::index::Growth;
 use crate::memory::RegionWriter;
 use crate::pool::batch_planner::Field;
@@ -36,9 +36,14 @@ impl SmallFields {
 
     /// Fills in the grown requests, followed by padding requests of `padding` tokens each, up to a batch
     /// of `padded_size`.
-    pub(super) fn fill(&mut self, batch: GrownBatch<'_>, padding: u32) {
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them.
+    pub(super) fn fill(&mut self, batch: GrownBatch<'_>, padding: u32) -> Result<()> {
         let GrownBatch { requests, growths, padded_size } = batch;
         self.clear();
+        let tokens = growths.iter().map(|growth| growth.new_tokens()).sum::<usize>();
+        self.reserve(padded_size, tokens + (padded_size - growths.len()) * widen(padding))?;
         let size = requests.page_size();
         let filler = Growth::padding(padding);
         // One field after the other, each in a loop of known length.
@@ -56,6 +61,20 @@ impl SmallFields {
         }
         self.real_tokens = self.out_cache_loc.len();
         self.out_cache_loc.resize(self.positions.len(), PADDING.cast_signed());
+        Ok(())
+    }
+
+    /// Makes room for a batch of `requests` requests and `tokens` new tokens.
+    fn reserve(&mut self, requests: usize, tokens: usize) -> Result<()> {
+        let Self { out_cache_loc, positions, req_pool_indices, .. } = self;
+        try_reserve(out_cache_loc, tokens)?;
+        try_reserve(positions, tokens)?;
+        try_reserve(req_pool_indices, requests)?;
+        let Self { seq_lens, qo_indptr, kv_indptr, kv_last_page_len, .. } = self;
+        for values in [seq_lens, qo_indptr, kv_indptr, kv_last_page_len] {
+            try_reserve(values, requests + 1)?;
+        }
+        Ok(())
     }
 
     /// Returns the offset of the pages of the request at `batch_index` in the list of all pages; for the end
@@ -104,7 +123,12 @@ impl SmallFields {
             to.write(offset, wide)?;
             offset += size_of_val(wide);
         }
-        to.write(offset, &vec![-1i64; padding.len()])
+        wide.fill(-1);
+        for piece in padding.chunks(PIECE) {
+            to.write(offset, &wide[..piece.len()])?;
+            offset += piece.len() * size_of::<i64>();
+        }
+        Ok(())
     }
 }
 

@@ -21,6 +21,14 @@ pub(in crate::pool::batch_planner) struct Release<'a> {
     pub(in crate::pool::batch_planner) stream: Stream,
 }
 
+/// The cut of a request to its first `len` tokens.
+struct Cut {
+    row: RequestRow,
+    len: u32,
+    /// One slot of each page that the request gives up.
+    slots: IndexVec,
+}
+
 impl PlannerState {
     pub(in crate::pool::batch_planner) fn truncate(
         &mut self,
@@ -36,7 +44,8 @@ impl PlannerState {
         for (position, (&row, len)) in rows.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_truncate(position, row, len, slots.slots())?);
         }
-        self.give_back(Pools { slots, table }, rows.into_iter().zip(lens), release)
+        let cuts = self.prepare_cuts(rows.into_iter().zip(lens))?;
+        self.give_back(Pools { slots, table }, cuts, release)
     }
 
     pub(in crate::pool::batch_planner) fn finish(
@@ -63,8 +72,8 @@ impl PlannerState {
             }
         }
         table.check_not_capturing(stream)?;
-        let given =
-            self.give_back(Pools { slots, table }, resolved.into_iter().zip(std::iter::repeat(0)), release);
+        let cuts = self.prepare_cuts(resolved.into_iter().zip(std::iter::repeat(0)))?;
+        let given = self.give_back(Pools { slots, table }, cuts, release);
         self.retire_freed(table, stream);
         // Each row was checked to be allocated.
         let freed = table.free(rows, stream);
@@ -87,16 +96,25 @@ impl PlannerState {
         Some(lease)
     }
 
+    /// Lists the slots that requests give up, before any of them does.
+    fn prepare_cuts(&mut self, cuts: impl Iterator<Item = (RequestRow, u32)>) -> Result<Vec<Cut>> {
+        let mut prepared = try_with_capacity(cuts.size_hint().0)?;
+        for (row, len) in cuts {
+            prepared.push(Cut { row, len, slots: self.requests.prepare_truncate(row, len)? });
+        }
+        Ok(prepared)
+    }
+
     fn give_back(
         &mut self,
         pools: Pools<'_>,
-        cuts: impl Iterator<Item = (RequestRow, u32)>,
+        cuts: Vec<Cut>,
         release: Release<'_>,
     ) -> Result<(usize, BadFrees)> {
         let Pools { slots, table } = pools;
         let Release { fence, leases, stream } = release;
         let (mut given, mut bad) = (0, BadFrees::default());
-        for (row, len) in cuts {
+        for Cut { row, len, slots: pages } in cuts {
             if let Some(lease) = self.cut_lease(row, len, table) {
                 // The lease is shortened without locks. Its pages stay locked until the fence has passed.
                 let fenced = fence.map(|id| {
@@ -107,7 +125,7 @@ impl PlannerState {
                 leases.push(LeaseEnd::new(lease, widen(len), fenced, stream));
             }
             let _acting = call_of_request(row, slots, table).map(CallRecord::begin);
-            let pages = self.requests.truncate(row, len);
+            self.requests.truncate(row, len);
             self.metadata.truncate(row, self.requests.pages(row).len());
             given += pages.len();
             bad.append(slots.free_now(pages, fence)?);
