@@ -26,8 +26,6 @@ pub(crate) enum LockRank {
     LoadArrival,
     /// Whether a load has arrived.
     LoadOutcome,
-    /// The pieces of the tier below that a load reads.
-    LoadPieces,
     /// The slots of an allocator.
     Allocator,
     /// The requests of a planner.
@@ -40,6 +38,8 @@ pub(crate) enum LockRank {
     BufferPool,
     /// The track slots of the states.
     TrackSlots,
+    /// The copies that may still use track slots.
+    TrackCopies,
     /// The model whose pages a tier has.
     TierModel,
     /// The page-locking of a tier.

@@ -1,5 +1,6 @@
 //! States of Gated DeltaNet layers, one per request, and snapshots of them.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
@@ -13,6 +14,7 @@ use crate::kernels::{
 };
 use crate::memory::{ALIGNMENT, Backend, Event, Region, Stream};
 use crate::tensor::TensorView;
+use crate::transfer::Transfer;
 
 use super::contract::{Occupancy, Pool, Stats};
 use super::{Footprint, at_least_one, fits_int32, row_ring_bytes};
@@ -111,6 +113,8 @@ pub struct GdnPool {
     rows: LayerRows,
     /// Locked separately, so that long copies of states do not delay it.
     tracks: RankedMutex<Ledgered<RowTable<StateSlot>>>,
+    /// Copies that may still use free track slots.
+    track_copies: RankedMutex<HashMap<StateSlot, Arc<Transfer>>>,
     executor: Executor,
 }
 
@@ -155,6 +159,7 @@ impl GdnPool {
             conv,
             rows,
             tracks: RankedMutex::new(LockRank::TrackSlots, tracks),
+            track_copies: RankedMutex::new(LockRank::TrackCopies, HashMap::new()),
             executor,
         })
     }
@@ -297,9 +302,34 @@ impl GdnPool {
         self.executor.take_fault()
     }
 
-    /// Takes the track slot that has been free longest, or returns `None`.
+    /// Takes the track slot that has been free longest, or returns `None`. Waits for the copy to or from a tier
+    /// that may still use it. The caller holds no lock.
     pub fn alloc_track_slot(&self) -> Option<StateSlot> {
-        self.tracks.lock().alloc(1)?.first().map(|taken| taken.row)
+        let (slot, copy) = self.take_track_slot()?;
+        // A failed device copies nothing.
+        copy.iter().for_each(|copy| drop(copy.wait()));
+        Some(slot)
+    }
+
+    /// Works like [`Self::alloc_track_slot`], and returns the copy instead of waiting for it.
+    pub(super) fn take_track_slot(&self) -> Option<(StateSlot, Option<Arc<Transfer>>)> {
+        let slot = self.tracks.lock().alloc(1)?.first().map(|taken| taken.row)?;
+        Some((slot, self.track_copies.lock().remove(&slot)))
+    }
+
+    /// Frees a track slot that `copy` may still use.
+    ///
+    /// # Errors
+    /// See [`Self::free_track_slot`].
+    pub(super) fn free_track_slot_behind(
+        &self,
+        slot: StateSlot,
+        copy: Option<Arc<Transfer>>,
+    ) -> Result<BadFrees> {
+        if let Some(copy) = copy.filter(|copy| !copy.is_over().unwrap_or(false)) {
+            self.track_copies.lock().insert(slot, copy);
+        }
+        self.free_track_slot(slot.into())
     }
 
     /// Frees a track slot; drops and reports one that is not live.

@@ -14,7 +14,7 @@ use crate::cache::{
 };
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
-use crate::transfer::{CopyQueue, Transfer};
+use crate::transfer::{CopyQueue, EarlierCopy, Transfer};
 
 use super::contract::{Pool, Stats};
 use super::{GdnPool, KvPool, at_least_one};
@@ -119,8 +119,16 @@ pub(super) struct Write {
     pub(super) transfer: Arc<Transfer>,
     pages: Arrivals<Page>,
     states: Arrivals<StateSlot>,
-    /// The pages, if events of their arrival are wanted.
+}
+
+/// The outcome of [`HostTier::write`].
+pub(super) struct Begun {
+    /// The copy, if there is something to copy.
+    pub(super) write: Option<Write>,
+    /// The pages that are copied, if events of them are wanted.
     pub(super) runs: Vec<OfferedPages>,
+    /// The keys of the pages that were evicted for them.
+    pub(super) evicted: Vec<PageHash>,
 }
 
 impl Write {
@@ -369,13 +377,18 @@ impl HostTier {
     }
 
     /// Starts to copy the offered pages that are not here, after the work enqueued on the streams `after`.
-    /// Returns the write, if there is something to copy, and the keys of the pages that were evicted for it.
-    /// A copy that cannot be started counts as failed.
-    pub(super) fn write(&self, offered: &OfferedPieces, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
+    /// They can be found from now on. `presence` says which of them the device still has. A copy that cannot
+    /// be started counts as failed.
+    pub(super) fn write(
+        &self,
+        offered: &OfferedPieces,
+        presence: impl Fn(Page, &PageHash) -> DevicePresence,
+        after: &[Stream],
+    ) -> Begun {
         let (mut pages, mut states, mut runs) = (Arrivals::new(), Arrivals::new(), Vec::new());
         for run in &offered.pages {
             let numbered = run.keys.iter().zip(run.pages.iter().copied());
-            let begun = self.pages.begin(numbered, &run.namespace, &mut pages);
+            let begun = self.pages.begin(numbered, &run.namespace, &presence, &mut pages);
             if !run.tokens.is_empty() {
                 runs.extend(begun.into_iter().map(|range| run.part(range)));
             }
@@ -383,7 +396,7 @@ impl HostTier {
         if let Some(storage) = &self.states {
             for state in &offered.states {
                 let one = std::iter::once((&state.key, state.slot));
-                storage.begin(one, &state.namespace, &mut states);
+                storage.begin(one, &state.namespace, |_, _| DevicePresence::Absent, &mut states);
             }
         }
         let mut counts = TierCounts {
@@ -392,40 +405,48 @@ impl HostTier {
             ..TierCounts::default()
         };
         let evicted = std::mem::take(&mut pages.evicted);
-        let started = if pages.is_empty() && states.is_empty() {
-            None
-        } else {
-            match self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after) {
-                Ok(transfer) => Some(Write { transfer, pages, states, runs }),
+        let mut write = None;
+        if !pages.is_empty() || !states.is_empty() {
+            // The places of evicted pieces may still be read.
+            let readers: Vec<_> = (self.pages.last_read_of(&pages).into_iter())
+                .chain(self.states.iter().filter_map(|storage| storage.last_read_of(&states)))
+                .collect();
+            match self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after, readers) {
+                Ok(transfer) => {
+                    self.pages.begin_copy(&pages, &transfer);
+                    self.states.iter().for_each(|storage| storage.begin_copy(&states, &transfer));
+                    write = Some(Write { transfer, pages, states });
+                }
                 Err(failure) => {
                     self.note_failure(&failure);
                     counts.failed += pages.entries.len() + states.entries.len();
-                    self.pages.fail(&pages.entries);
-                    self.states.iter().for_each(|storage| storage.fail(&states.entries));
-                    None
+                    self.pages.fail(&pages.entries, true);
+                    self.states.iter().for_each(|storage| drop(storage.fail(&states.entries, true)));
+                    runs.clear();
                 }
             }
-        };
+        }
         self.count(counts);
-        (started, evicted)
+        Begun { write, runs, evicted }
     }
 
-    /// Ends a write that is complete: its pages can be found from now on. `presence` says which of them the
-    /// device still has.
-    pub(super) fn complete(&self, write: &Write, presence: impl Fn(Page, &PageHash) -> DevicePresence) {
-        self.pages.arrive(&write.pages, presence);
-        self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| DevicePresence::Absent));
+    /// Ends a write that is complete.
+    pub(super) fn complete(&self, write: &Write) {
+        self.pages.arrive(&write.pages);
+        self.states.iter().for_each(|storage| storage.arrive(&write.states));
         self.count(TierCounts { written: write.len(), ..TierCounts::default() });
     }
 
     /// Ends a write that has failed, perhaps with its device, or whose pages may have been overwritten.
-    pub(super) fn discard(&self, write: &Write, of_device: Option<&Error>) {
+    /// Returns the keys of the pages that can no longer be found.
+    pub(super) fn discard(&self, write: &Write, of_device: Option<&Error>) -> Vec<PageHash> {
         if let Some(cause) = of_device.or(write.transfer.failure()) {
             self.note_failure(cause);
         }
-        self.pages.fail(&write.pages.entries);
-        self.states.iter().for_each(|storage| storage.fail(&write.states.entries));
+        let keys = self.pages.fail(&write.pages.entries, false);
+        self.states.iter().for_each(|storage| drop(storage.fail(&write.states.entries, false)));
         self.count(TierCounts { failed: write.len(), ..TierCounts::default() });
+        keys
     }
 
     /// Starts to copy held pages to pages of the device, layer by layer, and a held snapshot before them,
@@ -445,19 +466,30 @@ impl HostTier {
             Some(storage) => storage.pairs(held.states(), state.as_slice()),
             None => Vec::new(),
         };
-        let transfer = self.copy(PageCopy::In, &pages, &states, &[after])?;
+        // Pieces that are held may still be on their way here.
+        let writers: Vec<_> = (self.pages.last_write_of(held.pages()).into_iter())
+            .chain(self.states.iter().filter_map(|storage| storage.last_write_of(held.states())))
+            .collect();
+        let transfer = self.copy(PageCopy::In, &pages, &states, &[after], writers)?;
+        self.pages.begin_load(held.pages(), &transfer);
+        self.states.iter().for_each(|storage| storage.begin_load(held.states(), &transfer));
         self.count(TierCounts { loaded: pages.len() + states.len(), ..TierCounts::default() });
         Ok(transfer)
     }
 
-    /// Starts a copy: down in one step, up in one for each layer. States are copied first.
+    /// Starts a copy, which runs after the copies `earlier` of the other direction: down in one step, up in
+    /// one for each layer. States are copied first.
     fn copy(
         &self,
         direction: PageCopy,
         pages: &[PagePair<Page>],
         states: &[PagePair<StateSlot>],
         after: &[Stream],
+        earlier: Vec<Arc<Transfer>>,
     ) -> Result<Arc<Transfer>> {
+        // What a load reads must be there; what a write replaces need not have been read.
+        let must_succeed = direction == PageCopy::In;
+        let earlier = earlier.into_iter().map(|copy| EarlierCopy { copy, must_succeed }).collect();
         let layers = self.kv.config().layer_num;
         let (queue, steps) = match direction {
             PageCopy::Out => (&self.down, 1),
@@ -470,7 +502,7 @@ impl HostTier {
             }
             _ => None,
         };
-        queue.start(steps, after, move |step, stream| {
+        queue.start(steps, after, earlier, move |step, stream| {
             if let (0, Some((gdn, pieces, states))) = (step, &gdn) {
                 gdn.copy_pieces(pieces, direction, states, stream)?;
             }

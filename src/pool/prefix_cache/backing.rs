@@ -158,7 +158,7 @@ impl StoreAccess {
     /// Begins to put pieces that are held for it.
     fn put(&self, kind: PieceKind, keys: &[PageHash], outgoing: OutgoingPieces) -> Result<()> {
         let names = self.names(kind);
-        let rows = names.rows(&self.tier, kind, &outgoing.ranges(kind), Arc::new(outgoing))?;
+        let rows = names.rows(&self.tier, kind, &outgoing.ranges(), Arc::new(outgoing))?;
         self.store.put(names.of(keys), rows).map(drop)
     }
 

@@ -216,7 +216,7 @@ impl Lease {
         })?;
         // States come before the first layer.
         if let Some(load) = lock.load.as_ref().filter(|load| !load.has_arrived) {
-            load.shared.transfer().make_stream_wait(0, stream)?;
+            load.shared.wait_state(stream)?;
         }
         let source = snapshot.map_or(Source::Zeros, |slot| Source::Slot(slot.into()));
         states.set_state(row, source, stream)

@@ -18,6 +18,7 @@ use super::lock::PrefixLock;
 use super::taken_slot::TakenSlot;
 use super::tier_link::ReleasedPieces;
 use super::{CacheCore, CacheState, Lease};
+use crate::pool::slot_tensors::CopiedPages;
 
 /// The tokens that a tier could add to a prefix.
 #[derive(Debug, Default)]
@@ -44,8 +45,6 @@ pub(super) struct SharedLoad {
     pages: Vec<Page>,
     state: Option<StateSlot>,
     copies: Copies,
-    /// The pieces that the load reads; `None` once it no longer reads them.
-    pieces: RankedMutex<Option<HeldPieces>>,
     arrived: RankedMutex<Option<ArrivedLoad>>,
 }
 
@@ -98,6 +97,20 @@ pub struct Load {
 struct Copies {
     transfer: Arc<Transfer>,
     outcome: Arc<RankedMutex<Outcome>>,
+    /// Whether a caller has waited for the last layer, or has been told that the load is complete. Until then
+    /// the load counts as in flight, so that the results of other calls do not depend on when it ends.
+    is_known_complete: Arc<AtomicBool>,
+}
+
+impl Copies {
+    /// See [`Transfer::make_stream_wait`].
+    fn make_stream_wait(&self, layer: usize, stream: Stream) -> Result<()> {
+        self.transfer.make_stream_wait(layer, stream)?;
+        if layer + 1 == self.transfer.steps() {
+            self.is_known_complete.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
 }
 
 impl Load {
@@ -124,7 +137,7 @@ impl Load {
     /// # Errors
     /// See [`Transfer::make_stream_wait`].
     pub fn wait_layer(&self, layer: usize, stream: Stream) -> Result<()> {
-        self.copies.as_ref().map_or(Ok(()), |copies| copies.transfer.make_stream_wait(layer, stream))
+        self.copies.as_ref().map_or(Ok(()), |copies| copies.make_stream_wait(layer, stream))
     }
 
     /// Returns whether all layers have arrived. Then the cache has the pages, for other requests too.
@@ -133,10 +146,11 @@ impl Load {
     /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request
     /// computes; [`ErrorKind::Driver`] when the device has failed.
     pub fn query(&self, stream: Stream) -> Result<bool> {
-        let Some(Copies { transfer, outcome }) = &self.copies else { return Ok(true) };
+        let Some(Copies { transfer, outcome, is_known_complete }) = &self.copies else { return Ok(true) };
         if !transfer.is_over()? {
             return Ok(false);
         }
+        is_known_complete.store(true, Ordering::Release);
         if let Some(lease) = self.lease.upgrade() {
             lease.complete_load(stream);
         }
@@ -250,6 +264,8 @@ impl Lease {
         })?;
         let transfer = started.ok_or_else(cleared_error)?;
         drop(call);
+        // Later copies to their places run behind this one.
+        drop(pieces);
         self.shared.change_loading(self.clears, |loading| loading + pages.len());
         let load = Arc::new(SharedLoad {
             shared: Arc::clone(&self.shared),
@@ -262,8 +278,8 @@ impl Lease {
             copies: Copies {
                 transfer,
                 outcome: Arc::new(RankedMutex::new(LockRank::LoadOutcome, Outcome::default())),
+                is_known_complete: Arc::default(),
             },
-            pieces: RankedMutex::new(LockRank::LoadPieces, Some(pieces)),
             arrived: RankedMutex::new(LockRank::LoadArrival, None),
         });
         Ok((load, lock))
@@ -397,6 +413,33 @@ impl SharedLoad {
         &self.copies.transfer
     }
 
+    /// Returns whether the load is known to be complete, in the order of `stream`.
+    ///
+    /// # Errors
+    /// See [`Transfer::is_over`].
+    pub(super) fn is_complete_on(&self, stream: Stream) -> Result<bool> {
+        let is_known = self.copies.is_known_complete.load(Ordering::Acquire);
+        Ok(is_known && self.copies.transfer.is_complete_on(stream)?)
+    }
+
+    /// Returns whether the load has ended before it was complete.
+    ///
+    /// # Errors
+    /// See [`Transfer::is_over`].
+    pub(super) fn has_failed(&self) -> Result<bool> {
+        // Asked first, so that a load that ends between the two questions does not count as failed.
+        let is_over = self.copies.transfer.is_over()?;
+        Ok(is_over && !self.copies.transfer.is_complete()?)
+    }
+
+    /// Makes `stream` wait for the state, which comes before the first layer.
+    ///
+    /// # Errors
+    /// See [`Transfer::make_stream_wait`].
+    pub(super) fn wait_state(&self, stream: Stream) -> Result<()> {
+        self.copies.make_stream_wait(0, stream)
+    }
+
     /// Returns whether this load has the pages of `keys`, which begin where it does, and the tree does not
     /// have them yet. With `must_end`, the load also has to end with them.
     pub(super) fn covers(&self, keys: &[PageHash], must_end: bool) -> bool {
@@ -413,11 +456,7 @@ impl SharedLoad {
 
     /// Returns whether the load is in flight or complete, and its pages are not in the tree yet.
     fn can_arrive(&self) -> bool {
-        let has_failed = || {
-            self.copies.transfer.is_over().unwrap_or(true)
-                && !self.copies.transfer.is_complete().unwrap_or(false)
-        };
-        self.arrived.lock().is_none() && !has_failed()
+        self.arrived.lock().is_none() && !self.has_failed().unwrap_or(true)
     }
 
     /// The pages, until the tree has them.
@@ -451,11 +490,6 @@ impl SharedLoad {
         cache.loading_pages -= self.pages.len() - cached;
         *self.copies.outcome.lock() = Outcome::Arrived;
         *arrived = Some(ArrivedLoad { hold: own, spare: self.pages[..cached].to_vec(), state });
-        // The pieces in the tier are no longer needed, unless the copy is complete only in the order of a
-        // stream. Then they are dropped with this load.
-        if self.copies.transfer.is_over().unwrap_or(false) {
-            drop(self.pieces.lock().take());
-        }
     }
 }
 
@@ -499,9 +533,10 @@ impl Drop for SharedLoad {
             (None, std::mem::take(&mut self.pages), self.state)
         };
         self.shared.change_loading(self.clears, |loading| loading - pages.len());
-        let given = ReleasedPieces { pages, states: state.into_iter().collect() };
-        let pieces = self.pieces.lock().take();
-        call.give_back_after(self.clears, given, &self.copies.transfer, pieces);
+        let copy = &self.copies.transfer;
+        let page_copies = vec![CopiedPages { copy: Arc::clone(copy), pages: pages.clone() }];
+        let states = state.map(|state| (state, Some(Arc::clone(copy)))).into_iter().collect();
+        call.release_pieces(self.clears, ReleasedPieces { pages, page_copies, states });
         if let Some(hold) = hold {
             call.release(hold, self.clears);
         }

@@ -9,23 +9,24 @@ use crate::pool::GdnPool;
 use crate::transfer::Transfer;
 
 use super::shared::CacheState;
-use super::tier_link::free_states;
+use super::tier_link::free_state;
 
 /// A track slot that a snapshot is copied to. Dropping it before [`TakenSlot::keep`] gives it back.
 pub(super) struct TakenSlot<'a> {
     states: &'a GdnPool,
     slot: Option<StateSlot>,
-    /// The copy that reads the snapshot that was in the slot before.
-    reader: Option<Arc<Transfer>>,
+    /// The copy that may still use the slot, for the snapshot that was there before.
+    copy: Option<Arc<Transfer>>,
 }
 
 impl<'a> TakenSlot<'a> {
     /// Takes a free track slot or, if there is none, that of the snapshot that is evicted first.
     pub(super) fn new(states: &'a GdnPool, cache: &mut CacheState, hold: &mut Hold) -> Option<Self> {
-        let free = states.alloc_track_slot();
-        let slot = free.or_else(|| cache.tree.evict_snapshot(hold))?;
-        let reader = cache.below.as_ref().and_then(|below| below.write_of(slot));
-        Some(Self { states, slot: Some(slot), reader })
+        let (slot, copy) = states.take_track_slot().or_else(|| {
+            let slot = cache.tree.evict_snapshot(hold)?;
+            Some((slot, cache.below.as_ref().and_then(|below| below.write_of(slot))))
+        })?;
+        Some(Self { states, slot: Some(slot), copy })
     }
 
     /// Makes it safe for later work on `stream` to write to the slot; without a device, for the calling
@@ -36,7 +37,7 @@ impl<'a> TakenSlot<'a> {
     ///
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub(super) fn make_ready(&self, stream: Stream) -> Result<()> {
-        self.reader.as_ref().map_or(Ok(()), |reader| reader.make_stream_wait_for_all(stream))
+        self.copy.as_ref().map_or(Ok(()), |copy| copy.make_stream_wait_for_all(stream))
     }
 
     pub(super) fn slot(&self) -> StateSlot {
@@ -51,7 +52,7 @@ impl<'a> TakenSlot<'a> {
 impl Drop for TakenSlot<'_> {
     fn drop(&mut self) {
         if let Some(slot) = self.slot {
-            free_states(self.states, &[slot]);
+            free_state(self.states, slot, self.copy.take());
         }
     }
 }

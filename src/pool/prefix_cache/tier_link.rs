@@ -6,9 +6,12 @@ use std::hash::Hash;
 use std::sync::{Arc, Weak};
 
 use crate::base::{Page, Result, StateSlot};
-use crate::cache::{DevicePresence, Digest, Hold, LowerTierContents, Namespace, OfferedPages, Tokens, Tree};
+use crate::cache::{
+    DevicePresence, Digest, Hold, LowerTierContents, Namespace, OfferedPages, PageHash, Tokens, Tree,
+};
 use crate::memory::Stream;
-use crate::pool::host_tier::{HeldPieces, Write};
+use crate::pool::host_tier::{Begun, Write};
+use crate::pool::slot_tensors::CopiedPages;
 use crate::pool::{GdnPool, HostTier};
 use crate::transfer::Transfer;
 
@@ -87,22 +90,18 @@ impl TierLink {
             }
             let is_complete = write.transfer.is_complete();
             if is_void || !matches!(is_complete, Ok(true)) {
-                self.tier.discard(&write, is_complete.as_ref().err());
+                tree.record_dropped_below(self.tier.discard(&write, is_complete.as_ref().err()));
                 continue;
             }
             let _sending = self.backing.as_ref().map(|_| self.tier.begin_sending());
-            self.tier.complete(&write, |page, key| match tree.key_of(page) {
-                Some(other) if other == *key => DevicePresence::Present,
-                _ => DevicePresence::Absent,
-            });
+            self.tier.complete(&write);
             if let Some(backing) = &self.backing {
                 backing.put(|kind| write.keys(kind));
             }
-            self.record_arrived(tree, &write.runs);
         }
     }
 
-    /// Records pages that arrived in the tier, except those that it has evicted meanwhile.
+    /// Records pages that arrived in the tier from a store, except those that it has evicted meanwhile.
     pub(super) fn record_arrived(&self, tree: &mut Tree, arrived: &[OfferedPages]) {
         let contents = self.tier.contents();
         let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| contents.has_page(key));
@@ -124,8 +123,14 @@ impl TierLink {
             return;
         }
         self.record_publisher(stream);
-        let (write, evicted) = self.tier.write(&offered, &self.publishers);
+        let presence = |page, key: &PageHash| match tree.key_of(page) {
+            Some(other) if other == *key => DevicePresence::Present,
+            _ => DevicePresence::Absent,
+        };
+        let Begun { write, runs, evicted } = self.tier.write(&offered, presence, &self.publishers);
         tree.record_dropped_below(evicted);
+        // In the order of the prefix, and before the events of later calls: the pages can be found from now on.
+        runs.iter().for_each(|run| tree.record_copied(run));
         if let Some(write) = write {
             self.pages.extend(write.pages().iter().map(|page| (*page, Arc::clone(&write.transfer))));
             self.states.extend(write.states().iter().map(|state| (*state, Arc::clone(&write.transfer))));
@@ -145,54 +150,25 @@ impl TierLink {
         self.tier.clear(None);
     }
 
-    /// Returns the number of pages that are being copied to the tier.
-    pub(super) fn busy_pages(&self) -> usize {
-        self.pages.len()
-    }
-
     /// Returns the copy of a snapshot to the tier, if one is in flight.
     pub(super) fn write_of(&self, state: StateSlot) -> Option<Arc<Transfer>> {
         self.states.get(&state).cloned()
     }
 
-    /// Divides freed pages and snapshots into those that can be used at once and, if there are any, those
-    /// that can be used when a copy is over.
-    pub(super) fn divide(
-        &self,
-        pages: Vec<Page>,
-        states: Vec<StateSlot>,
-    ) -> (ReleasedPieces, Option<(ReleasedPieces, Arc<Transfer>)>) {
+    /// Returns the copies to the tier that may still read pages, each with its pages.
+    pub(super) fn readers_of(&self, pages: &[Page]) -> Vec<CopiedPages> {
+        let mut readers: Vec<CopiedPages> = Vec::new();
         if self.writes.is_empty() {
-            return (ReleasedPieces { pages, states }, None);
+            return readers;
         }
-        let mut last: Option<&Arc<Transfer>> = None;
-        let (mut idle, mut busy) = (ReleasedPieces::default(), ReleasedPieces::default());
         for page in pages {
-            let write = self.pages.get(&page);
-            last = self.later(last, write);
-            if write.is_some() { &mut busy } else { &mut idle }.pages.push(page);
+            let Some(copy) = self.pages.get(page) else { continue };
+            match readers.iter_mut().find(|reader| Arc::ptr_eq(&reader.copy, copy)) {
+                Some(reader) => reader.pages.push(*page),
+                None => readers.push(CopiedPages { copy: Arc::clone(copy), pages: vec![*page] }),
+            }
         }
-        for state in states {
-            let write = self.states.get(&state);
-            last = self.later(last, write);
-            if write.is_some() { &mut busy } else { &mut idle }.states.push(state);
-        }
-        (idle, last.map(|last| (busy, Arc::clone(last))))
-    }
-
-    /// Returns the one of two copies that is over later.
-    fn later<'a>(
-        &self,
-        one: Option<&'a Arc<Transfer>>,
-        other: Option<&'a Arc<Transfer>>,
-    ) -> Option<&'a Arc<Transfer>> {
-        let (Some(one), Some(other)) = (one, other) else { return one.or(other) };
-        if Arc::ptr_eq(one, other) {
-            return Some(one);
-        }
-        let at =
-            |transfer| self.writes.iter().position(|flight| Arc::ptr_eq(&flight.write.transfer, transfer));
-        Some(if at(one) < at(other) { other } else { one })
+        readers
     }
 
     /// Returns the tokens that the tier could add to a prefix: those of `tokens`, at most `limit`, that
@@ -254,34 +230,18 @@ fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, tran
     }
 }
 
-/// The slots and pieces that are given back when a copy is over, as this drops.
-#[derive(Debug)]
-pub(super) struct ReleaseOnDrop {
-    pub(super) states: Option<Arc<GdnPool>>,
-    pub(super) slots: Vec<StateSlot>,
-    /// Pieces of the tier that the copy reads or writes.
-    pub(super) _pieces: Option<HeldPieces>,
-}
-
-impl Drop for ReleaseOnDrop {
-    fn drop(&mut self) {
-        if let Some(states) = &self.states {
-            free_states(states, &self.slots);
-        }
-    }
-}
-
-/// Returns snapshots to their pool.
-pub(super) fn free_states(states: &GdnPool, slots: &[StateSlot]) {
-    for &slot in slots {
-        let freed = states.free_track_slot(slot.into());
-        debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
-    }
+/// Returns a snapshot to its pool. `copy` may still use its slot.
+pub(super) fn free_state(states: &GdnPool, slot: StateSlot, copy: Option<Arc<Transfer>>) {
+    let freed = states.free_track_slot_behind(slot, copy);
+    debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
 }
 
 /// Pages and snapshots to be given back.
 #[derive(Debug, Default)]
 pub(super) struct ReleasedPieces {
     pub(super) pages: Vec<Page>,
-    pub(super) states: Vec<StateSlot>,
+    /// The copies that may still use some of the pages.
+    pub(super) page_copies: Vec<CopiedPages>,
+    /// The snapshots, each with the copy that may still use its slot.
+    pub(super) states: Vec<(StateSlot, Option<Arc<Transfer>>)>,
 }
