@@ -46,6 +46,8 @@ pub(crate) enum LockRank {
     TierPageLocking,
     /// Pieces of a tier on their way from a store.
     TierPieces,
+    /// Pieces of a tier that wait until a store can take them.
+    WaitingPieces,
     /// The pages of a tier.
     TierPages,
     /// The states of a tier.

@@ -549,6 +549,12 @@ impl Store for FileStore {
         Ok(keys.iter().map(|key| state.slots.find(key).is_some()).collect())
     }
 
+    /// Reads no file. Pieces behind one that is missing are not used.
+    fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        self.exists(keys)?;
+        self.find(keys)
+    }
+
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_fit(&rows)?;
         self.begin_get(keys, rows)

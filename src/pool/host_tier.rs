@@ -99,8 +99,17 @@ pub(super) struct TierCounts {
     storing: usize,
     /// Calls that are about to send pieces to the store.
     sending: usize,
+    /// Pieces that wait until the store can take them.
+    waiting: usize,
     /// Pieces not taken by the store below.
     unstored: usize,
+}
+
+impl TierCounts {
+    /// Returns the number of pieces on their way to the store, plus the calls that are about to send some.
+    const fn to_store(&self) -> usize {
+        self.storing + self.sending + self.waiting
+    }
 }
 
 /// Failed copies to a tier.
@@ -251,6 +260,11 @@ impl HostTier {
         self.pages.piece_bytes()
     }
 
+    /// Returns a sixteenth of the number of pages that it has room for, at least 1.
+    pub(super) fn pages_in_sixteenth(&self) -> usize {
+        (self.pages.capacity() / 16).max(1)
+    }
+
     /// Returns the number of bytes of the memory.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
@@ -287,8 +301,8 @@ impl HostTier {
 
     /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
     /// `state_capacity`; and, with snapshots, the pieces `written`, `loaded`, `evicted`, `skipped` because no
-    /// place was free, `failed`, `fetched` from a store, being written to it (`storing`) and not accepted by
-    /// it (`unstored`); page-locked places (`page_locked`); `bytes`.
+    /// place was free, `failed`, `fetched` from a store, on their way to it (`storing`) and not accepted by it
+    /// (`unstored`); page-locked places (`page_locked`); `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *self.counts.lock();
@@ -306,7 +320,7 @@ impl HostTier {
             ("skipped", counts.skipped),
             ("failed", counts.failed),
             ("fetched", counts.fetched),
-            ("storing", counts.storing + counts.sending),
+            ("storing", counts.to_store()),
             ("unstored", counts.unstored),
             ("page_locked", self.storages().map(Storage::page_locked).sum()),
             ("bytes", self.mem_bytes()),
@@ -525,12 +539,11 @@ impl HostTier {
         }
     }
 
-    /// Returns the number of pieces that are being written to the store below, plus the calls that are about
-    /// to send some.
+    /// Returns the number of pieces that are being written to the store below or wait for that, plus the calls
+    /// that are about to send some.
     pub(super) fn storing(&self) -> usize {
         let _gate = ForkGate::enter_on_own_thread();
-        let counts = self.counts.lock();
-        counts.storing + counts.sending
+        self.counts.lock().to_store()
     }
 
     /// Takes the causes of copies to the tier that failed since the last call, in words: the first of each

@@ -33,7 +33,7 @@ use super::prefix_report::{Segment, event_to_py};
 use super::store_queue::StoreQueue;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
-use super::wait_in_slices;
+use super::{logging, wait_in_slices};
 
 pub(super) use lease::{Lease, Published};
 
@@ -217,6 +217,9 @@ impl PrefixCache {
         let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
         let tier = lower_tier(&tiers, model.as_deref())?;
         let cache = py.detach(|| Cache::new(config, pool, states_of, tier))?;
+        if let Some(warning) = cache.useless_tier() {
+            logging::warn(py, &warning);
+        }
         let tiers = tiers.into_iter().map(Bound::unbind).collect();
         let this = Self { cache, allocator, states, tiers, model, policy: policy.to_owned(), device };
         Ok(BasePool::named(name, Debug::OFF, this))

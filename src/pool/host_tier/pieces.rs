@@ -175,21 +175,37 @@ impl HostTier {
         SendingGuard(Arc::clone(self))
     }
 
-    /// Holds those pieces that are here for a store, and returns their keys. At most half of all places are
-    /// held for a store; pieces beyond that are left out.
+    /// Returns how many more pieces of a kind a store may read: at most half of all places are kept for it.
+    pub(in crate::pool) fn room_to_send(&self, kind: PieceKind) -> usize {
+        let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
+        let _gate = ForkGate::enter_on_own_thread();
+        max.saturating_sub(self.counts.lock().storing)
+    }
+
+    /// Changes the number of pieces that wait until a store can take them.
+    pub(in crate::pool) fn change_waiting(&self, added: usize, removed: usize) {
+        let _gate = ForkGate::enter_on_own_thread();
+        let mut counts = self.counts.lock();
+        counts.waiting = counts.waiting + added - removed;
+    }
+
+    /// Returns those pieces that are complete here.
+    pub(in crate::pool) fn complete_of(&self, kind: PieceKind, keys: Vec<PageHash>) -> Vec<PageHash> {
+        self.storage(kind).map_or(Vec::new(), |storage| storage.complete_of(keys))
+    }
+
+    /// Keeps those pieces that are complete here for a store, and returns their keys.
     pub(in crate::pool) fn send_out(
         self: &Arc<Self>,
         kind: PieceKind,
         keys: &[PageHash],
     ) -> (Vec<PageHash>, OutgoingPieces) {
-        let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
-        let mut counts = self.counts.lock();
-        let count = keys.len().min(max.saturating_sub(counts.storing));
-        counts.storing += count;
-        counts.unstored += keys.len() - count;
-        drop(counts);
-        let found = self.storage(kind).map(|storage| storage.begin_reads(&keys[..count]));
+        let found = self.storage(kind).map(|storage| storage.begin_reads(keys));
         let (keys, entries) = found.unwrap_or_default();
+        let count = keys.len();
+        let gate = ForkGate::enter_on_own_thread();
+        self.counts.lock().storing += count;
+        drop(gate);
         (keys, OutgoingPieces { tier: Arc::clone(self), kind, entries, count })
     }
 

@@ -409,10 +409,6 @@ fn check_idle(lease: &LeaseState) -> Result<()> {
 }
 
 impl SharedLoad {
-    pub(super) const fn transfer(&self) -> &Arc<Transfer> {
-        &self.copies.transfer
-    }
-
     /// Returns whether the load is known to be complete, in the order of `stream`.
     ///
     /// # Errors

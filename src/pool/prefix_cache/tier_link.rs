@@ -4,10 +4,12 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use crate::base::{Page, Result, StateSlot};
 use crate::cache::{
-    DevicePresence, Digest, Hold, LowerTierContents, Namespace, OfferedPages, PageHash, Tokens, Tree,
+    DevicePresence, Digest, Hold, LowerTierContents, Namespace, NodeHandle, OfferedPages, PageHash, Tokens,
+    Tree,
 };
 use crate::memory::Stream;
 use crate::pool::host_tier::{Begun, Write};
@@ -35,7 +37,27 @@ pub(super) struct TierLink {
     publishers: Vec<Stream>,
     /// Loads from the tier, in flight or complete.
     loads: Vec<Weak<SharedLoad>>,
+    uses: RecordedUses,
 }
+
+/// The uses of prefixes that the store below knows of.
+#[derive(Debug, Default)]
+struct RecordedUses {
+    /// Pages that were copied to the tier so far.
+    written: usize,
+    /// For nodes of the tree, the number of pages and the time when their last use was recorded.
+    recorded: HashMap<NodeHandle, (usize, Instant)>,
+}
+
+/// The maximum number of pages whose use is recorded at once.
+const MAX_USED: usize = 4096;
+
+/// The maximum number of nodes whose recorded uses are remembered.
+const MAX_NODES: usize = 4096;
+
+/// The time after which a use of a node is recorded again, even if little was written in between: others may
+/// write to the store, too.
+const RECORD_AGAIN: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 struct InFlight {
@@ -56,7 +78,8 @@ impl TierLink {
         tier.attach()?;
         tier.set_model(model.as_deref());
         let (writes, pages, states) = (VecDeque::new(), HashMap::new(), HashMap::new());
-        Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), loads: Vec::new() })
+        let (publishers, loads, uses) = (Vec::new(), Vec::new(), RecordedUses::default());
+        Ok(Self { tier, digest, backing, writes, pages, states, publishers, loads, uses })
     }
 
     /// Returns the number of leading writes that are over.
@@ -123,6 +146,7 @@ impl TierLink {
             return;
         }
         self.record_publisher(stream);
+        self.record_uses(tree);
         let presence = |page, key: &PageHash| match tree.key_of(page) {
             Some(other) if other == *key => DevicePresence::Present,
             _ => DevicePresence::Absent,
@@ -132,6 +156,7 @@ impl TierLink {
         // In the order of the prefix, and before the events of later calls: the pages can be found from now on.
         runs.iter().for_each(|run| tree.record_copied(run));
         if let Some(write) = write {
+            self.uses.written += write.pages().len();
             self.pages.extend(write.pages().iter().map(|page| (*page, Arc::clone(&write.transfer))));
             self.states.extend(write.states().iter().map(|state| (*state, Arc::clone(&write.transfer))));
             if let Some(backing) = &self.backing {
@@ -141,6 +166,31 @@ impl TierLink {
             // Later copies are behind this one.
             self.publishers.clear();
         }
+    }
+
+    /// Lets the store below know which prefixes were used on the device, so that it does not evict what every
+    /// request uses. A node is recorded again when a sixteenth of the tier was written since, or after
+    /// [`RECORD_AGAIN`].
+    pub(super) fn record_uses(&mut self, tree: &mut Tree) {
+        let (Some(backing), true) = (&self.backing, tree.has_uses()) else { return };
+        let RecordedUses { written, recorded } = &mut self.uses;
+        let interval = self.tier.pages_in_sixteenth();
+        backing.record_uses(|| {
+            let now = Instant::now();
+            if recorded.len() > MAX_NODES {
+                recorded.clear();
+            }
+            let is_due = |node: NodeHandle| {
+                let is_due = recorded.get(&node).is_none_or(|(before, at)| {
+                    *written - before >= interval || now.duration_since(*at) >= RECORD_AGAIN
+                });
+                if is_due {
+                    recorded.insert(node, (*written, now));
+                }
+                is_due
+            };
+            tree.take_uses(MAX_USED, is_due)
+        });
     }
 
     /// Empties the tier, and voids the copies in flight: pages of the device may get other contents before
