@@ -47,6 +47,10 @@ impl Lease {
         Self { shared, namespace, clears, stream, state: RankedMutex::new(LockRank::Lease, state), allocator }
     }
 
+    pub(super) const fn stream(&self) -> Stream {
+        self.stream
+    }
+
     /// Returns the namespace of the prefix.
     #[must_use]
     pub const fn namespace(&self) -> &Namespace {

@@ -27,6 +27,8 @@ pub(super) struct Loadable {
     pub(super) tokens: Vec<i32>,
     /// The keys of their pages.
     pub(super) keys: Vec<PageHash>,
+    /// Keeps the pages in the tier, if ranks have agreed on them.
+    pub(super) kept: Option<HeldPieces>,
 }
 
 /// A load that leases share: it copies a part of a prefix from the tier below to pages of the cache. The tree
@@ -206,6 +208,65 @@ struct LoadRequest<'a> {
 }
 
 impl Lease {
+    /// Shortens what the tier below could add to what all ranks have, and keeps that in the tier until it is
+    /// loaded, or the lease ends or grows. For ranks with a store below: it may bring other pages to their
+    /// tiers. `least` gets the tokens that this rank has, with those of the lease, and returns the smallest of
+    /// these numbers of all ranks. It is called without locks, and equally often on all ranks: once or, with
+    /// states, until they agree.
+    ///
+    /// # Errors
+    /// See [`Self::len`]; [`ErrorKind::Config`] for a result that is below the length of the lease, which
+    /// ranks that make the same calls have in common, or above what this rank has; the error of `least`.
+    pub fn agree(&self, mut least: impl FnMut(usize) -> Result<usize>) -> Result<()> {
+        let (len, is_stateful) = (self.len()?, self.shared.states.is_some());
+        let (mut have, mut before) = (self.keep_loadable(usize::MAX)?, None);
+        loop {
+            let all = least(len + have)?;
+            let agreed = all.checked_sub(len).filter(|agreed| *agreed <= have).ok_or_else(|| {
+                Error::config(format!(
+                    "agree returned {all}; this rank has {}, of which {len} are on its device",
+                    len + have
+                ))
+            })?;
+            have = self.keep_loadable(agreed)?;
+            // The second time, all ranks have a snapshot there.
+            if !is_stateful || before == Some(all) {
+                return Ok(());
+            }
+            before = Some(all);
+        }
+    }
+
+    /// Shortens what the tier below could add to at most `limit` tokens, and keeps it in the tier. Returns the
+    /// number of tokens.
+    fn keep_loadable(&self, limit: usize) -> Result<usize> {
+        self.with(self.stream(), |_, cache, lease| {
+            let Some(below) = &cache.below else { return Ok(0) };
+            let (is_stateful, page_size) = (cache.tree.is_stateful(), cache.tree.page_size());
+            let Loadable { mut tokens, mut keys, kept: before } = std::mem::take(&mut lease.loadable);
+            let mut end = limit.min(tokens.len()) / page_size;
+            let mut kept = None;
+            while end > 0 && kept.is_none() {
+                let found = cache.tree.find(&lease.hold, &&tokens[..end * page_size])?.len() / page_size;
+                let contents = below.tier.contents();
+                let run = keys[found..end].iter().take_while(|key| contents.has_page(key)).count();
+                let has_end = |end: &usize| !is_stateful || contents.has_state(&keys[end - 1]);
+                end = (1..=found + run).rev().find(has_end).unwrap_or(0);
+                // The call below locks the tier.
+                drop(contents);
+                if let Some(last) = end.checked_sub(1) {
+                    let state = is_stateful.then(|| &keys[last]);
+                    kept = below.tier.hold(&keys[found.min(end)..end], state);
+                }
+            }
+            tokens.truncate(end * page_size);
+            keys.truncate(end);
+            lease.loadable = Loadable { tokens, keys, kept };
+            drop(before);
+            Ok(end * page_size)
+        })
+    }
+
     /// Loads the tokens that the tier below has after the prefix, at most `limit` of them. The lease has
     /// their pages from now on; call [`Load::wait_layer`] before work that uses a layer of them. Pages that
     /// other leases are loading or have loaded are not loaded twice. `None` if there are not enough slots, or

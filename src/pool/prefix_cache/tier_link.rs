@@ -236,7 +236,7 @@ impl TierLink {
     ) -> Result<Loadable> {
         let keys = tree.keys_below(namespace, hold, tokens, limit, &self.tier.contents())?;
         let end = hold.len() + keys.len() * tree.page_size();
-        Ok(Loadable { tokens: tokens.to_vec(hold.len()..end)?, keys })
+        Ok(Loadable { tokens: tokens.to_vec(hold.len()..end)?, keys, kept: None })
     }
 
     /// Lists a prefix that is being loaded.
