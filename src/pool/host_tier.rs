@@ -43,7 +43,8 @@ pub struct HostTierConfig {
 /// them again. Each page is one contiguous piece: K and then V of the first layer, then of the next.
 ///
 /// Copies run beside their callers, in either direction one after the other: on a thread or, for a pool on a
-/// device, on a stream of their own. A page is found when it is complete here.
+/// device, on a stream of their own. A page is found from the moment its copy begins: what reads it, or writes
+/// to its place, runs behind that copy.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -419,7 +420,7 @@ impl HostTier {
             ..TierCounts::default()
         };
         let evicted = std::mem::take(&mut pages.evicted);
-        let mut write = None;
+        let mut copy = None;
         if !pages.is_empty() || !states.is_empty() {
             // The places of evicted pieces may still be read.
             let readers: Vec<_> = (self.pages.last_read_of(&pages).into_iter())
@@ -429,18 +430,21 @@ impl HostTier {
                 Ok(transfer) => {
                     self.pages.begin_copy(&pages, &transfer);
                     self.states.iter().for_each(|storage| storage.begin_copy(&states, &transfer));
-                    write = Some(Write { transfer, pages, states });
+                    copy = Some(transfer);
                 }
                 Err(failure) => {
                     self.note_failure(&failure);
                     counts.failed += pages.entries.len() + states.entries.len();
-                    self.pages.fail(&pages.entries, true);
-                    self.states.iter().for_each(|storage| drop(storage.fail(&states.entries, true)));
+                    self.pages.fail(&pages.entries);
+                    self.states.iter().for_each(|storage| drop(storage.fail(&states.entries)));
                     runs.clear();
                 }
             }
         }
+        self.pages.end_begun(&mut pages);
+        self.states.iter().for_each(|storage| storage.end_begun(&mut states));
         self.count(counts);
+        let write = copy.map(|transfer| Write { transfer, pages, states });
         Begun { write, runs, evicted }
     }
 
@@ -457,8 +461,8 @@ impl HostTier {
         if let Some(cause) = of_device.or(write.transfer.failure()) {
             self.note_failure(cause);
         }
-        let keys = self.pages.fail(&write.pages.entries, false);
-        self.states.iter().for_each(|storage| drop(storage.fail(&write.states.entries, false)));
+        let keys = self.pages.fail(&write.pages.entries);
+        self.states.iter().for_each(|storage| drop(storage.fail(&write.states.entries)));
         self.count(TierCounts { failed: write.len(), ..TierCounts::default() });
         keys
     }

@@ -108,6 +108,9 @@ impl DerefMut for Resident<'_> {
 pub(super) struct Arrivals<I> {
     pub(super) entries: Vec<EntryId>,
     pub(super) keys: Vec<PageHash>,
+    /// The entries that are held until the copy has begun: those that arrive and, between them, those that
+    /// were there before.
+    held: Vec<EntryId>,
     /// The places that they come from.
     pub(super) from: Vec<I>,
     /// The chunks that they go to.
@@ -123,6 +126,7 @@ impl<I> Arrivals<I> {
         Self {
             entries: Vec::new(),
             keys: Vec::new(),
+            held: Vec::new(),
             from: Vec::new(),
             pieces: Vec::new(),
             evicted: Vec::new(),
@@ -248,7 +252,8 @@ impl Storage {
     /// Takes a place for each key that is not here, in order and as long as there are places. Returns those
     /// that got one. `presence` says whether the device has a page.
     ///
-    /// The arrivals are held until [`Self::begin_copy`] or [`Self::fail`], so they do not evict each other.
+    /// The pieces of all keys are held until [`Self::end_begun`], so that none of them
+    /// is evicted for another one: a page is of no use without those before it.
     pub(super) fn begin<'a, I: Id>(
         &self,
         numbered: impl Iterator<Item = (&'a PageHash, I)>,
@@ -261,8 +266,10 @@ impl Storage {
         let mut is_full = false;
         for (at, (key, from)) in numbered.enumerate() {
             let presence = presence(from, key);
-            if resident.find(key).is_some() {
+            if let Some(entry) = resident.find(key) {
                 resident.set_device_presence([key], presence);
+                resident.hold(entry);
+                arrivals.held.push(entry);
                 continue;
             }
             let place =
@@ -275,7 +282,9 @@ impl Storage {
             };
             arrivals.from.push(from);
             arrivals.pieces.push(place.index());
-            arrivals.entries.push(resident.begin(*key, namespace, place, presence));
+            let entry = resident.begin(*key, namespace, place, presence);
+            arrivals.entries.push(entry);
+            arrivals.held.push(entry);
             arrivals.keys.push(*key);
             match begun.last_mut().filter(|last| last.end == at) {
                 Some(last) => last.end += 1,
@@ -298,14 +307,15 @@ impl Storage {
         resident.shelf.writes.last_of(&places)
     }
 
-    /// Records that `copy` writes the arrivals, and lets them be evicted, the first of them last.
+    /// Records that `copy` writes the arrivals. Call [`Self::end_begun`] then.
     pub(super) fn begin_copy<I>(&self, arrivals: &Arrivals<I>, copy: &Arc<Transfer>) {
-        let mut resident = self.resident();
-        resident.shelf.writes.push(copy, arrivals.pieces.clone());
-        for &entry in arrivals.entries.iter().rev() {
-            let place = resident.release(entry);
-            self.free(&mut resident, place);
-        }
+        self.resident().shelf.writes.push(copy, arrivals.pieces.clone());
+    }
+
+    /// Lets the pieces of [`Self::begin`] be evicted, the first of them last.
+    pub(super) fn end_begun<I>(&self, arrivals: &mut Arrivals<I>) {
+        let held = std::mem::take(&mut arrivals.held);
+        self.release(&held);
     }
 
     /// Records that `copy` reads held entries.
@@ -426,16 +436,12 @@ impl Storage {
     }
 
     /// Gives up arrivals that no copy writes any more, and returns the keys of those that could be found.
-    /// `is_held` says that their copy never began.
-    pub(super) fn fail(&self, entries: &[EntryId], is_held: bool) -> Vec<PageHash> {
+    pub(super) fn fail(&self, entries: &[EntryId]) -> Vec<PageHash> {
         let mut resident = self.resident();
         let mut keys = Vec::new();
         for &entry in entries {
-            let (key, mut place) = resident.fail(entry);
+            let (key, place) = resident.fail(entry);
             keys.extend(key);
-            if is_held {
-                place = resident.release(entry);
-            }
             self.free(&mut resident, place);
         }
         keys

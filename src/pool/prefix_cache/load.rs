@@ -163,8 +163,8 @@ impl Load {
         Err(Error::new(ErrorKind::State, format!("the load of {} tokens has ended early", self.len)))
     }
 
-    /// Gives up the load if it is not complete: the lease ends where it did before, and the pages are free
-    /// when their copies are over. Does nothing if the load is complete, or the lease was released.
+    /// Gives up the load if it is not complete: the lease ends where it did before, and the pages are free,
+    /// and their next owner comes after the copies. Does nothing if the load is complete, or the lease was released.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when a planner has the lease, whose request uses the pages.

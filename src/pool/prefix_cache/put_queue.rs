@@ -149,6 +149,9 @@ impl PutQueue {
         for kind in PieceKind::ALL {
             self.end_puts(kind, is_last);
             let room = if is_last { usize::MAX } else { tier.room_to_send(kind) };
+            if room == 0 {
+                continue;
+            }
             // Counts until the pieces that are sent do.
             let _sending = tier.begin_sending();
             let keys = self.with_state(|state| state.take(kind, room));
