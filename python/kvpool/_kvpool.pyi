@@ -2269,6 +2269,7 @@ class PrefixCache(Pool):
         *,
         namespace: Namespace = None,
         limit: SupportsIndex | None = None,
+        agree: Callable[[int], int] | None = None,
     ) -> Lease:
         """Leases the longest cached prefix, in whole pages. The pages found count as used. A miss is a lease of
         length 0, through which the request publishes what it computes.

@@ -20,7 +20,7 @@ use super::contract::{Pool, Stats};
 use super::{GdnPool, KvPool, at_least_one};
 use storage::{Arrivals, Resident, Storage};
 
-pub(super) use pieces::{HeldPieces, IncomingPieces, OutgoingPieces, PieceKind};
+pub(super) use pieces::{HeldPieces, IncomingPieces, OutgoingPieces, PieceKind, StoringCount};
 
 /// The shape of a [`HostTier`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

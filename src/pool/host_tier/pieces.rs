@@ -69,13 +69,26 @@ impl Drop for SendingGuard {
     }
 }
 
-/// Pieces that a store reads. They keep their places, and are counted, meanwhile.
+/// Pieces that a store reads. They keep their places meanwhile.
 #[derive(Debug)]
 pub(in crate::pool) struct OutgoingPieces {
     tier: Arc<HostTier>,
     kind: PieceKind,
     entries: Vec<EntryId>,
+}
+
+/// Pieces that are counted as being written to a store, as long as this lives.
+#[derive(Debug)]
+pub(in crate::pool) struct StoringCount {
+    tier: Arc<HostTier>,
     count: usize,
+}
+
+impl Drop for StoringCount {
+    fn drop(&mut self) {
+        let _gate = ForkGate::enter_on_own_thread();
+        self.tier.counts.lock().storing -= self.count;
+    }
 }
 
 impl OutgoingPieces {
@@ -88,8 +101,6 @@ impl OutgoingPieces {
 impl Drop for OutgoingPieces {
     fn drop(&mut self) {
         self.tier.storage(self.kind).iter().for_each(|storage| storage.end_reads(&self.entries));
-        let _gate = ForkGate::enter_on_own_thread();
-        self.tier.counts.lock().storing -= self.count;
     }
 }
 
@@ -194,19 +205,20 @@ impl HostTier {
         self.storage(kind).map_or(Vec::new(), |storage| storage.complete_of(keys))
     }
 
-    /// Keeps those pieces that are complete here for a store, and returns their keys.
+    /// Keeps those pieces that are complete here for a store, and counts them. Returns their keys.
     pub(in crate::pool) fn send_out(
         self: &Arc<Self>,
         kind: PieceKind,
         keys: &[PageHash],
-    ) -> (Vec<PageHash>, OutgoingPieces) {
+    ) -> (Vec<PageHash>, OutgoingPieces, StoringCount) {
         let found = self.storage(kind).map(|storage| storage.begin_reads(keys));
         let (keys, entries) = found.unwrap_or_default();
         let count = keys.len();
         let gate = ForkGate::enter_on_own_thread();
         self.counts.lock().storing += count;
         drop(gate);
-        (keys, OutgoingPieces { tier: Arc::clone(self), kind, entries, count })
+        let storing = StoringCount { tier: Arc::clone(self), count };
+        (keys, OutgoingPieces { tier: Arc::clone(self), kind, entries }, storing)
     }
 
     /// Counts pieces that a store did not take.

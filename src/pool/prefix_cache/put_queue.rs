@@ -3,15 +3,20 @@
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{ForkGate, run_blocking};
 use crate::cache::{PageHash, UsedRun};
 use crate::pool::StoreTransfer;
-use crate::pool::host_tier::{OutgoingPieces, PieceKind};
+use crate::pool::host_tier::{OutgoingPieces, PieceKind, StoringCount};
 use crate::transfer::JobThread;
 
 use super::backing::StoreAccess;
+
+/// The maximum time from the moment when a store has released the memory of pieces until it says which of them
+/// it has stored.
+const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// Puts pieces of a tier in a store, in order and as many at a time as the tier may keep for it. Pieces beyond
 /// that wait. A piece that the store did not take is put again when the store takes others, or when it is used
@@ -43,12 +48,17 @@ struct Put {
     kind: PieceKind,
     keys: Vec<PageHash>,
     transfer: Arc<StoreTransfer>,
+    /// Whether the store is done with the memory of the pieces.
+    is_released: Arc<AtomicBool>,
+    /// Counts the pieces until it is known which of them are stored.
+    _storing: StoringCount,
 }
 
 /// Pieces that a store reads. When it is done with them, more are sent.
 #[derive(Debug)]
 struct SentPieces {
     outgoing: Option<OutgoingPieces>,
+    is_released: Arc<AtomicBool>,
     queue: Weak<PutQueue>,
     thread: Arc<JobThread>,
 }
@@ -56,6 +66,7 @@ struct SentPieces {
 impl Drop for SentPieces {
     fn drop(&mut self) {
         drop(self.outgoing.take());
+        self.is_released.store(true, Ordering::Release);
         let (queue, _gate) = (self.queue.clone(), ForkGate::enter_on_own_thread());
         // A thread of the store must not become the last owner of the store.
         let send = move || queue.upgrade().iter().for_each(|queue| queue.send_waiting(false));
@@ -159,7 +170,7 @@ impl PutQueue {
                 continue;
             }
             tier.change_waiting(0, keys.len());
-            let (found, outgoing) = tier.send_out(kind, &keys);
+            let (found, outgoing, storing) = tier.send_out(kind, &keys);
             // The tier has evicted the others before they could be sent.
             let mut next = found.iter().peekable();
             let gone = keys.into_iter().filter(|key| next.next_if_eq(&key).is_none()).collect();
@@ -167,10 +178,18 @@ impl PutQueue {
             if found.is_empty() {
                 continue;
             }
-            let (ranges, queue) = (outgoing.ranges(), Arc::downgrade(self));
-            let sent = SentPieces { outgoing: Some(outgoing), queue, thread: Arc::clone(&self.thread) };
+            let (ranges, queue, is_released) =
+                (outgoing.ranges(), Arc::downgrade(self), Arc::new(AtomicBool::new(false)));
+            let sent = SentPieces {
+                outgoing: Some(outgoing),
+                is_released: Arc::clone(&is_released),
+                queue,
+                thread: Arc::clone(&self.thread),
+            };
             match self.store_access.put(kind, &found, &ranges, Arc::new(sent)) {
-                Ok(transfer) => self.with_state(|state| state.puts.push(Put { kind, keys: found, transfer })),
+                Ok(transfer) => self.with_state(|state| {
+                    state.puts.push(Put { kind, keys: found, transfer, is_released, _storing: storing })
+                }),
                 Err(_) => self.give_up(kind, found),
             }
         }
@@ -182,6 +201,10 @@ impl PutQueue {
         let puts = self.with_state(|state| std::mem::take(&mut state.puts));
         for put in puts {
             let is_of_kind = put.kind == kind;
+            if is_of_kind && put.is_released.load(Ordering::Acquire) {
+                // What is left is to say which pieces are stored.
+                let _ = put.transfer.wait(ANSWER_TIME);
+            }
             let stored = is_of_kind.then(|| self.store_access.stored(kind, &put.transfer)).flatten();
             let Some(stored) = stored else {
                 self.with_state(|state| state.puts.push(put));
