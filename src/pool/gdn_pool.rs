@@ -306,8 +306,10 @@ impl GdnPool {
     /// that may still use it. The caller holds no lock.
     pub fn alloc_track_slot(&self) -> Option<StateSlot> {
         let (slot, copy) = self.take_track_slot()?;
-        // A failed device copies nothing.
-        copy.iter().for_each(|copy| drop(copy.wait()));
+        if let Some(copy) = copy {
+            // A failed device copies nothing.
+            let _ = copy.wait();
+        }
         Some(slot)
     }
 

@@ -108,7 +108,7 @@ pub(super) struct TierCounts {
 
 impl TierCounts {
     /// Returns the number of pieces on their way to the store, plus the calls that are about to send some.
-    const fn to_store(&self) -> usize {
+    const fn on_way_down(self) -> usize {
         self.storing + self.sending + self.waiting
     }
 }
@@ -321,7 +321,7 @@ impl HostTier {
             ("skipped", counts.skipped),
             ("failed", counts.failed),
             ("fetched", counts.fetched),
-            ("storing", counts.to_store()),
+            ("storing", counts.on_way_down()),
             ("unstored", counts.unstored),
             ("page_locked", self.storages().map(Storage::page_locked).sum()),
             ("bytes", self.mem_bytes()),
@@ -547,7 +547,7 @@ impl HostTier {
     /// that are about to send some.
     pub(super) fn storing(&self) -> usize {
         let _gate = ForkGate::enter_on_own_thread();
-        self.counts.lock().to_store()
+        self.counts.lock().on_way_down()
     }
 
     /// Takes the causes of copies to the tier that failed since the last call, in words: the first of each

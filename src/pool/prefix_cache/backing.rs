@@ -300,7 +300,9 @@ impl Backing {
 
     /// Has a thread put the pieces that a copy has brought to the tier in the store.
     pub(super) fn put<'a>(&self, keys: impl Fn(PieceKind) -> &'a [PageHash]) {
-        PieceKind::ALL.into_iter().for_each(|kind| self.puts.add(kind, keys(kind)));
+        for kind in PieceKind::ALL {
+            self.puts.add(kind, keys(kind));
+        }
         self.puts.send();
     }
 

@@ -173,8 +173,8 @@ impl PutQueue {
             let (found, outgoing, storing) = tier.send_out(kind, &keys);
             // The tier has evicted the others before they could be sent.
             let mut next = found.iter().peekable();
-            let gone = keys.into_iter().filter(|key| next.next_if_eq(&key).is_none()).collect();
-            self.give_up(kind, gone);
+            let gone: Vec<_> = keys.into_iter().filter(|key| next.next_if_eq(&key).is_none()).collect();
+            self.give_up(kind, &gone);
             if found.is_empty() {
                 continue;
             }
@@ -188,9 +188,9 @@ impl PutQueue {
             };
             match self.store_access.put(kind, &found, &ranges, Arc::new(sent)) {
                 Ok(transfer) => self.with_state(|state| {
-                    state.puts.push(Put { kind, keys: found, transfer, is_released, _storing: storing })
+                    state.puts.push(Put { kind, keys: found, transfer, is_released, _storing: storing });
                 }),
-                Err(_) => self.give_up(kind, found),
+                Err(_) => self.give_up(kind, &found),
             }
         }
     }
@@ -224,17 +224,17 @@ impl PutQueue {
                     left.into_iter().rev().for_each(|key| state.waiting[kind as usize].push_front(key));
                 });
             } else {
-                self.give_up(kind, left);
+                self.give_up(kind, &left);
             }
         }
     }
 
     /// Counts pieces that are not stored. They may be added again.
-    fn give_up(&self, kind: PieceKind, keys: Vec<PageHash>) {
+    fn give_up(&self, kind: PieceKind, keys: &[PageHash]) {
         if !keys.is_empty() {
             self.store_access.tier().count_unstored(keys.len());
             self.with_state(|state| {
-                for key in &keys {
+                for key in keys {
                     state.listed[kind as usize].remove(key);
                 }
             });
@@ -246,7 +246,7 @@ impl PutQueue {
         for kind in PieceKind::ALL {
             let keys = self.with_state(|state| state.take(kind, usize::MAX));
             self.store_access.tier().change_waiting(0, keys.len());
-            self.give_up(kind, keys);
+            self.give_up(kind, &keys);
         }
     }
 

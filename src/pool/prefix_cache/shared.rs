@@ -238,7 +238,9 @@ impl CacheCall<'_> {
             });
         }
         if let Some(pool) = &self.shared.states {
-            states.into_iter().for_each(|(slot, copy)| free_state(pool, slot, copy));
+            for (slot, copy) in states {
+                free_state(pool, slot, copy);
+            }
         }
         freed
     }

@@ -154,7 +154,9 @@ impl TierLink {
         let Begun { write, runs, evicted } = self.tier.write(&offered, presence, &self.publishers);
         tree.record_dropped_below(evicted);
         // In the order of the prefix, and before the events of later calls: the pages can be found from now on.
-        runs.iter().for_each(|run| tree.record_copied(run));
+        for run in &runs {
+            tree.record_copied(run);
+        }
         if let Some(write) = write {
             self.uses.written += write.pages().len();
             self.pages.extend(write.pages().iter().map(|page| (*page, Arc::clone(&write.transfer))));
