@@ -90,7 +90,9 @@ fn what_is_read_keeps_its_place_and_its_turn() {
     let mut tier = Residency::default();
     let first = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
     let second = copied(&mut tier, [2; 32], 'b', DevicePresence::Absent);
-    [first, second].into_iter().for_each(|entry| tier.arrive(entry));
+    for entry in [first, second] {
+        tier.arrive(entry);
+    }
     tier.begin_read(first);
     assert_eq!(tier.evict(|place| place != 'b'), None, "one is read, the other cannot be used");
     assert_eq!(tier.end_read(first), None);
