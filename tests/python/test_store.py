@@ -926,14 +926,19 @@ def test_an_agreement_is_between_what_the_device_has_and_what_this_rank_has(devi
         scene.forget()
         for wrong in (28, -1):
             with pytest.raises(ConfigError, match="agree"):
-                scene.cache.match(PROMPT, agree=lambda _have, wrong=wrong: wrong)
+                scene.cache.match(PROMPT, agree=partial(max, wrong) if wrong > 0 else partial(min, wrong))
         with pytest.raises(ZeroDivisionError):
             scene.cache.match(PROMPT, agree=lambda have: have // 0)
         scene.keep(PROMPT[:8])
         with pytest.raises(ConfigError, match="of which 8 are on its device"):
             scene.cache.match(PROMPT, agree=lambda _have: 4)
         asked: list[int] = []
-        with scene.cache.match(PROMPT, agree=lambda have: asked.append(have) or 12) as lease:
+
+        def agree(have: int) -> int:
+            asked.append(have)
+            return 12
+
+        with scene.cache.match(PROMPT, agree=agree) as lease:
             assert (lease.length, lease.loadable, asked) == (8, 4, [24])
         assert scene.cache.locked_size() == 0
         scene.end()
